@@ -103,7 +103,7 @@ async def crash(daemon: Daemon, name: str, controlled: Controlled, rng: random.R
             first_s: float | None = None
             async with open_client(daemon.path) as client:
                 async for event in client.generate(controller="jsctrl", controller_arg=SHORT_PROGRAM):
-                    if isinstance(event, Token) and not event.forced and first_s is None:
+                    if isinstance(event, Token) and not event.inserted and first_s is None:
                         first_s = trio.current_time() - began
                     is_good = isinstance(event, Eos) and event.reason == "stop"
     except trio.TooSlowError:

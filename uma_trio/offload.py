@@ -155,7 +155,7 @@ class Offloader:
         """Whether a copy waits for a step."""
         return bool(self._waiting)
 
-    def look(self) -> None:
+    def check_for_work(self) -> None:
         """There may be something to save."""
         self._look.set()
 
@@ -390,7 +390,7 @@ class Offloader:
             self._wake()
         finally:
             self._writing.release()
-            self.look()
+            self.check_for_work()
 
     async def _swap_in(self, allocation: Allocation, state: SavedState) -> None:
         assert self._files is not None

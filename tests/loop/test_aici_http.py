@@ -74,8 +74,8 @@ async def ran(folder: Path, *script: Sequence[ServerEvent] | UmaError, **fields:
         return await client.post("/v1/run", json={**RUN, **fields}), requests
 
 
-def token(index: int, text: str, *, forced: bool = False) -> Token:
-    return Token(id="", index=index, text=text, token_id=5, forced=forced)
+def token(index: int, text: str, *, inserted: bool = False) -> Token:
+    return Token(id="", index=index, text=text, token_id=5, inserted=inserted)
 
 
 # -- runs ---------------------------------------------------------------------------------------------
@@ -85,10 +85,10 @@ async def test_a_run_has_the_frames_of_the_reference(tmp_path: Path) -> None:
     written = StorageWrite.of("answer", b"42", "set", None)
     answer, requests = await ran(
         tmp_path,
-        [token(0, "The answer is ", forced=True), ControllerOutput(id="", index=0, logs="begins\n")],
+        [token(0, "The answer is ", inserted=True), ControllerOutput(id="", index=0, logs="begins\n")],
         [token(0, "4")],
         [token(0, "2"), ControllerOutput(id="", index=0, storage=[written])],
-        [eos(0, sampled=2, forced=1)],
+        [eos(0, sampled=2, inserted=1)],
     )
     first, *steps = frames_of(answer)
     assert set(first) == {"id", "object", "created", "model"}

@@ -72,12 +72,12 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def token(index: int, text: str, *, forced: bool = False) -> Token:
-    return Token(id="", index=index, text=text, token_id=5, forced=forced)
+def token(index: int, text: str, *, inserted: bool = False) -> Token:
+    return Token(id="", index=index, text=text, token_id=5, inserted=inserted)
 
 
 FORKS: list[list[ServerEvent]] = [
-    [token(0, "The answer is ", forced=True), ControllerOutput(id="", index=0, logs="begins\nhere\n")],
+    [token(0, "The answer is ", inserted=True), ControllerOutput(id="", index=0, logs="begins\nhere\n")],
     [Fork(id="", index=1, parent=0), Fork(id="", index=2, parent=0)],
     [token(0, "yes"), token(1, "no"), token(2, "may")],
     [Fork(id="", index=3, parent=2), token(3, "be"), token(2, "hem")],

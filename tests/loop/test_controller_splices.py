@@ -52,7 +52,7 @@ async def test_what_was_removed_was_never_generated(autojump_clock, options, n, 
         assert found.ends[0].logprobs == wanted.ends[0].logprobs
         assert found.ends[0].usage.completion_tokens == wanted.ends[0].usage.completion_tokens
         assert found.ends[0].usage.sampled_tokens == wanted.ends[0].usage.sampled_tokens + n
-        assert found.ends[0].usage.forced_tokens == wanted.ends[0].usage.forced_tokens
+        assert found.ends[0].usage.inserted_tokens == wanted.ends[0].usage.inserted_tokens
         await harness.clean()
         assert len({*harness.engine.used_cells().values()}) == 1, "equal answers leave equally many cells for others"
 
@@ -133,8 +133,8 @@ async def test_inserted_tokens_are_like_a_prompt(autojump_clock, options):
         for script in ([Say(text), Gen(9)], [Insert(text), Gen(9)], [Say(text[:80]), Insert(text[80:]), Gen(9)]):
             client = await run(harness, script, 400)
             assert client.tokens[0][300:] == expected_continuation([START, *text], 9)
-            assert client.ends[0].usage.forced_tokens == 300
-            forced = [event.forced for event in client.events if isinstance(event, Token)]
+            assert client.ends[0].usage.inserted_tokens == 300
+            forced = [event.inserted for event in client.events if isinstance(event, Token)]
             assert forced == [True] * 300 + [False] * 9
         plain = harness.ask([START, *text], asked := Client(), 9)
         await harness.done([plain])

@@ -28,7 +28,7 @@ async def test_a_controller_ends_the_answer(autojump_clock):
         assert client.tokens == {0: expected_continuation([START], 5)}
         assert client.reasons == {0: "stop"}
         assert client.ends[0].usage.sampled_tokens == 5
-        assert client.ends[0].usage.forced_tokens == 0
+        assert client.ends[0].usage.inserted_tokens == 0
         await harness.clean()
 
 

@@ -21,7 +21,7 @@ from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel, LinearModel
 from uma_trio.scheduling.timings import StepTimings
-from uma_trio.serving.controllers import Controllers
+from uma_trio.serving.controller_driver import ControllerDriver
 from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.serving.planning import MAX_DECODES_WITH_DRAFTS, NoStep, StepPlanner
 from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for
@@ -68,7 +68,7 @@ class Planning:
             embeddings=self.embeddings,
             offloader=offloader,
             bisection=self.bisection,
-            controllers=Controllers(None, None, self.running, None),
+            controllers=ControllerDriver(None, None, self.running, None),
         )
         self.n_steps = 0
 

@@ -81,7 +81,7 @@ def test_two_digits_over_the_socket(daemon: Daemon) -> None:
     assert answer.eos is not None
     assert answer.eos.reason == "stop"
     assert 1 <= answer.sampled_tokens <= 2
-    assert answer.sampled_tokens + answer.forced_tokens == answer.eos.usage.completion_tokens
+    assert answer.sampled_tokens + answer.inserted_tokens == answer.eos.usage.completion_tokens
     assert run(daemon, "jsctrl", PROGRAM)[0].text == answer.text
 
 
@@ -94,7 +94,7 @@ def test_two_digits_over_http(daemon: Daemon) -> None:
     assert text == answer.text
     assert steps[-1]["forks"][0]["finish_reason"] == "aici-stop"
     usage = steps[-1]["usage"]
-    assert (usage["sampled_tokens"], usage["ff_tokens"]) == (answer.sampled_tokens, answer.forced_tokens)
+    assert (usage["sampled_tokens"], usage["ff_tokens"]) == (answer.sampled_tokens, answer.inserted_tokens)
     assert usage["cost"] == 2 * usage["sampled_tokens"] + usage["ff_tokens"]
 
 
@@ -185,7 +185,7 @@ def test_a_runtime_of_another_make(library: None, tmp_path: Path) -> None:
         answer = run(found, "digits", tokens)[0]
         assert answer.eos is not None
         assert answer.eos.reason == "stop"
-        assert (answer.forced_tokens, answer.sampled_tokens) == (3, 2)
+        assert (answer.inserted_tokens, answer.sampled_tokens) == (3, 2)
         with pytest.raises(ServerError) as error:
             run(found, "jsctrl", PROGRAM)
         assert error.value.code == "E_CONTROLLER_NOT_FOUND"

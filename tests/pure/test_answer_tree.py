@@ -67,10 +67,10 @@ def test_what_is_no_part_of_an_answer_is_passed_over() -> None:
 
 def test_counts_and_logs() -> None:
     tree, _ = played([(0, "text", "a")])
-    tree.add(Token(id="r", index=0, text="b", forced=True))
+    tree.add(Token(id="r", index=0, text="b", inserted=True))
     tree.add(ControllerOutput(id="r", index=0, logs="x\n"))
     tree.add(ControllerOutput(id="r", index=0, logs="y\n"))
-    assert (tree[0].sampled_tokens, tree[0].forced_tokens, tree[0].logs) == (2, 1, "x\ny\n")
+    assert (tree[0].sampled_tokens, tree[0].inserted_tokens, tree[0].logs) == (2, 1, "x\ny\n")
 
 
 def test_a_long_text_is_cut_in_the_tree() -> None:

@@ -407,7 +407,10 @@ def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
         | {"kv_offload.disk_bytes"}
         | {f"embeddings.{name}" for name in keys_of_snapshot("uma_trio/serving/embedding.py", "EmbeddingQueue")}
         | {f"histograms.{name}" for name in Telemetry().snapshot()["histograms"]}
-        | {f"controllers.{name}" for name in keys_of_snapshot("uma_trio/serving/controllers.py", "Controllers")}
+        | {
+            f"controllers.{name}"
+            for name in keys_of_snapshot("uma_trio/serving/controller_driver.py", "ControllerDriver")
+        }
         | {f"controllers.{name}" for name in keys_of_snapshot("uma_trio/aici/supervisor.py", "SupervisedRuntime")}
         | {f"controllers.{name}" for name in usage}
         | {f"constraints.{name}" for name in keys_of_snapshot("uma_trio/grammar/compiler.py", "GrammarCompiler")}

@@ -151,12 +151,12 @@ def test_wrong_queries_are_refused(fields: dict[str, object], message: str) -> N
 
 # -- events -------------------------------------------------------------------------------------------
 
-USAGE = Usage(prompt_tokens=1, completion_tokens=3, sampled_tokens=2, forced_tokens=1)
+USAGE = Usage(prompt_tokens=1, completion_tokens=3, sampled_tokens=2, inserted_tokens=1)
 EOS = Eos(id="r1", index=0, reason="deadlock", usage=USAGE, timings=Timings(queue_ms=0, total_ms=1))
 TAG = ControllerTag(tag="a", module_id=MODULE, updated_at=5.0, updated_by="uid:0", wasm_size=7, compiled_size=9)
 EVENTS: list[ServerEvent] = [
     Fork(id="r1", index=1, parent=0),
-    Token(id="r1", index=1, text="x", token_id=5, forced=True),
+    Token(id="r1", index=1, text="x", token_id=5, inserted=True),
     Backtrack(id="r1", index=1, tokens=1, text="x"),
     ControllerOutput(id="r1", index=0, logs="hello"),
     ControllerOutput(id="r1", index=0, error="trap", storage=[StorageWrite.of("a", b"\xff", "append", 3)]),

@@ -758,7 +758,7 @@ scored = st.builds(
 )
 calls = st.builds(ToolCall, id=st.text("ab", min_size=1), name=st.text("ab_", min_size=1), arguments=metadatas)
 events = (
-    st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans(), forced=st.booleans())
+    st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans(), inserted=st.booleans())
     | st.builds(Token.of, texts, texts, counts, scored, index=st.none() | counts)
     | st.builds(Reasoning.of, texts, texts, st.none() | counts, st.none() | scored, index=st.none() | counts)
     | st.builds(ToolCallDelta, id=texts, call=counts, call_id=st.none() | texts, arguments=st.none() | texts)
@@ -775,7 +775,7 @@ events = (
             dropped_tokens=counts,
             reasoning_tokens=st.none() | counts,
             sampled_tokens=st.none() | counts,
-            forced_tokens=st.none() | counts,
+            inserted_tokens=st.none() | counts,
         ),
         timings=st.builds(
             Timings, queue_ms=times, ttft_ms=st.none() | times, total_ms=times, tokens_per_s=st.none() | times
@@ -826,7 +826,7 @@ def test_events_round_trip_in_both_encodings(event: ServerEvent) -> None:
     assert type(event) is CLASSES[fields.pop("event")]
     if isinstance(event, Token):
         fields.setdefault("echo", False)
-        fields.setdefault("forced", False)
+        fields.setdefault("inserted", False)
     assert fields == without_none(event)
 
 

@@ -14,8 +14,10 @@ from uma_trio.service import Generation, ModelService
 TIMINGS = Timings(queue_ms=0.0, ttft_ms=1.0, total_ms=2.0)
 
 
-def eos(index: int, reason: str = "stop", *, sampled: int = 0, forced: int = 0) -> Eos:
-    usage = Usage(prompt_tokens=1, completion_tokens=sampled + forced, sampled_tokens=sampled, forced_tokens=forced)
+def eos(index: int, reason: str = "stop", *, sampled: int = 0, inserted: int = 0) -> Eos:
+    usage = Usage(
+        prompt_tokens=1, completion_tokens=sampled + inserted, sampled_tokens=sampled, inserted_tokens=inserted
+    )
     return Eos(id="", index=index, reason=reason, usage=usage, timings=TIMINGS)  # type: ignore[arg-type]
 
 

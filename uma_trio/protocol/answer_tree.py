@@ -25,7 +25,7 @@ class ControlledAnswer:
     """Variables that its controller has written, in order."""
     sampled_tokens: int = 0
     """Tokens that the model has chosen, after the fork."""
-    forced_tokens: int = 0
+    inserted_tokens: int = 0
     """Tokens that the controller has chosen, after the fork."""
     eos: Eos | None = None
     failure: Failure | None = None
@@ -100,8 +100,8 @@ class AnswerTree:
                 answer.parent, answer.text, answer.forked_at = event.parent, text, len(text)
             case Token():
                 answer.text += event.text
-                if event.forced:
-                    answer.forced_tokens += 1
+                if event.inserted:
+                    answer.inserted_tokens += 1
                 else:
                     answer.sampled_tokens += 1
             case Backtrack():
@@ -115,8 +115,8 @@ class AnswerTree:
                     answer.text = event.text
                 if event.usage.sampled_tokens is not None:
                     answer.sampled_tokens = event.usage.sampled_tokens
-                if event.usage.forced_tokens is not None:
-                    answer.forced_tokens = event.usage.forced_tokens
+                if event.usage.inserted_tokens is not None:
+                    answer.inserted_tokens = event.usage.inserted_tokens
             case Failure():
                 answer.failure = event
         return answer

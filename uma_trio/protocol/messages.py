@@ -358,7 +358,7 @@ class Usage:
     """Generated tokens of reasoning and its markers, with ``Generate.separate_reasoning``."""
     sampled_tokens: int | None = None
     """Generated tokens that the model chose.  This and the next field come with ``Generate.controller``."""
-    forced_tokens: int | None = None
+    inserted_tokens: int | None = None
     """Generated tokens that the controller chose."""
 
 
@@ -596,7 +596,7 @@ class Token(Generated):
 
     echo: bool = False
     """Whether this is the echoed prompt."""
-    forced: bool = False
+    inserted: bool = False
     """Whether the controller chose the token, not the model."""
 
 
@@ -991,8 +991,8 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
         if isinstance(event, Token):
             if event.echo:
                 fields["echo"] = True
-            if event.forced:
-                fields["forced"] = True
+            if event.inserted:
+                fields["inserted"] = True
         if event.index is not None:
             fields["index"] = event.index
         if event.logprob is not None:

@@ -11,8 +11,8 @@ from typing import Final
 
 from uma_trio.errors import ControllerFailed, KvFull, UmaError
 from uma_trio.protocol.controllers import Fork
-from uma_trio.serving.control import Phase
-from uma_trio.serving.controlled import ControlledSequences, control_of, have_room, is_prefilled
+from uma_trio.serving.controlled_sequences import ControlledSequences, control_of, is_prefilled, reading
+from uma_trio.serving.controller_state import Phase
 from uma_trio.serving.queue import RunningSet
 from uma_trio.serving.sequence import Sequence
 
@@ -45,7 +45,7 @@ class Forking:
     def is_possible(self) -> bool:
         """Whether ``next_group`` would try, or refuse, to fork a sequence."""
         sequence = self._next()
-        return sequence is not None and (not self._waits(sequence) or self._waits_for_nobody(sequence))
+        return sequence is not None and (not self._waits(sequence) or self._is_deadlocked(sequence))
 
     def next_group(self) -> list[Sequence]:
         """Fork the sequence that is next.
@@ -79,15 +79,15 @@ class Forking:
                 _announce(sequence, forks)
                 return [sequence, *forks]
             self._keep_room(sequence)
-        if self._waits_for_nobody(sequence):
-            raise ForkRefused(sequence, KvFull(f"there is no room for {n} forks, and all others wait for room as well"))
+        if self._is_deadlocked(sequence):
+            raise ForkRefused(sequence, KvFull(f"no KV cells for {n} forks: every running request waits for cells"))
         return []
 
     def _next(self) -> Sequence | None:
         return next((each for each in self._ready() if is_prefilled(each)), None)
 
     def _ready(self) -> list[Sequence]:
-        return have_room(self._controlled.in_phase(Phase.FORK))
+        return reading(self._controlled.in_phase(Phase.FORK))
 
     def give_up(self, sequence: Sequence) -> None:
         """``sequence`` has ended, or no longer wants to fork."""
@@ -103,8 +103,8 @@ class Forking:
         """Whether ``sequence`` has found no room, and nothing has changed in the KV cache."""
         return self._found_no_room == (sequence, self._running.cache.changes)
 
-    def _waits_for_nobody(self, sequence: Sequence) -> bool:
-        """Whether all others that run wait for room like ``sequence``, or for those that do."""
+    def _is_deadlocked(self, sequence: Sequence) -> bool:
+        """Whether every other running sequence also waits for room, or for one that does, so no cell will become free."""
         if self._running.cache.offload.blocks_requests:
             return False
         wanting = self._ready()

@@ -10,18 +10,19 @@ from typing import Final
 from uma_trio.engine.masks import MaskFile
 from uma_trio.engine.messages import StepInput, SubmittedStep
 from uma_trio.engine.supervisor import SupervisedEngine
-from uma_trio.serving.controlled import control_of, is_prefilled
+from uma_trio.serving.controlled_sequences import control_of, is_prefilled
 from uma_trio.serving.sequence import Sequence
 from uma_trio.serving.step import InFlightStep
 
 SHORT_MASK_TIMEOUT_MS: Final = 2.0
-"""Masks may come so long after the logits, if sequences without a controller are in the step."""
+"""Time after the logits in which masks may still arrive, if the step has sequences without a controller and no
+grammar."""
 
 
 class MaskedSteps:
-    """At most two: one that has begun, and one that runs ahead of it.
+    """At most two steps: one that has begun, and one that runs ahead of it.
 
-    A mask has the id of its sequence as its key.
+    The key of a mask is the runtime's id of its sequence.
     """
 
     def __init__(self, engine: SupervisedEngine) -> None:
@@ -31,17 +32,17 @@ class MaskedSteps:
         self._ahead: InFlightStep | None = None
         """The step that runs ahead.  Its masks are asked for when it begins."""
         self.has_asked = False
-        """The masks of ``begun`` were asked for, are there, or will not come."""
+        """The masks of ``begun`` were requested, are ready, or will not come."""
 
     def __bool__(self) -> bool:
         return self.begun is not None or self._ahead is not None
 
     @property
     def keeps_masks(self) -> bool:
-        """Whether the masks must stay as they are: the engine reads them, or is about to."""
+        """Whether no mask may be overwritten, because the engine reads them or is about to."""
         return self.begun is not None and self.has_asked
 
-    def claim(self, step: InFlightStep, message: SubmittedStep, masks: MaskFile | None) -> None:
+    def attach_masks(self, step: InFlightStep, message: SubmittedStep, masks: MaskFile | None) -> None:
         """Have the engine wait for the masks of controlled sequences in a step that is not sent yet."""
         inputs = chain.from_iterable(message.calls)
         sampling = [
@@ -65,20 +66,20 @@ class MaskedSteps:
             self.begun, self.has_asked = step, False
 
     def completed(self, step: InFlightStep) -> None:
-        """``step`` is complete, so the step that ran ahead of it has begun."""
+        """Forget ``step``, which is complete: the step that ran ahead of it has begun."""
         self.removed(step)
         if self.begun is None:
             self.begun, self._ahead, self.has_asked = self._ahead, None, False
 
     def removed(self, step: InFlightStep) -> None:
-        """``step`` is not in flight any more."""
+        """Forget ``step``, which is no longer in flight."""
         if self.begun is step:
             self.begun = None
         if self._ahead is step:
             self._ahead = None
 
     def lost(self) -> None:
-        """The engine has died, with all steps in flight."""
+        """Forget all steps: the engine died."""
         self.begun = self._ahead = None
 
     def sampled(self, step: InFlightStep) -> list[Sequence]:
@@ -86,36 +87,36 @@ class MaskedSteps:
         return [each for each, row in step.rows.items() if each.control is not None and row.is_sampled]
 
     def samples(self, sequence: Sequence) -> bool:
-        """Whether a step in flight samples what follows after all known tokens of ``sequence``."""
+        """Whether a step in flight samples the next token of ``sequence``."""
         rows = [step.rows.get(sequence) for step in (self.begun, self._ahead) if step is not None]
         return any(row is not None and row.is_sampled for row in rows) and is_prefilled(sequence)
 
     def ready(self, step: InFlightStep, rows: Mapping[int, int]) -> None:
-        """The masks of ``step`` are there, unless it has ended without them.
+        """Tell the engine that the masks of ``step`` are ready, unless the step ended without them.
 
         Args:
-            rows: where they are, by the ids of sequences.
+            rows: row of each mask, by the ids of sequences.
         """
         if self.begun is step:
             self._engine.link.masks_ready(step.number, rows)
 
     def give_up(self) -> None:
-        """No masks will come for the step that has begun, if there is one."""
+        """Tell the engine that no more masks will come for the step that has begun, if there is one."""
         if self.begun is not None:
             self.has_asked = True
             self.ready(self.begun, {})
 
     def may_run_ahead(self, step: InFlightStep, exchanges_ms: Items[float]) -> bool:
-        """Whether all controllers of ``step`` will probably want another token, and say so while it is computed.
+        """Whether all controllers in ``step`` are expected to want another token, and to answer while it computes.
 
-        One that does not costs the time of a row.
+        A controller that does not costs the time of a row.
 
         Args:
-            exchanges_ms: how long the latest exchanges took that a token needs.
+            exchanges_ms: durations of the latest ``post_pre`` and of the latest ``mid``.
         """
         if not self._engine.info.can_truncate:
             return False
         sampled = self.sampled(step)
         others = len(sampled) < len(step.rows)
         time_ms = step.plan.predicted_ms + (0.0 if others else step.planned.mask_timeout_ms / 2)
-        return sum(exchanges_ms) <= time_ms and all(control_of(each).may_go_on for each in sampled)
+        return sum(exchanges_ms) <= time_ms and all(control_of(each).may_run_ahead for each in sampled)

@@ -96,7 +96,7 @@ def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReas
         if not request.stream:
             sequence.logprobs.append(logprobs)
         elif new.by_controller:
-            sequence.sink.send(Token(id=request.id, text=text, token_id=token, index=sequence.index, forced=True))
+            sequence.sink.send(Token(id=request.id, text=text, token_id=token, index=sequence.index, inserted=True))
         else:
             sequence.sink.send(Token.of(request.id, text, token, logprobs, index=sequence.index))
     return new.reason

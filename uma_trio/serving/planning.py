@@ -28,7 +28,7 @@ from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.policy import MAX_DEADLINE_MARGIN, Plan, PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
-from uma_trio.serving.controllers import Controllers
+from uma_trio.serving.controller_driver import ControllerDriver
 from uma_trio.serving.drafting import MAX_STREAMS, DraftModel
 from uma_trio.serving.embedding import EmbeddingChunk, EmbeddingQueue
 from uma_trio.serving.queue import RunningSet, WaitingQueue
@@ -89,7 +89,7 @@ class StepPlanner:
     _embeddings: EmbeddingQueue
     _offloader: Offloader
     _bisection: CrashBisection[Sequence]
-    _controllers: Controllers
+    _controllers: ControllerDriver
     drafts: DraftModel | None = None
     _policy: PolicyState = attrs.field(factory=PolicyState, init=False)
     _had_chunk: bool = attrs.field(default=False, init=False)
@@ -219,7 +219,7 @@ class StepPlanner:
             return NoStep.UNKNOWN_DURATION
         if self._bisection.is_active:
             return NoStep.SUSPECTS
-        if self._controllers and self._controllers.holds_back(step):
+        if self._controllers and self._controllers.prevents_run_ahead(step):
             return NoStep.CONTROLLER
         if not self._info.can_truncate and (
             self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)

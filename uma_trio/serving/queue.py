@@ -77,7 +77,7 @@ class RunningSet:
             durable=sequence.durable,
         )
         if placement is None:
-            self._offloader.look()  # something may have to be saved to make room
+            self._offloader.check_for_work()  # something may have to be saved to make room
             return False
         sequence.allocation = allocation = placement.allocation
         sequence.state, sequence.admitted_at = State.PREFILL, trio.current_time()
@@ -100,7 +100,7 @@ class RunningSet:
         assert sequence.allocation is not None
         allocations = self.cache.fork(sequence.allocation, n, sequence.max_cells)
         if allocations is None:
-            self._offloader.look()  # something may have to be saved to make room
+            self._offloader.check_for_work()  # something may have to be saved to make room
         return allocations
 
     def begin_forks(self, forks: Items[Sequence], allocations: Items[Allocation]) -> None:
@@ -146,7 +146,7 @@ class RunningSet:
             if not has_room and sequence not in in_flight:  # its next token was not held up yet
                 sequence.paused = True
             if sequence.control is not None:
-                goes_on = sequence in in_flight and has_room and sequence.control.may_go_on
+                goes_on = sequence in in_flight and has_room and sequence.control.may_run_ahead
                 if not goes_on and not self._is_ready(sequence):
                     continue
             elif not has_room:
@@ -185,7 +185,7 @@ class RunningSet:
         del self._sequences[sequence.allocation]
         self.cache.release(sequence.allocation, tokens, at=trio.current_time())
         sequence.allocation = None
-        self._offloader.look()
+        self._offloader.check_for_work()
 
     def describe(self) -> list[SequenceInfo]:
         """What the KV cache holds, by sequence id."""

@@ -38,8 +38,8 @@ from uma_trio.protocol.messages import Embed, Failure, FinishReason, Generate, H
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.timings import StepTimings
-from uma_trio.serving.control import ControlledRequest
-from uma_trio.serving.controllers import Controllers
+from uma_trio.serving.controller_driver import ControllerDriver
+from uma_trio.serving.controller_state import ControlledRequest
 from uma_trio.serving.drafting import DraftModel
 from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.serving.output import TokenToBytes, send_progress, send_prompt, send_tokens
@@ -96,7 +96,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self.cache, self._running, self.telemetry, self.info, config.limits.max_queue)
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._bisection: CrashBisection[Sequence] = CrashBisection()
-        self._controllers = Controllers(runtime, engine, self._running, self)
+        self._controllers = ControllerDriver(runtime, engine, self._running, self)
         self._planner = StepPlanner(
             info=self.info,
             limits=config.scheduling,
@@ -157,7 +157,7 @@ class Scheduler:
             sequences = self._enter(request, prompt, sink, principal, grammar, controlled, durable=durable)
         except UmaError:
             if controlled is not None:
-                self._controllers.abandon(controlled)
+                self._controllers.drop_unused(controlled)
             raise
         if request.echo or request.return_full_text:
             for sequence in sequences:
@@ -256,9 +256,9 @@ class Scheduler:
         ahead = self._ahead
         if ahead is not None and delays_requests(ahead):
             self._revoke(ahead)
-        self.look()
+        self.end_wait()
 
-    def look(self) -> None:
+    def end_wait(self) -> None:
         """End the wait for work, if there is none."""
         self._wake.set()
 
@@ -373,7 +373,7 @@ class Scheduler:
             self._deliver_tokens(each, controlled=True)
             self._controllers.step_completed(each.step)
         if not self._in_flight:
-            await self._controllers.settle()
+            await self._controllers.wait_briefly()
 
     # 1. complete
 
@@ -465,10 +465,10 @@ class Scheduler:
                 self._engine.link.define_grammar(grammar.key, grammar.source)
         self._in_flight.append(step)
         if self._controllers:
-            self._controllers.claim(step, message)
+            self._controllers.attach_masks(step, message)
         self._engine.link.submit(message)
         if self._controllers:
-            self._controllers.step_sent(step)
+            self._controllers.request_masks(step)
 
     # 3. deliver, while the step computes
 

@@ -23,7 +23,7 @@ from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.messages import Eos, FinishReason, Generate, Logprobs, ServerEvent, Timings, Usage
 from uma_trio.sampling import Bias, PromptLookup, RegionAssembler, SamplingParams, TextAssembler, TokenHistory
 from uma_trio.scheduling.view import Priority, SequenceView
-from uma_trio.serving.control import Control
+from uma_trio.serving.controller_state import Control
 
 EWMA_WEIGHT: Final = 0.2
 
@@ -372,7 +372,7 @@ class Sequence:
             dropped_tokens=self.prompt.dropped,
             reasoning_tokens=self._n_reasoning_tokens,
             sampled_tokens=None if self.control is None else self.control.n_sampled,
-            forced_tokens=None if self.control is None else self.control.n_forced,
+            inserted_tokens=None if self.control is None else self.control.n_inserted,
         )
 
     @property

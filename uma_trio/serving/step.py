@@ -26,12 +26,12 @@ from uma_trio.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.scheduling.cost import Work
 from uma_trio.scheduling.policy import Plan, PolicyState
 from uma_trio.scheduling.view import Scales, SequenceView
-from uma_trio.serving.control import Phase
+from uma_trio.serving.controller_state import Phase
 from uma_trio.serving.embedding import EmbeddingChunk
 from uma_trio.serving.sequence import Sequence, State
 
 OUTLIER: Final = 0.5
-"""Share by which a step took more or less than predicted, from which on the next plan should know at once."""
+"""Relative error of the predicted duration above which a step is an outlier: the next plan should know of it at once."""
 
 
 DraftSource: TypeAlias = Literal["lookup", "model", "grammar"]
@@ -50,7 +50,7 @@ class PlannedStep:
     policy_before: PolicyState
     """The policy's state without this step; ``plan.state`` is the one with it."""
     mask_timeout_ms: float
-    """A sequence whose mask is not ready so long after the logits is left out."""
+    """Time after the logits in which a mask may still arrive.  Later, its sequence gets no token in this step."""
     look_ahead: bool = False
     """The engine finds what grammars force, because the next plan needs it."""
     transfer: Transfer | None = None
@@ -176,7 +176,7 @@ class NewTokens:
 
 @attrs.frozen
 class CompletedStep:
-    """What came of a step."""
+    """A completed step and its tokens."""
 
     step: InFlightStep
     output: StepOutput
@@ -347,19 +347,19 @@ def complete_step(
 
 
 def _ends(sequence: Sequence, token: int) -> bool:
-    """Whether the engine does not go on with ``token``; see ``Continued``."""
+    """Whether the engine drops the sequence from the run-ahead step after ``token``; see ``Continued``."""
     return token < 0 or (sequence.control is None and token in sequence.end_ids)
 
 
 def complete_sample(
     sequence: Sequence, token: int, scores: Items[TokenLogprobs | None], cache: KvCache
 ) -> NewTokens | None:
-    """Add the token that was sampled for a controlled sequence, or what its controller has chosen instead.
+    """Add the token that was sampled for a controlled sequence, or what its controller chose instead.
 
-    If the mask was late, nothing comes of the sample.  The mask is used in the next step.
+    If the mask was late, there is no token, and the next step uses the mask.
 
     Returns:
-        ``None`` if the step ran ahead, and the controller wanted something else than a token.
+        ``None`` if the step ran ahead, and the controller did not want a token.
     """
     control = sequence.control
     assert control is not None
@@ -369,17 +369,17 @@ def complete_sample(
     if token == MASK_LATE:
         cache.backtrack(sequence.allocation, sequence.n_known - 1)
         sequence.go_on()
-        is_late = control.is_asked or control.phase in (Phase.REPORT, Phase.ASKED)
-        control.is_asked, control.n_plain = False, 0
+        is_late = control.mask_requested or control.phase in (Phase.POST_PENDING, Phase.AWAITING_PRE)
+        control.mask_requested, control.n_sampled_in_row = False, 0
         if not is_late:
             return None
-        if control.phase in (Phase.SAMPLING, Phase.ANSWERED):
-            control.asks_ahead = True
+        if control.phase in (Phase.AWAITING_MASK, Phase.MASK_READY):
+            control.needs_mask_first = True
         return NewTokens(sequence, (), len(sequence.tokens), None, sequence.paused, ())
     new = _append(sequence, (token,), scores, None)
     control.n_sampled += len(new.tokens)
-    control.n_plain += 1
-    control.set_report(new.tokens)
+    control.n_sampled_in_row += 1
+    control.set_post(new.tokens)
     sequence.state = State.DECODE
     return new
 
@@ -402,23 +402,23 @@ def splice(sequence: Sequence, cache: KvCache) -> NewTokens:
         failure = KvFull("the controller removes tokens from before a fork, and there is no room to compute others")
         return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
     del sequence.tokens[n_before:]
-    control.set_report(tokens, backtrack)
-    return append_forced(sequence, tokens, n_removed)
+    control.set_post(tokens, backtrack)
+    return append_inserted(sequence, tokens, n_removed)
 
 
-def append_forced(sequence: Sequence, tokens: Items[int], n_removed: int = 0) -> NewTokens:
+def append_inserted(sequence: Sequence, tokens: Items[int], n_removed: int = 0) -> NewTokens:
     """Append tokens that the controller of ``sequence`` has chosen, up to ``max_tokens``."""
     assert sequence.control is not None
     new = _append(sequence, tokens, (), None)
     new.paused, new.by_controller, new.n_removed = True, True, n_removed
-    sequence.control.n_plain = 0
-    sequence.control.n_forced += len(new.tokens)
+    sequence.control.n_sampled_in_row = 0
+    sequence.control.n_inserted += len(new.tokens)
     sequence.go_on()
     return new
 
 
 def _undo(sequence: Sequence, row: StepRow, cache: KvCache, *, can_truncate: bool) -> NewTokens:
-    """The mask of ``sequence`` was late: a later step computes its last tokens again, and samples."""
+    """Roll back a row whose mask was late; a later step computes and samples it again."""
     assert sequence.allocation is not None
     reason = None
     if can_truncate:

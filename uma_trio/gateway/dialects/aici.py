@@ -255,12 +255,12 @@ class RunRenderer:
         if not frames:
             return b""
         sampled = sum(answer.sampled_tokens for answer in self._tree)
-        forced = self._prompt_tokens + sum(answer.forced_tokens for answer in self._tree)
+        inserted = self._prompt_tokens + sum(answer.inserted_tokens for answer in self._tree)
         return sse(
             {
                 "object": "run",
                 "forks": [frames[index].fields(index) for index in sorted(frames)],
-                "usage": {"sampled_tokens": sampled, "ff_tokens": forced, "cost": 2 * sampled + forced},
+                "usage": {"sampled_tokens": sampled, "ff_tokens": inserted, "cost": 2 * sampled + inserted},
             }
         )
 

@@ -1,4 +1,4 @@
-"""The sequences that controllers steer, by the ids under which their runtime knows them."""
+"""The sequences that controllers steer, by the runtime's ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 
 import trio
 
-from uma_trio.serving.control import Control, ControlledRequest, Phase
+from uma_trio.serving.controller_state import Control, ControlledRequest, Phase
 from uma_trio.serving.sequence import Sequence, State
 
 
@@ -79,7 +79,7 @@ class ControlledSequences:
 
 
 def control_of(sequence: Sequence) -> Control:
-    """Where a sequence stands that has a controller."""
+    """The state of a controlled sequence."""
     assert sequence.control is not None
     return sequence.control
 
@@ -89,6 +89,6 @@ def is_prefilled(sequence: Sequence) -> bool:
     return sequence.allocation is not None and sequence.n_known - sequence.n_computed == 1
 
 
-def have_room(sequences: Items[Sequence]) -> list[Sequence]:
-    """Those whose clients read."""
+def reading(sequences: Items[Sequence]) -> list[Sequence]:
+    """The sequences whose outbox has room."""
     return [each for each in sequences if each.sink.has_room]

@@ -1,0 +1,100 @@
+"""What the scheduler knows of a sequence that a controller steers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Items
+from typing import Final
+
+import attrs
+
+from uma_trio.aici.messages import MidResult, PostOp
+from uma_trio.protocol.controllers import StorageWrite
+
+STEADY_TOKENS: Final = 2
+"""After this many sampled tokens in a row, the controller is expected to let the model choose the next one, too."""
+
+
+class Phase(enum.Enum):
+    """What a controlled sequence waits for."""
+
+    NEW = enum.auto()
+    """The runtime has its controller, and no sequence for it yet."""
+    POST_PENDING = enum.auto()
+    """The controller must get the last tokens: ``Control.post``."""
+    AWAITING_PRE = enum.auto()
+    """The controller is being asked how to continue."""
+    SUSPENDED = enum.auto()
+    """The controller waits, and must be asked again."""
+    FORK = enum.auto()
+    """The sequence becomes ``Control.n_forks`` sequences as soon as there is room for them."""
+    READY = enum.auto()
+    """The next token can be sampled as soon as there is a mask for it."""
+    AWAITING_MASK = enum.auto()
+    """The controller is being asked for a mask."""
+    MASK_READY = enum.auto()
+    """A mask (``Control.mask_row``) or a splice (``Control.splice``) is ready; the next step uses it."""
+
+
+@attrs.define(eq=False)
+class ControlledRequest:
+    """A request whose answers one controller steers."""
+
+    name: str
+    """The runtime's name of the controller until there is a sequence."""
+    generation: int
+    """Generation of the runtime that has it."""
+    n_deadlocked: int = 0
+    """Exchanges in a row in which all of its sequences were suspended."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Control:
+    """The state of one controlled sequence."""
+
+    request: ControlledRequest
+    id: int
+    """The runtime's id of the sequence; never used again."""
+    phase: Phase = Phase.NEW
+    post: PostOp | None = None
+    """Tokens that were appended and that the controller must get.  In phase ``POST_PENDING``."""
+    n_forks: int = 1
+    """How many sequences it becomes, itself included; more than 1 in phase ``FORK``."""
+    clone_of: int | None = None
+    """The sequence that the runtime has to copy for it."""
+    needs_mask_first: bool = False
+    """Ask for the mask before the sampling step, not during it: the sequence was just forked, or its mask was late."""
+    mask_requested: bool = False
+    """A mask was requested for the next token.  In phase ``READY`` only if the controller skipped the step."""
+    mask_row: int | None = None
+    """Row of the mask.  In phase ``MASK_READY``, unless there is a splice."""
+    splice: MidResult | None = None
+    """Tokens that replace the sampled one, and perhaps tokens before it."""
+    is_permitted: bool = False
+    """The next step may sample the next token, if the phase allows it."""
+    n_sampled_in_row: int = 0
+    """Tokens in a row that the model sampled without another action of the controller."""
+    logs: str = ""
+    """What the controller printed and its client has not received yet."""
+    writes: list[StorageWrite] = attrs.field(factory=list)
+    """Writes of variables that its client has not received yet."""
+    n_sampled: int = 0
+    """Tokens that the model chose, removed ones included."""
+    n_inserted: int = 0
+    """Tokens that the controller chose, removed ones included."""
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether the next step may sample the next token."""
+        return self.is_permitted and self.phase in (Phase.READY, Phase.MASK_READY)
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a run-ahead step may sample the next token, while a step in flight samples the one before it."""
+        continues = self.phase not in (Phase.SUSPENDED, Phase.FORK) and self.splice is None
+        return continues and self.n_sampled_in_row >= STEADY_TOKENS and not self.needs_mask_first
+
+    def set_post(self, tokens: Items[int], backtrack: int = 0) -> None:
+        """Tell the controller of ``tokens`` with the next ``post_pre``; ``backtrack`` as in ``PostOp``."""
+        self.post, self.phase = PostOp(self.id, list(tokens), backtrack), Phase.POST_PENDING
+        self.mask_row, self.splice, self.is_permitted, self.mask_requested = None, None, False, False
