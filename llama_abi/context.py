@@ -99,6 +99,7 @@ class Context(Handle):
                 f"n_seq_max is {options.n_seq_max}; a context has at most {model.library.max_sequences} sequences"
             )
         with model.library.logs.capture_warnings() as captured:
+            captured.expected = model.no_alloc
             try:
                 pointer = self._c.llama_init_from_model(model._pointer, options.c_params(self._c))
             except LlamaError:

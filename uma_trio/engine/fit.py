@@ -38,9 +38,9 @@ MIN_RESERVE: Final = 64 * MIB
 MAX_RESERVE: Final = 1024 * MIB
 """What stays free on each device without ``fit_reserve_mb``: a share of what is free, within these bounds."""
 
-PROCESS_BYTES: Final = 48 * MIB
+PROCESS_BYTES: Final = 24 * MIB
 """Memory of the engine's process, besides what it has before the model is loaded."""
-TOKEN_BYTES: Final = 1024
+TOKEN_BYTES: Final = 512
 """Memory for one token of the vocabulary: its entries in the tokenizers of the engine and of the daemon."""
 ROW_BYTES: Final = 24
 """Memory for one token of the vocabulary for each sequence: logits, and their copies while sampling."""
@@ -170,9 +170,12 @@ class Fit:
     def room(self) -> str:
         """What the model takes of what is free, where it takes most."""
         gpus = [(n, each) for n, each in zip(self.needs[1:], self.memories[1:], strict=True) if n]
-        if not gpus:
-            return _of_free(self.needs[0], self.memories[0].free_bytes)
-        return _of_free(sum(n for n, _ in gpus), sum(each.free_bytes for _, each in gpus))
+        used = gpus or [(self.needs[0], self.memories[0])]
+        limit = self.settings.memory_limit_mb * config.MB
+        n_bytes, free_bytes = sum(n for n, _ in used), sum(each.free_bytes for _, each in used)
+        if limit and limit < min(each.free_bytes for _, each in used):
+            return f"{_of(n_bytes, limit * len(used))} allowed"
+        return f"{_of(n_bytes, free_bytes)} free"
 
     @property
     def why(self) -> str:
@@ -185,10 +188,12 @@ class FitReport(msgspec.Struct, frozen=True):
 
     choice: str
     why: str
+    free: dict[str, int] = {}
+    """Bytes that were free before the load, by memory."""
     predicted: dict[str, int] = {}
-    """Bytes by memory."""
+    """Bytes that the model was expected to take."""
     taken: dict[str, int] = {}
-    """Bytes that were really taken, by memory; without those where that cannot be measured."""
+    """Bytes that were taken when it was loaded; of the machine's memory only what no file backs."""
 
 
 def with_defaults(settings: config.Model) -> config.Model:
@@ -508,10 +513,10 @@ def _remedy(search: _Search) -> str:
     return f"take a smaller model or a stronger quantization{slow}"
 
 
-def _of_free(n_bytes: int, free_bytes: int) -> str:
+def _of(n_bytes: int, free_bytes: int) -> str:
     if free_bytes < 1024 * MIB:
-        return f"{n_bytes / MIB:.0f} of {free_bytes / MIB:.0f} MiB free"
-    return f"{n_bytes / MIB / 1024:.1f} of {free_bytes / MIB / 1024:.1f} GiB free"
+        return f"{n_bytes / MIB:.0f} of {free_bytes / MIB:.0f} MiB"
+    return f"{n_bytes / MIB / 1024:.1f} of {free_bytes / MIB / 1024:.1f} GiB"
 
 
 def _free(memory: Memory, settings: config.Model, where: str = "") -> str:

@@ -111,7 +111,8 @@ def open_fitted(
     if any(abs(value - learned.get(each, 1.0)) > 0.01 for each, value in corrections.items()):
         tuning_cache.save_corrections(name, learned | corrections, cache_dir)
     predicted = {each.name: need for each, need in zip(found.memories, found.needs, strict=True)}
-    engine.fit = FitReport(found.choice, found.why, predicted, taken)
+    free = {each.name: each.free_bytes for each in found.memories}
+    engine.fit = FitReport(found.choice, found.why, free, predicted, taken)
     return engine
 
 
