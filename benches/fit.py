@@ -4,7 +4,7 @@ In each step a fresh daemon and its engine load the model, prefill and decode.  
 model needs more than there is, most of what is free should be used.
 
     python benches/fit.py --device ram --free 400,600,800,1200
-    python benches/fit.py --device gpu --shape 1b --free 6000,4000,3000,2500,2000,1500,1000,700,400
+    python benches/fit.py --device gpu --full --shape 1b --free 6000,4000,3000,2500,2000,1500,1000,700,400
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ class Result:
         return self.taken_mib / self.free_mib if self.free_mib else 0.0
 
 
-async def serve(model: Path, device: str, fill: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Load the model as the daemon does, prefill each sequence and decode; returns what that took."""
+async def serve(model: Path, device: str, fill: int, full: bool, settings: dict[str, Any]) -> None:
+    """Load the model as the daemon does, prefill each sequence and decode; print what that took as JSON."""
     from uma_trio import config
     from uma_trio.engine.fitting import RAM
     from uma_trio.engine.link import ProcessLauncher
@@ -71,29 +72,28 @@ async def serve(model: Path, device: str, fill: int, settings: dict[str, Any]) -
         assert link.pid is not None
         anonymous, _ = resident(link.pid)
         sample = [SampleRequest(SamplingParams(temperature=0))]
-        length = min(fill, info.n_ctx // info.n_seq_max - 8)
-        for seq in range(info.n_seq_max):
+        whole = min(info.n_ctx // info.n_seq_max, info.n_ctx_train) - 8
+        lengths = [
+            whole if full else min(fill, whole),
+            *[min(fill, whole)] * (info.n_seq_max - 1),
+        ]  # a long one needs all of the compute buffers
+        for seq, length in enumerate(lengths):
             for at in range(0, length, info.n_batch):
                 tokens = [1 + n % (info.n_vocab - 1) for n in range(at, min(at + info.n_batch, length))]
                 await link.compute(Step((), [[StepInput(seq, at, tokens)]]))
-        rows = [StepInput(seq, length, [7], sample) for seq in range(info.n_seq_max)]
+        rows = [StepInput(seq, length, [7], sample) for seq, length in enumerate(lengths)]
         await link.compute(Step((), [rows]))
-        gpus = [name for name in fit.free if name != RAM]
-        if device == "gpu":
-            after = {each.name: each.memory_free for each in link.ready.devices.found}
-            names, taken = gpus, sum(max(fit.taken[name], fit.free[name] - after[name]) for name in gpus)
-        else:
-            now, mapped = resident(link.pid)
-            names, taken = [RAM], fit.taken[RAM] + now - anonymous + min(mapped, model.stat().st_size)
-        nursery.cancel_scope.cancel()
-        return {
+        now, mapped = resident(link.pid)
+        names = [name for name in fit.free if (name == RAM) == (device == "ram")]
+        report = {
             "choice": fit.choice,
             "why": fit.why,
             "free_mib": sum(fit.free[name] for name in names) / MIB,
             "predicted_mib": sum(fit.predicted[name] for name in names) / MIB,
-            "taken_mib": taken / MIB,
+            "taken_mib": (fit.taken[RAM] + now - anonymous + min(mapped, info.size_bytes)) / MIB,
         }
-    raise AssertionError("unreachable")
+        print(json.dumps(report), flush=True)
+        await trio.to_thread.run_sync(sys.stdin.read)  # until the memory of the GPU is measured from outside
 
 
 def resident(pid: int) -> tuple[int, int]:
@@ -105,15 +105,26 @@ def resident(pid: int) -> tuple[int, int]:
 def step(model: Path, device: str, target_mib: int, flags: list[str]) -> Result:
     """Serve the model in a process of its own, in which ``target_mib`` are free."""
     command = [sys.executable, __file__, "--model", str(model), "--device", device, "--child", str(target_mib), *flags]
-    with taken_gpu(target_mib) if device == "gpu" else contextlib.nullcontext():
-        try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return Result(target_mib, f"not done after {LIMIT_S:g} s")
-    if ended.returncode:
-        errors = [line for line in ended.stderr.splitlines() if "Error: " in line]
-        return Result(target_mib, errors[-1].strip(" |") if errors else f"exit code {ended.returncode}")
-    return Result(target_mib, "ok", **json.loads(ended.stdout.splitlines()[-1]))
+    with tempfile.TemporaryFile("w+") as errors, contextlib.ExitStack() as stack:
+        free_gpu = stack.enter_context(taken_gpu(target_mib)) if device == "gpu" else None
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        timer = threading.Timer(LIMIT_S, child.kill)
+        stack.callback(timer.cancel)
+        timer.start()
+        with child:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            line = next((each for each in child.stdout if each.startswith('{"choice"')), None)  # not a line of the log
+            free_mib = free_gpu() / MIB if free_gpu is not None else 0.0
+            child.stdin.close()
+        if line and not child.returncode:
+            found = Result(target_mib, "ok", **json.loads(line))
+            return found if free_gpu is None else attrs.evolve(found, taken_mib=found.free_mib - free_mib)
+        errors.seek(0)
+        reasons = [line for line in errors.read().splitlines() if "Error: " in line]
+        return Result(target_mib, reasons[-1].strip(" |") if reasons else f"exit code {child.returncode}")
 
 
 def limit_ram(target_mib: int, kind: str) -> None:
@@ -124,22 +135,30 @@ def limit_ram(target_mib: int, kind: str) -> None:
 
 
 @contextlib.contextmanager
-def taken_gpu(target_mib: int) -> Iterator[None]:
-    """A process that takes memory of the first NVIDIA GPU until ``target_mib`` are free."""
+def taken_gpu(target_mib: int) -> Iterator[Callable[[], int]]:
+    """A process that takes memory of the first NVIDIA GPU until ``target_mib`` are free; yields a look at what is free."""
     command = [sys.executable, __file__, "--take", str(target_mib)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             if (line := process.stdout.readline().strip()) != "taken":
                 raise click.ClickException(f"the memory of the GPU cannot be taken: {line or 'no libcuda'}")
-            yield
+            yield lambda: int(asked(process, "free"))
         finally:
             assert process.stdin is not None
             process.stdin.close()
 
 
+def asked(process: subprocess.Popen[str], question: str) -> str:
+    """The answer of a process, one line for one line."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(question, file=process.stdin, flush=True)
+    return process.stdout.readline()
+
+
 def take_gpu(target_mib: int) -> None:
-    """Take memory of the first GPU until ``target_mib`` are free, and hold it until standard input ends."""
+    """Take memory of the first GPU until ``target_mib`` are free, and hold it until standard input ends; answer each line with what is free, in bytes."""
     cuda = ctypes.CDLL("libcuda.so.1")
     device, context = ctypes.c_int(), ctypes.c_void_p()
     free, total, pointer = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_uint64()
@@ -159,7 +178,9 @@ def take_gpu(target_mib: int) -> None:
             break
         call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(min(surplus, 4096 * MIB)))
     print("taken", flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:
+        call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        print(free.value, flush=True)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__.split("\n\n")[0])
@@ -177,6 +198,7 @@ def take_gpu(target_mib: int) -> None:
     help="How the machine's memory is limited.",
 )
 @click.option("--fill", type=click.IntRange(1), default=512, show_default=True, help="Tokens of each sequence.")
+@click.option("--full", is_flag=True, help="Fill one sequence to its end, which takes its time on a CPU.")
 @click.option("--parallel", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the steps as JSON.")
 @click.option("--child", type=int, hidden=True)
@@ -188,6 +210,7 @@ def main(
     free: str,
     limit: str,
     fill: int,
+    full: bool,
     parallel: int,
     as_json: bool,
     child: int | None,
@@ -203,7 +226,7 @@ def main(
         settings = {"parallel": parallel, "threads": 0 if device == "gpu" else 1}
         if device == "ram":
             settings["gpu_layers"] = 0
-        print(json.dumps(trio.run(serve, model, device, fill, settings)))
+        trio.run(serve, model, device, fill, full, settings)
         return
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
@@ -215,7 +238,7 @@ def main(
             click.echo(f"model     {model.name}, {model.stat().st_size / MIB:.0f} MiB\n")
             click.echo(f"| {'free':>6} | {'found':>6} | {'predicted':>9} | {'taken':>6} | used  | choice |")
             click.echo("|-------:|-------:|----------:|-------:|------:|---|")
-        flags = ["--limit", limit, "--fill", str(fill), "--parallel", str(parallel)]
+        flags = ["--limit", limit, "--fill", str(fill), "--parallel", str(parallel), *(["--full"] if full else [])]
         results = []
         for target in map(int, free.split(",")):
             found = step(model, device, target, flags)

@@ -88,3 +88,14 @@ def test_fingerprints_differ_by_model_and_facts(tmp_path: Path) -> None:
     }
     assert len(names) == 4
     assert model_fingerprint(model, 1) in names
+
+
+def test_the_fingerprint_of_a_split_model_is_that_of_all_parts(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"m-0000{n}-of-00002.gguf" for n in (1, 2))
+    first.write_bytes(b"GGUF one")
+    names = {model_fingerprint(first)}
+    for content in (b"GGUF two", b"GGUF too"):
+        second.write_bytes(content)
+        names.add(model_fingerprint(first))
+    assert len(names) == 3
+    assert model_fingerprint(second) not in names

@@ -38,6 +38,8 @@ MIN_RESERVE: Final = 64 * MIB
 MAX_RESERVE: Final = 1024 * MIB
 """What stays free on each device without ``fit_reserve_mb``: a share of what is free, within these bounds."""
 
+SCORE_BYTES: Final = 2
+"""A score of attention that ggml's CPU backend copies, besides the compute buffers."""
 PROCESS_BYTES: Final = 24 * MIB
 """Memory of the engine's process, besides what it has before the model is loaded."""
 TOKEN_BYTES: Final = 512
@@ -399,6 +401,9 @@ class _Search:
         for at in range(1, len(found)):
             if found[at]:
                 found[at] += buffers[at] + GPU_BYTES
+        if -1 in placed[:-1] and layout.flash_attn == "off":  # ggml copies the scores as F16 to multiply them with V
+            of_stream = n_cells // (1 if layout.unified else settings.parallel)
+            found[0] += layout.n_ubatch * of_stream * sizes.n_head * SCORE_BYTES
         found[0] += sizes.input_bytes + buffers[0] + PROCESS_BYTES
         found[0] += sizes.n_vocab * (TOKEN_BYTES + ROW_BYTES * settings.parallel)
         found = [math.ceil(n * each.correction) for n, each in zip(found, self.memories, strict=True)]
