@@ -23,8 +23,6 @@ from uma_trio.protocol.types import Name
 MAX_ARG_BYTES: Final = 256 * 1024
 """Size of ``controller_arg`` as JSON: the largest program that a controller interprets."""
 
-_TAG: Final = re.compile(r"[^\W\d_][\w.-]{0,49}")
-
 MAX_ARG_DEPTH: Final = 32
 """Nesting of objects and lists in ``controller_arg``, itself included."""
 
@@ -33,6 +31,8 @@ MAX_PARTS: Final = 4096
 
 MAX_TAGS: Final = 64
 """Names that one query may give to a module."""
+
+_TAG: Final = re.compile(r"[^\W\d_][\w.-]{0,49}")
 
 ModuleId = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 of the Wasm module, in hex."""
