@@ -288,6 +288,8 @@ def _ms_until_due(views: Sequence[SequenceView], now_s: float) -> float:
 def _split(views: Sequence[SequenceView], cost: CostModel, *, consecutive_ids: bool, pads: bool) -> tuple[int, ...]:
     """Split ``views``, in order, into the fastest sequence of calls.
 
+    What calls take is measured without adapters.  With them each call takes longer, so rows are not split further.
+
     Args:
         consecutive_ids: llama.cpp computes only rows with consecutive sequence ids together.
     """
@@ -297,7 +299,7 @@ def _split(views: Sequence[SequenceView], cost: CostModel, *, consecutive_ids: b
         at, group = 0, views[start : start + width]
         for run in _runs_of_consecutive_ids(group) if consecutive_ids else (width,):
             contexts = [view.n_context for view in group[at : at + run]] if pads else ()
-            widths += cost.split(run, contexts)
+            widths += (run,) if width and group[0].adapters else cost.split(run, contexts)
             at += run
         start += width
     return tuple(widths)
