@@ -43,6 +43,17 @@ def cells(harness: Steering) -> tuple[int, int]:
     return harness.scheduler.cache.statistics().cells_used, harness.engine.distinct_cells()
 
 
+@pytest.mark.parametrize(("most", "error"), [(3, "tenant:a has 1 answers in flight and may have 3"), (4, None)])
+async def test_forks_count_as_answers_of_their_principal(autojump_clock, most: int, error: str | None) -> None:
+    async with steering(PROGRAMS, FakeEngine(n_ctx=16384)) as harness:
+        client = await run(harness, FOUR, 400, principal=Principal("tenant:a", max_requests=most))
+        if error is None:
+            assert by_path(client, client.tokens) == expected(FOUR)
+        else:
+            assert error in client.ends[0].message
+        await harness.clean()
+
+
 FOUR = [
     Say(LONG),
     Fork(

@@ -182,6 +182,18 @@ def test_what_the_daemon_refuses_costs_nothing_and_what_fails_later_costs_what_w
         assert costs.usage.total == cost
 
 
+@pytest.mark.parametrize(("is_streamed", "cost"), [(True, 10 + 1), (False, 10 + 100)])
+def test_an_answer_that_its_controller_ends_with_an_error_is_not_free(is_streamed: bool, cost: int) -> None:
+    costs = Costs()
+    with (
+        pytest.raises(HttpError),
+        costs.begin(prompt="x" * 30, max_tokens=100, controller="c", is_streamed=is_streamed) as charge,
+    ):
+        charge.count([token()] if is_streamed else [])
+        raise HttpError(400, "E_CONTROLLER_FAILED", "the controller has printed all that it has generated")
+    assert costs.usage.total == cost
+
+
 @pytest.mark.parametrize(
     ("is_streamed", "events", "cost"),
     [

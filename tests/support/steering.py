@@ -84,7 +84,15 @@ class Steering:
     engine: FakeEngine
     runtime: FakeRuntime
 
-    async def steer(self, module: str, client: Client, n: int = 20, argument: Any = None, **fields: Any) -> Any:
+    async def steer(
+        self,
+        module: str,
+        client: Client,
+        n: int = 20,
+        argument: Any = None,
+        principal: Principal = Principal("uid:0"),  # noqa: B008  (it is immutable)
+        **fields: Any,
+    ) -> Any:
         """Begin a controlled answer; returns its sequences."""
         name = fields.pop("id", f"r{len(self.runtime.calls)}-{module}")
         generation = await self.runtime.instantiate(name, module, argument, [START])
@@ -93,7 +101,7 @@ class Steering:
             request,
             Prompt(np.array([START], np.int32), ""),
             client,
-            Principal("uid:0"),
+            principal,
             controlled=ControlledRequest(name=name, generation=generation),
         )
 

@@ -1,7 +1,8 @@
 """Charges requests to tenants: an estimate when a request begins, what it has used when it ends.
 
 A request that the daemon refuses costs nothing.  An answer whose client leaves costs the prompt and what was generated, or
-the whole estimate if it was not streamed, since its tokens are not known then.
+the whole estimate if it was not streamed, since its tokens are not known then.  So does an answer that its controller has
+ended with an error: a controller may fail when it has all that it wants, and the error says what it has printed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, Final
 import attrs
 
 from uma_trio.client import Embeddings, Eos, Event, Token
+from uma_trio.errors import ControllerFailed
+from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.limits import Admission, Limiter
 from uma_trio.gateway.tenants import Tenant
 from uma_trio.protocol.messages import Generated
@@ -139,8 +142,9 @@ class Charge:
         if self._admission is None:
             return
         counted = self._prompt + sum(self._generated.values())
-        if isinstance(error, Exception):  # the daemon refused, or failed
+        is_own_failure = isinstance(error, HttpError) and error.code == ControllerFailed.code
+        if isinstance(error, Exception) and not is_own_failure:  # the daemon refused, or failed
             counted = counted if self._generated else 0
-        elif error is not None and not self._is_streamed:  # the client left
+        elif error is not None and not self._is_streamed:  # the client left, or its controller failed
             counted = max(counted, self._admission.reserved)
         self._admission.settle(counted)

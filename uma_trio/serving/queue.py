@@ -111,10 +111,14 @@ class RunningSet:
             fork.go_on()
 
     def why_no_fork(self, sequence: Sequence, n: int) -> str | None:
-        """Why there can never be room for ``n`` forks of ``sequence``; ``None``: there can."""
+        """Why ``n`` forks of ``sequence`` are not allowed, or can never have room; ``None``: they are, and can."""
         assert sequence.allocation is not None
         if n >= self.cache.n_sequences:
             return f"this daemon computes {self.cache.n_sequences} sequences at a time (--parallel)"
+        principal, most = sequence.principal, sequence.principal.max_requests
+        now = sum([other.principal.name == principal.name for other in self])
+        if most is not None and now + n > most:
+            return f"{principal.name} has {now} answers in flight and may have {most}"
         cells = sequence.allocation.reserved + self.cache.cells_to_fork(sequence.allocation, n, sequence.max_cells)
         n_cells = self.cache.statistics().cells
         if cells > n_cells:
