@@ -279,8 +279,12 @@ def test_tags_of_users_begin_with_their_name(engine: Engine) -> None:
     alice = {"user": "alice", "is_admin": False}
     assert user_error(engine, {**message, "tags": ["latest"], "$auth": alice}) == denied
     assert user_error(engine, {**message, "tags": ["bob.latest"], "$auth": alice}) == denied
+    assert user_error(engine, {**message, "tags": ["alice.b.latest"], "$auth": alice}) == denied  # the user alice.b
     [tag] = engine.side({**message, "tags": ["alice.latest"], "$auth": alice})["data"]["tags"]
     assert tag["updated_by"] == "alice"
+    longer = {"user": "alice.b", "is_admin": False}
+    [tag] = engine.side({**message, "tags": ["alice.b.latest"], "$auth": longer})["data"]["tags"]
+    assert tag["updated_by"] == "alice.b"
     assert engine.side({**message, "tags": ["latest"]})["error"] == denied
     [tag] = engine.side({**message, "tags": ["local.x"]})["data"]["tags"]
     assert tag["updated_by"] == "local"

@@ -259,6 +259,8 @@ async def test_what_is_no_controller_is_refused(tmp_path: Path, content: bytes) 
         (("alice",), HERE, "any", 400),
         (("alice",), HERE, "alice.any", 200),
         (("alice",), HERE, "bob.any", 400),
+        (("alice",), HERE, "alice.b.any", 400),
+        (("alice.b",), HERE, "alice.b.any", 200),
         ((), HERE, "any", 200),
         ((), ELSEWHERE, "any", 400),
         ((), ELSEWHERE, "http.any", 200),

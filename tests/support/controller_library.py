@@ -26,7 +26,7 @@ class MemoryLibrary:
     async def set_tags(self, module_id: str, tags: Sequence[str], auth: Auth) -> list[TagInfo]:
         if module_id not in self.modules:
             raise ControllerNotFound(f"there is no module {module_id}")
-        if not auth.is_admin and not all(tag.startswith(f"{auth.user}.") for tag in tags):
+        if not auth.is_admin and not all(tag.rpartition(".")[0] == auth.user for tag in tags):
             raise BadRequest("permission denied for tag name")
         size = len(self.modules[module_id])
         found = [TagInfo(tag, module_id, 1767225600, auth.user, size, 2 * size) for tag in tags]

@@ -294,7 +294,7 @@ def check_tag(tag: str, auth: Auth) -> None:
         raise StoreError("tag name looks too hex")
     if not is_tag(tag):
         raise StoreError("tag name not identifier")
-    if not auth.is_admin and not tag.startswith(f"{auth.user}."):
+    if not auth.is_admin and tag.rpartition(".")[0] != auth.user:  # the name of another user may begin with this name
         raise StoreError("permission denied for tag name")
 
 
