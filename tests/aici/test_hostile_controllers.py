@@ -243,6 +243,22 @@ def _batches(items: list[str], n: int) -> Iterator[list[str]]:
         yield items[start : start + n]
 
 
+@pytest.mark.parametrize(("kib", "warning"), [(256, ""), (257, "cannot tokenize 263168 bytes; at most 262144")])
+def test_texts_to_tokenize_are_bounded(engine: Engine, neighbours: Neighbours, kib: int, warning: str) -> None:
+    """Nothing interrupts the tokenizer, and other controllers wait for the interpreter while tokens are copied."""
+    body = f"(drop (call $aici_host_tokenize (i32.const 65536) (i32.const {kib << 10})))"
+    memory = '(memory (export "memory") 8)'
+    module_id = engine.upload(controller(pre=body + returning(PRE), memory=memory))
+    id = next(ids)
+    engine.instantiate(module_id, f"text-{id}")
+    found = engine.post_pre(new={id: f"text-{id}"})["pre_seqs"][str(id)]
+    assert (found["error"], found["result"]) == ("", PRE)
+    assert warning in found["logs"]
+    assert bool(found["logs"]) == bool(warning)
+    neighbours.step()
+    engine.post_pre(freed=[id])
+
+
 def test_output_floods_are_cut(engine: Engine, neighbours: Neighbours) -> None:
     """Megabytes of output of each callback: the last 64 KiB are kept, or as much of them as fits into the answer."""
     flood = f"""

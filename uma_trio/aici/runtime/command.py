@@ -28,6 +28,10 @@ from uma_trio.aici.shared_memory import remove_stale
 
 log = logging.getLogger(__name__)
 
+GIL_TURN_S: Final = 0.0005
+"""Python's switch interval.  With the default of 5 ms, controllers that call functions of the host all the time would delay
+each message of the engine, and other controllers, by 5 ms for each of their threads."""
+
 POLL_PARENT_S: Final = 0.5
 """How often to look for the parent where the system does not report its end."""
 
@@ -58,6 +62,7 @@ def serve(options: Options) -> NoReturn:
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # an engine ends the runtime by its process group
     continue_when_parent_ends()
+    sys.setswitchinterval(GIL_TURN_S)
     setproctitle.setproctitle(f"uma-trio aicirt: {options.tokenizer}")
     _log_to_stderr()
     if removed := remove_stale():

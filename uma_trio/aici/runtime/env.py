@@ -23,7 +23,8 @@ from uma_trio.aici.runtime.guest import (
 )
 from uma_trio.aici.runtime.variables import BadCommand, VariablesFull, run_command
 
-MAX_TOKENIZED_BYTES: Final = 1 << 20
+MAX_TOKENIZED_BYTES: Final = 256 << 10
+"""As much as a program may have.  Nothing interrupts the tokenizer, so a longer text could take longer than a callback may."""
 
 
 def _read_blob(guest: Guest, blob: int, start: int, size: int) -> int:
@@ -45,7 +46,7 @@ def _tokenize(guest: Guest, start: int, size: int) -> int:
         return BLOB_TOKENIZED
     text = guest.memory.read(start, size)
     try:
-        guest.blobs[BLOB_TOKENIZED] = np.array(guest.tokenize(text), "<u4").tobytes()
+        guest.blobs[BLOB_TOKENIZED] = np.asarray(guest.tokenize(text)).astype("<u4").tobytes()
     except Exception as error:  # noqa: BLE001  (whatever the tokenizer stumbles over is the text's fault)
         guest.logs.write(f"WARNING: cannot tokenize: {error}\n".encode())
     return BLOB_TOKENIZED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -40,7 +40,7 @@ class Guest:
     n_vocab: int
     eos: int
     trie: bytes
-    tokenize: Callable[[bytes], list[int]]
+    tokenize: Callable[[bytes], Sequence[int] | npt.NDArray[np.int32]]
     variables: Variables
     deadline: float = 0.0
     """When the call in flight has to end."""

@@ -102,5 +102,5 @@ def _for_constraints(vocabulary: Vocabulary) -> grammar.Vocabulary:
         control_ids=[token for token, text in enumerate(tokens) if not text],
         end_ids=[vocabulary.eos],
         bos_id=None,
-        encode=lambda text: vocabulary.tokenize(text.encode("utf-8", "replace")),
+        encode=lambda text: [*vocabulary.tokenize(text.encode("utf-8", "replace"))],
     )

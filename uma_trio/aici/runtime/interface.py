@@ -38,7 +38,7 @@ class Vocabulary(Protocol):
         """The bytes of a token; empty for a control token."""
         ...
 
-    def tokenize(self, text: bytes) -> list[int]:
+    def tokenize(self, text: bytes) -> Sequence[int] | npt.NDArray[np.int32]:
         """Tokens of UTF-8, without special tokens; invalid bytes become U+FFFD."""
         ...
 

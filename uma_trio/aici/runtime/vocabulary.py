@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from uma_trio.engine.messages import TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.hub.environment import find_places
 from uma_trio.hub.errors import HubError
@@ -34,12 +35,10 @@ class ModelVocabulary:
     def token_bytes(self, token: int) -> bytes:
         return self._tokenizer.token_to_bytes(token)
 
-    def tokenize(self, text: bytes) -> list[int]:
-        found = self._tokenizer.encode(
+    def tokenize(self, text: bytes) -> TokenIds:
+        return self._tokenizer.encode(
             text.decode("utf-8", "replace"), add_special=False, parse_special=False, continues=True
         )
-        ids: list[int] = found.tolist()
-        return ids
 
     def tokenize_prompt(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text).tolist()
