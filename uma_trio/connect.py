@@ -29,7 +29,15 @@ from pathlib import Path
 from typing import Final
 
 from uma_trio.errors import ErrorWithRemedy
-from uma_trio.protocol.address import GIVE_A_SHORTER_PATH, default_socket_path, lock_path, socket_path, too_long
+from uma_trio.protocol.address import (
+    FALLBACK_PATH,
+    GIVE_A_SHORTER_PATH,
+    default_socket_path,
+    lock_path,
+    socket_path,
+    too_long,
+)
+from uma_trio.protocol.peer import user_id_of_peer
 
 QUEUE_TIMEOUT_S: Final = 10.0
 """How long to retry while the daemon's queue of new connections is full."""
@@ -112,6 +120,7 @@ class Connector:
                 self._on_loading = None
             return START_RETRY_S
         if found is not None:
+            _check_owner(self.path, found)
             return found
         if self._queue_began is None:
             self._queue_began = now
@@ -168,6 +177,19 @@ def _connect(path: Path) -> sockets.socket | None:
         sock.close()
         raise
     return sock
+
+
+def _check_owner(path: Path, sock: sockets.socket) -> None:
+    """Check who listens at the default path in a folder where everybody may create files.
+
+    Raises:
+        NoServer: another user does, who would read the request.
+    """
+    owner = user_id_of_peer(sock) if path == Path(FALLBACK_PATH) else None
+    if owner not in (None, 0, os.geteuid()):
+        sock.close()
+        assert owner is not None
+        raise NoServer(f"{_user(owner)} listens at {path}, and would read your request", OWN)
 
 
 def _start(path: Path) -> str:

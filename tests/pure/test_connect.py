@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import uma_trio
-from uma_trio import config
+from uma_trio import config, connect
 from uma_trio.cli import COMMANDS, main
 from uma_trio.client import Loading, NoServer
 from uma_trio.connect import START_RETRY_S, Connector, explain
@@ -148,6 +148,25 @@ def test_another_users_socket_is_said(path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(path).st_uid + 1)
     assert "only the owner of a socket can use it" in str(explain(path, denied))
     assert "you may not open the folder" in str(explain(path / "deeper", denied))
+
+
+@pytest.mark.parametrize(("is_default", "owner", "refused"), [(True, 1, True), (True, 0, False), (False, 1, False)])
+def test_nothing_is_sent_to_another_user_at_the_default_path(
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_default: bool, owner: int, refused: bool
+) -> None:
+    if is_default:
+        monkeypatch.setattr(connect, "FALLBACK_PATH", os.fspath(path))
+    monkeypatch.setattr(connect, "user_id_of_peer", lambda _: os.geteuid() + 1 if owner else 0)
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        if refused:
+            with pytest.raises(NoServer, match="would read your request"):
+                attempt(path)
+        else:
+            found = attempt(path)
+            assert isinstance(found, socket.socket)
+            found.close()
 
 
 @pytest.mark.parametrize("name", CLIENT_COMMANDS)
