@@ -11,6 +11,7 @@ from uma_trio import config
 from uma_trio.engine.fit import (
     FLOOR_TOKENS,
     LEAST_TOKENS,
+    Companions,
     DoesNotFit,
     Fit,
     Memory,
@@ -225,3 +226,22 @@ def test_what_does_not_fit_is_refused_with_numbers_and_the_setting_that_helps(se
             memories(ram * GIB, [n * GIB for n in gpus]),
             compute,
         )
+
+
+def test_what_is_loaded_with_a_model_needs_room_as_well():
+    alone = fit(a_model(), config.Model(), memories(64 * GIB, [8 * GIB]), compute)
+    draft, adapters = a_model(4, 50), 600 * MIB
+    together = Companions(draft=draft, draft_compute=compute, adapter_bytes=adapters)
+    found = fit(a_model(), config.Model(), memories(64 * GIB, [8 * GIB]), compute, companions=together)
+    assert found.settings.ctx < alone.settings.ctx
+    search = attrs.evolve(alone.settings, ctx=found.settings.ctx)
+    same = fit(a_model(), search, memories(64 * GIB, [8 * GIB]), compute)
+    of_draft = sum(draft.layers) + draft.output_bytes + sum(draft.cache_bytes(search, n, search.ctx) for n in range(4))
+    assert found.needs[1] - same.needs[1] == pytest.approx(
+        of_draft + adapters + compute(search, same.layout)[1], rel=0.01
+    )
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_with_its_model():
+    with pytest.raises(DoesNotFit):
+        fit(a_model(), config.Model(), memories(5 * GIB, []), compute, companions=Companions(draft=a_model(32, 100)))

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 import llama_abi
+from uma_trio.engine.fit import DRAFT_BATCH
 from uma_trio.engine.messages import Draft, Drafted, DraftInput
 
 TRIAL_CALLS: Final = 8
@@ -23,8 +24,6 @@ TRIAL_CALLS: Final = 8
 
 TRIAL_PROMPT: Final = 64
 """Tokens of the measured prefill."""
-
-MAX_BATCH: Final = 512
 
 
 class Drafter:
@@ -62,8 +61,8 @@ class Drafter:
             self._options = attrs.evolve(
                 options,
                 kv_unified=True,
-                n_batch=min(MAX_BATCH, options.n_batch),
-                n_ubatch=min(MAX_BATCH, options.n_batch),
+                n_batch=min(DRAFT_BATCH, options.n_batch),
+                n_ubatch=min(DRAFT_BATCH, options.n_batch),
                 n_outputs_max=options.n_seq_max,
                 type_k="f16",
                 type_v="f16",

@@ -53,6 +53,9 @@ BYTES_PER_VALUE: Final = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 """Bytes of a value in the KV cache.  ggml's quantized blocks have 32 values and a 16-bit scale."""
 BLOCK_VALUES: Final = 32
 
+DRAFT_BATCH: Final = 512
+"""Most tokens in a batch of a draft model."""
+
 CAUTION: Final = 2.0
 """Factor on an estimate of the compute buffers that llama.cpp has not made itself."""
 
@@ -132,6 +135,21 @@ class Memory(msgspec.Struct, frozen=True):
 
 Compute = Callable[[config.Model, Layout], Sequence[int]]
 """Bytes of the compute buffers on each memory, the machine's own first.  Raises ``Unsupported``."""
+
+
+@attrs.frozen(kw_only=True)
+class Companions:
+    """What is loaded with a model."""
+
+    draft: ModelSizes | None = None
+    """Sizes of the draft model."""
+    draft_compute: Compute | None = None
+    """Its compute buffers."""
+    adapter_bytes: int = 0
+    """Weights of all adapters, which go where the model's layers are."""
+
+
+NO_COMPANIONS: Final = Companions()
 
 
 class Unsupported(Exception):
@@ -215,18 +233,20 @@ def fit(
     compute: Compute,
     *,
     min_batch: int = SMALL_BATCH,
+    companions: Companions = NO_COMPANIONS,
 ) -> Fit:
     """Choose what ``settings`` leave open, so that the model fits.
 
     Args:
         memories: the machine's own, then those of the GPUs that llama.cpp would use.
         min_batch: tokens that a batch must have at least.
+        companions: what must fit with the model.
 
     Raises:
         DoesNotFit: nothing fits.  The error has numbers, and names a setting that would help if there is one.
         KvCacheTooSmall: ``kv_mem_limit_mb`` is too small.
     """
-    search = _Search(sizes, settings, tuple(memories), compute, min_batch)
+    search = _Search(sizes, settings, tuple(memories), compute, min_batch, companions)
     found = search.best()
     if found is not None:
         return found
@@ -288,6 +308,7 @@ class _Search:
     memories: tuple[Memory, ...]
     compute: Compute
     min_batch: int
+    companions: Companions
 
     def best(self) -> Fit | None:
         """The first choice that fits, in the order of giving up."""
@@ -397,7 +418,7 @@ class _Search:
             found[gpu + 1] += weights[layer]
             if layer < len(sizes.layers):
                 found[gpu + 1] += sizes.cache_bytes(settings, layer, n_cells)
-        buffers = self.compute(settings, layout)
+        buffers = self._with_companions(settings, layout, placed, found)
         for at in range(1, len(found)):
             if found[at]:
                 found[at] += buffers[at] + GPU_BYTES
@@ -409,6 +430,28 @@ class _Search:
         found = [math.ceil(n * each.correction) for n, each in zip(found, self.memories, strict=True)]
         found[0] += sum(n for n, each in zip(found, self.memories, strict=True) if each.shares_ram)
         return tuple(found)
+
+    def _with_companions(
+        self, settings: config.Model, layout: Layout, placed: Sequence[int], found: list[int]
+    ) -> Sequence[int]:
+        """Add the weights and caches of what is loaded with the model to ``found``; returns all compute buffers."""
+        buffers = [*self.compute(settings, layout)]
+        for gpu in placed[:-1]:
+            found[gpu + 1] += math.ceil(self.companions.adapter_bytes / max(1, len(placed) - 1))
+        draft = self.companions.draft
+        if draft is None:
+            return buffers
+        own = attrs.evolve(settings, type_k="f16", type_v="f16")
+        own_layout = attrs.evolve(layout, unified=True, n_ubatch=min(DRAFT_BATCH, settings.batch_tokens))
+        weights = (*draft.layers, draft.output_bytes if placed[-1] >= 0 else draft.output_cpu_bytes)
+        free = [each.free_bytes for each in self.memories[1:]]
+        for layer, gpu in enumerate(place_layers(draft.n_layers, settings.gpu_layers if free else 0, free)):
+            found[gpu + 1] += weights[layer]
+            if layer < len(draft.layers):
+                found[gpu + 1] += draft.cache_bytes(own, layer, _cells(own_layout, settings.parallel))
+        found[0] += draft.input_bytes + draft.n_vocab * TOKEN_BYTES
+        compute = self.companions.draft_compute or estimate_compute(draft)
+        return [a + b for a, b in zip(buffers, compute(own, own_layout), strict=False)]
 
     def _gave_up(self, settings: config.Model, n_gpu: int) -> Iterator[str]:
         plain = with_defaults(self.wanted)

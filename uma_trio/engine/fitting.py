@@ -18,7 +18,9 @@ import llama_abi
 from uma_trio import config
 from uma_trio.engine import tuning_cache
 from uma_trio.engine.fit import (
+    NO_COMPANIONS,
     SMALL_BATCH,
+    Companions,
     Compute,
     DoesNotFit,
     Fit,
@@ -71,6 +73,7 @@ def open_fitted(
     min_batch: int = SMALL_BATCH,
     attempt: int = 0,
     adapters: Sequence[AdapterFile] = (),
+    draft: ModelSizes | None = None,
 ) -> LlamaEngine:
     """Load the model with settings with which it fits.  Blocks until it is loaded.
 
@@ -78,7 +81,8 @@ def open_fitted(
         sizes: of the model; without them, or with ``fit`` off, the settings are taken as they are.
         min_batch: see ``fit``.
         attempt: how often this was tried before; each time less memory is taken.
-        adapters: loaded with it; memory for all of them is kept on each device.
+        adapters: loaded with it.
+        draft: sizes of its draft model.
 
     Raises:
         DoesNotFit: the model cannot fit; nothing was loaded.
@@ -92,12 +96,13 @@ def open_fitted(
     memories = [
         msgspec.structs.replace(
             each,
-            free_bytes=max(0, int(SHARES[attempt] * each.free_bytes) - sum([file.size_bytes for file in adapters])),
+            free_bytes=int(SHARES[attempt] * each.free_bytes),
             correction=min(max(learned.get(each.name, 1.0), 1.0), MAX_CORRECTION),
         )
         for each in measure(library)
     ]
-    found, layouts = choose(library, path, settings, sizes, memories, min_batch=min_batch)
+    companions = Companions(draft=draft, adapter_bytes=sum([file.size_bytes for file in adapters]))
+    found, layouts = choose(library, path, settings, sizes, memories, min_batch=min_batch, companions=companions)
     before, anonymous = measure(library), anonymous_bytes()
     engine = LlamaEngine(path, found.settings, on_progress, layout_cache, adapters, layouts=layouts)
     after = measure(library)
@@ -156,6 +161,7 @@ def choose(
     memories: Sequence[Memory],
     *,
     min_batch: int = SMALL_BATCH,
+    companions: Companions = NO_COMPANIONS,
 ) -> tuple[Fit, frozenset[str] | None]:
     """Choose settings with which the model fits, and the names of the layouts that fit; ``None`` for all of them.
 
@@ -165,11 +171,15 @@ def choose(
     """
     halved = [msgspec.structs.replace(each, free_bytes=int(CLEARLY * each.free_bytes)) for each in memories]
     with contextlib.suppress(DoesNotFit):
-        found = fit(sizes, settings, halved, estimate_compute(sizes), min_batch=min_batch)
+        found = fit(sizes, settings, halved, estimate_compute(sizes), min_batch=min_batch, companions=companions)
         if not found.gave_up:
             return attrs.evolve(found, memories=tuple(memories)), None
-    with ComputeSizes(library, path, memories) as compute:
-        found = fit(sizes, settings, memories, compute, min_batch=min_batch)
+    with contextlib.ExitStack() as stack:
+        compute = stack.enter_context(ComputeSizes(library, path, memories))
+        if companions.draft is not None and settings.draft_model is not None:
+            of_draft = stack.enter_context(ComputeSizes(library, Path(settings.draft_model), memories))
+            companions = attrs.evolve(companions, draft_compute=of_draft)
+        found = fit(sizes, settings, memories, compute, min_batch=min_batch, companions=companions)
         return found, frozenset(_fitting_layouts(found, sizes, compute))
 
 
@@ -273,6 +283,7 @@ def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngi
             min_batch=start.min_batch,
             attempt=start.attempt,
             adapters=start.adapters,
+            draft=start.draft_sizes,
         )
     except (OSError, MemoryError, EngineError, DoesNotFit, *LOAD_ERRORS) as error:
         raise LoadError(str(error), is_about_memory=is_about_memory(error)) from error

@@ -169,6 +169,8 @@ class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
     """Where measurements are kept; ``None``: the user's cache folder."""
     sizes: ModelSizes | None = None
     """Sizes of the model; without them the settings are taken as they are, whether they fit or not."""
+    draft_sizes: ModelSizes | None = None
+    """Sizes of the draft model."""
     min_batch: int = SMALL_BATCH
     """Tokens that a batch must have at least."""
     attempt: int = 0

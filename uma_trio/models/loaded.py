@@ -120,13 +120,21 @@ async def open_model(
             chosen = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
         with explained(path):
             summary = await trio.to_thread.run_sync(check_gguf, path)
+        draft_sizes = None
         if config.model.draft_model is not None:
             draft = Path(config.model.draft_model)
             with explained(draft):
-                await trio.to_thread.run_sync(check_gguf, draft)
+                draft_sizes = (await trio.to_thread.run_sync(check_gguf, draft)).sizes
         adapters = await trio.to_thread.run_sync(check_adapters, config.model.adapters, path)
         with explained(path):
-            start = Start(path, config.model, sizes=summary.sizes, min_batch=min_batch(config), adapters=adapters)
+            start = Start(
+                path,
+                config.model,
+                sizes=summary.sizes,
+                draft_sizes=draft_sizes,
+                min_batch=min_batch(config),
+                adapters=adapters,
+            )
             link = await _loaded(launcher, start, on_progress or (lambda share: None), go_on)
         if link is None:
             yield None
