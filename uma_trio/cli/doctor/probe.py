@@ -93,8 +93,14 @@ def _probe_model(settings: Config) -> None:
             sizes = check_gguf(path).sizes
             trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
             with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
+            draft = settings.model.draft_model
             engine = open_fitted(
-                path, with_time, sizes, layout_cache=FileLayoutCache(path), min_batch=min_batch(settings)
+                path,
+                with_time,
+                sizes,
+                layout_cache=FileLayoutCache(path),
+                min_batch=min_batch(settings),
+                draft=None if draft is None else check_gguf(draft).sizes,
             )
     except ModelError as error:
         _report("model", problem=error.reason, remedy=error.remedy)
