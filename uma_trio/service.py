@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import structlog
@@ -62,6 +62,8 @@ from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.service")
 
+AnyRequest = TypeVar("AnyRequest", Generate, Embed)
+
 
 class ModelService:
     """Serves one model.
@@ -107,16 +109,16 @@ class ModelService:
         Args:
             began: when it came, on trio's clock.
         """
-        adapter = None if request.model is None else self.adapter_in(request.model)
-        if adapter is not None:
-            request = attrs.evolve(request, adapters=[*request.adapters, AdapterChoice(name=adapter)])
-        return Generation(self, request, principal, sink, began)
+        return Generation(self, self._with_named_adapter(request), principal, sink, began)
 
-    def adapter_in(self, model: str) -> str | None:
-        """The adapter that ``MODEL:ADAPTER`` names; ``None`` if it is the name of a model."""
+    def _with_named_adapter(self, request: AnyRequest) -> AnyRequest:
+        """``request`` with the adapter that its ``model`` names, if that is ``MODEL:ADAPTER``."""
+        model = request.model or self.name
         adapter = model.rpartition(":")[2]
         known = [each.name for each in self._model.info.adapters]
-        return adapter if model.removesuffix(".gguf") != self.name and adapter in known else None
+        if model.removesuffix(".gguf") == self.name or adapter not in known:
+            return request
+        return attrs.evolve(request, adapters=[*request.adapters, AdapterChoice(name=adapter)])
 
     def embedding(self, request: Embed, principal: Principal, sink: EventSink, *, began: float) -> Embedding:
         """A request for embeddings that has not begun: see ``Embedding.run``.
@@ -124,7 +126,7 @@ class ModelService:
         Args:
             began: when it came, on trio's clock.
         """
-        return Embedding(self, request, principal, sink, began)
+        return Embedding(self, self._with_named_adapter(request), principal, sink, began)
 
     async def answer_sessions(self, query: SessionQuery, principal: Principal) -> Iterable[SessionList | Transcript]:
         """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.

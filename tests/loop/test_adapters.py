@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import trio
 
 from tests.support.asking import asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, by_path, expected, straight
 from tests.support.serving import remembering, serving
 from tests.support.state_files import MemoryFiles
+from tests.support.steering import Client as Controlled
+from tests.support.steering import steering
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.errors import AdapterNotFound, BadRequest
 from uma_trio.protocol.messages import AdapterChoice
@@ -287,3 +291,51 @@ async def test_a_session_that_changes_its_adapters_is_prefilled_again(autojump_c
             changed = await turn(3)
             assert (changed.cached_tokens, changed.prompt_tokens) == (0, 3 * 40 + 2 * 5)
             assert (await turn(4)).cached_tokens >= 120
+
+
+async def test_texts_with_different_adapters_are_embedded_in_different_chunks(autojump_clock):
+    async with serving(engine()) as harness:
+        texts = [[5, 6, n + 1] for n in range(6)]
+        found = {}
+
+        async def embed(name, adapters):
+            async with harness.client() as client:
+                found[name] = (await client.embed(texts, adapters=adapters)).embeddings
+
+        async with trio.open_nursery() as nursery:
+            for number, name in enumerate(("", "a", "b", "a")):
+                nursery.start_soon(embed, f"{name}{number}", [{"name": name}] if name else [])
+        assert found["a1"] == found["a3"]
+        assert found["0"] != found["a1"] != found["b2"]
+        steps = [step for step in harness.engine.steps if step.embeddings]
+        assert {step.embedding_adapters for step in steps} == {(), ((0, 1.0),), ((1, 1.0),)}
+        async with harness.client() as client:
+            assert (await client.embed(texts, model="fake:b")).embeddings == found["b2"]
+
+
+@pytest.mark.parametrize("unified", [True, False])
+async def test_forks_of_a_controller_keep_its_adapters(autojump_clock, unified):
+    """Forks equal separate runs with the same adapters, next to the same program without."""
+    script = [Say(list(range(100, 200))), Fork([[Gen(5)], [Insert([7, 8]), Gen(6)], [Gen(4), Back(3, [11]), Gen(2)]])]
+    async with steering({"program": Program}, engine(unified=unified)) as harness:
+
+        async def run(program, **fields):
+            client = Controlled()
+            await harness.done(await harness.steer("program", client, 300, argument=program, **fields))
+            return client
+
+        found = {}
+        async with trio.open_nursery() as nursery:
+
+            async def keep(name, **fields):
+                client = await run(script, id=name, **fields)
+                found[name] = by_path(client, client.tokens)
+
+            nursery.start_soon(partial(keep, "with", adapters=[choice("a")]))
+            nursery.start_soon(partial(keep, "without"))
+        assert found["without"] == expected(script)
+        assert found["with"].keys() == found["without"].keys()
+        for number, (path, tokens) in enumerate(expected(script).items()):
+            alone = await run(straight(script, [number]), adapters=[choice("a")])
+            assert alone.tokens[0] == found["with"][path] != tokens
+        await harness.clean()

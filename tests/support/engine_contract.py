@@ -775,3 +775,24 @@ def test_embeddings_after_a_reset(embedding, prompts):
     [expected] = embed(embedding, whole(prompts[0]))
     embedding.reset()
     assert np.allclose(embed(embedding, whole(prompts[0]))[0], expected, atol=1e-3)
+
+
+def test_embeddings_with_adapters(make, prompts):
+    engine = make(n_ctx=1024, n_seq_max=4, n_batch=64, adapters=True)
+    if not engine.info.can_embed:
+        pytest.skip("this model gives no embeddings")
+
+    def embedded(scales):
+        output = engine.step(Step(embeddings=[whole(prompts[0])], embedding_adapters=scales))
+        return output.embeddings[0]
+
+    plain, first, again = embedded(()), embedded(FIRST), embedded(())
+    assert np.allclose(plain, again, atol=1e-3)
+    assert not np.allclose(plain, first, atol=1e-3)
+    text = long_text(engine, prompts, 30)
+    [expected] = engine.step(Step(embeddings=[whole(text, 1)], embedding_adapters=SECOND)).embeddings
+    for at in range(0, len(text), 16):
+        part = EmbeddingInput(2, at, text[at : at + 16], len(text))
+        found = engine.step(Step(embeddings=[part], embedding_adapters=SECOND)).embeddings
+    assert np.allclose(found[0], expected, atol=1e-3)
+    assert alone(engine, prompts[0], 4) == with_adapters(engine, (), prompts[0], 4)

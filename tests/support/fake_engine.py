@@ -368,7 +368,7 @@ class FakeEngine:
         if failure is not None:
             self.cost_of_last_ms = self.cost_ms(0, len(inputs))
             raise failure
-        copied |= self._embed(step.embeddings)
+        copied |= self._embed(step.embeddings, adapters_digest(step.embedding_adapters))
         if not inputs:
             return StepOutput(number=step.number, **copied)
         sampled = []
@@ -411,7 +411,7 @@ class FakeEngine:
             **copied,
         )
 
-    def _embed(self, inputs: Sequence[EmbeddingInput]) -> dict[str, Any]:
+    def _embed(self, inputs: Sequence[EmbeddingInput], adapters: int) -> dict[str, Any]:
         """What a step reports of the texts in it."""
         if not inputs:
             return {}
@@ -430,7 +430,7 @@ class FakeEngine:
                 failure = "the beginning of a text is lost"
             text += each.tokens
             if each.is_last:
-                vectors.append(expected_embedding(self._texts.pop(each.seq_id)))
+                vectors.append(expected_embedding([*self._texts.pop(each.seq_id), *([adapters] if adapters else [])]))
         if failure is not None:
             self._texts.clear()
             vectors = []

@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 import llama_abi
+from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput
+from uma_trio.scheduling.view import Scales
 
 Pooling: TypeAlias = Literal["mean", "cls", "last"]
 
@@ -56,6 +58,7 @@ class Embedder:
     """Computes embeddings.  The context is created when it is needed, and again when a text needs a larger one.
 
     Args:
+        adapters: that texts may name.
         options: of the context that generates.
         abort: cuts calls short.
         kv_bytes_per_token: size of a cell.
@@ -66,6 +69,7 @@ class Embedder:
     def __init__(
         self,
         model: llama_abi.Model,
+        adapters: Adapters,
         options: llama_abi.ContextOptions,
         abort: llama_abi.AbortFlag,
         *,
@@ -74,6 +78,7 @@ class Embedder:
         free_bytes: Callable[[], int] | None,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._options = options
         self._abort = abort
         self._cell_bytes = kv_bytes_per_token
@@ -91,13 +96,17 @@ class Embedder:
         self._context: llama_abi.Context | None = None
         self._open: dict[int, _OpenText] = {}
 
-    def embed(self, inputs: Sequence[EmbeddingInput]) -> Embedded:
-        """Compute one call.  Blocks.  What fails costs the texts of the call, and nothing else."""
+    def embed(self, inputs: Sequence[EmbeddingInput], adapters: Scales = ()) -> Embedded:
+        """Compute one call.  Blocks.  What fails costs the texts of the call, and nothing else.
+
+        Raises:
+            EngineError: there is no such adapter.
+        """
         began = time.perf_counter()
         vectors: list[npt.NDArray[np.float32]] = []
         failure = None
         try:
-            vectors = self._compute(inputs)
+            vectors = self._compute(inputs, adapters)
         except (llama_abi.LlamaError, MemoryError) as error:
             failure = str(error)
             self.close()
@@ -116,7 +125,7 @@ class Embedder:
             return 0
         return round(self._context.n_ctx * self._cell_bytes) + self.n_batch * self._row_bytes
 
-    def _compute(self, inputs: Sequence[EmbeddingInput]) -> list[npt.NDArray[np.float32]]:
+    def _compute(self, inputs: Sequence[EmbeddingInput], adapters: Scales) -> list[npt.NDArray[np.float32]]:
         going_on = {each.seq_id for each in inputs if each.position}
         if not going_on <= self._open.keys():
             raise llama_abi.LlamaError("the beginning of a text is lost")
@@ -126,6 +135,7 @@ class Embedder:
         self._batch.clear()
         for each in inputs:
             self._batch.add(each.tokens, pos=each.position, seq=each.seq_id, logits="all")
+        self._adapters.choose(context, adapters)
         if code := context.decode(self._batch):
             raise llama_abi.LlamaError({1: "no room in the context", 2: "aborted"}.get(code, f"code {code}"))
         rows = context.embeddings()

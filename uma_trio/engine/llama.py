@@ -146,6 +146,7 @@ class LlamaEngine:
         )
         self._embedder = Embedder(
             self._model,
+            self._adapters,
             self._options,
             self._abort,
             kv_bytes_per_token=self._shape.kv_bytes_per_token,
@@ -281,7 +282,9 @@ class LlamaEngine:
 
     def _step(self, step: Step[StepInput], callbacks: StepCallbacks | None) -> StepOutput:
         started = began = time.perf_counter()
-        embedded = self._embedder.embed(step.embeddings) if step.embeddings else NOTHING_EMBEDDED
+        embedded = (
+            self._embedder.embed(step.embeddings, step.embedding_adapters) if step.embeddings else NOTHING_EMBEDDED
+        )
         began += embedded.ms / 1e3
         changes = self._change_kv(step.ops) if step.ops else NO_CHANGES
         tokens: list[int] = []

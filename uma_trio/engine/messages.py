@@ -313,6 +313,8 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     tokens is in the calls with its last token and one sample."""
     min_draft_probability: float = 0.0
     """A draft ends before the token with which all of it is right with a lower probability than this."""
+    embedding_adapters: Scales = ()
+    """The adapters of the texts to embed.  A text that goes on has those of its first chunk."""
 
 
 class DefineGrammar(msgspec.Struct, array_like=True, tag="grammar"):

@@ -105,10 +105,11 @@ class StepRunner:
             drafted = self._engine.draft(step.drafts, step.min_draft_probability)
             drafts = {each.seq_id: each.tokens for each in drafted.drafts if each.tokens}
             kept = [[_with_drafts(each, drafts.get(each.seq_id, ())) for each in inputs] for inputs in kept]
-        output = self._engine.step(
-            Step(step.ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings, adapters),
-            **options,
+        runnable: Step[StepInput] = Step(
+            step.ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings, adapters
         )
+        runnable.embedding_adapters = step.embedding_adapters
+        output = self._engine.step(runnable, **options)
         output.drafted = drafted
         self._last_number = step.number
         tokens = iter(output.tokens)

@@ -234,6 +234,8 @@ class Embed:
     input: Annotated[list[str | PromptTokens], Meta(min_length=1, max_length=2048)]
     """Texts, or their tokens."""
     model: Name | None = None
+    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_ADAPTERS)] = attrs.field(factory=list)
+    """This field and the one before are as in ``Generate``."""
     dimensions: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     """Return only this many dimensions of each embedding, with length 1 again."""
     id: Name | None = None

@@ -20,6 +20,7 @@ from uma_trio.errors import DecodeFailed, QueueFull, UmaError
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Embed, Embeddings, Eos, Failure, Timings, Usage
 from uma_trio.scheduling.fairness import Service
+from uma_trio.scheduling.view import Scales
 from uma_trio.serving.sequence import EventSink
 
 MIN_TOKENS: Final = 16
@@ -46,6 +47,7 @@ class PendingEmbeddings:
     texts: Sequence[TokenIds]
     sink: EventSink
     principal: Principal
+    adapters: Scales = ()
     arrived_at: float = attrs.field(factory=trio.current_time)
     done: trio.Event = attrs.field(factory=trio.Event)
     """Set after its last event."""
@@ -75,6 +77,11 @@ class EmbeddingChunk:
     owners: Sequence[PendingEmbeddings]
     """Whose each of ``inputs`` is."""
     predicted_ms: float
+
+    @property
+    def adapters(self) -> Scales:
+        """LoRA adapters that all of them are computed with."""
+        return self.owners[0].adapters
 
     @property
     def n_tokens(self) -> int:
@@ -158,6 +165,8 @@ class EmbeddingQueue:
                 break
             if owners and owners[0] is not pending and (pending.n_crashes or owners[0].n_crashes):
                 continue  # one that is suspected of a crash has a chunk of its own
+            if owners and owners[0].adapters != pending.adapters:
+                continue  # one call has one set of adapters
             part = self._take(pending, room)
             inputs.append(part)
             owners.append(pending)

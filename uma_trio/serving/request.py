@@ -79,7 +79,7 @@ def admit(
     ]
 
 
-def adapters_of(request: Generate, info: ModelInfo) -> AdapterSet:
+def adapters_of(request: Generate | Embed, info: ModelInfo) -> AdapterSet:
     """The adapters that ``request`` names.
 
     Raises:

@@ -45,7 +45,7 @@ from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.serving.output import TokenToBytes, send_progress, send_prompt, send_tokens
 from uma_trio.serving.planning import NoStep, StepPlanner, delays_requests
 from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for
-from uma_trio.serving.request import admit, check_embed
+from uma_trio.serving.request import adapters_of, admit, check_embed
 from uma_trio.serving.sequence import EventSink, Sequence, State
 from uma_trio.serving.stats import Stats
 from uma_trio.serving.step import CompletedStep, InFlightStep, NewTokens, PlannedStep, build_step, complete_step
@@ -194,15 +194,16 @@ class Scheduler:
         """Accept a request for embeddings of ``texts``.  ``pending.done`` is set after its last event.
 
         Raises:
-            BadRequest: the model does not give such embeddings.
+            BadRequest, AdapterNotFound: the model does not give such embeddings.
             QueueFull, TooManyRequests: too many wait already.
             ShuttingDown, ModelUnavailable: the scheduler accepts no requests.
         """
         if self._refusal is not None:
             raise self._refusal
         check_embed(request, self.info)
+        adapters = adapters_of(request, self.info)
         self._check_limit(principal, 1)
-        pending = PendingEmbeddings(request, texts, sink, principal)
+        pending = PendingEmbeddings(request, texts, sink, principal, adapters.scales)
         self._planner.arrived(principal)
         self._embeddings.add(pending)
         self.wake()

@@ -256,6 +256,7 @@ def build_step(
         step.adapters = [adapters for adapters, of_adapters in calls.items() for _ in of_adapters]
     if planned.embedding is not None:
         step.embeddings = planned.embedding.inputs
+        step.embedding_adapters = planned.embedding.adapters
     if planned.draft_inputs:
         step.drafts, step.min_draft_probability = planned.draft_inputs, plan.min_draft_probability
     by_sequence = {row.sequence: row for call in chain.from_iterable(calls.values()) for row in call.rows}
