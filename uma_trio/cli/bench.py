@@ -84,12 +84,13 @@ def command(
     modes       the engine in its own process and in a thread
     recovery    crashes of the engine under load
 
-    These scripts in benches/ run by themselves: kv_layout.py compares layouts of the KV cache, layout_choice.py asks
-    whether the daemon chooses the right one, fit.py takes memory away and asks whether a model is still served,
-    adapters.py measures ticks with several LoRA adapters, constrained.py measures what a constraint costs and
-    controllers.py what a controller costs, controllers_recovery.py ends the runtime of controllers under load,
-    http_probes.py asks /healthz and /metrics during prefill, llama_server_tests.py runs llama-server's own tests, and
-    policy_sim.py runs the scheduling policy on simulated devices.
+    These scripts in benches/ run by themselves: kv_layout.py compares layouts of the KV cache, layout_choice.py
+    asks whether the daemon chooses the right one, fit.py takes memory away and asks whether a model is still
+    served, adapters.py measures ticks with several LoRA adapters and drafts.py what a draft model gains,
+    constrained.py measures what a constraint costs and controllers.py what a controller costs,
+    controllers_recovery.py ends the runtime of controllers under load, http_probes.py asks /healthz and
+    /metrics during prefill, llama_server_tests.py runs llama-server's own tests, and policy_sim.py runs the
+    scheduling policy on simulated devices.
 
     After Ctrl-C, the report covers the benchmarks that have finished.  Exit codes: 0 success, 1 a benchmark failed,
     2 no benchmark could run.
