@@ -815,7 +815,7 @@ def test_command_lines_that_are_refused(tmp_path: Path) -> None:
     assert "--name must start with /" in found.stderr
     found = run("-s", "-t", "gpt4")
     assert found.returncode == 1
-    assert "uma-trio models lists those that there are" in found.stderr
+    assert "`uma-trio models` lists the installed models" in found.stderr
     found = run("-s", "--json-size", "0")
     assert found.returncode == 2
     found = run("--server", "--run")

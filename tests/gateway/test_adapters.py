@@ -88,7 +88,7 @@ def test_every_way_to_choose_an_adapter_gives_the_same_answer(adapting: Gateway,
 
 def test_unknown_adapters_are_refused_with_what_there_is(adapting: Gateway) -> None:
     client = adapting.openai()
-    with pytest.raises(openai.NotFoundError, match="there is no model 'embedded:three'"):
+    with pytest.raises(openai.NotFoundError, match="no model 'embedded:three'"):
         client.chat.completions.create(model="embedded:three", messages=[QUESTION])
     with pytest.raises(openai.NotFoundError, match="the adapter 2; embedded has 2 adapters") as refused:
         client.chat.completions.create(model="embedded", messages=[QUESTION], extra_body={"lora": [{"id": 2}]})

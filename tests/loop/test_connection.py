@@ -457,5 +457,5 @@ async def test_a_session_query_names_its_model(autojump_clock):
         own = harness.service
         found = await client.sessions(model=own.name, keep_alive=True)
         assert [session.session_id for session in found] == ["s"]
-        with pytest.raises(ServerError, match="E_MODEL_NOT_FOUND: there is no model 'other' here"):
+        with pytest.raises(ServerError, match="E_MODEL_NOT_FOUND: no model 'other'; this daemon serves "):
             await client.sessions(model="other")

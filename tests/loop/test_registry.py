@@ -198,7 +198,7 @@ async def test_names_aliases_and_endings(autojump_clock) -> None:
         assert await hold(models, "a.gguf", 0) == 1
         async with models.use(None) as default:
             assert default.name == "a"
-        with pytest.raises(ModelNotFound, match="there is no model 'x' here; there is a, b"):
+        with pytest.raises(ModelNotFound, match="no model 'x'; this daemon serves a, b"):
             await hold(models, "x", 0)
 
 

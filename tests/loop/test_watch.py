@@ -99,7 +99,7 @@ async def test_only_the_user_who_runs_the_daemon_may_watch(autojump_clock, monke
 
 async def test_an_unknown_model(autojump_clock):
     async with serving() as harness, harness.client() as client:
-        with pytest.raises(ServerError, match="there is no model 'x'"):
+        with pytest.raises(ServerError, match="no model 'x'"):
             await anext(client.watch(model="x"))
 
 

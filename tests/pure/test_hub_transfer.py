@@ -162,5 +162,5 @@ def test_where_the_token_is(tmp_path: Path) -> None:
     assert read_token(find_places(home)) == "hf_file"
     assert read_token(find_places({**home, "HF_TOKEN": " hf_variable "})) == "hf_variable"
     assert read_token(find_places({**home, "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"})) is None
-    with pytest.raises(HubError, match="the token in HF_TOKEN is not one"):
+    with pytest.raises(HubError, match="HF_TOKEN does not hold a valid token"):
         read_token(find_places({**home, "HF_TOKEN": "a\r\nHost: b"}))

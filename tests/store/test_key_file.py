@@ -101,9 +101,9 @@ def test_the_list_says_what_was_used_of_a_quota(path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (["a b"], "is no name of a tenant"),
-        (["x" * 65], "is no name of a tenant"),
-        (["uid:0"], "is no name of a tenant"),
+        (["a b"], "is not a valid tenant name"),
+        (["x" * 65], "is not a valid tenant name"),
+        (["uid:0"], "is not a valid tenant name"),
         (["x", "--rpm", "0"], "requests_per_minute"),
         (["x", "--weight", "0"], "weight"),
         (["x", "--weight", "nan"], "weight"),
@@ -127,7 +127,7 @@ def test_limits_that_are_refused(path: Path, args: list[str], reason: str) -> No
         ("tenants: {alice: {rpm: 3}}", "unknown field `rpm`"),
         ("tenants: {alice: {name: bob}}", "alice: expected limits"),
         ("tenants: {alice: {admin: maybe}}", "admin"),
-        ("tenants: {1: {}}", "'1' is no name"),
+        ("tenants: {1: {}}", "'1' is not a valid tenant name"),
         ("tenants: {alice: {}, alice: {}}", "set in line 1 and again"),
         (f"tenants: {{a: {{keys: [{{id: 00000000, sha256: '{SHA}', created: x}}]}}}}", "id"),
         (

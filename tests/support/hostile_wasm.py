@@ -126,15 +126,15 @@ def _refused() -> Iterator[HostileWasm]:
     yield case("a text", b"not Wasm at all", "not Wasm")
     yield case("the text format", b"(module)", "not Wasm")
     yield case("a native program", b"\x7fELF" + bytes(100), "not Wasm")
-    yield case("only the magic number", b"\0asm", "no module that can be used")
-    yield case("another version", b"\0asm\x02\0\0\0", "no module that can be used")
-    yield case("a component", b"\0asm\x0d\0\x01\0", "no module that can be used")
+    yield case("only the magic number", b"\0asm", "the module cannot be used")
+    yield case("another version", b"\0asm\x02\0\0\0", "the module cannot be used")
+    yield case("a component", b"\0asm\x0d\0\x01\0", "the module cannot be used")
     yield case("nothing", b"\0asm\x01\0\0\0", "does not export memory, aici_init, aici_create")
     for n in (9, len(GOOD) // 4, len(GOOD) // 2, len(GOOD) - 1):
-        yield case(f"cut after {n} bytes", GOOD[:n], "no module that can be used|does not export")
-    yield case("bytes after the end", GOOD + b"\xff\xff", "no module that can be used")
-    yield case("a section of 4 GiB", GOOD + b"\0\xff\xff\xff\xff\x0f", "no module that can be used")
-    yield case("sections in another order", GOOD + GOOD[8:], "no module that can be used")
+        yield case(f"cut after {n} bytes", GOOD[:n], "the module cannot be used|does not export")
+    yield case("bytes after the end", GOOD + b"\xff\xff", "the module cannot be used")
+    yield case("a section of 4 GiB", GOOD + b"\0\xff\xff\xff\xff\x0f", "the module cannot be used")
+    yield case("sections in another order", GOOD + GOOD[8:], "the module cannot be used")
     for name in EXPORTS:
         yield case(f"without {name}", controller(left_out=name), f"does not export {name}")
         yield case(f"{name} of another type", _other_signature(name), f"exports {name} with another type")
@@ -144,7 +144,7 @@ def _refused() -> Iterator[HostileWasm]:
     yield case(
         "aici_panic of another type", text_module(MEMORY + '(func (export "aici_panic") (param i32))'), "aici_panic"
     )
-    yield case("an export twice", _twice(), "no module that can be used")
+    yield case("an export twice", _twice(), "the module cannot be used")
     yield case("a name that the host uses", text_module(MEMORY + '(func (export "uma_trio.start"))'), "are taken")
     yield case("imported memory", text_module('(import "env" "memory" (memory 1))'), "is not a function")
     yield case("an imported table", text_module('(import "env" "t" (table 1 funcref))'), "is not a function")
@@ -157,13 +157,13 @@ def _refused() -> Iterator[HostileWasm]:
     yield case("an import of another type", text_module(other), "aici_host_stop with another type")
     vector = f'(import "{ENV}" "aici_host_stop" (func (param v128))) {MEMORY}'
     yield case("an import with a vector", text_module(vector), "aici_host_stop with another type")
-    yield case("threads", text_module('(memory (export "memory") 1 1 shared)'), "no module that can be used")
+    yield case("threads", text_module('(memory (export "memory") 1 1 shared)'), "the module cannot be used")
     yield case("two memories", text_module(MEMORY + "(memory 1)"), "multiple memories")
-    yield case("memory of 64 bits", text_module('(memory (export "memory") i64 1)'), "no module that can be used")
-    yield case("tail calls", text_module(MEMORY + "(func $f (return_call $f))"), "no module that can be used")
-    yield case("references", text_module(MEMORY + "(func (param externref))"), "no module that can be used")
-    yield case("exceptions", text_module(MEMORY + "(tag)"), "no module that can be used")
-    yield case("relaxed SIMD", text_module(MEMORY + _RELAXED), "no module that can be used")
+    yield case("memory of 64 bits", text_module('(memory (export "memory") i64 1)'), "the module cannot be used")
+    yield case("tail calls", text_module(MEMORY + "(func $f (return_call $f))"), "the module cannot be used")
+    yield case("references", text_module(MEMORY + "(func (param externref))"), "the module cannot be used")
+    yield case("exceptions", text_module(MEMORY + "(tag)"), "the module cannot be used")
+    yield case("relaxed SIMD", text_module(MEMORY + _RELAXED), "the module cannot be used")
     yield case("1 GiB of memory", text_module('(memory (export "memory") 16384)'), "1024 MiB of memory; at most 64")
     yield case("4 GiB of memory", text_module('(memory (export "memory") 65536)'), "4096 MiB of memory; at most 64")
     yield case(
@@ -171,7 +171,7 @@ def _refused() -> Iterator[HostileWasm]:
     )
     many = "".join(f'(func (export "f{n}"))' for n in range(5000))
     yield case("5000 exports", text_module(MEMORY + many), "exports 5007 things")
-    yield case("three tables", text_module(MEMORY + "(table 1 funcref)" * 3), "no module that can be used")
+    yield case("three tables", text_module(MEMORY + "(table 1 funcref)" * 3), "the module cannot be used")
     yield case(
         "200,000 table elements",
         text_module(MEMORY + "(table 200000 funcref)"),

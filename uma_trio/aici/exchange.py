@@ -145,7 +145,7 @@ class ControllerRuntime(Protocol):
         """Upload a module.
 
         Raises:
-            ControllerFailed: it is no controller.
+            ControllerFailed: it is not a controller.
             ControllerUnavailable: there is no runtime.
         """
 
@@ -196,7 +196,7 @@ class AnswerCheck:
         error, logs = error[-MAX_LOG_CHARACTERS:], logs[-MAX_LOG_CHARACTERS:]
         result = found.result
         if not error and found.skipped is not True and (why := problem(found)):
-            error, result = f"the controller asks for what is impossible: {why}", None
+            error, result = f"the controller returned an invalid result: {why}", None
         return SequenceResult(error, result, found.storage, logs, found.micros, found.skipped)
 
     def _post_problem(self, found: SequenceResult[PostResult]) -> str:
@@ -209,9 +209,9 @@ class AnswerCheck:
         if not 0 <= result.num_forks <= self.max_forks:
             return f"{result.num_forks} forks, at most {self.max_forks} are possible"
         if result.num_forks != 1 and result.suspend:
-            return "to suspend and to fork"
+            return "suspend and fork together"
         if result.ff_tokens and result.suspend:
-            return "to suspend and to append tokens"
+            return "suspend and append tokens"
         return self._token_problem(result.ff_tokens)
 
     def _mid_problem(self, found: SequenceResult[MidResult]) -> str:

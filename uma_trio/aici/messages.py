@@ -297,7 +297,7 @@ class BadMessage(Exception):
 
 
 class NotJson(BadMessage):
-    """The message is no JSON at all."""
+    """The message is not JSON at all."""
 
 
 class ReceivedRequest(Struct, frozen=True):
@@ -357,7 +357,7 @@ def decode_request(data: bytes) -> ReceivedRequest:
     """The request that ``data`` holds.
 
     Raises:
-        NotJson: it is no JSON.
+        NotJson: it is not JSON.
         BadMessage: unknown ``op``, or a field is missing or has the wrong type.
     """
     try:
@@ -405,19 +405,19 @@ def decode_answer(data: bytes, kind: type[T]) -> Ok[T] | Error | JsonError:
     """The answer that ``data`` holds, whose data is a ``kind``.
 
     Raises:
-        BadMessage: it is no answer, or not of this kind.
+        BadMessage: it is not an answer, or not of this kind.
     """
     try:
         found = _ANSWER.decode(data)
         if found.type == "ok":
             return Ok(msgspec.json.decode(found.data, type=kind), found.rid)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadMessage(f"no answer of an AICI runtime: {error}") from None
+        raise BadMessage(f"not an answer of an AICI runtime: {error}") from None
     if found.type == "error":
         return Error(found.error, found.is_user_error, found.rid)
     if found.type == "json-error":
         return JsonError(found.error)
-    raise BadMessage(f"no answer of an AICI runtime: its type is {found.type!r}")
+    raise BadMessage(f"not an answer of an AICI runtime: its type is {found.type!r}")
 
 
 def rid_of_answer(data: bytes) -> str | None:
@@ -429,5 +429,5 @@ def rid_of_answer(data: bytes) -> str | None:
     try:
         rid = _ANSWER.decode(data).rid
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadMessage(f"no answer of an AICI runtime: {error}") from None
+        raise BadMessage(f"not an answer of an AICI runtime: {error}") from None
     return None if rid is UNSET else rid

@@ -83,8 +83,8 @@ import click
     type=click.IntRange(1),
     default=1024,
     show_default=True,
-    help="MiB of all modules on disk. Above that, modules without a tag are removed, those first that were not used for "
-    "longest. Not in the reference implementation.",
+    help="MiB of all modules on disk. Above that, the least recently used modules without a tag are removed "
+    "first. Not in the reference implementation.",
 )
 @click.option(
     "--module",

@@ -43,12 +43,12 @@ def constraint_of(options: dict[str, Any]) -> dict[str, Any] | None:
 
 def _schema(given: str) -> dict[str, Any]:
     if given.strip() in ("", "-"):
-        raise click.UsageError(f"--json-schema: {given!r} is no schema; give a file, or the schema inline")
+        raise click.UsageError(f"--json-schema: {given!r} is not a schema; give a file, or the schema inline")
     text = given if given.lstrip().startswith(("{", "[")) else read_given(Path(given), "--json-schema")
     try:
         schema = json.loads(text)
     except ValueError as error:
-        raise click.UsageError(f"--json-schema is no JSON: {error}") from None
+        raise click.UsageError(f"--json-schema is not valid JSON: {error}") from None
     if not isinstance(schema, dict):
         raise click.UsageError("--json-schema must be a JSON object")
     return schema
@@ -65,7 +65,7 @@ def read_given(file: Path, option: str) -> str:
     except OSError as error:
         raise click.UsageError(f"{option}: cannot read {file}: {error.strerror}") from None
     except ValueError:  # it is not UTF-8, or the path has a NUL
-        raise click.UsageError(f"{option}: cannot read {str(file)!r}: it is no file of UTF-8 text") from None
+        raise click.UsageError(f"{option}: cannot read {str(file)!r}: it is not a file of UTF-8 text") from None
     if not text.strip():
         raise click.UsageError(f"{option}: {file} is empty")
     return text

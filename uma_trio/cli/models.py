@@ -47,7 +47,7 @@ def command(context: click.Context, as_json: bool) -> None:
       uma-trio serve --model small
       uma-trio models remove --yes small
 
-    Exit codes: 0 success, 1 there is no such model, or it cannot be done.
+    Exit codes: 0 success, 1 no such model, or the command failed.
     """
     if context.invoked_subcommand is None:
         _list(as_json)

@@ -26,7 +26,7 @@ def _sha256(context: click.Context, parameter: click.Parameter, value: str | Non
 
 @click.command("pull")
 @click.argument("model", shell_complete=model_name)
-@click.option("--sha256", callback=_sha256, metavar="HEX", help="What the file of a URL must have.")
+@click.option("--sha256", callback=_sha256, metavar="HEX", help="Expected SHA-256 of the file (URLs only).")
 @click.option("--offline", is_flag=True, help="Open no connection: only say whether the model is here.")
 @click.option("--models-dir", type=click.Path(path_type=Path), help="Folder of downloaded models.")
 @click.option("--quiet", "-q", is_flag=True, help="Show no progress.")
@@ -34,11 +34,11 @@ def _sha256(context: click.Context, parameter: click.Parameter, value: str | Non
 def command(model: str, sha256: str | None, offline: bool, models_dir: Path | None, quiet: bool, as_json: bool) -> None:
     """Download MODEL, or find it on this machine, and print where it is.
 
-    MODEL is a repository of the Hugging Face Hub with a quantization, or without one: then it is Q4_K_M, if there is that.
-    It is also the https:// URL of a .gguf file, a name that uma-trio models lists, or a path.  A model that Ollama, LM
-    Studio or Hugging Face's libraries have here already is used where it is.
+    MODEL is a repository of the Hugging Face Hub, with a quantization (:Q8_0) or without; the default is Q4_K_M if the
+    repository has it.  MODEL can also be the https:// URL of a .gguf file, a name that uma-trio models lists, or a path.
+    A model that Ollama, LM Studio or Hugging Face's libraries have here already is used where it is.
 
-    What was interrupted goes on where it was.  Every file is compared with the hash that the hub has for it, and checked
+    An interrupted download resumes.  Every file is compared with the hash that the hub has for it, and checked
     as a model.  docs/MODELS.md says where models are kept, and which variables of the environment count.
 
     \b

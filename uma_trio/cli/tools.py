@@ -37,7 +37,7 @@ def _tools(file: Path) -> list[dict[str, Any]]:
     try:
         found = json.loads(read_given(file, "--tools"))
     except ValueError as error:
-        raise click.UsageError(f"--tools: {file} is no JSON: {error}") from None
+        raise click.UsageError(f"--tools: {file} is not valid JSON: {error}") from None
     tools = found.get("tools") if isinstance(found, dict) else found
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise click.UsageError(

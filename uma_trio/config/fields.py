@@ -606,8 +606,8 @@ class Aici:
     )
     max_modules_mb: int = setting(
         1024,
-        "Modules on disk with their machine code, in MiB. To make room for another one, modules without a tag are "
-        "removed, those first that were not used for longest. Only with uma-trio's own runtime.",
+        "Modules on disk with their machine code, in MiB. To make room for another one, the least recently used modules "
+        "without a tag are removed first. Only with uma-trio's own runtime.",
         name="aici_max_modules_mb",
         ge=16,
         le=1_000_000,

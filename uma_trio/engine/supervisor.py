@@ -107,7 +107,7 @@ class SupervisedEngine:
         if msgspec.structs.replace(link.info, memory_bytes_per_s=self.info.memory_bytes_per_s) != self.info:
             link.kill()
             await link.aclose()
-            raise LoadError(f"{self._start.path} is another model now; restart the server")
+            raise LoadError(f"{self._start.path} has changed since it was loaded; restart the daemon")
         self.link = link
 
     def snapshot(self) -> dict[str, Any]:

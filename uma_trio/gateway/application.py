@@ -141,7 +141,7 @@ class RequestIds:
 async def _not_found(request: Request, _: Exception) -> Response:
     return _error(
         request,
-        HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {request.url.path} here; /openapi.json says what there is"),
+        HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {request.url.path} here; /openapi.json lists the paths"),
     )
 
 

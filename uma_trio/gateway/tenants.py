@@ -169,7 +169,7 @@ def make(name: object, fields: object) -> Tenant:
         TenantsError: the name or a field is not valid.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise TenantsError(f"{str(name)[:100]!r} is no name of a tenant: use {NAME_RULE}")
+        raise TenantsError(f"{str(name)[:100]!r} is not a valid tenant name: use {NAME_RULE}")
     if not isinstance(fields, dict) or "name" in fields:
         raise TenantsError(f"{name}: expected limits such as requests_per_minute, and keys")
     try:

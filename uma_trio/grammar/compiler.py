@@ -125,7 +125,7 @@ class GrammarCompiler:
         try:
             rules = answer_rules(shape, None if text is None else _expression(text))
         except ValueError as error:
-            raise InvalidConstraint(f"the parameters of a tool are no JSON: {error}") from None
+            raise InvalidConstraint(f"the parameters of a tool are not valid JSON: {error}") from None
         if len(rules.encode("utf-8", "replace")) > MAX_SOURCE_BYTES:
             raise InvalidConstraint(
                 f"the constraint has more than {MAX_SOURCE_BYTES // 1024} KiB"
@@ -163,7 +163,7 @@ class GrammarCompiler:
 
 
 def _expression(constraint: Constraint) -> str:
-    """A constraint that is no grammar, as one expression of llguidance's Lark."""
+    """A constraint that is not a grammar, as one expression of llguidance's Lark."""
     if constraint.json_schema is not None:
         return _json(constraint.json_schema)
     if constraint.json_object:
@@ -178,7 +178,7 @@ def _json(schema: dict[str, Any]) -> str:
     try:
         return json_expression(schema)
     except ValueError as error:
-        raise InvalidConstraint(f"constraint.json_schema is no JSON: {error}") from None
+        raise InvalidConstraint(f"constraint.json_schema is not valid JSON: {error}") from None
 
 
 def _escape_slashes(regex: str) -> str:

@@ -62,10 +62,10 @@ class Download:
     """One file.
 
     Args:
-        file: gets the bytes; those that are in it are the beginning of the file, or seem to be.
+        file: gets the bytes.  What it holds already is taken for the beginning of the file.
         number: of the part, for ``watcher``.
-        on_learned: called when the server has said something new, before any byte is written.
-        refusal: makes the error for a status that is none of a file.
+        on_learned: called when the server reports something new about the file, before any byte is written.
+        refusal: makes the error for a status that does not come with a file.
     """
 
     def __init__(

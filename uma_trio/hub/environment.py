@@ -94,7 +94,7 @@ def read_token(places: Places) -> str | None:
             return None
     token = (token or "").strip()
     if token and not (token.isascii() and token.isprintable() and " " not in token and len(token) < 1000):
-        raise HubError(f"the token in {source} is not one", "run hf auth login again, or correct it")
+        raise HubError(f"{source} does not hold a valid token", "run hf auth login again, or correct it")
     return token or None
 
 

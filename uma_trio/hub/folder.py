@@ -64,7 +64,7 @@ class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of each part; ``None`` as long as the server has not said it."""
     etags: list[str | None]
     identity: list[str]
-    """Which content the parts have: what is here is kept only if it is still that."""
+    """Hash or URL of each part; if they change, the parts are discarded."""
 
 
 class ModelFolder:

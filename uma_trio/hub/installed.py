@@ -69,7 +69,7 @@ def find(reference: Reference, models: Iterable[InstalledModel], aliases: Iterab
         near = difflib.get_close_matches(text, [*(model.name for model in models), *aliases], n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise NotInstalled(
-            f"there is no model {text} on this machine", f"{hint}uma-trio models lists those that there are"
+            f"there is no model {text} on this machine", f"{hint}`uma-trio models` lists the installed models"
         )
     names = list(dict.fromkeys(model.name.lower() for model in found))
     if len(names) > 1:
@@ -95,7 +95,7 @@ def _matching(reference: Reference, models: Sequence[InstalledModel]) -> list[In
 
 
 def _by_short_name(name: str, models: Sequence[InstalledModel]) -> list[InstalledModel]:
-    """The models of the first rule that finds some."""
+    """The matches of the first rule that matches anything."""
     place, _, choice = name.partition(":")
     choice = "" if choice == "latest" else choice
 

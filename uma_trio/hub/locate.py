@@ -101,7 +101,7 @@ def resolve(text: str, places: Places) -> tuple[Reference, str | None]:
     """What ``text`` refers to, and the alias if it is one.
 
     Raises:
-        HubError: it is no name.
+        HubError: it is not a name.
     """
     aliases = {name.lower(): (name, meaning) for name, meaning in ModelFolder(places.folder).aliases().items()}
     if text.lower() in aliases:

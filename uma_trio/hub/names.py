@@ -82,7 +82,7 @@ def parse(text: str, endpoint: str = HUB) -> Reference:
         endpoint: URL of the hub, as in HF_ENDPOINT.
 
     Raises:
-        HubError: it is no name, no URL and no path.
+        HubError: it is not a name, a URL or a path.
     """
     if "://" in text:
         return _of_url(text, endpoint)
@@ -135,4 +135,4 @@ def _of_url(url: str, endpoint: str) -> Reference:
         return attrs.evolve(found, choice="/".join(segments[4:]), revision=segments[3])
     if found is not None and len(segments) >= 4 and segments[2] == "tree":
         return attrs.evolve(found, revision="/".join(segments[3:]))
-    raise HubError(f"{without_secrets(url)} is no page of a model", EXAMPLES)
+    raise HubError(f"{without_secrets(url)} is not the page or the file of a model", EXAMPLES)

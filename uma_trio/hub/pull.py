@@ -94,7 +94,7 @@ class Puller:
             sha256: what the file of a URL must have.
 
         Raises:
-            HubError: it does not exist, may not be downloaded, does not fit on the disk, or is no model.
+            HubError: it does not exist, may not be downloaded, does not fit on the disk, or is not a model.
         """
         if self._places.is_offline:
             raise HubError(f"{reference} is not on this machine, and nothing is downloaded offline", _ONLINE)
@@ -240,10 +240,10 @@ class Puller:
         return await trio.to_thread.run_sync(self._install, plan, folder, hashes)
 
     def _begin(self, plan: Plan, folder: Path) -> Unfinished:
-        """Note what is downloaded, drop parts that are not of it, and look whether there is room.
+        """Save the state of the download, discard parts of another version, and check the free space.
 
         Raises:
-            HubError: there is not.
+            HubError: there is too little.
         """
         identity = [f"{file.sha256 or file.git_sha1 or file.url}" for file in plan.files]
         state = read_unfinished(folder)

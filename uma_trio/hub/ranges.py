@@ -44,14 +44,9 @@ class Body:
     etag: str | None
     """A strong ETag, if there is one."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the file is complete without them."""
-        return self.length == 0
-
 
 def can_resume(expected: Expected) -> bool:
-    """Whether the rest of a file can be joined with a part that is here: only if a change would be noticed."""
+    """Whether the missing bytes can be appended: only with a hash or a strong ETag, so that a change is noticed."""
     return expected.has_hash or is_strong(expected.etag)
 
 
@@ -81,7 +76,9 @@ def read_answer(status: int, headers: Mapping[str, str], have: int, expected: Ex
         WrongAnswer: it cannot be used.
     """
     if headers.get("content-encoding", "identity").lower() not in ("identity", ""):
-        raise WrongAnswer(f"the server compresses the file ({headers['content-encoding'][:20]}), although it may not")
+        raise WrongAnswer(
+            f"the server compressed the file ({headers['content-encoding'][:20]}), although the request forbids it"
+        )
     etag = headers.get("etag")
     etag = etag if is_strong(etag) else None
     length = _content_length(headers)
@@ -130,5 +127,5 @@ def _content_length(headers: Mapping[str, str]) -> int | None:
     if text is None:
         return None
     if not _LENGTH.fullmatch(text.strip()):
-        raise WrongAnswer("the server announces a length that is no number")
+        raise WrongAnswer("the server sends a Content-Length that is not a number")
     return int(text)

@@ -49,7 +49,9 @@ def redirected(url: str, location: str) -> str:
         target = urljoin(url, location)
         parts = parse_url(target)
     except ValueError:
-        raise HubError(f"{urlsplit(url).hostname} redirects to what is no URL", "use another source") from None
+        raise HubError(
+            f"{urlsplit(url).hostname} redirects to something that is not a URL", "use another source"
+        ) from None
     except HubError as error:
         raise HubError(
             f"{urlsplit(url).hostname} redirects to a place that may not be opened: {error.reason}",

@@ -126,7 +126,7 @@ def compile_module(wasm: bytes, engine: wasmtime.Engine, max_memory_bytes: int) 
         check_interface(wasm, max_memory_bytes)
         return bytes(wasmtime.Module(engine, instrument(wasm)).serialize())
     except (wasmtime.WasmtimeError, NotReadable) as error:
-        raise BadModule(f"this is no module that can be used: {short(str(error))}") from None
+        raise BadModule(f"the module cannot be used: {short(str(error))}") from None
 
 
 def short(error: str) -> str:

@@ -149,12 +149,12 @@ class Constraints:
 def _parse(source: bytes) -> Constraint:
     """
     Raises:
-        _Refused: it is no constraint.
+        _Refused: it is not a valid constraint.
     """
     try:
         constraint = msgspec.json.decode(source, type=Constraint)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _Refused(f"it is no constraint: {error}") from None
+        raise _Refused(f"not a valid constraint: {error}") from None
     kinds = [name for name in CONSTRAINT_KINDS if getattr(constraint, name) not in (None, False)]
     if len(kinds) != 1:
         raise _Refused(

@@ -1,4 +1,4 @@
-"""Which modules leave the disk to make room for another one.  Pure."""
+"""Which modules are removed from the disk to make room for another one.  Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NoRoom(Exception):
 
 
 def to_remove(stored: Iterable[StoredModule], tagged: Set[str], n_bytes: int, max_bytes: int) -> list[str]:
-    """The ids of modules that leave so that ``n_bytes`` more fit: those without a tag, the last used ones last.
+    """The ids of modules to remove so that ``n_bytes`` more fit: modules without a tag, the least recently used ones first.
 
     Raises:
         NoRoom: the modules that have tags leave too little.

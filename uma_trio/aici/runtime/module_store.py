@@ -173,7 +173,7 @@ class ModuleStore:
         except NoRoom as refusal:
             raise StoreError(str(refusal)) from None
         for each in leaving:
-            log.info("module %s leaves: it has no tag, and another one needs room", each)
+            log.info("removed module %s: it has no tag, and another module needs the space", each)
             self._remove(each)
 
     def _stored(self) -> Iterator[StoredModule]:
@@ -192,7 +192,7 @@ class ModuleStore:
             yield StoredModule(name, n_bytes, used_at.get(name, 0.0))
 
     def _note_use(self, module_id: str) -> None:
-        """Modules that were used leave last."""
+        """Note a use: the least recently used modules are removed first."""
         try:
             os.utime(self._wasm(module_id))
         except OSError as error:  # it is in memory, so it can be used all the same

@@ -264,4 +264,4 @@ async def find_model(call: Call, name: str | None) -> ModelDescription:
         if wanted in (None, *model.names):
             return model
     there = ", ".join(ollama_name(model.name) for model in models)
-    raise HttpError(404, "E_MODEL_NOT_FOUND", f"model {name!r} not found; there is {there}")
+    raise HttpError(404, "E_MODEL_NOT_FOUND", f"model {name!r} not found; this daemon serves {there}")

@@ -36,7 +36,7 @@ async def retrieve_model(call: Call) -> Response:
         if wanted in model.names:
             return json_response((_anthropic_model if call.dialect is ANTHROPIC else _model)(wanted, model))
     names = ", ".join(each for model in models for each in model.names)
-    raise HttpError(404, "E_MODEL_NOT_FOUND", f"there is no model {name!r} here; there is {names}", parameter="model")
+    raise HttpError(404, "E_MODEL_NOT_FOUND", f"no model {name!r}; this daemon serves {names}", parameter="model")
 
 
 def _model(name: str, model: ModelDescription) -> dict[str, Any]:
