@@ -39,7 +39,7 @@ ALLOWING_ALL = (
 HOSTILE = {
     "a fork bomb": (
         controller(pre=returning({**PRE, "num_forks": 2}), mid=ALLOWING_ALL, memory='(memory (export "memory") 64)'),
-        "there is no room for 1 forks, and all others wait for room as well|forks into more than 1024 answers",
+        "no KV cells to fork into 2 answers|forks into more than 1024 answers",
     ),
     "more forks than sequences": (
         controller(pre=returning({**PRE, "num_forks": 16})),

@@ -80,7 +80,9 @@ class Forking:
                 return [sequence, *forks]
             self._keep_room(sequence)
         if self._is_deadlocked(sequence):
-            raise ForkRefused(sequence, KvFull(f"no KV cells for {n} forks: every running request waits for cells"))
+            raise ForkRefused(
+                sequence, KvFull(f"no KV cells to fork into {n + 1} answers: every running request waits for cells")
+            )
         return []
 
     def _next(self) -> Sequence | None:
