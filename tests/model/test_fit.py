@@ -20,9 +20,10 @@ from uma_trio.engine.fit import DoesNotFit, Memory, estimate_compute, fit, with_
 from uma_trio.engine.fitting import ComputeSizes, is_about_memory, measure, open_fitted
 from uma_trio.engine.layout import Shape, candidates
 from uma_trio.engine.llama import LlamaEngine, context_options
-from uma_trio.engine.messages import LoadError, Start
+from uma_trio.engine.messages import EngineDied, LoadError, Start
 from uma_trio.models import loaded
 from uma_trio.models.gguf_check import check_gguf
+from uma_trio.models.load_errors import ModelError, explained
 from uma_trio.models.loaded import EMBEDDED
 
 MIB = 1 << 20
@@ -127,7 +128,7 @@ def test_a_failed_allocation_counts_as_short_memory(library: Path) -> None:
         "from pathlib import Path\n"
         "from uma_trio import config\n"
         "from uma_trio.engine.fitting import open_engine\n"
-        "from uma_trio.engine.messages import LoadError, Start\n"
+        "from uma_trio.engine.messages import EngineDied, LoadError, Start\n"
         "import llama_abi; llama_abi.load()\n"
         "used = psutil.Process().memory_info().data\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (used + (100 << 20),) * 2)\n"
@@ -140,6 +141,15 @@ def test_a_failed_allocation_counts_as_short_memory(library: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code, str(EMBEDDED)], capture_output=True, text=True, timeout=120)
     assert ended.stdout.splitlines()[-1:] == ["True"], ended.stderr
+
+
+def test_a_gpu_without_room_for_its_own_context_is_not_the_files_fault() -> None:
+    death = "it died of SIGABRT: ggml-cuda.cu:103: CUDA error: out of memory"
+    error = LoadError(death)
+    error.__cause__ = EngineDied(death)
+    with pytest.raises(ModelError) as found, explained(EMBEDDED):
+        raise error
+    assert found.value.remedy.startswith("free memory of the GPU, or hide the GPU")
 
 
 @attrs.define

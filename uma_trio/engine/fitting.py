@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from uma_trio.engine.fit import (
 from uma_trio.engine.layout import ContextTooLarge, Layout, LayoutCache, Shape, candidates
 from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, context_options, library_environment
 from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
-from uma_trio.engine.messages import AdapterFile, EngineError, LoadError, Start
+from uma_trio.engine.messages import NO_MEMORY, AdapterFile, EngineError, LoadError, Start
 
 log = structlog.get_logger("uma_trio.engine")
 
@@ -50,11 +49,6 @@ WEIGHT_OF_NEW: Final = 0.5
 """Weight of the latest load, against what was learned before."""
 
 RAM: Final = "RAM"
-
-NO_MEMORY: Final = re.compile(
-    r"insufficient memory|unable to allocate|failed to allocate|out of memory|cannot mmap|mmap failed|bad_alloc", re.I
-)
-"""How llama.cpp says that there was not enough memory."""
 
 
 def is_about_memory(error: Exception) -> bool:

@@ -21,6 +21,7 @@ import trio
 from uma_trio.child_process import ChildProcess
 from uma_trio.engine.masks import MaskFile
 from uma_trio.engine.messages import (
+    NO_MEMORY,
     AttachMasks,
     Decoder,
     DefineGrammar,
@@ -57,6 +58,11 @@ KILLED: Final = "SIGKILL"
 
 MIN_GRAMMARS: Final = 64
 """Grammars that an engine remembers, or more if it has many sequences.  It bounds their memory."""
+
+
+def _is_about_memory(death: str) -> bool:
+    """Whether an engine ended because memory was short."""
+    return KILLED in death or NO_MEMORY.search(death) is not None
 
 
 class Process(Protocol):
@@ -170,7 +176,7 @@ class EngineLink:
                             return True
             return False
         except EngineDied as death:
-            raise LoadError(str(death), is_about_memory=KILLED in str(death)) from death
+            raise LoadError(str(death), is_about_memory=_is_about_memory(str(death))) from death
         finally:
             if not loaded:
                 self.kill()

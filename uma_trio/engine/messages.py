@@ -9,6 +9,7 @@ A message is framed by its length (``<I``).  File descriptors travel with the me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar
@@ -47,6 +48,12 @@ class EngineError(Exception):
 
 class EngineDied(Exception):
     """The engine has ended without being asked to; says how, and what it wrote last."""
+
+
+NO_MEMORY: Final = re.compile(
+    r"insufficient memory|unable to allocate|failed to allocate|out of memory|cannot mmap|mmap failed|bad_alloc", re.I
+)
+"""How llama.cpp and its backends say that there was not enough memory."""
 
 
 class LoadError(Exception):

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from uma_trio.engine.fit import DoesNotFit
-from uma_trio.engine.fitting import NO_MEMORY
 from uma_trio.engine.llama import LOAD_ERRORS
-from uma_trio.engine.messages import EngineDied, EngineError, LoadError
+from uma_trio.engine.messages import NO_MEMORY, EngineDied, EngineError, LoadError
 from uma_trio.errors import ErrorWithRemedy
 from uma_trio.models.gguf_header import REMEDY, GgufError
 
@@ -93,6 +92,8 @@ def readable(reason: str) -> tuple[str, str]:
 
 
 def _of_death(reason: str) -> tuple[str, str]:
+    if NO_MEMORY.search(reason):  # such as a GPU that has too little for its own context
+        return reason, "free memory of the GPU, or hide the GPU from this program, such as with CUDA_VISIBLE_DEVICES="
     fix = next((fix for name, fix in _SIGNALS.items() if name in reason.split(":")[0]), None)
     return reason, fix or "the log has its last lines, and --log-level debug more of them"
 
