@@ -48,6 +48,7 @@ from uma_trio.protocol.messages import (
     FinishReason,
     Generate,
     Health,
+    LoadProgress,
     Logprobs,
     Metrics,
     ModelDescription,
@@ -85,6 +86,7 @@ __all__ = [
     "Failure",
     "Fork",
     "Health",
+    "LoadProgress",
     "Loading",
     "Metrics",
     "ModelDescription",
@@ -318,6 +320,15 @@ class Client:
             ServerError: the daemon answered with an error.
         """
         return (await self._ask({"type": "models", **fields}, ModelList)).models
+
+    async def manage_model(self, action: Literal["load", "unload", "reload"], model: str) -> ModelDescription:
+        """Load, unload or reload a model, and return it as it is then.  Only for the user who runs the daemon.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        [found] = (await self._ask({"type": "models", "action": action, "model": model}, ModelList)).models
+        return found
 
     async def health(self, **fields: Any) -> Health:
         """Return whether the daemon could serve another request now, and why not; ``fields`` are those of a health query.

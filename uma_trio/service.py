@@ -232,8 +232,18 @@ class ModelService:
         await self._sessions.repair()
         await self._scheduler.offloader.save_everything()
 
+    @property
+    def n_threads(self) -> int:
+        """Compute threads that the model has where no other model computes."""
+        return self._model.info.n_threads
+
+    def set_threads(self, n_threads: int) -> None:
+        """Compute with this many threads from the next step on, because other models compute as well."""
+        self._scheduler.set_threads(n_threads)
+
     def keep_learned_costs(self) -> None:
         """Keep what was learned of the engine's speed for the next start.  Blocks briefly."""
+        self.set_threads(self.n_threads)
         tuning_cache.save_costs(self._model.cost_name, self._scheduler.timings.cost)
 
     def stop(self) -> None:

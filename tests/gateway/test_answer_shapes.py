@@ -38,6 +38,9 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/api/embed": [{"model": "embedded", "input": ["a"], **UNKNOWN}],
     "/api/embeddings": [{"model": "embedded", "prompt": "a", **UNKNOWN}],
     "/api/show": [{"model": "embedded"}],
+    "/v1/models/load": [{"model": "embedded"}],
+    "/v1/models/unload": [{"model": "embedded", **UNKNOWN}],
+    "/v1/models/reload": [{"model": "embedded"}],
     "/tokenize": [{"content": "a b"}, CHAT],
     "/detokenize": [{"tokens": [5]}],
     "/apply-template": [CHAT],
@@ -47,6 +50,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 SAME = {"/completions": "/completion", "/chat/completions": "/v1/chat/completions", "/responses": "/v1/responses"}
 SAME["/responses/input_tokens"] = "/v1/responses/input_tokens"
+SAME |= {f"/models/{action}": f"/v1/models/{action}" for action in ("load", "unload", "reload")}
 
 
 def shaped(value: object, shapes: tuple[Any, ...]) -> bool:

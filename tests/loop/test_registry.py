@@ -32,6 +32,7 @@ class FakeService:
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
         self.running = self.saved = False
+        self.computes_with = self.n_threads
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         self.running = True
@@ -48,6 +49,11 @@ class FakeService:
         await trio.lowlevel.checkpoint()
         assert self.running
         self.saved = True
+
+    n_threads = 4
+
+    def set_threads(self, n_threads: int) -> None:
+        self.computes_with = n_threads
 
     def drain(self) -> None: ...
     def stop(self) -> None: ...
@@ -86,6 +92,7 @@ class FakeOpener:
 
     def __init__(self, budget: int = 0, **sizes: int) -> None:
         self.budget_bytes = budget
+        self.n_threads = 5
         self.sizes = sizes
         self.storage: dict[str, str] = {}
         self.failures: dict[str, Exception] = {}
@@ -493,3 +500,39 @@ async def test_models_with_the_same_sessions_open_them_one_after_the_other(autoj
             await hold(models, "b", 0, session=True)
         await models.unload("a")
         assert await hold(models, "b", 0, session=True) == 2
+
+
+async def test_models_with_requests_share_the_threads(autojump_clock) -> None:
+    opener = FakeOpener()
+    specs = [spec_of("a"), *[spec_of(name, at_start=True) for name in "bcd"]]
+
+    def threads() -> dict[str, int]:
+        return {opened.service.name: opened.service.computes_with for opened in opener.loaded}
+
+    async with registry(*specs, opener=opener) as models, trio.open_nursery() as nursery:
+        nursery.start_soon(hold, models, "a", 10)
+        await trio.sleep(1)
+        assert threads()["a"] == 4  # alone, it has all of its own
+        nursery.start_soon(hold, models, "b", 5)
+        await trio.sleep(0.01)
+        assert (threads()["a"], threads()["b"]) == (2, 2)  # at once
+        for name in "cd":
+            nursery.start_soon(hold, models, name, 1)
+        await trio.sleep(0.01)
+        assert threads() == dict.fromkeys("abcd", 1)
+        await trio.sleep(2)
+        assert (threads()["a"], threads()["b"]) == (2, 2)
+        await trio.sleep(3.1)
+        assert threads()["a"] == 2  # not yet: b may get another request soon
+        await trio.sleep(0.5)
+        assert threads()["a"] == 4
+
+
+async def test_models_whose_threads_fit_next_to_each_other_keep_them(autojump_clock) -> None:
+    opener = FakeOpener()
+    opener.n_threads = 8
+    async with registry(spec_of("a"), spec_of("b"), opener=opener) as models, trio.open_nursery() as nursery:
+        for name in "ab":
+            nursery.start_soon(hold, models, name, 20)
+        await trio.sleep(15)
+        assert [opened.service.computes_with for opened in opener.loaded] == [4, 4]

@@ -619,6 +619,9 @@ class FakeEngine:
         if not 0 <= seq_id < self.info.n_seq_max:
             raise EngineError(f"sequence {seq_id}")
 
+    def set_threads(self, n_threads: int) -> None:
+        self.n_threads = n_threads
+
     def used_cells(self) -> dict[int, int]:
         return {seq_id: held.length for seq_id, held in self._cache.items() if held.length}
 
@@ -700,6 +703,9 @@ class VirtualLink:
         message = self._grammars.use(key, source, self.info.n_seq_max)
         if message is not None:
             self.engine.define_grammar(message)
+
+    def set_threads(self, n_threads: int) -> None:
+        self.engine.set_threads(n_threads)
 
     def revoke(self, number: int) -> None:
         self._catch_up()

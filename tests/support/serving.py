@@ -124,6 +124,7 @@ class OneModel:
     """Opens a service that is there already."""
 
     budget_bytes = 0
+    n_threads = 1
     memory_bytes = 0
     storage_name = "fake"
 

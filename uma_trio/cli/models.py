@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import click
 
 from uma_trio.cli import SuggestingGroup
+from uma_trio.cli.client_options import DEFAULT_SOCKET
 from uma_trio.cli.completion import model_name
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 DAEMON_S: Final = 1.0
 """How long the daemon may take to say what it serves."""
+MANAGE_S: Final = 3600.0
+"""How long the daemon may take to load or to drain a model."""
+SERVED: Final = ("ready", "loading", "draining")
+"""States of models that the daemon has in memory."""
 HOW_TO_REMOVE: Final = {
     "Ollama": "ollama rm {name}",
     "Hugging Face": "hf cache rm model/{place}",
@@ -34,7 +39,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_json
 @click.pass_context
 def command(context: click.Context, as_json: bool) -> None:
-    """List, show, remove and name the models of this machine.
+    """List, show, remove and name the models of this machine, and load and unload those of the daemon.
 
     Besides those that uma-trio pull downloaded, these are the models of Ollama, LM Studio and Hugging Face's libraries.
     They are used where they are.  Without a subcommand, all models are listed.
@@ -45,6 +50,7 @@ def command(context: click.Context, as_json: bool) -> None:
       uma-trio models show Qwen3-0.6B
       uma-trio models alias small Qwen/Qwen3-0.6B-GGUF:Q8_0
       uma-trio serve --model small
+      uma-trio models reload small
       uma-trio models remove --yes small
 
     Exit codes: 0 success, 1 no such model, or the command failed.
@@ -210,6 +216,33 @@ def alias(name: str | None, model: str | None, removing: bool, as_json: bool) ->
             aliases[name] = meaning
 
 
+@command.command()
+@click.argument("model")
+@click.option("--socket", type=click.Path(path_type=Path, readable=False), help=DEFAULT_SOCKET)
+def load(model: str, socket: Path | None) -> None:
+    """Have the daemon load MODEL: one of its list, or with --on-demand any model of this machine."""
+    _manage("load", model, socket)
+
+
+@command.command()
+@click.argument("model")
+@click.option("--socket", type=click.Path(path_type=Path, readable=False), help=DEFAULT_SOCKET)
+def unload(model: str, socket: Path | None) -> None:
+    """Have the daemon unload MODEL when its requests have ended.  Its next request loads it again."""
+    _manage("unload", model, socket)
+
+
+@command.command()
+@click.argument("model")
+@click.option("--socket", type=click.Path(path_type=Path, readable=False), help=DEFAULT_SOCKET)
+def reload(model: str, socket: Path | None) -> None:
+    """Have the daemon load MODEL again, with its file as it is now.  No request is dropped.
+
+    With other settings: change the file of the daemon, and send it a SIGHUP.
+    """
+    _manage("reload", model, socket)
+
+
 # -- helpers ----------------------------------------------------------------------------------------
 
 
@@ -222,7 +255,7 @@ def _list(as_json: bool) -> None:
         folder = ModelFolder(places.folder)
         aliases = folder.aliases()
         unfinished = folder.unfinished()
-    served = _served()
+    served = {name: model["state"] for model in _of_daemon() for name in (model["name"], *model["aliases"])}
     rows = [_describe(model, served, aliases) for model in models]
     if as_json:
         click.echo(json.dumps(rows))
@@ -235,7 +268,7 @@ def _list(as_json: bool) -> None:
     if rows:
         table = [("NAME", "SIZE", "QUANTIZATION", "CONTEXT", "KEPT BY", "")]
         for row in rows:
-            notes = ["served"] if row["is_served"] else []
+            notes = [row["state"]] if row["is_served"] else []
             notes += [f"alias {each}" for each in row["aliases"]]
             notes += [row["problem"]] if row["problem"] else []
             context = f"{row['context_length']:,}" if row["context_length"] else ""
@@ -249,7 +282,7 @@ def _list(as_json: bool) -> None:
         click.echo(f"not complete: {state.name}, {gib(here)}{of}; uma-trio pull {state.name} goes on", err=True)
 
 
-def _describe(model: InstalledModel, served: Sequence[str], aliases: Mapping[str, str]) -> dict[str, Any]:
+def _describe(model: InstalledModel, served: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, Any]:
     from uma_trio.models.gguf_header import GgufError, read_header
 
     context, problem = None, None
@@ -261,6 +294,7 @@ def _describe(model: InstalledModel, served: Sequence[str], aliases: Mapping[str
     except OSError as error:
         problem = error.strerror
     names = _aliases_of(model, aliases)
+    state = next((served[name] for name in (model.served_name, *names) if name in served), None)
     return {
         "name": model.name,
         "size_bytes": model.size_bytes,
@@ -270,7 +304,8 @@ def _describe(model: InstalledModel, served: Sequence[str], aliases: Mapping[str
         "source": model.source,
         "files": [str(file) for file in model.files],
         "aliases": names,
-        "is_served": model.served_name in served or any(name in served for name in names),
+        "is_served": state in SERVED,
+        "state": state,
         "problem": problem,
     }
 
@@ -280,8 +315,33 @@ def _aliases_of(model: InstalledModel, aliases: Mapping[str, str]) -> list[str]:
     return [name for name, meaning in aliases.items() if meaning.lower() in meanings]
 
 
+def _manage(action: str, model: str, socket: Path | None) -> None:
+    from uma_trio.connect import ClientError
+    from uma_trio.protocol.address import socket_path
+    from uma_trio.query import query
+
+    path = socket_path(socket)
+    try:
+        [answer] = query(path, {"type": "models", "action": action, "model": model}, timeout_s=MANAGE_S)
+    except ClientError as error:
+        _fail(str(error))
+    except TimeoutError:
+        _fail(f"the daemon has not done it after {MANAGE_S:g} s; it goes on with it")
+    if answer["event"] == "error":
+        _fail(f"{answer['code']}: {answer['message']}")
+    for found in answer["models"]:
+        took = f", {found['memory_bytes'] / 1e6:,.0f} MB" if found.get("memory_bytes") else ""
+        click.echo(f"{found['name']} is {found['state']}{took}", err=True)
+
+
 def _served() -> list[str]:
-    """Names of the models that the daemon at the usual socket serves; none if none runs."""
+    """Names of the models that the daemon at the usual socket has in memory; none if none runs."""
+    loaded = [model for model in _of_daemon() if model["state"] in SERVED]
+    return [name for model in loaded for name in (model["name"], *model["aliases"])]
+
+
+def _of_daemon() -> list[dict[str, Any]]:
+    """The models of the daemon at the usual socket; none if none runs."""
     from uma_trio.connect import ClientError, is_locked
     from uma_trio.protocol.address import socket_path
     from uma_trio.query import query
@@ -290,7 +350,7 @@ def _served() -> list[str]:
     try:
         # without a lock there is no daemon; connecting could make systemd start one
         events = query(path, {"type": "models"}, timeout_s=DAEMON_S) if is_locked(path) else []
-        return [model["name"] for event in events for model in event["models"]]
+        return [model for event in events for model in event["models"]]
     except (ClientError, TimeoutError, LookupError):
         return []
 

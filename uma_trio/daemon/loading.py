@@ -16,6 +16,7 @@ from uma_trio.aici.supervisor import SupervisedRuntime
 from uma_trio.config import MB, Config, settings_of_model
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.storage import open_storage, state_dir, storage_name
+from uma_trio.engine.cores import default_threads
 from uma_trio.engine.link import Launcher
 from uma_trio.engine.memory import machine_memory_bytes
 from uma_trio.hub.environment import Places
@@ -154,6 +155,7 @@ class Opener:
         self._places = places if config.loading.on_demand else None
         self.perf = CurrentPerfLog()
         self.budget_bytes = config.loading.models_memory_mb * MB
+        self.n_threads = default_threads()
         self._listed: tuple[float, list[ModelSpec]] = (float("-inf"), [])
 
     @contextlib.asynccontextmanager

@@ -96,6 +96,10 @@ class Drafter:
             "draft_token_ms": self.token_ms,
         }
 
+    def set_threads(self, n_threads: int) -> None:
+        """Compute with at most this many threads from the next call on."""
+        self._context.set_threads(min(self._n_threads, n_threads), n_threads)
+
     def close(self) -> None:
         self._context.close()
         self._model.close()

@@ -112,6 +112,12 @@ class Embedder:
             self.close()
         return Embedded(vectors, 1e3 * (time.perf_counter() - began), self._n_bytes, failure)
 
+    def set_threads(self, n_threads: int) -> None:
+        """Compute with this many threads from the next call on."""
+        self._options = attrs.evolve(self._options, n_threads=n_threads, n_threads_batch=n_threads)
+        if self._context is not None:
+            self._context.set_threads(n_threads, n_threads)
+
     def close(self) -> None:
         """Free the context and what it holds; the next call creates a new one."""
         self._open.clear()

@@ -36,6 +36,7 @@ from uma_trio.engine.messages import (
     ModelInfo,
     Ready,
     Revoke,
+    SetThreads,
     Start,
     StepFailed,
     StepOutput,
@@ -194,6 +195,10 @@ class EngineLink:
         message = self._grammars.use(key, source, self.info.n_seq_max)
         if message is not None:
             self._send(message)
+
+    def set_threads(self, n_threads: int) -> None:
+        """Have the engine compute with this many threads from the next step on."""
+        self._send(SetThreads(n_threads))
 
     def revoke(self, number: int) -> None:
         """Ask the engine not to begin step ``number``; it answers ``Revoked`` unless the step has begun."""

@@ -183,6 +183,7 @@ class LlamaEngine:
             embedding_ctx=self._embedder.max_tokens,
             embedding_batch=self._embedder.n_batch,
             **({} if self._drafter is None else self._drafter.info()),
+            n_threads=self._options.n_threads,
             spare_cores=spare_cores(self._options.n_threads, on_gpu=_has_gpu(library, settings)),
             adapters=self._adapters.files,
         )
@@ -513,6 +514,13 @@ class LlamaEngine:
 
     def define_grammar(self, grammar: DefineGrammar) -> None:
         self._matchers.define(grammar.key, grammar.source, replaces=grammar.replaces)
+
+    def set_threads(self, n_threads: int) -> None:
+        self._options = attrs.evolve(self._options, n_threads=n_threads, n_threads_batch=n_threads)
+        self._context.set_threads(n_threads, n_threads)
+        self._embedder.set_threads(n_threads)
+        if self._drafter is not None:
+            self._drafter.set_threads(n_threads)
 
     def used_cells(self) -> dict[int, int]:
         ends = {seq_id: self._context.seq_pos_max(seq_id) for seq_id in range(self._info.n_seq_max)}

@@ -152,6 +152,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Time of one more token in a call of the draft model."""
     memory_bytes_per_s: float | None = None
     """Bandwidth of the memory that holds the weights; ``None`` where it was not measured."""
+    n_threads: int = 1
+    """Compute threads where no other engine computes."""
     spare_cores: int = 1
     """Cores that steps leave to others."""
     adapters: tuple[AdapterFile, ...] = ()
@@ -339,6 +341,12 @@ class Revoke(msgspec.Struct, array_like=True, tag="revoke"):
     number: int
 
 
+class SetThreads(msgspec.Struct, array_like=True, tag="threads"):
+    """Compute with this many threads from the next step on, because other engines compute as well."""
+
+    n_threads: int
+
+
 class AttachMasks(msgspec.Struct, array_like=True, tag="attach"):
     """Map the file whose descriptor comes with this message, in place of an earlier one; see ``masks.MaskFile``."""
 
@@ -454,7 +462,7 @@ class Revoked(msgspec.Struct, array_like=True, tag="revoked"):
 
 
 SubmittedStep: TypeAlias = Step[StepInput | Continued]
-FromDaemon: TypeAlias = Start | SubmittedStep | DefineGrammar | Revoke | AttachMasks | MasksReady
+FromDaemon: TypeAlias = Start | SubmittedStep | DefineGrammar | Revoke | AttachMasks | MasksReady | SetThreads
 StepAnswer: TypeAlias = StepOutput | StepFailed | Revoked
 """What comes after ``Ready``: one for each step, in order."""
 FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepAnswer
@@ -500,6 +508,9 @@ class Engine(Protocol):
 
     def define_grammar(self, grammar: DefineGrammar) -> None:
         """Make a grammar known to later steps.  Does not block."""
+
+    def set_threads(self, n_threads: int) -> None:
+        """Compute with this many threads from the next step on, at least one."""
 
     def used_cells(self) -> dict[int, int]:
         """Tokens that the KV cache holds, by sequence; empty sequences are left out."""

@@ -43,7 +43,14 @@ class SupervisedEngine:
         self._settings = settings
         self.link = link
         self.info = link.info
+        self.n_threads = link.info.n_threads
         self.restarts = 0
+
+    def set_threads(self, n_threads: int) -> None:
+        """Have the engine compute with this many threads, also after a restart."""
+        self.n_threads = n_threads
+        if self.link.is_usable:
+            self.link.set_threads(n_threads)
 
     async def receive(self, predicted_s: float) -> list[StepAnswer]:
         """The engine's next answers; an engine that hangs is killed.
@@ -109,6 +116,8 @@ class SupervisedEngine:
             await link.aclose()
             raise LoadError(f"{self._start.path} has changed since it was loaded; restart the daemon")
         self.link = link
+        if self.n_threads != self.info.n_threads:
+            link.set_threads(self.n_threads)
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics."""

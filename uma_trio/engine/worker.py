@@ -40,6 +40,7 @@ from uma_trio.engine.messages import (
     Revoke,
     Revoked,
     SampleRequest,
+    SetThreads,
     Start,
     Step,
     StepFailed,
@@ -332,6 +333,9 @@ class Worker:
                 self.engine.define_grammar(message)
             case AttachMasks():
                 self._attach_masks(MaskFile(self._fds.popleft(), message.n_rows, message.n_vocab))
+            case SetThreads():
+                assert self.engine is not None
+                self.engine.set_threads(message.n_threads)
             case MasksReady():
                 self._masks_ready = message
 

@@ -180,9 +180,9 @@ class Call:
             raise invalid("the body must be a JSON object")
         self.request.scope["state"]["given"] = frozenset(found)
         if self.config.http.any_model and isinstance(found.get("model"), str):
-            names = [name for model in await self.ask(lambda client: client.models()) for name in model.names]
-            if found["model"] not in names:
-                found["model"] = names[0]
+            models = await self.ask(lambda client: client.models())
+            if not any(model.is_called(found["model"]) for model in models):
+                found["model"] = models[0].name
         return found
 
     def for_daemon(self, **fields: Any) -> dict[str, Any]:

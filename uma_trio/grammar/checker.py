@@ -103,6 +103,10 @@ class SandboxedChecker:
             [sys.executable, "-m", "uma_trio.grammar"], lambda: _setup(vocabulary()), ANSWER_SECONDS
         )
 
+    def close(self) -> None:
+        """End the process.  The next constraint would start another one."""
+        self._sandbox.stop()
+
     def check(self, rules: str, *, is_gbnf: bool = False) -> str:
         try:
             answer = self._sandbox.ask({"rules": rules, "is_gbnf": is_gbnf})

@@ -92,6 +92,10 @@ class ChatTemplate:
         except CannotStart as error:
             raise self._does_not_start(error) from None
 
+    def close(self) -> None:
+        """End the worker.  The next chat would start another one."""
+        self._sandbox.stop()
+
     def parts(
         self,
         messages: Sequence[Mapping[str, Any]],

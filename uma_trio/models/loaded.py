@@ -162,15 +162,19 @@ async def open_model(
             markers = _reasoning_markers(templates, text)
             tools = await trio.to_thread.run_sync(_tool_support, chat, templates, config.model.tool_format, text)
 
+            if chat is not None:
+                stack.callback(chat.close)
             limits = attrs.evolve(config.limits, max_prompt_bytes=max_prompt_bytes(config.limits, engine.info))
 
             def grammar_vocabulary() -> Vocabulary:
                 return vocabulary.tokenizer.grammar_vocabulary(engine.info.eog_ids)
 
+            checker = SandboxedChecker(grammar_vocabulary)
+            stack.callback(checker.close)
             yield LoadedModel(
                 engine,
                 PromptMaker(vocabulary.tokenizer, chat, limits, markers, tools),
-                GrammarCompiler(grammar_vocabulary, SandboxedChecker(grammar_vocabulary)),
+                GrammarCompiler(grammar_vocabulary, checker),
                 cost,
                 cost_name=name,
                 name=tuning_cache.model_fingerprint(path),

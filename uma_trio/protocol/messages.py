@@ -466,6 +466,8 @@ class ModelDescription:
     adapters: list[AdapterDescription] = attrs.field(factory=list)
     created_at: float = 0.0
     """Seconds since 1970, when the model file was last written."""
+    aliases: list[str] = attrs.field(factory=list)
+    """Further names."""
     state: ModelState = "ready"
     """``unloaded``: the first request loads it.  Until it has been loaded once, the fields above say what its file says."""
     reason: str | None = None
@@ -481,6 +483,11 @@ class ModelDescription:
     def names(self) -> list[str]:
         """The names that requests may give: of the model, and of the model with each of its adapters."""
         return [self.name, *[f"{self.name}:{adapter.name}" for adapter in self.adapters]]
+
+    def is_called(self, name: str) -> bool:
+        """Whether requests may give this name, which may be an alias."""
+        others = [f"{alias}:{adapter.name}" for alias in self.aliases for adapter in self.adapters]
+        return name.removesuffix(".gguf") in self.names or name in (*self.aliases, *others)
 
 
 @attrs.frozen(kw_only=True)

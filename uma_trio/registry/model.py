@@ -57,6 +57,8 @@ class ModelOpener(Protocol):
 
     budget_bytes: int
     """Memory for all models together; 0 if it is not known yet."""
+    n_threads: int
+    """Compute threads for all models together."""
 
     def open(
         self, spec: ModelSpec, on_progress: Callable[[float], None], go_on: Callable[[], bool]
@@ -106,6 +108,8 @@ class Instance:
         """Requests of sessions can be served."""
         self.closed = trio.Event()
         """Set when its engine has ended."""
+        self.n_threads = opened.service.n_threads
+        """What it computes with now."""
         self.n_leases = 0
         self.used_at = trio.current_time()
         """When its last lease ended."""
@@ -131,6 +135,12 @@ class Instance:
         self.changed.set()
         self.changed = trio.Event()
         self._on_change()
+
+    def set_threads(self, n_threads: int) -> None:
+        """Compute with this many threads."""
+        if n_threads != self.n_threads:
+            self.n_threads = n_threads
+            self.service.set_threads(n_threads)
 
     async def wait_unused(self) -> None:
         """Wait until it has no lease."""

@@ -11,6 +11,7 @@ is ready; without room, requests wait while the old one drains.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -38,6 +39,8 @@ FAILURE_KEPT_S: Final = 5.0
 """Requests that come within this time after a failed load get its error, and do not load again."""
 PROGRESS_STEP: Final = 0.05
 """Who waits hears of progress in steps of this share."""
+RISE_S: Final = 0.25
+"""How long other models must have had no request before a model computes with more threads."""
 RETRY_MS: Final = 5000
 """When a request that waited in vain may be sent again."""
 
@@ -88,6 +91,7 @@ class ModelRegistry:
     async def running(self) -> AsyncIterator[None]:
         """Models can be loaded until the end of the context, which ends all engines at once."""
         async with trio.open_nursery() as self._nursery:
+            self._nursery.start_soon(self._share_threads)
             try:
                 yield
             finally:
@@ -442,6 +446,39 @@ class ModelRegistry:
             self._models.pop(model.name, None)
         self._announce()
 
+    # -- threads ----------------------------------------------------------------------------------
+
+    async def _share_threads(self) -> None:
+        """Give the engines that have requests their shares of the compute threads, until cancelled.
+
+        An engine with more threads than cores computes many times slower: its threads wait for each other at barriers.  So a
+        share goes down at once when another model gets a request, and goes up when the others have had none for a while.
+        """
+        while True:
+            shares = self._thread_shares()
+            for instance, n_threads in shares:
+                if n_threads < instance.n_threads:
+                    instance.set_threads(n_threads)
+            rises = any(n_threads > instance.n_threads for instance, n_threads in shares)
+            with trio.move_on_after(RISE_S if rises else math.inf):
+                await self._changed.wait()
+                continue
+            for instance, n_threads in shares:
+                instance.set_threads(n_threads)
+
+    def _thread_shares(self) -> list[tuple[Instance, int]]:
+        """Threads of the models that have requests, and of those that have none if they alone get one."""
+        instances = [*self._instances()]
+        busy = [instance for instance in instances if instance.n_leases]
+        wanted = sum([instance.service.n_threads for instance in busy])
+        total = max(1, self._opener.n_threads)
+        shares = []
+        for instance in instances:
+            own = instance.service.n_threads
+            others = wanted if instance in busy else wanted + own
+            shares.append((instance, own if others <= total else max(1, own * total // others)))
+        return shares
+
     async def _unload_when_idle(self, model: Model, instance: Instance) -> None:
         spec = instance.spec
         while spec.idle_unload_s and not spec.pinned:
@@ -565,6 +602,7 @@ class ModelRegistry:
             model.description,
             state=model.state,
             reason=None if model.state != "failed" else str(model.failure),
+            aliases=[*model.spec.aliases],
             pinned=model.spec.pinned,
             memory_bytes=None if instance is None else instance.opened.memory_bytes,
             unloads_in_s=unloads_in_s,

@@ -37,8 +37,15 @@ class StepTimings:
 
     def __init__(self, cost: CostModel, n_batch: int) -> None:
         self.cost = cost
+        self._others: dict[int, CostModel] = {}
+        """What is known of steps with other numbers of threads than now."""
         self._bytes_per_ms = dict(FIRST_BYTES_PER_MS)
         self._n_batch = n_batch
+
+    def change_threads(self, before: int, now: int) -> None:
+        """Steps are computed with another number of threads from now on.  What was learned with it before counts again."""
+        self._others[before] = self.cost
+        self.cost = self._others.get(now, self.cost)
 
     def record_step(self, work: Work, ms: float) -> None:
         """Learn from a step."""

@@ -278,6 +278,13 @@ class Scheduler:
         ahead.revoked = True
         self._engine.link.revoke(ahead.number)
 
+    def set_threads(self, n_threads: int) -> None:
+        """Have steps computed with this many threads, because other engines compute as well."""
+        before = self._engine.n_threads
+        if n_threads != before:
+            self._engine.set_threads(n_threads)
+            self.timings.change_threads(before, n_threads)
+
     def close(self, reason: UmaError | None = None) -> None:
         """Accept no more requests; those that were accepted go on."""
         self._refusal = reason or ShuttingDown("the server is shutting down")

@@ -261,7 +261,7 @@ async def find_model(call: Call, name: str | None) -> ModelDescription:
     models = await call.ask(lambda client: client.models())
     wanted = model_name(name)
     for model in models:
-        if wanted in (None, *model.names):
+        if wanted is None or model.is_called(wanted):
             return model
     there = ", ".join(ollama_name(model.name) for model in models)
     raise HttpError(404, "E_MODEL_NOT_FOUND", f"model {name!r} not found; this daemon serves {there}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Final
 
 import msgspec
@@ -48,11 +49,17 @@ async def tags(call: Call) -> Response:
 
 
 async def running(call: Call) -> Response:
-    """Models that are loaded: all of them."""
+    """Models that are loaded."""
     models = await call.ask(lambda client: client.models())
     listed = [
-        {**_listed(model), "expires_at": FOREVER, "size_vram": 0, "context_length": model.context_per_request}
+        {
+            **_listed(model),
+            "expires_at": FOREVER if model.unloads_in_s is None else iso_time(time.time() + model.unloads_in_s),
+            "size_vram": 0,
+            "context_length": model.context_per_request,
+        }
         for model in models
+        if model.state == "ready"
     ]
     return json_response({"models": listed})
 

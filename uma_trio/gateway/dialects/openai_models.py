@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+import msgspec
 from starlette.responses import Response
 
 from uma_trio.client import ModelDescription
@@ -12,9 +13,12 @@ from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.anthropic import ANTHROPIC, VERSION_HEADER
 from uma_trio.gateway.dialects.anthropic_shapes import ModelInfo, ModelInfoPage
 from uma_trio.gateway.dialects.openai import OPENAI
-from uma_trio.gateway.dialects.openai_shapes import Model, ModelPage
+from uma_trio.gateway.dialects.openai_shapes import ManagedModel, Model, ModelPage
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
+
+STATUS: Final = {"ready": "loaded"}
+"""States of models in llama-server's words; the others are the same."""
 
 
 async def list_models(call: Call) -> Response:
@@ -33,7 +37,7 @@ async def retrieve_model(call: Call) -> Response:
     models = await call.ask(lambda client: client.models())
     wanted = name.removesuffix(".gguf")
     for model in models:
-        if wanted in model.names:
+        if model.is_called(wanted):
             return json_response((_anthropic_model if call.dialect is ANTHROPIC else _model)(wanted, model))
     names = ", ".join(each for model in models for each in model.names)
     raise HttpError(404, "E_MODEL_NOT_FOUND", f"no model {name!r}; this daemon serves {names}", parameter="model")
@@ -59,6 +63,7 @@ def _model(name: str, model: ModelDescription) -> dict[str, Any]:
             "n_params": model.n_parameters,
             "size": model.size_bytes,
         },
+        "status": {"value": STATUS.get(model.state, model.state)},
     }
 
 
@@ -74,6 +79,33 @@ def _anthropic_model(name: str, model: ModelDescription) -> dict[str, Any]:
         "max_input_tokens": model.context_per_request,
         "max_tokens": model.context_per_request,
     }
+
+
+class ModelRequest(msgspec.Struct):
+    """Names a model."""
+
+    model: str
+
+
+async def load(call: Call) -> Response:
+    """Load a model.  The answer comes when it is loaded."""
+    return await _managed(call, "load")
+
+
+async def unload(call: Call) -> Response:
+    """Unload a model when its requests have ended."""
+    return await _managed(call, "unload")
+
+
+async def reload(call: Call) -> Response:
+    """Load a model again, with its file and its settings as they are now; no request is dropped."""
+    return await _managed(call, "reload")
+
+
+async def _managed(call: Call, action: Literal["load", "unload", "reload"]) -> Response:
+    request, _ = await call.read(ModelRequest)
+    model = await call.whole(call.ask(lambda client: client.manage_model(action, request.model)))
+    return json_response({"success": True, "model": _model(model.name, model)})
 
 
 OTHERS: Final = {VERSION_HEADER: ANTHROPIC}
@@ -96,5 +128,22 @@ ENDPOINTS = (
         answer=retrieve_model,
         shapes=(Model, ModelInfo),
         summary="One model",
+    ),
+    *(
+        Endpoint(
+            method="POST",
+            path=f"/v1/models/{action}",
+            dialect=OPENAI,
+            answer=answer,
+            shapes=(ManagedModel,),
+            summary=summary,
+            body=ModelRequest,
+            needs_admin=True,
+        )
+        for action, answer, summary in (
+            ("load", load, "Load a model"),
+            ("unload", unload, "Unload a model when its requests have ended"),
+            ("reload", reload, "Load a model again; no request is dropped"),
+        )
     ),
 )

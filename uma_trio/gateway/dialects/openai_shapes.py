@@ -212,6 +212,12 @@ class ModelMeta(Shape):
     size: int
 
 
+class ModelStatus(Shape):
+    """Whether a model is loaded."""
+
+    value: Literal["unloaded", "loading", "loaded", "draining", "failed"]
+
+
 class Model(Shape):
     """A model, and what one request may use."""
 
@@ -223,8 +229,16 @@ class Model(Shape):
     max_model_len: int
     capabilities: list[str]
     meta: ModelMeta
+    status: ModelStatus
     parent: str | UnsetType = UNSET
     """The model itself, of a model with an adapter."""
+
+
+class ManagedModel(Shape):
+    """A model after it was loaded, unloaded or reloaded."""
+
+    success: bool
+    model: Model
 
 
 class ModelPage(Shape):

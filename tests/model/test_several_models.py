@@ -1,0 +1,228 @@
+"""Several models of a real daemon: one next to the other, on demand, reloaded under load, evicted, many times."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.real_daemon import Daemon, real_daemon
+from uma_trio.models.loaded import EMBEDDED
+
+pytestmark = pytest.mark.usefixtures("library")
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files with the embedded model's answers and contents of their own: the last weight differs by one bit."""
+    folder = tmp_path_factory.mktemp("models")
+    found = {}
+    for number, name in enumerate(("b", "c"), 1):
+        data = bytearray(EMBEDDED.read_bytes())
+        data[-1] ^= number
+        found[name] = folder / f"{name}.gguf"
+        found[name].write_bytes(data)
+    found["same"] = folder / "same.gguf"
+    found["same"].write_bytes(EMBEDDED.read_bytes())
+    return found
+
+
+@contextmanager
+def daemon_with(folder: Path, text: str, *flags: str) -> Iterator[Daemon]:
+    """A daemon with a list of models."""
+    file = folder / "uma.yaml"
+    file.write_text(f"model: {{ctx: 4096, parallel: 4}}\n{text}")
+    with real_daemon("--config", str(file), *flags, folder=folder) as daemon:
+        yield daemon
+
+
+def act(daemon: Daemon, action: str, model: str) -> dict[str, object]:
+    with daemon.wire(timeout_s=120) as wire:
+        wire.send(type="models", action=action, model=model)
+        answer = wire.receive()
+    assert answer is not None
+    return answer
+
+
+def states(daemon: Daemon) -> dict[str, str]:
+    return {name: found["state"] for name, found in daemon.metrics()["models"].items()}
+
+
+def test_two_models_answer_next_to_each_other(models: dict[str, Path], tmp_path: Path) -> None:
+    with daemon_with(tmp_path, f"models: [embedded, {{model: {models['b']}, alias: [gpt], parallel: 2}}]") as daemon:
+        assert states(daemon) == {"embedded": "ready", "b": "ready"}
+        found = daemon.metrics()
+        pids = {found["engine"]["pid"], found["models"]["b"]["metrics"]["engine"]["pid"]}
+        assert len(pids & {each.pid for each in daemon.processes}) == 2
+        for name in (None, "embedded", "b", "b.gguf", "gpt"):
+            more = {} if name is None else {"model": name}
+            assert "Paris" in daemon.ask(messages=QUESTION, max_tokens=20, **more).text
+        found = daemon.metrics()
+        assert found["model"] == "embedded"
+        assert found["requests_total"]["stop"] == 2
+        assert found["models"]["b"]["metrics"]["requests_total"]["stop"] == 3
+        with daemon.wire() as wire:
+            wire.send(type="models")
+            listed = wire.receive()
+        assert listed is not None
+        assert [(each["name"], each["parallel"]) for each in listed["models"]] == [("embedded", 4), ("b", 2)]
+        assert daemon.ask(prompt="x", model="d").code == "E_MODEL_NOT_FOUND"
+
+
+def test_a_crash_of_one_engine_is_not_noticed_by_the_other_model(models: dict[str, Path], tmp_path: Path) -> None:
+    with daemon_with(tmp_path, f"models: [embedded, {models['b']}]") as daemon, daemon.wire() as wire:
+        wire.send(id="a", prompt="Hello", max_tokens=500, ignore_eos=True, temperature=0)
+        assert wire.receive()["event"] == "token"
+        psutil.Process(daemon.metrics()["models"]["b"]["metrics"]["engine"]["pid"]).kill()
+        assert wire.answer().reason == "length"
+        assert "Paris" in daemon.ask(messages=QUESTION, max_tokens=20, model="b").text
+        found = daemon.metrics()
+        assert found["engine"]["restarts_total"] == 0
+        assert found["models"]["b"]["metrics"]["engine"]["restarts_total"] == 1
+
+
+def test_sessions_and_states_are_those_of_one_model_also_if_the_content_is_the_same(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    text = f"models: [embedded, {models['b']}, {models['same']}]"
+    with daemon_with(tmp_path, text, "--offload-after-s", "0") as daemon:
+        for name in ("embedded", "b", "same"):
+            answer = daemon.ask(model=name, session_id="s", prompt=f"I am {name}.", max_tokens=3)
+            assert answer.last["session"]["turns"] == 1
+            assert answer.last["session"]["durable"]
+    assert len([*(tmp_path / "state-home").glob("uma-trio/*/sessions/*.session")]) == 3
+    with daemon_with(tmp_path, text) as daemon:
+        for name in ("embedded", "b", "same"):
+            with daemon.wire() as wire:
+                wire.send(type="sessions", action="read", session_id="s", model=name)
+                transcript = wire.receive()
+            assert transcript is not None
+            assert f"I am {name}." in transcript["text"]
+
+
+def test_a_reload_under_load_drops_nothing(models: dict[str, Path], tmp_path: Path) -> None:
+    answers: list[str | None] = []
+    stop = threading.Event()
+
+    with daemon_with(tmp_path, f"models: [embedded, {models['b']}]") as daemon:
+
+        def ask(name: str, session: str | None) -> None:
+            more = {} if session is None else {"session_id": session, "history": "replace"}
+            while not stop.is_set():
+                answer = daemon.ask(model=name, messages=QUESTION, max_tokens=30, **more)
+                answers.append(answer.reason if "Paris" in answer.text else str(answer.last))
+
+        threads = [
+            threading.Thread(target=ask, args=pair)
+            for pair in [("embedded", None), ("embedded", "s"), ("b", None), ("b", "s"), ("b", "t")]
+        ]
+        with daemon.wire(timeout_s=60) as wire:
+            wire.send(id="long", model="b", prompt="Hello", max_tokens=700, ignore_eos=True, temperature=0)
+            for each in threads:
+                each.start()
+            for _ in range(3):
+                assert act(daemon, "reload", "b")["models"][0]["state"] == "ready"  # type: ignore[index]
+            assert wire.answer().reason == "length"
+        stop.set()
+        for each in threads:
+            each.join(60)
+        daemon.wait_until(lambda found: found["models"]["b"]["unloads_total"] == 3, "old copies are gone")
+        assert daemon.metrics()["models"]["b"]["loads_total"] == 4
+        assert "Traceback" not in daemon.logs()
+    assert set(answers) == {"stop"}
+
+
+def test_a_third_model_evicts_the_one_that_is_idle(models: dict[str, Path], tmp_path: Path) -> None:
+    text = f"models: [embedded, {models['b']}, {{model: {models['c']}, load: demand}}]"
+    with daemon_with(tmp_path, text, "--max-loaded-models", "2") as daemon, daemon.wire() as wire:
+        assert states(daemon) == {"embedded": "ready", "b": "ready", "c": "unloaded"}
+        wire.send(id="a", prompt="Hello", max_tokens=500, ignore_eos=True)  # the default model is in use
+        assert "Paris" in daemon.ask(messages=QUESTION, max_tokens=20, model="c").text
+        assert states(daemon) == {"embedded": "ready", "b": "unloaded", "c": "ready"}
+        assert wire.answer().reason == "length"
+
+
+def test_a_model_that_cannot_be_loaded_says_why_to_all_who_wait(models: dict[str, Path], tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(EMBEDDED.read_bytes()[:100_000])
+    text = f"models: [embedded, {{model: {damaged}, load: demand}}]"
+    with daemon_with(tmp_path, text) as daemon:
+        answer = daemon.ask(prompt="x", model="damaged")
+        assert answer.code == "E_MODEL_UNAVAILABLE"
+        assert "damaged.gguf" in answer.last["message"]
+        assert answer.last["retry_after_ms"] > 0
+        assert states(daemon) == {"embedded": "ready", "damaged": "failed"}
+        assert "Paris" in daemon.ask(messages=QUESTION, max_tokens=20).text
+
+
+def test_hup_takes_over_a_changed_list(models: dict[str, Path], tmp_path: Path) -> None:
+    with daemon_with(tmp_path, f"models: [embedded, {models['b']}]") as daemon, daemon.wire() as wire:
+        wire.send(id="a", model="b", prompt="Hello", max_tokens=700, ignore_eos=True)
+        assert wire.receive()["event"] == "token"
+        (tmp_path / "uma.yaml").write_text(f"model: {{ctx: 2048, parallel: 4}}\nmodels: [embedded, {models['c']}]\n")
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_until(
+            lambda found: (
+                found["models"].keys() == {"embedded", "c"}
+                and found["models"]["c"]["state"] == "ready"
+                and found["models"]["embedded"]["loads_total"] == 2
+            ),
+            "the new list is served",
+            60,
+        )
+        assert wire.answer().reason == "length"
+        assert daemon.metrics()["kv"]["cells"] == 2048
+        assert daemon.ask(prompt="x", model="b").code == "E_MODEL_NOT_FOUND"
+        (tmp_path / "uma.yaml").write_text("models: [embedded, {model: 3}]\n")
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_until_logged("the models stay as they are: the settings cannot be read")
+        assert states(daemon).keys() == {"embedded", "c"}
+
+
+def test_only_the_owner_of_the_daemon_loads_and_unloads(models: dict[str, Path], tmp_path: Path) -> None:
+    with daemon_with(tmp_path, "") as daemon, daemon.wire() as wire:
+        wire.send(type="models", action="unload", model="embedded", principal="alice")
+        refused = wire.receive()
+        assert refused is not None
+        assert refused["code"] == "E_PROTO_BAD_REQUEST"
+        assert states(daemon) == {"embedded": "ready"}
+
+
+def loads_and_unloads(daemon: Daemon, rounds: int) -> None:
+    for _ in range(rounds):
+        assert daemon.ask(prompt="Hello", model="b", max_tokens=2).reason == "length"
+        assert act(daemon, "unload", "b")["models"][0]["state"] == "unloaded"  # type: ignore[index]
+
+
+def footprint(daemon: Daemon) -> tuple[int, int, int]:
+    """Resident memory of the daemon itself, descriptors, processes; the least of several looks."""
+    process = psutil.Process(daemon.pid)
+    looks = []
+    for _ in range(10):
+        looks.append((process.memory_info().rss, daemon.n_fds(), len(daemon.processes)))
+        time.sleep(0.05)
+    return min(look[0] for look in looks), min(look[1] for look in looks), min(look[2] for look in looks)
+
+
+@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.benches)])
+def test_loads_and_unloads_leave_nothing_behind(models: dict[str, Path], tmp_path: Path, rounds: int) -> None:
+    shared = Path("/dev/shm")
+    with daemon_with(tmp_path, f"models: [embedded, {{model: {models['b']}, load: demand}}]") as daemon:
+        loads_and_unloads(daemon, 8)  # what is imported and allocated once
+        before, names = footprint(daemon), {*shared.iterdir()}
+        loads_and_unloads(daemon, rounds)
+        rss, fds, processes = footprint(daemon)
+        assert daemon.metrics()["models"]["b"]["loads_total"] == 8 + rounds
+        assert (fds, processes) == before[1:]
+        assert rss - before[0] < 8 * MIB + rounds * 0.02 * MIB, f"{(rss - before[0]) / MIB:.1f} MiB more"
+        assert {path for path in {*shared.iterdir()} - names if f".{daemon.pid}." in path.name} == set()
+        assert "Traceback" not in daemon.logs()
