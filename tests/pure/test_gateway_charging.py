@@ -182,6 +182,14 @@ def test_what_the_daemon_refuses_costs_nothing_and_what_fails_later_costs_what_w
         assert costs.usage.total == cost
 
 
+def test_tokens_that_a_controller_has_removed_cost_as_much_as_others() -> None:
+    costs = Costs()
+    usage = Usage(prompt_tokens=1, completion_tokens=4, sampled_tokens=600, inserted_tokens=200)
+    with costs.begin(controller="c", max_tokens=50) as charge:
+        charge.count([Eos(id="r", reason="stop", usage=usage, timings=Timings(queue_ms=0, total_ms=0), index=0)])
+    assert costs.usage.total == 1 + 600 + 200
+
+
 @pytest.mark.parametrize(("is_streamed", "cost"), [(True, 10 + 1), (False, 10 + 100)])
 def test_an_answer_that_its_controller_ends_with_an_error_is_not_free(is_streamed: bool, cost: int) -> None:
     costs = Costs()

@@ -18,7 +18,7 @@ from uma_trio.errors import ControllerFailed
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.limits import Admission, Limiter
 from uma_trio.gateway.tenants import Tenant
-from uma_trio.protocol.messages import Generated
+from uma_trio.protocol.messages import Generated, Usage
 from uma_trio.protocol.types import MAX_INT32
 
 BYTES_PER_TOKEN: Final = 3
@@ -104,6 +104,13 @@ def estimated_tokens(content: Any) -> int:
     return tokens - -n_bytes // BYTES_PER_TOKEN
 
 
+def _computed(usage: Usage) -> int:
+    """Tokens that an answer took, also those that its controller has removed from it."""
+    if usage.sampled_tokens is None:
+        return usage.completion_tokens
+    return usage.sampled_tokens + (usage.inserted_tokens or 0)
+
+
 class Charge:
     """What one request costs.  A context, which ends when the request does.
 
@@ -131,7 +138,7 @@ class Charge:
                 self._prompt = event.usage.prompt_tokens
             elif isinstance(event, Eos):
                 self._prompt = event.usage.prompt_tokens
-                self._generated[event.index] = event.usage.completion_tokens
+                self._generated[event.index] = _computed(event.usage)
             elif isinstance(event, Generated) and not (isinstance(event, Token) and event.echo):
                 self._generated[event.index] = self._generated.get(event.index, 0) + 1
 
