@@ -112,3 +112,24 @@ def test_what_a_killed_process_has_begun_is_removed(engine: Engine, tmp_path: Pa
     engine.upload(module(1, 10))
     assert not abandoned.exists()
     assert recent.exists()
+
+
+def test_one_user_cannot_take_the_tags_of_all_others(engine: Engine, tmp_path: Path) -> None:
+    module_id = engine.upload(module(0))
+
+    def error_of(tag: str, user: str) -> str | None:
+        auth = ADMIN if user == "root" else {"user": user, "is_admin": False}
+        answer = engine.side({"op": "set_tags", "module_id": module_id, "tags": [tag], "$auth": auth})
+        return answer.get("error") or None
+
+    assert error_of("alice.first", "alice") is None
+    for n in range(999):
+        (tmp_path / "cache" / "tags" / f"alice.t{n}.json").touch()
+    assert error_of("alice.more", "alice") == "alice has 1000 tags and may have 1000"
+    assert error_of("alice.first", "alice") is None, "it is none more"
+    assert error_of("alice.b.first", "alice.b") is None
+    assert error_of("latest", "root") is None
+    for n in range(10_000 - 1002):
+        (tmp_path / "cache" / "tags" / f"bob{n}.t.json").touch()
+    assert "there are 10000 tags already" in (error_of("other", "root") or "")
+    assert error_of("latest", "root") is None, "it moves to another module"

@@ -34,6 +34,8 @@ MAX_LOADED: Final = 32
 
 MAX_TAG: Final = 50
 MAX_TAGS: Final = 10_000
+MAX_TAGS_OF_USER: Final = 1000
+"""Tags of one user who is no administrator, so that nobody takes those of all others."""
 _ID: Final = re.compile(r"[0-9a-f]{64}")
 _LOOKS_HEX: Final = re.compile(r"[0-9a-fA-F]{21,}")
 
@@ -130,7 +132,12 @@ class ModuleStore:
         with self._tags_lock:
             now = int(time.time())
             folder = self._make_folder("tags")
-            if len(os.listdir(folder)) + len(tags) > MAX_TAGS:
+            known = [name.removesuffix(".json") for name in os.listdir(folder)]
+            n_new = len({*tags} - {*known})
+            n_own = sum([_owner_of(tag) == auth.user for tag in known])
+            if n_new and not auth.is_admin and n_own + n_new > MAX_TAGS_OF_USER:
+                raise StoreError(f"{auth.user} has {n_own} tags and may have {MAX_TAGS_OF_USER}")
+            if n_new and len(known) + n_new > MAX_TAGS:
                 raise StoreError(f"there are {MAX_TAGS} tags already; remove some from {folder}")
             found = [TagInfo(tag, module_id, now, auth.user, wasm_size, compiled_size) for tag in tags]
             for info in found:
@@ -294,8 +301,13 @@ def check_tag(tag: str, auth: Auth) -> None:
         raise StoreError("tag name looks too hex")
     if not is_tag(tag):
         raise StoreError("tag name not identifier")
-    if not auth.is_admin and tag.rpartition(".")[0] != auth.user:  # the name of another user may begin with this name
+    if not auth.is_admin and _owner_of(tag) != auth.user:
         raise StoreError("permission denied for tag name")
+
+
+def _owner_of(tag: str) -> str:
+    """The user whose tag this is.  Names of users may have dots: a tag of ``alice.b`` is none of ``alice``."""
+    return tag.rpartition(".")[0]
 
 
 def _read_tag(path: Path) -> TagInfo | None:
