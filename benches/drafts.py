@@ -1,6 +1,6 @@
 """Measure a draft model: its gain for answers that it knows, and its loss for text that it cannot foresee.
 
-python benches/drafts.py --draft-model build/draft/draft.gguf
+python benches/drafts.py
 python benches/drafts.py --draft-model a.gguf --draft-model b.gguf --threads 1 --repeat 5 --csv drafts.csv
 """
 
@@ -24,6 +24,7 @@ from rigs import Rig, ServerSettings
 
 from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import Question, Stream
+from uma_trio.models.loaded import EMBEDDED_DRAFT
 from uma_trio.training import corpus
 
 OFF = "--no-speculation"
@@ -54,6 +55,8 @@ class Figures:
     accepted: float
     by_model: float
     """Accepted tokens of the draft model."""
+    cpu_ms: float
+    """Processor time of the server for each token."""
     others_cpu: float
 
 
@@ -107,6 +110,7 @@ async def run(rig: Rig, task: Task, place: Place) -> tuple[Figures, list[list[st
         drafted=counted["draft_tokens_total"],
         accepted=counted["accepted_draft_tokens_total"],
         by_model=counted["accepted_model_draft_tokens_total"],
+        cpu_ms=1e3 * (result.cpu.server or 0.0) / result.n_tokens,
         others_cpu=result.cpu.others / result.wall_s,
     )
     return figures, [["".join(answer.texts) for answer in track.answers] for track in result.tracks]
@@ -118,12 +122,24 @@ def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Conten
     Args:
         differ: answers that differ from those without speculation.
     """
-    header = ("setting", "task", "tok/s", "to lookup", "to none", "tokens", "drafted", "accepted", "by model", "text")
+    header = (
+        "setting",
+        "task",
+        "tok/s",
+        "to lookup",
+        "to none",
+        "CPU ms/token",
+        "tokens",
+        "drafted",
+        "accepted",
+        "by model",
+        "text",
+    )
     found = {contender.setting: by_task for contender, by_task in figures.items()}
     lines = [
         [
-            contender.setting or "prompt lookup", task, cell(f.tokens_per_s), cell(f.tokens_per_s / found[LOOKUP][task].tokens_per_s, 2),
-            cell(f.tokens_per_s / found[OFF][task].tokens_per_s, 2), cell(f.tokens, 0), cell(f.drafted, 0), cell(f.accepted, 0),
+            Path(contender.setting or "prompt lookup").name, task, cell(f.tokens_per_s), cell(f.tokens_per_s / found[LOOKUP][task].tokens_per_s, 2),
+            cell(f.tokens_per_s / found[OFF][task].tokens_per_s, 2), cell(f.cpu_ms, 2), cell(f.tokens, 0), cell(f.drafted, 0), cell(f.accepted, 0),
             cell(f.by_model, 0), f"{differ[contender, task]} DIFFER" if differ.get((contender, task)) else "same",
         ]
         for contender, by_task in figures.items()
@@ -133,7 +149,7 @@ def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Conten
 
 
 @bench()
-@click.option("--draft-model", "drafts", type=click.Path(exists=True, dir_okay=False), multiple=True, required=True, help="GGUF of the draft model; repeatable.")  # fmt: skip
+@click.option("--draft-model", "drafts", type=click.Path(exists=True, dir_okay=False), multiple=True, default=[EMBEDDED_DRAFT], show_default=False, help="GGUF of the draft model; repeatable.  [default: that of the embedded model]")  # fmt: skip
 @click.option("--questions", type=click.IntRange(1), default=8, help="Questions of each skill.")
 @click.option("--seed", type=int, default=2, help="Seed of the questions.")
 @places()

@@ -572,7 +572,7 @@ class FakeEngine:
         """Each draft is what the model would say greedily, but for errors.  Their probability is 1."""
         self.draft_inputs.append(inputs)
         lengths = [len(each.tokens) for each in inputs]
-        if self._draft_errors is None or sum(lengths) > self.info.draft_batch or not min(lengths):
+        if self._draft_errors is None or not 0 < sum(lengths) <= self.info.draft_batch:
             raise AssertionError(f"drafts for {lengths} tokens")
         failure, self.draft_failure = self.draft_failure, None
         if failure is not None:
@@ -581,7 +581,7 @@ class FakeEngine:
         drafts, n_tokens, calls = [], 0, 1
         for each in inputs:
             held = self.drafted.get(each.seq_id, SequenceContent())
-            if held.length < each.position:
+            if held.length < each.position or not each.tokens:
                 self.drafted.pop(each.seq_id, None)
                 drafts.append(Draft(each.seq_id, 0, ()))
                 continue

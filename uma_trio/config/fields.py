@@ -86,7 +86,8 @@ class Model:
     draft_model: str | None = setting(
         None,
         "Draft model: a smaller model with the same vocabulary, named as in model. It proposes tokens that the model "
-        "verifies, where that is predicted to be faster. It does not change the text.",
+        "verifies, where that is predicted to be faster. It does not change the text. embedded-draft is that of the embedded "
+        "model.",
         short="-md",
     )
     chat_template: str | None = setting(

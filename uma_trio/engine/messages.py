@@ -251,7 +251,7 @@ class DraftInput(msgspec.Struct, array_like=True, gc=False):
     position: int
     """Tokens of the sequence that it has computed, by the latest ``Draft``.  Those behind them are removed."""
     tokens: Sequence[int]
-    """The tokens after these: all others that are known, or the first of them."""
+    """The tokens after these: all others that are known, or the first of them; none if the sequence has ended."""
     n_drafts: int = 0
     """It proposes at most so many tokens after them, and the step verifies these with the sequence's last token; 0 while
     tokens are missing."""

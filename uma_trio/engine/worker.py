@@ -111,7 +111,9 @@ class StepRunner:
         )
         runnable.embedding_adapters = step.embedding_adapters
         output = self._engine.step(runnable, **options)
-        output.drafted = drafted
+        if drafted is not None:
+            output.drafted = drafted
+            output.started_s -= drafted.ms / 1e3
         self._last_number = step.number
         tokens = iter(output.tokens)
         self._sampled = {each.seq_id: (each, next(tokens)) for inputs in kept for each in inputs for _ in each.samples}

@@ -17,9 +17,10 @@ from uma_trio.hub.inventory import all_models
 from uma_trio.hub.names import HubReference, PathReference, Reference, UrlReference, parse
 from uma_trio.hub.pull import Puller, PullWatcher
 from uma_trio.hub.variants import group_parts
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.models.loaded import EMBEDDED, EMBEDDED_DRAFT
 
 EMBEDDED_NAME: Final = "embedded"
+EMBEDDED_DRAFT_NAME: Final = "embedded-draft"
 
 
 @attrs.frozen
@@ -35,7 +36,7 @@ def find_here(text: str, places: Places) -> Located:
     """What ``text`` means among the models of this machine.  Blocks, and opens no connection.
 
     Args:
-        text: ``embedded``, a path, an alias or a name.
+        text: ``embedded``, ``embedded-draft``, a path, an alias or a name.
 
     Raises:
         NotInstalled: it could be downloaded, or there is no such name.
@@ -43,6 +44,8 @@ def find_here(text: str, places: Places) -> Located:
     """
     if text == EMBEDDED_NAME:
         return Located(EMBEDDED, EMBEDDED_NAME)
+    if text == EMBEDDED_DRAFT_NAME:
+        return Located(EMBEDDED_DRAFT, EMBEDDED_DRAFT_NAME)
     try:
         path = Path(text).expanduser()
     except RuntimeError:

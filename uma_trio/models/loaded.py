@@ -45,6 +45,9 @@ log = structlog.get_logger("uma_trio.models")
 EMBEDDED: Final = Path(__file__).parent / "embedded" / "embedded.gguf"
 """The demo and test model that comes with the package; see docs/EMBEDDED_MODEL.md."""
 
+EMBEDDED_DRAFT: Final = EMBEDDED.with_name("draft.gguf")
+"""The draft model of the embedded one, which comes with the package as well."""
+
 OF_THE_MODEL: Final = "of the model file"
 GIVE_A_TEMPLATE: Final = "--chat-template chatml, or another template that the model was trained with"
 

@@ -19,10 +19,10 @@ from uma_trio.serving.step import InFlightStep, NewTokens, drafts_by_sequence
 
 log = structlog.get_logger("uma_trio.serving")
 
-INITIAL_RATE: Final = 0.6
+INITIAL_RATE: Final = 0.85
 """Acceptance rate of the draft model that is assumed at first."""
 
-HOPE: Final = 0.7
+HOPE: Final = 0.8
 """While no drafts are verified, the expected acceptance rate slowly rises to this: the text may have changed."""
 
 HOPE_WEIGHT: Final = 0.001
@@ -60,13 +60,17 @@ class DraftModel:
         self.cost = DraftCost(info.draft_call_ms, info.draft_token_ms)
         self._acceptance_rate = INITIAL_RATE
         self._mean_answer = INITIAL_ANSWER
+        self._ended: set[int] = set()
+        """Sequence ids whose tokens it may still hold, and no longer needs."""
 
     def begin(self, sequence: Sequence) -> None:
         """Propose tokens for ``sequence`` from now on."""
         sequence.draft_state = DraftState(self._acceptance_rate)
 
     def ended(self, sequence: Sequence) -> None:
-        """``sequence`` has ended, and tells how long answers are."""
+        """``sequence`` has ended, and tells how long answers are.  Its cells would slow down the others' attention."""
+        if sequence.draft_state is not None and sequence.draft_state.seq_id is not None:
+            self._ended.add(sequence.draft_state.seq_id)
         self._mean_answer += ANSWER_WEIGHT * (len(sequence.tokens) - self._mean_answer)
 
     def n_missing(self, sequence: Sequence) -> int:
@@ -106,10 +110,17 @@ class DraftModel:
                 room -= len(found[-1].tokens)
         return found
 
+    def removals(self, inputs: Iterable[DraftInput]) -> list[DraftInput]:
+        """Inputs that remove the sequences that have ended, if there are ``inputs`` of others."""
+        self._ended -= {each.seq_id for each in inputs}
+        ended, self._ended = self._ended, set()
+        return [DraftInput(seq_id, 0, ()) for seq_id in ended]
+
     def input(self, sequence: Sequence, n_drafts: int, room: int = MAX_MISSING) -> DraftInput:
         """The next ``room`` tokens that it lacks of ``sequence``, and how many drafts follow."""
         assert sequence.draft_state is not None
         assert sequence.allocation is not None
+        sequence.draft_state.seq_id = sequence.allocation.seq_id
         start = sequence.draft_state.n_computed
         end = min(sequence.n_known, start + room)
         return DraftInput(sequence.allocation.seq_id, start, sequence.known_tokens(start, end), n_drafts)

@@ -276,11 +276,14 @@ class StepPlanner:
             for view, n in zip(chosen.decodes, chosen.drafts, strict=False)
             if n and view.drafts_by_model
         ]
-        if inputs or not (behind := self._catching_up([sequences[view.seq_id] for view in chosen.decodes])):
-            return inputs, 0.0
+        if inputs:
+            return [*inputs, *self.drafts.removals(inputs)], 0.0
+        if not (behind := self._catching_up([sequences[view.seq_id] for view in chosen.decodes])):
+            return [], 0.0
         time_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - trio.current_time())
         inputs = self.drafts.catch_up(behind, min(time_ms / 2, self._limits.prefill_tick_ms) - chosen.predicted_ms)
-        return inputs, self.drafts.cost.ms(1, sum([len(each.tokens) for each in inputs]))
+        draft_ms = self.drafts.cost.ms(1, sum([len(each.tokens) for each in inputs]))
+        return [*inputs, *self.drafts.removals(inputs)], draft_ms
 
     def _pause_of(self, sequence: Sequence) -> int:
         assert sequence.allocation is not None

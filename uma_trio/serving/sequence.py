@@ -83,6 +83,8 @@ class DraftState:
     """Expected share of the tokens for which it proposes the right one."""
     n_computed: int = 0
     """Tokens of the sequence that it has computed."""
+    seq_id: int | None = None
+    """The sequence id under which it has."""
 
 
 @attrs.define(eq=False, kw_only=True)

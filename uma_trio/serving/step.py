@@ -278,7 +278,8 @@ def drafts_by_sequence(step: InFlightStep, output: StepOutput) -> dict[Sequence,
     """What the draft model answered, by the sequences of ``step``."""
     if output.drafted is None:
         return {}
-    return {step.planned.sequences[each.seq_id]: each for each in output.drafted.drafts}
+    sequences = step.planned.sequences  # without those that have ended, and are removed
+    return {sequences[each.seq_id]: each for each in output.drafted.drafts if each.seq_id in sequences}
 
 
 def complete_step(

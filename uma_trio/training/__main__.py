@@ -107,7 +107,8 @@ def _train(options: argparse.Namespace, shape: Shape) -> None:
         recipe = Recipe(steps=12, tokens_per_step=4096)
     if options.steps:
         recipe = attrs.evolve(recipe, steps=options.steps)
-    recipe = attrs.evolve(recipe, seconds=options.seconds)
+    if options.seconds:
+        recipe = attrs.evolve(recipe, seconds=options.seconds)
     trained = train(read_tokenizer(options.out), shape, recipe, device=device)
     np.savez(options.out / "weights.npz", **trained.weights)  # type: ignore[arg-type]
     run = {

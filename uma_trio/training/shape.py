@@ -32,9 +32,9 @@ class Shape:
 
 
 SHIPPED = Shape()
-DRAFT = Shape(n_embd=192, n_layer=3, n_head=3, n_head_kv=1, n_ff=512)
-"""The draft model of the embedded one: the same vocabulary and context, and a third of the layers.  A step of a model
-so small is mostly overhead of its layers, so it is rather wide than deep."""
+DRAFT = Shape(n_embd=192, n_layer=2, n_head=3, n_head_kv=1, n_ff=512)
+"""The draft model of the embedded one, with the same vocabulary and context.  A step of a model so small is mostly
+overhead of its layers, so it is rather wide than deep."""
 
 SMOKE = Shape(n_vocab=512, n_embd=64, n_layer=2, n_head=2, n_head_kv=1, n_ff=96, context=1024)
 """Too small to learn anything.  Runs the whole script in under a minute on a CPU."""
