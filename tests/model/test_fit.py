@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import pytest
+import trio
 
 import llama_abi
 from tests.support.random_models import random_model
@@ -19,8 +21,10 @@ from uma_trio.engine import fitting
 from uma_trio.engine.fit import DoesNotFit, Memory, estimate_compute, fit, with_defaults
 from uma_trio.engine.fitting import ComputeSizes, is_about_memory, measure, open_fitted
 from uma_trio.engine.layout import Shape, candidates
+from uma_trio.engine.link import ProcessLauncher
 from uma_trio.engine.llama import LlamaEngine, context_options
 from uma_trio.engine.messages import EngineDied, LoadError, Start
+from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.models import loaded
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.load_errors import ModelError, explained
@@ -281,3 +285,28 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(library: Path, t
             on_progress=lambda s: progress.append(s) or True,
         )
     assert progress == []
+
+
+async def test_a_restart_takes_what_was_chosen_before(library: Path, tmp_path: Path, nursery: trio.Nursery) -> None:
+    """Although more memory is free by then, and although another layout would be measured."""
+    path = random_model("12x768x12x4x2048", ctx=8192)
+    settings = config.Model(threads=1, memory_limit_mb=400, layout_trial_s=0)
+    start = Start(path, settings, cache_dir=tmp_path, sizes=check_gguf(path).sizes)
+    launcher = ProcessLauncher(nursery)
+    link = launcher.launch("fitted")
+    assert await link.load(start, lambda share: None, lambda: True)
+    engine = SupervisedEngine(launcher, start, link, config.Engine())
+    assert link.ready.fit is not None
+    assert "no room" in link.ready.fit.why
+    engine._start = msgspec.structs.replace(
+        engine._start, settings=attrs.evolve(engine._start.settings, layout_trial_s=60.0)
+    )
+    link.kill()
+    with pytest.raises(EngineDied):
+        await link.receive()
+    await engine.restart_until_ready(0, lambda error, s: pytest.fail(str(error)))
+    try:
+        assert engine.link.info.n_ctx == link.info.n_ctx
+        assert (engine.link.ready.layout.name, engine.link.ready.layout.reason) == (link.ready.layout.name, "only one")
+    finally:
+        await engine.link.aclose()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -68,6 +68,7 @@ def open_fitted(
     attempt: int = 0,
     adapters: Sequence[AdapterFile] = (),
     draft: ModelSizes | None = None,
+    layouts: Collection[str] = (),
 ) -> LlamaEngine:
     """Load the model with settings with which it fits.  Blocks until it is loaded.
 
@@ -77,13 +78,14 @@ def open_fitted(
         attempt: how often this was tried before; each time less memory is taken.
         adapters: loaded with it.
         draft: sizes of its draft model.
+        layouts: names of the layouts to choose from if ``fit`` is off; empty for all.
 
     Raises:
         DoesNotFit: the model cannot fit; nothing was loaded.
         KvCacheTooSmall, llama_abi.LlamaError, llama_abi.LibraryError: see ``LlamaEngine``.
     """
     if settings.fit == "off" or sizes is None:
-        return LlamaEngine(path, settings, on_progress, layout_cache, adapters)
+        return LlamaEngine(path, settings, on_progress, layout_cache, adapters, layouts=layouts or None)
     library = llama_abi.load(settings.llama_dir)
     name = tuning_cache.model_fingerprint(path, "memory", *library_environment(library))
     learned = tuning_cache.load_corrections(name, cache_dir)
@@ -96,9 +98,9 @@ def open_fitted(
         for each in measure(library)
     ]
     companions = Companions(draft=draft, adapter_bytes=sum([file.size_bytes for file in adapters]))
-    found, layouts = choose(library, path, settings, sizes, memories, min_batch=min_batch, companions=companions)
+    found, fitting = choose(library, path, settings, sizes, memories, min_batch=min_batch, companions=companions)
     before, anonymous = measure(library), anonymous_bytes()
-    engine = LlamaEngine(path, found.settings, on_progress, layout_cache, adapters, layouts=layouts)
+    engine = LlamaEngine(path, found.settings, on_progress, layout_cache, adapters, layouts=fitting)
     after = measure(library)
     taken = {old.name: max(0, old.free_bytes - new.free_bytes) for old, new in zip(before, after, strict=True)}
     taken[RAM] = max(0, anonymous_bytes() - anonymous)
@@ -278,6 +280,7 @@ def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngi
             attempt=start.attempt,
             adapters=start.adapters,
             draft=start.draft_sizes,
+            layouts=start.layouts,
         )
     except (OSError, MemoryError, EngineError, DoesNotFit, *LOAD_ERRORS) as error:
         raise LoadError(str(error), is_about_memory=is_about_memory(error)) from error

@@ -751,8 +751,9 @@ def _choice(
         names: of the layouts that there is memory for; ``None`` for all of them.
         loaded_s: what loading the weights took; a tenth of it may always go to measuring.
     """
-    first, *others = _candidates(model, shape, settings)
-    layouts = (first, *(each for each in others if names is None or each.name in names))
+    layouts = _candidates(model, shape, settings)
+    if names is not None:
+        layouts = tuple(each for each in layouts if each.name in names) or layouts[:1]
     _check_memory(model, shape, settings, layouts[0].n_ctx)
     if len(layouts) == 1:
         return LayoutChoice(layout=layouts[0], why="only one")

@@ -182,6 +182,8 @@ class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
     """Sizes of the draft model."""
     min_batch: int = SMALL_BATCH
     """Tokens that a batch must have at least."""
+    layouts: tuple[str, ...] = ()
+    """Names of the layouts to choose from; empty for all."""
     attempt: int = 0
     """How often loading has failed because memory was short; each time less is taken."""
     adapters: tuple[AdapterFile, ...] = ()

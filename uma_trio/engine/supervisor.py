@@ -39,7 +39,8 @@ class SupervisedEngine:
     def __init__(self, launcher: Launcher, start: Start, link: EngineLink, settings: EngineSettings) -> None:
         self._launcher = launcher
         # a restart takes what was chosen at the first start: clients rely on the context
-        self._start = msgspec.structs.replace(start, settings=link.ready.settings or start.settings)
+        chosen = link.ready.settings or start.settings
+        self._start = msgspec.structs.replace(start, settings=chosen, layouts=(link.ready.layout.name,))
         self._settings = settings
         self.link = link
         self.info = link.info
