@@ -8,8 +8,10 @@ import attrs
 import trio
 
 from uma_trio.errors import UmaError
+from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, Generate, ServerEvent, Timings, Usage
 from uma_trio.service import Generation, ModelService
+from uma_trio.serving.sequence import EventSink
 
 TIMINGS = Timings(queue_ms=0.0, ttft_ms=1.0, total_ms=2.0)
 
@@ -41,5 +43,9 @@ def play(service: ModelService, *script: Sequence[ServerEvent] | UmaError) -> li
     """Answer all requests of ``service`` from now on with ``script``; returns the list of the requests."""
     found: list[Generate] = []
     cls = type("Scripted", (ScriptedGeneration,), {"script": script, "requests": found})
-    service.generation = lambda request, principal, sink: cls(service, request, principal, sink)  # type: ignore[method-assign]
+
+    def generation(request: Generate, principal: Principal, sink: EventSink, *, began: float) -> Generation:
+        return cls(service, request, principal, sink, began)
+
+    service.generation = generation  # type: ignore[method-assign]
     return found
