@@ -166,7 +166,8 @@ class Context(Handle):
         self.n_decodes += 1
         self._rows = 0
         self._resource.busy = True
-        with self.model.library.logs.capture_warnings() as captured:
+        # with other adapters llama.cpp reports in a dozen lines how it plans its graphs, in every such decode
+        with self.model.library.logs.capture_warnings(is_quiet=True) as captured:
             try:
                 code = int(self._c.llama_decode(pointer, batch._filled()))
             finally:

@@ -76,18 +76,21 @@ class LogRouter:
             captured.buffers.append(Buffer(found[1], found[2], round(float(found[3]) * 2**20)))
         if captured is not None and logged >= logging.WARNING:
             captured.lines.append((logged, line))
-        else:
+        elif captured is None or not captured.is_quiet:
             log.log(logged, "%s", line)
 
     @contextlib.contextmanager
-    def capture_warnings(self) -> Iterator[CapturedWarnings]:
+    def capture_warnings(self, *, is_quiet: bool = False) -> Iterator[CapturedWarnings]:
         """Hold this thread's warnings and errors back during a call into C that may fail.
 
         The lines are logged when the block ends: with their own level if it succeeded, as DEBUG if it raised an
         exception or set ``expected``. An exception carries them in its message (``str(captured)``). Blocks do not nest.
+
+        Args:
+            is_quiet: drop all other lines.
         """
         thread = threading.get_ident()
-        captured = self._captured[thread] = CapturedWarnings()
+        captured = self._captured[thread] = CapturedWarnings(is_quiet=is_quiet)
         try:
             yield captured
         except BaseException:
@@ -118,6 +121,7 @@ class CapturedWarnings:
     expected: bool = False
     """The caller reports the outcome, so the lines need no operator's attention."""
     lines: list[tuple[int, str]] = attrs.Factory(list)
+    is_quiet: bool = False
     buffers: list[Buffer] = attrs.Factory(list)
     """What the call allocated."""
 
