@@ -74,9 +74,15 @@ def blocks(draw: st.DrawFn, depth: int) -> list[Operation]:
     return found
 
 
+COMMON = list(range(300, 360))
+"""Texts of several answers begin with it, so they share its cells."""
+
+
 def scripts() -> st.SearchStrategy[list[Operation]]:
-    """Programs; the first tokens may be a long text."""
-    return st.builds(lambda text, rest: [*text, *rest], st.lists(st.builds(Say, TOKENS), max_size=1), blocks(2))
+    """Programs; the first tokens may be a long text, of which others may have the beginning."""
+    common = st.builds(lambda n, rest: Say([*COMMON[:n], *rest]), st.integers(10, len(COMMON)), TOKENS)
+    text = st.lists(common | st.builds(Say, TOKENS), max_size=1)
+    return st.builds(lambda text, rest: [*text, *rest], text, blocks(2))
 
 
 EVENTS = st.tuples(

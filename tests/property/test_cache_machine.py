@@ -19,11 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.kv_cache import (
     advance,
+    backtrack,
     followed,
     next_pause,
     place,
     release,
     settle,
+    share_prefix,
     truncate,
 )
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
@@ -162,6 +164,7 @@ class CacheMachine(RuleBasedStateMachine):
         principal=st.sampled_from(["a", "a", "a", "b", "a+x", "a+y"]),
         rank=st.sampled_from([1, 1, 0, 2]),
         private=st.sampled_from([False] * 7 + [True]),
+        late=st.sampled_from([False, False, True]),
     )
     def arrive(
         self,
@@ -174,15 +177,21 @@ class CacheMachine(RuleBasedStateMachine):
         principal: str,
         rank: int,
         private: bool,
+        late: bool,
     ) -> None:
-        """``n`` requests that share a prefix with an earlier one and with each other."""
+        """``n`` requests that share a prefix with an earlier one and with each other.
+
+        Args:
+            late: only their first tokens are known when they get a sequence, as with a controller.
+        """
         old = self.stories[-like - 1 :][0] if self.stories else []
         begin = [*old[: int(same * len(old))], *range(variant, variant + n_new)]
         for i in range(n):
             prompt = [*begin, i] if n > 1 else begin
-            self.ask(prompt, [*prompt, *range(100 + variant, 100 + variant + answer)], principal, rank, private)
+            story = [*prompt, *range(100 + variant, 100 + variant + answer)]
+            self.ask(prompt, story, principal, rank, private, late=late and not self.whole_only)
 
-    def ask(self, prompt: list[int], story: list[int], principal: str, rank: int, private: bool) -> None:
+    def ask(self, prompt: list[int], story: list[int], principal: str, rank: int, private: bool, *, late: bool) -> None:
         cells = len(story) - 1
         array = np.asarray(prompt, dtype=np.int32)
         if cells > self.most:
@@ -194,7 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
         before, ops = self.cache.held(), list(self.cache._pool.ops)
         placement = place(
             self.cache,
-            array,
+            array[:1] if late else array,
             cells,
             principal=principal.partition("+")[0],
             adapters=ADAPTERS[principal.partition("+")[2]],
@@ -207,6 +216,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert (self.cache.held(), self.cache._pool.ops) == (before, ops), "evicted without making room"
             return
         self.check_evicted(idle, self.cache._pool.ops[len(ops) :], placement.seq_id, cells, free_cells)
+        if late:
+            assert (placement.n_cached, placement.waits) == (0, False)
+            best = best if self.unified and set(idle) <= set(self.idle()) else 0  # a short copy does not pay otherwise
+            placement = share_prefix(self.cache, placement.seq_id, array)
         assert placement.n_cached < len(prompt)
         assert not (placement.waits and placement.n_cached)
         if self.whole_only:
@@ -374,6 +387,19 @@ class CacheMachine(RuleBasedStateMachine):
             request.held = max(request.n_prompt, request.held - n)
             truncate(self.cache, seq_id, request.held)
 
+    @rule(which=st.integers(0, 7), n=st.integers(1, 60))
+    def go_back(self, which: int, n: int) -> None:
+        """A request goes on with other tokens after some of its first ones, also inside of its prompt."""
+        able = [seq_id for seq_id, request in self.requests.items() if request.held > 1 and not request.in_flight]
+        if able:
+            seq_id = able[which % len(able)]
+            request = self.requests[seq_id]
+            length = max(1, request.held - n)
+            assert backtrack(self.cache, seq_id, length)
+            request.held = self.cache._pool.allocations[seq_id].n_tokens
+            request.n_prompt = min(request.n_prompt, length)
+            request.story = [*request.story[:length], *range(500, 500 + len(request.story) - length)]
+
     @precondition(lambda self: self.requests)
     @rule(lost=st.booleans())
     def fail(self, lost: bool) -> None:
@@ -469,7 +495,8 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
         machine.start(n, cells * (n if unified else 1), unified, can_truncate, reuse=True, checkpoints=checkpoints or 0)
         for _ in range(500):
             some = {chance.randrange(8) for _ in range(chance.choice([0, 0, 0, 1, 2]))}
-            match chance.choices(["arrive", "step", "finish", "cancel", "reject", "fail"], [25, 50, 20, 4, 10, 0.3])[0]:
+            rules = {"arrive": 25, "step": 50, "finish": 20, "cancel": 4, "reject": 10, "back": 5, "fail": 0.3}
+            match chance.choices([*rules], [*rules.values()])[0]:
                 case "arrive":
                     machine.arrive(
                         n=chance.choice([1, 1, 2, n]),
@@ -481,6 +508,7 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                         principal=chance.choice(["a", "a", "a", "b", "a+x", "a+y"]),
                         rank=chance.choice([0, 1, 1, 2]),
                         private=chance.random() < 0.1,
+                        late=chance.random() < 0.3,
                     )
                 case "step":
                     machine.step(
@@ -492,6 +520,8 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                     machine.cancel(chance.randrange(8))
                 case "reject":
                     machine.reject_drafts(chance.randrange(8), chance.randint(1, 8))
+                case "back":
+                    machine.go_back(chance.randrange(8), chance.randint(1, 60))
                 case "fail":
                     machine.fail(chance.random() < 0.5)
             machine.adds_up()

@@ -68,11 +68,22 @@ def next_pause(cache: KvCache, seq_id: int) -> int:
     return cache.next_pause(allocation_of(cache, seq_id))
 
 
+def share_prefix(cache: KvCache, seq_id: int, known: np.ndarray) -> Got:
+    """Begin with a prefix of what has become known."""
+    allocation = allocation_of(cache, seq_id)
+    cache.share_prefix(allocation, known)
+    return Got(seq_id, allocation.n_tokens, allocation.leader is not None)
+
+
 def settle(cache: KvCache, seq_id: int) -> int:
     """Settle, and return the new sequence id."""
     allocation = allocation_of(cache, seq_id)
     cache.settle(allocation)
     return allocation.seq_id
+
+
+def backtrack(cache: KvCache, seq_id: int, length: int) -> bool:
+    return cache.backtrack(allocation_of(cache, seq_id), length)
 
 
 def truncate(cache: KvCache, seq_id: int, length: int) -> None:

@@ -50,7 +50,7 @@ class Allocation:
     rank: int
     """Scheduling class, 0 first.  A request never waits for an allocation of a higher rank."""
     tokens: Tokens
-    """The prompt while busy; all tokens that the cache holds while idle."""
+    """The prompt while busy, with the first text of a controller; all tokens that the cache holds while idle."""
     reserved: int
     """Cells, those that it shares with forks included."""
     private: bool

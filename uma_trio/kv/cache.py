@@ -201,6 +201,26 @@ class KvCache:
         allocation.awaits_state = True
         return Placement(allocation, 0, waits=True, saved=state)
 
+    def share_prefix(self, allocation: Allocation, tokens: Tokens) -> None:
+        """Let a running sequence that holds nothing yet begin with a prefix of ``tokens`` that another one has.
+
+        For tokens that have become known after ``allocate``: the first text of a controller.  From now on others may
+        share them as they share a prompt.  Does nothing if the sequence holds tokens, or waits for some.
+
+        Afterwards the sequence holds ``n_tokens``, or has a ``leader`` and waits for ``followed``.
+
+        Args:
+            tokens: ``[n]``, which begin with those of the prompt.
+        """
+        self._check(allocation)
+        if allocation.n_tokens or allocation.leader is not None or allocation.awaits_state or allocation.n_shared:
+            return
+        allocation.tokens = tokens
+        source, n_shared, n_in_common = self._sharing.find(allocation)
+        self._truncation.plan_pauses(allocation, n_shared, n_in_common)
+        if source is not None:
+            self._sharing.branch(allocation, source, n_shared)
+
     def settle(self, allocation: Allocation) -> None:
         """Move ``allocation`` to the best free sequence id; ``allocation.seq_id`` may change.
 
@@ -246,7 +266,11 @@ class KvCache:
             Whether that was possible: it may take cells, and there is no room for them now.
         """
         self._check(allocation)
-        return self._forks.backtrack(allocation, length)
+        if not self._forks.backtrack(allocation, length):
+            return False
+        allocation.tokens = allocation.tokens[:length]  # what follows is no longer what others may share
+        allocation.pauses = tuple([pause for pause in allocation.pauses if pause <= length])
+        return True
 
     def fork(self, allocation: Allocation, n: int, cells: int) -> list[Allocation] | None:
         """Copy a running sequence ``n`` times, with all tokens that it holds; all copies or none.

@@ -137,6 +137,8 @@ class PrefixSharing:
 
     def _will_provide(self, leader: Allocation, allocation: Allocation, stalled: Collection[int]) -> bool:
         """Whether ``leader`` holds the prefix that ``allocation`` waits for, or will."""
+        if len(leader.tokens) < allocation.n_awaited:  # a part of it was removed
+            return False
         if leader.n_tokens >= allocation.n_awaited:
             return self._truncation.longest_within(leader, allocation.n_awaited) == allocation.n_awaited
         return not leader.is_idle and leader.rank <= allocation.rank and leader.seq_id not in stalled

@@ -423,6 +423,8 @@ class ControllerDriver:
             self._hooks.deliver(append_inserted(sequence, result.ff_tokens), trio.current_time())
             if sequence.state is State.FINISHED:
                 return
+            if not sequence.n_computed:
+                self._running.share_prefix(sequence)
         if control.phase is Phase.SUSPENDED and not result.suspend:  # the time until its next token begins now
             sequence.due_at, sequence.paused = trio.current_time() + sequence.target_itl_s, True
         control.n_forks, control.is_permitted = result.num_forks, False

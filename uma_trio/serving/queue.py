@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Items
 
+import numpy as np
 import trio
 
 from uma_trio.engine.messages import ModelInfo
@@ -89,6 +90,15 @@ class RunningSet:
             self._offloader.swap_in(allocation, placement.saved)
         return True
 
+    def share_prefix(self, sequence: Sequence) -> None:
+        """Let ``sequence``, of which nothing is computed, begin with what the KV cache has of its known tokens."""
+        assert sequence.allocation is not None
+        known = np.concatenate([sequence.prompt.tokens, np.asarray(sequence.tokens, np.int32)])
+        self.cache.share_prefix(sequence.allocation, known)
+        if sequence.n_computed:
+            self._start_prefill(sequence, sequence.n_computed)
+        sequence.go_on()
+
     def keep_room(self, *, for_forks: bool) -> None:
         """Whether all room that becomes free is kept for forks, so that no request in the queue gets it."""
         if self._keeps_room and not for_forks:
@@ -152,6 +162,7 @@ class RunningSet:
             if sequence.control is not None:
                 goes_on = sequence in in_flight and has_room and sequence.control.may_run_ahead
                 if not goes_on and not self._is_ready(sequence):
+                    stalled.append(allocation.seq_id)  # it may wait long for its controller
                     continue
             elif not has_room:
                 stalled.append(allocation.seq_id)
@@ -164,7 +175,7 @@ class RunningSet:
             for allocation in self.cache.followed(stalled):
                 sequence = self._sequences[allocation]
                 self._start_prefill(sequence, allocation.n_tokens)
-                if sequence.sink.has_room:
+                if self._is_ready(sequence) if sequence.control is not None else sequence.sink.has_room:
                     prefills.append(sequence)
         return decodes, prefills
 
