@@ -19,11 +19,11 @@ import pytest
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
 from tests.support.real_daemon import ROOT
-from uma_trio.hub.environment import Places
+from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.installed import InstalledModel
 from uma_trio.hub.names import HubReference, UrlReference, parse
-from uma_trio.hub.pull import Puller, PullWatcher
+from uma_trio.hub.pull import Puller, PullReporter
 from uma_trio.hub.retries import Delays
 
 NAME = "acme/Tiny-GGUF:Q8_0"
@@ -31,20 +31,20 @@ FILE = "hub/acme/Tiny-GGUF/Tiny-Q8_0.gguf"
 EVENT_S = 60.0
 
 
-class Recorder(PullWatcher):
+class Recorder(PullReporter):
     """Shows nothing."""
 
-    def began(self, name: str, sizes: Sequence[int | None]) -> None: ...
-    def at(self, number: int, done: int, size: int | None) -> None: ...
-    def said(self, text: str) -> None: ...
-    def ended(self) -> None: ...
+    def start(self, name: str, sizes: Sequence[int | None]) -> None: ...
+    def progress(self, number: int, done: int, size: int | None) -> None: ...
+    def message(self, text: str) -> None: ...
+    def finish(self) -> None: ...
 
 
 @attrs.frozen
 class Machine:
     """A folder of models, and pulls into it within this process."""
 
-    places: Places
+    places: ModelLocations
 
     async def pull(self, text: str, sha256: str | None = None) -> InstalledModel:
         reference = parse(text, self.places.endpoint)
@@ -59,7 +59,7 @@ class Machine:
 
 @pytest.fixture
 def machine(hub: FakeHub, tmp_path: Path) -> Machine:
-    return Machine(Places(folder=tmp_path / "models", endpoint=hub.url))
+    return Machine(ModelLocations(folder=tmp_path / "models", endpoint=hub.url))
 
 
 @pytest.fixture

@@ -296,7 +296,7 @@ def test_a_constraint_begins_behind_a_text(run):
         (["--choice", "a", "--regex", "b"], "do not go together"),
         (["--after", "a"], "--json-schema"),
         (["--json-schema", "missing.json"], "missing.json"),
-        (["--json-schema", "{"], "no JSON"),
+        (["--json-schema", "{"], "is not valid JSON"),
         (["--grammar", "missing.gbnf"], "missing.gbnf"),
         (["--json-schema", '{"not": {}}'], "not"),
         (["--regex", "(a"], "unclosed group"),

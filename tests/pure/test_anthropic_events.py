@@ -96,4 +96,4 @@ def test_an_error_in_the_middle() -> None:
 
 
 def test_a_stream_that_has_nothing_to_send_sends_pings() -> None:
-    assert MessageEvents.comment == b'event: ping\ndata: {"type":"ping"}\n\n'
+    assert MessageEvents.keep_alive_frame == b'event: ping\ndata: {"type":"ping"}\n\n'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from uma_trio.gateway.field_names import in_words_of
+from uma_trio.gateway.field_names import field_renamer
 
 NAMES = {
     "stop": "stop_sequences",
@@ -32,4 +32,4 @@ NAMES = {
     ],
 )  # fmt: skip
 def test_names_of_fields(given: tuple[str, ...], message: str, reworded: str) -> None:
-    assert in_words_of(NAMES, given)(message) == reworded
+    assert field_renamer(NAMES, given)(message) == reworded

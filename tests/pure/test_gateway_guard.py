@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tests.pure.test_gateway_charging import Memory
-from uma_trio.gateway.body import MAX_INCOMPLETE, Bodies
+from uma_trio.gateway.body import MAX_INCOMPLETE, BodyLimits
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard
 from uma_trio.gateway.key_file import CurrentTenants
@@ -48,8 +48,8 @@ def guard(tmp_path: Path) -> Guard:
         origins=Origins.of("", ""),
         open_paths=frozenset({"/open"}),
         refuse=refuse,
-        bodies=Bodies(MAX_BODY, timeout_s=10, setting="http_max_body_bytes"),
-        raw_bodies=Bodies(10 * MAX_BODY, timeout_s=10, setting="max_controller_bytes"),
+        bodies=BodyLimits(MAX_BODY, timeout_s=10, setting="http_max_body_bytes"),
+        raw_bodies=BodyLimits(10 * MAX_BODY, timeout_s=10, setting="max_controller_bytes"),
         raw_paths=frozenset({"/raw"}),
     )
 

@@ -51,7 +51,7 @@ def test_what_a_text_refers_to(text: str, expected: object) -> None:
         ("https://user:hunter2@example.com/x.gguf", "a user name or a password"),
         ("https://", "not a URL"),
         ("https://example.com:x/y", "not a URL"),
-        ("https://huggingface.co/models", "no page of a model"),
+        ("https://huggingface.co/models", "not the page or the file of a model"),
         ("https://example.com/\n", "not a URL"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.hub.environment import find_places, read_token
+from uma_trio.hub.environment import find_model_locations, read_token
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.ranges import Body, Expected, WrongAnswer, can_resume, read_answer, request_headers
 from uma_trio.hub.retries import Delays
@@ -139,28 +139,28 @@ def test_delays_grow_to_a_bound_and_end() -> None:
 
 def test_where_models_are(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
-    places = find_places(home)
+    places = find_model_locations(home)
     assert places.folder.name == "models"
     assert places.huggingface == tmp_path / ".cache" / "huggingface" / "hub"
     assert places.ollama[0] == tmp_path / ".ollama" / "models"
     (tmp_path / ".starling" / "models").mkdir(parents=True)
-    assert find_places(home).folder == tmp_path / ".starling" / "models"
-    assert find_places(home, tmp_path / "mine").folder == tmp_path / "mine"
-    moved = find_places({**home, "HF_HOME": "/h", "OLLAMA_MODELS": "/o", "HF_HUB_OFFLINE": "1"})
+    assert find_model_locations(home).folder == tmp_path / ".starling" / "models"
+    assert find_model_locations(home, tmp_path / "mine").folder == tmp_path / "mine"
+    moved = find_model_locations({**home, "HF_HOME": "/h", "OLLAMA_MODELS": "/o", "HF_HUB_OFFLINE": "1"})
     assert (moved.huggingface, moved.ollama, moved.is_offline) == (Path("/h/hub"), (Path("/o"),), True)
-    assert find_places({**home, "HF_HUB_CACHE": "/c", "HF_HOME": "/h"}).huggingface == Path("/c")
+    assert find_model_locations({**home, "HF_HUB_CACHE": "/c", "HF_HOME": "/h"}).huggingface == Path("/c")
     with pytest.raises(HubError, match=r"HF_ENDPOINT: http://mirror.example is not encrypted"):
-        find_places({**home, "HF_ENDPOINT": "http://mirror.example"})
+        find_model_locations({**home, "HF_ENDPOINT": "http://mirror.example"})
 
 
 def test_where_the_token_is(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
-    assert read_token(find_places(home)) is None
+    assert read_token(find_model_locations(home)) is None
     file = tmp_path / ".cache" / "huggingface" / "token"
     file.parent.mkdir(parents=True)
     file.write_text("hf_file\n")
-    assert read_token(find_places(home)) == "hf_file"
-    assert read_token(find_places({**home, "HF_TOKEN": " hf_variable "})) == "hf_variable"
-    assert read_token(find_places({**home, "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"})) is None
+    assert read_token(find_model_locations(home)) == "hf_file"
+    assert read_token(find_model_locations({**home, "HF_TOKEN": " hf_variable "})) == "hf_variable"
+    assert read_token(find_model_locations({**home, "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"})) is None
     with pytest.raises(HubError, match="HF_TOKEN does not hold a valid token"):
-        read_token(find_places({**home, "HF_TOKEN": "a\r\nHost: b"}))
+        read_token(find_model_locations({**home, "HF_TOKEN": "a\r\nHost: b"}))

@@ -12,7 +12,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes, http_attributes
 from opentelemetry.trace import SpanKind
 
-from uma_trio.gateway.observation import EndOfAnswer, Observation
+from uma_trio.gateway.request_record import EndOfAnswer, RequestRecord
 from uma_trio.gateway.tracing import Tracer
 from uma_trio.protocol.messages import Eos, Timings, Usage
 
@@ -40,7 +40,7 @@ def spans(*ends: EndOfAnswer, **values: Any) -> dict[str, ReadableSpan]:
     """The spans of one request by name."""
     exporter = InMemorySpanExporter()
     fields = {"messages": [], "model": "qwen", "temperature": 0.5, "max_tokens": 9, "stop": ["."], "session_id": "s"}
-    seen = Observation(
+    seen = RequestRecord(
         "r",
         "POST",
         [(b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())],
@@ -120,6 +120,6 @@ def test_a_refused_request_is_one_span_with_its_code() -> None:
 @pytest.mark.parametrize("header", [b"", b"00-0-0-0", b"\xff" * 99])
 def test_without_a_usable_traceparent_a_trace_begins_here(header: bytes) -> None:
     exporter = InMemorySpanExporter()
-    Tracer(SimpleSpanProcessor(exporter)).record(Observation("r", "GET", [(b"traceparent", header)], ended_ns=1))
+    Tracer(SimpleSpanProcessor(exporter)).record(RequestRecord("r", "GET", [(b"traceparent", header)], ended_ns=1))
     [span] = exporter.get_finished_spans()
     assert span.parent is None

@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -18,7 +18,7 @@ from uma_trio import config
 from uma_trio.client import Client, open_client
 from uma_trio.daemon import listener
 from uma_trio.daemon.server import Server
-from uma_trio.daemon.storage import NO_STORAGE, Storage, saved_state
+from uma_trio.daemon.storage import Storage, saved_state
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.engine.tokenizer import TokenizedText
@@ -34,6 +34,8 @@ from uma_trio.scheduling.cost import CostModel
 from uma_trio.service import ModelService
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.store import Journal, StateFolder
+
+NO_STORAGE: Final = Storage()
 
 
 class FakeTokenizer:

@@ -261,9 +261,6 @@ class Empty(Struct, frozen=True):
     """The answer to ``instantiate``."""
 
 
-Data: TypeAlias = Pong | VocabularySize | PostPreAnswer | MidAnswer | ModuleInfo | TagList | Empty
-
-
 class Ok(Struct, Generic[T], frozen=True, tag_field="type", tag="ok"):
     data: T
     rid: str | UnsetType = field(name="$rid", default=UNSET)

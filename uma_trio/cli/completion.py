@@ -147,14 +147,14 @@ def model_file(context: click.Context, parameter: click.Parameter, incomplete: s
 
 def model_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The name of a model of this machine, or an alias."""
-    from uma_trio.cli.model_option import environment_places
+    from uma_trio.cli.model_option import model_locations_of_environment
     from uma_trio.config import ConfigError
+    from uma_trio.hub.caches import all_models
     from uma_trio.hub.errors import HubError
     from uma_trio.hub.folder import ModelFolder
-    from uma_trio.hub.inventory import all_models
 
     try:
-        places = environment_places()
+        places = model_locations_of_environment()
         aliases = ModelFolder(places.folder).aliases()
     except (ConfigError, HubError):
         return []

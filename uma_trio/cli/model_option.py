@@ -11,22 +11,22 @@ import attrs
 
 if TYPE_CHECKING:
     from uma_trio.config import Adapter, Config, ModelEntry
-    from uma_trio.hub.environment import Places
-    from uma_trio.hub.locate import Located
+    from uma_trio.hub.environment import ModelLocations
+    from uma_trio.hub.locate import LocatedModel
 
 
-def places_of(config: Config, environment: Mapping[str, str] = os.environ) -> Places:
+def places_of(config: Config, environment: Mapping[str, str] = os.environ) -> ModelLocations:
     """Where models are, by the settings and the environment.
 
     Raises:
         HubError: a variable is not valid.
     """
-    from uma_trio.hub.environment import find_places
+    from uma_trio.hub.environment import find_model_locations
 
-    return find_places(environment, config.model.models_dir, is_offline=config.model.offline)
+    return find_model_locations(environment, config.model.models_dir, is_offline=config.model.offline)
 
 
-def environment_places() -> Places:
+def model_locations_of_environment() -> ModelLocations:
     """As ``places_of``, for commands that take no settings but those of the environment.
 
     Raises:
@@ -46,7 +46,7 @@ def find_model(model: str | None) -> Path | None:
     """
     from uma_trio.hub.locate import find_here
 
-    return None if model is None else find_here(model, environment_places()).path
+    return None if model is None else find_here(model, model_locations_of_environment()).path
 
 
 def is_path_of_model(model: str) -> bool:
@@ -83,7 +83,9 @@ def located(config: Config, *, may_pull: bool) -> Config:
     return attrs.evolve(config, model=model, models=models)
 
 
-def _located_entries(entries: Sequence[ModelEntry], places: Places, *, may_pull: bool) -> tuple[ModelEntry, ...]:
+def _located_entries(
+    entries: Sequence[ModelEntry], places: ModelLocations, *, may_pull: bool
+) -> tuple[ModelEntry, ...]:
     from uma_trio.config import ConfigError
 
     located: list[ModelEntry] = []
@@ -104,7 +106,7 @@ def _located_entries(entries: Sequence[ModelEntry], places: Places, *, may_pull:
     return tuple(located)
 
 
-def _located_adapters(adapters: Sequence[Adapter], places: Places, *, may_pull: bool) -> tuple[Adapter, ...]:
+def _located_adapters(adapters: Sequence[Adapter], places: ModelLocations, *, may_pull: bool) -> tuple[Adapter, ...]:
     return tuple(
         [
             each
@@ -115,7 +117,7 @@ def _located_adapters(adapters: Sequence[Adapter], places: Places, *, may_pull: 
     )
 
 
-def _locate(name: str, places: Places, *, may_pull: bool) -> Located:
+def _locate(name: str, places: ModelLocations, *, may_pull: bool) -> LocatedModel:
     from uma_trio.hub.errors import NotInstalled
     from uma_trio.hub.locate import find_here, find_or_pull
 
@@ -128,5 +130,5 @@ def _locate(name: str, places: Places, *, may_pull: bool) -> Located:
         from uma_trio.cli.run_trio import run, until_interrupted
 
         with pull_view() as view:
-            found: Located = run(until_interrupted, lambda: find_or_pull(name, places, view))
+            found: LocatedModel = run(until_interrupted, lambda: find_or_pull(name, places, view))
             return found

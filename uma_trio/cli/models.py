@@ -16,7 +16,7 @@ from uma_trio.cli.client_options import DEFAULT_SOCKET
 from uma_trio.cli.completion import model_name
 
 if TYPE_CHECKING:
-    from uma_trio.hub.environment import Places
+    from uma_trio.hub.environment import ModelLocations
     from uma_trio.hub.installed import InstalledModel
 
 DAEMON_S: Final = 1.0
@@ -104,13 +104,13 @@ def show(model: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
-    from uma_trio.hub.sizes import gib
+    from uma_trio.hub.sizes import format_bytes
 
     metadata: dict[str, Any] = header.values
     rows = [
         ("name", found["name"]),
         *(("file", each) for each in files),
-        ("size", gib(summary.size_bytes)),
+        ("size", format_bytes(summary.size_bytes)),
         ("kept by", found["origin"]),
         ("from", found["source"]),
         ("architecture", summary.architecture),
@@ -140,7 +140,7 @@ def remove(model: str, yes: bool) -> None:
         from uma_trio.hub.folder import ModelFolder
         from uma_trio.hub.installed import find
         from uma_trio.hub.locate import resolve
-        from uma_trio.hub.sizes import gib
+        from uma_trio.hub.sizes import format_bytes
 
         places = _places()
         folder = ModelFolder(places.folder)
@@ -153,22 +153,22 @@ def remove(model: str, yes: bool) -> None:
                 raise
             name, here = unfinished[str(reference).lower()]
             if not yes:
-                click.confirm(f"Delete what is here of {name}, {gib(here)}?", abort=True, err=True)
+                click.confirm(f"Delete what is here of {name}, {format_bytes(here)}?", abort=True, err=True)
             if not folder.discard(name):
                 _fail(f"{name} is being downloaded; stop that first")
             click.echo(f"removed what was here of {name}", err=True)
             return
         if found.origin != "uma-trio":
-            how = HOW_TO_REMOVE[found.origin].format(name=found.name, place=found.place)
+            how = HOW_TO_REMOVE[found.origin].format(name=found.name, place=found.name_without_quantization)
             _fail(f"{found.name} belongs to {found.origin}; remove it with: {how}")
         if {found.served_name, *_aliases_of(found, folder.aliases())} & {*_served()}:
             _fail(f"a daemon serves {found.name}; stop it first")
         if not yes:
             click.confirm(
-                f"Delete {found.name}, {gib(found.size_bytes)}, in {found.path.parent}?", abort=True, err=True
+                f"Delete {found.name}, {format_bytes(found.size_bytes)}, in {found.path.parent}?", abort=True, err=True
             )
         folder.remove(found)
-        click.echo(f"removed {found.name}, {gib(found.size_bytes)}", err=True)
+        click.echo(f"removed {found.name}, {format_bytes(found.size_bytes)}", err=True)
 
 
 @command.command()
@@ -263,7 +263,7 @@ def _list(as_json: bool) -> None:
     if not rows and not unfinished:
         click.echo("no models yet; download one with: uma-trio pull Qwen/Qwen3-0.6B-GGUF", err=True)
         return
-    from uma_trio.hub.sizes import gib
+    from uma_trio.hub.sizes import format_bytes
 
     if rows:
         table = [("NAME", "SIZE", "QUANTIZATION", "CONTEXT", "KEPT BY", "")]
@@ -273,13 +273,22 @@ def _list(as_json: bool) -> None:
             notes += [row["problem"]] if row["problem"] else []
             context = f"{row['context_length']:,}" if row["context_length"] else ""
             table.append(
-                (row["name"], gib(row["size_bytes"]), row["quantization"], context, row["origin"], ", ".join(notes))
+                (
+                    row["name"],
+                    format_bytes(row["size_bytes"]),
+                    row["quantization"],
+                    context,
+                    row["origin"],
+                    ", ".join(notes),
+                )
             )
         _print_table(table)
     for state, here in unfinished:
         total = None if None in state.sizes else sum(each or 0 for each in state.sizes)
-        of = "" if total is None else f" of {gib(total)}"
-        click.echo(f"not complete: {state.name}, {gib(here)}{of}; uma-trio pull {state.name} goes on", err=True)
+        of = "" if total is None else f" of {format_bytes(total)}"
+        click.echo(
+            f"not complete: {state.name}, {format_bytes(here)}{of}; uma-trio pull {state.name} goes on", err=True
+        )
 
 
 def _describe(model: InstalledModel, served: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, Any]:
@@ -355,14 +364,14 @@ def _of_daemon() -> list[dict[str, Any]]:
         return []
 
 
-def _places() -> Places:
-    from uma_trio.cli.model_option import environment_places
+def _places() -> ModelLocations:
+    from uma_trio.cli.model_option import model_locations_of_environment
 
-    return environment_places()
+    return model_locations_of_environment()
 
 
-def _all(places: Places) -> list[InstalledModel]:
-    from uma_trio.hub.inventory import all_models
+def _all(places: ModelLocations) -> list[InstalledModel]:
+    from uma_trio.hub.caches import all_models
 
     return all_models(places)
 

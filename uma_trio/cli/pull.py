@@ -14,7 +14,7 @@ from uma_trio.cli.completion import model_name
 from uma_trio.cli.exits import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
-    from uma_trio.hub.environment import Places
+    from uma_trio.hub.environment import ModelLocations
     from uma_trio.hub.installed import InstalledModel
 
 
@@ -52,11 +52,11 @@ def command(model: str, sha256: str | None, offline: bool, models_dir: Path | No
     import attrs
 
     from uma_trio import config
-    from uma_trio.cli.model_option import environment_places
+    from uma_trio.cli.model_option import model_locations_of_environment
     from uma_trio.errors import ErrorWithRemedy
 
     try:
-        places = environment_places()
+        places = model_locations_of_environment()
         folder = places.folder if models_dir is None else models_dir
         places = attrs.evolve(places, folder=folder, is_offline=places.is_offline or offline)
         found = _pull(model, sha256, places, quiet=quiet)
@@ -66,7 +66,7 @@ def command(model: str, sha256: str | None, offline: bool, models_dir: Path | No
     _print(found, as_json)
 
 
-def _pull(text: str, sha256: str | None, places: Places, *, quiet: bool) -> dict[str, Any]:
+def _pull(text: str, sha256: str | None, places: ModelLocations, *, quiet: bool) -> dict[str, Any]:
     """Download the model, unless it is here.
 
     Raises:

@@ -10,20 +10,20 @@ from typing import Any, Final, Protocol
 
 import click
 
-from uma_trio.hub.pull import PullWatcher
-from uma_trio.hub.sizes import gib
+from uma_trio.hub.pull import PullReporter
+from uma_trio.hub.sizes import format_bytes
 
 LINE_S: Final = 15.0
 """Seconds between two lines about one download."""
 
 
 class _Shown(Protocol):
-    def began(self, name: str, done: int, total: int | None) -> None: ...
-    def at(self, done: int, total: int | None) -> None: ...
-    def said(self, text: str) -> None: ...
+    def start(self, name: str, done: int, total: int | None) -> None: ...
+    def progress(self, done: int, total: int | None) -> None: ...
+    def message(self, text: str) -> None: ...
 
 
-class View(PullWatcher):
+class View(PullReporter):
     """Adds up the parts of a model.
 
     Args:
@@ -36,26 +36,26 @@ class View(PullWatcher):
         self._done: list[int | None] = []
         self._sizes: list[int | None] = []
 
-    def began(self, name: str, sizes: Sequence[int | None]) -> None:
+    def start(self, name: str, sizes: Sequence[int | None]) -> None:
         if self._name is None:
             self._name = name
             self._done = [None] * len(sizes)
         self._sizes = [*sizes]
 
-    def at(self, number: int, done: int, size: int | None) -> None:
+    def progress(self, number: int, done: int, size: int | None) -> None:
         is_first = self._done[number] is None
         self._done[number], self._sizes[number] = done, size
         all_done = sum(each or 0 for each in self._done)
         total = None if None in self._sizes else sum(each or 0 for each in self._sizes)
         if is_first and self._name is not None:
-            self._shown.began(self._name, all_done, total)
+            self._shown.start(self._name, all_done, total)
         else:
-            self._shown.at(all_done, total)
+            self._shown.progress(all_done, total)
 
-    def said(self, text: str) -> None:
-        self._shown.said(text)
+    def message(self, text: str) -> None:
+        self._shown.message(text)
 
-    def ended(self) -> None:
+    def finish(self) -> None:
         pass
 
 
@@ -97,16 +97,16 @@ class _Bar:
         self._progress = progress
         self._task: Any = None
 
-    def began(self, name: str, done: int, total: int | None) -> None:
+    def start(self, name: str, done: int, total: int | None) -> None:
         if self._task is None:
             self._task = self._progress.add_task(name, total=total, completed=done)
         else:
             self._progress.reset(self._task, total=total, completed=done)
 
-    def at(self, done: int, total: int | None) -> None:
+    def progress(self, done: int, total: int | None) -> None:
         self._progress.update(self._task, completed=done, total=total)
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self._progress.console.print(text, style="dim", markup=False, highlight=False)
 
 
@@ -118,15 +118,15 @@ class _Lines:
         self._shown_at = 0.0
         self._began_at: tuple[float, int] = (0.0, 0)
 
-    def began(self, name: str, done: int, total: int | None) -> None:
+    def start(self, name: str, done: int, total: int | None) -> None:
         if not self._shown_at:
-            what = "" if total is None else f", {gib(total)}"
-            rest = f", of which {gib(done)} are here" if done else ""
+            what = "" if total is None else f", {format_bytes(total)}"
+            rest = f", of which {format_bytes(done)} are here" if done else ""
             click.echo(f"downloading {name}{what}{rest}", err=True)
         self._shown_at = self._now()
         self._began_at = self._shown_at, done
 
-    def at(self, done: int, total: int | None) -> None:
+    def progress(self, done: int, total: int | None) -> None:
         now = self._now()
         if now < self._shown_at + LINE_S:
             return
@@ -134,23 +134,24 @@ class _Lines:
         began, before = self._began_at
         rate = (done - before) / (now - began)
         if total is None or rate <= 0:
-            click.echo(f"{gib(done)} are here", err=True)
+            click.echo(f"{format_bytes(done)} are here", err=True)
             return
         left = (total - done) / rate
         click.echo(
-            f"{done / total:.0%}, {gib(done)} of {gib(total)}, {gib(round(rate))}/s, {left:,.0f} s left", err=True
+            f"{done / total:.0%}, {format_bytes(done)} of {format_bytes(total)}, {format_bytes(round(rate))}/s, {left:,.0f} s left",
+            err=True,
         )
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         click.echo(text, err=True)
 
 
 class _Silent:
-    def began(self, name: str, done: int, total: int | None) -> None:
+    def start(self, name: str, done: int, total: int | None) -> None:
         pass
 
-    def at(self, done: int, total: int | None) -> None:
+    def progress(self, done: int, total: int | None) -> None:
         pass
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         pass

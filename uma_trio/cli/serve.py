@@ -183,7 +183,7 @@ def _can_serve_http(settings: Config) -> bool:
     from uma_trio.gateway import startup
 
     try:
-        startup.check(settings)
+        startup.check_http_settings(settings)
     except ErrorWithRemedy as error:
         click.echo(f"uma-trio serve: {error}", err=True)
         return False

@@ -19,7 +19,7 @@ from uma_trio.daemon.storage import open_storage, state_dir, storage_name
 from uma_trio.engine.cores import default_threads
 from uma_trio.engine.link import Launcher
 from uma_trio.engine.memory import machine_memory_bytes
-from uma_trio.hub.environment import Places
+from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.locate import find_installed, installed_models
 from uma_trio.hub.variants import quantization_of
@@ -148,7 +148,7 @@ class Opener:
         places: where models of this machine are; ``None``: only configured ones are loaded.
     """
 
-    def __init__(self, config: Config, launcher: Launcher, default: str, places: Places | None = None) -> None:
+    def __init__(self, config: Config, launcher: Launcher, default: str, places: ModelLocations | None = None) -> None:
         self._config = config
         self._launcher = launcher
         self._default = default

@@ -38,7 +38,7 @@ from uma_trio.daemon.uploads import Uploads
 from uma_trio.engine.fitting import open_engine
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
 from uma_trio.errors import ErrorWithRemedy, TooManyConnections, UmaError
-from uma_trio.hub.environment import find_places
+from uma_trio.hub.environment import find_model_locations
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.messages import Failure, Health, HealthCheck
 from uma_trio.registry import ModelRegistry
@@ -225,7 +225,7 @@ async def serve(
                 process.start_soon(gateway.run)
             notifier.report("STATUS=loading the model")
             specs = specs_of(config)
-            places = find_places(os.environ, config.model.models_dir, is_offline=True)
+            places = find_model_locations(os.environ, config.model.models_dir, is_offline=True)
             opener = Opener(config, make_launcher(config, process), specs[0].name, places)
             models = ModelRegistry(specs, opener, limits_of(config))
             async with models.running():

@@ -38,9 +38,6 @@ class Storage:
     """States that were found in ``files``, least recently used first."""
 
 
-NO_STORAGE: Final = Storage()
-
-
 def state_dir(config: Config) -> Path:
     """Returns the folder that contains the storage of all models."""
     return config.sessions.state_dir or Path(platformdirs.user_state_dir("uma-trio"))

@@ -48,7 +48,7 @@ class Renderer(Protocol[Rendered]):
     """
 
     media_type: str
-    comment: bytes
+    keep_alive_frame: bytes
     """Sent while there is nothing else to send; empty if the dialect has nothing that clients ignore."""
 
     def begin(self) -> bytes:
@@ -131,16 +131,16 @@ class StreamedAnswer(Response, Generic[Item]):
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _keep_alive(self, send: Send) -> None:
-        if not self._renderer.comment:
+        if not self._renderer.keep_alive_frame:
             return
         self._written_at = anyio.current_time()
         while True:
             await anyio.sleep_until(self._written_at + self._keep_alive_s)
             if anyio.current_time() - self._written_at >= self._keep_alive_s:
-                await self._write(send, self._renderer.comment)
+                await self._write(send, self._renderer.keep_alive_frame)
 
 
-async def whole(receive: Receive, work: Awaitable[T]) -> T | None:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
     """The result of ``work``; ``None`` if the client left meanwhile, which cancels it."""
     result: T | None = None
     failure: HttpError | None = None

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.config import Config
 from uma_trio.gateway import health, metrics, openapi, watch
-from uma_trio.gateway.body import Bodies
+from uma_trio.gateway.body import BodyLimits
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.dialects import (
     aici,
@@ -43,9 +43,9 @@ from uma_trio.gateway.guard import Guard
 from uma_trio.gateway.http_metrics import HttpMetrics
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
-from uma_trio.gateway.observer import observed
 from uma_trio.gateway.origins import Origins
 from uma_trio.gateway.pages import PAGES
+from uma_trio.gateway.request_logger import with_request_log
 from uma_trio.gateway.usage import UsageFile, usage_path
 
 REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
@@ -102,8 +102,10 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None]]:
         origins=Origins.of(config.http.hosts, config.http.origins),
         open_paths=frozenset(endpoint.path for endpoint in endpoints if not endpoint.needs_key),
         refuse=_refuse,
-        bodies=Bodies(config.http.max_body_bytes, config.limits.frame_timeout_s, "http_max_body_bytes"),
-        raw_bodies=Bodies(config.limits.max_controller_bytes, config.limits.frame_timeout_s, "max_controller_bytes"),
+        bodies=BodyLimits(config.http.max_body_bytes, config.limits.frame_timeout_s, "http_max_body_bytes"),
+        raw_bodies=BodyLimits(
+            config.limits.max_controller_bytes, config.limits.frame_timeout_s, "max_controller_bytes"
+        ),
         raw_paths=frozenset(endpoint.path for endpoint in endpoints if endpoint.raw_body is not None),
     )
 
@@ -111,7 +113,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None]]:
         usage.forget()
         tenants.read_again()
 
-    return RequestIds(observed(guard, http_metrics, endpoints, config.http)), read_again
+    return RequestIds(with_request_log(guard, http_metrics, endpoints, config.http)), read_again
 
 
 class RequestIds:
@@ -171,7 +173,7 @@ def _error(request: Request, error: HttpError) -> Response:
 
 def _refuse(error: HttpError, scope: Scope) -> Response:
     """The response for an error that no endpoint has raised, in the form of the path's dialect."""
-    scope["state"]["observation"].error_code = error.code
+    scope["state"]["record"].error_code = error.code
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     headers = Headers(scope=scope)
     of_others = OLLAMA if path.startswith("/api/") else ANTHROPIC if VERSION_HEADER in headers else OPENAI

@@ -19,8 +19,8 @@ DISCARD_S: Final = 1.0
 
 
 @attrs.define
-class Bodies:
-    """The bodies of all requests.
+class BodyLimits:
+    """The limits of the bodies of all requests, and what incomplete ones take now.
 
     Args:
         max_bytes: size of the largest body.
@@ -38,7 +38,7 @@ class Bodies:
 class Body:
     """The body of one request."""
 
-    def __init__(self, bodies: Bodies, headers: Headers, receive: Receive) -> None:
+    def __init__(self, bodies: BodyLimits, headers: Headers, receive: Receive) -> None:
         self._bodies = bodies
         self._headers = headers
         self._receive = receive

@@ -13,14 +13,14 @@ from starlette.routing import Route
 
 from uma_trio.client import Client, Event
 from uma_trio.config import Config
-from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, whole
+from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, unless_disconnected
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.gateway.field_names import FieldNames, in_words_of
+from uma_trio.gateway.field_names import FieldNames, field_renamer
 from uma_trio.gateway.guard import check_admin
 from uma_trio.gateway.limits import Limiter
-from uma_trio.gateway.observation import Observation
+from uma_trio.gateway.request_record import RequestRecord
 from uma_trio.gateway.tenants import Tenant
 from uma_trio.protocol.field_errors import explain
 
@@ -140,9 +140,9 @@ class Call:
         return self.endpoint.dialect_of(self.request.headers)
 
     @property
-    def observation(self) -> Observation:
+    def record(self) -> RequestRecord:
         """What logs and traces will say of the request."""
-        found: Observation = self.request.scope["state"]["observation"]
+        found: RequestRecord = self.request.scope["state"]["record"]
         return found
 
     async def read(self, cls: type[T]) -> tuple[T, list[str]]:
@@ -188,7 +188,7 @@ class Call:
     def for_daemon(self, **fields: Any) -> dict[str, Any]:
         """A request for the daemon: ``fields`` without those that are ``None``, on behalf of the client."""
         found = {"id": self.id, **{name: value for name, value in fields.items() if value is not None}}
-        self.observation.fields = found
+        self.record.fields = found
         return found
 
     async def ask(self, question: Callable[[Client], Awaitable[R]], *, counts: bool = False) -> R:
@@ -208,7 +208,7 @@ class Call:
     def stream(self, fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], renderer: Renderer[Event]) -> Response:
         """Send one request or several to the daemon, and the answers to the client while they are generated."""
         return StreamedAnswer(
-            self.observation.watch(
+            self.record.watch(
                 self.daemon.generate(fields) if isinstance(fields, Mapping) else self.daemon.generate_all(fields)
             ),
             renderer,
@@ -216,21 +216,21 @@ class Call:
             keep_alive_s=self.config.http.keep_alive_s,
         )
 
-    async def whole(self, work: Awaitable[Any]) -> Any:
+    async def unless_disconnected(self, work: Awaitable[Any]) -> Any:
         """The result of ``work``, which is cancelled when the client leaves.
 
         Raises:
             HttpError: the client has left, with status 499; or what ``work`` raises.
         """
-        found = await whole(self.request.receive, work)
+        found = await unless_disconnected(self.request.receive, work)
         if found is None:
             raise HttpError(499, "E_GATEWAY_CLIENT_LEFT", "the client closed the connection")
         if isinstance(found, list):
-            self.observation.note(found)
+            self.record.note(found)
         return found
 
     def refuse(self, error: HttpError) -> Response:
         """The response for an error, in the dialect's form."""
-        self.observation.error_code = error.code
+        self.record.error_code = error.code
         given: frozenset[str] = self.request.scope["state"].get("given", frozenset())
-        return self.dialect.refuse(error.reworded(in_words_of(self.endpoint.field_names, given)), self.id)
+        return self.dialect.refuse(error.reworded(field_renamer(self.endpoint.field_names, given)), self.id)

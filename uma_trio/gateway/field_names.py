@@ -16,8 +16,8 @@ _INDEX: Final = re.compile(r"\[\d+\]")
 _STEP: Final = re.compile(r"(?=[.\[])")
 
 
-def in_words_of(names: FieldNames, given: Container[str]) -> Callable[[str], str]:
-    """A function that puts the names of a dialect into a message.
+def field_renamer(names: FieldNames, given: Container[str]) -> Callable[[str], str]:
+    """A function that replaces names of fields in a message by those of a dialect.
 
     A word without an underscore is the name of a field at the beginning of a message only: the rest is English.
 

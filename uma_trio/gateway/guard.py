@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.errors import TooManyConnections
-from uma_trio.gateway.body import Bodies, Body, replayed
+from uma_trio.gateway.body import Body, BodyLimits, replayed
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
@@ -57,8 +57,8 @@ class Guard:
     origins: Origins
     open_paths: frozenset[str]
     refuse: Callable[[HttpError, Scope], Response]
-    bodies: Bodies
-    raw_bodies: Bodies
+    bodies: BodyLimits
+    raw_bodies: BodyLimits
     raw_paths: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

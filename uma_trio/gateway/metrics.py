@@ -18,7 +18,7 @@ from uma_trio.gateway.http_metrics import HttpMetrics
 
 
 @attrs.frozen
-class Together(Collector):
+class CombinedCollector(Collector):
     """The metrics of several collectors."""
 
     collectors: tuple[Collector, ...]
@@ -43,7 +43,7 @@ async def metrics(call: Call) -> Response:
     )
     own: HttpMetrics = call.request.app.state.http_metrics
     encode, content_type = choose_encoder(call.request.headers.get("accept", ""))
-    return Response(encode(Together((of_daemon, own.registry))), headers={"content-type": content_type})
+    return Response(encode(CombinedCollector((of_daemon, own.registry))), headers={"content-type": content_type})
 
 
 ENDPOINTS = (

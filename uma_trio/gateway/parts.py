@@ -67,7 +67,7 @@ class PartRenderer(ABC):
     """
 
     media_type = EVENT_STREAM
-    comment: bytes
+    keep_alive_frame: bytes
 
     def __init__(self, *, has_reasoning: bool = True) -> None:
         self._has_reasoning = has_reasoning

@@ -16,7 +16,7 @@ class HttpSettingsError(ErrorWithRemedy):
     """The gateway would not be safe, or could not start, with these settings."""
 
 
-def check(config: Config) -> None:
+def check_http_settings(config: Config) -> None:
     """Check what the gateway needs, if there is one.
 
     Raises:

@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import uma_trio
-from uma_trio.gateway.observation import EndOfAnswer, Observation
+from uma_trio.gateway.request_record import EndOfAnswer, RequestRecord
 
 NAME: Final = "uma-trio"
 
@@ -54,7 +54,7 @@ class Tracer:
         self._tracer = provider.get_tracer(NAME, uma_trio.__version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, seen: Observation) -> None:
+    def record(self, seen: RequestRecord) -> None:
         """Make the spans of one request."""
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in seen.headers}
         span = self._tracer.start_span(
@@ -79,7 +79,7 @@ class Tracer:
             self._answer(seen, end, inside)
         span.end(seen.ended_ns)
 
-    def _answer(self, seen: Observation, end: EndOfAnswer, parent: Context) -> None:
+    def _answer(self, seen: RequestRecord, end: EndOfAnswer, parent: Context) -> None:
         """Spans of one answer: the whole, and the phases that it came to."""
         timings = end.event.timings
         began_ns = end.at_ns - round(NS_PER_MS * timings.total_ms)
@@ -100,12 +100,12 @@ class Tracer:
         span.end(end.at_ns)
 
 
-def operation_of(seen: Observation) -> str:
+def operation_of(seen: RequestRecord) -> str:
     """What the request asked for, in the words of the conventions."""
     return "chat" if "messages" in seen.fields else "text_completion"
 
 
-def attributes_of(seen: Observation, end: EndOfAnswer) -> dict[str, Any]:
+def attributes_of(seen: RequestRecord, end: EndOfAnswer) -> dict[str, Any]:
     """Attributes of one answer."""
     fields, event = seen.fields, end.event
     found = {

@@ -35,7 +35,7 @@ class _Events:
     """Writes the events of a watch."""
 
     media_type = EVENT_STREAM
-    comment = COMMENT
+    keep_alive_frame = COMMENT
 
     def begin(self) -> bytes:
         """Nothing comes before the first event."""

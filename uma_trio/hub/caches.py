@@ -1,4 +1,4 @@
-"""Models that other programs keep on this machine: used where they are, never changed, copied or removed.
+"""All models of this machine, and those that other programs keep here: used in place, never changed.
 
 ===============  ==========================================================================================
 Ollama           ``manifests/HOST/NAMESPACE/MODEL/TAG``, JSON that names ``blobs/sha256-HASH``
@@ -18,17 +18,23 @@ from typing import Final
 import msgspec
 
 from uma_trio.files import read_text
-from uma_trio.hub.environment import Places
+from uma_trio.hub.environment import ModelLocations
+from uma_trio.hub.folder import ModelFolder
 from uma_trio.hub.installed import InstalledModel, Origin
+from uma_trio.hub.names import HUB_HOSTS
 from uma_trio.hub.variants import group_parts, quantization_of
 
 OLLAMA_HOST: Final = "registry.ollama.ai"
 OLLAMA_MODEL: Final = "application/vnd.ollama.image.model"
-HUB_HOSTS: Final = ("hf.co", "huggingface.co")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
-def cached_models(places: Places) -> list[InstalledModel]:
+def all_models(places: ModelLocations) -> list[InstalledModel]:
+    """Every model of this machine that has a name, ours first.  Blocks."""
+    return [*ModelFolder(places.folder).models(), *cached_models(places)]
+
+
+def cached_models(places: ModelLocations) -> list[InstalledModel]:
     """The models of all other programs.  A broken entry counts as none.  Blocks."""
     found: list[InstalledModel] = []
     if places.huggingface is not None:

@@ -21,18 +21,18 @@ MAX_RESTARTS: Final = 3
 USABLE: Final = frozenset({200, 206, 416})
 
 
-class Watcher(Protocol):
-    """Who shows a download.  Its methods return at once."""
+class ProgressReporter(Protocol):
+    """Shows the progress of a download.  Its methods return at once."""
 
-    def at(self, number: int, done: int, size: int | None) -> None:
+    def progress(self, number: int, done: int, size: int | None) -> None:
         """``done`` bytes of the part ``number`` are here, of ``size``."""
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """A line for people."""
 
 
 @attrs.frozen(kw_only=True)
-class Wanted:
+class FileToDownload:
     """A file to download."""
 
     name: str
@@ -51,8 +51,8 @@ class Wanted:
 
 
 @attrs.define
-class Learned:
-    """What the server says of the file."""
+class ServerFileInfo:
+    """What the server reports about the file."""
 
     size: int | None
     etag: str | None
@@ -63,7 +63,7 @@ class Download:
 
     Args:
         file: gets the bytes.  What it holds already is taken for the beginning of the file.
-        number: of the part, for ``watcher``.
+        number: of the part, for ``reporter``.
         on_learned: called when the server reports something new about the file, before any byte is written.
         refusal: makes the error for a status that does not come with a file.
     """
@@ -71,19 +71,19 @@ class Download:
     def __init__(
         self,
         http: Http,
-        wanted: Wanted,
+        wanted: FileToDownload,
         file: PartialFile,
         *,
         number: int,
-        watcher: Watcher,
-        on_learned: Callable[[Learned], Awaitable[None]],
+        reporter: ProgressReporter,
+        on_learned: Callable[[ServerFileInfo], Awaitable[None]],
         refusal: Callable[[int, Mapping[str, str]], HubError],
         delays: Delays,
     ) -> None:
         self._http, self._wanted, self._file = http, wanted, file
-        self._number, self._watcher, self._on_learned = number, watcher, on_learned
+        self._number, self._reporter, self._on_learned = number, reporter, on_learned
         self._refusal, self._delays = refusal, delays
-        self._learned = Learned(wanted.size, wanted.etag)
+        self._learned = ServerFileInfo(wanted.size, wanted.etag)
         self._n_received = 0
         self._n_restarts = 0
         self._n_requests = 0
@@ -99,7 +99,7 @@ class Download:
         self._report()
         while True:
             had, self._n_requests = self._file.size, 0
-            await retrying(self._attempt, self._delays, lambda: self._n_received, self._watcher.said)
+            await retrying(self._attempt, self._delays, lambda: self._n_received, self._reporter.message)
             await trio.to_thread.run_sync(self._file.sync)
             problem = self._mismatch()
             if problem is None:
@@ -109,7 +109,7 @@ class Download:
                 raise HubError(
                     f"{self._wanted.name} arrived damaged: {problem}", "try again later, or use another source"
                 )
-            self._watcher.said(f"{problem}; downloading it again from the beginning")
+            self._reporter.message(f"{problem}; downloading it again from the beginning")
 
     async def _attempt(self) -> None:
         if self._file.size and not can_resume(self._expected):
@@ -178,7 +178,7 @@ class Download:
         return Expected(self._learned.size, self._learned.etag, self._wanted.has_hash)
 
     async def _learn(self, body: Body) -> None:
-        learned = Learned(body.total, body.etag)
+        learned = ServerFileInfo(body.total, body.etag)
         if learned != self._learned:
             self._learned = learned
             await self._on_learned(learned)
@@ -194,11 +194,11 @@ class Download:
             raise HubError(
                 f"{self._wanted.name}: the server does not let a download go on ({reason})", "use another source"
             )
-        self._watcher.said(f"{reason}; beginning again")
+        self._reporter.message(f"{reason}; beginning again")
 
     async def _restart(self) -> None:
         await trio.to_thread.run_sync(self._file.restart)
-        self._learned = Learned(self._wanted.size, None)
+        self._learned = ServerFileInfo(self._wanted.size, None)
         self._report()
 
     def _mismatch(self) -> str | None:
@@ -213,4 +213,4 @@ class Download:
         return None
 
     def _report(self, n_waiting: int = 0) -> None:
-        self._watcher.at(self._number, self._file.size + n_waiting, self._learned.size)
+        self._reporter.progress(self._number, self._file.size + n_waiting, self._learned.size)

@@ -22,7 +22,7 @@ _OLLAMA_SERVICE: Final = Path("/usr/share/ollama/.ollama/models")
 
 
 @attrs.frozen(kw_only=True)
-class Places:
+class ModelLocations:
     """Where models are, and where they come from."""
 
     folder: Path
@@ -41,7 +41,9 @@ class Places:
     """Folders with ``OWNER/REPOSITORY/FILE.gguf``."""
 
 
-def find_places(environment: Mapping[str, str], folder: Path | None = None, *, is_offline: bool = False) -> Places:
+def find_model_locations(
+    environment: Mapping[str, str], folder: Path | None = None, *, is_offline: bool = False
+) -> ModelLocations:
     """Read the environment.
 
     Args:
@@ -65,7 +67,7 @@ def find_places(environment: Mapping[str, str], folder: Path | None = None, *, i
     hf_cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
     ollama = environment.get("OLLAMA_MODELS")
     offline = is_offline or any(_is_true(environment, name) for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-    return Places(
+    return ModelLocations(
         folder=folder.expanduser(),
         endpoint=endpoint,
         token=environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN"),
@@ -79,7 +81,7 @@ def find_places(environment: Mapping[str, str], folder: Path | None = None, *, i
     )
 
 
-def read_token(places: Places) -> str | None:
+def read_token(places: ModelLocations) -> str | None:
     """The token for the hub; ``None`` if there is none.
 
     Raises:

@@ -56,7 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970."""
 
 
-class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
+class DownloadState(msgspec.Struct, frozen=True, kw_only=True):
     """A download that has not ended; other processes show its progress."""
 
     name: str
@@ -129,7 +129,7 @@ class ModelFolder:
 
     # -- downloads ------------------------------------------------------------------------------
 
-    def target(self, *segments: str) -> Path:
+    def install_path(self, *segments: str) -> Path:
         """The path of a file, made of names that a server chose.
 
         Raises:
@@ -145,20 +145,20 @@ class ModelFolder:
                 raise HubError(f"the file name {'/'.join(segments)[:200]!r} cannot be used here", "use another source")
         return self.root.joinpath(*segments)
 
-    def target_of_hub(self, place: str, path: str) -> Path:
+    def hub_install_path(self, place: str, path: str) -> Path:
         """Where a file of a repository goes."""
-        return self.target("hub", *place.split("/"), *PurePosixPath(path).parts)
+        return self.install_path("hub", *place.split("/"), *PurePosixPath(path).parts)
 
     def download_folder(self, name: str) -> Path:
         """Where the parts of a download are as long as it runs, and its lock."""
         return self.root / DOWNLOADS / hashlib.sha256(name.encode()).hexdigest()[:24]
 
-    def unfinished(self) -> list[tuple[Unfinished, int]]:
+    def unfinished(self) -> list[tuple[DownloadState, int]]:
         """Downloads that have not ended, each with the bytes that are here."""
         found = []
         with contextlib.suppress(OSError):
             for folder in sorted((self.root / DOWNLOADS).iterdir()):
-                state = read_unfinished(folder)
+                state = read_download_state(folder)
                 if state is not None:
                     found.append((state, sum(sizes_of_parts(folder, len(state.sizes)))))
         return found
@@ -203,7 +203,7 @@ class ModelFolder:
         """Delete what is here of a download that nobody continues; whether there was something."""
         folder = self.download_folder(name)
         with locked_download(folder) as is_mine:
-            if not is_mine or read_unfinished(folder) is None:
+            if not is_mine or read_download_state(folder) is None:
                 return False
             shutil.rmtree(folder)
             return True
@@ -282,15 +282,15 @@ def sizes_of_parts(folder: Path, count: int) -> list[int]:
     return sizes
 
 
-def read_unfinished(folder: Path) -> Unfinished | None:
+def read_download_state(folder: Path) -> DownloadState | None:
     """What an earlier or another process notes of its download."""
     try:
-        return msgspec.json.decode(read_text(folder / "state.json"), type=Unfinished)
+        return msgspec.json.decode(read_text(folder / "state.json"), type=DownloadState)
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
         return None
 
 
-def write_unfinished(folder: Path, state: Unfinished) -> None:
+def write_download_state(folder: Path, state: DownloadState) -> None:
     """Raises OSError."""
     replace_text(folder / "state.json", msgspec.json.encode(state).decode())
 

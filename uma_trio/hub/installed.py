@@ -47,7 +47,7 @@ class InstalledModel:
         return self.name.removesuffix(":latest")
 
     @property
-    def place(self) -> str:
+    def name_without_quantization(self) -> str:
         """The name without the quantization."""
         return self.name.partition(":")[0]
 
@@ -82,10 +82,12 @@ def _matching(reference: Reference, models: Sequence[InstalledModel]) -> list[In
     if isinstance(reference, UrlReference):
         return [model for model in models if model.source == str(reference)]
     if isinstance(reference, HubReference) and reference.choice is None:
-        return _preferred([model for model in models if _same(model.place, reference.place)])
+        return _preferred(
+            [model for model in models if _same(model.name_without_quantization, reference.repository_at_revision)]
+        )
     if isinstance(reference, HubReference):
-        place, choice = reference.place, (reference.choice or "").lower()
-        there = [model for model in models if _same(model.place, place)]
+        place, choice = reference.repository_at_revision, (reference.choice or "").lower()
+        there = [model for model in models if _same(model.name_without_quantization, place)]
         names = {f"{place}:{choice}".lower(), f"{place}:UD-{choice}".lower()}
         stems = {choice, choice.removesuffix(".gguf")}
         return [model for model in there if model.name.lower() in names or model.path.stem.lower() in stems]
@@ -103,7 +105,7 @@ def _by_short_name(name: str, models: Sequence[InstalledModel]) -> list[Installe
         return text.rpartition("/")[2].lower()
 
     def is_repository(model: InstalledModel) -> bool:
-        last = without_owner(model.place)
+        last = without_owner(model.name_without_quantization)
         return place in (last, last.removesuffix("-gguf"))
 
     if found := [
@@ -123,10 +125,12 @@ def _by_short_name(name: str, models: Sequence[InstalledModel]) -> list[Installe
 
 def _preferred(models: list[InstalledModel]) -> list[InstalledModel]:
     """One model of each repository, with the quantization that most people want."""
-    places = dict.fromkeys(model.place.lower() for model in models)
+    places = dict.fromkeys(model.name_without_quantization.lower() for model in models)
     chosen = []
     for place in places:
-        chosen.append(best([(model.quantization, model) for model in models if model.place.lower() == place]))
+        chosen.append(
+            best([(model.quantization, model) for model in models if model.name_without_quantization.lower() == place])
+        )
     return chosen
 
 

@@ -9,13 +9,13 @@ import attrs
 import trio
 
 from uma_trio.engine.split import PART
-from uma_trio.hub.environment import Places
+from uma_trio.hub.caches import all_models
+from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import HubError, NotInstalled
 from uma_trio.hub.folder import ModelFolder
 from uma_trio.hub.installed import find
-from uma_trio.hub.inventory import all_models
 from uma_trio.hub.names import HubReference, PathReference, Reference, UrlReference, parse
-from uma_trio.hub.pull import Puller, PullWatcher
+from uma_trio.hub.pull import Puller, PullReporter
 from uma_trio.hub.variants import group_parts
 from uma_trio.models.loaded import EMBEDDED, EMBEDDED_DRAFT
 
@@ -24,7 +24,7 @@ EMBEDDED_DRAFT_NAME: Final = "embedded-draft"
 
 
 @attrs.frozen
-class Located:
+class LocatedModel:
     """A model file, and what to call it."""
 
     path: Path
@@ -32,7 +32,7 @@ class Located:
     """Under which clients see it."""
 
 
-def find_here(text: str, places: Places) -> Located:
+def find_here(text: str, places: ModelLocations) -> LocatedModel:
     """What ``text`` means among the models of this machine.  Blocks, and opens no connection.
 
     Args:
@@ -43,30 +43,30 @@ def find_here(text: str, places: Places) -> Located:
         HubError: it means nothing, or several models.
     """
     if text == EMBEDDED_NAME:
-        return Located(EMBEDDED, EMBEDDED_NAME)
+        return LocatedModel(EMBEDDED, EMBEDDED_NAME)
     if text == EMBEDDED_DRAFT_NAME:
-        return Located(EMBEDDED_DRAFT, EMBEDDED_DRAFT_NAME)
+        return LocatedModel(EMBEDDED_DRAFT, EMBEDDED_DRAFT_NAME)
     try:
         path = Path(text).expanduser()
     except RuntimeError:
         raise HubError(f"there is no user {text.split('/')[0][1:]}", "check the path") from None
     if path.is_file():
-        return Located(path, _name_of(path))
+        return LocatedModel(path, _name_of(path))
     if path.is_dir() and len(models := _models_in(path)) == 1:
-        return Located(models[0], _name_of(models[0]))
+        return LocatedModel(models[0], _name_of(models[0]))
     reference, name = resolve(text, places)
     if isinstance(reference, PathReference):
-        return Located(path, _name_of(path))  # whoever opens it says that there is none, or that it is a folder
+        return LocatedModel(path, _name_of(path))  # whoever opens it says that there is none, or that it is a folder
     try:
         found = find(reference, all_models(places), ModelFolder(places.folder).aliases())
     except NotInstalled as error:
         if isinstance(reference, HubReference | UrlReference):
             raise NotInstalled(error.reason, f"download it with: uma-trio pull {text}") from None
         raise
-    return Located(found.path, name or found.served_name)
+    return LocatedModel(found.path, name or found.served_name)
 
 
-def find_installed(text: str, places: Places) -> Located:
+def find_installed(text: str, places: ModelLocations) -> LocatedModel:
     """What a client's ``text`` means among the models that have a name: an alias or a name, and never a path.  Blocks.
 
     Raises:
@@ -74,17 +74,17 @@ def find_installed(text: str, places: Places) -> Located:
     """
     reference, name = resolve(text, places)
     if isinstance(reference, PathReference) and name is not None:  # an alias, which the user of this machine made
-        return Located(Path(reference.path), name)
+        return LocatedModel(Path(reference.path), name)
     found = find(reference, all_models(places), ())
-    return Located(found.path, name or found.served_name)
+    return LocatedModel(found.path, name or found.served_name)
 
 
-def installed_models(places: Places) -> list[Located]:
+def installed_models(places: ModelLocations) -> list[LocatedModel]:
     """All that ``find_installed`` finds by its own name.  Blocks."""
-    return [Located(each.path, each.served_name) for each in all_models(places)]
+    return [LocatedModel(each.path, each.served_name) for each in all_models(places)]
 
 
-async def find_or_pull(text: str, places: Places, watcher: PullWatcher) -> Located:
+async def find_or_pull(text: str, places: ModelLocations, reporter: PullReporter) -> LocatedModel:
     """As ``find_here``; downloads a model of the hub or a URL that is not here.
 
     Raises:
@@ -96,11 +96,11 @@ async def find_or_pull(text: str, places: Places, watcher: PullWatcher) -> Locat
         reference, name = resolve(text, places)
         if places.is_offline or not isinstance(reference, HubReference | UrlReference):
             raise
-    model = await Puller(places, watcher).pull(reference)
-    return Located(model.path, name or model.served_name)
+    model = await Puller(places, reporter).pull(reference)
+    return LocatedModel(model.path, name or model.served_name)
 
 
-def resolve(text: str, places: Places) -> tuple[Reference, str | None]:
+def resolve(text: str, places: ModelLocations) -> tuple[Reference, str | None]:
     """What ``text`` refers to, and the alias if it is one.
 
     Raises:

@@ -34,12 +34,12 @@ class HubReference:
     """A branch, a tag or a commit."""
 
     @property
-    def place(self) -> str:
+    def repository_at_revision(self) -> str:
         """The repository, with the revision if it is not the main branch."""
         return self.repository if self.revision == MAIN else f"{self.repository}@{self.revision}"
 
     def __str__(self) -> str:
-        return self.place if self.choice is None else f"{self.place}:{self.choice}"
+        return self.repository_at_revision if self.choice is None else f"{self.repository_at_revision}:{self.choice}"
 
 
 @attrs.frozen

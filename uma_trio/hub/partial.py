@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from uma_trio.hub.errors import HubError
-from uma_trio.hub.sizes import gib
+from uma_trio.hub.sizes import format_bytes
 
 READ_BYTES: Final = 8 << 20
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -111,7 +111,7 @@ class PartialFile:
             if error.errno not in _FULL:
                 raise
             raise HubError(
-                f"{self.path.parent} is full after {gib(self.size)} of the file ({error.strerror})",
+                f"{self.path.parent} is full after {format_bytes(self.size)} of the file ({error.strerror})",
                 "make room and pull again: it goes on from there",
             ) from None
 
@@ -128,8 +128,8 @@ def check_room(folder: Path, needed: int, free: int) -> None:
     """
     if needed + SPARE_BYTES > free:
         raise HubError(
-            f"the download needs {gib(needed)}, and {gib(free)} are free in {folder}",
-            f"free {gib(needed + SPARE_BYTES - free)}, or choose a folder on another disk with models_dir",
+            f"the download needs {format_bytes(needed)}, and {format_bytes(free)} are free in {folder}",
+            f"free {format_bytes(needed + SPARE_BYTES - free)}, or choose a folder on another disk with models_dir",
         )
 
 

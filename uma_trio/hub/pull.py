@@ -19,19 +19,19 @@ import trio
 
 from uma_trio.engine.split import PART, part_name
 from uma_trio.hub.caches import cached_models
-from uma_trio.hub.download import Download, Learned, Wanted, Watcher
-from uma_trio.hub.environment import Places, read_token
+from uma_trio.hub.download import Download, FileToDownload, ProgressReporter, ServerFileInfo
+from uma_trio.hub.environment import ModelLocations, read_token
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.folder import (
+    DownloadState,
     File,
     Manifest,
     ModelFolder,
-    Unfinished,
     locked_download,
     part_path,
-    read_unfinished,
+    read_download_state,
     sizes_of_parts,
-    write_unfinished,
+    write_download_state,
 )
 from uma_trio.hub.http import Http, open_http
 from uma_trio.hub.huggingface import explain_refused_file, file_url, read_repository, suggestions
@@ -47,13 +47,13 @@ POLL_S: Final = 0.2
 """Between two looks at the download of another process."""
 
 
-class PullWatcher(Watcher):
-    """Who shows a pull."""
+class PullReporter(ProgressReporter):
+    """Shows the progress of a pull."""
 
-    def began(self, name: str, sizes: Sequence[int | None]) -> None:
+    def start(self, name: str, sizes: Sequence[int | None]) -> None:
         """The download of ``name`` begins, or that of another process is watched."""
 
-    def ended(self) -> None:
+    def finish(self) -> None:
         """No more bytes will come."""
 
 
@@ -66,7 +66,7 @@ class Plan:
     source: str
     """For people, and to recognise it later."""
     revision: str | None = None
-    files: tuple[Wanted, ...]
+    files: tuple[FileToDownload, ...]
     targets: tuple[Path, ...]
     """Where the files go."""
 
@@ -79,10 +79,10 @@ class Puller:
     """
 
     def __init__(
-        self, places: Places, watcher: PullWatcher, *, delays: Delays | None = None, silence_s: float = 30.0
+        self, places: ModelLocations, reporter: PullReporter, *, delays: Delays | None = None, silence_s: float = 30.0
     ) -> None:
         self._places = places
-        self._watcher = watcher
+        self._reporter = reporter
         self._delays = delays or Delays()
         self._silence_s = silence_s
         self._folder = ModelFolder(places.folder)
@@ -116,11 +116,11 @@ class Puller:
     async def _plan_hub(self, http: Http, reference: HubReference) -> Plan:
         endpoint = self._places.endpoint
         read = functools.partial(read_repository, http, endpoint, reference)
-        repository = await retrying(read, self._delays, lambda: 0, self._watcher.said)
-        variant = choose(variants_of(repository.files), reference.choice, reference.place)
+        repository = await retrying(read, self._delays, lambda: 0, self._reporter.message)
+        variant = choose(variants_of(repository.files), reference.choice, reference.repository_at_revision)
         wanted = [
-            Wanted(
-                name=f"{reference.place}/{file.path}",
+            FileToDownload(
+                name=f"{reference.repository_at_revision}/{file.path}",
                 url=file_url(endpoint, repository, file.path),
                 size=file.size,
                 sha256=file.sha256,
@@ -129,11 +129,13 @@ class Puller:
             for file in variant.files
         ]
         return Plan(
-            name=f"{reference.place}:{variant.label}",
+            name=f"{reference.repository_at_revision}:{variant.label}",
             source=f"{endpoint}/{reference.repository}/blob/{reference.revision}/{variant.path}",
             revision=repository.commit,
             files=tuple(wanted),
-            targets=tuple(self._folder.target_of_hub(reference.place, file.path) for file in variant.files),
+            targets=tuple(
+                self._folder.hub_install_path(reference.repository_at_revision, file.path) for file in variant.files
+            ),
         )
 
     def _plan_url(self, reference: UrlReference, sha256: str | None) -> Plan:
@@ -154,8 +156,8 @@ class Puller:
         return Plan(
             name=PurePosixPath(names[0]).stem if match is None else match["stem"],
             source=str(reference),
-            files=tuple(Wanted(name=without_secrets(url), url=url, sha256=sha256) for url in urls),
-            targets=tuple(self._folder.target(*place, each) for each in names),
+            files=tuple(FileToDownload(name=without_secrets(url), url=url, sha256=sha256) for url in urls),
+            targets=tuple(self._folder.install_path(*place, each) for each in names),
         )
 
     # -- what is here ---------------------------------------------------------------------------
@@ -189,7 +191,7 @@ class Puller:
                         here = await trio.to_thread.run_sync(self._find, plan) if waits else None
                         return here or await self._fetch_locked(http, plan, folder)
                 if not waits:
-                    self._watcher.said(f"another process downloads {plan.name}; waiting for it")
+                    self._reporter.message(f"another process downloads {plan.name}; waiting for it")
                     waits = True
                 self._show_other(plan, folder)
                 await trio.sleep(POLL_S)
@@ -199,19 +201,19 @@ class Puller:
                     "make it writable, or choose another folder with models_dir",
                 ) from None
             finally:
-                self._watcher.ended()
+                self._reporter.finish()
 
     def _show_other(self, plan: Plan, folder: Path) -> None:
-        state = read_unfinished(folder)
+        state = read_download_state(folder)
         if state is None:
             return
-        self._watcher.began(plan.name, state.sizes)
+        self._reporter.start(plan.name, state.sizes)
         for number, (done, size) in enumerate(zip(sizes_of_parts(folder, len(state.sizes)), state.sizes, strict=True)):
-            self._watcher.at(number, done, size)
+            self._reporter.progress(number, done, size)
 
     async def _fetch_locked(self, http: Http, plan: Plan, folder: Path) -> InstalledModel:
         state = self._begin(plan, folder)
-        self._watcher.began(plan.name, state.sizes)
+        self._reporter.start(plan.name, state.sizes)
         hashes = []
         for number, wanted in enumerate(plan.files):
             wanted = attrs.evolve(wanted, etag=state.etags[number])
@@ -224,7 +226,7 @@ class Puller:
                     wanted,
                     file,
                     number=number,
-                    watcher=self._watcher,
+                    reporter=self._reporter,
                     on_learned=functools.partial(self._note, folder, number),
                     refusal=functools.partial(self._refusal, wanted.name, http),
                     delays=self._delays,
@@ -239,24 +241,26 @@ class Puller:
                 file.close()
         return await trio.to_thread.run_sync(self._install, plan, folder, hashes)
 
-    def _begin(self, plan: Plan, folder: Path) -> Unfinished:
+    def _begin(self, plan: Plan, folder: Path) -> DownloadState:
         """Save the state of the download, discard parts of another version, and check the free space.
 
         Raises:
             HubError: there is too little.
         """
         identity = [f"{file.sha256 or file.git_sha1 or file.url}" for file in plan.files]
-        state = read_unfinished(folder)
+        state = read_download_state(folder)
         if state is None or state.identity != identity:
             for part in folder.glob("*.part"):
                 part.unlink()
             none: list[str | None] = [None] * len(identity)
-            state = Unfinished(name=plan.name, sizes=[file.size for file in plan.files], etags=none, identity=identity)
+            state = DownloadState(
+                name=plan.name, sizes=[file.size for file in plan.files], etags=none, identity=identity
+            )
         self._check_room(folder, state)
-        write_unfinished(folder, state)
+        write_download_state(folder, state)
         return state
 
-    def _check_room(self, folder: Path, state: Unfinished) -> None:
+    def _check_room(self, folder: Path, state: DownloadState) -> None:
         here = sizes_of_parts(folder, len(state.sizes))
         missing = sum(max(0, size - done) for size, done in zip(state.sizes, here, strict=True) if size is not None)
         try:
@@ -266,15 +270,15 @@ class Puller:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    async def _note(self, folder: Path, number: int, learned: Learned) -> None:
+    async def _note(self, folder: Path, number: int, learned: ServerFileInfo) -> None:
         """Note what a server says, so that another process can go on."""
-        state = read_unfinished(folder)
+        state = read_download_state(folder)
         if state is None:
             return
         state.sizes[number] = learned.size
         state.etags[number] = learned.etag
         self._check_room(folder, state)
-        write_unfinished(folder, state)
+        write_download_state(folder, state)
 
     def _refusal(self, name: str, http: Http, status: int, headers: Mapping[str, str]) -> HubError:
         return explain_refused_file(status, headers, self._places.endpoint, name, has_token=http.has_token)

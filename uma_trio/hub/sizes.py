@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def gib(n: int) -> str:
+def format_bytes(n: int) -> str:
     """Format ``n`` bytes, in the unit that fits."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if n >= size:

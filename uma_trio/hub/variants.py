@@ -11,7 +11,7 @@ import attrs
 
 from uma_trio.engine.split import PART
 from uma_trio.hub.errors import HubError
-from uma_trio.hub.sizes import gib
+from uma_trio.hub.sizes import format_bytes
 
 QUANTIZATION: Final = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q[1-8](?:_(?:[0-9]|K|X{0,2}[SL]|M|NL|P))*|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|"
@@ -125,7 +125,9 @@ def choose(variants: Sequence[Variant], choice: str | None, place: str) -> Varia
         raise HubError(
             f"{place} has no GGUF files", "look for a repository that has some; their names often end with -GGUF"
         )
-    there = ", ".join(f"{each.label} ({gib(each.size)})" for each in sorted(variants, key=lambda each: each.size))
+    there = ", ".join(
+        f"{each.label} ({format_bytes(each.size)})" for each in sorted(variants, key=lambda each: each.size)
+    )
     if choice is None:
         return best([(each.quantization, each) for each in variants])
     wanted = choice.lower()

@@ -39,7 +39,7 @@ from uma_trio.aici.messages import (
     encode,
     rid_of_answer,
 )
-from uma_trio.aici.runtime.fitting import FRAME_BYTES, fit
+from uma_trio.aici.runtime.answer_size import FRAME_BYTES, shorten_to_fit
 from uma_trio.aici.runtime.interface import BadModule, ControllerError, ControllerTimeout, Host, Limits, Vocabulary
 from uma_trio.aici.runtime.live_sequence import controller_error
 from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
@@ -187,7 +187,7 @@ class Server:
         room = self._channels.main.outgoing.capacity
         if len(data) <= room or not isinstance(answer.data, PostPreAnswer | MidAnswer):
             return data
-        fitting, gone = fit(answer.data, room - FRAME_BYTES)
+        fitting, gone = shorten_to_fit(answer.data, room - FRAME_BYTES)
         self._sequences.drop(gone)
         return encode(Ok(fitting, answer.rid))
 

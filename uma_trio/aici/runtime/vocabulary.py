@@ -9,7 +9,7 @@ from pathlib import Path
 
 from uma_trio.engine.messages import TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.hub.environment import find_places
+from uma_trio.hub.environment import find_model_locations
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.locate import find_here
 from uma_trio.models.loaded import vocabulary
@@ -65,7 +65,7 @@ def find(name: str) -> Path:
     if (path := Path(f"{name}.gguf")).is_file():
         return path
     try:
-        path = find_here(name, find_places(os.environ)).path
+        path = find_here(name, find_model_locations(os.environ)).path
     except HubError as error:
         hint = "; this runtime downloads no tokenizers" if name in REFERENCE_NAMES else ""
         raise NoVocabulary(f"there is no tokenizer {name}{hint}: {error}") from None

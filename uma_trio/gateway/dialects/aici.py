@@ -146,7 +146,7 @@ async def run(call: Call) -> Response:
     models = await call.ask(lambda client: client.models())
     renderer = RunRenderer(request.model or models[0].name, has_controller=request.controller != NO_CONTROLLER)
     return StreamedAnswer(
-        _whole_batches(call.observation.watch(call.daemon.generate(fields))),
+        _whole_batches(call.record.watch(call.daemon.generate(fields))),
         renderer,
         refuse=call.refuse,
         keep_alive_s=call.config.http.keep_alive_s,
@@ -181,7 +181,7 @@ class RunRenderer:
     """Writes the frames of a run: one for all events that have arrived together."""
 
     media_type = EVENT_STREAM
-    comment = b""
+    keep_alive_frame = b""
     """The clients of this API take a comment for an error."""
 
     def __init__(self, model: str, *, has_controller: bool) -> None:

@@ -72,7 +72,7 @@ async def answer_messages(call: Call) -> Response:
     if request.stream:
         renderer = MessageEvents(head, call.id, request.max_tokens, has_reasoning=has_reasoning)
         return call.stream({**fields, "progress": True}, renderer)
-    [eos] = await call.whole(call.daemon.complete(fields))
+    [eos] = await call.unless_disconnected(call.daemon.complete(fields))
     content = [_block(part) for part in parts_of(eos, has_reasoning=has_reasoning)]
     return json_response({**head, "content": content, **_stop(eos, request.max_tokens), "usage": _usage(eos)})
 
@@ -88,7 +88,7 @@ async def count_tokens(call: Call) -> Response:
         tools=tools.get("tools"),
         chat_template_kwargs=request.template_kwargs,
     )
-    found = await call.whole(call.ask(lambda client: client.tokenize(**fields), counts=True))
+    found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields), counts=True))
     return json_response({"input_tokens": len(found.tokens)})
 
 
@@ -141,7 +141,7 @@ class MessageEvents(PartRenderer):
         has_reasoning: whether it contains the reasoning.
     """
 
-    comment = sse({"type": "ping"}, "ping")
+    keep_alive_frame = sse({"type": "ping"}, "ping")
 
     def __init__(self, head: dict[str, Any], request_id: str, max_tokens: int, *, has_reasoning: bool) -> None:
         super().__init__(has_reasoning=has_reasoning)
@@ -158,7 +158,7 @@ class MessageEvents(PartRenderer):
             "stop_sequence": None,
             "usage": _tokens(self.prompt_tokens or 0, 0, 0),
         }
-        return _event("message_start", message=message) + self.comment
+        return _event("message_start", message=message) + self.keep_alive_frame
 
     def part_began(self, part: Part) -> bytes:
         """A block that is still empty."""

@@ -114,7 +114,7 @@ async def complete_as_llama_server(call: Call) -> Response:
     )
     if request.stream:
         return call.stream(requests, LlamaEvents(description, call.id))
-    ends: list[Eos] = await call.whole(call.daemon.complete_all(requests))
+    ends: list[Eos] = await call.unless_disconnected(call.daemon.complete_all(requests))
     found = []
     for eos in ends:
         text, tokens = eos.text or "", [each.token_id for each in eos.logprobs or ()]
@@ -220,7 +220,7 @@ class LlamaEvents:
     """
 
     media_type = EVENT_STREAM
-    comment = COMMENT
+    keep_alive_frame = COMMENT
 
     def __init__(self, description: Description, request_id: str) -> None:
         self._description = description

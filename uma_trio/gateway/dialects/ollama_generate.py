@@ -135,7 +135,7 @@ async def _answer(call: Call, request: Common, shape: Shape, warnings: list[str]
         shape = _without_thinking(shape)
     if request.stream:
         return call.stream(fields, _Lines(request.model, shape, warnings, call.id))
-    (eos,) = await call.whole(call.daemon.complete(fields))
+    (eos,) = await call.unless_disconnected(call.daemon.complete(fields))
     return json_response(_last(request.model, shape(eos), eos, warnings))
 
 
@@ -216,7 +216,7 @@ class _Lines:
     """Writes an answer as lines of JSON.  Clients parse every line, so there is nothing that keeps a connection alive."""
 
     media_type = NDJSON
-    comment = b""
+    keep_alive_frame = b""
 
     def __init__(self, model: str, shape: Shape, warnings: list[str], request_id: str) -> None:
         self._model = model

@@ -83,7 +83,7 @@ async def complete_chat(call: Call) -> Response:
     if request.stream:
         renderer = ChatChunks(head, call.id, n=n, usage=request.includes_usage, warnings=warnings)
         return call.stream(fields, renderer)
-    ends = await call.whole(call.daemon.complete(fields))
+    ends = await call.unless_disconnected(call.daemon.complete(fields))
     return json_response(_completion(head, ends, warnings))
 
 
@@ -123,7 +123,7 @@ class ChatChunks:
     """
 
     media_type = EVENT_STREAM
-    comment = COMMENT
+    keep_alive_frame = COMMENT
 
     def __init__(self, head: dict[str, Any], request_id: str, *, n: int, usage: bool, warnings: list[str]) -> None:
         self._head = {**head, "object": "chat.completion.chunk"}

@@ -94,7 +94,7 @@ async def complete(call: Call) -> Response:
     if request.stream:
         renderer = TextChunks(head, call.id, n=n, usage=request.includes_usage, warnings=warnings)
         return call.stream(requests, renderer)
-    ends: list[Eos] = await call.whole(call.daemon.complete_all(requests))
+    ends: list[Eos] = await call.unless_disconnected(call.daemon.complete_all(requests))
     choices = [
         {
             "text": eos.text or "",
@@ -152,7 +152,7 @@ class TextChunks:
     """
 
     media_type = EVENT_STREAM
-    comment = COMMENT
+    keep_alive_frame = COMMENT
 
     def __init__(self, head: dict[str, Any], request_id: str, *, n: int, usage: bool, warnings: list[str]) -> None:
         self._head = head

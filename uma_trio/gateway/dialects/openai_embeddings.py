@@ -40,7 +40,7 @@ async def embed(call: Call) -> Response:
         model=request.model,
         dimensions=request.dimensions,
     )
-    found: Embeddings = await call.whole(call.daemon.embed(fields))
+    found: Embeddings = await call.unless_disconnected(call.daemon.embed(fields))
     encoded = list if request.encoding_format == "float" else in_base64
     body = {
         "object": "list",

@@ -26,7 +26,7 @@ class ResponseEvents(PartRenderer):
         seals: whether reasoning comes as ``encrypted_content`` too.
     """
 
-    comment = COMMENT
+    keep_alive_frame = COMMENT
 
     def __init__(self, head: dict[str, Any], request_id: str, *, custom_tools: frozenset[str], seals: bool) -> None:
         super().__init__()

@@ -162,7 +162,7 @@ async def respond(call: Call) -> Response:
     events = ResponseEvents(head, call.id, custom_tools=custom, seals="reasoning.encrypted_content" in include)
     if request.stream:
         return call.stream(fields, events)
-    [eos] = await call.whole(call.daemon.complete(fields))
+    [eos] = await call.unless_disconnected(call.daemon.complete(fields))
     return json_response(whole_response(events, eos))
 
 
@@ -175,7 +175,7 @@ async def count_input(call: Call) -> Response:
     fields = call.for_daemon(
         model=request.model, messages=messages, tools=tools, chat_template_kwargs=request.template_kwargs
     )
-    found = await call.whole(call.ask(lambda client: client.tokenize(**fields)))
+    found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields)))
     return json_response({"object": "response.input_tokens", "input_tokens": len(found.tokens)})
 
 

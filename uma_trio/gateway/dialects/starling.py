@@ -46,7 +46,7 @@ async def generate(call: Call) -> Response:
         case True:
             return call.stream(fields, _Events(call.id, warnings, as_lines=as_lines))
         case False:
-            ends = await call.whole(call.daemon.complete(fields))
+            ends = await call.unless_disconnected(call.daemon.complete(fields))
             answers = [_without_names(to_fields(eos)) for eos in ends]
             body = answers[0] if len(answers) == 1 else {"answers": answers}
             return json_response({"request_id": call.id, **body, **({"warnings": warnings} if warnings else {})})
@@ -78,7 +78,7 @@ class _Events:
         self._warnings = warnings
         self._as_lines = as_lines
         self.media_type = NDJSON if as_lines else EVENT_STREAM
-        self.comment = b"" if as_lines else COMMENT
+        self.keep_alive_frame = b"" if as_lines else COMMENT
 
     def begin(self) -> bytes:
         """The warnings, if there are any."""

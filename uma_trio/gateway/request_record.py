@@ -26,7 +26,7 @@ class EndOfAnswer:
 
 
 @attrs.define
-class Observation:
+class RequestRecord:
     """What is known of one HTTP request."""
 
     request_id: str

@@ -22,10 +22,10 @@ CUT: Final = "\n[...]\n"
 
 
 @overload
-def fit(answer: PostPreAnswer, n_bytes: int) -> tuple[PostPreAnswer, set[int]]: ...
+def shorten_to_fit(answer: PostPreAnswer, n_bytes: int) -> tuple[PostPreAnswer, set[int]]: ...
 @overload
-def fit(answer: MidAnswer, n_bytes: int) -> tuple[MidAnswer, set[int]]: ...
-def fit(answer: PostPreAnswer | MidAnswer, n_bytes: int) -> tuple[PostPreAnswer | MidAnswer, set[int]]:
+def shorten_to_fit(answer: MidAnswer, n_bytes: int) -> tuple[MidAnswer, set[int]]: ...
+def shorten_to_fit(answer: PostPreAnswer | MidAnswer, n_bytes: int) -> tuple[PostPreAnswer | MidAnswer, set[int]]:
     """The answer, with results that need no more than ``n_bytes`` as JSON.
 
     Results get equal shares; what small ones leave over is not given to others.  A result that is larger than its share

@@ -1,6 +1,6 @@
 """Watches every HTTP request from outside: counts it, logs it, traces it.
 
-Endpoints add what only they know to the request's ``Observation``.
+Endpoints add what only they know to the request's ``RequestRecord``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uma_trio.config import Http
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.http_metrics import HttpMetrics
-from uma_trio.gateway.observation import NO_ROUTE, Observation
+from uma_trio.gateway.request_record import NO_ROUTE, RequestRecord
 from uma_trio.gateway.tenants import Tenant
 
 log = structlog.get_logger("uma_trio.gateway")
@@ -27,13 +27,13 @@ STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")
 class Tracer(Protocol):
     """Gets each observation when its request has ended."""
 
-    def record(self, observation: Observation) -> None: ...
+    def record(self, observation: RequestRecord) -> None: ...
 
 
-def observed(app: ASGIApp, metrics: HttpMetrics, endpoints: Iterable[Endpoint], settings: Http) -> ASGIApp:
+def with_request_log(app: ASGIApp, metrics: HttpMetrics, endpoints: Iterable[Endpoint], settings: Http) -> ASGIApp:
     """``app`` with its requests observed, counted in ``metrics``."""
     dialects = {(endpoint.method, endpoint.path): endpoint.dialect.name for endpoint in endpoints}
-    return Observe(app, metrics, dialects, logs=settings.access_log, tracer=_tracer(settings))
+    return RequestLogger(app, metrics, dialects, logs=settings.access_log, tracer=_tracer(settings))
 
 
 def _tracer(settings: Http) -> Tracer | None:
@@ -48,7 +48,7 @@ def _tracer(settings: Http) -> Tracer | None:
     return otlp_tracer(settings.otlp_endpoint)
 
 
-class Observe:
+class RequestLogger:
     """Observes all requests to ``app``.
 
     Args:
@@ -77,8 +77,8 @@ class Observe:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        seen = Observation(state["request_id"], scope["method"], scope["headers"])
-        state["observation"] = seen
+        seen = RequestRecord(state["request_id"], scope["method"], scope["headers"])
+        state["record"] = seen
         began = time.perf_counter()
         started: float | None = None
 
@@ -107,7 +107,7 @@ class Observe:
             seen.tenant = None if tenant is None else tenant.name
             self._end(seen, began, started)
 
-    def _end(self, seen: Observation, began: float, started: float | None) -> None:
+    def _end(self, seen: RequestRecord, began: float, started: float | None) -> None:
         ended = time.perf_counter()
         seen.ended_ns = seen.began_ns + round(1e9 * (ended - began))
         labels = seen.route, seen.dialect
@@ -121,7 +121,7 @@ class Observe:
             self._tracer.record(seen)
 
 
-def _log(seen: Observation, duration_s: float) -> None:
+def _log(seen: RequestRecord, duration_s: float) -> None:
     usages = [end.event.usage for end in seen.ends]
     access_log.info(
         "http",
