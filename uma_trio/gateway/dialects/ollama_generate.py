@@ -112,9 +112,9 @@ async def _loaded(call: Call, request: Common, empty: dict[str, Any]) -> Respons
     model = await find_model(call, request.model)
     unloads = str(request.keep_alive) in UNLOADS and is_admin(call.request.scope)
     if unloads:
-        await call.whole(call.ask(lambda client: client.manage_model("unload", model.name)))
+        await call.unless_disconnected(call.ask(lambda client: client.manage_model("unload", model.name)))
     elif model.state != "ready":
-        await call.whole(call.ask(lambda client: client.tokenize("", model=model.name)))
+        await call.unless_disconnected(call.ask(lambda client: client.tokenize("", model=model.name)))
     head = {"model": ollama_name(model.name), "created_at": iso_time()}
     return json_response({**head, **empty, "done": True, "done_reason": "unload" if unloads else "load"})
 

@@ -104,7 +104,7 @@ async def reload(call: Call) -> Response:
 
 async def _managed(call: Call, action: Literal["load", "unload", "reload"]) -> Response:
     request, _ = await call.read(ModelRequest)
-    model = await call.whole(call.ask(lambda client: client.manage_model(action, request.model)))
+    model = await call.unless_disconnected(call.ask(lambda client: client.manage_model(action, request.model)))
     return json_response({"success": True, "model": _model(model.name, model)})
 
 
