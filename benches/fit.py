@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -119,6 +120,8 @@ def step(model: Path, device: str, target_mib: int, flags: list[str]) -> Result:
             line = next((each for each in child.stdout if each.startswith('{"choice"')), None)  # not a line of the log
             free_mib = free_gpu() / MIB if free_gpu is not None else 0.0
             child.stdin.close()
+        if timer.finished.is_set() and child.returncode == -signal.SIGKILL:
+            return Result(target_mib, f"not done after {LIMIT_S:g} s")
         if line and not child.returncode:
             found = Result(target_mib, "ok", **json.loads(line))
             return found if free_gpu is None else attrs.evolve(found, taken_mib=found.free_mib - free_mib)

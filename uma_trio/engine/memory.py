@@ -86,7 +86,8 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
     except OSError:
         return
     for line in lines:
-        number, controllers, name = line.split(":", 2)
+        number, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
         if number == "0" and not controllers:
             version = VERSION_2
         elif "memory" in controllers.split(","):
