@@ -104,6 +104,7 @@ class FakeModel:
     template_source: str | None = None
     metadata: Mapping[str, str] = attrs.field(factory=dict)
     written_at: float = 0.0
+    fit: None = None
     recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
     spelled: Mapping[int, bytes] = attrs.field(factory=dict)
     grammars: GrammarCompiler = attrs.field(
