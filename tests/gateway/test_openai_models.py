@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anthropic
 import openai
 import pytest
 
 from tests.gateway.conftest import Gateway
+from tests.support.real_daemon import real_daemon
+from uma_trio.models.loaded import EMBEDDED
 
 
 def test_the_models_that_are_served(gateway: Gateway) -> None:
@@ -46,3 +50,59 @@ def test_clients_of_anthropic_get_models_in_their_shape(gateway: Gateway) -> Non
 def test_all_methods_of_a_path_are_named(gateway: Gateway) -> None:
     with gateway.http() as plain:
         assert plain.options("/v1/controllers/tags").headers["allow"] == "GET, HEAD, POST"
+
+
+def test_a_model_is_loaded_when_it_is_asked_for_and_administrators_unload_it(library: None, tmp_path: Path) -> None:
+    data = bytearray(EMBEDDED.read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "b.gguf").write_bytes(data)
+    file = tmp_path / "uma.yaml"
+    file.write_text(
+        f"model: {{ctx: 2048, parallel: 2}}\n"
+        f"models: [embedded, {{model: {tmp_path / 'b.gguf'}, alias: [gpt], load: demand, idle_unload_s: 1h}}]\n"
+    )
+    with real_daemon("--config", str(file), "--http", "0", folder=tmp_path) as daemon:
+        gateway = Gateway.of(daemon)
+
+        def loaded() -> list[str]:
+            return [model["name"] for model in client.get("/api/ps").json()["models"]]
+
+        with gateway.http() as client:
+            status = {each.id: each.model_dump()["status"]["value"] for each in gateway.openai().models.list()}
+            assert status == {"embedded": "loaded", "b": "unloaded"}
+            assert [model["name"] for model in client.get("/api/tags").json()["models"]] == [
+                "embedded:latest",
+                "b:latest",
+            ]
+            assert loaded() == ["embedded:latest"]
+            assert client.get("/readyz").status_code == 200
+            asked = {"model": "gpt", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+            answer = client.post("/v1/chat/completions", json=asked).json()
+            assert "Paris" in answer["choices"][0]["message"]["content"]
+            assert loaded() == ["embedded:latest", "b:latest"]
+            assert client.get("/api/ps").json()["models"][1]["expires_at"] < "2300"
+            assert gateway.openai().models.retrieve("gpt").model_dump()["parent"] == "b"
+            assert 'uma_tokens_total{model="b"}' in client.get("/metrics").text
+            unloaded = client.post("/v1/models/unload", json={"model": "b"}).json()
+            assert (unloaded["success"], unloaded["model"]["status"]) == (True, {"value": "unloaded"})
+            assert loaded() == ["embedded:latest"]
+            assert client.post("/models/load", json={"model": "b"}).json()["model"]["status"] == {"value": "loaded"}
+            assert client.post("/v1/models/reload", json={"model": "b"}).status_code == 200
+            assert client.post("/v1/models/load", json={"model": "x"}).status_code == 404
+            gone = client.post("/api/chat", json={"model": "b", "keep_alive": 0}).json()
+            assert gone["done_reason"] == "unload"
+            assert loaded() == ["embedded:latest"]
+            assert client.post("/api/generate", json={"model": "b"}).json()["done_reason"] == "load"
+            assert loaded() == ["embedded:latest", "b:latest"]
+
+
+def test_only_administrators_load_and_unload(library: None, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("tenants:\n  - name: alice\n    keys: [sk-alice-0123456789abcdef]\n")
+    keys.chmod(0o600)
+    with real_daemon("--http", "0", "--http-keys", str(keys), folder=tmp_path) as daemon:
+        headers = {"authorization": "Bearer sk-alice-0123456789abcdef"}
+        with Gateway.of(daemon).http(headers=headers) as client:
+            refused = client.post("/v1/models/unload", json={"model": "embedded"})
+        assert refused.status_code == 403
+        assert daemon.metrics()["models"]["embedded"]["state"] == "ready"

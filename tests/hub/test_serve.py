@@ -100,3 +100,26 @@ def test_other_commands_take_a_name(hub: FakeHub, home: Home, model: bytes) -> N
     saved = home.run("aicirt", "--tokenizer", "tiny", "--save-tokenizer", str(trie))
     assert saved.returncode == 0, saved.stderr
     assert trie.stat().st_size > 0
+
+
+def test_a_model_of_this_machine_is_loaded_on_demand(hub: FakeHub, home: Home, model: bytes, tmp_path: Path) -> None:
+    hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
+    assert home.run("pull", NAME).returncode == 0
+    path = next(home.models.rglob("*.gguf"))
+    flags = ("--model", "embedded", "--on-demand", "--ctx", "2048", "--parallel", "2")
+    with real_daemon(*flags, folder=tmp_path, environment=home.environment) as daemon:
+        socket = str(daemon.socket)
+        assert daemon.ask(prompt="x", model=str(path)).code == "E_MODEL_NOT_FOUND"  # a client names no paths
+        assert daemon.ask(prompt="x", model="nothing/there:Q8_0").code == "E_MODEL_NOT_FOUND"
+        listed = json.loads(home.run("models", "--json", UMA_SOCKET=socket).stdout)
+        assert [each["state"] for each in listed] == ["unloaded"]
+        assert "Paris" in daemon.ask(messages=QUESTION, model="tiny", max_tokens=20).text
+        assert daemon.metrics()["models"][NAME]["state"] == "ready"
+        assert NAME in home.run("models", UMA_SOCKET=socket).stdout
+        unloaded = home.run("models", "unload", "tiny", "--socket", socket)
+        assert f"{NAME} is unloaded" in unloaded.stderr
+        loaded = home.run("models", "load", "tiny", "--socket", socket)
+        assert f"{NAME} is ready" in loaded.stderr
+        assert home.run("models", "reload", "tiny", "--socket", socket).returncode == 0
+        failed = home.run("models", "load", "nothing", "--socket", socket)
+        assert (failed.returncode, "E_MODEL_NOT_FOUND" in failed.stderr) == (1, True)

@@ -144,6 +144,15 @@ def test_tokens_as_a_list_and_as_an_array(engine, prompts):
     assert alone(engine, as_array, 3) == alone(engine, list(prompts[0]), 3)
 
 
+def test_another_number_of_threads_computes_the_same(engine, prompts):
+    first = alone(engine, prompts[0], 8)
+    for n_threads in (2, 1):
+        engine.set_threads(n_threads)
+        assert alone(engine, prompts[0], 8) == first
+    engine.reset()
+    assert alone(engine, prompts[0], 8) == first
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_chunked_prefill_equals_whole_prefill(engine, prompts, chunk):
     assert alone(engine, prompts[1], 8, chunk=chunk) == alone(engine, prompts[1], 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client.core import (
@@ -45,10 +45,15 @@ class DaemonMetrics(Collector):
             return
         model = model_name(snapshot)
         yield InfoMetricFamily("uma_daemon", "The daemon.", {"version": str(snapshot.get("version", "")), MODEL: model})
+        snapshots = by_model(snapshot)
         for each in self._exported:
-            found = find(snapshot, each.path)
-            if found is not None:
-                yield family(each, found, model)
+            found = {
+                name: value
+                for name, of_model in (snapshots if each.of_model else {model: snapshot}).items()
+                if (value := find(of_model, each.path)) is not None
+            }
+            if found:
+                yield family(each, found)
         yield _errors(snapshot)
         if self._for_vllm:
             yield from vllm_families(snapshot)
@@ -59,35 +64,57 @@ def model_name(snapshot: Snapshot) -> str:
     return str(snapshot.get("model", "")).removesuffix(".gguf")
 
 
-def family(each: Exported, found: Any, model: str) -> Metric:
-    """The family of one field of a snapshot."""
+def by_model(snapshot: Snapshot) -> dict[str, Snapshot]:
+    """The snapshots of all models that are loaded, by name; the first one is that of the daemon itself."""
+    found = {model_name(snapshot): snapshot}
+    for name, model in snapshot.get("models", {}).items():
+        if "metrics" in model:
+            found[name] = model["metrics"]
+    return found
+
+
+def family(each: Exported, found: Mapping[str, Any]) -> Metric:
+    """The family of one field of a snapshot.
+
+    Args:
+        found: its values by model; of the daemon's own fields it has one.
+    """
     labels = [MODEL] if each.of_model else []
-    values = [model] if each.of_model else []
     if each.kind == "histogram":
-        return histogram(each.name, each.help, found, dict(zip(labels, values, strict=True)), each.scale)
+        return histogram(each.name, each.help, [({MODEL: name}, value) for name, value in found.items()], each.scale)
     cls = CounterMetricFamily if each.kind == "counter" else GaugeMetricFamily
-    if each.label is None:
-        made = cls(each.name, each.help, labels=labels)
-        made.add_metric(values, found * each.scale)
-        return made
-    made = cls(each.name, each.help, labels=[*labels, each.label])
-    for key, value in found.items():
-        made.add_metric([*values, key], (value if each.inner is None else value.get(each.inner, 0)) * each.scale)
+    made = cls(each.name, each.help, labels=labels if each.label is None else [*labels, each.label])
+    for model, value in found.items():
+        values = [model] if each.of_model else []
+        if each.label is None:
+            made.add_metric(values, value * each.scale)
+            continue
+        for key, one in value.items():
+            made.add_metric([*values, key], (one if each.inner is None else one.get(each.inner) or 0) * each.scale)
     return made
 
 
-def histogram(name: str, help: str, found: Mapping[str, Any], labels: Mapping[str, str], scale: float) -> Metric:
-    """The family of one histogram of a snapshot, in the unit of ``name``."""
-    made = HistogramMetricFamily(name, help, labels=[*labels])
-    buckets = [(f"{bound * scale:.10g}", count) for bound, count in zip(found["bounds"], found["counts"], strict=True)]
-    made.add_metric([*labels.values()], [*buckets, ("+Inf", found["count"])], found["sum"] * scale)
+def histogram(name: str, help: str, found: Sequence[tuple[Mapping[str, str], Any]], scale: float) -> Metric:
+    """The family of one histogram of a snapshot, in the unit of ``name``.
+
+    Args:
+        found: pairs of labels, which have the same names, and values.
+    """
+    made = HistogramMetricFamily(name, help, labels=[*found[0][0]])
+    for labels, value in found:
+        counts = zip(value["bounds"], value["counts"], strict=True)
+        buckets = [(f"{bound * scale:.10g}", count) for bound, count in counts]
+        made.add_metric([*labels.values()], [*buckets, ("+Inf", value["count"])], value["sum"] * scale)
     return made
 
 
 def errors_by_code(snapshot: Snapshot) -> Counter[str]:
-    """Failed and rejected requests, and rejected connections."""
-    ended = {reason: n for reason, n in snapshot.get("requests_total", {}).items() if reason.startswith("E_")}
-    return Counter(ended) + Counter(snapshot.get("rejected_total", {}))
+    """Failed and rejected requests of all models, and rejected connections."""
+    found: Counter[str] = Counter(snapshot.get("rejected_total", {}))
+    for of_model in by_model(snapshot).values():
+        ended = of_model.get("requests_total", {})
+        found.update({reason: n for reason, n in ended.items() if reason.startswith("E_")})
+    return found
 
 
 def _errors(snapshot: Snapshot) -> Metric:
@@ -157,4 +184,4 @@ def vllm_families(snapshot: Snapshot) -> Iterator[Metric]:
         found = find(snapshot, f"histograms.{field}")
         if found is not None:
             scale = MS if field.endswith("_ms") else 1
-            yield histogram(f"vllm:{name}", "As vLLM calls it.", found, labels, scale)
+            yield histogram(f"vllm:{name}", "As vLLM calls it.", [(labels, found)], scale)

@@ -176,4 +176,18 @@ PRINCIPALS: Final = (
     _of_principal("requests_running", "running", "Requests in prefill or decode by principal.", "gauge"),
 )
 
-EXPORTED: Final = (*LOAD, *THROUGHPUT, *LATENCY, *TICKS, *MEMORY, *PARTS, *PRINCIPALS)
+
+def _of_models(name: str, field: str, help: str, kind: Kind = "counter") -> Exported:
+    return Exported(f"uma_model_{name}", "models", help, kind, label="model", inner=field, of_model=False)
+
+
+MODELS: Final = (
+    _of_models("memory_bytes", "memory_bytes", "Size of weights and KV cache; 0 while it is not loaded.", "gauge"),
+    _of_models("requests_waiting", "waiting", "Requests that wait for the model to be loaded.", "gauge"),
+    _of_models("loads_total", "loads_total", "Times that the model was loaded."),
+    _of_models("load_failures_total", "load_failures_total", "Loads that failed."),
+    _of_models("unloads_total", "unloads_total", "Times that the model was unloaded."),
+    _of_models("evictions_total", "evictions_total", "Times that the model was unloaded to make room for another."),
+)
+
+EXPORTED: Final = (*MODELS, *LOAD, *THROUGHPUT, *LATENCY, *TICKS, *MEMORY, *PARTS, *PRINCIPALS)
