@@ -186,7 +186,7 @@ def test_verbose_names_the_daemon(run, daemon):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "nope"], ["'nope'", "there is embedded", "--model"]),
+        (["--model", "nope"], ["'nope'", "serves embedded", "--model"]),
         (["--max-tokens", "100000000"], ["100000000", "--max-tokens"]),
     ],
 )

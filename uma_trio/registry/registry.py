@@ -510,7 +510,7 @@ class ModelRegistry:
         Raises:
             UmaError: there is no such model.
         """
-        model = self._known(name)
+        model = self._named(name) or await self._find(name)
         if model.attempt is not None:
             await model.attempt.done.wait()
         if model.instance is not None:
@@ -525,7 +525,7 @@ class ModelRegistry:
         Raises:
             UmaError: it cannot be loaded.  The copy that was loaded goes on, if there was room for both.
         """
-        model = self._known(name)
+        model = self._named(name) or await self._find(name)
         if model.attempt is not None:
             await model.attempt.done.wait()
         await self._loaded(model, model.attempt or self._begin(model, Attempt(is_wanted=True)))
@@ -564,12 +564,6 @@ class ModelRegistry:
         await attempt.done.wait()
         if attempt.cause is not None:
             raise _unavailable(model, attempt.cause)
-
-    def _known(self, name: str) -> Model:
-        model = self._named(name)
-        if model is None:
-            raise self._not_found(name)
-        return model
 
     # -- how they are -----------------------------------------------------------------------------
 
