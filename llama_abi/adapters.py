@@ -18,7 +18,7 @@ class LoraAdapter(Handle):
         path: a GGUF file of the type ``adapter``.
 
     Raises:
-        LlamaError: the file does not exist, is no adapter, or belongs to another model. The message includes llama.cpp's
+        LlamaError: the file does not exist, is not an adapter, or belongs to another model. The message includes llama.cpp's
             errors.
 
     A GGUF file is untrusted input, and some values in it abort the process: check the file first.

@@ -357,7 +357,7 @@ class Client:
         return attrs.evolve(answer, embeddings=found)
 
     async def controller_tags(self, **fields: Any) -> list[ControllerTag]:
-        """Return the tags of all controllers, the last changed first; ``fields`` are those of a controllers query.
+        """Return the tags of all controllers, the most recently changed first; ``fields`` are those of a controllers query.
 
         Raises:
             ServerError: the daemon answered with an error.
@@ -376,7 +376,7 @@ class Client:
             fields: further fields of a controllers query in docs/PROTOCOL.md.
 
         Raises:
-            ServerError: it is no controller, or the daemon takes none.
+            ServerError: it is not a controller, or the daemon takes none.
         """
         n_parts = max(1, -(-len(binary) // PART_BYTES))
         query = {"type": "controllers", "action": "upload", "of": n_parts, **fields}

@@ -294,7 +294,7 @@ class ModelService:
         return self._scheduler.describe_sequences()
 
     def latest_sessions(self, n: int) -> list[SessionInfo]:
-        """The ``n`` most recently used sessions of all principals, the last used first."""
+        """The ``n`` most recently used sessions of all principals, in that order."""
         return self._sessions.latest(n)
 
     def retry_after_ms(self) -> int | None:

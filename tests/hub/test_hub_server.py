@@ -64,4 +64,4 @@ def test_what_their_library_downloaded_is_used_where_it_is(hub: FakeHub, home: H
     assert refused.returncode == 1
     assert "belongs to Hugging Face; remove it with: hf cache rm" in refused.stderr
     os.unlink(os.path.realpath(path))
-    assert json.loads(home.run("models", "--json").stdout) == [], "a link to nowhere is no model"
+    assert json.loads(home.run("models", "--json").stdout) == [], "a link to nowhere is not a model"

@@ -99,6 +99,10 @@ PHRASES = {
     r"while [a-z ]{0,20}(prompt|document)s?\b[^.]{0,20}\b(is|are) (being )?read": "during prefill",
     r"(was|were|is|are|been|be) said": "the conversation, the messages, the answer",
     r"[,;:(] else\b": "otherwise",
+    r"something else than": "something other than",
+    r"those first that": "the least recently used ones first",
+    r"last (used|changed|updated) first": "most recently used first",
+    r"(?<!there\s)(is|are) no (JSON|URL|name|module|constraint|controller|page|number|file|object|model|schema|grammar|adapter|function|perf log|character)\b": "is not a ..., is not valid JSON",
 }
 """In prose: docstrings, comments, texts for users, documents."""
 

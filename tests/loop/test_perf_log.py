@@ -263,8 +263,8 @@ def test_unusable_files_are_left_unchanged(path: Path, kind: str) -> None:
     said = {
         "folder": "Is a directory",
         "no folder": "No such file or directory",
-        "foreign": "the file exists and is no perf log; it is left unchanged",
-        "short": "the file exists and is no perf log; it is left unchanged",
+        "foreign": "the file exists and is not a perf log; it is left unchanged",
+        "short": "the file exists and is not a perf log; it is left unchanged",
         "taken": "another process writes to the file",
     }
     assert str(raised.value) == said[kind]
@@ -401,6 +401,6 @@ async def test_the_daemon_runs_without_a_log(path: Path) -> None:
     with structlog.testing.capture_logs() as logged, perf_log(settings(perf_log=path), FakeEngine().info) as log:
         assert log is None
     [warning] = warnings(logged)
-    assert warning["event"] == "there is no perf log; the daemon continues"
-    assert warning["reason"].startswith("the file exists and is no perf log")
+    assert warning["event"] == "there is not a perf log; the daemon continues"
+    assert warning["reason"].startswith("the file exists and is not a perf log")
     assert await trio.Path(path).read_bytes() == b"not a perf log"

@@ -263,7 +263,7 @@ def test_a_report_is_self_contained(library, tmp_path, folder):
 @pytest.mark.slow
 def test_a_bench_that_fails_is_in_the_report(library, tmp_path, folder):
     model = tmp_path / "no.gguf"
-    model.write_text("this is no model")
+    model.write_text("this is not a model")
     done = command(
         "--quick", "--only", "long_ctx", "--only", "ipc", "--model", model, "--out", tmp_path / "out", folder=folder
     )

@@ -187,7 +187,7 @@ def test_a_missing_rival_is_one_line(folder, arguments):
 
 def test_a_rival_that_does_not_come_up_says_why(peers, tmp_path, folder):
     model = tmp_path / "no.gguf"
-    model.write_text("this is no model")
+    model.write_text("this is not a model")
     done = bench("--rival", "llama-server", "--model", model, folder=folder)
     assert done.returncode == 1
     assert "llama-server ended at its start" in done.stderr

@@ -195,7 +195,7 @@ DEADLY = {
         with_values(expert_count=4, expert_used_count=2, expert_group_count=3, expert_group_used_count=1), "experts"),
     "no group used": (with_values(expert_count=4, expert_used_count=2, expert_group_count=2), "experts"),
     "a negative epsilon": (with_values(**{EPSILON: -1e-6}), "epsilon is -"),
-    "an epsilon that is no number": (with_values(**{EPSILON: NAN}), "epsilon is nan"),
+    "an epsilon that is not a number": (with_values(**{EPSILON: NAN}), "epsilon is nan"),
     "an infinite epsilon": (with_values(**{EPSILON: INF}), "epsilon is inf"),
     "another negative epsilon": (with_values(attention__group_norm_epsilon=-1.0), "epsilon is -1"),
     "layers of an architecture with a NUL": (

@@ -353,7 +353,7 @@ class FakeRuntime:
     async def make_module(self, wasm: bytes, auth: Auth | None = None) -> ModuleInfo:
         self._check_usable()
         await trio.sleep(self._init_ms / 1e3)
-        raise ControllerFailed("this is no controller")
+        raise ControllerFailed("this is not a controller")
 
     async def set_tags(self, module_id: str, tags: Sequence[str], auth: Auth | None = None) -> list[TagInfo]:
         self._check_usable()

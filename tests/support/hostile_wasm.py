@@ -63,7 +63,7 @@ def _where(callback: str) -> Where:
     return "init" if callback in ("init", "create", "prompt") else callback  # type: ignore[return-value]
 
 
-# -- what is no module, or none that can be used ---------------------------------------------------
+# -- what is not a module, or cannot be used --------------------------------------------------------
 
 GOOD: Final = controller()
 NO_IMPORTS: Final = "\n".join(
@@ -317,7 +317,7 @@ def _calls() -> Iterator[HostileWasm]:
         "two": '{"ReadVar":{"name":"a"},"WriteVar":{"name":"a","value":"","op":"Set"}}',
         "no hexadecimal digits": '{"WriteVar":{"name":"a","value":"xy","op":"Set"}}',
         "an unknown operation": '{"WriteVar":{"name":"a","value":"","op":"Drop"}}',
-        "a name that is no text": '{"ReadVar":{"name":3}}',
+        "a name that is not a text": '{"ReadVar":{"name":3}}',
     }.items():
         body = _storing(text.encode(), 8192) + store.format(at=8192, size=len(text))
         yield case(f"a storage command: {name}", body, "storage command: ")

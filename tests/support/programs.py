@@ -1,4 +1,4 @@
-"""Controllers as lists of operations, and what comes of them on the fake engine.
+"""Controllers as lists of operations, and their results on the fake engine.
 
 A ``Program`` also checks the order of its calls: a mask or a splice is asked for once, and its tokens follow before
 anything else is asked.
@@ -96,7 +96,7 @@ class Program(ScriptedController):
         super().__init__()
         self.rest = list(argument)
         self.answered = False
-        """The engine has a mask or a splice, and has not reported what came of it."""
+        """The engine has a mask or a splice, and has not reported the result."""
         self.disturbed = False
         """It was asked something else meanwhile.  That is right only if the engine has ended the sequence."""
         self.generated = 0

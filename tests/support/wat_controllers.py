@@ -24,7 +24,7 @@ class Words:
 
     words: Sequence[bytes] = (b"the", b"then", b" a", b"the")
     n_more: int = 0
-    """Tokens that are no text of the tests, to make it larger."""
+    """Tokens that are not in any text of the tests, to make it larger."""
 
     @property
     def tokens(self) -> list[bytes]:

@@ -145,7 +145,7 @@ def _text(question: str) -> str:
 
 def _read_stdin() -> str:
     """Read what is piped in, to its end.  Says so if nothing comes: another program may have left a pipe open."""
-    with contextlib.suppress(OSError, ValueError):  # stdin is no file, as in a test
+    with contextlib.suppress(OSError, ValueError):  # stdin is not a file, as in a test
         if not sys.stdin.isatty() and not select.select([sys.stdin], [], [], STDIN_NOTICE_S)[0]:
             click.echo("uma-trio ask: waiting for the end of stdin; to ask without it, add < /dev/null", err=True)
     return sys.stdin.buffer.read().decode("utf-8", "replace")

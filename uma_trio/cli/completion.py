@@ -168,7 +168,7 @@ def any_file(context: click.Context, parameter: click.Parameter, incomplete: str
 
 
 def session_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A session of the running daemon, the last used first; nothing if none runs or it does not answer at once."""
+    """A session of the running daemon, the most recently used first; nothing if none runs or it does not answer at once."""
     from uma_trio.connect import ClientError, is_locked
     from uma_trio.protocol.address import socket_path
     from uma_trio.query import query

@@ -112,7 +112,7 @@ def tag(controller: str, names: tuple[str, ...], as_json: bool, socket: str | No
 @_json
 @socket_option()
 def list_(as_json: bool, socket: str | None) -> None:
-    """List the tags of all controllers, the last changed first."""
+    """List the tags of all controllers, the most recently changed first."""
     _print(_run(socket, lambda client: client.controller_tags()), as_json)
 
 

@@ -51,7 +51,7 @@ def clean_exit() -> Iterator[None]:
 
 def _discard_output() -> None:
     """Connect stdout with /dev/null: Python writes what is buffered when it exits, and would fail again."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: stdout is no file, as in a test
+    with contextlib.suppress(OSError, ValueError):  # ValueError: stdout is not a file, as in a test
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)

@@ -65,7 +65,7 @@ def command(context: click.Context, as_json: bool, socket: str | None) -> None:
 @_options
 @click.pass_context
 def list_(context: click.Context, as_json: bool, socket: str | None) -> None:
-    """List all sessions, the last used first."""
+    """List all sessions, the most recently used first."""
     _print(_run(context, socket, lambda client: client.sessions()), as_json or context.obj[0])
 
 

@@ -166,7 +166,7 @@ def take_passed(environment: MutableMapping[str, str]) -> socket.socket | None:
     the next client.  The variables are removed, because they do not concern the daemon's children.
 
     Raises:
-        SocketPathError: systemd passed something else than one listening Unix stream socket.
+        SocketPathError: systemd passed something other than one listening Unix stream socket.
 
     Source: sd_listen_fds(3).
     """
@@ -186,7 +186,7 @@ def take_passed(environment: MutableMapping[str, str]) -> socket.socket | None:
     has_path = passed.family == socket.AF_UNIX and isinstance(name := passed.getsockname(), str) and name
     if not has_path or passed.type != socket.SOCK_STREAM or not listens:
         passed.close()
-        raise SocketPathError(f"systemd passed something else than a listening Unix stream socket; {fix}")
+        raise SocketPathError(f"systemd passed something other than a listening Unix stream socket; {fix}")
     return passed
 
 

@@ -174,7 +174,7 @@ class PerfLog:
             if self._is_regular and self._size:
                 expected = GZIP_MAGIC if self._path.suffix == ".gz" else FIRST_BYTES
                 if os.pread(fd, len(expected), 0) != expected:
-                    raise PerfLogError("the file exists and is no perf log; it is left unchanged")
+                    raise PerfLogError("the file exists and is not a perf log; it is left unchanged")
                 if expected == FIRST_BYTES and os.pread(fd, 1, self._size - 1) != b"\n":
                     self._size += os.write(fd, b"\n")  # a power cut tore the last line
         except BlockingIOError:
@@ -198,7 +198,7 @@ def perf_log(config: Config, info: ModelInfo) -> Iterator[PerfLog | None]:
             opened = PerfLog(path, run_header(config, info), max_bytes=config.operations.perf_log_mb * MB)
         except PerfLogError as error:
             log.warning(
-                "there is no perf log; the daemon continues", path=str(path), reason=str(error), flag="--perf-log"
+                "there is not a perf log; the daemon continues", path=str(path), reason=str(error), flag="--perf-log"
             )
     try:
         yield opened

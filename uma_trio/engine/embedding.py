@@ -34,7 +34,7 @@ MIN_CELLS: Final = 1024
 
 @attrs.frozen
 class Embedded:
-    """What came of one call."""
+    """The result of one call."""
 
     vectors: Sequence[npt.NDArray[np.float32]] = ()
     """One for each text that ended, in order."""

@@ -42,7 +42,7 @@ def _from_metadata(model: llama_abi.Model, settings: config.Model) -> float | No
     """``None`` if the metadata do not determine the size."""
     architecture = f"{model.meta('general.architecture')}.attention"
     heads = model.meta(f"{architecture}.head_count_kv")  # None for an array: layers differ
-    latent = model.meta(f"{architecture}.kv_lora_rank")  # the cache holds something else than heads see
+    latent = model.meta(f"{architecture}.kv_lora_rank")  # the cache holds something other than what the heads see
     if model.is_hybrid or heads is None or latent is not None:
         return None
     width = model.n_embd // max(1, model.n_head)

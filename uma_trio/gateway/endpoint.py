@@ -80,7 +80,7 @@ class Endpoint:
     dialects: Mapping[str, Dialect] = attrs.field(factory=dict)
     """Other dialects of this path, by the header that their clients send."""
     raw_body: str | None = None
-    """Media type of a body that is no JSON.  It may be as large as a controller."""
+    """Media type of a body that is not JSON.  It may be as large as a controller."""
     hidden_fields: frozenset[str] = frozenset()
     """Fields of ``body`` that clients do not send."""
     field_names: FieldNames = attrs.field(factory=dict)

@@ -286,7 +286,7 @@ def _later(code: str, message: str, wait_ns: int) -> HttpError:
 
 @attrs.frozen(eq=False)
 class Admission:
-    """A request that was admitted.  It has to be settled, whatever becomes of it."""
+    """A request that was admitted.  It has to be settled, however it ends."""
 
     _limiter: Limiter
     tenant: Tenant

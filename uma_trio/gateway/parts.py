@@ -36,7 +36,7 @@ class Part:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it can be used: the arguments of a call that was cut are no JSON."""
+        """Whether it can be used: the arguments of a call that was cut are not valid JSON."""
         if self.kind != "call":
             return True
         try:

@@ -90,7 +90,7 @@ class _SequenceMatcher:
 
 @attrs.frozen
 class AppliedMasks:
-    """What came of the masks of one call."""
+    """The result of filling the masks of one call."""
 
     late: Sequence[int]
     """Rows whose mask was not ready."""

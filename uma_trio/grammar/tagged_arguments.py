@@ -21,7 +21,7 @@ def argument_rules(name: str, tool: Tool, tags: ParameterTags, controls: Mapping
     their schema.
 
     Raises:
-        ValueError: a schema is no JSON.
+        ValueError: a schema is not JSON.
     """
     schemas, required = tool.parameters.get("properties"), tool.parameters.get("required")
     before_key = literal(tags.before_key, controls, loose=True)

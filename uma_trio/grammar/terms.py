@@ -52,7 +52,7 @@ def json_expression(schema: dict[str, Any]) -> str:
     """JSON that ``schema`` describes.
 
     Raises:
-        ValueError: the schema is no JSON.
+        ValueError: the schema is not JSON.
     """
     try:
         text = msgspec.json.encode({**schema, "x-guidance": JSON_STYLE}).decode()

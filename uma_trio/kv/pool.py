@@ -200,7 +200,7 @@ class Pool:
     def trim_idle(self) -> None:
         """Evict idle allocations until they hold at most ``MAX_IDLE_FRACTION`` of the cells.
 
-        Evicts those first that exceed the limit alone.  Does nothing while no request runs, because idle cells then
+        First evicts sequences that exceed the limit alone.  Does nothing while no request runs, because idle cells then
         slow nobody down.
         """
         if len(self.allocations) == len(self.idle):

@@ -42,7 +42,7 @@ def check_adapters(settings: Sequence[config.Adapter], model: Path) -> tuple[Ada
     Blocks while it reads the adapters.
 
     Raises:
-        ModelError: a file cannot be read, is no adapter, is damaged, or does not fit the model.
+        ModelError: a file cannot be read, is not an adapter, is damaged, or does not fit the model.
     """
     if not settings:
         return ()

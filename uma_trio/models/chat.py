@@ -158,7 +158,9 @@ class ChatTemplate:
             raise BrokenTemplate(f"{self._name} failed: {_without_new_surrogates(answer['error'], sent)}")
         text: str = answer["text"]
         if _without_new_surrogates(text, sent) != text:
-            raise BrokenTemplate(f"{self._name} failed: its output has half of a surrogate pair, which is no character")
+            raise BrokenTemplate(
+                f"{self._name} failed: its output has half of a surrogate pair, which is not a character"
+            )
         return text
 
     def _does_not_start(self, error: CannotStart) -> BrokenTemplate:

@@ -116,7 +116,7 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
     """
     Raises:
-        BadRequest: two tools have the same name, parameters are no JSON schema, or ``choice`` is not possible.
+        BadRequest: two tools have the same name, parameters are not a JSON schema, or ``choice`` is not possible.
     """
     names = {tool.name for tool in tools}
     for n, tool in enumerate(tools):

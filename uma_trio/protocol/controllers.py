@@ -84,7 +84,7 @@ class Controllers:
     """Answer to a ``ControllersQuery``.  A long list of tags takes several events."""
 
     tags: list[ControllerTag] | None = None
-    """For ``list``: all tags, the last changed first.  For ``tag``: those that were set."""
+    """For ``list``: all tags, the most recently changed first.  For ``tag``: those that were set."""
     more: bool = False
     """Whether another event follows, with the next tags."""
     received_bytes: int | None = None

@@ -388,7 +388,7 @@ class SessionList:
     """Answer to a ``SessionQuery`` with any action but ``read``.  A long list takes several events."""
 
     sessions: list[SessionInfo]
-    """All sessions of the principal, the last used first; or the one that was described, closed or created by a fork."""
+    """All sessions of the principal, the most recently used first; or the one that was described, closed or created by a fork."""
     more: bool = False
     """Whether another event follows, with the next sessions."""
     id: str | None = None

@@ -38,7 +38,7 @@ log = structlog.get_logger("uma_trio.registry")
 FAILURE_KEPT_S: Final = 5.0
 """Requests that come within this time after a failed load get its error, and do not load again."""
 PROGRESS_STEP: Final = 0.05
-"""Who waits hears of progress in steps of this share."""
+"""Clients that wait get the progress in steps of this share."""
 RISE_S: Final = 0.25
 """How long other models must have had no request before a model computes with more threads."""
 RETRY_MS: Final = 5000

@@ -132,7 +132,7 @@ class NamedCall:
     def finish(self) -> ToolCall:
         """
         Raises:
-            NotACall: the arguments are no object.
+            NotACall: the arguments are not an object.
         """
         text = "".join(self._arguments)
         if self._quote is None:

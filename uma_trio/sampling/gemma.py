@@ -22,14 +22,14 @@ def decode_object(text: str, quote: str) -> dict[str, Any]:
         quote: what stands on both sides of a string.
 
     Raises:
-        InvalidNotation: it is no object.
+        InvalidNotation: it is not an object.
     """
     try:
         value, end = _value(text, 0, quote)
     except (IndexError, RecursionError):
         raise InvalidNotation("it ends too early, or is nested too deeply") from None
     if end != len(text) or not isinstance(value, dict):
-        raise InvalidNotation("it is no object")
+        raise InvalidNotation("it is not an object")
     return value
 
 

@@ -359,7 +359,7 @@ class Sessions:
                 log.warning("wrote sessions that were missing on disk", sessions=len(keys))
 
     def latest(self, n: int) -> list[SessionInfo]:
-        """The ``n`` most recently used sessions of all principals, the last used first."""
+        """The ``n`` most recently used sessions of all principals, in that order."""
         return [session.info for session in self._table.latest(n)]
 
     def snapshot(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class SessionTable:
         return [session for session in reversed(self._sessions.values()) if session.principal == principal]
 
     def latest(self, n: int) -> list[Session]:
-        """Return the ``n`` most recently used sessions of all principals, the last used first."""
+        """Return the ``n`` most recently used sessions of all principals, in that order."""
         return list(islice(reversed(self._sessions.values()), n))
 
     def find(self, key: SessionKey) -> Session | None:

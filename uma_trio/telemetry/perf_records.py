@@ -27,7 +27,7 @@ GZIP_MAGIC: Final = b"\x1f\x8b"
 
 
 class NotAPerfLog(ValueError):
-    """The data is no perf log of a known version. The message says why."""
+    """The data is not a perf log of a known version. The message says why."""
 
 
 class _Record(msgspec.Struct, tag_field="kind", omit_defaults=True):

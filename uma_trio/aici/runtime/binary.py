@@ -108,7 +108,7 @@ def type_end(section: bytes, position: int) -> int:
 def import_end(section: bytes, position: int) -> int:
     """
     Raises:
-        NotReadable: it is no function.
+        NotReadable: it is not a function.
     """
     module, position = name(section, position)
     field, position = name(section, position)

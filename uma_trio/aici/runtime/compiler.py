@@ -158,7 +158,7 @@ def main() -> None:
             _send({"not_written": error.strerror, LAST: True})
         except MemoryError:
             _send({"error": "the module cannot be compiled: it takes too much memory", LAST: True})
-        except Exception as error:  # noqa: BLE001  (the one who sent the module hears of it)
+        except Exception as error:  # noqa: BLE001  (the sender of the module gets the reason)
             _send({"error": f"the module cannot be compiled: {error!r}"[:MAX_ERROR_CHARS], LAST: True})
 
 

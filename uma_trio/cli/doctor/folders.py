@@ -115,7 +115,7 @@ def check_folders(settings: Config) -> Iterator[Finding]:
                     purpose=operations.perf_log.name,
                     path=operations.perf_log.parent,
                     setting="--perf-log",
-                    without="there is no perf log",
+                    without="there is not a perf log",
                     limit_mb=operations.perf_log_mb,
                     limit_setting="--perf-log-mb",
                 )
@@ -196,5 +196,5 @@ def _unusable_perf_log(path: Path) -> Finding | None:
     expected = GZIP_MAGIC if path.suffix == ".gz" else FIRST_BYTES
     with path.open("rb") as file:
         if file.read(len(expected)) != expected:
-            return Finding("perf log", "problem", f"{path} exists and is no perf log", fix)
+            return Finding("perf log", "problem", f"{path} exists and is not a perf log", fix)
     return None

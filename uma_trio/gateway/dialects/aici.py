@@ -76,7 +76,7 @@ async def upload(call: Call) -> Response:
 
 
 async def list_tags(call: Call) -> Response:
-    """All tags, the last changed first."""
+    """All tags, the most recently changed first."""
     tags = await call.ask(lambda client: client.controller_tags(**_on_behalf(call)), counts=True)
     return json_response({"tags": [_tag(tag) for tag in tags]})
 
