@@ -401,6 +401,6 @@ async def test_the_daemon_runs_without_a_log(path: Path) -> None:
     with structlog.testing.capture_logs() as logged, perf_log(settings(perf_log=path), FakeEngine().info) as log:
         assert log is None
     [warning] = warnings(logged)
-    assert warning["event"] == "there is not a perf log; the daemon continues"
+    assert warning["event"] == "there is no perf log; the daemon continues"
     assert warning["reason"].startswith("the file exists and is not a perf log")
     assert await trio.Path(path).read_bytes() == b"not a perf log"

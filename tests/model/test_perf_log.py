@@ -85,5 +85,5 @@ def test_a_log_that_cannot_be_written_is_one_warning(library, tmp_path):
     with real_daemon("--perf-log", str(path)) as daemon:
         assert daemon.ask(prompt="Hello", max_tokens=5).reason == "length"
         warnings = [line for line in daemon.log_lines() if line["level"] == "warning"]
-    assert [line["event"] for line in warnings] == ["there is not a perf log; the daemon continues"]
+    assert [line["event"] for line in warnings] == ["there is no perf log; the daemon continues"]
     assert path.read_text() == "Dear friend,"

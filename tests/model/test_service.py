@@ -111,7 +111,7 @@ def test_a_socket_that_cannot_be_served_is_explained(manager: ServiceManager) ->
     manager.listening.listen(1)
     with manager.start() as daemon:
         assert daemon.wait() == 1
-        assert daemon.logs().startswith("uma-trio serve: systemd passed something else")
+        assert daemon.logs().startswith("uma-trio serve: systemd passed something other than")
         assert daemon.logs().count("\n") == 1
 
 

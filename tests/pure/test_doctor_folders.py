@@ -100,7 +100,7 @@ def test_a_perf_log(home: Path) -> None:
     (home / "notes.txt").write_text("notes")
     assert verdict(home / "notes.txt") == ("problem", f"{home}/notes.txt exists and is not a perf log")
     assert verdict(home) == ("problem", f"{home} is a folder")
-    assert verdict(home / "none" / "new.jsonl") == ("problem", f"{home}/none does not exist: there is not a perf log")
+    assert verdict(home / "none" / "new.jsonl") == ("problem", f"{home}/none does not exist: there is no perf log")
     assert "perf log" not in find(perf_log="/dev/null"), "a device needs no folder"
 
 

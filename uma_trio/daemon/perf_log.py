@@ -198,7 +198,7 @@ def perf_log(config: Config, info: ModelInfo) -> Iterator[PerfLog | None]:
             opened = PerfLog(path, run_header(config, info), max_bytes=config.operations.perf_log_mb * MB)
         except PerfLogError as error:
             log.warning(
-                "there is not a perf log; the daemon continues", path=str(path), reason=str(error), flag="--perf-log"
+                "there is no perf log; the daemon continues", path=str(path), reason=str(error), flag="--perf-log"
             )
     try:
         yield opened

@@ -115,7 +115,7 @@ def check_folders(settings: Config) -> Iterator[Finding]:
                     purpose=operations.perf_log.name,
                     path=operations.perf_log.parent,
                     setting="--perf-log",
-                    without="there is not a perf log",
+                    without="there is no perf log",
                     limit_mb=operations.perf_log_mb,
                     limit_setting="--perf-log-mb",
                 )
