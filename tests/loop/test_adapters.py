@@ -198,13 +198,17 @@ async def test_saved_states_belong_to_their_adapters(autojump_clock):
         assert (await harness.answer([*SHARED, 2], adapters=[choice("y")])).cached == len(SHARED)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 async def test_whatever_comes_no_sequence_holds_tokens_of_other_adapters(autojump_clock, seed):
     """Random requests with common prefixes: the fake model's text shows how each token was computed."""
     rng = random.Random(seed)
     can_truncate, unified = rng.random() < 0.7, rng.random() < 0.5
     fake = engine(
-        can_truncate=can_truncate, unified=unified, n_seq_max=rng.choice([2, 4, 16]), repeats=rng.choice([0, 3])
+        can_truncate=can_truncate,
+        unified=unified,
+        n_seq_max=rng.choice([2, 4, 16]),
+        repeats=rng.choice([0, 3]),
+        draft_errors=rng.choice([None, 0, 3]),
     )
     async with asking(fake, parallel=fake.info.n_seq_max) as harness:
         clients = []
