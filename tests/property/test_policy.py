@@ -28,6 +28,7 @@ from uma_trio.scheduling.policy import (
     Plan,
     PolicyState,
     PrefillChunk,
+    estimated_work,
     plan,
 )
 from uma_trio.scheduling.view import Priority, SequenceView
@@ -75,6 +76,10 @@ class Case:
         return min(self.limits.min_chunk_tokens, self.max_tokens - len(self.decodes))
 
 
+ONE, TWO, BOTH = ((0, 1.0),), ((1, 0.5),), ((0, 1.0), (1, 0.5))
+"""Sets of LoRA adapters."""
+
+
 @st.composite
 def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
     """Any views, state and device; ``max_tokens`` is as large as ``config.load`` ensures."""
@@ -85,6 +90,7 @@ def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
         "priority": st.sampled_from(Priority),
         "principal": st.sampled_from("abcd"),
         "n_context": st.sampled_from([0, 50, 20_000]),
+        "adapters": st.sampled_from(draw(st.sampled_from([[()], [(), ONE], [(), ONE, TWO, BOTH]]))),
     }
     decodes = [
         SequenceView(seq_id, due_s=draw(dues), **{name: draw(values) for name, values in fields.items()})
@@ -99,7 +105,12 @@ def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
         prefill_burst_tokens=burst, min_chunk_tokens=chunk, prefill_tick_ms=draw(st.sampled_from([1.0, 250.0, 1e5]))
     )
     counters = draw(st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.0, 5.0, 1e9])))
-    state = PolicyState(Service(counters), draw(st.booleans()), draw(st.integers(0, MAX_BACKGROUND_SKIPS)))
+    state = PolicyState(
+        Service(counters),
+        draw(st.booleans()),
+        draw(st.integers(0, MAX_BACKGROUND_SKIPS)),
+        draw(st.sampled_from([(), ONE, TWO])),
+    )
     least = n + max(burst, chunk)
     max_tokens = draw(st.integers(least, least + 600))
     return Case(decodes, prefills, state, known(draw(st.sampled_from(DEVICES))), max_tokens, limits)
@@ -125,8 +136,30 @@ def test_the_work_is_that_of_the_plan(case: Case) -> None:
     total = sum(n_tokens.values())
     context = sum(view.n_context for view in chosen.decodes)
     before = sum(view.n_context * n_tokens.get(view.seq_id, 0) for view in case.prefills) / max(1, total)
-    assert chosen.work == Work(total, len(chosen.decodes), context, before)
+    adapters = set(chosen.adapters)
+    n_changes = len(adapters) - (case.state.adapters in adapters)
+    assert chosen.work == Work(total, len(chosen.decodes), context, before, max(1, len(adapters)), n_changes)
     assert chosen.predicted_ms == case.cost.predict(chosen.work)
+
+
+@given(cases())
+def test_a_call_has_one_set_of_adapters_and_a_tick_changes_them_as_rarely_as_possible(case: Case) -> None:
+    chosen = case.plan()
+    ready = {view.seq_id: view.adapters for view in case.prefills}
+    assert all(chunk.adapters == ready[chunk.seq_id] for chunk in chosen.chunks)
+    in_plan = {view.adapters for view in chosen.decodes} | {chunk.adapters for chunk in chosen.chunks}
+    assert len(chosen.adapters) == len(in_plan)
+    assert set(chosen.adapters) == in_plan
+    if case.state.adapters in in_plan:
+        assert chosen.adapters[0] == case.state.adapters
+    assert chosen.state.adapters == (chosen.adapters[-1] if in_plan else case.state.adapters)
+    rows = [view.adapters for view in chosen.decodes]
+    assert rows == sorted(rows, key=chosen.adapters.index), "in the order of the calls"
+    at = 0
+    for width in chosen.call_widths:
+        assert len(set(rows[at : at + width])) == bool(width)
+        at += width
+    assert at == len(rows)
 
 
 @given(cases())
@@ -142,7 +175,7 @@ def test_every_tick_has_all_decodes_but_background_ones(case: Case) -> None:
 def test_background_decodes_are_left_out_only_if_others_would_be_late(case: Case) -> None:
     chosen = case.plan()
     if len(chosen.decodes) < len(case.decodes):
-        all_decodes = Work(0, len(case.decodes), sum(view.n_context for view in case.decodes))
+        all_decodes = estimated_work(case.decodes)
         due_ms = 1e3 * min(view.due_s for view in chosen.decodes)
         assert case.cost.predict(all_decodes) > due_ms
 
