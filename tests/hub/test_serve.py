@@ -9,9 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.adapters import random_adapter
 from tests.support.hub_server import FakeHub
 from tests.support.model_home import Home
 from tests.support.real_daemon import missing, real_daemon
+from uma_trio.models.loaded import EMBEDDED
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -33,6 +35,20 @@ def test_serve_downloads_what_is_not_here_and_clients_see_the_name(
         assert refused.returncode == 1
         assert f"a daemon serves {NAME}; stop it first" in refused.stderr
     assert len(hub.file_requests()) == 1
+
+
+def test_an_adapter_of_the_hub_is_downloaded_and_is_no_model(hub: FakeHub, home: Home, tmp_path: Path) -> None:
+    hub.add("acme/Story-LoRA-GGUF", {"story-lora-F16.gguf": random_adapter(EMBEDDED, strength=1.0).read_bytes()})
+    name = "acme/Story-LoRA-GGUF:F16"
+    flags = ("--adapter", f"story={name}", "--ctx", "2048", "--parallel", "2")
+    with real_daemon(*flags, folder=tmp_path, environment=home.environment) as daemon:
+        plain = daemon.ask(messages=QUESTION, temperature=0, max_tokens=20)
+        adapted = daemon.ask(messages=QUESTION, temperature=0, max_tokens=20, adapters=[{"name": "story"}])
+        assert "Paris" in plain.text != adapted.text
+    assert len(hub.file_requests()) == 1
+    refused = home.run("serve", "--model", name)
+    assert refused.returncode == 1
+    assert "it is an adapter, and not a model" in refused.stderr
 
 
 def test_a_model_of_ollama_is_served_where_it_is(hub: FakeHub, home: Home, model: bytes, tmp_path: Path) -> None:

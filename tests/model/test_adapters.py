@@ -9,7 +9,7 @@ from tests.support.adapters import merged_model, random_adapter
 from tests.support.engine_contract import GREEDY
 from tests.support.random_models import random_model
 from uma_trio import config
-from uma_trio.engine.messages import SampleRequest, Step, StepInput
+from uma_trio.engine.messages import EngineError, SampleRequest, Step, StepInput
 from uma_trio.kv.ops import Truncate
 from uma_trio.models.adapters import check_adapters
 from uma_trio.models.loaded import EMBEDDED
@@ -76,3 +76,21 @@ def test_an_answer_with_adapters_is_that_of_the_merged_weights(open_engine, name
     plain = teacher_forced(with_adapters, PROMPT)
     assert largest_difference(plain, teacher_forced(exact, PROMPT)) == 0, "without adapters the model is as it is"
     assert any(one.keys() != other.keys() for one, other in zip(plain, found, strict=True)), "adapters change the text"
+
+
+def test_a_file_that_has_changed_since_it_was_checked_is_not_loaded(library, tmp_path):
+    """As before a restart of the engine: states on disk would be taken for those of the other adapter."""
+    from uma_trio.engine.llama import LlamaEngine
+
+    path = tmp_path / "a.gguf"
+    path.write_bytes(random_adapter(EMBEDDED).read_bytes())
+    settings = config.Model(**SETTINGS)
+    files = check_adapters([config.Adapter(name="a", path=str(path))], EMBEDDED)
+    path.write_bytes(random_adapter(EMBEDDED, 1).read_bytes())
+    with pytest.raises(EngineError, match=r"a.gguf has changed; restart the server"):
+        LlamaEngine(EMBEDDED, settings, adapters=files)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        LlamaEngine(EMBEDDED, settings, adapters=files)
+    path.write_bytes(random_adapter(EMBEDDED).read_bytes())
+    LlamaEngine(EMBEDDED, settings, adapters=files).close()
