@@ -88,6 +88,7 @@ def command(
     asks whether the daemon chooses the right one, fit.py takes memory away and asks whether a model is still
     served, adapters.py measures ticks with several LoRA adapters, drafts.py what a draft model gains, two_models.py
     how two models share the cores, constrained.py what a constraint costs and controllers.py what a controller costs,
+    embeddings.py compares texts to embed with llama-server,
     controllers_recovery.py ends the runtime of controllers under load, http_probes.py asks /healthz and
     /metrics during prefill, llama_server_tests.py runs llama-server's own tests, and policy_sim.py runs the
     scheduling policy on simulated devices.

@@ -29,6 +29,9 @@ MIN_BATCH: Final = 32
 MAX_LOGITS_BYTES: Final = 64 << 20
 """llama.cpp computes logits of all tokens together with their embeddings.  This bounds their memory."""
 
+MIN_CALL: Final = 64
+"""Tokens from which on a call is wide enough: more of them take as long for each."""
+
 MIN_CELLS: Final = 1024
 
 
@@ -138,10 +141,17 @@ class Embedder:
         context = self._context_for(max(each.length for each in inputs), keep=bool(going_on))
         for seq_id in [seq_id for seq_id in self._open if seq_id not in going_on]:  # its client has gone
             self._drop(context, seq_id)
+        self._adapters.choose(context, adapters)
+        vectors = []
+        for part in _calls(inputs) if self._options.flash_attn == "off" else [inputs]:
+            vectors += self._call(context, part)
+        return vectors
+
+    def _call(self, context: llama_abi.Context, inputs: Sequence[EmbeddingInput]) -> list[npt.NDArray[np.float32]]:
+        """Compute one ``llama_decode`` call; returns the vectors of the texts that end."""
         self._batch.clear()
         for each in inputs:
             self._batch.add(each.tokens, pos=each.position, seq=each.seq_id, logits="all")
-        self._adapters.choose(context, adapters)
         if code := context.decode(self._batch):
             raise llama_abi.LlamaError({1: "no room in the context", 2: "aborted"}.get(code, f"code {code}"))
         rows = context.embeddings()
@@ -209,6 +219,19 @@ class Embedder:
         self._context = context = llama_abi.Context(self._model, options)
         context.set_abort_flag(self._abort)
         return context
+
+
+def _calls(inputs: Sequence[EmbeddingInput]) -> list[list[EmbeddingInput]]:
+    """Divide ``inputs`` into calls.  Without flash attention each token costs attention over all texts of its call."""
+    calls: list[list[EmbeddingInput]] = []
+    n_tokens = MIN_CALL
+    for each in inputs:
+        if n_tokens >= MIN_CALL:
+            calls.append([])
+            n_tokens = 0
+        calls[-1].append(each)
+        n_tokens += len(each.tokens)
+    return calls
 
 
 def _normalized(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
