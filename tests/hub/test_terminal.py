@@ -47,4 +47,4 @@ def test_a_short_name_that_is_not_here_brings_suggestions(hub: FakeHub, home: Ho
     refused = home.run("pull", "tiny")
     assert refused.returncode == 1
     assert "the hub has acme/Tiny-GGUF; pull one of them" in refused.stderr
-    assert "uma-trio models lists" in home.run("pull", "tiny", "--offline").stderr
+    assert "`uma-trio models` lists" in home.run("pull", "tiny", "--offline").stderr

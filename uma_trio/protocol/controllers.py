@@ -7,7 +7,6 @@ three more events: ``Fork``, ``ControllerOutput`` and ``Backtrack``.
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -32,10 +31,16 @@ MAX_PARTS: Final = 4096
 MAX_TAGS: Final = 64
 """Names that one query may give to a module."""
 
-_TAG: Final = re.compile(r"[^\W\d_][\w.-]{0,49}")
+MAX_TAG_CHARACTERS: Final = 50
 
 ModuleId = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 of the Wasm module, in hex."""
+
+
+def is_tag(text: str) -> bool:
+    """Whether ``text`` can be the name of a module: letters, digits and ``_-.``, and a letter first."""
+    is_short = len(text) <= MAX_TAG_CHARACTERS
+    return is_short and text[:1].isalpha() and all(each.isalnum() or each in "_-." for each in text)
 
 
 @attrs.frozen(kw_only=True)
@@ -178,9 +183,9 @@ def parse_query(fields: dict[str, Any]) -> ControllersQuery:
     if (query.module_id is None or query.tags is None) if action == "tag" else (query.module_id or query.tags):
         raise BadRequest("module_id and tags are required to tag a controller, and not allowed otherwise")
     for tag in query.tags or ():
-        if not _TAG.fullmatch(tag):
+        if not is_tag(tag):
             raise BadRequest(
-                f"{tag!r} cannot be a tag: a tag has at most 50 letters, digits and _.-, the first a letter"
+                f"{tag!r} cannot be a tag: a tag has at most {MAX_TAG_CHARACTERS} letters, digits and _.-, the first a letter"
             )
     if query.part >= query.of:
         raise BadRequest(f"part is {query.part}, but there are {query.of} parts; the first one is 0")

@@ -23,6 +23,7 @@ from uma_trio.aici.messages import Auth, ModuleInfo, TagInfo
 from uma_trio.aici.runtime.interface import Host, Module
 from uma_trio.aici.runtime.module_space import NoRoom, StoredModule, to_remove
 from uma_trio.files import read_text, replace_text
+from uma_trio.protocol.controllers import MAX_TAG_CHARACTERS, is_tag
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +31,11 @@ FOLDER: Final = "cache"
 """Relative to the working directory, as in the reference implementation."""
 
 MAX_LOADED: Final = 32
-"""Modules that stay in memory, the last used ones."""
+"""The most recently used modules stay in memory."""
 
-MAX_TAG: Final = 50
 MAX_TAGS: Final = 10_000
 MAX_TAGS_OF_USER: Final = 1000
-"""Tags of one user who is no administrator, so that nobody takes those of all others."""
+"""Tags of one user who is not an administrator, so that nobody takes those of all others."""
 _ID: Final = re.compile(r"[0-9a-f]{64}")
 _LOOKS_HEX: Final = re.compile(r"[0-9a-fA-F]{21,}")
 
@@ -288,14 +288,9 @@ class ModuleStore:
         return self._folder / f"{module_id}-sys.json"
 
 
-def is_tag(text: str) -> bool:
-    """Whether ``text`` can be a tag at all."""
-    return text[:1].isalpha() and len(text) <= MAX_TAG and all(each.isalnum() or each in "_-." for each in text)
-
-
 def check_tag(tag: str, auth: Auth) -> None:
     """Raises ``StoreError`` if ``auth`` may not set ``tag``."""
-    if len(tag) > MAX_TAG:
+    if len(tag) > MAX_TAG_CHARACTERS:
         raise StoreError("tag name too long")
     if _LOOKS_HEX.fullmatch(tag):
         raise StoreError("tag name looks too hex")
