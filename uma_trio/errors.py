@@ -19,6 +19,9 @@ class ErrorWithRemedy(Exception):
         remedy: empty if none is known.
     """
 
+    is_about_memory = False
+    """Whether more free memory would help."""
+
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason, remedy)
         self.reason = reason

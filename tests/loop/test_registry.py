@@ -96,6 +96,7 @@ class FakeOpener:
         self.sizes = sizes
         self.storage: dict[str, str] = {}
         self.failures: dict[str, Exception] = {}
+        self.fails: Callable[[], bool] = lambda: True
         self.others: dict[str, ModelSpec] = {}
         self.loaded: list[Opened] = []
         self.open_storages: dict[str, Opened] = {}
@@ -112,7 +113,7 @@ class FakeOpener:
                 yield None
                 return
             on_progress(step / 4)
-        if spec.name in self.failures:
+        if spec.name in self.failures and self.fails():
             raise self.failures[spec.name]
         self.n_loads += 1
         opened = Opened(self, spec)
@@ -536,3 +537,56 @@ async def test_models_whose_threads_fit_next_to_each_other_keep_them(autojump_cl
             nursery.start_soon(hold, models, name, 20)
         await trio.sleep(15)
         assert [opened.service.computes_with for opened in opener.loaded] == [4, 4]
+
+
+async def test_steady_requests_of_others_keep_no_model_out(autojump_clock) -> None:
+    opener = FakeOpener(budget=250)
+    async with (
+        registry(spec_of("a"), spec_of("b", at_start=True), spec_of("c"), opener=opener, wait_s=200) as models,
+        trio.open_nursery() as nursery,
+    ):
+        served = dict.fromkeys("abc", 0)
+
+        async def ask(name: str, offset: float) -> None:
+            await trio.sleep(offset)
+            while True:
+                await hold(models, name, 3)
+                served[name] += 1
+
+        for name in "ab":
+            nursery.start_soon(ask, name, 0)
+            nursery.start_soon(ask, name, 1)  # so that it always has a request
+        began = trio.current_time()
+        await hold(models, "c", 0)
+        assert trio.current_time() - began < 60
+        await trio.sleep(100)
+        assert min(served["a"], served["b"]) > 20
+        assert opener.most_loaded == 2
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_load_that_finds_too_little_memory_evicts_and_tries_again(autojump_clock) -> None:
+    opener = FakeOpener()
+    too_little = ErrorWithRemedy("the weights do not fit")
+    too_little.is_about_memory = True
+    async with registry(spec_of("a"), spec_of("b", at_start=True), spec_of("c"), opener=opener) as models:
+        opener.failures["c"] = too_little
+        opener.fails = lambda: len(opener.loaded) > 1
+        async with models.use("a"):
+            assert await hold(models, "c", 0) == 3
+            assert opener.names == ["a", "c"]
+            with pytest.raises(ModelUnavailable, match="do not fit"):
+                opener.fails = lambda: True
+                await models.unload("c")
+                await hold(models, "c", 0)
+
+
+async def test_a_reload_that_finds_too_little_memory_for_two_drains_first(autojump_clock) -> None:
+    opener = FakeOpener()
+    async with registry(spec_of("a"), opener=opener) as models:
+        opener.failures["a"] = ErrorWithRemedy("the weights do not fit")
+        opener.failures["a"].is_about_memory = True
+        opener.fails = lambda: len(opener.loaded) > 0
+        await models.reload("a")
+        assert await hold(models, "a", 0) == 2
+    assert opener.most_loaded == 1

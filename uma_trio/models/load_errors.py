@@ -54,7 +54,9 @@ def explained(path: Path) -> Iterator[None]:
         raise ModelError(f"cannot load {path}: {error.strerror or error}", GIVE_A_FILE) from error
     except (GgufError, EngineError, EngineDied, LoadError, DoesNotFit, *LOAD_ERRORS) as error:
         reason, remedy = _explain(error, path)
-        raise ModelError(f"cannot load {path}: {reason}", remedy) from error
+        explanation = ModelError(f"cannot load {path}: {reason}", remedy)
+        explanation.is_about_memory = isinstance(error, DoesNotFit) or getattr(error, "is_about_memory", False)
+        raise explanation from error
 
 
 def _explain(error: Any, path: Path) -> tuple[str, str]:

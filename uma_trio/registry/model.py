@@ -111,7 +111,7 @@ class Instance:
         self.n_threads = opened.service.n_threads
         """What it computes with now."""
         self.n_leases = 0
-        self.used_at = trio.current_time()
+        self.loaded_at = self.used_at = trio.current_time()
         """When its last lease ended."""
         self.changed = trio.Event()
         """Set when it becomes used or unused."""

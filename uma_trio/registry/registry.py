@@ -39,6 +39,10 @@ FAILURE_KEPT_S: Final = 5.0
 """Requests that come within this time after a failed load get its error, and do not load again."""
 PROGRESS_STEP: Final = 0.05
 """Clients that wait get the progress in steps of this share."""
+PATIENCE_S: Final = 10.0
+"""How long a load waits for a model without requests, before one with requests drains to make room."""
+LEAST_LOADED_S: Final = 30.0
+"""A model that has been loaded for less than this time does not drain to make room: two would take turns all the time."""
 RISE_S: Final = 0.25
 """How long other models must have had no request before a model computes with more threads."""
 RETRY_MS: Final = 5000
@@ -282,7 +286,7 @@ class ModelRegistry:
                     await self._unload(model, old)
                     old = None
                 await self._make_room(model, attempt, next_to=old)
-                new = await self._open(model, attempt)
+                new = await self._open(model, attempt, next_to=old)
                 if not self._shares_storage(new):
                     await self._open_storage(new)
         except _GivenUp as error:
@@ -306,11 +310,28 @@ class ModelRegistry:
             attempt.done.set()
             self._announce()
 
-    async def _open(self, model: Model, attempt: Attempt) -> Instance:
+    async def _open(self, model: Model, attempt: Attempt, *, next_to: Instance | None) -> Instance:
+        """Load a model; if that takes more memory than was thought, unload others and try again.
+
+        Args:
+            next_to: the copy that it replaces, which is the last one to go.
+        """
         assert self._nursery is not None
         if not attempt.is_start:
             log.info("loading a model", model=model.name)
-        instance: Instance = await self._nursery.start(self._serve, model, attempt)
+        while True:
+            try:
+                instance: Instance = await self._nursery.start(self._serve, model, attempt)
+                break
+            except ErrorWithRemedy as error:
+                if not error.is_about_memory:
+                    raise
+                if unused := self._unused(except_for=next_to):
+                    await self._evict(*unused, room_for=model, reason=str(error))
+                elif next_to is not None and next_to is model.instance:
+                    await self._unload(model, next_to)
+                else:
+                    raise
         model.memory_bytes = instance.opened.memory_bytes
         model.description = instance.service.description()
         return instance
@@ -389,29 +410,51 @@ class ModelRegistry:
     async def _make_room(self, model: Model, attempt: Attempt, *, next_to: Instance | None) -> None:
         """Unload models that nobody uses, the one that was used least recently first, until there is room.
 
+        If all are in use for long, the one that was loaded first gets no more requests until there is room for both.
+
         Raises:
             ModelUnavailable: what is loaded is pinned, or nobody waits any more.
         """
-        needed = await self._needed(model)
+        needed, began = await self._needed(model), trio.current_time()
         while (missing := self._missing(needed)) is not None:
-            loaded = [(each, each.instance) for each in self._all() if each.instance not in (None, next_to)]
-            normal = [(each, found) for each, found in loaded if found is not None and not each.spec.pinned]
-            unused = [(each, found) for each, found in normal if not found.n_leases]
-            leaving = [found for each in self._all() for found in each.draining]
+            normal = self._normal(except_for=next_to)
+            leaving = any(each.draining for each in self._all())
             if self._draining or not (attempt.is_wanted or model.n_waiting):
                 raise _GivenUp("nobody waits for it any more")
-            if unused and not leaving:
-                other, instance = min(unused, key=lambda pair: pair[1].used_at)
-                log.info("unloading a model to make room", model=other.name, room_for=model.name, reason=missing)
-                other.evictions += 1
-                await self._unload(other, instance)
-            elif normal or leaving:
+            if leaving:
                 await self._changed.wait()
+            elif unused := self._unused(except_for=next_to):
+                await self._evict(*unused, room_for=model, reason=missing)
+            elif normal:
+                other, oldest = min(normal, key=lambda pair: pair[1].loaded_at)
+                with trio.move_on_at(max(began + PATIENCE_S, oldest.loaded_at + LEAST_LOADED_S)):
+                    await self._changed.wait()
+                    continue
+                if attempt.is_wanted or model.n_waiting:
+                    await self._evict(other, oldest, room_for=model, reason=missing)
             else:
-                names = ", ".join([each.name for each, _ in loaded])
+                names = ", ".join([each.name for each in self._all() if each.instance not in (None, next_to)])
                 raise ModelUnavailable(
                     f"there is no room for the model {model.name}: {missing}, by {names}, which stay loaded"
                 )
+
+    def _normal(self, *, except_for: Instance | None) -> list[tuple[Model, Instance]]:
+        """The loaded models that are not pinned."""
+        return [
+            (each, each.instance)
+            for each in self._all()
+            if each.instance is not None and each.instance is not except_for and not each.spec.pinned
+        ]
+
+    def _unused(self, *, except_for: Instance | None) -> tuple[Model, Instance] | None:
+        """The model that nobody uses, and was used least recently; ``None`` if all are in use or pinned."""
+        unused = [pair for pair in self._normal(except_for=except_for) if not pair[1].n_leases]
+        return min(unused, key=lambda pair: pair[1].used_at, default=None)
+
+    async def _evict(self, model: Model, instance: Instance, *, room_for: Model, reason: str) -> None:
+        log.info("unloading a model to make room", model=model.name, room_for=room_for.name, reason=reason)
+        model.evictions += 1
+        await self._unload(model, instance)
 
     def _drain(self, model: Model, instance: Instance) -> None:
         """Give ``instance`` no more requests, and end it when it has none.  Does not wait."""
