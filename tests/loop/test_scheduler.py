@@ -201,6 +201,62 @@ async def test_a_client_that_does_not_read_slows_no_other(autojump_clock):
         await harness.clean()
 
 
+@pytest.mark.parametrize("options", [{}, {"unified": False, "n_ctx": 4000}, {"can_truncate": False}], ids=str)
+async def test_a_client_that_does_not_read_loses_its_place_to_one_that_waits(autojump_clock, options):
+    """It goes on with the same text when it reads, and there is a place."""
+    async with running(FakeEngine(n_seq_max=2, **options)) as harness:
+        stuck = [Collector() for _ in range(2)]
+        held = [harness.ask([1 + i], sink, n=60, seed=i, id=f"stuck {i}") for i, sink in enumerate(stuck)]
+        await trio.sleep(0.05)
+        for sink in stuck:
+            sink.open = False
+        began = trio.current_time()
+        clients = [Collector() for _ in range(3)]
+        waiting = [harness.ask([7 + i], sink, n=20, id=f"waits {i}") for i, sink in enumerate(clients)]
+        for sequence in waiting:
+            await sequence.done.wait()
+        assert trio.current_time() - began < 1.5
+        for i, sink in enumerate(clients):
+            assert sink.tokens == expected_continuation([7 + i], 20)
+        assert all(health.ok for health in harness.scheduler.health())
+        for sink in stuck:
+            sink.open = True
+        harness.scheduler.wake()
+        for i, sequence in enumerate(held):
+            await sequence.done.wait()
+            assert stuck[i].tokens == expected_continuation([1 + i], 60)
+            assert stuck[i].last.usage.cached_tokens == 0
+        await harness.clean()
+
+
+async def test_a_client_that_does_not_read_keeps_its_place_while_nobody_waits(autojump_clock):
+    async with running(FakeEngine(n_seq_max=1)) as harness:
+        sequence = harness.ask([1], sink := Collector(), n=60)
+        await trio.sleep(0.05)
+        sink.open = False
+        await trio.sleep(60)
+        n_steps = len(harness.engine.steps)
+        sink.open = True
+        harness.scheduler.wake()
+        await sequence.done.wait()
+        later = [each for step in harness.engine.steps[n_steps:] for call in step.calls for each in call]
+        assert all(len(each.tokens) == 1 for each in later), "nothing is computed again"
+        await harness.clean()
+
+
+async def test_one_who_lost_its_place_can_be_cancelled(autojump_clock):
+    async with running(FakeEngine(n_seq_max=1)) as harness:
+        held = harness.ask([1], stuck := Collector(), n=60)
+        await trio.sleep(0.05)
+        stuck.open = False
+        second = harness.ask([2], sink := Collector(), n=60)
+        await second.done.wait()
+        assert sink.tokens == expected_continuation([2], 60)
+        harness.scheduler.cancel(held)
+        assert stuck.last.reason == "cancelled"
+        await harness.clean()
+
+
 async def test_an_end_token_ends_the_answer(autojump_clock):
     async with running(FakeEngine(eog_after=10)) as harness:
         sequence = harness.ask([1, 2, 3], sink := Collector(), n=50)

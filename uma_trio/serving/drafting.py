@@ -69,9 +69,15 @@ class DraftModel:
 
     def ended(self, sequence: Sequence) -> None:
         """``sequence`` has ended, and tells how long answers are.  Its cells would slow down the others' attention."""
-        if sequence.draft_state is not None and sequence.draft_state.seq_id is not None:
-            self._ended.add(sequence.draft_state.seq_id)
+        self.preempted(sequence)
         self._mean_answer += ANSWER_WEIGHT * (len(sequence.tokens) - self._mean_answer)
+
+    def preempted(self, sequence: Sequence) -> None:
+        """``sequence`` has lost its place in the KV cache; its tokens in the draft model's cache go, too."""
+        state = sequence.draft_state
+        if state is not None and state.seq_id is not None:
+            self._ended.add(state.seq_id)
+            state.n_computed, state.seq_id = 0, None
 
     def n_missing(self, sequence: Sequence) -> int:
         """Tokens that it lacks of ``sequence``."""

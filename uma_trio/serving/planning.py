@@ -128,7 +128,7 @@ class StepPlanner:
 
     def next_step(self) -> PlannedStep | NoStep:
         """What to compute now; no step is in flight."""
-        self._waiting.admit(self._policy.service)
+        self._admit()
         starts_at = trio.current_time()
         decodes, prefills = self._views()
         transfer, embedding = self._offloader.next_transfer(decodes), None
@@ -173,7 +173,7 @@ class StepPlanner:
         obstacle = self._obstacle(step)
         if obstacle is not None:
             return obstacle
-        self._waiting.admit(self._policy.service)
+        self._admit()
         decodes, prefills = step.views_after(chain(*self._running.ready(step.rows)))
         sequences: Mapping[int, Sequence] = self._running.by_seq_id()
         if prefills:
@@ -226,6 +226,12 @@ class StepPlanner:
         ):
             return NoStep.CANNOT_TRUNCATE
         return None
+
+    def _admit(self) -> None:
+        for sequence in self._waiting.admit(self._policy.service):
+            if self.drafts is not None:
+                self.drafts.preempted(sequence)
+            self._bisection.discard(sequence)
 
     def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill, if none is in flight; by sequence id."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Items
+from typing import Final
 
 import numpy as np
 import trio
 
-from uma_trio.engine.messages import ModelInfo
+from uma_trio.engine.messages import ModelInfo, TokenIds
 from uma_trio.errors import KvFull, QueueFull
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.cache import KvCache
@@ -35,6 +37,10 @@ def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
         reuse=reuse,
         worth_loading=timings.worth_loading,
     )
+
+
+PREEMPT_AFTER_S: Final = 0.5
+"""A sequence whose client has not read for so long loses its place, if others wait for one."""
 
 
 class RunningSet:
@@ -69,7 +75,7 @@ class RunningSet:
         if self._keeps_room:
             return False
         placement = self.cache.allocate(
-            sequence.prompt.tokens,
+            _known_tokens(sequence),
             sequence.max_cells,
             principal=sequence.principal.name,
             adapters=sequence.adapters,
@@ -81,8 +87,10 @@ class RunningSet:
             self._offloader.check_for_work()  # something may have to be saved to make room
             return False
         sequence.allocation = allocation = placement.allocation
-        sequence.state, sequence.admitted_at = State.PREFILL, trio.current_time()
-        self._telemetry.record_admission(1e3 * (sequence.admitted_at - sequence.arrived_at))
+        sequence.state = State.PREFILL
+        if sequence.admitted_at is None:
+            sequence.admitted_at = trio.current_time()
+            self._telemetry.record_admission(1e3 * (sequence.admitted_at - sequence.arrived_at))
         self._sequences[allocation] = sequence
         if not placement.waits:
             self._start_prefill(sequence, placement.n_cached)
@@ -93,8 +101,7 @@ class RunningSet:
     def share_prefix(self, sequence: Sequence) -> None:
         """Let ``sequence``, of which nothing is computed, begin with what the KV cache has of its known tokens."""
         assert sequence.allocation is not None
-        known = np.concatenate([sequence.prompt.tokens, np.asarray(sequence.tokens, np.int32)])
-        self.cache.share_prefix(sequence.allocation, known)
+        self.cache.share_prefix(sequence.allocation, _known_tokens(sequence))
         if sequence.n_computed:
             self._start_prefill(sequence, sequence.n_computed)
         sequence.go_on()
@@ -159,6 +166,9 @@ class RunningSet:
             has_room = sequence.sink.has_room
             if not has_room and sequence not in in_flight:  # its next token was not held up yet
                 sequence.paused = True
+                sequence.stalled_at = min(sequence.stalled_at, trio.current_time())
+            else:
+                sequence.stalled_at = math.inf
             if sequence.control is not None:
                 goes_on = sequence in in_flight and has_room and sequence.control.may_run_ahead
                 if not goes_on and not self._is_ready(sequence):
@@ -185,8 +195,9 @@ class RunningSet:
         return sequence.n_computable > sequence.n_computed and self.cache.may_compute(sequence.allocation)
 
     def _start_prefill(self, sequence: Sequence, n_cached: int) -> None:
-        """``sequence`` need not compute the first ``n_cached`` tokens of its prompt."""
-        sequence.n_cached = n_cached
+        """``sequence`` need not compute its first ``n_cached`` tokens."""
+        if not sequence.was_preempted:
+            sequence.n_cached = n_cached
         self._telemetry.record_prefix_reuse(n_cached)
 
     def release(self, sequence: Sequence, *, keep: bool) -> None:
@@ -201,6 +212,20 @@ class RunningSet:
         self.cache.release(sequence.allocation, tokens, at=trio.current_time())
         sequence.allocation = None
         self._offloader.check_for_work()
+
+    def preemptible(self) -> Sequence | None:
+        """The sequence whose client has not read for the longest time, if a request that waits may get its place.
+
+        A controller may have shared its cells with forks, so its sequences keep their places.
+        """
+        stalled = [each for each in self if _is_stalled(each)]
+        return min(stalled, key=lambda each: each.stalled_at, default=None)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take the place of a preemptible sequence.  While there is room, its tokens stay in the KV cache."""
+        self.release(sequence, keep=True)
+        sequence.state, sequence.queued_at, sequence.stalled_at = State.WAITING, trio.current_time(), math.inf
+        sequence.was_preempted = True
 
     def describe(self) -> list[SequenceInfo]:
         """What the KV cache holds, by sequence id."""
@@ -247,8 +272,20 @@ class RunningSet:
             assert sequence.state is not State.WAITING
 
 
+def _known_tokens(sequence: Sequence) -> TokenIds:
+    return np.concatenate([sequence.prompt.tokens, np.asarray(sequence.tokens, np.int32)])
+
+
+def _is_stalled(sequence: Sequence) -> bool:
+    is_plain = sequence.state is State.DECODE and sequence.control is None
+    return is_plain and sequence.stalled_at < math.inf and not sequence.sink.has_room
+
+
 class WaitingQueue:
     """Requests that wait for KV cells, in the order of arrival.
+
+    A sequence whose client does not read loses its place to a request that waits.  It is prefilled again from its tokens
+    when its client has read, and there is a place.
 
     Args:
         max_length: more are refused.
@@ -281,7 +318,7 @@ class WaitingQueue:
 
     def health(self) -> list[HealthCheck]:
         """Whether another request may wait, if it must, and whether those that wait do so for KV cells."""
-        n_waiting, kv = len(self._sequences), self._cache.statistics()
+        n_waiting, kv = len(self._candidates), self._cache.statistics()
         full = n_waiting >= self._max_length and (n_waiting > 0 or kv.sequences >= self._n_sequences)
         short = n_waiting > 0 and kv.sequences < self._n_sequences  # a sequence is free, so cells are what is missing
         return [
@@ -313,24 +350,45 @@ class WaitingQueue:
         """``sequence`` waits no longer."""
         self._sequences.remove(sequence)
 
-    def admit(self, service: Service) -> None:
-        """Let those run for whom there is room: by class, then the least served principal, then arrival.
+    @property
+    def _candidates(self) -> list[Sequence]:
+        """The sequences that could run if there were room."""
+        return [each for each in self._sequences if each.sink.has_room]
 
-        The first in that order is waited for, however large it is, and waiting raises the class: no request is
-        overtaken for ever.
+    @property
+    def preempts_at(self) -> float:
+        """When a sequence whose client does not read will lose its place, on trio's clock; infinite if none will."""
+        stalled = self._running.preemptible() if self._candidates else None
+        return math.inf if stalled is None else stalled.stalled_at + PREEMPT_AFTER_S
+
+    def admit(self, service: Service) -> list[Sequence]:
+        """Admit waiting sequences while there is room, in the order class, least served principal, arrival.
+
+        The first in line blocks the others until it fits, and waiting raises the class: no request is overtaken for
+        ever.
+
+        Returns:
+            The sequences that lost their places.
         """
-        while self._sequences:
+        preempted: list[Sequence] = []
+        while candidates := self._candidates:
             now = trio.current_time()
             first = min(
-                self._sequences,
-                key=lambda waiting: fairness.rank(waiting.view(), now - waiting.arrived_at, service),
+                candidates,
+                key=lambda waiting: fairness.rank(waiting.view(), now - waiting.queued_at, service),
             )
-            if self._blocked == (first, self._cache.changes):
-                return
-            if not self._running.allocate(first):
-                self._blocked = (first, self._cache.changes)
-                return
-            self._sequences.remove(first)
+            if self._blocked != (first, self._cache.changes) and self._running.allocate(first):
+                self._sequences.remove(first)
+                continue
+            self._blocked = (first, self._cache.changes)
+            if self.preempts_at > now:
+                break
+            stalled = self._running.preemptible()
+            assert stalled is not None
+            self._running.preempt(stalled)
+            self._sequences.append(stalled)
+            preempted.append(stalled)
+        return preempted
 
     def _full(self) -> QueueFull | KvFull:
         """The error for a request that cannot even wait, with the time at which it may be sent again."""

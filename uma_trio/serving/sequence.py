@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import math
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from typing import Final, Protocol
@@ -146,6 +147,12 @@ class Sequence:
     """Time between tokens, for the perf log."""
     paused: bool = False
     """Its client did not read, so the time until its next token is not the server's."""
+    stalled_at: float = math.inf
+    """Since when its client has not read; infinite if it reads, or if a step in flight computes its next token."""
+    was_preempted: bool = False
+    """It has lost its place once, because its client did not read.  What it finds in the KV cache then is its own."""
+    queued_at: float = attrs.field(default=attrs.Factory(lambda self: self.arrived_at, takes_self=True))
+    """Since when it has been waiting for a place, if it is: its arrival, or the time at which it lost its place."""
     keep_computed: bool = True
     """What it computed may be kept for others; not of one that failed."""
     cancelled_at: float | None = None
