@@ -64,6 +64,15 @@ def test_a_good_installation(examine):
     assert "no daemon at" in found["socket"]["message"]
 
 
+def test_a_draft_model(examine, tmp_path):
+    found = examine("--draft-model", "embedded-draft")
+    assert problems(found) == set()
+    assert found["draft model"]["message"].startswith("draft.gguf: ")
+    missing = examine("--draft-model", tmp_path / "none.gguf")
+    assert problems(missing) == {"model"}
+    assert missing["model"]["message"] == f"there is no model at {tmp_path / 'none.gguf'}"
+
+
 def test_each_line_of_text_has_a_verdict(examine):
     result = CliRunner().invoke(command, [])
     assert result.exit_code == 0

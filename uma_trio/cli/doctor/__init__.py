@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     shell_complete=model_file,
     help="Model to check: a GGUF file, or a name that uma-trio models lists. If not given, the one that serve would use.",
 )
+@click.option("--draft-model", metavar="NAME|FILE", help="Draft model to check with the model.")
 @click.option("--socket", type=click.Path(), help="Socket to check. If not given, the one that serve would use.")
 @click.option("--llama-dir", type=click.Path(), help="Folder of the built libllama.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -94,6 +95,6 @@ def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
     except HubError as error:
         yield Finding("model", "problem", error.reason, error.remedy)
     else:
-        flags = {**flags, "model": named.model.model}
+        flags = {**flags, "model": named.model.model, "draft_model": named.model.draft_model}
         yield from guarded("library", lambda: model.check_library_and_model(named, flags))
     yield from guarded("socket", lambda: daemon.check_socket(settings))

@@ -56,6 +56,8 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
         yield Finding("fit", "ok", model["fit"] or "off: the settings are taken as they are")
         yield _memory(model)
         yield _layout(model)
+        if model["draft_model"] is not None:
+            yield _draft_model(model)
         yield _answer(path == EMBEDDED, stages.get("answer"), ending)
 
 
@@ -155,6 +157,14 @@ def _layout(found: dict[str, Any]) -> Finding:
     if found["layout_why"] == "measured":
         why += ", for the next starts too" if found["layout_is_saved"] else ", but not saved; see cache above"
     return Finding("layout", "ok", "; ".join([f"{found['layout']}, {why}", *shown]))
+
+
+def _draft_model(found: dict[str, Any]) -> Finding:
+    """Report what the draft model takes.  A draft model that cannot be used is a problem of the model."""
+    message = (
+        f"{found['draft_model']}: {found['draft_call_ms']:.2f} ms a call, {found['draft_token_ms']:.3f} ms a token"
+    )
+    return Finding("draft model", "ok", f"{message} of a prompt; its vocabulary is that of the model")
 
 
 def _answer(embedded: bool, found: dict[str, Any] | None, ending: str) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -88,19 +89,21 @@ def _probe_model(settings: Config) -> None:
     from uma_trio.models.loaded import min_batch, model_path
 
     path, free = model_path(settings.model.model), free_memory_bytes()
+    draft = None if settings.model.draft_model is None else Path(settings.model.draft_model)
     try:
+        with explained(draft or path):
+            draft_sizes = None if draft is None else check_gguf(draft).sizes
         with explained(path):
             sizes = check_gguf(path).sizes
             trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
             with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
-            draft = settings.model.draft_model
             engine = open_fitted(
                 path,
                 with_time,
                 sizes,
                 layout_cache=FileLayoutCache(path),
                 min_batch=min_batch(settings),
-                draft=None if draft is None else check_gguf(draft).sizes,
+                draft=draft_sizes,
             )
     except ModelError as error:
         _report("model", problem=error.reason, remedy=error.remedy)
@@ -117,6 +120,9 @@ def _probe_model(settings: Config) -> None:
         free_bytes=free,
         fit=None if engine.fit is None else f"{engine.fit.choice}; {engine.fit.why}",
         layout=choice.layout.name,
+        draft_model=info.draft_model,
+        draft_call_ms=info.draft_call_ms,
+        draft_token_ms=info.draft_token_ms,
         layout_why=choice.why,
         layout_is_saved=choice.is_saved,
         layouts={each.layout.name: str(each) for each in choice.measured},
