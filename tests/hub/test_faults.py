@@ -290,7 +290,7 @@ def test_ctrl_c_says_how_to_go_on(hub: FakeHub, home: Home, tiny: bytes) -> None
         go_on.set()
         process.kill()
     assert process.returncode == 130
-    assert f"uma-trio pull {NAME} goes on from here" in err
+    assert f"uma-trio pull {NAME} resumes the download" in err
     removed = home.run("models", "remove", "--yes", NAME)
     assert removed.returncode == 0, removed.stderr
     assert home.files() == []

@@ -139,8 +139,10 @@ def _refused() -> Iterator[HostileWasm]:
         yield case(f"without {name}", controller(left_out=name), f"does not export {name}")
         yield case(f"{name} of another type", _other_signature(name), f"exports {name} with another type")
     yield case("without memory", text_module("(memory 1)"), "does not export memory")
-    yield case("memory is a function", text_module('(func (export "memory"))'), "memory is no memory")
-    yield case("memory is a global", text_module('(global (export "memory") i32 (i32.const 0))'), "memory is no memory")
+    yield case("memory is a function", text_module('(func (export "memory"))'), "memory is not a memory")
+    yield case(
+        "memory is a global", text_module('(global (export "memory") i32 (i32.const 0))'), "memory is not a memory"
+    )
     yield case(
         "aici_panic of another type", text_module(MEMORY + '(func (export "aici_panic") (param i32))'), "aici_panic"
     )

@@ -131,7 +131,7 @@ def show(model: str, as_json: bool) -> None:
 @click.argument("model", shell_complete=model_name)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 def remove(model: str, yes: bool) -> None:
-    """Delete the files of MODEL, which uma-trio downloaded, or what is here of an unfinished download.
+    """Delete the files of MODEL, which uma-trio downloaded, or an unfinished download.
 
     Models that another program keeps are for that program to remove.
     """
@@ -153,7 +153,7 @@ def remove(model: str, yes: bool) -> None:
                 raise
             name, here = unfinished[str(reference).lower()]
             if not yes:
-                click.confirm(f"Delete what is here of {name}, {format_bytes(here)}?", abort=True, err=True)
+                click.confirm(f"Delete the unfinished download of {name}, {format_bytes(here)}?", abort=True, err=True)
             if not folder.discard(name):
                 _fail(f"{name} is being downloaded; stop that first")
             click.echo(f"removed what was here of {name}", err=True)

@@ -100,7 +100,7 @@ def _pull(text: str, sha256: str | None, places: ModelLocations, *, quiet: bool)
             puller = Puller(places, view)
             model: InstalledModel = run(until_interrupted, lambda: puller.pull(reference, sha256))
     except Interrupted:
-        click.echo(f"stopped; uma-trio pull {text} goes on from here", err=True)
+        click.echo(f"stopped; uma-trio pull {text} resumes the download", err=True)
         sys.exit(INTERRUPTED)
     return {
         "name": model.name,

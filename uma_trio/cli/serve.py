@@ -203,7 +203,7 @@ def _located(settings: Config) -> Config:
         click.echo(f"uma-trio serve: {error}", err=True)
         sys.exit(1)
     except Interrupted:
-        click.echo("stopped; the download goes on from here the next time", err=True)
+        click.echo("stopped; the next start resumes the download", err=True)
         sys.exit(INTERRUPTED)
 
 

@@ -124,7 +124,7 @@ def _by_short_name(name: str, models: Sequence[InstalledModel]) -> list[Installe
 
 
 def _preferred(models: list[InstalledModel]) -> list[InstalledModel]:
-    """One model of each repository, with the quantization that most people want."""
+    """One model of each repository, with the default quantization."""
     places = dict.fromkeys(model.name_without_quantization.lower() for model in models)
     chosen = []
     for place in places:

@@ -29,7 +29,7 @@ class HubReference:
     repository: str
     """``owner/name``"""
     choice: str | None = None
-    """A quantization, or the path of a file; ``None``: the one that most people want."""
+    """A quantization, or the path of a file; ``None``: the default, Q4_K_M if available."""
     revision: str = MAIN
     """A branch, a tag or a commit."""
 

@@ -729,7 +729,7 @@ class Activity:
     sequences: list[SequenceInfo]
     """What the KV cache holds, by ``seq_id``."""
     sessions: list[SessionInfo]
-    """The last used ones, of all principals."""
+    """The most recently used ones, of all principals."""
     records: list[dict[str, Any]]
     """Ticks and finished requests since the previous event, as in the perf log; docs/PERF_LOG.md lists their fields."""
     dropped_records: int = 0

@@ -60,7 +60,7 @@ def _check_import(entry: bytes, types: list[Signature]) -> Signature:
 def _check_memory(exports: _Exports, memories: list[bytes], max_memory_bytes: int) -> None:
     kind, index = exports["memory"]
     if kind != binary.IS_MEMORY:
-        raise BadModule("the module's export memory is no memory")
+        raise BadModule("the module's export memory is not a memory")
     n_bytes = binary.decode(memories[index], 1)[0] * PAGE_BYTES
     if n_bytes > max_memory_bytes:
         raise BadModule(f"the module begins with {n_bytes >> 20} MiB of memory; at most {max_memory_bytes >> 20}")

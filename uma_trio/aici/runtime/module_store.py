@@ -59,7 +59,8 @@ class ModuleStore:
 
     Args:
         folder: made when it is needed.  Compiled code is read from it only if no other user can write to it.
-        max_mib: what modules may take on disk.  To make room, those leave that have no tag, the last used ones last.
+        max_mib: what modules may take on disk.  To make room, the least recently used modules
+            without a tag are removed first.
     """
 
     def __init__(self, folder: Path, host: Host, max_mib: int = DEFAULT_MAX_MIB) -> None:
