@@ -99,6 +99,8 @@ PHRASES = {
     r"while [a-z ]{0,20}(prompt|document)s?\b[^.]{0,20}\b(is|are) (being )?read": "during prefill",
     r"(was|were|is|are|been|be) said": "the conversation, the messages, the answer",
     r"[,;:(] else\b": "otherwise",
+    r"\b(came|comes?) of (it|a|the|one|them)\b": "the result of ...; a noun",
+    r"\bhears? of\b": "learns of, gets",
     r"something else than": "something other than",
     r"those first that": "the least recently used ones first",
     r"last (used|changed|updated) first": "most recently used first",

@@ -131,7 +131,7 @@ class DraftModel:
         end = min(sequence.n_known, start + room)
         return DraftInput(sequence.allocation.seq_id, start, sequence.known_tokens(start, end), n_drafts)
 
-    # -- what came of it ------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------
 
     def completed(self, step: InFlightStep, output: StepOutput, new_tokens: Iterable[NewTokens]) -> None:
         """Learn from a step: what the draft model took, and which of its tokens were right."""

@@ -76,7 +76,7 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
 
 
 def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
-    """Send what was removed, then new tokens: an event for each, also where no text came of it."""
+    """Send what was removed, then new tokens: an event for each, also for tokens without text."""
     sequence, request = new.sequence, new.sequence.request
     assert sequence.index is not None
     assert isinstance(sequence.assembler, TextAssembler)

@@ -386,7 +386,7 @@ class Scheduler:
     # 1. complete
 
     async def _complete(self) -> list[CompletedStep]:
-        """Wait for the engine, and note what the next plan must know; clients hear of it later."""
+        """Wait for the engine, and note what the next plan must know; clients get the tokens later."""
         if not self._in_flight:
             return []
         completed: list[CompletedStep] = []

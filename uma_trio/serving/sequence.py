@@ -297,7 +297,7 @@ class Sequence:
         grammar = self.sampling.grammar
         return None if grammar is None else GrammarState(grammar.key, np.array(self.tokens, np.int32))
 
-    # -- what came of it ------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------
 
     def append(self, token: int) -> None:
         """Add a sampled token."""
@@ -345,7 +345,7 @@ class Sequence:
             return
         assert self.assembler.matched is not None
         stop, tail, shown = self.assembler.matched.encode(), token_to_bytes(self.tokens[-1]), n - 1
-        most = len(tail) + 4 * len(stop)  # the stop string is in there, perhaps between bytes that are no text
+        most = len(tail) + 4 * len(stop)  # the stop string is in there, perhaps between bytes that are not valid text
         while shown and stop not in tail and len(tail) < most:
             shown -= 1
             tail = token_to_bytes(self.tokens[shown]) + tail
