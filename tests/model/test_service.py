@@ -356,6 +356,20 @@ def test_status_shows_what_systemd_says(home: Home) -> None:
 
 
 @linux
+def test_install_keeps_names_and_several_models(home: Home) -> None:
+    (home.folder / "b.gguf").write_bytes(EMBEDDED.read_bytes())
+    for flags, arguments in (
+        (["-m", "embedded"], "--model embedded"),
+        (["-m", "embedded", "--model", "b.gguf"], f"--model embedded --model {home.folder}/b.gguf"),
+    ):
+        assert home.run("install", "--", *flags).returncode == 0
+        [unit] = home.folder.rglob("uma-trio.service")
+        assert f" serve {arguments}" in unit.read_text()
+    (home.folder / "uma.yaml").write_text("models: [embedded, b.gguf]\n")
+    refused = home.run("install", "--", "--config", "uma.yaml")
+    assert "a model is b.gguf, and a service has no folder" in refused.stderr
+
+
 def test_install_names_what_does_not_reach_the_service(home: Home) -> None:
     found = home.run("install", UMA_CTX="4k", UMA_SOCKET=str(home.folder / "mine.sock"))
     assert found.stderr == "not part of the service: UMA_CTX; give the flags of serve after --\n"

@@ -167,6 +167,7 @@ def _service(flags: Sequence[str]) -> Service:
     """
     from uma_trio.cli.model_option import located
     from uma_trio.cli.service_units import Service
+    from uma_trio.config import ConfigError, models_of
     from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
     from uma_trio.hub.errors import HubError
     from uma_trio.models.chosen_template import choose_template
@@ -178,13 +179,14 @@ def _service(flags: Sequence[str]) -> Service:
     arguments, settings = _serve_arguments(flags)
     try:
         settings = located(settings, may_pull=False)
-        model = model_path(settings.model.model)
-        with explained(model):
-            check_gguf(model)
+        for each in models_of(settings):
+            model = model_path(each.model.model)
+            with explained(model):
+                check_gguf(model)
         if settings.model.chat_template is not None:
             choose_template(settings.model.chat_template)
         stamp = read_stamp(library_directory(settings.model.llama_dir))
-    except (ModelError, LibraryProblem, HubError) as error:
+    except (ModelError, LibraryProblem, HubError, ConfigError) as error:
         raise click.UsageError(str(error)) from None
     socket = Path(os.path.abspath(settings.listen.socket or default_socket_path()))
     if reason := too_long(socket):
@@ -235,7 +237,14 @@ def _serve_arguments(flags: Sequence[str]) -> tuple[list[str], Config]:
         if name == "model" and value is not None and is_path_of_model(value):
             value, is_path = os.path.expanduser(value), True
         if name in given and name != "socket":
-            if isinstance(value, bool):
+            if name == "model":
+                for each in given[name]:
+                    is_path = is_path_of_model(each)
+                    arguments += [setting.flag, os.path.abspath(os.path.expanduser(each)) if is_path else each]
+            elif isinstance(given[name], tuple):
+                for each in given[name]:
+                    arguments += [setting.flag, each]
+            elif isinstance(value, bool):
                 arguments.append(setting.flag if value else f"--no-{setting.flag[2:]}")
             else:
                 arguments += [setting.flag, os.path.abspath(value) if is_path else str(given[name])]
@@ -243,6 +252,13 @@ def _serve_arguments(flags: Sequence[str]) -> tuple[list[str], Config]:
             raise click.UsageError(
                 f"{file}: {name} is {value}, and a service has no folder that this starts in: write an absolute path"
             )
+    if "model" not in given:
+        for entry in settings.models:
+            if is_path_of_model(entry.model) and not os.path.isabs(os.path.expanduser(entry.model)):
+                raise click.UsageError(
+                    f"{file}: a model is {entry.model}, and a service has no folder that this starts in: write an "
+                    "absolute path"
+                )
     return arguments, settings
 
 

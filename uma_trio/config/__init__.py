@@ -31,7 +31,7 @@ from uma_trio.config.fields import (
     Scheduling,
     Sessions,
 )
-from uma_trio.config.models import settings_of_model
+from uma_trio.config.models import models_of, settings_of_model
 from uma_trio.config.sources import load, read_yaml, to_yaml
 from uma_trio.config.values import ConfigError, Setting, settings
 
@@ -56,6 +56,7 @@ __all__ = [
     "Sessions",
     "Setting",
     "load",
+    "models_of",
     "read_yaml",
     "settings",
     "settings_of_model",

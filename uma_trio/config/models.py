@@ -113,6 +113,11 @@ def settings_of_model(config: Config, entry: ModelEntry) -> Config:
     return found
 
 
+def models_of(config: Config) -> list[Config]:
+    """The settings of each model, the default one first."""
+    return [settings_of_model(config, entry) for entry in config.models] or [config]
+
+
 def to_plain(entry: ModelEntry) -> Mapping[str, Any]:
     """An entry as a file has it."""
     found: dict[str, Any] = {"name": entry.name, "model": entry.model, "alias": [*entry.alias]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -74,6 +75,7 @@ def _settings(file: str | None, **flags: str | None) -> Config:
 
 def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
     """Run all checks."""
+    from uma_trio import config
     from uma_trio.cli.doctor import daemon, environment, folders, model
     from uma_trio.cli.model_option import located
     from uma_trio.config import ConfigError
@@ -94,7 +96,12 @@ def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
         named = located(settings, may_pull=False)
     except HubError as error:
         yield Finding("model", "problem", error.reason, error.remedy)
+    except ConfigError as error:
+        yield Finding("config", "problem", str(error), "correct it; docs/CONFIG.md has an example")
     else:
-        flags = {**flags, "model": named.model.model, "draft_model": named.model.draft_model}
-        yield from guarded("library", lambda: model.check_library_and_model(named, flags))
+        first, *others = config.models_of(named)
+        flags = {**flags, "model": first.model.model, "draft_model": first.model.draft_model}
+        yield from guarded("library", lambda: model.check_library_and_model(first, flags))
+        for each in others:
+            yield from guarded("model", functools.partial(model.check_file, each))
     yield from guarded("socket", lambda: daemon.check_socket(settings))

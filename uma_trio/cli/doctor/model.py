@@ -61,6 +61,24 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
         yield _answer(path == EMBEDDED, stages.get("answer"), ending)
 
 
+def check_file(settings: Config) -> Iterator[Finding]:
+    """Check the file of a further model, without loading it."""
+    from uma_trio.models.gguf_check import check_gguf
+    from uma_trio.models.load_errors import ModelError, explained
+    from uma_trio.models.loaded import model_path
+
+    path = model_path(settings.model.model)
+    try:
+        with explained(path):
+            summary = check_gguf(path)
+    except ModelError as error:
+        yield Finding("model", "problem", error.reason, error.remedy)
+    else:
+        yield Finding(
+            "model", "ok", f"{path.name}: {summary.architecture}, {size(summary.size_bytes)}, not loaded here"
+        )
+
+
 def _devices(found: dict[str, Any]) -> Finding:
     import msgspec
 
