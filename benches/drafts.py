@@ -18,7 +18,7 @@ import click
 import contenders
 from command import Place, bench, carry_out, csv_option, places, repeat_option
 from comparison import Contender, RunsFile, interleaved, medians
-from measure import WORDS, measure, warm_up
+from measure import WORDS, decode_rate, measure, warm_up
 from report import cell, table
 from rigs import Rig, ServerSettings
 
@@ -50,6 +50,8 @@ class Figures:
 
     tokens_per_s: float
     """All tokens by the time of the whole task, prefill included."""
+    decode_rate: float
+    """Tokens a second from the first token of each answer to its last one, for each stream."""
     tokens: float
     drafted: float
     accepted: float
@@ -106,6 +108,7 @@ async def run(rig: Rig, task: Task, place: Place) -> tuple[Figures, list[list[st
     }
     figures = Figures(
         tokens_per_s=result.tokens_per_s,
+        decode_rate=decode_rate([answer for track in result.tracks for answer in track.answers]),
         tokens=result.n_tokens,
         drafted=counted["draft_tokens_total"],
         accepted=counted["accepted_draft_tokens_total"],
@@ -122,29 +125,20 @@ def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Conten
     Args:
         differ: answers that differ from those without speculation.
     """
-    header = (
-        "setting",
-        "task",
-        "tok/s",
-        "to lookup",
-        "to none",
-        "CPU ms/token",
-        "tokens",
-        "drafted",
-        "accepted",
-        "by model",
-        "text",
-    )
+    header = ("setting", "task", "tok/s", "to lookup", "to none", "decode tok/s", "to lookup", "to none", "CPU ms/token",
+              "drafted", "accepted", "by model", "text")  # fmt: skip
     found = {contender.setting: by_task for contender, by_task in figures.items()}
-    lines = [
-        [
-            Path(contender.setting or "prompt lookup").name, task, cell(f.tokens_per_s), cell(f.tokens_per_s / found[LOOKUP][task].tokens_per_s, 2),
-            cell(f.tokens_per_s / found[OFF][task].tokens_per_s, 2), cell(f.cpu_ms, 2), cell(f.tokens, 0), cell(f.drafted, 0), cell(f.accepted, 0),
-            cell(f.by_model, 0), f"{differ[contender, task]} DIFFER" if differ.get((contender, task)) else "same",
-        ]
-        for contender, by_task in figures.items()
-        for task, f in by_task.items()
-    ]  # fmt: skip
+    lines = []
+    for contender, by_task in figures.items():
+        for task, f in by_task.items():
+            lookup, none = found[LOOKUP][task], found[OFF][task]
+            text = f"{differ[contender, task]} DIFFER" if differ.get((contender, task)) else "same"
+            lines.append([
+                Path(contender.setting or "prompt lookup").name, task,
+                cell(f.tokens_per_s), cell(f.tokens_per_s / lookup.tokens_per_s, 2), cell(f.tokens_per_s / none.tokens_per_s, 2),
+                cell(f.decode_rate), cell(f.decode_rate / lookup.decode_rate, 2), cell(f.decode_rate / none.decode_rate, 2),
+                cell(f.cpu_ms, 2), cell(f.drafted, 0), cell(f.accepted, 0), cell(f.by_model, 0), text,
+            ])  # fmt: skip
     return table(header, lines)
 
 
