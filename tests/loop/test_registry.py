@@ -159,7 +159,7 @@ async def registry(*specs: ModelSpec, opener: FakeOpener, **limits: Any) -> Asyn
 
 
 def states(models: ModelRegistry) -> dict[str, str]:
-    return {name: found["state"] for name, found in models.snapshot().items()}
+    return {name: found["state"] for name, found in models.snapshot()["models"].items()}
 
 
 async def hold(models: ModelRegistry, name: str, seconds: float, **options: Any) -> int:
@@ -186,7 +186,7 @@ async def test_all_who_wait_share_one_load(autojump_clock) -> None:
             nursery.start_soon(hold, models, "b", 1)
         await trio.testing.wait_all_tasks_blocked()
         assert states(models)["b"] == "loading"
-        assert models.snapshot()["b"]["waiting"] == 20
+        assert models.snapshot()["models"]["b"]["waiting"] == 20
         nursery.cancel_scope.deadline = trio.current_time() + 100
     assert trio.current_time() - began == pytest.approx(LOAD_S + 1)
     assert opener.n_loads == 2
@@ -231,7 +231,7 @@ async def test_a_request_waits_for_a_bounded_time_and_the_load_goes_on(autojump_
         assert caught.value.retry_after_ms
         await trio.sleep(LOAD_S)
         assert states(models)["b"] == "ready"
-        assert models.snapshot()["b"]["waiting"] == 0
+        assert models.snapshot()["models"]["b"]["waiting"] == 0
 
 
 async def test_a_request_that_is_cancelled_while_it_waits_leaves_the_load_alone(autojump_clock) -> None:
@@ -303,7 +303,7 @@ async def test_a_reload_drops_no_request(autojump_clock) -> None:
         assert opener.names == ["a"]
         assert {number for at, number in served if at < reloaded_at + LOAD_S - 0.1} == {1}
         assert {number for at, number in served if at > reloaded_at + LOAD_S + 0.1} == {2}
-        assert models.snapshot()["a"]["unloads_total"] == 1
+        assert models.snapshot()["models"]["a"]["unloads_total"] == 1
 
 
 async def test_sessions_wait_for_the_copy_that_has_them(autojump_clock) -> None:
@@ -340,7 +340,7 @@ async def test_a_reload_that_fails_leaves_the_old_copy(autojump_clock) -> None:
             await models.reload("a")
         assert await hold(models, "a", 0) == 1
         assert states(models) == {"a": "ready"}
-        assert models.snapshot()["a"]["load_failures_total"] == 1
+        assert models.snapshot()["models"]["a"]["load_failures_total"] == 1
 
 
 async def test_the_idle_model_that_was_used_least_recently_makes_room(autojump_clock) -> None:
@@ -356,7 +356,7 @@ async def test_the_idle_model_that_was_used_least_recently_makes_room(autojump_c
         await hold(models, "d", 0)
         assert opener.names == ["a", "b", "d"]
         assert states(models) == {"a": "ready", "b": "ready", "c": "unloaded", "d": "ready"}
-        assert models.snapshot()["c"]["evictions_total"] == 1
+        assert models.snapshot()["models"]["c"]["evictions_total"] == 1
     assert opener.most_loaded == 3
 
 
@@ -441,7 +441,7 @@ async def test_models_of_this_machine_are_found_on_demand_and_forgotten(autojump
         await hold(models, "owner/x:Q8_0", 0)
         assert [found.name for found in await models.descriptions()] == ["a", "owner/x:Q8_0"]
         await trio.sleep(100)
-        assert list(models.snapshot()) == ["a"]
+        assert list(models.snapshot()["models"]) == ["a"]
 
 
 async def test_a_name_of_a_configured_file_is_that_model(autojump_clock) -> None:
@@ -467,7 +467,7 @@ async def test_what_is_configured_now(autojump_clock) -> None:
             assert sorted(opener.names) == ["a", "b", "c"]
         await trio.sleep(1)
         assert sorted(opener.names) == ["b", "c"]
-        assert models.snapshot()["b"]["loads_total"] == 2
+        assert models.snapshot()["models"]["b"]["loads_total"] == 2
 
 
 async def test_a_setting_of_the_daemon_reloads_nothing(autojump_clock) -> None:
@@ -476,7 +476,7 @@ async def test_a_setting_of_the_daemon_reloads_nothing(autojump_clock) -> None:
         new = attrs.evolve(spec_of("a").config, operations=config.Operations(log_level="debug"))
         models.update([attrs.evolve(spec_of("a"), config=new)])
         await trio.sleep(2 * LOAD_S)
-        assert models.snapshot()["a"]["loads_total"] == 1
+        assert models.snapshot()["models"]["a"]["loads_total"] == 1
 
 
 async def test_who_waits_learns_that_the_daemon_stops(autojump_clock) -> None:
@@ -590,3 +590,17 @@ async def test_a_reload_that_finds_too_little_memory_for_two_drains_first(autoju
         await models.reload("a")
         assert await hold(models, "a", 0) == 2
     assert opener.most_loaded == 1
+
+
+async def test_a_snapshot_is_that_of_one_model_and_has_the_others(autojump_clock) -> None:
+    async with registry(spec_of("a"), spec_of("b", at_start=True), spec_of("c"), opener=FakeOpener()) as models:
+        of_default, of_b = models.snapshot(), models.snapshot("b")
+        assert (of_default["model"], of_default["models"]["b"]["metrics"]) == ("a", {"model": "b"})
+        assert (of_b["model"], of_b["models"]["a"]["metrics"]) == ("b", {"model": "a"})
+        assert "metrics" not in of_default["models"]["a"]
+        assert "metrics" not in of_b["models"]["b"]
+        assert (models.snapshot("c")["model"], models.snapshot("c")["running"]) == ("c", 0)
+        await models.unload("a")
+        assert models.snapshot()["model"] == "b"  # there is always something to see
+        with pytest.raises(ModelNotFound):
+            models.snapshot("d")

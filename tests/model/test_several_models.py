@@ -76,6 +76,12 @@ def test_two_models_answer_next_to_each_other(models: dict[str, Path], tmp_path:
         assert listed is not None
         assert [(each["name"], each["parallel"]) for each in listed["models"]] == [("embedded", 4), ("b", 2)]
         assert daemon.ask(prompt="x", model="d").code == "E_MODEL_NOT_FOUND"
+        for name in ("b", "embedded"):
+            with daemon.wire() as wire:
+                wire.send(type="watch", model=name)
+                shown = wire.receive()
+            assert shown is not None
+            assert shown["metrics"]["model"] == name
 
 
 def test_a_crash_of_one_engine_is_not_noticed_by_the_other_model(models: dict[str, Path], tmp_path: Path) -> None:

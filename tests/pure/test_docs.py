@@ -416,6 +416,7 @@ def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
         | {f"constraints.{name}" for name in keys_of_snapshot("uma_trio/grammar/compiler.py", "GrammarCompiler")}
         | {f"models.NAME.{name}" for name in keys_of_snapshot("uma_trio/registry/model.py", "Model")}
         | {"models.NAME.metrics"}
+        | keys_of_snapshot("uma_trio/registry/registry.py", "ModelRegistry")
         | {f"principals.NAME.{name}" for name in PrincipalMetrics().snapshot(["a"])["a"]}
         | {f"sessions.{name}" for name in keys_of_snapshot("uma_trio/sessions/sessions.py", "Sessions")}
     )

@@ -79,10 +79,17 @@ class Server:
         self._connection_scope = trio.CancelScope()
         self._listener_scope = trio.CancelScope()
 
-    def snapshot(self) -> dict[str, Any]:
-        """The metrics, as docs/METRICS.md describes them.  Never waits for a step of an engine."""
+    def snapshot(self, model: str | None = None) -> dict[str, Any]:
+        """The metrics, as docs/METRICS.md describes them.  Never waits for a step of an engine.
+
+        Args:
+            model: whose figures come first; ``None``: those of the default model.
+
+        Raises:
+            ModelNotFound: there is no such model.
+        """
         return {
-            **self.models.default_snapshot(),
+            **self.models.snapshot(model),
             "rejected_total": dict(self._refused),
             "connections": len(self._connections),
             "send_queue_bytes": sum(connection.waiting_bytes for connection in self._connections),
@@ -92,7 +99,6 @@ class Server:
             "draining": self.draining,
             "perf_log_dropped_total": self._perf.dropped if self._perf is not None else None,
             "gateway": self._gateway.snapshot() if self._gateway is not None else None,
-            "models": self.models.snapshot(),
         }
 
     def health(self, id: str | None) -> Health:

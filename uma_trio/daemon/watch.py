@@ -24,7 +24,7 @@ class Watched(Protocol):
     def models(self) -> ModelRegistry: ...
     @property
     def queries(self) -> trio.Lock: ...
-    def snapshot(self) -> dict[str, Any]: ...
+    def snapshot(self, model: str | None = None) -> dict[str, Any]: ...
     def health(self, id: str | None) -> Health: ...
 
 
@@ -57,7 +57,7 @@ class Watch:
         watched: ModelService | None = None
         with self._scope, contextlib.ExitStack() as recording:
             while True:
-                service = self._daemon.models.loaded(self.request.model)
+                service = self._daemon.models.watched(self.request.model)
                 if service is not watched:  # it was loaded, reloaded or unloaded
                     recording.close()
                     if service is not None:
@@ -73,7 +73,9 @@ class Watch:
         records, dropped = recent.take()
         return Activity(
             at_s=round(at_s, 6),
-            metrics={name: value for name, value in self._daemon.snapshot().items() if value is not None},
+            metrics={
+                name: value for name, value in self._daemon.snapshot(self.request.model).items() if value is not None
+            },
             checks=self._daemon.health(None).checks,
             sequences=[] if service is None else service.sequences(),
             sessions=[] if service is None else service.latest_sessions(MAX_SESSIONS),

@@ -16,18 +16,25 @@ from uma_trio.protocol.messages import to_fields
 
 
 async def watch(call: Call) -> Response:
-    """Events named ``watch``, once every ``interval_ms``: 250 by default, 50 to 60000.  docs/PROTOCOL.md has their fields."""
+    """Events named ``watch``, once every ``interval_ms``: 250 by default, 50 to 60000.  docs/PROTOCOL.md has their fields.
+
+    The parameter ``model`` names the model to watch.
+    """
     text = call.request.query_params.get("interval_ms", "250")
     if not text.isascii() or not text.isdigit():
         raise invalid("interval_ms must be a whole number", parameter="interval_ms")
     return StreamedAnswer(
-        _events(call.daemon, int(text)), _Events(), refuse=call.refuse, keep_alive_s=call.config.http.keep_alive_s
+        _events(call.daemon, int(text), call.request.query_params.get("model")),
+        _Events(),
+        refuse=call.refuse,
+        keep_alive_s=call.config.http.keep_alive_s,
     )
 
 
-async def _events(daemon: Daemon, interval_ms: int) -> AsyncIterator[list[Event]]:
+async def _events(daemon: Daemon, interval_ms: int, model: str | None) -> AsyncIterator[list[Event]]:
+    named = {} if model is None else {"model": model}
     async with daemon.connect() as client:
-        async for event in client.watch(interval_ms=interval_ms):
+        async for event in client.watch(interval_ms=interval_ms, **named):
             yield [event]
 
 

@@ -656,12 +656,16 @@ class ModelRegistry:
         default = next(iter(self._models.values()))
         return default.description is None or "chat" in default.description.capabilities
 
-    def default_snapshot(self) -> dict[str, Any]:
-        """Numbers for the metrics of the default model; without it, of the first one that is loaded."""
-        for model in self._models.values():
-            if model.instance is not None:
-                return model.instance.service.snapshot()
-        return {"model": self.names[0], "running": 0, "queue_depth": 0, "requests_total": {}, "tokens_total": 0}
+    def watched(self, name: str | None) -> ModelService | None:
+        """The service of a model, if it is loaded; ``None`` is the default model, or the first one that is loaded.
+
+        Raises:
+            ModelNotFound: there is no such model.
+        """
+        if name is not None:
+            return self.loaded(name)
+        loaded = [model.instance for model in self._models.values() if model.instance is not None]
+        return loaded[0].service if loaded else None
 
     def health(self) -> list[HealthCheck]:
         """Whether the models can serve another request now.  One that is loaded when it is needed is no problem."""
@@ -679,17 +683,29 @@ class ModelRegistry:
             checks.append(HealthCheck(name="model", ok=not is_missed, reason=reason, model=model.name))
         return checks
 
-    def snapshot(self) -> dict[str, Any]:
-        """Numbers for the metrics by model: how it is loaded, and the ``metrics`` of those that ``default_snapshot`` is not
-        about."""
-        found, is_first = {}, True
-        for name, model in self._models.items():
-            found[name] = model.snapshot()
-            if model.instance is not None:
-                if not is_first:
-                    found[name]["metrics"] = model.instance.service.snapshot()
-                is_first = False
-        return found
+    def snapshot(self, name: str | None = None) -> dict[str, Any]:
+        """Numbers for the metrics: those of one model, and ``models`` with those of all.
+
+        Args:
+            name: which one; see ``watched``.
+
+        Raises:
+            ModelNotFound: there is no such model.
+        """
+        watched = self.watched(name)
+        nothing = {
+            "model": name or self.names[0],
+            "running": 0,
+            "queue_depth": 0,
+            "requests_total": {},
+            "tokens_total": 0,
+        }
+        models = {}
+        for each, model in self._models.items():
+            models[each] = model.snapshot()
+            if model.instance is not None and model.instance.service is not watched:
+                models[each]["metrics"] = model.instance.service.snapshot()
+        return {**(nothing if watched is None else watched.snapshot()), "models": models}
 
 
 def _relevant(spec: ModelSpec) -> ModelSpec:

@@ -88,6 +88,8 @@ export class Chat {
     const offered = tools();
     if (offered.length) Object.assign(body, { tools: offered, tool_choice: byId("option-tool_choice").value });
     const session = byId("option-session_id").value.trim();
+    const model = new URLSearchParams(location.search).get("model");
+    if (model) body.model = model;
     if (session) Object.assign(body, { session_id: session, history: "replace" });
     for (const name of NUMBERS) if (byId(`option-${name}`).value !== "") body[name] = Number(byId(`option-${name}`).value);
     return body;

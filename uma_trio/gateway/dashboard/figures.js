@@ -5,6 +5,13 @@ import { byId, colours, count, counted, duration, fitted, ms, setRows, setText, 
 const RATE_OVER_S = 1.5;
 const LINE_POINTS = 120;
 
+/** The model that is shown, and what the others are doing. */
+function models(metrics) {
+  const shown = (metrics.model ?? "").replace(/\.gguf$/, "");
+  const others = Object.entries(metrics.models ?? {}).filter(([name]) => name !== shown);
+  return [shown, ...others.map(([name, model]) => `${name} ${model.state}`)].join(" · ");
+}
+
 export class Figures {
   constructor() {
     this.line = [];
@@ -22,7 +29,7 @@ export class Figures {
     this.last = update;
     const { metrics } = update;
     this.showRates(update.at_s, metrics);
-    setText(byId("model"), (metrics.model ?? "").replace(/\.gguf$/, ""));
+    setText(byId("model"), models(metrics));
     setText(byId("facts"), `version ${metrics.version} · up ${duration(metrics.uptime_s)} · ${counted(metrics.connections, "connection")}`);
     setText(byId("running"), count(metrics.running));
     setText(byId("waiting"), `${count(metrics.queue_depth)} waiting`);

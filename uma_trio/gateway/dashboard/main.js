@@ -7,6 +7,7 @@ import { Figures } from "./figures.js";
 import { Timeline } from "./timeline.js";
 
 const INTERVAL_MS = 250;
+const MODEL = new URLSearchParams(location.search).get("model"); // which one to show; the default model without it
 const RETRY_MS = 1000;
 const HIDDEN_MS = 30_000;
 
@@ -35,7 +36,8 @@ async function follow() {
       timeline.restart();
       figures.restart();
       watching = new AbortController();
-      for await (const { name, data } of events(`v1/watch?interval_ms=${INTERVAL_MS}`, { signal: watching.signal })) {
+      const model = MODEL ? `&model=${encodeURIComponent(MODEL)}` : "";
+      for await (const { name, data } of events(`v1/watch?interval_ms=${INTERVAL_MS}${model}`, { signal: watching.signal })) {
         if (name === "error") throw new Error(data.message);
         if (name !== "watch") continue;
         say("");
