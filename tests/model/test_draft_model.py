@@ -52,6 +52,14 @@ def test_drafts_end_where_they_are_unlikely_to_be_right(open_engine, prompts):
     assert len(unsure.tokens) < 8
 
 
+def test_nothing_is_proposed_behind_the_end_of_an_answer(open_engine, prompts):
+    engine = open_engine(ctx=1024)
+    [draft] = engine.draft([DraftInput(0, 0, prompts[0], 40)], 0.0).drafts
+    assert 2 < len(draft.tokens) < 40
+    assert [token in engine.info.eog_ids for token in draft.tokens] == [False] * (len(draft.tokens) - 1) + [True]
+    assert draft.n_held == len(prompts[0]) + len(draft.tokens) - 1
+
+
 def test_cells_of_other_sequences_make_room(open_engine, prompts):
     """The sequence that is computed keeps its cells; the others are lost, and their answers say so."""
     engine = open_engine(ctx=512)

@@ -118,8 +118,9 @@ def test_a_step_with_drafts_gives_the_tokens_of_steps_without(engine, prompts, p
         drafts = [DraftInput(0, held, known[held:], 3)]
         output = runner.run(Step(ops, [[decode]], n_steps + 1, drafts=drafts))
         [draft] = output.drafted.drafts
-        assert len(output.tokens) == 1 + len(draft.tokens) == 4
-        accepted = next((n for n, token in enumerate(draft.tokens) if output.tokens[n] != token), 3)
+        assert len(output.tokens) == 1 + len(draft.tokens) <= 4
+        wrong = (n for n, token in enumerate(draft.tokens) if output.tokens[n] != token)
+        accepted = next(wrong, len(draft.tokens))
         tokens += output.tokens[: accepted + 1]
         held = min(draft.n_held, len(known) + accepted)
         ops = [Truncate(0, len(known) + accepted)]

@@ -595,6 +595,9 @@ class FakeEngine:
                 if tokens:
                     held.read(tokens[-1:])
                 token = held.next_token(held.length, SampleRequest(SamplingParams()), self.repeats)
+                if self.eog_after is not None and held.length >= self.eog_after:
+                    tokens.append(EOG)
+                    break
                 if self._draft_errors and held.digest(held.length) % self._draft_errors == 0:
                     token = 1 + token % (FIRST_BYTE - 1)
                 tokens.append(token)

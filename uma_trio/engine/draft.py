@@ -57,6 +57,7 @@ class Drafter:
             if self._model.is_recurrent or self._model.is_hybrid or self._model.n_swa:
                 raise llama_abi.LlamaError(f"the draft model {self.name} cannot take tokens back; use another one")
             self.max_tokens = self._model.n_ctx_train
+            self._end_ids = frozenset(target.vocab.eog_ids)
             self._abort = abort
             self._options = attrs.evolve(
                 options,
@@ -107,7 +108,9 @@ class Drafter:
     # -- proposing ------------------------------------------------------------------------------
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
-        """Compute the tokens of ``inputs``, and propose what follows.  What fails costs drafts, and nothing else.
+        """Compute the tokens of ``inputs``, and propose what follows, up to the end of the answer.
+
+        What fails costs drafts, and nothing else.
 
         Args:
             min_probability: a draft ends where all of it is right with less than this.
@@ -130,7 +133,7 @@ class Drafter:
                     if probability[each.seq_id] < min_probability:
                         continue
                     drafts[each.seq_id].append(token)
-                    if len(drafts[each.seq_id]) < each.n_drafts:
+                    if len(drafts[each.seq_id]) < each.n_drafts and token not in self._end_ids:
                         going_on.append(each)
                 waiting = going_on
                 if waiting:

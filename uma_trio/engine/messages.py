@@ -255,8 +255,8 @@ class DraftInput(msgspec.Struct, array_like=True, gc=False):
     tokens: Sequence[int]
     """The tokens after these: all others that are known, or the first of them; none if the sequence has ended."""
     n_drafts: int = 0
-    """It proposes at most so many tokens after them, and the step verifies these with the sequence's last token; 0 while
-    tokens are missing."""
+    """It proposes at most so many tokens after them, none behind one that ends the answer.  The step verifies these with
+    the sequence's last token.  0 while tokens are missing."""
 
 
 class Draft(msgspec.Struct, array_like=True, gc=False):
