@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.commands import invoke
 from tests.support.real_daemon import Daemon, real_daemon
 from uma_trio.models.loaded import EMBEDDED
 
@@ -113,6 +115,29 @@ def test_sessions_and_states_are_those_of_one_model_also_if_the_content_is_the_s
                 transcript = wire.receive()
             assert transcript is not None
             assert f"I am {name}." in transcript["text"]
+
+
+def test_the_commands_say_whose_a_session_is(models: dict[str, Path], tmp_path: Path) -> None:
+    with daemon_with(tmp_path, f"models: [embedded, {models['b']}]") as daemon:
+
+        def run(command: str, *arguments: str) -> tuple[str, str]:
+            found = invoke(command, "--socket", daemon.socket, *arguments)
+            return found.stdout, found.stderr
+
+        assert "new session" not in run("ask", "--model", "b", "--session", "s", "--max-tokens", "2", "Hello")[1]
+        head, row = run("sessions")[0].splitlines()
+        assert (head.split()[:2], row.split()[:2]) == (["SESSION", "MODEL"], ["s", "b"])
+        assert json.loads(run("sessions", "--json")[0])["model"] == "b"
+        assert "there is one of the model b: add --model b" in run("sessions", "show", "s")[1]
+        assert run("sessions", "show", "s", "--model", "b")[0].startswith("s: 1 turns")
+        assert "of the model b" in run("ask", "--session", "s", "--max-tokens", "2", "Hello")[1]
+        assert len(run("sessions")[0].splitlines()) == 3
+        assert act(daemon, "unload", "b")["models"]
+        left, notice = run("sessions")
+        assert "not loaded: b" in notice
+        assert [line.split()[0] for line in left.splitlines()] == ["SESSION", "s"]
+        assert run("sessions", "close", "--all", "--yes", "--model", "b")[0] == "closed s\n"
+        assert run("sessions", "close", "--all", "--yes")[0] == "closed s\n"
 
 
 def test_a_reload_under_load_drops_nothing(models: dict[str, Path], tmp_path: Path) -> None:

@@ -226,7 +226,24 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
     finally:
         for end in sorted(several, key=lambda end: end.index or 0):
             show_now(end)
+    if eos is not None and eos.session is not None and eos.session.turns == 1:
+        await _say_who_has_it(eos.session.session_id, options["model"], socket)
     if eos is not None and eos.reason != "cancelled":
         return INCOMPLETE if any(each.constraint_complete is False for each in ends) else OK
     click.echo("cancelled", err=True)
     return INTERRUPTED
+
+
+async def _say_who_has_it(session_id: str, model: str | None, socket: str | None) -> None:
+    """Say on stderr if other models have a session of the name of one that has just begun."""
+    from uma_trio.cli.sessions import models_with_session
+    from uma_trio.client import open_client
+
+    async with open_client(socket) as client:
+        others = await models_with_session(client, session_id, model)
+    if others:
+        click.echo(
+            f"this began a new session; another one of this name is of the model {' and of '.join(others)}: "
+            f"ask it with --model {others[0]}",
+            err=True,
+        )

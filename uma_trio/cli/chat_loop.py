@@ -117,7 +117,7 @@ class Chat:
         snapshot = run(self._metrics)
         self._restarts = snapshot["engine"]["restarts_total"]
         if self._is_terminal:
-            _note(f"{snapshot['model']}; /help lists the commands")
+            _note(f"{self._fields.get('model') or snapshot['model']}; /help lists the commands")
         if self._conversation.session is not None:
             self._open_session(self._conversation.session)
 

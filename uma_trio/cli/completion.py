@@ -175,10 +175,12 @@ def session_name(context: click.Context, parameter: click.Parameter, incomplete:
 
     levels: list[click.Context] = [context, *([context.parent] if context.parent is not None else [])]
     path = socket_path(next(filter(None, (level.params.get("socket") for level in levels)), None))
+    model = next(filter(None, (level.params.get("model") for level in levels)), None)
+    question = {"type": "sessions", "model": model} if model else {"type": "sessions"}
     already = context.params.get(parameter.name or "")
     try:
         # without a lock there is no daemon; connecting could make systemd start one
-        events = query(path, {"type": "sessions"}, timeout_s=DAEMON_S) if is_locked(path) else []
+        events = query(path, question, timeout_s=DAEMON_S) if is_locked(path) else []
         sessions = [session for event in events for session in event["sessions"]]
     except (ClientError, TimeoutError, LookupError):
         return []

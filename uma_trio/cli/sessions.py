@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -13,7 +13,7 @@ import click
 
 from uma_trio.cli import SuggestingGroup
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
-from uma_trio.cli.completion import session_name
+from uma_trio.cli.completion import model_name, session_name
 from uma_trio.cli.tools import call_line
 
 if TYPE_CHECKING:
@@ -27,8 +27,16 @@ MARKDOWN: Final = (".md", ".markdown")
 def _options(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options that can come before or after the name of a subcommand; the one after it wins."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a session.")(
-        socket_option()(function)
+        _model_option(socket_option()(function))
     )
+
+
+_model_option = click.option(
+    "--model",
+    shell_complete=model_name,
+    help="Name of the model whose sessions these are.  [default: the daemon's first; list and close --all: all that are "
+    "loaded]",
+)
 
 
 @click.group(
@@ -38,12 +46,12 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
 )
 @_options
 @click.pass_context
-def command(context: click.Context, as_json: bool, socket: str | None) -> None:
+def command(context: click.Context, as_json: bool, model: str | None, socket: str | None) -> None:
     """List, show, export, fork and close your sessions: conversations that the daemon remembers.
 
     The first request with a session's name begins the session, and further requests continue it.  A session
     survives restarts of the daemon.  It ends when you close it, or after session_ttl_s without use (30 days by
-    default).  Without a subcommand, all sessions are listed.
+    default).  Without a subcommand, all sessions are listed.  Each model of the daemon has sessions of its own.
 
     \b
       uma-trio ask --session trip "What is the capital of France?"
@@ -53,29 +61,37 @@ def command(context: click.Context, as_json: bool, socket: str | None) -> None:
       uma-trio sessions export trip trip.md
       uma-trio sessions fork trip holiday
       uma-trio sessions close trip holiday
+      uma-trio sessions show --model small trip
 
     Exit codes: 0 success, 2 the daemon refused, or no daemon, 3 protocol error.
     """
-    context.obj = (as_json, socket)
+    context.obj = (as_json, socket, model)
     if context.invoked_subcommand is None:
-        _print(_run(context, socket, lambda client: client.sessions()), as_json)
+        _list(context, as_json, model, socket)
 
 
 @command.command("list")
 @_options
 @click.pass_context
-def list_(context: click.Context, as_json: bool, socket: str | None) -> None:
+def list_(context: click.Context, as_json: bool, model: str | None, socket: str | None) -> None:
     """List all sessions, the most recently used first."""
-    _print(_run(context, socket, lambda client: client.sessions()), as_json or context.obj[0])
+    _list(context, as_json or context.obj[0], model, socket)
 
 
 @command.command()
 @click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @_options
 @click.pass_context
-def describe(context: click.Context, session_id: str, as_json: bool, socket: str | None) -> None:
+def describe(context: click.Context, session_id: str, as_json: bool, model: str | None, socket: str | None) -> None:
     """Show how long a session is, when it was used, and whether it is on disk."""
-    (session,) = _run(context, socket, lambda client: client.sessions("describe", session_id=session_id), session_id)
+    of_model = _of(context, model)
+    (session,) = _run(
+        context,
+        socket,
+        lambda client: client.sessions("describe", session_id=session_id, **of_model),
+        session_id,
+        of_model,
+    )
     if as_json or context.obj[0]:
         _print([session], as_json=True)
         return
@@ -94,14 +110,15 @@ def describe(context: click.Context, session_id: str, as_json: bool, socket: str
 @click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @_options
 @click.pass_context
-def show(context: click.Context, session_id: str, as_json: bool, socket: str | None) -> None:
+def show(context: click.Context, session_id: str, as_json: bool, model: str | None, socket: str | None) -> None:
     """Show what a session contains: the messages of a chat, or the text of plain prompts and their answers.
 
     \b
       uma-trio sessions show trip
       uma-trio sessions show trip --json | jq -r ".messages[-1].content"
     """
-    found = _run(context, socket, lambda client: client.transcript(session_id), session_id)
+    of_model = _of(context, model)
+    found = _run(context, socket, lambda client: client.transcript(session_id, **of_model), session_id, of_model)
     session = found.session
     if as_json or context.obj[0]:
         import attrs
@@ -128,9 +145,10 @@ def show(context: click.Context, session_id: str, as_json: bool, socket: str | N
 @command.command()
 @click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@_model_option
 @socket_option()
 @click.pass_context
-def export(context: click.Context, session_id: str, file: Path | None, socket: str | None) -> None:
+def export(context: click.Context, session_id: str, file: Path | None, model: str | None, socket: str | None) -> None:
     """Write the messages of a session to FILE: as Markdown if it ends in .md, otherwise as JSON (.json).
 
     JSON has the shape that a request takes: {"messages": [{"role": ..., "content": ...}]}.  For a session of plain
@@ -145,7 +163,8 @@ def export(context: click.Context, session_id: str, file: Path | None, socket: s
 
     if file is not None and file.suffix.lower() not in (".json", *MARKDOWN):
         raise click.UsageError(f"{file.name} must end in .json or .md, which says the format")
-    found = _run(context, socket, lambda client: client.transcript(session_id), session_id)
+    of_model = _of(context, model)
+    found = _run(context, socket, lambda client: client.transcript(session_id, **of_model), session_id, of_model)
     if file is None or file.suffix.lower() not in MARKDOWN:
         content = _content(found)
         text = json.dumps({"prompt": content["text"]} if "text" in content else content, ensure_ascii=False, indent=2)
@@ -166,12 +185,14 @@ def export(context: click.Context, session_id: str, file: Path | None, socket: s
 @click.argument("new_id", metavar="NEW_NAME")
 @_options
 @click.pass_context
-def fork(context: click.Context, session_id: str, new_id: str, as_json: bool, socket: str | None) -> None:
+def fork(
+    context: click.Context, session_id: str, new_id: str, as_json: bool, model: str | None, socket: str | None
+) -> None:
     """Copy the session NAME to NEW_NAME; both continue independently."""
-    fields = {"session_id": session_id, "new_id": new_id}
-    _print(
-        _run(context, socket, lambda client: client.sessions("fork", **fields), session_id), as_json or context.obj[0]
-    )
+    of_model = _of(context, model)
+    fields = {"session_id": session_id, "new_id": new_id, **of_model}
+    found = _run(context, socket, lambda client: client.sessions("fork", **fields), session_id, of_model)
+    _print(found, as_json or context.obj[0])
 
 
 @command.command()
@@ -181,7 +202,13 @@ def fork(context: click.Context, session_id: str, new_id: str, as_json: bool, so
 @_options
 @click.pass_context
 def close(
-    context: click.Context, session_ids: Sequence[str], close_all: bool, yes: bool, as_json: bool, socket: str | None
+    context: click.Context,
+    session_ids: Sequence[str],
+    close_all: bool,
+    yes: bool,
+    as_json: bool,
+    model: str | None,
+    socket: str | None,
 ) -> None:
     """Delete sessions: their messages, on disk too, and their KV cache.
 
@@ -193,28 +220,31 @@ def close(
     """
     if close_all == bool(session_ids):
         raise click.UsageError("give the names of sessions, or --all")
+    of_model = _of(context, model)
+    to_close = [(name, of_model) for name in session_ids]
     if close_all:
-        session_ids = [session.session_id for session in _run(context, socket, lambda client: client.sessions())]
-        if session_ids and not yes:
-            _confirm(f"Close {len(session_ids):,} sessions? Their messages are deleted.")
+        found = _run(context, socket, lambda client: _by_model(client, of_model.get("model")))
+        to_close = [(each.session_id, {"model": name}) for name, sessions in found.items() for each in sessions]
+        if to_close and not yes:
+            _confirm(f"Close {len(to_close):,} sessions? Their messages are deleted.")
     json_wanted = as_json or context.obj[0]
     failures: list[str] = []
 
     async def close_each(client: Client) -> None:
         from uma_trio.client import ServerError
 
-        for name in session_ids:
+        for name, of_model in to_close:
             try:
-                closed = await client.sessions("close", session_id=name, keep_alive=True)
+                closed = await client.sessions("close", session_id=name, keep_alive=True, **of_model)
             except ServerError as error:
-                failures.append(f"{error}{await _similar(client, name)}")
+                failures.append(f"{error}{await _similar(client, name, of_model)}")
                 continue
             if json_wanted:
                 _print(closed, as_json=True)
             else:
                 click.echo(f"closed {_shown(name)}")
 
-    if session_ids:
+    if to_close:
         _run(context, socket, close_each)
     elif not json_wanted:
         click.echo("no sessions to close")
@@ -238,13 +268,72 @@ def _fail(message: str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+def _of(context: click.Context, model: str | None) -> dict[str, str]:
+    """The field of a query that says whose sessions are meant; none for those of the daemon's first model."""
+    name = model or context.obj[2]
+    return {} if name is None else {"model": name}
+
+
+def _list(context: click.Context, as_json: bool, model: str | None, socket: str | None) -> None:
+    chosen = _of(context, model).get("model")
+    found = _run(context, socket, lambda client: _by_model(client, chosen))
+    if as_json:
+        for name, sessions in found.items():
+            _print(sessions, as_json=True, model=name)
+        return
+    _print_table([(name, session) for name, sessions in found.items() for session in sessions], n_models=len(found))
+
+
+async def _by_model(client: Client, model: str | None) -> dict[str, list[SessionInfo]]:
+    """The sessions of a model, or of all that are loaded; a list would load the others.  The default model is first."""
+    names = [model]
+    if model is None:
+        models = await client.models(keep_alive=True)
+        loaded = [each.name for each in models if each.state == "ready"]
+        names = [*loaded]
+        others = [each.name for each in models if each.name not in loaded]
+        if others:
+            shown = ", ".join(others[:3]) + (" and others" if len(others) > 3 else "")
+            click.echo(f"without sessions of models that are not loaded: {shown}", err=True)
+    return {name: await client.sessions(model=name, keep_alive=True) for name in names if name is not None}
+
+
+async def models_with_session(client: Client, session_id: str, besides: str | None) -> list[str]:
+    """The loaded models that have a session of this name.
+
+    Args:
+        besides: a name of the model that is left out; ``None`` for the daemon's first.
+    """
+    from uma_trio.client import ServerError
+
+    models = await client.models(keep_alive=True)
+    found = []
+    for number, each in enumerate(models):
+        is_left_out = number == 0 if besides is None else each.is_called(besides)
+        if is_left_out or each.state != "ready":
+            continue
+        try:
+            await client.sessions("describe", session_id=session_id, model=each.name, keep_alive=True)
+        except ServerError as error:
+            if error.code != "E_SESSION_NOT_FOUND":
+                raise
+        else:
+            found.append(each.name)
+    return found
+
+
 def _run(
-    context: click.Context, socket: str | None, work: Callable[[Client], Awaitable[T]], name: str | None = None
+    context: click.Context,
+    socket: str | None,
+    work: Callable[[Client], Awaitable[T]],
+    name: str | None = None,
+    of_model: Mapping[str, str] | None = None,
 ) -> T:
     """Connect to the daemon and run ``work``.  Its errors end the program.
 
     Args:
         name: the session that ``work`` is about; if it does not exist, the error names similar ones.
+        of_model: what ``_of`` says of it.
     """
     from uma_trio.cli.run_trio import run
     from uma_trio.client import ServerError, open_client
@@ -257,7 +346,7 @@ def _run(
 
     async def similar() -> str:
         async with open_client(path) as client:
-            return await _similar(client, name)
+            return await _similar(client, name, of_model or {})
 
     with reporting_errors("sessions", path):
         run(say_which_daemon, "sessions", path)
@@ -269,13 +358,16 @@ def _run(
             raise
 
 
-async def _similar(client: Client, name: str | None) -> str:
-    """The end of an error: which sessions have a name like ``name``; empty if none has."""
+async def _similar(client: Client, name: str | None, of_model: Mapping[str, str]) -> str:
+    """The end of an error: which models have a session ``name``, or which sessions have a name like it; or nothing."""
     import difflib
 
-    names = [session.session_id for session in await client.sessions(keep_alive=True)]
+    names = [session.session_id for session in await client.sessions(keep_alive=True, **of_model)]
     if name is None or name in names:
         return ""
+    others = await models_with_session(client, name, of_model.get("model"))
+    if others:
+        return f"; there is one of the model {' and of '.join(others)}: add --model {others[0]}"
     similar = [repr(found) for found in difflib.get_close_matches(name, names, cutoff=0.7)]
     return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
@@ -293,27 +385,38 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _print(found: list[SessionInfo], as_json: bool) -> None:
+def _print(found: list[SessionInfo], as_json: bool, model: str | None = None) -> None:
+    """Print sessions of one model, with its name in JSON if it is given."""
     if as_json:
         import attrs
 
         for session in found:
-            click.echo(_json(attrs.asdict(session)))
+            named = {} if model is None else {"model": model}
+            click.echo(_json({**attrs.asdict(session), **named}))
         return
+    _print_table([(None, session) for session in found], n_models=1)
+
+
+def _print_table(found: Sequence[tuple[str | None, SessionInfo]], *, n_models: int) -> None:
+    """Print sessions with the names of their models, which are shown if there are several."""
     if not found:
         click.echo('no sessions yet; begin one with: uma-trio ask --session NAME "..."')
         return
     from rich.cells import cell_len, set_cell_size
 
-    rows = [("SESSION", "TURNS", "TOKENS", "LAST USED", "STATE")]
-    rows += [(_shown(s.session_id), f"{s.turns:,}", f"{s.tokens:,}", _when(s.used_at), _state(s)) for s in found]
-    widths = [max(cell_len(row[n]) for row in rows) for n in range(5)]
-    for name, turns, tokens, used, state in rows:
+    rows = [("SESSION", "MODEL", "TURNS", "TOKENS", "LAST USED", "STATE")]
+    rows += [
+        (_shown(s.session_id), model or "", f"{s.turns:,}", f"{s.tokens:,}", _when(s.used_at), _state(s))
+        for model, s in found
+    ]
+    widths = [max(cell_len(row[n]) for row in rows) for n in range(6)]
+    for name, model, turns, tokens, used, state in rows:
         cells = [
             set_cell_size(name, widths[0]),
-            turns.rjust(widths[1]),
-            tokens.rjust(widths[2]),
-            used.ljust(widths[3]),
+            *([set_cell_size(model, widths[1])] if n_models > 1 else []),
+            turns.rjust(widths[2]),
+            tokens.rjust(widths[3]),
+            used.ljust(widths[4]),
             state,
         ]
         click.echo("  ".join(cells).rstrip())
