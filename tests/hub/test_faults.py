@@ -122,7 +122,7 @@ async def test_a_file_that_is_no_model_is_refused_and_removed(hub: FakeHub, mach
     hub.add("acme/Bad-GGUF", {"Bad-Q8_0.gguf": model[: len(model) // 2], "Bad-Q4_0.gguf": b"<html>" * 1000})
     with pytest.raises(HubError, match=r"acme/Bad-GGUF:Q8_0 is refused: .*cut off"):
         await machine.pull("acme/Bad-GGUF:Q8_0")
-    with pytest.raises(HubError, match="is refused: it begins with b'<htm'"):
+    with pytest.raises(HubError, match="is refused: it is not a GGUF file: it begins with <htm,"):
         await machine.pull("acme/Bad-GGUF:Q4_0")
     assert machine.files() == []
 

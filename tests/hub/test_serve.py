@@ -128,7 +128,7 @@ def test_a_model_of_this_machine_is_loaded_on_demand(hub: FakeHub, home: Home, m
         assert daemon.ask(prompt="x", model=str(path)).code == "E_MODEL_NOT_FOUND"  # a client names no paths
         assert daemon.ask(prompt="x", model="nothing/there:Q8_0").code == "E_MODEL_NOT_FOUND"
         listed = json.loads(home.run("models", "--json", UMA_SOCKET=socket).stdout)
-        assert [each["state"] for each in listed] == ["unloaded"]
+        assert [(each["name"], each["state"]) for each in listed] == [(NAME, "unloaded"), ("embedded", "ready")]
         assert "Paris" in daemon.ask(messages=QUESTION, model="tiny", max_tokens=20).text
         assert daemon.metrics()["models"][NAME]["state"] == "ready"
         assert NAME in home.run("models", UMA_SOCKET=socket).stdout

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 
+import pytest
+
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
 from tests.support.terminal import terminal
@@ -48,3 +50,26 @@ def test_a_short_name_that_is_not_here_brings_suggestions(hub: FakeHub, home: Ho
     assert refused.returncode == 1
     assert "the hub has acme/Tiny-GGUF; pull one of them" in refused.stderr
     assert "`uma-trio models` lists" in home.run("pull", "tiny", "--offline").stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("/tmp/nothing-here.gguf", "there is no file /tmp/nothing-here.gguf; give a name such as"),
+        ("nope", "there is no model nope on this machine, and cannot reach hub.invalid: its name has no address"),
+        ("llama3.2:1b", "get it with ollama pull llama3.2:1b"),
+        ("https://host.invalid/x.txt", "https://host.invalid/x.txt is not a .gguf file"),
+        ("https://host.invalid/x.gguf", "HTTPS_PROXY names a proxy, HF_ENDPOINT another hub, and with --offline"),
+    ],
+)
+def test_what_cannot_be_pulled_says_what_else_to_do(home: Home, name: str, reason: str) -> None:
+    refused = home.run("pull", name, HF_ENDPOINT="https://hub.invalid")
+    assert refused.returncode == 1
+    assert reason in refused.stderr
+    assert "trying again" not in refused.stderr
+
+
+def test_the_embedded_model_is_not_removed(home: Home) -> None:
+    refused = home.run("models", "remove", "--yes", "embedded")
+    assert (refused.returncode, "embedded comes with the package" in refused.stderr) == (1, True)
+    assert "no models besides embedded" in home.run("models").stderr

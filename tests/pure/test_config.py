@@ -116,6 +116,7 @@ def test_variables_of_the_test_suite_are_ignored() -> None:
         ("limits:\n  5: 5\n", "unknown key 5"),
         ("- a\n", "expected keys and values, not list"),
         ("limits: 5\n", "limits: expected keys and values, not int"),
+        ("model: small\n", "model: expected keys and values; to choose a model write model: {model: small}"),
         ("limits: [\n", "is not YAML: expected the node content, but found"),
         ("limits:\n\tmax_queue: 1\n", "look at line 2, column 1"),
         ("limits:\n  max_queue: 2024-99-99\n", "is not YAML"),

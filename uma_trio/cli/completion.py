@@ -110,9 +110,11 @@ def command(shell: str) -> None:
     It completes commands, flags, their values, files, and the names of your sessions if a daemon runs.
 
     \b
-      bash   uma-trio completion bash > ~/.local/share/bash-completion/completions/uma-trio
+      bash   mkdir -p ~/.local/share/bash-completion/completions
+             uma-trio completion bash > ~/.local/share/bash-completion/completions/uma-trio
       zsh    uma-trio completion zsh > "${fpath[1]}/_uma-trio"
-      fish   uma-trio completion fish > ~/.config/fish/completions/uma-trio.fish
+      fish   mkdir -p ~/.config/fish/completions
+             uma-trio completion fish > ~/.config/fish/completions/uma-trio.fish
 
     To try it in a running bash: source <(uma-trio completion bash)
     """

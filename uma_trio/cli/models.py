@@ -25,6 +25,9 @@ MANAGE_S: Final = 3600.0
 """How long the daemon may take to load or to drain a model."""
 SERVED: Final = ("ready", "loading", "draining")
 """States of models that the daemon has in memory."""
+STATES: Final = {"ready": "served", "loading": "loading", "draining": "draining", "failed": "failed"}
+"""What the table says of a model of the daemon."""
+EMBEDDED_NAME: Final = "embedded"
 HOW_TO_REMOVE: Final = {
     "Ollama": "ollama rm {name}",
     "Hugging Face": "hf cache rm model/{place}",
@@ -142,6 +145,8 @@ def remove(model: str, yes: bool) -> None:
         from uma_trio.hub.locate import resolve
         from uma_trio.hub.sizes import format_bytes
 
+        if model == EMBEDDED_NAME:
+            _fail(f"{model} comes with the package, and goes with it")
         places = _places()
         folder = ModelFolder(places.folder)
         reference, _ = resolve(model, places)
@@ -255,21 +260,27 @@ def _list(as_json: bool) -> None:
         folder = ModelFolder(places.folder)
         aliases = folder.aliases()
         unfinished = folder.unfinished()
-    served = {name: model["state"] for model in _of_daemon() for name in (model["name"], *model["aliases"])}
+    daemon = _of_daemon()
+    served = {name: model["state"] for model in daemon for name in (model["name"], *model["aliases"])}
     rows = [_describe(model, served, aliases) for model in models]
+    known = {name for row, model in zip(rows, models, strict=True) for name in (model.served_name, *row["aliases"])}
+    rows += [_describe_served(model) for model in daemon if not known & {model["name"], *model["aliases"]}]
     if as_json:
         click.echo(json.dumps(rows))
         return
     if not rows and not unfinished:
-        click.echo("no models yet; download one with: uma-trio pull Qwen/Qwen3-0.6B-GGUF", err=True)
+        click.echo(
+            "no models besides embedded, which comes with the package; download one with: "
+            "uma-trio pull Qwen/Qwen3-0.6B-GGUF",
+            err=True,
+        )
         return
     from uma_trio.hub.sizes import format_bytes
 
     if rows:
-        table = [("NAME", "SIZE", "QUANTIZATION", "CONTEXT", "KEPT BY", "")]
+        table = [("NAME", "SIZE", "QUANTIZATION", "CONTEXT", "KEPT BY", "STATE", "NOTES")]
         for row in rows:
-            notes = [row["state"]] if row["is_served"] else []
-            notes += [f"alias {each}" for each in row["aliases"]]
+            notes = [f"alias {each}" for each in row["aliases"]]
             notes += [row["problem"]] if row["problem"] else []
             context = f"{row['context_length']:,}" if row["context_length"] else ""
             table.append(
@@ -278,7 +289,8 @@ def _list(as_json: bool) -> None:
                     format_bytes(row["size_bytes"]),
                     row["quantization"],
                     context,
-                    row["origin"],
+                    row["origin"] or "",
+                    STATES.get(row["state"], ""),
                     ", ".join(notes),
                 )
             )
@@ -316,6 +328,23 @@ def _describe(model: InstalledModel, served: Mapping[str, str], aliases: Mapping
         "is_served": state in SERVED,
         "state": state,
         "problem": problem,
+    }
+
+
+def _describe_served(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model of the daemon that nobody keeps by a name: the embedded one, or one that was given by its path."""
+    return {
+        "name": model["name"],
+        "size_bytes": model["size_bytes"],
+        "quantization": model.get("quantization") or "",
+        "context_length": model["context_per_request"] or None,
+        "origin": "the package" if model["name"] == EMBEDDED_NAME else None,
+        "source": None,
+        "files": [],
+        "aliases": model["aliases"],
+        "is_served": model["state"] in SERVED,
+        "state": model["state"],
+        "problem": model.get("reason"),
     }
 
 

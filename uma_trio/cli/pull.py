@@ -75,9 +75,9 @@ def _pull(text: str, sha256: str | None, places: ModelLocations, *, quiet: bool)
     """
     from uma_trio.cli.pull_view import View, pull_view
     from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
-    from uma_trio.hub.errors import NotInstalled
+    from uma_trio.hub.errors import HubError, NotInstalled
     from uma_trio.hub.locate import find_here, resolve
-    from uma_trio.hub.names import HubReference, ShortName, UrlReference
+    from uma_trio.hub.names import EXAMPLES, HubReference, ShortName, UrlReference
     from uma_trio.hub.pull import Puller
     from uma_trio.models.gguf_check import check_gguf
     from uma_trio.models.load_errors import explained
@@ -89,9 +89,20 @@ def _pull(text: str, sha256: str | None, places: ModelLocations, *, quiet: bool)
         except NotInstalled as error:
             if places.is_offline or not isinstance(reference, ShortName):
                 raise
-            found = run(Puller(places, View()).suggest, text)
-            there = f"the hub has {', '.join(found)}; pull one of them" if found else error.remedy
+            if ":" in text:
+                hint = (
+                    f"names without an owner, such as those of Ollama, are not downloaded: get it with ollama pull {text}, "
+                    "after which uma-trio uses it where it is"
+                )
+                raise NotInstalled(error.reason, f"{hint}; or {EXAMPLES}") from None
+            try:
+                found = run(Puller(places, View()).suggest, text)
+            except HubError as unreachable:
+                raise NotInstalled(f"{error.reason}, and {unreachable.reason}", unreachable.remedy) from None
+            there = f"the hub has {', '.join(found)}; pull one of them" if found else f"{error.remedy}; {EXAMPLES}"
             raise NotInstalled(error.reason, there) from None
+        if not located.path.exists():
+            raise NotInstalled(f"there is no file {located.path}", EXAMPLES)
         with explained(located.path):
             check_gguf(located.path)
         return {"name": located.name, "path": str(located.path)}

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     metavar="NAME|FILE",
     type=click.UNPROCESSED,
     shell_complete=model_file,
-    help="GGUF file, or a name that uma-trio models lists. If not given, the embedded model is used.",
+    help="GGUF file, or the name of a model of this machine. If not given, the embedded model is used. The vocabulary is "
+    "read from the file, without the daemon.",
 )
 @click.option("--decode", metavar="IDS", help="Print the text of these token ids. - reads them from stdin.")
 @click.option(
@@ -97,13 +98,17 @@ def _tokenizer(model: str | None, llama_dir: Path | None) -> Iterator[Tokenizer]
     from uma_trio.cli.model_option import find_model
     from uma_trio.config import ConfigError
     from uma_trio.engine.tokenizer import InvalidTokenId
-    from uma_trio.hub.errors import HubError
+    from uma_trio.hub.errors import HubError, NotInstalled
     from uma_trio.models.load_errors import ModelError
     from uma_trio.models.loaded import EMBEDDED, vocabulary
 
     try:
         with vocabulary(find_model(model) or EMBEDDED, llama_dir) as tokenizer:
             yield tokenizer
+    except NotInstalled as error:
+        hint = "; a model that the daemon was given by its path has no other name here: give its path" if model else ""
+        click.echo(f"uma-trio tokenize: {error}{hint}", err=True)
+        sys.exit(1)
     except (ModelError, HubError, ConfigError, InvalidTokenId) as error:
         click.echo(f"uma-trio tokenize: {error}", err=True)
         sys.exit(1)

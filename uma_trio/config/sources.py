@@ -162,6 +162,10 @@ def _mapping(found: Any, source: str) -> dict[Any, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
+        if source.endswith(": model") and isinstance(found, str):
+            raise ConfigError(
+                f"{source}: expected keys and values; to choose a model write model: {{model: {found[:100]}}}"
+            )
         raise ConfigError(f"{source}: expected keys and values, not {type(found).__name__}")
     return found
 

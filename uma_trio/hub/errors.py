@@ -23,3 +23,7 @@ class Interrupted(Exception):
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
         self.wait_s = wait_s
+
+
+class NameNotResolved(Interrupted):
+    """The server has no address: without a network, or with a proxy that nobody has named."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
@@ -12,7 +13,7 @@ import httpx2
 import trio
 
 import uma_trio
-from uma_trio.hub.errors import HubError, Interrupted
+from uma_trio.hub.errors import HubError, Interrupted, NameNotResolved
 from uma_trio.hub.urls import origin_of, parse_url, redirected, without_secrets
 
 CONNECT_S: Final = 15.0
@@ -116,6 +117,8 @@ def _explained(url: str) -> Any:
                 f"the certificate of {host} is not valid: {error}",
                 "check the clock, and whether a proxy replaces certificates; SSL_CERT_FILE names those to trust",
             ) from None
+        if _is_about_name(error):
+            raise NameNotResolved(f"cannot reach {host}: its name has no address ({_reason(error)})") from None
         raise Interrupted(f"cannot connect to {host}: {_reason(error)}") from None
     except httpx2.TimeoutException as error:
         kind = "cannot connect to" if isinstance(error, httpx2.ConnectTimeout) else "nothing comes from"
@@ -124,6 +127,13 @@ def _explained(url: str) -> Any:
         raise Interrupted(f"the connection to {host} was cut: {_reason(error)}") from None
     except httpx2.InvalidURL as error:
         raise HubError(f"{without_secrets(url)} is not a URL: {error}") from None
+
+
+def _is_about_name(error: BaseException | None) -> bool:
+    """Whether a name of a server could not be resolved."""
+    while error is not None and not isinstance(error, socket.gaierror):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _reason(error: BaseException) -> str:

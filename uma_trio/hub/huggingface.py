@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
@@ -66,12 +67,13 @@ def explain_refused_file(
 
 
 async def suggestions(http: Http, endpoint: str, words: str) -> list[str]:
-    """Names of repositories with GGUF files that the hub finds, the most downloaded first; none if it cannot be asked."""
+    """Names of repositories with GGUF files that the hub finds, the most downloaded first.
+
+    Raises:
+        HubError, Interrupted: the hub cannot be asked.
+    """
     query = f"search={quote(words)}&filter=gguf&sort=downloads&direction=-1&limit={MAX_SUGGESTIONS}"
-    try:
-        status, _, body = await http.read_json(f"{endpoint}/api/models?{query}")
-    except (HubError, Interrupted):
-        return []
+    status, _, body = await http.read_json(f"{endpoint}/api/models?{query}")
     if status != 200 or not isinstance(body, list):
         return []
     names = [entry.get("id") or entry.get("modelId") for entry in body if isinstance(entry, dict)]
@@ -90,7 +92,9 @@ async def _refusal(
     if status == 404 or code == "RepoNotFound" or (status == 401 and not http.has_token and code != "GatedRepo"):
         # the hub answers 401 for what does not exist, so as not to say which private repositories do
         words = name.partition("/")[2].replace("-", " ").replace("_", " ").removesuffix(" GGUF")
-        found = [each for each in await suggestions(http, endpoint, words) if each != name]
+        found = []
+        with contextlib.suppress(HubError, Interrupted):
+            found = [each for each in await suggestions(http, endpoint, words) if each != name]
         there = f"; repositories that are similar: {', '.join(found)}" if found else ""
         private = "" if http.has_token else f"; if it is private, {LOGIN}"
         return HubError(f"there is no repository {name} at {endpoint}", f"check the spelling{there}{private}")

@@ -21,7 +21,7 @@ from uma_trio.engine.split import PART, part_name
 from uma_trio.hub.caches import cached_models
 from uma_trio.hub.download import Download, FileToDownload, ProgressReporter, ServerFileInfo
 from uma_trio.hub.environment import ModelLocations, read_token
-from uma_trio.hub.errors import HubError
+from uma_trio.hub.errors import HubError, Interrupted
 from uma_trio.hub.folder import (
     DownloadState,
     File,
@@ -36,13 +36,18 @@ from uma_trio.hub.folder import (
 from uma_trio.hub.http import Http, open_http
 from uma_trio.hub.huggingface import explain_refused_file, file_url, read_repository, suggestions
 from uma_trio.hub.installed import InstalledModel
-from uma_trio.hub.names import HubReference, UrlReference
+from uma_trio.hub.names import EXAMPLES, HubReference, UrlReference
 from uma_trio.hub.partial import PartialFile, check_room, free_bytes
-from uma_trio.hub.retries import Delays, retrying
+from uma_trio.hub.retries import CHECK_NETWORK, Delays, retrying
 from uma_trio.hub.urls import without_secrets
 from uma_trio.hub.variants import choose, variants_of
 from uma_trio.models.gguf_check import GgufError, check_gguf_parts
 
+NOT_MODELS: Final = (
+    *(".txt", ".md", ".html", ".htm", ".json", ".yaml", ".yml", ".xml", ".pdf", ".py"),
+    *(".safetensors", ".bin", ".pt", ".pth", ".onnx", ".zip", ".gz", ".tar"),
+)
+"""Ends of names that are certainly not those of GGUF files; a URL may also end in anything else, such as a number."""
 POLL_S: Final = 0.2
 """Between two looks at the download of another process."""
 
@@ -107,9 +112,16 @@ class Puller:
             return here or await self._fetch(http, plan)
 
     async def suggest(self, words: str) -> list[str]:
-        """Names of repositories of the hub that may be meant; none if it cannot be asked."""
+        """Names of repositories of the hub that may be meant.
+
+        Raises:
+            HubError: the hub cannot be asked.
+        """
         async with open_http(self._places.endpoint, read_token(self._places), silence_s=self._silence_s) as http:
-            return await suggestions(http, self._places.endpoint, words)
+            try:
+                return await suggestions(http, self._places.endpoint, words)
+            except Interrupted as error:
+                raise HubError(str(error), CHECK_NETWORK) from None
 
     # -- what to download -----------------------------------------------------------------------
 
@@ -142,6 +154,8 @@ class Puller:
         parts = urlsplit(reference.url)
         segments = [unquote(segment) for segment in parts.path.split("/") if segment]
         name = segments[-1] if segments else "model"
+        if name.lower().endswith(NOT_MODELS):
+            raise HubError(f"{reference} is not a .gguf file", EXAMPLES)
         match = PART.fullmatch(name)
         names = [name if name.lower().endswith(".gguf") else f"{name}.gguf"]
         urls = [reference.url]

@@ -8,11 +8,15 @@ from typing import Final, TypeVar
 import attrs
 import trio
 
-from uma_trio.hub.errors import HubError, Interrupted
+from uma_trio.hub.errors import HubError, Interrupted, NameNotResolved
 
 T = TypeVar("T")
 
 ATTEMPTS: Final = 6
+CHECK_NETWORK: Final = (
+    "check the network; HTTPS_PROXY names a proxy, HF_ENDPOINT another hub, and with --offline only models that are here "
+    "are used"
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -47,7 +51,7 @@ async def retrying(
         said: gets a line for people before each wait.
 
     Raises:
-        HubError: too many attempts in a row brought nothing.
+        HubError: too many attempts in a row brought nothing, or the first one found no address of the server.
     """
     failures = 0
     while True:
@@ -55,11 +59,13 @@ async def retrying(
         try:
             return await attempt()
         except Interrupted as error:
+            if isinstance(error, NameNotResolved) and not progress():
+                raise HubError(str(error), CHECK_NETWORK) from None
             failures = 0 if progress() > before else failures + 1
             wait_s = delays.after(failures, error.wait_s)
             if wait_s is None:
                 raise HubError(
-                    f"{error}, {failures} times in a row", "try again: what is here already is kept"
+                    f"{error}, {failures} times in a row", f"try again: what is here already is kept; {CHECK_NETWORK}"
                 ) from None
             again = "at once" if not wait_s else f"in {wait_s:.0f} s"
             said(f"{error}; trying again {again}")

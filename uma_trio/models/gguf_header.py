@@ -185,7 +185,8 @@ class GgufHeader:
             if self._data.startswith(b"version https://git-lfs"):
                 raise GgufError("it is a Git LFS pointer, not the model", "run git lfs pull")
             raise GgufError(
-                f"it begins with {magic!r} and not with b'GGUF': it is not a GGUF file", "give the path of a .gguf file"
+                f"it is not a GGUF file: it begins with {_shown(magic)}, not with GGUF" if magic else "it is empty",
+                "give the path of a .gguf file",
             )
         self._at = 4
         (version,) = self._unpack("I", "the version")
@@ -356,6 +357,12 @@ def read_header(path: Path, *, vocab_only: bool = False) -> GgufHeader:
                 data = file.read(window)
                 if len(data) < min(window, status.st_size):
                     raise GgufError("it became shorter while it was read", "copy it again") from None
+
+
+def _shown(magic: bytes) -> str:
+    """The first bytes of a file: as text if they are printable ASCII, otherwise in hexadecimal digits."""
+    text = magic.decode("ascii", "replace")
+    return text if text.isascii() and text.isprintable() and text else f"the bytes {magic.hex(' ')}"
 
 
 def _aligned(position: int, alignment: int) -> int:

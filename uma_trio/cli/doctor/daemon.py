@@ -103,7 +103,11 @@ def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
     if answer.get("controllers"):
         yield _controllers(answer["controllers"])
     if "engine" in answer:
-        yield _engine(answer["engine"])
+        models = answer.get("models") or {}
+        yield _engine(answer["engine"], f"{answer.get('model')}: it" if len(models) > 1 else "it")
+        for name, other in models.items():
+            if "engine" in (other.get("metrics") or {}):
+                yield _engine(other["metrics"]["engine"], f"{name}: it")
 
 
 def _served(path: Path) -> Iterator[Finding]:
@@ -148,12 +152,12 @@ def _controllers(controllers: dict[str, Any]) -> Finding:
     return Finding("controllers", "warning", f"{message}; their runtime has ended {times}", fix)
 
 
-def _engine(engine: dict[str, Any]) -> Finding:
-    """Report the engine from a metrics snapshot.  An engine without a process id runs in a thread of the daemon."""
+def _engine(engine: dict[str, Any], it: str) -> Finding:
+    """Report the engine ``it`` from a metrics snapshot.  Without a process id it runs in a thread of the daemon."""
     if engine.get("pid") is None:
-        return Finding("engine", "ok", "it runs in a thread of the daemon")
+        return Finding("engine", "ok", f"{it} runs in a thread of the daemon")
     restarts = engine["restarts_total"]
-    message = f"it runs in process {engine['pid']}"
+    message = f"{it} runs in process {engine['pid']}"
     if "rss_bytes" in engine:
         message += f" with {size(round(engine['rss_bytes']))} of memory"
     if restarts == 0:
