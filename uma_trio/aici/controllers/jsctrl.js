@@ -68,6 +68,9 @@
   }
 
   function gen(options = {}) {
+    if (options instanceof RegExp) throw new TypeError(`gen takes an object: gen({ regex: ${options} })`)
+    if (typeof options !== "object" || options === null || Array.isArray(options))
+      throw new TypeError("gen takes an object: gen({ regex: /\\d/ })")
     for (const name of Object.keys(options))
       if (!GEN_OPTIONS.includes(name)) throw new TypeError(`gen has no option ${name}; it has ${GEN_OPTIONS.join(", ")}`)
     const { maxTokens = Infinity, stopAt = "", stopTokens = [], storeVar = null } = options
@@ -357,7 +360,12 @@
     const lines = String(error.stack ?? "").split("\n").filter((line) => line.includes("program.js"))
     const isInterrupt = ranTooLong && error.message === "interrupted"
     const text = isInterrupt ? RAN_TOO_LONG : `${error.name}: ${unsupported(error, lines) ?? error.message}`
-    return [text, ...lines].join("\n")
+    return [text, ...lines.map(inItsProgram)].join("\n")
+  }
+
+  // A line of a stack: the program has no name here, only lines.
+  function inItsProgram(line) {
+    return line.replace(/<eval> \(program\.js:(\d+)\)|program\.js:(\d+)/, (_, a, b) => `line ${a ?? b}`)
   }
 
   // What a program tried that there is not, and what there is instead.
