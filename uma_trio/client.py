@@ -127,6 +127,8 @@ class ServerError(ClientError):
         super().__init__(f"{event.code}: {event.message}")
         self.code = event.code
         self.event = event
+        self.answers: AnswerTree | None = None
+        """Only from ``run``: the answers with their texts and logs, as far as they had come."""
 
 
 @attrs.frozen(kw_only=True)
@@ -599,11 +601,16 @@ def run(
         arg: what the controller gets, such as a program: a text, or any other JSON value.
 
     Raises:
-        ServerError: the daemon refused, or no answer ended well.
+        ServerError: the daemon refused, or no answer ended well.  Its ``answers`` are those so far.
     """
     tree = AnswerTree()
-    for event in _events({"controller": controller, "controller_arg": arg, **fields}, socket, wait_s):
-        tree.add(event)
+    try:
+        for event in _events({"controller": controller, "controller_arg": arg, **fields}, socket, wait_s):
+            tree.add(event)
+    except ServerError as error:
+        tree.add(error.event)
+        error.answers = tree
+        raise
     return tree
 
 

@@ -296,6 +296,10 @@ def test_modules_that_do_not_exist(engine: Engine) -> None:
     assert user_error(engine, {**instantiate, "module_id": "no-such-tag"}) == "tag no-such-tag not found"
     assert user_error(engine, {**instantiate, "module_id": "/etc/passwd"}) == "invalid module_id"
     assert "not found" in user_error(engine, {**instantiate, "module_id": unknown})
+    module_id = engine.upload(FREE)
+    engine.side({"op": "set_tags", "module_id": module_id, "tags": ["local.mine"]})
+    meant = user_error(engine, {**instantiate, "module_id": "local.mien"})
+    assert meant == "tag local.mien not found; did you mean local.mine?"
     assert "downloads nothing" in user_error(engine, {**instantiate, "module_id": "gh:owner/repo"})
     assert "not found" in user_error(engine, {"op": "set_tags", "module_id": unknown, "tags": ["a"]})
     assert user_error(engine, {"op": "set_tags", "module_id": "ab", "tags": ["a"]}) == "invalid module_id"

@@ -548,7 +548,10 @@ def test_stop_ends_the_program(controllers: Controllers) -> None:
             ["Error: oh", "line 1"],
         ),
         ("start(async () => {\n  await gen({ regex: '(' })\n})", ["regex", "line 2"]),
-        ("start(async () => {\n  await gen(/\\d/)\n})", ["TypeError: gen takes an object: gen({ regex: /\\d/ })", "line 2"]),
+        (
+            "start(async () => {\n  await gen(/\\d/)\n})",
+            ["TypeError: gen takes an object: gen({ regex: /\\d/ })", "line 2"],
+        ),
         ("start(async () => {\n  await gen('x')\n})", ["TypeError: gen takes an object: gen({ regex: /\\d/ })"]),
         ("start(async () => {\n  await gen(null)\n})", ["TypeError: gen takes an object"]),
         ("start(async () => {\n  await gen({ regexp: /a/ })\n})", ["gen has no option regexp", "line 2"]),

@@ -132,6 +132,8 @@ def test_a_file_that_was_meant_is_named(daemon: RunningDaemon, tmp_path: Path) -
     assert "leave --arg out" in daemon.cli("controllers", "run", "jsctrl", "--arg", str(file)).stderr
     daemon.play([eos(0)])
     assert daemon.cli("controllers", "run", "jsctrl", "--arg", PROGRAM).stderr == ""
+    daemon.play([eos(0)])
+    assert f"use < {file}" in daemon.cli("ask", "--controller", "jsctrl", file).stderr
 
 
 def test_json_has_the_events(daemon: RunningDaemon) -> None:
@@ -161,7 +163,7 @@ def test_errors_name_a_remedy(daemon: RunningDaemon) -> None:
     daemon.play([Failure(code="E_CONTROLLER_FAILED", message="syntax error", index=0, id="")])
     result = daemon.cli("controllers", "run", "jsctrl", "--arg", "(")
     assert result.exit_code == 2
-    assert "syntax error" in result.stderr
+    assert result.stderr == "uma-trio controllers: syntax error\n", "what its author needs comes first"
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,12 @@ def test_a_program_that_is_too_large(daemon: RunningDaemon, tmp_path: Path) -> N
 # -- upload, tag, list --------------------------------------------------------------------------------
 
 
+def test_a_program_is_not_uploaded(daemon: RunningDaemon, program: Path) -> None:
+    result = daemon.cli("controllers", "upload", program)
+    assert result.exit_code == 2
+    assert "run with: uma-trio controllers run jsctrl" in " ".join(result.stderr.split())
+
+
 def test_upload_tag_and_list(daemon: RunningDaemon, tmp_path: Path) -> None:
     file = tmp_path / "mine.wasm"
     file.write_bytes(WASM)
@@ -211,8 +219,9 @@ def test_upload_tag_and_list(daemon: RunningDaemon, tmp_path: Path) -> None:
     assert "no controller has the tag nobody; tags are: mine, other, third" in result.stderr
 
 
-def test_what_is_no_controller_is_refused(daemon: RunningDaemon, program: Path) -> None:
-    result = daemon.cli("controllers", "upload", program)
+def test_what_is_no_controller_is_refused(daemon: RunningDaemon, tmp_path: Path) -> None:
+    (file := tmp_path / "mine.wasm").write_text("(module)")
+    result = daemon.cli("controllers", "upload", file)
     assert result.exit_code == 2
     assert "this is no Wasm module" in result.stderr
 
@@ -241,6 +250,8 @@ def test_the_function_for_scripts(daemon: RunningDaemon) -> None:
     daemon.play([Fork(id="", index=1, parent=0)], [failed], [token(0, "x")], [eos(0)])
     tree = uma_trio.run("jsctrl", socket=path)
     assert (tree[0].text, tree[1].failure.code) == ("x", "E_CONTROLLER_FAILED")
-    daemon.play([attrs.evolve(failed, index=0)])
-    with pytest.raises(ServerError, match="trap"):
+    daemon.play([token(0, "so far")], [attrs.evolve(failed, index=0)])
+    with pytest.raises(ServerError, match="trap") as error:
         uma_trio.run("jsctrl", socket=path)
+    assert error.value.answers is not None
+    assert [(answer.text, answer.failure is not None) for answer in error.value.answers] == [("so far", True)]

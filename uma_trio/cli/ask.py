@@ -83,7 +83,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
       uma-trio ask --raw --temp 0.8 --seed 7 --max-tokens 60 "Tell me a story about a fox"
       uma-trio ask --tools tools.json "How warm is it in Lima?"
       uma-trio ask --controller jsctrl < program.js
-      uma-trio ask --choice yes --choice no "Is Paris in France?"
+      uma-trio ask --choice Yes --choice No "Is Paris the capital of France?"
       uma-trio ask --json --no-stream "What do blue and yellow make?" | jq -r .text
 
     Ctrl-C cancels the request and waits for the daemon to confirm; a second Ctrl-C exits at once.
@@ -160,6 +160,10 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
                 raise click.UsageError(
                     f"--controller makes its own prompt, with no place for --{name.replace('_', '-')}"
                 )
+        from uma_trio.cli.controllers import note_if_file
+
+        note = f"the question is the controller's argument itself. For what is in {text}, use < {text}"
+        note_if_file(text, note)
         request |= {"controller": options["controller"], "controller_arg": text}
     elif options["raw"]:
         if options["system"] is not None:

@@ -29,6 +29,9 @@ HINTS: Final = {
 """What a person at the command line can do about an error, by its code."""
 
 
+CONTROLLER_FAILED: Final = "E_CONTROLLER_FAILED"
+"""The daemon works: only what the controller says is of use to its author."""
+
 _VERBOSE: Final = f"{__name__}.verbose"
 
 
@@ -87,7 +90,8 @@ def reporting_errors(command: str, socket: str | None, *, daemon: str | None = N
         click.echo(f"uma-trio {command}: {error}", err=True)
         sys.exit(SERVER_ERROR)
     except ServerError as error:
-        click.echo(f"uma-trio {command}: {where} answers {error}{_hint(error)}", err=True)
+        said = error.event.message if error.code == CONTROLLER_FAILED else f"{where} answers {error}"
+        click.echo(f"uma-trio {command}: {said}{_hint(error)}", err=True)
         sys.exit(SERVER_ERROR)
     except ClientError as error:
         click.echo(f"uma-trio {command}: {where}: {error}", err=True)
@@ -97,7 +101,8 @@ def reporting_errors(command: str, socket: str | None, *, daemon: str | None = N
 def _hint(error: ServerError) -> str:
     if error.event.retry_after_ms is not None:
         return f"; try again in {max(1, round(error.event.retry_after_ms / 1e3))} s"
-    return f"; {HINTS[error.code]}" if error.code in HINTS else ""
+    end = " " if error.event.message.endswith("?") else "; "
+    return f"{end}{HINTS[error.code]}" if error.code in HINTS else ""
 
 
 async def say_which_daemon(command: str, socket: str | os.PathLike[str] | None, wait_s: float | None = 0) -> None:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MODULE_ID: Final = re.compile(r"[0-9a-f]{64}")
+SCRIPT_SUFFIXES: Final = (".js", ".mjs", ".ts")
 SHOWN_ID_CHARACTERS: Final = 12
+MAX_PATH_CHARACTERS: Final = 4096
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -61,6 +63,10 @@ def upload(file: Path, tags: tuple[str, ...], as_json: bool, socket: str | None)
       uma-trio controllers upload mine.wasm --tag mine
     """
     wasm = file.read_bytes()
+    if file.suffix in SCRIPT_SUFFIXES and not wasm.startswith(b"\0asm"):
+        raise click.UsageError(
+            f"{file} is not Wasm. A JavaScript program is run with: uma-trio controllers run jsctrl {file}"
+        )
 
     async def do(client: Client) -> dict[str, Any]:
         found = await client.upload_controller(wasm, keep_alive=True)
@@ -139,7 +145,7 @@ def run(controller: str, file: Path | None, as_json: bool, stats: bool, socket: 
     \b
       uma-trio controllers run jsctrl program.js
       uma-trio controllers run jsctrl program.js -v
-      uma-trio controllers run yesno --arg "Is the sky blue?"
+      uma-trio controllers run yesno --arg "Is 7 greater than 3?"
       uma-trio controllers run jsctrl program.js --json | jq -r "select(.event == \\"fork\\")"
 
     \b
@@ -180,6 +186,7 @@ async def stream(
             printer.print(event)
 
     await say_which_daemon("controllers", socket, wait_s)
+    await _say_if_runtime_starts(socket, wait_s)
     try:
         eos = await generate(
             {"id": "run", **request}, show, socket, signals=(signal.SIGINT, signal.SIGTERM), wait_s=wait_s
@@ -199,6 +206,25 @@ async def stream(
     return INCOMPLETE if failed else OK
 
 
+async def _say_if_runtime_starts(socket: str | None, wait_s: float | None) -> None:
+    """On a terminal, or with ``--verbose``: say on stderr that the first controller waits for its runtime."""
+    if not sys.stderr.isatty() and not is_verbose():
+        return
+    from uma_trio.cli.generation import connected
+
+    async with connected(socket, wait_s=wait_s) as client:
+        controllers = (await client.metrics()).get("controllers")
+    if controllers is not None and controllers.get("pid") is None:
+        text = "the runtime of controllers starts now, which takes some seconds the first time"
+        click.secho(text, err=True, dim=True)
+
+
+def note_if_file(text: str, note: str) -> None:
+    """Print a note on stderr if a text for a controller is the name of a file, which was probably meant."""
+    if len(text) < MAX_PATH_CHARACTERS and "\0" not in text and os.path.isfile(text):
+        click.echo(f"note: {note}", err=True)
+
+
 def _argument(file: Path | None, text: str | None, as_json: str | None) -> dict[str, Any]:
     """The field of the request for what the controller gets; without any, there is none."""
     from uma_trio.protocol.controllers import MAX_ARG_BYTES
@@ -206,8 +232,7 @@ def _argument(file: Path | None, text: str | None, as_json: str | None) -> dict[
     if sum(each is not None for each in (file, text, as_json)) > 1:
         raise click.UsageError("give one of FILE, --arg and --arg-json")
     if text is not None:
-        if os.path.isfile(text):
-            click.echo(f"note: --arg is the text itself. For what is in {text}, leave --arg out.", err=True)
+        note_if_file(text, f"--arg is the text itself. For what is in {text}, leave --arg out.")
         return {"controller_arg": text}
     if as_json is not None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -55,8 +56,8 @@ class RunPrinter:
             case Backtrack() if not self.is_tree:
                 self._echo(" ↩ ")
             case ControllerOutput() if self._show_logs and event.logs:
-                if self._last_character not in ("", "\n") and sys.stdout.isatty() and sys.stderr.isatty():
-                    self._echo("\n")  # both are on one terminal
+                if self._last_character not in ("", "\n") and _are_one_stream():
+                    self._echo("\n")
                 for line in printable(event.logs).splitlines():
                     click.secho(f"[{event.index}] {line}", err=True, dim=True)
 
@@ -78,6 +79,14 @@ class RunPrinter:
         if text:
             self._last_character = text[-1]
             click.echo(printable(text) if sys.stdout.isatty() else text, nl=False, color=True)
+
+
+def _are_one_stream() -> bool:
+    """Whether stdout and stderr go to the same place: a terminal, or one file or pipe, as with 2>&1."""
+    try:
+        return os.path.samestat(os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno()))
+    except (OSError, ValueError):  # no files, as in a test
+        return False
 
 
 def problem_of(answer: ControlledAnswer) -> str | None:

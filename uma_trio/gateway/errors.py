@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
-from uma_trio.errors import FrameTooLarge, ModelNotFound, PromptTooLarge, all_errors
+from uma_trio.errors import ControllerNotFound, FrameTooLarge, ModelNotFound, PromptTooLarge, all_errors
 
 NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
 LOADING: Final = "E_GATEWAY_LOADING"
@@ -99,6 +99,10 @@ def from_failure(failure: Failure) -> HttpError:
         return HttpError(PromptTooLarge.http_status, PromptTooLarge.code, message)
     message, field = failure.message, OF_FIELD.match(failure.message)
     parameter = field["field"] or field["place"] if field else None
+    if failure.code == ControllerNotFound.code:
+        message = (
+            f"{message.rstrip()} (POST /v1/controllers stores a controller, GET /v1/controllers/tags lists the tags)"
+        )
     if failure.code == ModelNotFound.code:
         message, parameter = f"{message}; with --http-any-model it answers whatever name a request has", "model"
     return HttpError(status, failure.code, message, retry_after_ms=retry_after_ms, parameter=parameter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import logging
 import os
@@ -128,7 +129,7 @@ class ModuleStore:
             check_tag(tag, auth)
         compiled_size = self._compiled_size(module_id)
         if compiled_size is None:
-            raise StoreError(f"module {module_id} not found; upload it with mk_module")
+            raise StoreError(f"module {module_id} not found; upload it first")
         wasm_size = self._wasm(module_id).stat().st_size
         with self._tags_lock:
             now = int(time.time())
@@ -218,13 +219,18 @@ class ModuleStore:
         if _ID.fullmatch(name):
             return name
         if name.startswith("gh:"):
-            raise StoreError(f"{name}: this runtime downloads nothing; upload the module with mk_module")
+            raise StoreError(f"{name}: this runtime downloads nothing; upload the module")
         if not is_tag(name):
             raise StoreError("invalid module_id")
         info = _read_tag(self._folder / "tags" / f"{name}.json")
         if info is None or not _ID.fullmatch(info.module_id):
-            raise StoreError(f"tag {name} not found")
+            raise StoreError(f"tag {name} not found{self._similar(name)}")
         return info.module_id
+
+    def _similar(self, name: str) -> str:
+        """A question that names the tag that was probably meant, if there is one."""
+        close = difflib.get_close_matches(name, [info.tag for info in self.tags()], n=1)
+        return f"; did you mean {close[0]}?" if close else ""
 
     def _load(self, module_id: str) -> Module:
         if self._is_private():
@@ -237,9 +243,9 @@ class ModuleStore:
         try:
             wasm = self._wasm(module_id).read_bytes()
         except OSError as error:
-            raise StoreError(f"module {module_id} not found: {error.strerror}; upload it with mk_module") from None
+            raise StoreError(f"module {module_id} not found: {error.strerror}; upload it first") from None
         if hashlib.sha256(wasm).hexdigest() != module_id:
-            raise StoreError(f"the file of module {module_id} is damaged; upload it again with mk_module")
+            raise StoreError(f"the file of module {module_id} is damaged; upload it again")
         compiled = self._host.compile(wasm)
         if self._is_private():
             try:
