@@ -10,6 +10,8 @@ import trio
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
+from tests.support.serving import serving
+from uma_trio.client import Token
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.sampling import SamplingParams
 from uma_trio.serving.drafting import MAX_MISSING
@@ -148,6 +150,39 @@ async def test_prefix_reuse_and_the_next_turn(autojump_clock):
             turn += [*client.tokens, 5, 6, 7]
         assert drafts(harness)[1] > 60
         await harness.clean()
+
+
+@SAMPLING
+@pytest.mark.parametrize("late_masks", [0, 5])
+async def test_drafts_respect_the_constraint(autojump_clock, params, late_masks):
+    """Drafts that the constraint forbids are rejected, also where a mask is late."""
+    fields = {"prompt": "hello", "constraint": {"regex": "([1-8][0-9]{2} ){60}7 "}, "max_tokens": 80, **params}
+    async with serving(engine(errors=0)) as harness:
+        async with harness.client() as client:
+            plain = await client.complete(speculate=False, keep_alive=True, **fields)
+            harness.engine.late_masks = late_masks
+            quick = await client.complete(**fields)
+        assert quick.text == plain.text
+        assert len(quick.text.split()) == 61
+        assert harness.scheduler.telemetry.model_draft_tokens_total > 0
+        await harness.settled()
+
+
+async def test_several_answers_of_one_request(autojump_clock):
+    async with serving(engine(errors=7)) as harness:
+        fields = {"prompt": "a prompt that is shared", "max_tokens": 80, "temperature": 1.0}
+        texts: dict[int, str] = {}
+        async with harness.client() as client:
+            async for event in client.generate(n=4, seed=7, **fields):
+                if isinstance(event, Token):
+                    assert event.index is not None
+                    texts[event.index] = texts.get(event.index, "") + event.text
+        for n in range(4):
+            async with harness.client() as client:
+                alone = await client.complete(seed=7 + n, speculate=False, cache_prompt=False, **fields)
+            assert texts[n] == alone.text
+        assert harness.scheduler.telemetry.accepted_model_draft_tokens_total > 50
+        await harness.settled()
 
 
 # -- what the draft model lacks -------------------------------------------------------------------------
