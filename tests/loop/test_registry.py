@@ -82,7 +82,9 @@ class Opened:
         self.storage_name = opener.storage.get(spec.name, spec.name)
 
     async def open_storage(self) -> None:
-        await trio.lowlevel.checkpoint()
+        await trio.sleep(self.opener.opening_s)
+        if self.opener.storage_error is not None:
+            raise self.opener.storage_error
         assert self.storage_name not in self.opener.open_storages, "two copies have the same sessions open"
         self.opener.open_storages[self.storage_name] = self
 
@@ -97,6 +99,9 @@ class FakeOpener:
         self.storage: dict[str, str] = {}
         self.failures: dict[str, Exception] = {}
         self.fails: Callable[[], bool] = lambda: True
+        self.opening_s = 0.0
+        self.storage_error: OSError | None = None
+        self.specs: dict[str, ModelSpec] = {}
         self.others: dict[str, ModelSpec] = {}
         self.loaded: list[Opened] = []
         self.open_storages: dict[str, Opened] = {}
@@ -116,6 +121,7 @@ class FakeOpener:
         if spec.name in self.failures and self.fails():
             raise self.failures[spec.name]
         self.n_loads += 1
+        self.specs[spec.name] = spec
         opened = Opened(self, spec)
         self.loaded.append(opened)
         self.most_loaded = max(self.most_loaded, len(self.loaded))
@@ -604,3 +610,47 @@ async def test_a_snapshot_is_that_of_one_model_and_has_the_others(autojump_clock
         assert models.snapshot()["model"] == "b"  # there is always something to see
         with pytest.raises(ModelNotFound):
             models.snapshot("d")
+
+
+async def test_the_end_of_the_daemon_does_not_wait_for_sessions_that_are_being_opened(autojump_clock) -> None:
+    opener = FakeOpener()
+    async with registry(spec_of("a"), spec_of("b"), opener=opener) as models, trio.open_nursery() as nursery:
+        opener.opening_s = 1000.0
+        nursery.start_soon(hold, models, "b", 0)
+        await trio.sleep(LOAD_S + 1)
+        assert opener.names == ["a", "b"]
+        assert states(models)["b"] == "loading"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_copy_whose_sessions_cannot_be_opened_is_closed(autojump_clock) -> None:
+    opener = FakeOpener()
+    async with registry(spec_of("a"), spec_of("b"), opener=opener) as models:
+        opener.storage_error = OSError("too many open files")
+        with pytest.raises(ModelUnavailable, match="too many open files"):
+            await hold(models, "b", 0)
+        await trio.sleep(1)
+        assert opener.names == ["a"]
+
+
+async def test_settings_that_change_during_a_load_are_taken_over(autojump_clock) -> None:
+    opener = FakeOpener()
+    async with registry(spec_of("a"), spec_of("b"), opener=opener) as models, trio.open_nursery() as nursery:
+        nursery.start_soon(hold, models, "b", 0)
+        await trio.sleep(1)
+        settings = attrs.evolve(spec_of("b").config, model=config.Model(model="/models/b.gguf", ctx=4096))
+        models.update([spec_of("a"), attrs.evolve(spec_of("b"), config=settings)])
+        await trio.sleep(3 * LOAD_S)
+        assert opener.specs["b"].config.model.ctx == 4096
+        assert models.snapshot()["models"]["b"]["loads_total"] == 2
+
+
+async def test_changed_settings_that_do_not_work_are_tried_once_and_the_old_copy_goes_on(autojump_clock) -> None:
+    opener = FakeOpener()
+    async with registry(spec_of("a"), opener=opener) as models:
+        opener.failures["a"] = ErrorWithRemedy("no such chat template")
+        settings = attrs.evolve(spec_of("a").config, model=config.Model(model="/models/a.gguf", ctx=4096))
+        models.update([attrs.evolve(spec_of("a"), config=settings)])
+        await trio.sleep(10 * LOAD_S)
+        assert models.snapshot()["models"]["a"]["load_failures_total"] == 1
+        assert await hold(models, "a", 0) == 1

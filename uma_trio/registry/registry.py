@@ -85,6 +85,8 @@ class ModelRegistry:
         self._removed: list[Model] = []
         """Models without a name, whose last requests are still served."""
         self._nursery: trio.Nursery | None = None
+        self._shielded: set[trio.CancelScope] = set()
+        """The tasks of loaded models, which end only by themselves."""
         self._loading = trio.Lock()
         self._changed = trio.Event()
         self._draining = False
@@ -100,8 +102,8 @@ class ModelRegistry:
                 yield
             finally:
                 self._draining = True
-                for instance in self._instances():
-                    instance.scope.cancel()
+                for scope in self._shielded:
+                    scope.cancel()
                 self._nursery.cancel_scope.cancel()
 
     async def start(self, on_progress: Callable[[float], None] | None, go_on: Callable[[], bool]) -> bool:
@@ -287,8 +289,12 @@ class ModelRegistry:
                     old = None
                 await self._make_room(model, attempt, next_to=old)
                 new = await self._open(model, attempt, next_to=old)
-                if not self._shares_storage(new):
-                    await self._open_storage(new)
+                try:
+                    if not self._shares_storage(new):
+                        await self._open_storage(new)
+                except BaseException:
+                    new.scope.cancel()
+                    raise
         except _GivenUp as error:
             attempt.cause = error
         except (ErrorWithRemedy, UmaError, OSError) as error:
@@ -299,8 +305,8 @@ class ModelRegistry:
             if not attempt.is_start:
                 log.error("a model cannot be loaded", model=model.name, reason=str(error))
         else:
-            if old is not None:
-                self._drain(model, old)
+            if model.instance is not None:  # it could also have been unloaded to make room for the new copy
+                self._drain(model, model.instance)
             model.instance, model.failure = new, None
             model.loads += 1
             if not new.has_storage:
@@ -309,6 +315,8 @@ class ModelRegistry:
             model.attempt = None
             attempt.done.set()
             self._announce()
+        if attempt.cause is None and _relevant(new.spec) != _relevant(model.spec) and not model.is_removed:
+            self._begin(model, Attempt(is_wanted=True))  # the settings have changed meanwhile
 
     async def _open(self, model: Model, attempt: Attempt, *, next_to: Instance | None) -> Instance:
         """Load a model; if that takes more memory than was thought, unload others and try again.
@@ -361,9 +369,11 @@ class ModelRegistry:
                             await nursery.start(opened.service.run)
                         instance = Instance(spec, opened, scope, nursery, self._announce)
                         scope.shield = True
+                        self._shielded.add(scope)
                         nursery.start_soon(self._unload_when_idle, model, instance)
                         task_status.started(instance)
         finally:
+            self._shielded.discard(scope)
             if instance is not None:
                 instance.closed.set()
 
