@@ -654,3 +654,18 @@ async def test_changed_settings_that_do_not_work_are_tried_once_and_the_old_copy
         await trio.sleep(10 * LOAD_S)
         assert models.snapshot()["models"]["a"]["load_failures_total"] == 1
         assert await hold(models, "a", 0) == 1
+
+
+async def test_a_model_that_is_removed_while_it_is_loaded_does_not_stay(autojump_clock) -> None:
+    opener = FakeOpener()
+    async with registry(spec_of("a"), spec_of("b"), opener=opener) as models, trio.open_nursery() as nursery:
+
+        async def refused() -> None:
+            with pytest.raises(ModelNotFound):
+                await hold(models, "b", 0)
+
+        nursery.start_soon(refused)
+        await trio.sleep(1)
+        models.update([spec_of("a")])
+        await trio.sleep(2 * LOAD_S)
+        assert opener.names == ["a"]

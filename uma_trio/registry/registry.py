@@ -315,7 +315,9 @@ class ModelRegistry:
             model.attempt = None
             attempt.done.set()
             self._announce()
-        if attempt.cause is None and _relevant(new.spec) != _relevant(model.spec) and not model.is_removed:
+        if model.is_removed and model.instance is not None:
+            self._drain(model, model.instance)
+        elif attempt.cause is None and _relevant(new.spec) != _relevant(model.spec):
             self._begin(model, Attempt(is_wanted=True))  # the settings have changed meanwhile
 
     async def _open(self, model: Model, attempt: Attempt, *, next_to: Instance | None) -> Instance:
@@ -604,7 +606,8 @@ class ModelRegistry:
             if name not in found:
                 log.info("a model is no longer configured", model=name)
                 model.is_removed = True
-                self._removed.append(model)
+                if model.instances or model.attempt is not None:
+                    self._removed.append(model)
                 for instance in model.instances:
                     self._drain(model, instance)
         self._announce()
