@@ -180,6 +180,7 @@ def test_requests_a_minute(tenants: Tenants) -> None:
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
     assert answers[2].headers["x-ratelimit-limit-requests"] == "2"
     assert code_of(answers[2]) == "E_GATEWAY_RATE"
+    assert "; try again in " in answers[2].text
     assert 1 <= int(answers[2].headers["retry-after"]) <= 30
     assert 0 < int(answers[2].headers["retry-after-ms"]) <= 30_000
     assert tenants.post(tenants.create("patient", "--rpm", 2)).status_code == 200

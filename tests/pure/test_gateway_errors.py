@@ -8,7 +8,7 @@ import pytest
 
 from uma_trio.errors import all_errors
 from uma_trio.gateway.dialects.openai import error_body
-from uma_trio.gateway.errors import HttpError, from_failure
+from uma_trio.gateway.errors import HttpError, from_failure, try_again_in
 from uma_trio.protocol.messages import Failure
 
 
@@ -64,6 +64,14 @@ def test_only_what_a_client_can_retry_is_an_overload(error: Any) -> None:
 )
 def test_a_refusal_of_the_daemon_names_the_field(message: str, parameter: str | None) -> None:
     assert from_failure(Failure(code="E_PROTO_BAD_REQUEST", message=message)).parameter == parameter
+
+
+def test_a_wait_is_said_in_words() -> None:
+    waits = [try_again_in(ms) for ms in (1, 1001, 119_000, 121_000, 7_200_000, 1_000_000_000)]
+    words = ["1 s", "2 s", "119 s", "3 minutes", "2 hours", "12 days"]
+    assert waits == [f"try again in {each}" for each in words]
+    refused = from_failure(Failure(code="E_LIMIT_QUEUE", message="the queue is full", retry_after_ms=1500))
+    assert refused.message == "the queue is full; try again in 2 s"
 
 
 def test_clients_do_not_retry_what_takes_longer_than_a_minute() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from uma_trio import config
 from uma_trio.cli import main
+from uma_trio.cli.doctor.keys import check_keys
 from uma_trio.gateway import key_file
 from uma_trio.gateway.key_file import CurrentTenants, KeyFileError, editing, read
 from uma_trio.gateway.limits import QuotaPeriod
@@ -88,6 +90,43 @@ def test_revoking_by_id_and_by_name(path: Path) -> None:
     assert read(path).find(other) is not None, "a command that fails changes nothing"
 
 
+def stderr(*args: object) -> str:
+    result = CliRunner().invoke(main, ["keys", *map(str, args)])
+    assert result.exit_code == 0, result.output
+    return result.stderr
+
+
+def test_a_second_key_and_changed_limits_are_said(path: Path) -> None:
+    assert "already" not in stderr("create", "alice", "--rpm", 3, "--file", path)
+    said = stderr("create", "alice", "--file", path)
+    assert "alice had a key already" in said
+    assert "limits of alice" not in said
+    said = stderr("create", "alice", "--rpm", 5, "--tpm", 9, "--file", path)
+    assert "alice had 2 keys already" in said
+    assert "are now: 5 requests/minute, 9 tokens/minute." in said
+
+
+def test_revoking_the_last_key_warns(path: Path) -> None:
+    alice = create(path, "alice")
+    create(path, "bob")
+    assert stderr("revoke", "bob", "--file", path) == ""
+    assert "refuses everybody" in stderr("revoke", alice.split("-")[1], "--file", path)
+    assert "alice had no key any more" in stderr("create", "alice", "--file", path)
+
+
+def test_doctor_says_whether_there_are_keys(path: Path) -> None:
+    settings = config.load(environment={"UMA_HTTP_KEYS": str(path)})
+    [missing] = check_keys(settings)
+    assert missing.verdict == "problem"
+    create(path, "alice")
+    [found] = check_keys(settings)
+    assert (found.verdict, found.fix) == ("ok", None)
+    stderr("revoke", "alice", "--file", path)
+    [found] = check_keys(settings)
+    assert found.verdict == "warning"
+    assert "refuses everybody" in found.message
+
+
 def test_the_list_says_what_was_used_of_a_quota(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UMA_STATE_DIR", str(path.parent))
     create(path, "alice", "--quota", "5000/month")
@@ -107,7 +146,7 @@ def test_the_list_says_what_was_used_of_a_quota(path: Path, monkeypatch: pytest.
         (["x", "--rpm", "0"], "requests_per_minute"),
         (["x", "--weight", "0"], "weight"),
         (["x", "--weight", "nan"], "weight"),
-        (["x", "--quota", "10/year"], "quota_period"),
+        (["x", "--quota", "10/year"], "a quota is for a day or a month"),
         (["x", "--quota", "many"], "expected a number of tokens"),
     ],
 )

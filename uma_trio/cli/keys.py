@@ -74,12 +74,17 @@ def create(name: str, quota: str | None, file: Path | None, as_json: bool, **lim
             is_first = not tenants
             today = datetime.datetime.now(datetime.UTC).date().isoformat()
             text, key = new_key(Tenants(tenants), today)
-            tenants[name] = changed(name, tenants.get(name), given, key)
+            before = tenants.get(name)
+            tenants[name] = after = changed(name, before, given, key)
     if as_json:
         click.echo(json.dumps({"tenant": name, "id": key.id, "key": text}))
         return
     click.echo(text)
     click.echo(f"\nThis key of {name} is not stored and will not be shown again.  Its hash is in {path}.", err=True)
+    if before is not None:
+        click.echo(_about_earlier_keys(before), err=True)
+        if given:
+            click.echo(f"The limits of {name}, for all keys together, are now: {_limits(after) or 'none'}.", err=True)
     if is_first:
         click.echo(
             "From now on a gateway that uses this file asks every client for a key.  To serve without keys again, delete "
@@ -139,8 +144,15 @@ def revoke(names: tuple[str, ...], file: Path | None) -> None:
                 if not found and name not in tenants:
                     _fail(f"{name} is neither a tenant nor the id of a key in {path}; uma-trio keys list shows them")
                 done += found
+        is_last = bool(done) and not any(tenant.keys for tenant in tenants.values())
     for key_id in done:
         click.echo(f"revoked {key_id}")
+    if is_last:
+        click.echo(
+            "No key is left, so a gateway that uses this file now refuses everybody.  Make a key with: uma-trio keys create "
+            f"NAME.  To serve without keys, delete {path} and restart the daemon.",
+            err=True,
+        )
 
 
 def _path(file: Path | None) -> Path:
@@ -157,6 +169,8 @@ def _parse_quota(quota: str | None) -> dict[str, Any]:
         found: dict[str, Any] = {"token_quota": int(tokens.replace("_", "").replace(",", ""))}
     except ValueError:
         raise click.UsageError(f"--quota {quota}: expected a number of tokens, such as 1000000/month") from None
+    if period not in ("", "day", "month"):
+        raise click.UsageError(f"--quota {quota}: a quota is for a day or a month, such as 1000000/month")
     return {**found, "quota_period": period} if period else found
 
 
@@ -166,19 +180,35 @@ def _row(tenant: Tenant, used: Mapping[tuple[str, str], int]) -> tuple[str, str,
     from uma_trio.gateway.limits import QuotaPeriod
 
     period = QuotaPeriod.at(time.time(), tenant.quota_period)
+    limits = _limits(tenant, f" ({used.get((tenant.name, period.name), 0):,} used)")
+    return tenant.name, " ".join(key.id for key in tenant.keys) or "none", f"{tenant.weight:g}", limits
+
+
+def _limits(tenant: Tenant, used: str = "") -> str:
+    """The limits of a tenant in words.
+
+    Args:
+        used: what to say of the quota besides.
+    """
     limits = [
         f"{value:,} {unit}"
         for value, unit in (
             (tenant.max_requests, "in flight"),
             (tenant.requests_per_minute, "requests/minute"),
             (tenant.tokens_per_minute, "tokens/minute"),
-            (tenant.token_quota, f"tokens/{tenant.quota_period} ({used.get((tenant.name, period.name), 0):,} used)"),
+            (tenant.token_quota, f"tokens/{tenant.quota_period}{used}"),
         )
         if value is not None
     ]
-    if tenant.admin:
-        limits.append("admin")
-    return tenant.name, " ".join(key.id for key in tenant.keys) or "none", f"{tenant.weight:g}", ", ".join(limits)
+    return ", ".join([*limits, "admin"] if tenant.admin else limits)
+
+
+def _about_earlier_keys(tenant: Tenant) -> str:
+    n = len(tenant.keys)
+    if not n:
+        return f"{tenant.name} had no key any more; the limits are those from before."
+    keys = "a key" if n == 1 else f"{n} keys"
+    return f"{tenant.name} had {keys} already; all of them work.  uma-trio keys revoke ID revokes one."
 
 
 def _fail(message: str) -> NoReturn:

@@ -88,6 +88,15 @@ def invalid(message: str, *, parameter: str | None = None) -> HttpError:
     return HttpError(400, "E_PROTO_BAD_REQUEST", message, parameter=parameter)
 
 
+def try_again_in(retry_after_ms: int) -> str:
+    """A remedy for people, in the unit that suits the wait: ``try again in 12 s``."""
+    seconds = max(1, math.ceil(retry_after_ms / 1000))
+    for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"try again in {math.ceil(seconds / length)} {unit}"
+    return f"try again in {seconds} s"
+
+
 def from_failure(failure: Failure) -> HttpError:
     """The error that the daemon's event reports.  A code of a newer daemon counts as an internal error."""
     status = STATUS_OF_CODE.get(failure.code, 500)
@@ -103,6 +112,8 @@ def from_failure(failure: Failure) -> HttpError:
         message = (
             f"{message.rstrip()} (POST /v1/controllers stores a controller, GET /v1/controllers/tags lists the tags)"
         )
+    if status == 429 and retry_after_ms is not None and "again" not in message:
+        message = f"{message}; {try_again_in(retry_after_ms)}"
     if failure.code == ModelNotFound.code:
         message, parameter = f"{message}; with --http-any-model it answers whatever name a request has", "model"
     return HttpError(status, failure.code, message, retry_after_ms=retry_after_ms, parameter=parameter)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.errors import TooManyConnections
 from uma_trio.gateway.body import Body, BodyLimits, replayed
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import HttpError, try_again_in
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import ANY, Origins, is_loopback
@@ -99,7 +99,7 @@ class Guard:
 
     def _check_load(self, scope: Scope) -> None:
         if scope["state"].get("is_overloaded") and _path(scope) not in self.open_paths:
-            message = "too many connections are open (http_max_connections)"
+            message = f"too many connections are open (http_max_connections); {try_again_in(OVERLOADED_RETRY_MS)}"
             raise HttpError(429, TooManyConnections.code, message, retry_after_ms=OVERLOADED_RETRY_MS)
 
     # -- host and origin --
@@ -143,9 +143,11 @@ class Guard:
         wait_s = self.wrong_keys.note(_network(scope))
         if wait_s is None:
             return HttpError(401, "E_GATEWAY_KEY", "Incorrect API key provided: it is not valid here, or was revoked")
-        return HttpError(
-            429, "E_GATEWAY_KEY", "too many wrong API keys came from your address", retry_after_ms=round(wait_s * 1000)
+        retry_after_ms = round(wait_s * 1000)
+        message = (
+            f"too many wrong API keys came from your address; {try_again_in(retry_after_ms)}, with a right one at once"
         )
+        return HttpError(429, "E_GATEWAY_KEY", message, retry_after_ms=retry_after_ms)
 
     def _with_rates(self, send: Send, tenant: Tenant) -> Send:
         async def send_with_rates(message: Message) -> None:

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import attrs
 
 from uma_trio.errors import MaxTokensTooLarge, TooManyRequests
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import HttpError, invalid, try_again_in
 from uma_trio.gateway.tenants import Period, Tenant
 
 RATE: Final = "E_GATEWAY_RATE"
@@ -281,7 +281,8 @@ def _in_flight_refusals(tenant: Tenant, state: _State, answers: int) -> list[Htt
 
 
 def _later(code: str, message: str, wait_ns: int) -> HttpError:
-    return HttpError(429, code, message, retry_after_ms=-(-wait_ns // 1_000_000))
+    retry_after_ms = -(-wait_ns // 1_000_000)
+    return HttpError(429, code, f"{message}; {try_again_in(retry_after_ms)}", retry_after_ms=retry_after_ms)
 
 
 @attrs.frozen(eq=False)

@@ -38,7 +38,7 @@ def command(as_json: bool, probing: bool, **flags: str | None) -> None:
     """Check the installation and suggest fixes.
 
     Prints a line for each check, with a verdict (ok, warning or problem) and, if something is wrong, a fix.  The checks
-    cover Python and its packages, the folders that the daemon writes, compute threads, the library and its devices, the
+    cover Python and its packages, the folders that the daemon writes, API keys, compute threads, the library and its devices, the
     model, the context of a request, memory, the layout of the KV cache, an answer of the model, and the socket.
 
     Code that could hang or crash runs in a separate process with a time limit.  Exit codes: 0 no problem (there may
@@ -76,7 +76,7 @@ def _settings(file: str | None, **flags: str | None) -> Config:
 def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
     """Run all checks."""
     from uma_trio import config
-    from uma_trio.cli.doctor import daemon, environment, folders, model
+    from uma_trio.cli.doctor import daemon, environment, folders, keys, model
     from uma_trio.cli.model_option import located
     from uma_trio.config import ConfigError
     from uma_trio.hub.errors import HubError
@@ -90,6 +90,7 @@ def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
         return
     yield from guarded("folders", folders.check_runtime_folder)
     yield from guarded("folders", lambda: folders.check_folders(settings))
+    yield from guarded("keys", lambda: keys.check_keys(settings))
     yield from guarded("stamp", lambda: model.check_stamp(settings))
     yield from guarded("threads", lambda: environment.check_threads(settings))
     try:

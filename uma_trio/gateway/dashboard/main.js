@@ -51,8 +51,9 @@ async function follow() {
         continue;
       }
       if (error instanceof Refused && [401, 403].includes(error.status)) {
-        lost(`The live view needs the key of an administrator. ${error.message}.`, true);
+        lost(whyNoAccess(error.status), true);
         setText(byId("readiness"), "no access");
+        if (!apiKey()) askForKey();
         await new Promise((resolve) => (wake = resolve));
         continue;
       }
@@ -61,6 +62,12 @@ async function follow() {
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
+}
+
+function whyNoAccess(status) {
+  if (status === 403) return "The live view needs the key of an administrator, which yours is not. The chat works with it.";
+  if (apiKey()) return "Your key is not valid here, or was revoked. The live view needs the key of an administrator.";
+  return "This gateway asks for an API key. The live view needs the key of an administrator; the chat takes any key.";
 }
 
 function lost(text, withKey = false) {
@@ -88,10 +95,11 @@ async function showReadiness() {
 }
 
 const dialog = byId("key-dialog");
-byId("key-open").addEventListener("click", () => {
+function askForKey() {
   byId("key-field").value = apiKey();
-  dialog.showModal();
-});
+  if (!dialog.open) dialog.showModal();
+}
+byId("key-open").addEventListener("click", askForKey);
 dialog.addEventListener("close", () => {
   if (dialog.returnValue === "use") setApiKey(byId("key-field").value.trim());
   else if (dialog.returnValue === "forget") setApiKey("");
