@@ -78,7 +78,7 @@ def test_one_prompt_that_is_refused_refuses_all_and_leaves_nothing(gateway: Gate
     prompts = [PROMPT, "one two three " * 30_000, PROMPT]
     with pytest.raises(openai.APIStatusError) as refused:
         complete(gateway, prompts, max_tokens=2000, extra_body={"ignore_eos": True})
-    assert refused.value.code == "context_length_exceeded"
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
     gateway.daemon.settled()
 
 

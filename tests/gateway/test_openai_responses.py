@@ -145,7 +145,7 @@ def test_what_would_be_stored_says_to_send_the_whole_conversation(gateway: Gatew
 def test_a_conversation_that_is_too_long_is_refused_and_not_cut(gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         gateway.openai().responses.create(model="embedded", input="a b " * 50_000)
-    assert refused.value.code == "context_length_exceeded"
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
 
 
 def test_what_has_no_effect_is_named(gateway: Gateway) -> None:

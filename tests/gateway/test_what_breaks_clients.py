@@ -106,10 +106,11 @@ def test_5_a_call_that_fails_to_parse_is_text() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_7_a_tool_choice_that_is_not_possible_is_refused(gateway: Gateway, choice: object, stream: bool) -> None:
     tools = {} if choice == "required" else {"tools": [WEATHER]}
-    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+    with pytest.raises(openai.BadRequestError, match="tool_choice") as refused:
         gateway.openai().chat.completions.create(
             model="embedded", messages=[QUESTION], tool_choice=choice, stream=stream, **tools
         )
+    assert str(refused.value.param).startswith("tool_choice")
 
 
 def test_8_tools_of_unknown_types_are_skipped_with_a_warning(gateway: Gateway) -> None:
@@ -151,7 +152,7 @@ def test_12_a_prompt_that_is_too_long_is_refused_and_not_cut(gateway: Gateway) -
     room = gateway.openai().models.retrieve("embedded").model_dump()["context_length"]
     with pytest.raises(openai.BadRequestError, match="context") as refused:
         chat(gateway, {"role": "user", "content": "one two three " * room})
-    assert refused.value.code == "context_length_exceeded"
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
 
 
 def test_15_the_usage_of_a_stream_comes_on_request_with_no_choices(gateway: Gateway) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 HINTS: Final = {
     "E_CONTROLLER_NOT_FOUND": "uma-trio controllers list shows the tags",
     "E_LIMIT_MAX_TOKENS": "use a smaller --max-tokens, or serve with a larger one",
-    "E_LIMIT_PROMPT_TOO_LARGE": "shorten the text, or serve with a larger --max-prompt-bytes or --max-prompt-tokens",
+    "E_LIMIT_PROMPT_TOO_LARGE": "shorten the text, or serve with a larger --ctx, or a larger --max-prompt-bytes or --max-prompt-tokens if it is set",
     "E_MODEL_NO_CHAT_TEMPLATE": "use --raw, and the model continues the text",
     "E_MODEL_NOT_FOUND": "choose one of these with --model",
     "E_SESSION_BUSY": "wait for its answer, or copy it first with: uma-trio sessions fork",

@@ -51,6 +51,16 @@ from uma_trio.gateway.usage import UsageFile, usage_path
 REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """An ``X-Request-Id`` that is taken over from the client."""
 
+INSTEAD: Final = {
+    "/api/pull": "models are downloaded with uma-trio pull; /openapi.json lists the paths",
+    "/api/delete": "models are removed with uma-trio models remove; /openapi.json lists the paths",
+    "/api/copy": "models get further names with uma-trio models alias; /openapi.json lists the paths",
+    "/api/create": "models are chosen and set up with uma-trio serve; /openapi.json lists the paths",
+    "/api/blobs": "models are downloaded with uma-trio pull; /openapi.json lists the paths",
+    "/api/push": "models are not uploaded; /openapi.json lists the paths",
+}
+"""What to use in place of paths of Ollama that do not exist here."""
+
 ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *openai_chat.ENDPOINTS,
     *anthropic_messages.ENDPOINTS,
@@ -141,16 +151,19 @@ class RequestIds:
 
 
 async def _not_found(request: Request, _: Exception) -> Response:
+    path = request.url.path
+    instead = next((text for start, text in INSTEAD.items() if path.startswith(start)), "/openapi.json lists the paths")
     return _error(
         request,
-        HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {request.url.path} here; /openapi.json lists the paths"),
+        HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {path} here; {instead}, and docs/HTTP.md explains them"),
     )
 
 
 async def _wrong_method(request: Request, _: Exception) -> Response:
-    message = f"{request.url.path} does not take {request.method}"
+    allowed = sorted(_methods_at(request.scope))
+    message = f"{request.url.path} does not take {request.method}; it takes {' and '.join(allowed)}"
     response = _error(request, HttpError(405, "E_GATEWAY_METHOD", message))
-    response.headers["allow"] = ", ".join(sorted(_methods_at(request.scope)))
+    response.headers["allow"] = ", ".join(allowed)
     return response
 
 

@@ -39,6 +39,9 @@ MAX_BIASES: Final = 300
 MAX_ADAPTERS: Final = 64
 """Adapters of a model, as in the configuration."""
 
+PROMPTS: Final = ("messages", "input", "content")
+"""What the prompt is called in bodies that have no field ``prompt``."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
 
@@ -233,4 +236,7 @@ class Call:
         """The response for an error, in the dialect's form."""
         self.record.error_code = error.code
         given: frozenset[str] = self.request.scope["state"].get("given", frozenset())
-        return self.dialect.refuse(error.reworded(field_renamer(self.endpoint.field_names, given)), self.id)
+        reworded = error.reworded(field_renamer(self.endpoint.field_names, given))
+        if reworded.parameter == "prompt" and "prompt" not in given:
+            reworded.parameter = next((name for name in PROMPTS if name in given), None)
+        return self.dialect.refuse(reworded, self.id)

@@ -11,7 +11,14 @@ from collections.abc import Callable
 from typing import Final
 
 from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
-from uma_trio.errors import ControllerNotFound, FrameTooLarge, ModelNotFound, PromptTooLarge, all_errors
+from uma_trio.errors import (
+    ContextTooSmall,
+    ControllerNotFound,
+    FrameTooLarge,
+    ModelNotFound,
+    PromptTooLarge,
+    all_errors,
+)
 
 NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
 LOADING: Final = "E_GATEWAY_LOADING"
@@ -24,7 +31,9 @@ UNKNOWN_RETRY_MS: Final = 1000
 """Where the daemon cannot estimate the wait."""
 LONGEST_WAIT_S: Final = 60
 
-OF_FIELD: Final = re.compile(r"(?P<field>[a-z][\w.\[\]]*) (?:must be|is missing)|(?P<place>[a-z]\w*[.\[][\w.\[\]]*): ")
+OF_FIELD: Final = re.compile(
+    r"(?P<field>[a-z][\w.\[\]]*) (?:must be|is missing|is required|names )|(?P<place>[a-z]\w*[.\[][\w.\[\]]*): "
+)
 """Begins an error of the daemon about a field of the request."""
 
 
@@ -105,7 +114,7 @@ def from_failure(failure: Failure) -> HttpError:
         retry_after_ms = UNKNOWN_RETRY_MS
     if failure.code == FrameTooLarge.code:
         message = f"the request is larger than the daemon takes (--max-frame-bytes): {failure.message}"
-        return HttpError(PromptTooLarge.http_status, PromptTooLarge.code, message)
+        return HttpError(PromptTooLarge.http_status, PromptTooLarge.code, message, parameter="prompt")
     message, field = failure.message, OF_FIELD.match(failure.message)
     parameter = field["field"] or field["place"] if field else None
     if failure.code == ControllerNotFound.code:
@@ -115,7 +124,10 @@ def from_failure(failure: Failure) -> HttpError:
     if status == 429 and retry_after_ms is not None and "again" not in message:
         message = f"{message}; {try_again_in(retry_after_ms)}"
     if failure.code == ModelNotFound.code:
-        message, parameter = f"{message}; with --http-any-model it answers whatever name a request has", "model"
+        parameter = "model"
+        message = f"{message}; uma-trio serve --http-any-model answers requests for other names with its first model"
+    if failure.code in (PromptTooLarge.code, ContextTooSmall.code) and parameter is None:
+        parameter = "prompt"
     return HttpError(status, failure.code, message, retry_after_ms=retry_after_ms, parameter=parameter)
 
 

@@ -91,7 +91,10 @@ def _size(given: ChatMessage | Tool) -> int:
 def _check_size(name: str, size: int, limits: Limits) -> None:
     most = limits.max_prompt_bytes or MIN_PROMPT_BYTES
     if size > most:
-        raise PromptTooLarge(f"{name} has {size} bytes; this daemon takes {most} (--max-prompt-bytes)")
+        raise PromptTooLarge(
+            f"{name} has {size} bytes; this daemon takes {most}. Shorten it, or serve with more context (--ctx), "
+            "from which the limit follows if --max-prompt-bytes is not set"
+        )
 
 
 @attrs.frozen

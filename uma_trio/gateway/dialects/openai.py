@@ -314,7 +314,9 @@ def texts_or_tokens(given: str | list[Any], parameter: str, *, most: int) -> lis
         return [given]
     if len(given) > most:
         raise invalid(f"{parameter} has {len(given)} texts; send at most {most}", parameter=parameter)
-    if not given or not all(isinstance(each, str) or _are_tokens(each) for each in given):
+    if not given:
+        raise invalid(f"{parameter} must have at least one text; it is an empty list", parameter=parameter)
+    if not all(isinstance(each, str) or _are_tokens(each) for each in given):
         raise invalid(
             f"{parameter} must be a text, a list of token ids, or a list of texts and such lists",
             parameter=parameter,
