@@ -68,7 +68,7 @@ def test_only_vocabularies_have_no_tensors(check):
 HUGE = 2**63 - 1
 
 HOSTILE = {
-    "empty": (b"", "not a GGUF"),
+    "empty": (b"", "it is empty"),
     "another format": (b"PK\x03\x04" + bytes(100), "not a GGUF"),
     "git lfs": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import schemathesis
@@ -52,6 +53,6 @@ def map_body(context: Any, body: Any) -> Any:
     if path == "/v1/run" and isinstance(body.get("controller"), str):
         name, argument = RUNS[chosen // 2 % len(RUNS)]
         return {**body, "controller": name, "controller_arg": argument}
-    if path == "/v1/controllers/tags" and isinstance(body.get("module_id"), str):
+    if path == "/v1/controllers/tags" and re.fullmatch("[0-9a-f]{64}", str(body.get("module_id"))):
         return {**body, "module_id": hashlib.sha256(SHIPPED["yesno"]).hexdigest()}
     return body

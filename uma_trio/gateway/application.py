@@ -168,12 +168,10 @@ async def _wrong_method(request: Request, _: Exception) -> Response:
 
 
 def _methods_at(scope: Scope) -> set[str]:
-    """The methods of all routes that match a path: several endpoints may share it."""
-    found: set[str] = set()
-    for route in scope["app"].routes:
-        if route.matches(scope)[0] is not Match.NONE:
-            found |= route.methods
-    return found
+    """The methods of a path, which several endpoints may share; without those of a path with parameters that fits, too."""
+    routes = [route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE]
+    fewest = min([len(route.param_convertors) for route in routes], default=0)
+    return {method for route in routes if len(route.param_convertors) == fewest for method in route.methods}
 
 
 async def _bug(request: Request, _: Exception) -> Response:

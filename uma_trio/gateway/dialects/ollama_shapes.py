@@ -15,7 +15,7 @@ class Line(Warned, kw_only=True):
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length", "load", "deadlock"] | UnsetType = UNSET
+    done_reason: Literal["stop", "length", "load", "unload", "deadlock"] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET
