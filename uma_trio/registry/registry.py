@@ -460,7 +460,10 @@ class ModelRegistry:
 
     def _unused(self, *, except_for: Instance | None) -> tuple[Model, Instance] | None:
         """The model that nobody uses, and was used least recently; ``None`` if all are in use or pinned."""
-        unused = [pair for pair in self._normal(except_for=except_for) if not pair[1].n_leases]
+        # requests that wait for a model have no lease in the moment in which it is ready
+        unused = [
+            pair for pair in self._normal(except_for=except_for) if not pair[1].n_leases and not pair[0].n_waiting
+        ]
         return min(unused, key=lambda pair: pair[1].used_at, default=None)
 
     async def _evict(self, model: Model, instance: Instance, *, room_for: Model, reason: str) -> None:
