@@ -179,7 +179,7 @@ def test_verbose_names_the_daemon(run, daemon):
         found = run(*arguments)
         assert found.returncode == 0
         [line] = found.stderr.splitlines()
-        for part in (str(daemon.socket), "model embedded.gguf", f"pid {daemon.pid}", "version"):
+        for part in (str(daemon.socket), "model embedded,", f"pid {daemon.pid}", "version"):
             assert part in line
 
 

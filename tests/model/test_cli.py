@@ -233,7 +233,7 @@ def test_metrics_as_text_and_as_json(daemon):
     assert found.returncode == 0
     assert "tokens_total" in found.stdout
     snapshot = json.loads(invoke("metrics", "--json", "--socket", daemon.socket).stdout)
-    assert snapshot["model"] == "embedded.gguf"
+    assert snapshot["model"] == "embedded"
     assert snapshot["connections"] == 1
 
 

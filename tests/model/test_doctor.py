@@ -123,7 +123,7 @@ def test_a_gpu_that_stays_unused(examine, monkeypatch):
 
 def test_a_running_daemon_answers(examine, no_c, daemon):
     found = examine("--socket", daemon.socket)
-    assert "a daemon serves embedded.gguf" in found["socket"]["message"]
+    assert "a daemon serves embedded on" in found["socket"]["message"]
     assert found["socket"]["verdict"] == "ok"
     assert "4096 tokens of context for a request of the running daemon, 64 at a time" in found["served"]["message"]
 

@@ -91,7 +91,7 @@ def test_on_a_pipe_it_prints_json_and_survives_a_restart(library, tmp_path):
     with real_daemon(folder=tmp_path) as first:
         command = [*WATCH, str(first.socket)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ) as watching:
-            assert json.loads(watching.stdout.readline())["model"] == "embedded.gguf"
+            assert json.loads(watching.stdout.readline())["model"] == "embedded"
             first.signal(signal.SIGTERM)
             assert b"the daemon is gone" in watching.stderr.readline()
             with real_daemon(folder=tmp_path):

@@ -10,11 +10,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
+from uma_trio.cli.completion import model_name
 
 if TYPE_CHECKING:
     import trio
@@ -32,8 +33,9 @@ ANSWER_S: Final = 5.0
     "--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds between two snapshots."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print each snapshot as a line of JSON.")
+@click.option("--model", shell_complete=model_name, help="Name of the model to show.  [default: the daemon's first]")
 @socket_option()
-def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> None:
+def command(watch: bool, interval: float, as_json: bool, model: str | None, socket: str | None) -> None:
     """Show the metrics of the daemon.  docs/METRICS.md explains every field.
 
     The daemon answers at once, also during a long prefill.  --watch goes on when the daemon is restarted.  If the
@@ -44,6 +46,7 @@ def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> 
     \b
       uma-trio metrics
       uma-trio metrics --watch
+      uma-trio metrics --watch --model small
       uma-trio metrics --json | jq .tokens_total
     """
     from uma_trio.cli.metrics_view import table
@@ -53,12 +56,12 @@ def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> 
         with reporting_errors("metrics", socket):
             run(say_which_daemon, "metrics", socket)
             if not watch:
-                snapshot = run(_read, socket).snapshot
+                snapshot = run(_read, socket, model).snapshot
                 click.echo(json.dumps(snapshot) if as_json else "\n".join(table(snapshot)))
             elif as_json or not _is_screen():
-                run(until_interrupted, lambda: _print(interval, socket))
+                run(until_interrupted, lambda: _print(interval, socket, model))
             else:
-                run(until_interrupted, lambda: _show(interval, socket))
+                run(until_interrupted, lambda: _show(interval, socket, model))
     except Interrupted as interrupted:
         sys.exit(0 if interrupted.number == signal.SIGINT else 128 + interrupted.number)
 
@@ -71,11 +74,14 @@ def _is_screen() -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
-async def _read(socket: str | None) -> Sample:
+async def _read(socket: str | None, model: str | None) -> Sample:
     """Read one snapshot.
 
+    Args:
+        model: whose figures come first; ``None`` for the daemon's first model.
+
     Raises:
-        ClientError: there is no daemon, or it does not answer.
+        ClientError: there is no daemon, it does not answer, or it has no such model loaded.
     """
     import trio
 
@@ -84,17 +90,34 @@ async def _read(socket: str | None) -> Sample:
 
     with trio.move_on_after(ANSWER_S):
         async with open_client(socket) as client:
-            return Sample(time.monotonic(), await client.metrics())
+            return Sample(time.monotonic(), _of_model(await client.metrics(), model))
     raise ClientError(f"the daemon has not answered for {ANSWER_S:g} s")
+
+
+def _of_model(snapshot: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """The snapshot with the figures of ``model`` in place of those of the daemon's first model.
+
+    Raises:
+        ClientError: it is not loaded.
+    """
+    from uma_trio.client import ClientError
+
+    if model is None or model == snapshot.get("model"):
+        return snapshot
+    metrics = (snapshot.get("models", {}).get(model) or {}).get("metrics")
+    if metrics is None:
+        loaded = [name for name, each in snapshot.get("models", {}).items() if each.get("state") == "ready"]
+        raise ClientError(f"no model {model} is loaded; loaded are {', '.join(loaded)}")
+    return {**snapshot, **metrics, "model": model}
 
 
 class _Watch:
     """Reads a snapshot now and then, also across restarts of the daemon."""
 
-    def __init__(self, socket: str | None) -> None:
+    def __init__(self, socket: str | None, model: str | None) -> None:
         from uma_trio.cli.metrics_view import N_SAMPLES
 
-        self._socket = socket
+        self._socket, self._model = socket, model
         self._is_gone = False
         self.samples: deque[Sample] = deque(maxlen=N_SAMPLES)
         self.notice = ""
@@ -110,7 +133,7 @@ class _Watch:
         from uma_trio.client import BrokenProtocol, ClientError, NoServer
 
         try:
-            sample = await _read(self._socket)
+            sample = await _read(self._socket, self._model)
         except ClientError as error:
             if not self.samples:
                 raise
@@ -132,11 +155,11 @@ def _clock() -> str:
     return time.strftime("%H:%M:%S")
 
 
-async def _print(interval: float, socket: str | None) -> None:
+async def _print(interval: float, socket: str | None, model: str | None) -> None:
     """Print a line of JSON for each snapshot, and notices to stderr."""
     import trio
 
-    watch, noticed = _Watch(socket), ""
+    watch, noticed = _Watch(socket, model), ""
     while True:
         if await watch.read():
             click.echo(json.dumps(watch.samples[-1].snapshot))
@@ -146,7 +169,7 @@ async def _print(interval: float, socket: str | None) -> None:
         await trio.sleep(interval)
 
 
-async def _show(interval: float, socket: str | None) -> None:
+async def _show(interval: float, socket: str | None, model: str | None) -> None:
     """Draw the figures on the whole terminal until q is pressed."""
     import trio
     from rich.console import Console, Group
@@ -154,7 +177,7 @@ async def _show(interval: float, socket: str | None) -> None:
 
     from uma_trio.cli.metrics_view import screen
 
-    watch = _Watch(socket)
+    watch = _Watch(socket, model)
     await watch.read()
     console = Console(highlight=False)
 

@@ -313,6 +313,9 @@ def screen(samples: Sequence[Sample], *, notice: str, interval_s: float, width: 
 
 def _header(now: Sample, interval_s: float, width: int) -> Text:
     left = Text(f"{now.get('model')}", style="bold")
+    loaded = [each for each in (now.get("models") or {}).values() if each.get("state") == "ready"]
+    if len(loaded) > 1:
+        left.append(f"  one of {len(loaded)} models, see --model", style="dim")
     left.append(f"  up {_duration(now.get('uptime_s') or 0)}", style="dim")
     if now.get("draining"):
         left.append("  draining", style="bold yellow")

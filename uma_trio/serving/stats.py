@@ -240,7 +240,7 @@ class Stats:
         kv = cache.statistics()
         per_token = self._info.kv_bytes_per_token
         return {
-            "model": self._info.name,
+            "model": self._info.name.removesuffix(".gguf"),
             **self.telemetry.snapshot(),
             "queue_depth": waiting,
             "running": len(running),

@@ -132,7 +132,9 @@ def _model(path: Path, embedded: bool, found: dict[str, Any] | None, ending: str
         return Finding("model", "problem", f"loading {path} {ending}", fix)
     if "problem" in found:
         return Finding("model", "problem", found["problem"], found["remedy"] or fix)
-    about = f"{found['description']}, {found['n_params'] / 1e6:,.1f} M parameters"
+    about, millions = found["description"], f"{found['n_params'] / 1e6:,.1f}"
+    if f"{millions}M" not in about:
+        about += f", {millions} M parameters"
     return Finding("model", "ok", f"{path.name}: {about}, training context {found['n_ctx_train']} tokens")
 
 
