@@ -11,7 +11,6 @@ is ready; without room, requests wait while the old one drains.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -30,6 +29,7 @@ from uma_trio.errors import (
     UmaError,
 )
 from uma_trio.protocol.messages import HealthCheck, ModelDescription, ModelState
+from uma_trio.registry import sharing
 from uma_trio.registry.model import Attempt, Instance, Model, ModelOpener, ModelSpec
 from uma_trio.service import ModelService
 
@@ -43,8 +43,6 @@ PATIENCE_S: Final = 10.0
 """How long a load waits for a model without requests, before one with requests drains to make room."""
 LEAST_LOADED_S: Final = 30.0
 """A model that has been loaded for less than this time does not drain to make room: two would take turns all the time."""
-RISE_S: Final = 0.25
-"""How long other models must have had no request before a model computes with more threads."""
 RETRY_MS: Final = 5000
 """When a request that waited in vain may be sent again."""
 
@@ -504,38 +502,12 @@ class ModelRegistry:
             self._models.pop(model.name, None)
         self._announce()
 
-    # -- threads ----------------------------------------------------------------------------------
-
     async def _share_threads(self) -> None:
-        """Give the engines that have requests their shares of the compute threads, until cancelled.
-
-        An engine with more threads than cores computes many times slower: its threads wait for each other at barriers.  So a
-        share goes down at once when another model gets a request, and goes up when the others have had none for a while.
-        """
         while True:
-            shares = self._thread_shares()
-            for instance, n_threads in shares:
-                if n_threads < instance.n_threads:
-                    instance.set_threads(n_threads)
-            rises = any(n_threads > instance.n_threads for instance, n_threads in shares)
-            with trio.move_on_after(RISE_S if rises else math.inf):
+            with trio.move_on_after(sharing.adjust([*self._instances()], self._opener.n_threads)):
                 await self._changed.wait()
                 continue
-            for instance, n_threads in shares:
-                instance.set_threads(n_threads)
-
-    def _thread_shares(self) -> list[tuple[Instance, int]]:
-        """Threads of the models that have requests, and of those that have none if they alone get one."""
-        instances = [*self._instances()]
-        busy = [instance for instance in instances if instance.n_leases]
-        wanted = sum([instance.service.n_threads for instance in busy])
-        total = max(1, self._opener.n_threads)
-        shares = []
-        for instance in instances:
-            own = instance.service.n_threads
-            others = wanted if instance in busy else wanted + own
-            shares.append((instance, own if others <= total else max(1, own * total // others)))
-        return shares
+            sharing.raise_shares([*self._instances()], self._opener.n_threads)
 
     async def _unload_when_idle(self, model: Model, instance: Instance) -> None:
         spec = instance.spec
