@@ -136,6 +136,19 @@ def test_a_file_that_was_meant_is_named(daemon: RunningDaemon, tmp_path: Path) -
     assert f"use < {file}" in daemon.cli("ask", "--controller", "jsctrl", file).stderr
 
 
+@pytest.mark.parametrize(("pid", "starts"), [(None, True), (5, False)])
+def test_the_start_of_the_runtime_is_said(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, pid: int | None, starts: bool
+) -> None:
+    async def metrics(_: object) -> dict[str, object]:
+        return {"controllers": {"pid": pid}}
+
+    monkeypatch.setattr("uma_trio.client.Client.metrics", metrics)
+    daemon.play([eos(0)])
+    said = daemon.cli("controllers", "run", "jsctrl", "-v").stderr
+    assert ("the runtime of controllers starts now" in said) == starts
+
+
 def test_json_has_the_events(daemon: RunningDaemon) -> None:
     daemon.play(*FORKS)
     result = daemon.cli("controllers", "run", "jsctrl", "--json")
@@ -152,7 +165,9 @@ def test_an_answer_that_fails_or_waits_for_ever_is_named(daemon: RunningDaemon) 
     result = daemon.cli("controllers", "run", "jsctrl")
     assert result.exit_code == 4
     assert "answer 1 failed: trap�[2J\n" in result.stderr
-    assert "answer 0 waited for a variable" in result.stderr
+    assert "answer 0 waited for a variable, which" in result.stderr
+    daemon.play([attrs.evolve(eos(0, "deadlock"), waits_for=["v1", "v2"])])
+    assert "answer 0 waited for v1, v2, which nobody" in daemon.cli("controllers", "run", "jsctrl").stderr
 
 
 def test_errors_name_a_remedy(daemon: RunningDaemon) -> None:

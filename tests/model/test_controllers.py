@@ -168,6 +168,16 @@ def test_what_cannot_run(daemon: Daemon, controller: str, argument: Any, code: s
     assert error.value.code == code
 
 
+def test_a_deadlock_names_the_variables(daemon: Daemon) -> None:
+    answer = run(
+        daemon,
+        "jsctrl",
+        "start(async () => { setVar('there', 1); await waitVars('there', 'nowhere', 'x'.repeat(99)) })",
+    )[0]
+    assert answer.eos is not None
+    assert (answer.eos.reason, answer.eos.waits_for) == ("deadlock", ["nowhere", "x" * 64])
+
+
 def test_nothing_is_left(daemon: Daemon) -> None:
     run(daemon, "jsctrl", FORKS)
     daemon.settled()

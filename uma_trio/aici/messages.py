@@ -148,6 +148,8 @@ class PreResult(Struct, frozen=True):
     """0: end the sequence.  More than 1: make it that many sequences."""
     ff_tokens: list[int] = field(default_factory=list)
     """Tokens to append; the controller has seen them already."""
+    waits_for: list[str] | UnsetType = UNSET
+    """With ``suspend``: names of variables that the controller waits for, if it says so.  An extension."""
 
 
 class PostResult(Struct, frozen=True):

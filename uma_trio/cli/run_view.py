@@ -96,7 +96,8 @@ def problem_of(answer: ControlledAnswer) -> str | None:
     if answer.eos is None or answer.eos.reason in ("stop", "cancelled"):
         return None
     if answer.eos.reason == "deadlock":
-        return "waited for a variable that nobody can write any more"
+        names = ", ".join(answer.eos.waits_for or ["a variable"])
+        return printable(f"waited for {names}, which nobody can write any more")
     return "was cut: --max-tokens, or the context, allows no more tokens"
 
 

@@ -656,6 +656,8 @@ class Eos:
     """One entry a token, if the request asked for them and ``stream`` was false."""
     stop: str | None = None
     """The stop string that ended the answer."""
+    waits_for: list[str] | None = None
+    """With reason ``deadlock``: the variables that the controller waited for, if it says so."""
     seed: int | None = None
     """The seed; ``None`` if nothing was drawn at random."""
     session: SessionInfo | None = None

@@ -15,6 +15,7 @@ from collections.abc import Sequence as Items
 from typing import Any, Final, Protocol
 
 import trio
+from msgspec import UNSET
 
 from uma_trio.aici.exchange import NO_ANSWER, ControllerRuntime, Exchange, MidResults, PostPreResults
 from uma_trio.aici.messages import MidOp, PostOp, PreOp, PreResult, SequenceResult
@@ -428,6 +429,7 @@ class ControllerDriver:
         if control.phase is Phase.SUSPENDED and not result.suspend:  # the time until its next token begins now
             sequence.due_at, sequence.paused = trio.current_time() + sequence.target_itl_s, True
         control.n_forks, control.is_permitted = result.num_forks, False
+        control.waits_for = [] if result.waits_for is UNSET else result.waits_for
         if result.suspend or result.num_forks != 1:
             control.n_sampled_in_row = 0
         if result.num_forks == 0:

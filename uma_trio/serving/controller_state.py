@@ -58,6 +58,8 @@ class Control:
     phase: Phase = Phase.NEW
     post: PostOp | None = None
     """Tokens that were appended and that the controller must get.  In phase ``POST_PENDING``."""
+    waits_for: list[str] = attrs.field(factory=list)
+    """Variables that its controller waits for, if it says so.  In phase ``SUSPENDED``."""
     n_forks: int = 1
     """How many sequences it becomes, itself included; more than 1 in phase ``FORK``."""
     clone_of: int | None = None

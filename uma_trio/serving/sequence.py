@@ -432,6 +432,7 @@ class Sequence:
             else [each for each in self.logprobs if each is not None],
             constraint_complete=None if self.sampling.grammar is None else self._has_ended_itself,
             stop=self.assembler.matched,
+            waits_for=(self.control.waits_for or None) if reason == "deadlock" and self.control is not None else None,
             seed=None if params.greedy else params.seed,
             metadata=self.request.metadata,
         )

@@ -304,7 +304,10 @@
     pre() {
       const result = { num_forks: 1, suspend: false, ff_tokens: [] }
       if (mayEnd()) result.num_forks = 0
-      else if (operation?.name === "waitVars") result.suspend = true
+      else if (operation?.name === "waitVars") {
+        result.suspend = true
+        result.waits_for = operation.names.map(String).filter((name) => getVar(name) === null)
+      }
       else if (operation?.name === "fork" && !surplus) {
         result.num_forks = operation.n
         operation.isAnnounced = true

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import wasmtime
+from msgspec import UNSET
 
 from uma_trio.aici.messages import PreResult
 from uma_trio.aici.runtime.epochs import Epochs
@@ -41,6 +42,11 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 T = TypeVar("T")
 
 
+MAX_NAMES: Final = 8
+MAX_NAME_CHARACTERS: Final = 64
+"""What an engine learns of the variables that a controller waits for."""
+
+
 class _Empty(msgspec.Struct, frozen=True):
     """``{}``."""
 
@@ -49,6 +55,7 @@ class _PreResult(msgspec.Struct, frozen=True):
     num_forks: Number
     suspend: bool
     ff_tokens: list[Number]
+    waits_for: list[str] = []
 
 
 class _Splice(msgspec.Struct, frozen=True):
@@ -122,7 +129,8 @@ class Controller:
         if found.suspend and found.num_forks != 1:
             raise self._wrong("with suspend, pre_process must return num_forks 1")
         self._check_tokens(found.ff_tokens)
-        return PreResult(found.suspend, found.num_forks, found.ff_tokens)
+        names = [name[:MAX_NAME_CHARACTERS] for name in found.waits_for[:MAX_NAMES]] if found.suspend else []
+        return PreResult(found.suspend, found.num_forks, found.ff_tokens, names or UNSET)
 
     def mid_process(self, fork_group: Sequence[int], row: Row, *, deadline: float) -> MidAction:
         guest = self._guest

@@ -143,7 +143,7 @@ class PostPreCall(ControllerCall):
             if not found.ff_tokens:
                 if found.suspend:
                     self.sequence.held, appended = appended, []
-                return PreResult(found.suspend, found.num_forks, appended)
+                return PreResult(found.suspend, found.num_forks, appended, found.waits_for)
             appended += found.ff_tokens
             if controller.post_process(found.ff_tokens, 0, deadline=self.deadline):
                 return PreResult(num_forks=0, ff_tokens=appended)
