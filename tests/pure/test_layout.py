@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,3 +131,10 @@ def test_the_choice_is_the_default_or_clearly_faster_and_the_fastest(costs: list
         assert cost[chosen] < CLEARLY_FASTER * cost[found[0].layout]
     else:
         assert min(cost.values()) >= CLEARLY_FASTER * cost[chosen]
+
+
+@pytest.mark.parametrize(("unified", "n_cells"), [(False, 2048), (True, 256)])
+def test_cells_are_rounded_up_as_llama_cpp_does(unified: bool, n_cells: int) -> None:
+    layout = Layout(n_ctx=100, unified=unified, flash_attn="off", n_ubatch=64)
+    assert layout.n_cells(8) == n_cells
+    assert attrs.evolve(layout, n_ctx=n_cells).n_cells(8) == n_cells

@@ -14,7 +14,7 @@ import uma_trio
 from uma_trio.cli.exits import clean_exit, open_closed_streams, require_utf8
 
 COMMANDS = {
-    "serve": "Load a model once and serve it to many clients.",
+    "serve": "Load a model once, or several, and serve them to many clients.",
     "ask": "Ask the daemon and stream the answer.",
     "chat": "Chat with the daemon on a terminal.",
     "sessions": "List, show, export, fork and close sessions.",

@@ -139,11 +139,11 @@ def _address(args: list[str]) -> str:
 @click.option("--print-config", is_flag=True, help="Print all settings as a YAML file, and exit.")
 @_options
 def command(file: Path | None, print_config: bool, **flags: Any) -> None:
-    """Load a model once and serve it to many clients.
+    """Load a model once, or several, and serve them to many clients.
 
     Every flag can also be set in a YAML file (--config; --print-config prints an example) or in an environment variable
     (UMA_MAX_CONNECTIONS for --max-connections).  Flags override variables, and variables override the file.
-    docs/CONFIG.md explains which settings to think about.
+    docs/CONFIG.md explains which settings to think about, and how each of several models gets settings of its own.
 
     N may be 32k (1024), SIZE 512MiB or 8GiB, and TIME 500ms, 30s, 5m or 1h.  A plain number has the unit in the name of
     the flag.

@@ -248,7 +248,19 @@ def to_yaml(config: Config) -> str:
         for entry in config.models:
             pairs = [f"{key}: {_yaml_value(value)}" for key, value in to_plain(entry).items()]
             lines += [f"  {'-' if index == 0 else ' '} {pair}" for index, pair in enumerate(pairs)]
+    else:
+        lines += ["", *MODELS_EXAMPLE]
     return "\n".join(lines) + "\n"
+
+
+MODELS_EXAMPLE: Final = (
+    "# Several models, each with settings of its own, in place of model.model:",
+    "# models:",
+    "#   - model: embedded",
+    "#   - model: Qwen/Qwen3-0.6B-GGUF:Q8_0",
+    "#     name: small",
+    "#     parallel: 2",
+)
 
 
 def _yaml_value(value: Any) -> str:

@@ -180,10 +180,10 @@ class Fit:
         kv = chosen.type_k if chosen.type_k == chosen.type_v else f"{chosen.type_k}/{chosen.type_v}"
         layers = f", {self.on_gpu} of {self.n_layers} layers on GPU" if len(self.memories) > 1 else ""
         if self.layout.unified and chosen.parallel > 1:
-            ctx = f"ctx {self.layout.n_ctx} for {chosen.parallel} requests together"
+            ctx = f"ctx {self.layout.n_cells(chosen.parallel)} for {chosen.parallel} requests together"
         else:
             requests = "request" if chosen.parallel == 1 else "requests"
-            ctx = f"ctx {self.layout.n_ctx // chosen.parallel} x {chosen.parallel} {requests}"
+            ctx = f"ctx {self.layout.n_cells(chosen.parallel) // chosen.parallel} x {chosen.parallel} {requests}"
         return f"{ctx}, KV {kv}{layers}: {self.room}"
 
     @property
@@ -279,7 +279,7 @@ def estimate_compute(sizes: ModelSizes) -> Compute:
 
     def estimated(settings: config.Model, layout: Layout) -> tuple[int, ...]:
         rows = layout.n_ubatch
-        cells = _cells(layout, settings.parallel) // (1 if layout.unified else settings.parallel)
+        cells = layout.n_cells(settings.parallel) // (1 if layout.unified else settings.parallel)
         of_row = 3 * sizes.widest + 8 * sizes.n_embd + sizes.n_vocab
         attention = cells * (2 if layout.flash_attn == "on" else 1 + 2 * sizes.n_head)
         n_bytes = int(CAUTION * 4 * rows * (of_row + attention))
@@ -410,7 +410,7 @@ class _Search:
 
     def needs(self, settings: config.Model, layout: Layout, n_gpu: int) -> tuple[int, ...]:
         """Bytes that the model takes on each memory."""
-        sizes, n_cells = self.sizes, _cells(layout, settings.parallel)
+        sizes, n_cells = self.sizes, layout.n_cells(settings.parallel)
         placed = place_layers(sizes.n_layers, n_gpu, [each.free_bytes for each in self.memories[1:]])
         found = [0] * len(self.memories)
         weights = (*sizes.layers, sizes.output_bytes if placed[-1] >= 0 else sizes.output_cpu_bytes)
@@ -448,7 +448,7 @@ class _Search:
         for layer, gpu in enumerate(place_layers(draft.n_layers, settings.gpu_layers if free else 0, free)):
             found[gpu + 1] += weights[layer]
             if layer < len(draft.layers):
-                found[gpu + 1] += draft.cache_bytes(own, layer, _cells(own_layout, settings.parallel))
+                found[gpu + 1] += draft.cache_bytes(own, layer, own_layout.n_cells(settings.parallel))
         found[0] += draft.input_bytes + draft.n_vocab * TOKEN_BYTES
         compute = self.companions.draft_compute or estimate_compute(draft)
         return [a + b for a, b in zip(buffers, compute(own, own_layout), strict=False)]
@@ -464,13 +464,6 @@ class _Search:
             yield f"batches of {plain.batch_tokens} tokens"
         if n_gpu < max(self._gpu_layers()):
             yield "all layers on the GPU"
-
-
-def _cells(layout: Layout, parallel: int) -> int:
-    """Cells of the KV cache, as llama.cpp rounds them up."""
-    n_streams = 1 if layout.unified else parallel
-    of_stream = -(-layout.n_ctx // n_streams)
-    return n_streams * (of_stream + -of_stream % KV_CELL_MULTIPLE)
 
 
 # -- what does not fit ------------------------------------------------------------------------------
@@ -490,7 +483,7 @@ def _refusal(search: _Search) -> DoesNotFit:
     )
     layout = search.layout(settings, n_gpu)
     free = search.memories[0]
-    kv_bytes = _cells(layout, settings.parallel) * sizes.kv_bytes_per_token(settings)
+    kv_bytes = layout.n_cells(settings.parallel) * sizes.kv_bytes_per_token(settings)
     help_ = _remedy(search)
     if n_gpu and (short := _short_gpu(search, settings, layout, n_gpu)) is not None:
         reason = (

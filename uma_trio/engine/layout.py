@@ -95,6 +95,12 @@ class Layout:
         """Identifies the layout among the candidates, in caches and logs."""
         return f"{'unified KV' if self.unified else 'per-sequence KV'}, flash attention {self.flash_attn}"
 
+    def n_cells(self, parallel: int) -> int:
+        """Cells of the KV cache for ``parallel`` sequences: ``n_ctx``, rounded up as llama.cpp does."""
+        n_streams = 1 if self.unified else parallel
+        of_stream = -(-self.n_ctx // n_streams)
+        return n_streams * (of_stream + -of_stream % KV_CELL_MULTIPLE)
+
 
 @attrs.frozen(kw_only=True)
 class MeasuredLayout:
@@ -114,8 +120,9 @@ class MeasuredLayout:
         return (1 - MIXED_SHARE) * self.decode_ms + MIXED_SHARE * mixed_ms
 
     def __str__(self) -> str:
-        mixed = "" if self.mixed_ms is None else f", {self.mixed_ms:.2f} ms with prefill"
-        return f"{self.decode_ms:.2f} ms per tick{mixed}"
+        if self.mixed_ms is None:
+            return f"more than {self.decode_ms:.2f} ms"
+        return f"{self.cost_ms:.2f} ms ({self.decode_ms:.2f} ms without prefill, {self.mixed_ms:.2f} ms with it)"
 
 
 @attrs.frozen(kw_only=True)

@@ -779,7 +779,7 @@ def context_options(settings: config.Model, layout: Layout) -> llama_abi.Context
     """
     threads = settings.threads or default_threads()
     return llama_abi.ContextOptions(
-        n_ctx=layout.n_ctx,
+        n_ctx=layout.n_cells(settings.parallel),
         n_batch=settings.batch_tokens,
         n_ubatch=layout.n_ubatch,
         n_seq_max=settings.parallel,

@@ -176,7 +176,8 @@ def _layout(found: dict[str, Any]) -> Finding:
     why = LAYOUT_WHY[found["layout_why"]]
     if found["layout_why"] == "measured":
         why += ", for the next starts too" if found["layout_is_saved"] else ", but not saved; see cache above"
-    return Finding("layout", "ok", "; ".join([f"{found['layout']}, {why}", *shown]))
+    ticks = f"; the mean tick counts: {'; '.join(shown)}" if shown else ""
+    return Finding("layout", "ok", f"KV cache: {found['layout']} ({why}){ticks}")
 
 
 def _draft_model(found: dict[str, Any]) -> Finding:

@@ -1,6 +1,6 @@
 // Figures, tables and the map of the KV cache, from each event of the watch.
 
-import { byId, colours, count, counted, duration, fitted, ms, setRows, setText, shortened } from "./dom.js";
+import { byId, colours, count, counted, duration, el, fitted, ms, setRows, setText, shortened } from "./dom.js";
 
 const RATE_OVER_S = 1.5;
 const LINE_POINTS = 120;
@@ -10,6 +10,22 @@ function models(metrics) {
   const shown = (metrics.model ?? "").replace(/\.gguf$/, "");
   const others = Object.entries(metrics.models ?? {}).filter(([name]) => name !== shown);
   return [shown, ...others.map(([name, model]) => `${name} ${model.state}`)].join(" · ");
+}
+
+/** Show the model, and links to the others that are loaded: the page and its chat then have another model. */
+function showModels(node, metrics) {
+  const text = models(metrics);
+  if (node.title === text) return;
+  node.title = text;
+  const parts = text.split(" · ");
+  const ready = Object.entries(metrics.models ?? {}).filter(([, model]) => model.state === "ready");
+  node.replaceChildren(
+    ...parts.flatMap((part, index) => {
+      const found = index && ready.find(([name]) => part === `${name} ready`);
+      const shown = found ? el("a", { href: `?model=${encodeURIComponent(found[0])}` }, found[0]) : part;
+      return index ? [" · ", shown] : [shown];
+    }),
+  );
 }
 
 export class Figures {
@@ -29,7 +45,7 @@ export class Figures {
     this.last = update;
     const { metrics } = update;
     this.showRates(update.at_s, metrics);
-    setText(byId("model"), models(metrics));
+    showModels(byId("model"), metrics);
     setText(byId("facts"), `version ${metrics.version} · up ${duration(metrics.uptime_s)} · ${counted(metrics.connections, "connection")}`);
     setText(byId("running"), count(metrics.running));
     setText(byId("waiting"), `${count(metrics.queue_depth)} waiting`);
@@ -143,7 +159,9 @@ export class Figures {
     const tone = (part) => ((part?.restarts_total ?? 0) > 0 ? "bad" : "");
     const parts = ["engine", "gateway", "controllers"].map((name) => [name, [restarts(metrics[name]), tone(metrics[name])]]);
     setRows(byId("restarts"), parts);
-    setRows(byId("checks"), checks.map((check) => [check.name, [check.reason, check.ok ? "wrap" : "wrap bad"]]));
+    const several = new Set(checks.map((check) => check.model).filter(Boolean)).size > 1;
+    const named = ({ name, model }) => (several && model ? `${name} (${model})` : name);
+    setRows(byId("checks"), checks.map((check) => [named(check), [check.reason, check.ok ? "wrap" : "wrap bad"]]));
     const codes = new Map();
     for (const from of [metrics.requests_total, metrics.rejected_total])
       for (const [code, n] of Object.entries(from ?? {}))
