@@ -18,6 +18,7 @@ from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import missing, real_daemon
 from uma_trio.cli import main
 from uma_trio.gateway.pages import FOLDER
+from uma_trio.models.loaded import EMBEDDED
 
 pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
 
@@ -136,6 +137,25 @@ def test_it_goes_on_after_kills_and_counts_them() -> None:
 
 
 # -- the chat --
+
+
+@needs_browser
+def test_several_models_have_links_and_checks_of_their_own(tmp_path: Path) -> None:
+    second = tmp_path / "second.gguf"
+    second.write_bytes(EMBEDDED.read_bytes())
+    flags = ("--model", "embedded", "--model", str(second), "--ctx", "2048", "--parallel", "2", "--http", "0")
+    with real_daemon(*flags, folder=tmp_path) as daemon, opened_page() as page:
+        page.goto(daemon.http_url())
+        expect(page.locator("#readiness")).to_have_text("ready")
+        expect(page.locator("#model")).to_have_text("embedded · second")
+        expect(page.locator("#checks")).to_contain_text("model (second)")
+        page.click("#model a")
+        expect(page.locator("#model")).to_have_text("second · embedded")
+        ask(page, STORY)
+        expect(page.locator("#tokens-rate")).not_to_have_text("")
+        daemon.settled()
+        metrics = daemon.metrics()["models"]
+        assert sum(metrics["second"]["metrics"]["requests_total"].values()) == 1
 
 
 @needs_browser
