@@ -25,6 +25,7 @@ class Answer(Warned, kw_only=True):
     constraint_complete: bool | UnsetType = UNSET
     logprobs: list[Logprobs] | UnsetType = UNSET
     stop: str | UnsetType = UNSET
+    waits_for: list[str] | UnsetType = UNSET
     seed: int | UnsetType = UNSET
     session: SessionInfo | UnsetType = UNSET
     metadata: Object | UnsetType = UNSET
