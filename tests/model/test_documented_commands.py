@@ -21,6 +21,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from tests.support.adapters import random_adapter
 from tests.support.documents import ROOT, blocks, commands, fenced, help_examples, help_texts, section, tables
 from tests.support.hub_server import fake_hub
 from tests.support.perf_runs import encode_run, simulated
@@ -62,6 +63,8 @@ NOT_RUN = {
 """Commands that a test cannot run, as regular expressions, with the reason."""
 
 NEEDS_A_MODEL = {
+    'uma-trio ask --adapter sql "How many orders were there in May?"',
+    'uma-trio ask --adapter sql=0.5 --adapter formal "How many orders were there in May?"',
     'git diff | uma-trio ask "Summarise this change:"',
     'uma-trio ask --tools tools.json "How warm is it in Lima?"',
 }
@@ -70,7 +73,7 @@ NEEDS_A_MODEL = {
 NEEDS_A_PROGRAM = ("jq", "duckdb", "pandas")
 """Programs and packages that a machine may lack; commands with a missing one are skipped."""
 
-LIVE = {r"uma-trio metrics --watch": ("tokens/s", "q"), r"uma-trio chat( --.*)?": ("/help", "\x04")}
+LIVE = {r"uma-trio metrics --watch( --model .*)?": ("tokens/s", "q"), r"uma-trio chat( --.*)?": ("/help", "\x04")}
 """Commands for a terminal, as regular expressions: what they show, and the key that ends them."""
 
 KEYS = """
@@ -154,6 +157,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.symlink_to(EMBEDDED)
     for folder in (".local/share/bash-completion/completions", ".config/fish/completions"):
         (home / folder).mkdir(parents=True)  # as the packages of these shells do
+    for seed, adapter in enumerate(("sql-lora.gguf", "formal-lora.gguf")):
+        (work / adapter).symlink_to(random_adapter(EMBEDDED, seed))
     (work / "uma.yaml").write_text("model:\n  ctx: 4096\n")
     (work / "file.txt").write_text("The capital of France is Paris.\n")
     (work / "tools.json").write_text(json.dumps(TOOLS))
@@ -175,7 +180,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with real_daemon("--protocol", "auto", folder=tmp_path_factory.mktemp("daemon")) as daemon:
+    adapters = [f"--adapter={name}={random_adapter(EMBEDDED, seed)}" for seed, name in enumerate(("sql", "formal"))]
+    with real_daemon("--protocol", "auto", *adapters, folder=tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
 
 

@@ -46,7 +46,7 @@ def command(watch: bool, interval: float, as_json: bool, model: str | None, sock
     \b
       uma-trio metrics
       uma-trio metrics --watch
-      uma-trio metrics --watch --model small
+      uma-trio metrics --watch --model embedded
       uma-trio metrics --json | jq .tokens_total
     """
     from uma_trio.cli.metrics_view import table

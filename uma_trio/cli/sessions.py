@@ -58,10 +58,10 @@ def command(context: click.Context, as_json: bool, model: str | None, socket: st
       uma-trio ask --session trip "And of Italy?"
       uma-trio sessions
       uma-trio sessions show trip
+      uma-trio sessions show --model embedded trip
       uma-trio sessions export trip trip.md
       uma-trio sessions fork trip holiday
       uma-trio sessions close trip holiday
-      uma-trio sessions show --model small trip
 
     Exit codes: 0 success, 2 the daemon refused, or no daemon, 3 protocol error.
     """
