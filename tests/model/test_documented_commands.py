@@ -57,7 +57,6 @@ NOT_RUN = {
     ),
     r"uma-trio aicirt .*": "serves until its engine ends; tests/aici/test_conformance.py drives it",
     r"uma-trio completion zsh > .*": "needs zsh",
-    r"uma-trio (serve|ask) .*--adapter .*": "needs adapters of the model; tests/model/test_adapters.py makes them",
     r"uma-trio pull https://.*": "there is no such server",
 }
 """Commands that a test cannot run, as regular expressions, with the reason."""
