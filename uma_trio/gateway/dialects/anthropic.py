@@ -58,7 +58,7 @@ def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
     place = error.parameter
     message = error.message if place is None or place in error.message else f"{place}: {error.message}"
     if error.code in TOO_LONG:
-        message = f"prompt is too long: {message}"
+        message = f"prompt is too long: {message.removeprefix('messages: ')}"
     return {
         "type": "error",
         "error": {"type": kind, "message": message, "code": error.code},
