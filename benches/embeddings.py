@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -16,7 +17,6 @@ from typing import Any
 
 import attrs
 import click
-import httpx
 import numpy as np
 import numpy.typing as npt
 import trio
@@ -30,6 +30,11 @@ from rigs import Rig, ServerSettings, llama_server_rig, peers_option, uma_trio_f
 
 from uma_trio.client import open_client
 from uma_trio.demo.load import Daemon
+
+try:
+    import httpx
+except ModuleNotFoundError:
+    sys.exit("embeddings.py needs the package httpx, which the extra dev installs: run ./build_llama.sh --dev")
 
 TIMEOUT_S = 300.0
 WAYS = ("llama-server", "uma-trio, HTTP", "uma-trio, socket")

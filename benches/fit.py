@@ -27,7 +27,11 @@ import click
 import psutil
 import trio
 from machine import machine
-from make_model import SHAPES, make_model, parse_shape
+
+try:
+    from make_model import SHAPES, make_model, parse_shape
+except ModuleNotFoundError:
+    sys.exit("fit.py needs the package gguf, which the extra dev installs: run ./build_llama.sh --dev")
 
 MIB = 1 << 20
 LIMIT_S = 120.0

@@ -65,7 +65,7 @@ def test_cells_of_other_sequences_make_room(open_engine, prompts):
     engine = open_engine(ctx=512)
     prompt = (prompts[0] * 64)[:64]
     for seq_id in range(4):
-        for at in range(0, 192, 64):
+        for at in range(0, engine.info.n_ctx // 2, 64):
             [draft] = engine.draft([DraftInput(seq_id, at, prompt)], 0.0).drafts
             assert draft.n_held == at + 64
     assert drafts_after(engine, [*prompt, *prompt[:2]], 1, position=64).n_held == 0

@@ -33,8 +33,9 @@ def check_fields(example, real, where):
         if isinstance(value, dict) and name not in OPEN:
             check_fields(value, values, f"{where}.{name}")
         elif isinstance(value, list) and value and isinstance(value[0], dict) and name not in OPEN:
-            for one in value:
-                check_fields(one, [inner for found in values for inner in found], f"{where}.{name}")
+            inners = [inner for found in values for inner in found]
+            for one in value if inners else ():  # this daemon may have none, such as adapters
+                check_fields(one, inners, f"{where}.{name}")
 
 
 MORE = [

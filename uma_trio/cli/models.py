@@ -53,7 +53,7 @@ def command(context: click.Context, as_json: bool) -> None:
       uma-trio models show Qwen3-0.6B
       uma-trio models alias small Qwen/Qwen3-0.6B-GGUF:Q8_0
       uma-trio serve --model small
-      uma-trio models reload small
+      uma-trio models reload embedded
       uma-trio models remove --yes small
 
     Exit codes: 0 success, 1 no such model, or the command failed.

@@ -154,7 +154,7 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
 
     \b
       uma-trio serve --model ~/models/some-model.gguf --ctx 32768
-      uma-trio serve --model qwen3-0.6b --model gemma-3-1b
+      uma-trio serve --model embedded --model ~/models/some-model.gguf
       uma-trio serve --config uma.yaml --log-level debug
     """
     try:
