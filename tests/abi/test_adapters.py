@@ -11,7 +11,7 @@ import pytest
 
 import llama_abi
 from llama_abi import Batch, Context, ContextOptions, HandleClosed, Library, LlamaError, LoraAdapter, Model
-from tests.support.adapters import make_adapter_script
+from tests.support.random_models import bench_script
 
 PROMPT = [464, 3290, 318, 257, 845, 922, 5044, 13]
 
@@ -21,7 +21,7 @@ def paths(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("adapters")
     found = [folder / f"{seed}.gguf" for seed in range(2)]
     for seed, path in enumerate(found):
-        make_adapter_script().make_adapter(path, tiny, rank=4, seed=seed)
+        bench_script("make_adapter").make_adapter(path, tiny, rank=4, seed=seed)
     return found
 
 

@@ -61,7 +61,7 @@ class Neighbours:
     """Sequences that do nothing wrong.  Each step checks their results and their masks.
 
     Args:
-        may_be_late: with ``--uma-skip-slow-ms``, whoever takes too long because the machine is busy takes another step.
+        may_be_late: with ``--uma-skip-slow-ms``, a controller that is late because the machine is busy gets another step.
     """
 
     engine: Engine

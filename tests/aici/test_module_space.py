@@ -1,4 +1,4 @@
-"""What modules take on disk: a bound, a full disk, and who leaves for whom."""
+"""Room of modules on disk: the bound, a full disk, and which modules are removed to make room for others."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ import attrs
 import gguf
 
 import llama_abi
-from tests.support.random_models import make_model_script
+from tests.support.random_models import bench_script
 from tests.support.real_daemon import ROOT
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models.gguf_check import GgufError, check_gguf
@@ -213,7 +213,7 @@ def _packed(kind: int, value: Any) -> bytes:
 
 def make_bases(folder: Path) -> list[bytes]:
     """Make the valid files that are mutated: three kinds of memory, two kinds of vocabulary, and experts."""
-    script = make_model_script()
+    script = bench_script("make_model")
     byte_level = _short_vocabulary(EMBEDDED, folder / "byte-level.gguf")
     sentencepiece = _short_vocabulary(SENTENCEPIECE, folder / "sentencepiece.gguf")
     shape = script.Shape(layers=2, width=64, heads=2, kv_heads=1, ffn=64)

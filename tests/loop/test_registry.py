@@ -21,7 +21,7 @@ from uma_trio.errors import (
     UmaError,
 )
 from uma_trio.protocol.messages import HealthCheck, ModelDescription
-from uma_trio.registry import Limits, ModelRegistry, ModelSpec
+from uma_trio.registry import ModelRegistry, ModelSpec, RegistryLimits
 
 LOAD_S = 10.0
 
@@ -156,7 +156,7 @@ def spec_of(name: str, **fields: Any) -> ModelSpec:
 
 @contextlib.asynccontextmanager
 async def registry(*specs: ModelSpec, opener: FakeOpener, **limits: Any) -> AsyncIterator[ModelRegistry]:
-    models = ModelRegistry(specs, opener, Limits(**limits))
+    models = ModelRegistry(specs, opener, RegistryLimits(**limits))
     async with models.running():
         assert await models.start(None, lambda: True)
         yield models

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.support.random_models import SCRIPT, make_model_script, random_model
+from tests.support.random_models import bench_script, random_model
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
@@ -22,7 +22,7 @@ gguf = pytest.importorskip("gguf")
 
 @pytest.fixture(scope="module")
 def bench():
-    return make_model_script()
+    return bench_script("make_model")
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,8 @@ def test_the_same_arguments_give_the_same_file(bench, made, tmp_path):
     assert again.read_bytes() != other.read_bytes()
 
 
-def test_without_a_vocabulary_it_says_what_to_run(tmp_path):
-    command = [sys.executable, SCRIPT, "--out", tmp_path / "m.gguf", "--vocab", tmp_path / "none.gguf"]
+def test_without_a_vocabulary_it_says_what_to_run(tmp_path, bench):
+    command = [sys.executable, bench.__file__, "--out", tmp_path / "m.gguf", "--vocab", tmp_path / "none.gguf"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "./build_llama.sh" in done.stderr

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
-from tests.support.real_daemon import ROOT
+from tests.support.random_models import bench_script
 from tests.support.run import locked, run_folder
 from uma_trio import config
 from uma_trio.engine.messages import AdapterFile
 from uma_trio.models.adapters import check_adapters
-
-SCRIPT = ROOT / "benches" / "make_adapter.py"
-
-
-@functools.cache
-def make_adapter_script() -> ModuleType:
-    """The script as a module; it is in no package."""
-    spec = importlib.util.spec_from_file_location("make_adapter", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @functools.cache
@@ -36,7 +19,7 @@ def random_adapter(model: Path, seed: int = 0, rank: int = 4, strength: float = 
     with locked(made.name):
         if not made.exists():
             part = made.with_suffix(".part")
-            make_adapter_script().make_adapter(part, model, rank=rank, seed=seed, strength=strength)
+            bench_script("make_adapter").make_adapter(part, model, rank=rank, seed=seed, strength=strength)
             part.replace(made)
     return made
 
@@ -55,6 +38,6 @@ def merged_model(model: Path, adapters: tuple[tuple[Path, float], ...]) -> Path:
     with locked(made.name):
         if not made.exists():
             part = made.with_suffix(".part")
-            make_adapter_script().merge_adapters(part, model, adapters)
+            bench_script("make_adapter").merge_adapters(part, model, adapters)
             part.replace(made)
     return made

@@ -304,7 +304,7 @@ async def test_masks_that_do_not_come_in_time_cost_their_own_rows_alone(link, pr
 
 
 async def test_masks_are_found_by_their_keys(link, prompts, masks):
-    """Also in a step that ran ahead, and after an end token: whoever writes the masks ends the sequence."""
+    """Also in a step that ran ahead, and after an end token: the controller that writes the masks ends the sequence."""
     link.attach_masks(masks.file)
     end = link.info.eog_ids[0]
     link.submit(Step((), [[masked(0, prompts[0], 70), masked(1, prompts[1], 80)]], 1, mask_timeout_ms=10_000))

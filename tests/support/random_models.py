@@ -13,13 +13,11 @@ import pytest
 from tests.support.real_daemon import ROOT
 from tests.support.run import locked, run_folder
 
-SCRIPT = ROOT / "benches" / "make_model.py"
-
 
 @functools.cache
-def make_model_script() -> ModuleType:
-    """The script as a module; it is in no package."""
-    spec = importlib.util.spec_from_file_location("make_model", SCRIPT)
+def bench_script(name: str) -> ModuleType:
+    """A script of ``benches/`` as a module; it is in no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benches" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,7 +32,7 @@ def random_model(shape: str, quant: str = "q8_0", ctx: int = 1024) -> Path:
 
     Test processes share the files.  A lock lets one process make a model while the others wait.
     """
-    script = make_model_script()
+    script = bench_script("make_model")
     if not script.DEFAULT_VOCABULARY.exists():
         pytest.skip(f"{script.DEFAULT_VOCABULARY} is missing: ./build_llama.sh --dev unpacks it")
     made = run_folder() / f"{shape}-{quant}-{ctx}.gguf"

@@ -26,7 +26,7 @@ from uma_trio.hub.variants import quantization_of
 from uma_trio.models.loaded import LoadedModel, model_path, open_model
 from uma_trio.models.outline import ModelOutline, read_outline
 from uma_trio.protocol.messages import ModelDescription
-from uma_trio.registry import Limits, ModelSpec
+from uma_trio.registry import ModelSpec, RegistryLimits
 from uma_trio.service import ModelService
 
 log = structlog.get_logger("uma_trio.daemon")
@@ -62,9 +62,9 @@ def specs_of(config: Config) -> list[ModelSpec]:
     return specs
 
 
-def limits_of(config: Config) -> Limits:
+def limits_of(config: Config) -> RegistryLimits:
     """What all models may have together."""
-    return Limits(
+    return RegistryLimits(
         max_loaded=config.loading.max_loaded_models,
         max_waiting=config.limits.max_queue,
         wait_s=config.loading.load_wait_s,

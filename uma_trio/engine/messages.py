@@ -288,8 +288,8 @@ Continued: TypeAlias = int
 """A sequence id in place of a ``StepInput``: the sequence goes on from the step before, which sampled one token for it.
 
 The input is that token at the next position, sampled in the same way.  If the token has ended the sequence, the engine
-leaves the input out and reports ``DROPPED``.  A sequence with a late mask is ended by whoever writes its masks, so no
-token ends it here."""
+leaves the input out and reports ``DROPPED``.  No token ends a sequence with a late
+mask here: the process that writes its masks does."""
 
 
 Input = TypeVar("Input")

@@ -56,7 +56,7 @@ def find_here(text: str, places: ModelLocations) -> LocatedModel:
         return LocatedModel(models[0], _name_of(models[0]))
     reference, name = resolve(text, places)
     if isinstance(reference, PathReference):
-        return LocatedModel(path, _name_of(path))  # whoever opens it says that there is none, or that it is a folder
+        return LocatedModel(path, _name_of(path))  # opening it reports that it is missing or a folder
     try:
         found = find(reference, all_models(places), ModelFolder(places.folder).aliases())
     except NotInstalled as error:

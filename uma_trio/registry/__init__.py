@@ -1,7 +1,7 @@
 """Models by name: which are served, which of them are loaded, and who waits for which."""
 
 from uma_trio.registry.model import ModelOpener, ModelSpec, OpenModel
-from uma_trio.registry.registry import Limits, ModelRegistry
+from uma_trio.registry.registry import ModelRegistry, RegistryLimits
 from uma_trio.registry.request import ModelRequest
 
-__all__ = ["Limits", "ModelOpener", "ModelRegistry", "ModelRequest", "ModelSpec", "OpenModel"]
+__all__ = ["ModelOpener", "ModelRegistry", "ModelRequest", "ModelSpec", "OpenModel", "RegistryLimits"]

@@ -51,7 +51,7 @@ OnWait = Callable[[str, ModelState, float], None]
 
 
 @attrs.frozen(kw_only=True)
-class Limits:
+class RegistryLimits:
     """What all models may have together."""
 
     max_loaded: int = 0
@@ -76,8 +76,8 @@ class ModelRegistry:
         opener: loads them, and finds others.
     """
 
-    def __init__(self, specs: Iterable[ModelSpec], opener: ModelOpener, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, specs: Iterable[ModelSpec], opener: ModelOpener, limits: RegistryLimits | None = None) -> None:
+        self._limits = limits or RegistryLimits()
         self._opener = opener
         self._models = {spec.name: Model(spec) for spec in specs}
         self._removed: list[Model] = []

@@ -45,7 +45,7 @@ class Recipe:
 
 
 OF_DRAFT = Recipe(steps=10_000, tokens_per_step=65_536, seconds=190)
-"""Of the draft model, which learns from smaller steps and is good enough soon."""
+"""Recipe of the draft model: smaller batches and less time, since an error of this model costs no quality."""
 
 
 @attrs.frozen
