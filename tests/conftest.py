@@ -1,6 +1,8 @@
 """Settings of the whole test run: hypothesis, one temporary folder, and processes that a test leaves behind.
 
 - Hypothesis tries the same examples in every run, without deadlines.  ``UMA_TEST_EXPLORE=1`` tries many new ones.
+- trio runs tasks that are ready together in a random order.  A test gets the same order in every run, so that one that
+  fails does so again; ``UMA_TEST_EXPLORE=1`` leaves it to chance.
 - Caches and states go to a folder of this run, so no test sees the user's files or those of an earlier run.
 - Hundreds of child processes start: where Python must not write bytecode next to the source, it goes to that folder too.
 - Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
@@ -23,6 +25,7 @@ import tempfile
 
 import psutil
 import pytest
+import trio
 from hypothesis import settings
 
 from tests.support.run import RUN_VARIABLE, run_folder
@@ -44,6 +47,13 @@ os.environ["UMA_LAYOUT_TRIAL_S"] = "0"
 os.environ["UMA_THREADS"] = "1"
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ["PYTHONPYCACHEPREFIX"] = str(run_folder() / "bytecode")
+
+
+@pytest.fixture(autouse=True)
+def same_order_of_tasks(request: pytest.FixtureRequest) -> None:
+    """Seed what trio shuffles with, as hypothesis does: there is no public way to it."""
+    if "UMA_TEST_EXPLORE" not in os.environ:
+        trio._core._run._r.seed(request.node.nodeid)
 
 
 @pytest.hookimpl(trylast=True)

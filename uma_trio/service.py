@@ -51,7 +51,7 @@ from uma_trio.protocol.messages import (
     Usage,
 )
 from uma_trio.sampling import sampling_defaults
-from uma_trio.serving.controller_state import ControlledRequest
+from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.embedding import PendingEmbeddings, cancelled
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence

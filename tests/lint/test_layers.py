@@ -159,10 +159,14 @@ def test_the_order_is_the_one_that_is_documented() -> None:
 
 
 def modules_of(room: str) -> dict[str, set[str]]:
-    """The modules of a room, each with the modules of the same room that it imports."""
+    """The modules of a room, each with the modules of the same room that it imports; ``inner.module`` in a room of it."""
     prefix = f"uma_trio.{room}."
+
+    def name_of(file: Path) -> str:
+        return ".".join(file.relative_to(ROOT / "uma_trio").with_suffix("").parts[1:])
+
     return {
-        file.stem: {found.module.removeprefix(prefix) for found in IMPORTS[file] if found.module.startswith(prefix)}
+        name_of(file): {found.module.removeprefix(prefix) for found in IMPORTS[file] if found.module.startswith(prefix)}
         for file in FILES
         if room_of(file) == room and file.stem != "__init__"
     }
@@ -180,7 +184,7 @@ def test_the_modules_of_a_room_have_no_import_cycle(room: str) -> None:
 def test_the_modules_of_a_room_import_each_other_in_the_documented_order(room: str, page: str, heading: str) -> None:
     uses = modules_of(room)
     rest = (ROOT / "docs" / page).read_text().split(heading)[1]
-    order = re.findall(r"^(\w+)(?:\.py)?  ", rest.split("```")[1], re.MULTILINE)
+    order = [name.replace("/", ".") for name in re.findall(r"^([\w/]+)  ", rest.split("```")[1], re.MULTILINE)]
     mentioned = set(re.findall(r"`(\w+)`", rest.split("```")[2].split("All of it")[0]))
     assert set(order) | (mentioned & set(uses)) == set(uses)
     for n, name in enumerate(order):

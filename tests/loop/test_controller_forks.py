@@ -26,7 +26,7 @@ from tests.support.steering import START, Client, Steering, steering
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Failure, Generate
-from uma_trio.serving import forking
+from uma_trio.serving.controllers import forking
 
 LONG = list(range(100, 400))
 PROGRAMS = {"program": Program}

@@ -15,7 +15,7 @@ from tests.support.fake_runtime import FakeRuntime
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
 from tests.support.steering import START, Client, Steering, steering
 from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.serving.controller_state import Phase
+from uma_trio.serving.controllers.state import Phase
 
 PROGRAMS = {"program": Program}
 

@@ -17,7 +17,7 @@ from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Set, S
 from tests.support.steering import START, Client, Steering, steering
 from uma_trio.aici.messages import PreResult
 from uma_trio.protocol.controllers import ControllerOutput
-from uma_trio.serving import controller_driver
+from uma_trio.serving.controllers import driver
 
 PROGRAMS = {"program": Program}
 
@@ -276,7 +276,7 @@ async def test_requests_without_a_controller_cost_nothing_more(autojump_clock):
     calls: Counter[str] = Counter()
 
     def count(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename == controller_driver.__file__:
+        if event == "call" and frame.f_code.co_filename == driver.__file__:
             calls[frame.f_code.co_name] += 1
 
     async with steering({"ends": Count}, engine()) as harness:

@@ -21,7 +21,7 @@ from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel, LinearModel
 from uma_trio.scheduling.timings import StepTimings
-from uma_trio.serving.controller_driver import ControllerDriver
+from uma_trio.serving.controllers.driver import ControllerDriver
 from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.serving.planning import MAX_DECODES_WITH_DRAFTS, NoStep, StepPlanner
 from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for

@@ -495,7 +495,7 @@ async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, c
                 nursery.start_soon(converse, i)
         assert ends["length"] > 250
         assert ends["cancelled"] > 20
-        assert (model.resets > 5) == bool(failures)
+        assert (model.resets > 0) == bool(failures)
         # a request that is alone in two failed steps is blamed; failures come at random, so a few are
         assert ends.pop("E_RUNTIME_DECODE", 0) <= 6 * bool(failures), "only a request in two failed steps may fail"
         assert set(ends) == {"length", "cancelled"}

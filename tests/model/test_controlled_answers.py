@@ -25,7 +25,7 @@ from uma_trio.models.loaded import EMBEDDED
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, Generate
-from uma_trio.serving.controller_state import ControlledRequest
+from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.scheduler import Scheduler
 
 SHARED = 600

@@ -409,7 +409,7 @@ def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
         | {f"histograms.{name}" for name in Telemetry().snapshot()["histograms"]}
         | {
             f"controllers.{name}"
-            for name in keys_of_snapshot("uma_trio/serving/controller_driver.py", "ControllerDriver")
+            for name in keys_of_snapshot("uma_trio/serving/controllers/driver.py", "ControllerDriver")
         }
         | {f"controllers.{name}" for name in keys_of_snapshot("uma_trio/aici/supervisor.py", "SupervisedRuntime")}
         | {f"controllers.{name}" for name in usage}

@@ -18,7 +18,7 @@ from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Fork
 from uma_trio.protocol.messages import Eos, Failure, Generate, Token
-from uma_trio.serving.controller_state import ControlledRequest
+from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.scheduler import Scheduler
 
 START = 7

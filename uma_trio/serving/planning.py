@@ -28,7 +28,7 @@ from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.policy import MAX_DEADLINE_MARGIN, Plan, PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
-from uma_trio.serving.controller_driver import ControllerDriver
+from uma_trio.serving.controllers.driver import ControllerDriver
 from uma_trio.serving.drafting import MAX_STREAMS, DraftModel
 from uma_trio.serving.embedding import EmbeddingChunk, EmbeddingQueue
 from uma_trio.serving.queue import RunningSet, WaitingQueue

@@ -38,8 +38,8 @@ from uma_trio.protocol.messages import Embed, Failure, FinishReason, Generate, H
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.timings import StepTimings
-from uma_trio.serving.controller_driver import ControllerDriver
-from uma_trio.serving.controller_state import ControlledRequest
+from uma_trio.serving.controllers.driver import ControllerDriver
+from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.drafting import DraftModel
 from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.serving.output import TokenToBytes, send_progress, send_prompt, send_tokens

@@ -24,7 +24,7 @@ from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.messages import Eos, FinishReason, Generate, Logprobs, ServerEvent, Timings, Usage
 from uma_trio.sampling import Bias, PromptLookup, RegionAssembler, SamplingParams, TextAssembler, TokenHistory
 from uma_trio.scheduling.view import Priority, SequenceView
-from uma_trio.serving.controller_state import Control
+from uma_trio.serving.controllers.state import Control
 
 EWMA_WEIGHT: Final = 0.2
 

@@ -26,7 +26,7 @@ from uma_trio.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.scheduling.cost import Work
 from uma_trio.scheduling.policy import Plan, PolicyState
 from uma_trio.scheduling.view import Scales, SequenceView
-from uma_trio.serving.controller_state import Phase
+from uma_trio.serving.controllers.state import Phase
 from uma_trio.serving.embedding import EmbeddingChunk
 from uma_trio.serving.sequence import Sequence, State
 

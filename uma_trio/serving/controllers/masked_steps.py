@@ -10,7 +10,7 @@ from typing import Final
 from uma_trio.engine.masks import MaskFile
 from uma_trio.engine.messages import StepInput, SubmittedStep
 from uma_trio.engine.supervisor import SupervisedEngine
-from uma_trio.serving.controlled_sequences import control_of, is_prefilled
+from uma_trio.serving.controllers.sequences import control_of, is_prefilled
 from uma_trio.serving.sequence import Sequence
 from uma_trio.serving.step import InFlightStep
 

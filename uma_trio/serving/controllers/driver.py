@@ -23,10 +23,10 @@ from uma_trio.engine.messages import SubmittedStep
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.errors import ControllerFailed, ControllerUnavailable, UmaError
 from uma_trio.protocol.messages import FinishReason
-from uma_trio.serving.controlled_sequences import ControlledSequences, control_of, is_prefilled, reading
-from uma_trio.serving.controller_state import ControlledRequest, Phase
-from uma_trio.serving.forking import Forking, ForkRefused
-from uma_trio.serving.masked_steps import MaskedSteps
+from uma_trio.serving.controllers.forking import Forking, ForkRefused
+from uma_trio.serving.controllers.masked_steps import MaskedSteps
+from uma_trio.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
+from uma_trio.serving.controllers.state import ControlledRequest, Phase
 from uma_trio.serving.output import send_controller_output, send_rest, send_unsent
 from uma_trio.serving.queue import RunningSet
 from uma_trio.serving.sequence import Sequence, State

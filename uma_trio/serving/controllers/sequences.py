@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 
 import trio
 
-from uma_trio.serving.controller_state import Control, ControlledRequest, Phase
+from uma_trio.serving.controllers.state import Control, ControlledRequest, Phase
 from uma_trio.serving.sequence import Sequence, State
 
 

@@ -11,8 +11,8 @@ from typing import Final
 
 from uma_trio.errors import ControllerFailed, KvFull, UmaError
 from uma_trio.protocol.controllers import Fork
-from uma_trio.serving.controlled_sequences import ControlledSequences, control_of, is_prefilled, reading
-from uma_trio.serving.controller_state import Phase
+from uma_trio.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
+from uma_trio.serving.controllers.state import Phase
 from uma_trio.serving.queue import RunningSet
 from uma_trio.serving.sequence import Sequence
 
