@@ -43,6 +43,11 @@ class UmaError(Exception):
     retry_after_ms: int | None = None
     """Delay after which a retry may succeed, if the daemon can estimate it; part of the error event."""
 
+    def __init__(self, message: str = "", *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        """The field of the request that is wrong, as in ``messages[0].role``, if it is one; part of the error event."""
+
 
 class ProtocolError(UmaError):
     """The client violated the protocol.  The daemon reports the error, then closes the connection."""

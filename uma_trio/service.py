@@ -504,9 +504,11 @@ def _check_session_fields(request: Generate) -> None:
     if request.session_id is None:
         for name, given in (("drop_messages", request.drop_messages), ("history", request.history != "continue")):
             if given:
-                raise BadRequest(f"{name} is for the messages of a session: send it with a session_id")
+                raise BadRequest(f"{name} is for the messages of a session: send it with a session_id", field=name)
     elif request.drop_messages and request.history == "replace":
-        raise BadRequest("drop_messages does not go with history 'replace', which replaces all messages")
+        raise BadRequest(
+            "drop_messages does not go with history 'replace', which replaces all messages", field="drop_messages"
+        )
 
 
 def quantization(description: str) -> str | None:

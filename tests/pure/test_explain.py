@@ -2,7 +2,8 @@
 
 import pytest
 
-from uma_trio.grammar.explain import explain
+from uma_trio.grammar.explain import explain, explain_constraint
+from uma_trio.protocol.field_errors import FieldError
 from uma_trio.protocol.messages import Constraint
 
 SCHEMA = "at 1(8): failed to compile JSON schema: {}\n   1 | start: %json {{...}}\n              ^\n"
@@ -34,7 +35,8 @@ REGEX = (
 )
 def test_a_schema(error, message):
     schema = {"properties": {"not": {}, "a": {"const": {"not": 1}, "items": [{}, {"not": {}}]}}}
-    assert explain(SCHEMA.format(error), Constraint(json_schema=schema)) == message
+    found = explain_constraint(SCHEMA.format(error), Constraint(json_schema=schema))
+    assert found == FieldError("constraint.json_schema", message)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,8 @@ def test_a_schema(error, message):
 )
 def test_a_position_in_a_regex_is_the_clients(regex, escaped, column, character):
     error = REGEX.format(escaped, " " * (4 + column), "unclosed group")
-    assert explain(error, Constraint(regex=regex)) == f"constraint.regex, character {character}: unclosed group"
+    message = f"constraint.regex, character {character}: unclosed group"
+    assert explain_constraint(error, Constraint(regex=regex)) == FieldError("constraint.regex", message)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,8 @@ def test_a_position_in_a_regex_is_the_clients(regex, escaped, column, character)
 )
 def test_a_grammar(error, message):
     joint = ", " if message.startswith("line") else ": "
-    assert explain(error, Constraint(lark="start: A\nA: b")) == f"constraint.lark{joint}{message}"
+    found = explain_constraint(error, Constraint(lark="start: A\nA: b"))
+    assert found == FieldError("constraint.lark", f"constraint.lark{joint}{message}")
 
 
 @pytest.mark.parametrize(
@@ -79,12 +83,11 @@ def test_a_grammar(error, message):
     ],
 )
 def test_every_limit_has_the_same_words(error):
-    assert explain(error, Constraint(json_object=True)).startswith(
-        "constraint.json_object: it is too complex; use fewer"
-    )
+    found = explain_constraint(error, Constraint(json_object=True))
+    assert found.message.startswith("constraint.json_object: it is too complex; use fewer")
     assert explain(error).startswith("it is too complex")
 
 
 def test_a_long_message_is_cut():
     error = SCHEMA.format("Invalid type: " + "x" * 1000)
-    assert len(explain(error, Constraint(json_schema={"type": "x" * 1000}))) == 300
+    assert len(explain_constraint(error, Constraint(json_schema={"type": "x" * 1000})).message) == 300

@@ -401,6 +401,8 @@ NOT_TAKEN = [
 def test_values_of_the_wrong_type_or_out_of_bounds_are_refused(name: str, value: object) -> None:
     error = refused(LEAST | {name: value})
     assert name in str(error)
+    assert error.field is not None
+    assert error.field.startswith(name)
     assert len(str(error)) <= MAX_ERROR_CHARS + 10
     assert error.request_id == ("r1" if name != "id" else None)
 
@@ -442,6 +444,8 @@ def test_every_field_has_cases() -> None:
 def test_messages_that_are_refused(chat: object) -> None:
     error = refused({"id": "r1", "messages": chat})
     assert "messages" in str(error)
+    assert error.field is not None
+    assert error.field.startswith("messages")
     assert error.request_id == "r1"
 
 
@@ -475,7 +479,7 @@ def test_parameters_as_deep_as_allowed() -> None:
     for depth in (1, MAX_TOOL_DEPTH):
         parse({"id": "r1", "messages": chat, "tools": [{"name": "a", "parameters": nested(depth)}]})
     error = refused({"id": "r1", "messages": chat, "tools": [{"name": "a", "parameters": nested(MAX_TOOL_DEPTH + 1)}]})
-    assert "tools[0].parameters" in str(error)
+    assert error.field == "tools[0].parameters"
 
 
 @pytest.mark.parametrize(
@@ -499,7 +503,10 @@ def test_parameters_as_deep_as_allowed() -> None:
     ],
 )
 def test_tools_that_are_not_possible(fields: dict[str, object], said: str) -> None:
-    assert said in str(refused({"id": "r1", **fields}))
+    error = refused({"id": "r1", **fields})
+    assert said in str(error)
+    assert error.field is not None
+    assert error.field in fields
 
 
 def test_exactly_one_of_prompt_and_messages() -> None:

@@ -212,7 +212,9 @@ class SupervisedRuntime:
     async def set_tags(self, module_id: str, tags: Sequence[str], auth: Auth | None = None) -> list[TagInfo]:
         """See ``ControllerRuntime``.  The tags of controllers that come with uma-trio stay theirs."""
         if taken := sorted({*tags} & {*NAMES}):
-            raise ControllerFailed(f"{taken[0]} is a controller that comes with uma-trio; choose another tag")
+            raise ControllerFailed(
+                f"{taken[0]} is a controller that comes with uma-trio; choose another tag", field="tags"
+            )
         return (await _ask(await self._running(), SetTags(module_id, [*tags]), TagList, auth)).tags
 
     async def get_tags(self, auth: Auth | None = None) -> list[TagInfo]:
@@ -252,7 +254,7 @@ async def _ask(
     if isinstance(found, Ok):
         return found.data
     if _NO_MODULE.match(found.error):
-        raise ControllerNotFound(found.error)
+        raise ControllerNotFound(found.error, field="controller")
     if not found.is_user_error:
         raise ControllerUnavailable(f"the runtime of controllers: {found.error}")
     raise ControllerFailed(readable_error(found.error))

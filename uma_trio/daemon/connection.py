@@ -311,7 +311,7 @@ class Connection:
         """Whether the query may set any tag: one of the user who runs the daemon, unless it acts for somebody else."""
         is_own = self._principal.name == OWN_PRINCIPAL
         if query.principal_is_admin and not is_own:
-            raise BadRequest("only the user who runs the daemon may set principal_is_admin")
+            raise BadRequest("only the user who runs the daemon may set principal_is_admin", field="principal_is_admin")
         return query.principal_is_admin or (is_own and query.principal is None)
 
     def _check_may_watch(self) -> None:
@@ -332,7 +332,8 @@ class Connection:
             acting_for = Principal(name, message.principal_weight, message.principal_max_requests)
         if acting_for != own and own.name != OWN_PRINCIPAL:
             raise BadRequest(
-                "only the user who runs the daemon may set principal, principal_weight and principal_max_requests"
+                "only the user who runs the daemon may set principal, principal_weight and principal_max_requests",
+                field="principal",
             )
         return acting_for
 

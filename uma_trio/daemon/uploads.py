@@ -51,11 +51,15 @@ class Upload:
         elif (query.part, query.of) != (self._n_parts, self._of):
             expected = f"part {self._n_parts} of {self._of}" if self._n_parts else "part 0"
             self.drop()
-            raise BadRequest(f"this is part {query.part} of {query.of}, but {expected} comes next; begin with part 0")
+            raise BadRequest(
+                f"this is part {query.part} of {query.of}, but {expected} comes next; begin with part 0", field="part"
+            )
         size = len(query.binary)
         if self.received_bytes + size > self._all.max_bytes:
             self.drop()
-            raise BadRequest(f"a controller has at most {self._all.max_bytes:,} bytes here (max_controller_bytes)")
+            raise BadRequest(
+                f"a controller has at most {self._all.max_bytes:,} bytes here (max_controller_bytes)", field="binary"
+            )
         if self._all.incomplete_bytes + size > MAX_INCOMPLETE * self._all.max_bytes:
             self.drop()
             refusal = QueueFull("too many controllers are being uploaded; try again")

@@ -39,8 +39,8 @@ MAX_BIASES: Final = 300
 MAX_ADAPTERS: Final = 64
 """Adapters of a model, as in the configuration."""
 
-PROMPTS: Final = ("messages", "input", "content")
-"""What the prompt is called in bodies that have no field ``prompt``."""
+PROMPTS: Final = ("prompt", "messages", "input", "content")
+"""What the prompt is called in bodies: the first one that a body has."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -237,6 +237,7 @@ class Call:
         self.record.error_code = error.code
         given: frozenset[str] = self.request.scope["state"].get("given", frozenset())
         reworded = error.reworded(field_renamer(self.endpoint.field_names, given))
-        if reworded.parameter == "prompt" and "prompt" not in given:
+        field = (reworded.parameter or "").partition("[")[0]
+        if field in PROMPTS and field not in given:
             reworded.parameter = next((name for name in PROMPTS if name in given), None)
         return self.dialect.refuse(reworded, self.id)

@@ -6,13 +6,11 @@ Each dialect has its own shape for them.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Final
 
 from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
 from uma_trio.errors import (
-    ContextTooSmall,
     ControllerNotFound,
     FrameTooLarge,
     ModelNotFound,
@@ -30,11 +28,6 @@ NO_DAEMON_RETRY_MS: Final = 1000
 UNKNOWN_RETRY_MS: Final = 1000
 """Where the daemon cannot estimate the wait."""
 LONGEST_WAIT_S: Final = 60
-
-OF_FIELD: Final = re.compile(
-    r"(?P<field>[a-z][\w.\[\]]*) (?:must be|is missing|is required|names )|(?P<place>[a-z]\w*[.\[][\w.\[\]]*): "
-)
-"""Begins an error of the daemon about a field of the request."""
 
 
 STATUS_OF_CODE: Final = {each.code: each.http_status for each in all_errors()}
@@ -115,8 +108,7 @@ def from_failure(failure: Failure) -> HttpError:
     if failure.code == FrameTooLarge.code:
         message = f"the request is larger than the daemon takes (--max-frame-bytes): {failure.message}"
         return HttpError(PromptTooLarge.http_status, PromptTooLarge.code, message, parameter="prompt")
-    message, field = failure.message, OF_FIELD.match(failure.message)
-    parameter = field["field"] or field["place"] if field else None
+    message = failure.message
     if failure.code == ControllerNotFound.code:
         message = (
             f"{message.rstrip()} (POST /v1/controllers stores a controller, GET /v1/controllers/tags lists the tags)"
@@ -124,11 +116,8 @@ def from_failure(failure: Failure) -> HttpError:
     if status == 429 and retry_after_ms is not None and "again" not in message:
         message = f"{message}; {try_again_in(retry_after_ms)}"
     if failure.code == ModelNotFound.code:
-        parameter = "model"
         message = f"{message}; uma-trio serve --http-any-model answers requests for other names with its first model"
-    if failure.code in (PromptTooLarge.code, ContextTooSmall.code) and parameter is None:
-        parameter = "prompt"
-    return HttpError(status, failure.code, message, retry_after_ms=retry_after_ms, parameter=parameter)
+    return HttpError(status, failure.code, message, retry_after_ms=retry_after_ms, parameter=failure.field)
 
 
 def from_client_error(error: ClientError) -> HttpError:

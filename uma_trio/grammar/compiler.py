@@ -16,7 +16,7 @@ import xxhash
 from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar.calls import AnswerShape, answer_rules
 from uma_trio.grammar.checker import MAX_SOURCE_BYTES, Checker, Refused
-from uma_trio.grammar.explain import explain, explain_shape
+from uma_trio.grammar.explain import explain_constraint, explain_shape
 from uma_trio.grammar.terms import json_expression
 from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.protocol.messages import Constraint
@@ -92,8 +92,10 @@ class GrammarCompiler:
         except Refused as error:
             self._count_refusal()
             if isinstance(constraint, AnswerShape):
-                raise InvalidConstraint(explain_shape(str(error), constraint)) from None
-            raise InvalidConstraint(explain(str(error), constraint)) from None
+                wrong = explain_shape(str(error), constraint)
+            else:
+                wrong = explain_constraint(str(error), constraint)
+            raise InvalidConstraint(wrong.message, field=wrong.field) from None
         grammar = Grammar(xxhash.xxh3_128_hexdigest(source.encode()), source)
         with self._lock:
             self.compiled_total += 1
@@ -120,18 +122,20 @@ class GrammarCompiler:
         text = shape.text
         if text is not None and (text.lark or text.gbnf or text.after):
             raise InvalidConstraint(
-                "with tools, a constraint is json_schema, json_object, regex or choice, without after: the answer may be a call"
+                "with tools, a constraint is json_schema, json_object, regex or choice, without after: the answer may be a call",
+                field="constraint",
             )
         try:
             rules = answer_rules(shape, None if text is None else _expression(text))
         except ValueError as error:
-            raise InvalidConstraint(f"the parameters of a tool are not valid JSON: {error}") from None
+            raise InvalidConstraint(f"the parameters of a tool are not valid JSON: {error}", field="tools") from None
         if len(rules.encode("utf-8", "replace")) > MAX_SOURCE_BYTES:
             raise InvalidConstraint(
                 f"the constraint has more than {MAX_SOURCE_BYTES // 1024} KiB"
                 if not shape.tools
                 else f"the tools have more than {MAX_SOURCE_BYTES // 1024} KiB, too much for a grammar; name one of them in "
-                "tool_choice, or send fewer"
+                "tool_choice, or send fewer",
+                field="tools" if shape.tools else "constraint",
             )
         return rules
 
@@ -144,14 +148,16 @@ class GrammarCompiler:
         own = constraint.lark if constraint.lark is not None else constraint.gbnf
         if own is not None:
             if constraint.after is not None:
-                raise InvalidConstraint("constraint.after goes with json_schema, json_object, regex and choice")
+                raise InvalidConstraint(
+                    "constraint.after goes with json_schema, json_object, regex and choice", field="constraint.after"
+                )
             rules = own
         elif constraint.after is not None:
             rules = f"{self._free_text_until(constraint.after)}\nanswer: {_expression(constraint)}"
         else:
             rules = f"start: {_expression(constraint)}"
         if len(rules.encode("utf-8", "replace")) > MAX_SOURCE_BYTES:
-            raise InvalidConstraint(f"the constraint has more than {MAX_SOURCE_BYTES // 1024} KiB")
+            raise InvalidConstraint(f"the constraint has more than {MAX_SOURCE_BYTES // 1024} KiB", field="constraint")
         return rules
 
     def _free_text_until(self, marker: str) -> str:
@@ -178,7 +184,9 @@ def _json(schema: dict[str, Any]) -> str:
     try:
         return json_expression(schema)
     except ValueError as error:
-        raise InvalidConstraint(f"constraint.json_schema is not valid JSON: {error}") from None
+        raise InvalidConstraint(
+            f"constraint.json_schema is not valid JSON: {error}", field="constraint.json_schema"
+        ) from None
 
 
 def _escape_slashes(regex: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from uma_trio.grammar.calls import AnswerShape
+from uma_trio.protocol.field_errors import FieldError
 from uma_trio.protocol.messages import Constraint
 from uma_trio.protocol.types import MAX_ERROR_CHARS
 
@@ -48,30 +49,35 @@ _VALUES: Final = ("const", "enum", "default", "examples", "required")
 """Keywords that hold no schemas."""
 
 
-def explain(error: str, constraint: Constraint | None = None) -> str:
-    """``error`` of llguidance on one line.
+def explain(error: str) -> str:
+    """``error`` of llguidance about an answer that cannot go on, on one line."""
+    return _plain(error)[:MAX_ERROR_CHARS]
 
-    Args:
-        constraint: which it is about; ``None``: about an answer that cannot go on.
-    """
-    if constraint is None:
-        return _plain(error)[:MAX_ERROR_CHARS]
+
+def explain_constraint(error: str, constraint: Constraint) -> FieldError:
+    """``error`` of llguidance about ``constraint``, on one line."""
+    kinds = ("json_schema", "regex", "choice", "lark", "gbnf")
+    field = f"constraint.{next((name for name in kinds if getattr(constraint, name)), 'json_object')}"
     if constraint.regex is not None and "lexer error" in error:
-        return "constraint.regex: it ends with a backslash that escapes nothing"
-    field = next((name for name in ("json_schema", "regex", "choice", "lark", "gbnf") if getattr(constraint, name)), "")
-    return f"constraint.{field or 'json_object'}{_place(error, constraint)}: {_plain(error)}"[:MAX_ERROR_CHARS]
+        return FieldError(field, f"{field}: it ends with a backslash that escapes nothing")
+    return _field_error(field, _place(error, constraint), error)
 
 
-def explain_shape(error: str, shape: AnswerShape) -> str:
+def explain_shape(error: str, shape: AnswerShape) -> FieldError:
     """``error`` of llguidance about the grammar of an answer, on one line; names the tool if it can be found."""
     for n, tool in enumerate(shape.tools):
         place = _place(error, Constraint(json_schema=tool.parameters))
         if place and (len(shape.tools) == 1 or (place.startswith(", ") and "regex" not in place)):
-            return f"tools[{n}].parameters{place}: {_plain(error)}"[:MAX_ERROR_CHARS]
+            return _field_error(f"tools[{n}].parameters", place, error)
     if shape.text is not None and (not shape.tools or _place(error, shape.text)):
-        return explain(error, shape.text)
-    name = "tools[0].parameters" if len(shape.tools) == 1 else "parameters of the tools"
-    return f"{name}: {_plain(error)}"[:MAX_ERROR_CHARS]
+        return explain_constraint(error, shape.text)
+    if len(shape.tools) == 1:
+        return _field_error("tools[0].parameters", "", error)
+    return FieldError("tools", f"parameters of the tools: {_plain(error)}"[:MAX_ERROR_CHARS])
+
+
+def _field_error(field: str, place: str, error: str) -> FieldError:
+    return FieldError(field, f"{field}{place}: {_plain(error)}"[:MAX_ERROR_CHARS])
 
 
 def _plain(error: str) -> str:

@@ -150,11 +150,14 @@ class ChatTemplate:
         except NoAnswer as error:
             answer = {"error": str(error)}
         if "refused" in answer:
-            raise BadRequest(f"{self._name} refuses these messages: {_without_new_surrogates(answer['refused'], sent)}")
+            reason = _without_new_surrogates(answer["refused"], sent)
+            raise BadRequest(f"{self._name} refuses these messages: {reason}", field="messages")
         if "error" in answer:
             if variables:
                 reason = _without_new_surrogates(answer["error"], sent)
-                raise BadRequest(f"{self._name} fails, perhaps for the chat_template_kwargs: {reason}")
+                raise BadRequest(
+                    f"{self._name} fails, perhaps for the chat_template_kwargs: {reason}", field="chat_template_kwargs"
+                )
             raise BrokenTemplate(f"{self._name} failed: {_without_new_surrogates(answer['error'], sent)}")
         text: str = answer["text"]
         if _without_new_surrogates(text, sent) != text:
@@ -180,10 +183,10 @@ def _without_new_surrogates(text: str, sent: object = ()) -> str:
 
 def _checked(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise BadRequest(f"messages[{index}] must be an object with role and content")
+        raise BadRequest(f"messages[{index}] must be an object with role and content", field=f"messages[{index}]")
     for key in ("role", "content"):
         if key not in message:
-            raise BadRequest(f"messages[{index}] lacks {key}")
+            raise BadRequest(f"messages[{index}] lacks {key}", field=f"messages[{index}].{key}")
         if not isinstance(message[key], str) and (key == "role" or "tool_calls" not in message):
-            raise BadRequest(f"messages[{index}].{key} must be a string")
+            raise BadRequest(f"messages[{index}].{key} must be a string", field=f"messages[{index}].{key}")
     return dict(message)

@@ -111,7 +111,7 @@ class ControlTokens:
         try:
             return render([self._masked(message, every_first_char=False) for message in messages])
         except UmaError as error:
-            raise type(error)(self.unmask(str(error))) from None
+            raise type(error)(self.unmask(str(error)), field=error.field) from None
 
     def _masked(self, message: Mapping[str, Any], *, every_first_char: bool) -> dict[str, Any]:
         """Mask a message, except its role, from which a template may build a control token.

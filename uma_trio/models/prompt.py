@@ -78,8 +78,15 @@ def check_prompt_size(request: Generate, limits: Limits) -> int:
         size = len((request.prompt or "").encode())
     else:
         size = sum(map(_size, request.messages)) + sum(map(_size, request.tools))
-    _check_size("the prompt", size, limits)
+    _check_size("the prompt", size, limits, field=_prompt_field(request))
     return size
+
+
+def _prompt_field(request: Generate) -> str | None:
+    """The field that the prompt comes from; ``None`` if a controller makes it."""
+    if request.controller is not None:
+        return None
+    return "prompt" if request.messages is None else "messages"
 
 
 def _size(given: ChatMessage | Tool) -> int:
@@ -88,12 +95,13 @@ def _size(given: ChatMessage | Tool) -> int:
     return len(msgspec.json.encode(given))
 
 
-def _check_size(name: str, size: int, limits: Limits) -> None:
+def _check_size(name: str, size: int, limits: Limits, *, field: str | None) -> None:
     most = limits.max_prompt_bytes or MIN_PROMPT_BYTES
     if size > most:
         raise PromptTooLarge(
             f"{name} has {size} bytes; this daemon takes {most}. Shorten it, or serve with more context (--ctx), "
-            "from which the limit follows if --max-prompt-bytes is not set"
+            "from which the limit follows if --max-prompt-bytes is not set",
+            field=field,
         )
 
 
@@ -181,7 +189,8 @@ class PromptMaker:
     ) -> Sequence[PromptPart]:
         if self.chat is None:
             raise NoChatTemplate(
-                "this model has no chat template: send prompt instead of messages, or start the daemon with --chat-template"
+                "this model has no chat template: send prompt instead of messages, or start the daemon with --chat-template",
+                field="messages",
             )
         return self.chat.parts(*template_chat(messages, tools, self.tools), variables)
 
@@ -206,7 +215,7 @@ class PromptMaker:
         if query.text is None:
             text = self._text_of("tokens", query.tokens or (), special=query.parse_special)
             return TokenList(tokens=query.tokens or [], text=text, id=query.id)
-        _check_size("text", len(query.text.encode()), self.limits)
+        _check_size("text", len(query.text.encode()), self.limits, field="text")
         found = self.tokenizer.encode_with_offsets(
             query.text, add_special=query.add_special, parse_special=query.parse_special, pauses=pauses
         )
@@ -234,18 +243,19 @@ class PromptMaker:
         for n, text in enumerate(request.input):
             name = f"input[{n}]"
             if isinstance(text, str):
-                _check_size(name, len(text.encode()), self.limits)
+                _check_size(name, len(text.encode()), self.limits, field=name)
                 tokens = self.tokenizer.encode(text, parse_special=False)
             else:
                 self._check_tokens(name, text)
                 tokens = np.asarray(text, np.int32)
             if not len(tokens):
-                raise BadRequest(f"{name} has no tokens")
+                raise BadRequest(f"{name} has no tokens", field=name)
             if len(tokens) > max_tokens:
                 raise ContextTooSmall(
                     f"{name} has {len(tokens)} tokens; this daemon embeds texts of at most {max_tokens} with this "
                     "model: divide the text, or start uma-trio serve with a larger --embedding-ctx if the model was "
-                    "trained for it"
+                    "trained for it",
+                    field=name,
                 )
             found.append(tokens)
         return found
@@ -258,7 +268,7 @@ class PromptMaker:
         n_tokens = self.tokenizer.n_tokens
         for token in tokens:
             if not 0 <= token < n_tokens:
-                raise BadRequest(f"{field} names the token {token}; this model has 0 to {n_tokens - 1}")
+                raise BadRequest(f"{field} names the token {token}; this model has 0 to {n_tokens - 1}", field=field)
 
     def _text_of(self, field: str, tokens: Sequence[int], *, special: bool = True) -> str:
         """The text that a client's ``tokens`` spell.
@@ -269,7 +279,7 @@ class PromptMaker:
         """
         self._check_tokens(field, tokens)
         size = sum(len(self.tokenizer.token_to_bytes(token)) for token in tokens)
-        _check_size(field, max(size, len(tokens)), self.limits)
+        _check_size(field, max(size, len(tokens)), self.limits, field=field)
         return self.tokenizer.decode(np.asarray(tokens, np.int32), special=special)
 
     def truncate_tokens(self, tokens: Sequence[int], text: str) -> TokenIds:
@@ -375,26 +385,29 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
         ContextTooSmall: prompt and answer can never fit.
     """
     if n_prompt == 0:
-        raise BadRequest("the prompt has no tokens")
+        raise BadRequest("the prompt has no tokens", field=_prompt_field(request))
     if n_prompt > limits.max_prompt_tokens:
         raise PromptTooLarge(
-            f"the prompt has {n_prompt} tokens; this daemon takes {limits.max_prompt_tokens} (--max-prompt-tokens)"
+            f"the prompt has {n_prompt} tokens; this daemon takes {limits.max_prompt_tokens} (--max-prompt-tokens)",
+            field=_prompt_field(request),
         )
     room = info.max_request_tokens - n_prompt + 1
     if room < 1:
         raise ContextTooSmall(
             f"the prompt has {n_prompt} tokens, and this model's maximum context length is {explain_context(info)}; "
-            f"send a shorter one{_or_more(info, n_prompt)}"
+            f"send a shorter one{_or_more(info, n_prompt)}",
+            field=_prompt_field(request),
         )
     wanted = request.max_tokens
     if wanted is None or (request.fit_max_tokens and wanted > min(limits.max_tokens, room)):
         return min(_default_max_tokens(n_prompt, info, limits), limits.max_tokens, room)
     if wanted > limits.max_tokens:
-        raise MaxTokensTooLarge(f"max_tokens is {wanted}; this daemon gives {limits.max_tokens}")
+        raise MaxTokensTooLarge(f"max_tokens is {wanted}; this daemon gives {limits.max_tokens}", field="max_tokens")
     if wanted > room:
         raise ContextTooSmall(
             f"{n_prompt} prompt tokens and max_tokens {wanted} are too many; this model's maximum context length is "
-            f"{explain_context(info)}; ask for at most {room}{_or_more(info, n_prompt + wanted - 1)}"
+            f"{explain_context(info)}; ask for at most {room}{_or_more(info, n_prompt + wanted - 1)}",
+            field=_prompt_field(request),
         )
     return wanted
 

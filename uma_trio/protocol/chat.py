@@ -104,11 +104,15 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     for n, message in enumerate(messages):
         place, role = f"messages[{n}]", message.role
         if message.content is None and not (role == "assistant" and message.tool_calls):
-            raise BadRequest(f"{place} lacks content; only a message of the assistant with tool_calls may have none")
+            raise BadRequest(
+                f"{place} lacks content; only a message of the assistant with tool_calls may have none", field=place
+            )
         if message.tool_calls and role != "assistant":
-            raise BadRequest(f"{place}.tool_calls: only messages of the assistant have them; this is of role {role}")
+            field = f"{place}.tool_calls"
+            raise BadRequest(f"{field}: only messages of the assistant have them; this is of role {role}", field=field)
         if message.tool_call_id is not None and role != "tool":
-            raise BadRequest(f"{place}.tool_call_id: only messages of role tool have it; this is of role {role}")
+            field = f"{place}.tool_call_id"
+            raise BadRequest(f"{field}: only messages of role tool have it; this is of role {role}", field=field)
         for i, call in enumerate(message.tool_calls or ()):
             check_json(call.arguments, f"{place}.tool_calls[{i}].arguments", MAX_TOOL_DEPTH)
 
@@ -120,16 +124,19 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
     """
     names = {tool.name for tool in tools}
     for n, tool in enumerate(tools):
-        check_json(tool.parameters, f"tools[{n}].parameters", MAX_TOOL_DEPTH)
+        field = f"tools[{n}].parameters"
+        check_json(tool.parameters, field, MAX_TOOL_DEPTH)
         if tool.parameters.get("type", "object") != "object":
-            raise BadRequest(f"tools[{n}].parameters: the type must be object; arguments are an object")
+            raise BadRequest(f"{field}: the type must be object; arguments are an object", field=field)
     if len(names) < len(tools):
         twice = next(tool.name for n, tool in enumerate(tools) if tool.name in {each.name for each in tools[:n]})
-        raise BadRequest(f"tools has {twice!r} twice; each tool needs a name of its own")
+        raise BadRequest(f"tools has {twice!r} twice; each tool needs a name of its own", field="tools")
     if isinstance(choice, NamedTool) and choice.name not in names:
-        raise BadRequest(f"tool_choice names {choice.name!r}, which is not among the request's tools")
+        raise BadRequest(
+            f"tool_choice names {choice.name!r}, which is not among the request's tools", field="tool_choice"
+        )
     if choice == "required" and not tools:
-        raise BadRequest("tool_choice is required, but the request has no tools")
+        raise BadRequest("tool_choice is required, but the request has no tools", field="tool_choice")
 
 
 def check_template_kwargs(given: TemplateKwargs) -> None:
@@ -139,7 +146,7 @@ def check_template_kwargs(given: TemplateKwargs) -> None:
     """
     for name in given:
         if name in TEMPLATE_VARIABLES:
-            raise BadRequest(f"chat_template_kwargs cannot set {name}; the daemon does")
+            raise BadRequest(f"chat_template_kwargs cannot set {name}; the daemon does", field="chat_template_kwargs")
 
 
 def check_json(value: Any, name: str, max_depth: int) -> None:
@@ -152,10 +159,10 @@ def check_json(value: Any, name: str, max_depth: int) -> None:
     for _ in range(max_depth):
         items = [item for found in level for item in (found.values() if isinstance(found, dict) else found)]
         if any(isinstance(item, bytes) or (isinstance(item, float) and not math.isfinite(item)) for item in items):
-            raise BadRequest(f"{name} must be valid JSON: no bytes, no NaN, no Infinity")
+            raise BadRequest(f"{name} must be valid JSON: no bytes, no NaN, no Infinity", field=name)
         if any(isinstance(item, int) and not -(2**63) <= item < 2**64 for item in items):
-            raise BadRequest(f"{name} has an integer of more than 64 bits")
+            raise BadRequest(f"{name} has an integer of more than 64 bits", field=name)
         level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return
-    raise BadRequest(f"{name} is nested more than {max_depth} deep")
+    raise BadRequest(f"{name} is nested more than {max_depth} deep", field=name)

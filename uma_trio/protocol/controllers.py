@@ -179,16 +179,17 @@ def parse_query(fields: dict[str, Any]) -> ControllersQuery:
     query = convert(fields, ControllersQuery)
     action = query.action
     if (query.binary is None) == (action == "upload"):
-        raise BadRequest("binary is required to upload a controller, and not allowed otherwise")
+        raise BadRequest("binary is required to upload a controller, and not allowed otherwise", field="binary")
     if (query.module_id is None or query.tags is None) if action == "tag" else (query.module_id or query.tags):
         raise BadRequest("module_id and tags are required to tag a controller, and not allowed otherwise")
     for tag in query.tags or ():
         if not is_tag(tag):
             raise BadRequest(
-                f"{tag!r} cannot be a tag: a tag has at most {MAX_TAG_CHARACTERS} letters, digits and _.-, the first a letter"
+                f"{tag!r} cannot be a tag: a tag has at most {MAX_TAG_CHARACTERS} letters, digits and _.-, the first a letter",
+                field="tags",
             )
     if query.part >= query.of:
-        raise BadRequest(f"part is {query.part}, but there are {query.of} parts; the first one is 0")
+        raise BadRequest(f"part is {query.part}, but there are {query.of} parts; the first one is 0", field="part")
     return query
 
 
@@ -203,10 +204,14 @@ def check_controller(arg: Any, conflicts: Iterable[str]) -> None:
         BadRequest: there are such fields, or ``arg`` is too large.
     """
     for name in conflicts:
-        raise BadRequest(f"{name} does not go with controller: the controller decides what the answer is; omit {name}")
+        raise BadRequest(
+            f"{name} does not go with controller: the controller decides what the answer is; omit {name}", field=name
+        )
     if arg is None:
         return
     check_json(arg if isinstance(arg, dict | list) else [arg], "controller_arg", MAX_ARG_DEPTH)
     size = len(msgspec.json.encode(arg))
     if size > MAX_ARG_BYTES:
-        raise BadRequest(f"controller_arg has {size} bytes as JSON; the limit is {MAX_ARG_BYTES}")
+        raise BadRequest(
+            f"controller_arg has {size} bytes as JSON; the limit is {MAX_ARG_BYTES}", field="controller_arg"
+        )

@@ -64,7 +64,8 @@ def convert(fields: dict[str, Any], cls: type[T], *, str_keys: bool = False) -> 
     try:
         return msgspec.convert(fields, cls, str_keys=str_keys)
     except msgspec.ValidationError as error:
-        raise BadRequest(explain(error, cls, fields).message[:MAX_ERROR_CHARS]) from None
+        wrong = explain(error, cls, fields)
+        raise BadRequest(wrong.message[:MAX_ERROR_CHARS], field=wrong.field) from None
 
 
 def explain(error: msgspec.ValidationError, cls: type, given: object) -> FieldError:

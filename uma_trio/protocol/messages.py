@@ -675,6 +675,8 @@ class Failure:
     index: int | None = None
     """Which answer has failed, if the others go on."""
     retry_after_ms: int | None = None
+    field: str | None = None
+    """The field of the request that is wrong, as in ``messages[0].role``, if it is one."""
     metadata: dict[str, Any] | None = None
 
     @classmethod
@@ -686,6 +688,7 @@ class Failure:
             id=error.request_id,
             index=index,
             retry_after_ms=error.retry_after_ms,
+            field=error.field,
             metadata=metadata,
         )
 
@@ -877,7 +880,7 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
     event, kind = fields.get("event"), fields.get("type")
     if event is not None:
         if event != "cancel":
-            raise BadRequest("the only event that a client may send is 'cancel'")
+            raise BadRequest("the only event that a client may send is 'cancel'", field="event")
         return convert(fields, Cancel)
     if kind == "metrics":
         return convert(fields, MetricsQuery)
@@ -898,26 +901,37 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
     if kind not in (None, "generate"):
         raise BadRequest(
             "type must be 'generate', 'embed', 'sessions', 'tokenize', 'models', 'health', 'metrics', 'watch' or "
-            "'controllers'"
+            "'controllers'",
+            field="type",
         )
     request = convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
     if request.controller is not None:
         check_controller(request.controller_arg, _conflicts_with_controller(request))
     elif request.controller_arg is not None:
-        raise BadRequest("controller_arg goes with controller, the name of the controller that gets it")
+        raise BadRequest(
+            "controller_arg goes with controller, the name of the controller that gets it", field="controller_arg"
+        )
     elif (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt, messages and controller")
     check_messages(request.messages or ())
     check_template_kwargs(request.chat_template_kwargs)
     check_tools(request.tools, request.tool_choice)
     if request.tools and request.messages is None:
-        raise BadRequest("tools go with messages, not with a prompt: the chat template tells the model about them")
+        raise BadRequest(
+            "tools go with messages, not with a prompt: the chat template tells the model about them", field="tools"
+        )
     if request.chat_template_kwargs and request.messages is None:
-        raise BadRequest("chat_template_kwargs go with messages: a prompt has no template")
+        raise BadRequest(
+            "chat_template_kwargs go with messages: a prompt has no template", field="chat_template_kwargs"
+        )
     if request.must_call and request.ignore_eos:
-        raise BadRequest("ignore_eos does not go with this tool_choice: an answer ends after its calls")
+        raise BadRequest(
+            "ignore_eos does not go with this tool_choice: an answer ends after its calls", field="ignore_eos"
+        )
     if request.session_id is not None and request.n > 1:
-        raise BadRequest("n must be 1 with session_id: a session continues one answer; fork it to get several")
+        raise BadRequest(
+            "n must be 1 with session_id: a session continues one answer; fork it to get several", field="n"
+        )
     if request.constraint is not None:
         _check_constraint(request.constraint, ignore_eos=request.ignore_eos)
     if request.metadata is not None:
@@ -952,24 +966,34 @@ def _check_constraint(constraint: Constraint, *, ignore_eos: bool) -> None:
     kinds = ("json_schema", "json_object", "regex", "lark", "gbnf", "choice")
     given = [name for name in kinds if getattr(constraint, name) not in (None, False)]
     if len(given) != 1:
-        raise BadRequest(f"constraint must have exactly one of {', '.join(kinds)}; it has {', '.join(given) or 'none'}")
+        raise BadRequest(
+            f"constraint must have exactly one of {', '.join(kinds)}; it has {', '.join(given) or 'none'}",
+            field="constraint",
+        )
     if ignore_eos:
-        raise BadRequest("ignore_eos does not go with constraint: an answer ends where the constraint allows no more")
+        raise BadRequest(
+            "ignore_eos does not go with constraint: an answer ends where the constraint allows no more",
+            field="ignore_eos",
+        )
 
 
 def _parse_session_query(fields: dict[str, Any]) -> SessionQuery:
     query = convert(fields, SessionQuery)
     if (query.session_id is None) != (query.action == "list"):
-        raise BadRequest("session_id is required for every action except list, and not allowed to list sessions")
+        raise BadRequest(
+            "session_id is required for every action except list, and not allowed to list sessions", field="session_id"
+        )
     if (query.new_id is None) != (query.action != "fork"):
-        raise BadRequest("new_id is required to fork a session, and not allowed otherwise")
+        raise BadRequest("new_id is required to fork a session, and not allowed otherwise", field="new_id")
     return query
 
 
 def _parse_models_query(fields: dict[str, Any]) -> ModelsQuery:
     query = convert(fields, ModelsQuery)
     if (query.model is None) != (query.action == "list"):
-        raise BadRequest("model is required to load, unload or reload one, and not allowed to list models")
+        raise BadRequest(
+            "model is required to load, unload or reload one, and not allowed to list models", field="model"
+        )
     return query
 
 
@@ -981,7 +1005,7 @@ def _parse_tokenize_query(fields: dict[str, Any]) -> TokenizeQuery:
     check_template_kwargs(query.chat_template_kwargs)
     check_tools(query.tools, "auto")
     if query.tools and query.messages is None:
-        raise BadRequest("tools go with messages: the chat template tells the model about them")
+        raise BadRequest("tools go with messages: the chat template tells the model about them", field="tools")
     return query
 
 
@@ -990,7 +1014,7 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
     check_json(metadata, "metadata", MAX_METADATA_DEPTH)
     size = len(msgspec.json.encode(metadata))
     if size > MAX_METADATA_BYTES:
-        raise BadRequest(f"metadata has {size} bytes; the limit is {MAX_METADATA_BYTES}")
+        raise BadRequest(f"metadata has {size} bytes; the limit is {MAX_METADATA_BYTES}", field="metadata")
 
 
 def to_fields(event: ServerEvent) -> dict[str, Any]:

@@ -218,7 +218,7 @@ class ModelRegistry:
         return self._models.setdefault(spec.name, Model(spec))
 
     def _not_found(self, name: str) -> ModelNotFound:
-        return ModelNotFound(f"no model {name!r}; this daemon serves {', '.join(self._models)}")
+        return ModelNotFound(f"no model {name!r}; this daemon serves {', '.join(self._models)}", field="model")
 
     async def _wait_for(self, model: Model, *, session: bool, on_wait: OnWait | None) -> Instance:
         if model.n_waiting >= self._limits.max_waiting:

@@ -94,9 +94,9 @@ def adapters_of(request: Generate | Embed, info: ModelInfo) -> AdapterSet:
         number = numbers.get(each.name)
         if number is None:
             there = f"it has {', '.join(numbers)}" if numbers else "it has none (--adapter NAME=FILE)"
-            raise AdapterNotFound(f"the model {info.name} has no adapter {each.name!r}; {there}")
+            raise AdapterNotFound(f"the model {info.name} has no adapter {each.name!r}; {there}", field="adapters")
         if number in scales:
-            raise BadRequest(f"adapters names {each.name!r} twice")
+            raise BadRequest(f"adapters names {each.name!r} twice", field="adapters")
         scales[number] = info.adapters[number].scale if each.scale is None else each.scale
     return adapter_set(scales, {number: each.fingerprint for number, each in enumerate(info.adapters)})
 
@@ -104,17 +104,21 @@ def adapters_of(request: Generate | Embed, info: ModelInfo) -> AdapterSet:
 def check_embed(request: Embed, info: ModelInfo) -> None:
     """Raise BadRequest unless the model gives such embeddings."""
     if not info.can_embed:
-        raise BadRequest("this model gives no embeddings")
+        raise BadRequest("this model gives no embeddings", field="model")
     width = info.n_embd_out
     if request.dimensions is not None and request.dimensions > width:
-        raise BadRequest(f"dimensions is {request.dimensions}; embeddings of this model have {width}")
+        raise BadRequest(
+            f"dimensions is {request.dimensions}; embeddings of this model have {width}", field="dimensions"
+        )
 
 
 def _check_token_ids(request: Generate, info: ModelInfo) -> None:
     for field, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
         for token in ids:
             if not 0 <= token < info.n_vocab:
-                raise BadRequest(f"{field} names the token {token}; this model has 0 to {info.n_vocab - 1}")
+                raise BadRequest(
+                    f"{field} names the token {token}; this model has 0 to {info.n_vocab - 1}", field=field
+                )
 
 
 def _sampling(

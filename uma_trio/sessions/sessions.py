@@ -387,13 +387,16 @@ def _check(session: Session, request: Generate) -> None:
         began, sent = ("messages", "a prompt") if session.messages else ("a prompt", "messages")
         raise BadRequest(
             f"session {session.name!r} began with {began} and cannot continue with {sent}: send {began}, or use another "
-            "session"
+            "session",
+            field="session_id",
         )
     if request.drop_messages > len(session.messages):
         raise BadRequest(
-            f"session {session.name!r} has {len(session.messages)} messages; drop_messages is {request.drop_messages}"
+            f"session {session.name!r} has {len(session.messages)} messages; drop_messages is {request.drop_messages}",
+            field="drop_messages",
         )
     if len(session.messages) + len(request.messages or ()) >= MAX_MESSAGES:
         raise BadRequest(
-            f"session {session.name!r} has {len(session.messages)} messages; a session has at most {MAX_MESSAGES}"
+            f"session {session.name!r} has {len(session.messages)} messages; a session has at most {MAX_MESSAGES}",
+            field="messages",
         )

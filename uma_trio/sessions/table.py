@@ -146,7 +146,7 @@ class SessionTable:
         """
         session = self._sessions.get(SessionKey(principal, name))
         if session is None:
-            raise SessionNotFound(f"there is no session {name!r}")
+            raise SessionNotFound(f"there is no session {name!r}", field="session_id")
         return session
 
     def begin(self, principal: str, name: str, now: float) -> Session:
@@ -161,7 +161,8 @@ class SessionTable:
             self._sessions[session.key] = session
         if session.busy:
             raise SessionBusy(
-                f"session {name!r} is answering; wait for its eos, or fork it to ask several things at once"
+                f"session {name!r} is answering; wait for its eos, or fork it to ask several things at once",
+                field="session_id",
             )
         session.busy = True
         return session
@@ -188,9 +189,11 @@ class SessionTable:
         """
         source = self.get(principal, name)
         if not source.turns:
-            raise SessionNotFound(f"session {name!r} has no answer yet that a fork could continue")
+            raise SessionNotFound(f"session {name!r} has no answer yet that a fork could continue", field="session_id")
         if SessionKey(principal, new_name) in self._sessions:
-            raise SessionExists(f"there is a session {new_name!r} already: choose another name, or close it")
+            raise SessionExists(
+                f"there is a session {new_name!r} already: choose another name, or close it", field="new_id"
+            )
         forked = attrs.evolve(
             source,
             name=new_name,
@@ -210,7 +213,7 @@ class SessionTable:
             SessionBusy: a request of the session is running.
         """
         if session.busy:
-            raise SessionBusy(f"session {session.name!r} is answering; cancel its request first")
+            raise SessionBusy(f"session {session.name!r} is answering; cancel its request first", field="session_id")
         self._sessions.pop(session.key, None)
 
     def expired(self, monotonic: float) -> list[Session]:

@@ -19,7 +19,7 @@ from uma_trio.aici.runtime.failures import Fatal, OutOfTime
 from uma_trio.aici.runtime.guest import BLOB_CONSTRAINT, Guest
 from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
-from uma_trio.grammar.explain import explain
+from uma_trio.grammar.explain import explain, explain_constraint
 from uma_trio.grammar.vocabulary import STACK_BYTES, start_matcher
 from uma_trio.protocol.messages import Constraint
 
@@ -126,7 +126,8 @@ class Constraints:
                 return kept.deep_copy()
         matcher = start_matcher(self._tokenizer, grammar.source)
         if matcher.is_error():
-            raise InvalidConstraint(explain(matcher.get_error(), constraint))
+            wrong = explain_constraint(matcher.get_error(), constraint)
+            raise InvalidConstraint(wrong.message, field=wrong.field)
         with self._lock:
             self._kept[grammar.key] = matcher
             if len(self._kept) > MAX_KEPT:
