@@ -19,8 +19,10 @@ from llama_abi.batch import Batch
 from llama_abi.context import ABORTED, NO_KV_SLOT, OK, PARTIAL_ONLY, Context, LogitsView
 from llama_abi.errors import HandleClosed, LibraryError, LlamaError, StaleLogits, TooManyTokens
 from llama_abi.library import Device, DeviceType, Library, load
+from llama_abi.logs import Buffer
 from llama_abi.model import Model
 from llama_abi.options import ContextOptions
+from llama_abi.placement import SPLIT_MODES, Placement
 from llama_abi.samplers import SamplerChain
 from llama_abi.stamp import Stamp
 from llama_abi.vocab import TokenAttr, Tokens, Vocab
@@ -30,8 +32,10 @@ __all__ = [
     "NO_KV_SLOT",
     "OK",
     "PARTIAL_ONLY",
+    "SPLIT_MODES",
     "AbortFlag",
     "Batch",
+    "Buffer",
     "Context",
     "ContextOptions",
     "Device",
@@ -43,6 +47,7 @@ __all__ = [
     "LogitsView",
     "LoraAdapter",
     "Model",
+    "Placement",
     "SamplerChain",
     "StaleLogits",
     "Stamp",

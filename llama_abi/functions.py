@@ -13,12 +13,20 @@ FUNCTIONS = """
     const char * ggml_backend_dev_description(ggml_backend_dev_t device);
     void         ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
     enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
+    ggml_backend_buffer_type_t ggml_backend_dev_buffer_type(ggml_backend_dev_t device);             // !null
+    const char * ggml_backend_buft_name(ggml_backend_buffer_type_t buft);
+    ggml_backend_reg_t ggml_backend_dev_backend_reg(ggml_backend_dev_t device);                     // !null
+    const char * ggml_backend_reg_name(ggml_backend_reg_t reg);
+    void *       ggml_backend_reg_get_proc_address(ggml_backend_reg_t reg, const char * name);
+    ggml_backend_reg_t ggml_backend_reg_by_name(const char * name);                                 // !null
+    void         ggml_backend_register(ggml_backend_reg_t reg);
 
     // the library as a whole
     void         llama_backend_init(void);
     void         llama_log_set(ggml_log_callback log_callback, void * user_data);
     const char * llama_print_system_info(void);
     size_t       llama_max_parallel_sequences(void);
+    size_t       llama_max_devices(void);
     bool         llama_supports_gpu_offload(void);
     bool         llama_supports_rpc(void);
     struct llama_model_params         llama_model_default_params(void);

@@ -14,11 +14,13 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 
-from llama_abi.errors import LibraryError
+from llama_abi.errors import LibraryError, LlamaError
 from llama_abi.functions import FUNCTIONS
 from llama_abi.logs import LogRouter
 from llama_abi.stamp import DEFAULT_DIRECTORY, Stamp, fix
@@ -26,6 +28,9 @@ from llama_abi.types import DEVICE_TYPE, C, ggml_log_callback
 
 DIRECTORY_VARIABLE = "UMA_LLAMA_DIR"
 BACKTRACE_VARIABLE = "GGML_NO_BACKTRACE"
+
+SPLIT_BUFFERS = b"ggml_backend_split_buffer_type"
+"""What a backend offers that can split the rows of a matrix between devices."""
 
 EXPECTED_DEFAULTS = {
     "n_ctx": 512,
@@ -61,6 +66,12 @@ class Device:
     """Free memory in bytes when ``Library.devices`` was called; 0 if the backend does not know."""
     memory_total: int
     """Memory in bytes."""
+    buffer: str = ""
+    """Name of its buffer type, as ``Buffer.place`` and ``Placement.overrides`` have it."""
+    backend: str = ""
+    """Name of its backend, such as ``CUDA`` or ``RPC``."""
+    splits_rows: bool = False
+    """Whether its backend has ``split_mode`` ``row``."""
 
 
 class Library:
@@ -84,6 +95,8 @@ class Library:
         self.c.llama_backend_init()
         self.max_sequences = int(self.c.llama_max_parallel_sequences())
         """Most sequences in one context, a constant of the build."""
+        self.max_devices = int(self.c.llama_max_devices())
+        """Most devices of a model, a constant of the build."""
 
     def _check_defaults(self) -> None:
         params = self.c.llama_context_default_params()
@@ -119,20 +132,71 @@ class Library:
     def devices(self) -> tuple[Device, ...]:
         """List the devices of all backends, with their free memory now."""
         found = []
-        for index in range(self.c.ggml_backend_dev_count()):
-            device = self.c.ggml_backend_dev_get(index)
+        for name, device in self._devices():
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
             self.c.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            backend = self.c.ggml_backend_dev_backend_reg(device)
             found.append(
                 Device(
-                    name=_text(self.c.ggml_backend_dev_name(device)),
+                    name=name,
                     description=_text(self.c.ggml_backend_dev_description(device)),
                     type=DeviceType(self.c.ggml_backend_dev_type(device)),
                     memory_free=free.value,
                     memory_total=total.value,
+                    buffer=_text(self.c.ggml_backend_buft_name(self.c.ggml_backend_dev_buffer_type(device))),
+                    backend=_text(self.c.ggml_backend_reg_name(backend)),
+                    splits_rows=bool(self.c.ggml_backend_reg_get_proc_address(backend, SPLIT_BUFFERS)),
                 )
             )
         return tuple(found)
+
+    def _devices(self) -> Iterator[tuple[str, Any]]:
+        for index in range(self.c.ggml_backend_dev_count()):
+            device = self.c.ggml_backend_dev_get(index)
+            yield _text(self.c.ggml_backend_dev_name(device)), device
+
+    def device_pointer(self, name: str) -> Any:
+        """The C object of a device.
+
+        Raises:
+            LlamaError: there is no device of that name.
+        """
+        found = dict(self._devices())
+        if name not in found:
+            raise LlamaError(f"there is no device {name}; there are {', '.join(found)}")
+        return found[name]
+
+    def buffer_type(self, name: str) -> Any:
+        """The C object of the buffer type of a device, by its own name or by that of the device.
+
+        Raises:
+            LlamaError: there is no such buffer type.
+        """
+        found = {device: self.c.ggml_backend_dev_buffer_type(pointer) for device, pointer in self._devices()}
+        found |= {_text(self.c.ggml_backend_buft_name(each)): each for each in found.values()}
+        if name not in found:
+            raise LlamaError(f"there is no buffer type {name}; there are {', '.join(found)}")
+        return found[name]
+
+    def add_rpc_server(self, endpoint: str) -> None:
+        """Add the devices of an RPC server to those of this library. Adding it again does nothing.
+
+        Blocks until the server answers. It serves one process at a time, and the next one waits. llama.cpp ends this
+        process if nobody listens at ``endpoint``, and when a server that is in use goes away.
+
+        Args:
+            endpoint: ``HOST:PORT``.
+
+        Raises:
+            LlamaError: the library has no RPC backend, or the server has no devices.
+        """
+        backend = self.c.ggml_backend_reg_by_name(b"RPC")
+        address = self.c.ggml_backend_reg_get_proc_address(backend, b"ggml_backend_rpc_add_server")
+        add = ctypes.CFUNCTYPE(C.known["ggml_backend_reg_t"], ctypes.c_char_p)(address)
+        server = add(endpoint.encode())
+        if not server:
+            raise LlamaError(f"the RPC server at {endpoint} has no devices")
+        self.c.ggml_backend_register(server)
 
     def silence_logging(self) -> None:
         """Discard everything that llama.cpp logs from now on.

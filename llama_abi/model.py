@@ -10,10 +10,12 @@ from typing import Any
 from llama_abi.errors import LlamaError
 from llama_abi.handles import Handle
 from llama_abi.library import Library
+from llama_abi.placement import Placement
 from llama_abi.types import LOAD_MODE, llama_progress_callback
 from llama_abi.vocab import Vocab
 
 INT32_MAX = 2**31 - 1
+DEFAULT_PLACEMENT = Placement()
 
 
 class Model(Handle):
@@ -25,6 +27,7 @@ class Model(Handle):
     Args:
         path: the file, or the first part of a split model.
         n_gpu_layers: number of layers to put on devices; -1 for all. Ignored without a device.
+        placement: which devices, and what goes where.
         use_mmap: map the file instead of reading it. The file must not change while the model is open.
         vocab_only: load the vocabulary without weights. Such a model can tokenize, but cannot have a ``Context``.
         no_alloc: load no weights, and let contexts allocate no KV cache and no compute buffers. Such a model only tells
@@ -47,6 +50,7 @@ class Model(Handle):
         path: str | os.PathLike[str],
         *,
         n_gpu_layers: int = -1,
+        placement: Placement = DEFAULT_PLACEMENT,
         use_mmap: bool = True,
         vocab_only: bool = False,
         no_alloc: bool = False,
@@ -63,6 +67,7 @@ class Model(Handle):
         progress = _Progress(on_progress)
         params = self._c.llama_model_default_params()
         params.n_gpu_layers = max(-1, min(n_gpu_layers, INT32_MAX))
+        alive = placement.fill(library, params)
         params.load_mode = LOAD_MODE["LLAMA_LOAD_MODE_AUTO" if use_mmap and not no_alloc else "LLAMA_LOAD_MODE_NONE"]
         params.vocab_only = vocab_only
         params.no_alloc = no_alloc
@@ -81,6 +86,8 @@ class Model(Handle):
                 if progress.stopped:
                     raise LlamaError(f"loading {self.path} was stopped") from None
                 raise LlamaError(f"cannot load {self.path}: {str(captured) or 'no reason given'}") from None
+            finally:
+                alive.clear()
         super().__init__(pointer, self._c.llama_model_free)
         self.buffers = tuple(captured.buffers)
         """Where the weights are."""

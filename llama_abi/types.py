@@ -51,6 +51,7 @@ DEVICE_TYPE = C.enum(
 
 C.typedef("ggml_backend_dev_t", "struct ggml_backend_device *")
 C.typedef("ggml_backend_buffer_type_t", "struct ggml_backend_buffer_type *")
+C.typedef("ggml_backend_reg_t", "struct ggml_backend_reg *")
 ggml_log_callback = C.typedef(
     "ggml_log_callback", "void (*)(enum ggml_log_level level, const char * text, void * user_data)"
 )
@@ -112,6 +113,16 @@ POOLING_TYPE = C.enum(
 """,
 )
 
+SPLIT_MODE = C.enum(
+    "llama_split_mode",
+    """
+    LLAMA_SPLIT_MODE_NONE   = 0,
+    LLAMA_SPLIT_MODE_LAYER  = 1,
+    LLAMA_SPLIT_MODE_ROW    = 2,
+    LLAMA_SPLIT_MODE_TENSOR = 3,
+""",
+)
+
 LOAD_MODE = C.enum(
     "llama_load_mode",
     """
@@ -152,6 +163,14 @@ llama_batch = C.struct(
     int32_t      *  n_seq_id;
     llama_seq_id ** seq_id;
     int8_t       *  logits;
+""",
+)
+
+llama_model_tensor_buft_override = C.struct(
+    "llama_model_tensor_buft_override",
+    """
+    const char * pattern;
+    ggml_backend_buffer_type_t buft;
 """,
 )
 

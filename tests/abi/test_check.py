@@ -148,7 +148,7 @@ def test_every_declared_function_is_used() -> None:
 def test_every_declared_value_is_used() -> None:
     text = "".join(path.read_text() for path in PACKAGE.glob("*.py") if path.name != "types.py")
     # These are used as a whole, and not member by member.
-    whole = {"ggml_log_level", "ggml_backend_dev_type", "ggml_type", "llama_pooling_type"}
+    whole = {"ggml_log_level", "ggml_backend_dev_type", "ggml_type", "llama_pooling_type", "llama_split_mode"}
     unused = [
         member for name, members in C.enums.items() if name not in whole for member in members if member not in text
     ]
