@@ -36,37 +36,38 @@ import attrs
 from uma_trio.connect import BrokenProtocol, ClientError, Connector, Loading, NoServer, SocketPath, connect_blocking
 from uma_trio.errors import ProtocolError
 from uma_trio.protocol.answer_tree import AnswerTree, ControlledAnswer
-from uma_trio.protocol.chat import ToolCall
-from uma_trio.protocol.codec import ClientCodec
-from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, ControllerTag, Fork
-from uma_trio.protocol.messages import (
+from uma_trio.protocol.answers import (
     Activity,
-    Embeddings,
-    Eos,
-    Event,
-    Failure,
-    FinishReason,
-    Generate,
     Health,
-    LoadProgress,
-    Logprobs,
     Metrics,
     ModelDescription,
     ModelList,
-    PrefillProgress,
-    Reasoning,
-    ServerEvent,
     SessionInfo,
     SessionList,
+    TokenList,
+    Transcript,
+)
+from uma_trio.protocol.chat import ToolCall
+from uma_trio.protocol.codec import ClientCodec
+from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, ControllerTag, Fork
+from uma_trio.protocol.events import (
+    Embeddings,
+    Eos,
+    Failure,
+    FinishReason,
+    LoadProgress,
+    Logprobs,
+    PrefillProgress,
+    Reasoning,
     Timings,
     Token,
-    TokenList,
     ToolCallDelta,
-    Transcript,
     UnknownEvent,
     Usage,
 )
+from uma_trio.protocol.messages import Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
+from uma_trio.protocol.requests import Generate
 
 __all__ = [
     "Activity",

@@ -28,28 +28,22 @@ from uma_trio.models.loaded import LoadedModel
 from uma_trio.models.prompt import Prompt, PromptMaker
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.principal import Principal
-from uma_trio.protocol.chat import NamedTool
-from uma_trio.protocol.controllers import Controllers, ControllersQuery
-from uma_trio.protocol.messages import (
-    AdapterChoice,
+from uma_trio.protocol.answers import (
     AdapterDescription,
     Capability,
-    Constraint,
-    Embed,
-    Eos,
-    Generate,
     HealthCheck,
     ModelDescription,
     SequenceInfo,
     SessionInfo,
     SessionList,
-    SessionQuery,
-    Timings,
-    TokenizeQuery,
     TokenList,
     Transcript,
-    Usage,
 )
+from uma_trio.protocol.chat import NamedTool
+from uma_trio.protocol.controllers import Controllers, ControllersQuery
+from uma_trio.protocol.events import Eos, Timings, Usage
+from uma_trio.protocol.queries import SessionQuery, TokenizeQuery
+from uma_trio.protocol.requests import AdapterChoice, Constraint, Embed, Generate
 from uma_trio.sampling import sampling_defaults
 from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.embedding import PendingEmbeddings, cancelled

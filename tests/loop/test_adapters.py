@@ -18,7 +18,7 @@ from tests.support.steering import Client as Controlled
 from tests.support.steering import steering
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.errors import AdapterNotFound, BadRequest
-from uma_trio.protocol.messages import AdapterChoice
+from uma_trio.protocol.requests import AdapterChoice
 
 NAMES = ("a", "b", "c", "d")
 SHARED = list(range(100, 300))

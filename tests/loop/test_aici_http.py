@@ -20,7 +20,9 @@ from uma_trio.cli import main
 from uma_trio.errors import ControllerFailed, ControllerNotFound, ControllerUnavailable, UmaError
 from uma_trio.gateway.application import make_app
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Fork, StorageWrite
-from uma_trio.protocol.messages import Failure, Generate, ServerEvent, Token
+from uma_trio.protocol.events import Failure, Token
+from uma_trio.protocol.messages import ServerEvent
+from uma_trio.protocol.requests import Generate
 
 WASM = b"\0asm" + bytes(300_000)
 RUN = {"controller": "jsctrl", "controller_arg": "program", "max_tokens": 50}

@@ -22,7 +22,9 @@ from uma_trio.cli import main
 from uma_trio.client import ServerError
 from uma_trio.errors import ControllerNotFound, UmaError
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Fork
-from uma_trio.protocol.messages import Failure, Generate, ServerEvent, Token
+from uma_trio.protocol.events import Failure, Token
+from uma_trio.protocol.messages import ServerEvent
+from uma_trio.protocol.requests import Generate
 
 WASM = b"\0asm" + bytes(300_000)
 PROGRAM = "async function main() {}\nstart(main)\n"

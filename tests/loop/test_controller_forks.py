@@ -25,7 +25,8 @@ from tests.support.state_files import MemoryFiles
 from tests.support.steering import START, Client, Steering, steering
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Failure, Generate
+from uma_trio.protocol.events import Failure
+from uma_trio.protocol.requests import Generate
 from uma_trio.serving.controllers import forking
 
 LONG = list(range(100, 400))

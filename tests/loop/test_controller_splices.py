@@ -11,7 +11,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Script, Set, Wait, by_path, expected
 from tests.support.serving import token_to_bytes
 from tests.support.steering import START, Client, Steering, steering
-from uma_trio.protocol.messages import Token
+from uma_trio.protocol.events import Token
 
 PROGRAMS = {"program": Program}
 WORDS = list(range(100, 160))

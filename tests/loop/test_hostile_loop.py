@@ -15,7 +15,7 @@ from uma_trio.client import BrokenProtocol, ServerError
 from uma_trio.daemon.outbox import Outbox
 from uma_trio.kv.ops import Truncate
 from uma_trio.protocol.codec import ClientCodec
-from uma_trio.protocol.messages import Eos, Failure, Token
+from uma_trio.protocol.events import Eos, Failure, Token
 
 PROMPT = [byte + 100 for byte in b"hello"]
 

@@ -14,7 +14,7 @@ from uma_trio import config
 from uma_trio.engine.link import ThreadLauncher
 from uma_trio.engine.messages import LoadError, Start
 from uma_trio.grammar import GrammarCompiler, LocalChecker
-from uma_trio.protocol.messages import Constraint
+from uma_trio.protocol.requests import Constraint
 
 START = Start(Path("fake.gguf"), config.Model())
 

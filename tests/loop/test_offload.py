@@ -18,7 +18,7 @@ from tests.support.fake_engine import STATE_BYTES, FakeEngine, expected_continua
 from tests.support.state_files import MemoryFiles
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.kv.ops import LoadState, SaveState
-from uma_trio.protocol.messages import Slo
+from uma_trio.protocol.requests import Slo
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 NEVER = 1e8

@@ -16,7 +16,7 @@ from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.offload import Offloader
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Embed, Generate
+from uma_trio.protocol.requests import Embed, Generate
 from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel, LinearModel

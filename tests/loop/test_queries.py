@@ -9,7 +9,7 @@ from tests.support.fake_engine import N_VOCAB, FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import Eos, ServerError, Token
 from uma_trio.daemon import connection
-from uma_trio.protocol.messages import Failure
+from uma_trio.protocol.events import Failure
 
 PROMPT = [byte + 100 for byte in b"hello"]
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]

@@ -20,7 +20,7 @@ from uma_trio.errors import (
     ShuttingDown,
     UmaError,
 )
-from uma_trio.protocol.messages import HealthCheck, ModelDescription
+from uma_trio.protocol.answers import HealthCheck, ModelDescription
 from uma_trio.registry import ModelRegistry, ModelSpec, RegistryLimits
 
 LOAD_S = 10.0

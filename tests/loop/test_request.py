@@ -18,7 +18,8 @@ from tests.support.serving import token_to_bytes
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.errors import BadRequest
 from uma_trio.principal import ANONYMOUS
-from uma_trio.protocol.messages import Eos, Generate, PrefillProgress, Token
+from uma_trio.protocol.events import Eos, PrefillProgress, Token
+from uma_trio.protocol.requests import Generate
 from uma_trio.sampling import SamplingParams
 
 REPEATS = 20

@@ -16,7 +16,8 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.kv.ops import CopyPrefix, Truncate
-from uma_trio.protocol.messages import Slo, Token
+from uma_trio.protocol.events import Token
+from uma_trio.protocol.requests import Slo
 from uma_trio.sampling import NO_TOKEN
 
 SHARED = random.Random(1).choices(range(1, 800), k=1500)

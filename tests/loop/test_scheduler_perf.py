@@ -16,7 +16,7 @@ from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.serving import settings, token_to_bytes
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import ANONYMOUS, Principal
-from uma_trio.protocol.messages import Generate
+from uma_trio.protocol.requests import Generate
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import Sequence as Answer
 from uma_trio.telemetry.perf_records import RequestRecord, TickRecord

@@ -17,7 +17,8 @@ from tests.support.serving import settings, token_to_bytes
 from uma_trio import errors
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Generate, Slo, Token
+from uma_trio.protocol.events import Token
+from uma_trio.protocol.requests import Generate, Slo
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import Sequence as Answer
 

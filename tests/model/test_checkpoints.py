@@ -30,7 +30,7 @@ from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE, TOKENS_AFTER_LAST
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Generate
+from uma_trio.protocol.requests import Generate
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.store import StateFolder

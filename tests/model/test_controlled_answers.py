@@ -24,7 +24,8 @@ from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Eos, Generate
+from uma_trio.protocol.events import Eos
+from uma_trio.protocol.requests import Generate
 from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.scheduler import Scheduler
 

@@ -22,7 +22,7 @@ from uma_trio.engine.llama import open_vocabulary
 from uma_trio.engine.messages import EngineDied, LoadError, Start, Step, StepInput
 from uma_trio.grammar import GrammarCompiler, LocalChecker, Vocabulary
 from uma_trio.models.loaded import EMBEDDED
-from uma_trio.protocol.messages import Constraint
+from uma_trio.protocol.requests import Constraint
 
 SETTINGS = config.Model(ctx=4096, parallel=4, batch_tokens=64, threads=1, layout_trial_s=0)
 

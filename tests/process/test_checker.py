@@ -13,7 +13,7 @@ from tests.support.fake_engine import fake_vocabulary
 from tests.support.hostile_constraints import ALL, HostileConstraint
 from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar import GrammarCompiler, LocalChecker, SandboxedChecker
-from uma_trio.protocol.messages import Constraint
+from uma_trio.protocol.requests import Constraint
 
 COSTLY = ("schema: multipleOf", "schema: many patterns", "gbnf: many rules")
 """They take seconds or gigabytes, whatever llguidance's limits are, or take Python that long."""

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from uma_trio.cli.run_view import tree_lines
 from uma_trio.protocol.answer_tree import AnswerTree, Segment
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Fork
-from uma_trio.protocol.messages import Event, Failure, PrefillProgress, Token, UnknownEvent
+from uma_trio.protocol.events import Failure, PrefillProgress, Token, UnknownEvent
+from uma_trio.protocol.messages import Event
 
 moves = st.lists(
     st.tuples(st.integers(0, 5), st.sampled_from(["text", "text", "fork", "back"]), st.text("ab", max_size=3))

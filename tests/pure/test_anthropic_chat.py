@@ -9,7 +9,8 @@ import pytest
 
 from uma_trio.gateway.dialects.anthropic import Chat, ChatMessages, error_body, tool_fields
 from uma_trio.gateway.errors import HttpError
-from uma_trio.protocol.messages import Generate, parse
+from uma_trio.protocol.messages import parse
+from uma_trio.protocol.requests import Generate
 
 Fields = dict[str, Any]
 

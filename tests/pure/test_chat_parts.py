@@ -14,7 +14,10 @@ from uma_trio.cli import answer_view
 from uma_trio.cli.answer import printable, warn_if_cut, warn_if_in_memory
 from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, rendered
 from uma_trio.cli.conversation import Conversation
-from uma_trio.protocol.messages import Eos, Generate, SessionInfo, Timings, Usage, parse
+from uma_trio.protocol.answers import SessionInfo
+from uma_trio.protocol.events import Eos, Timings, Usage
+from uma_trio.protocol.messages import parse
+from uma_trio.protocol.requests import Generate
 
 
 def user(text: str) -> dict[str, str]:

@@ -231,7 +231,8 @@ def test_without_a_daemon_the_error_is_one_sentence_with_a_remedy(command: list[
 def test_the_request_that_ask_sends() -> None:
     from uma_trio.cli.ask import _request
     from uma_trio.cli.ask import command as ask
-    from uma_trio.protocol.messages import Generate, parse
+    from uma_trio.protocol.messages import parse
+    from uma_trio.protocol.requests import Generate
 
     args = ["a", "--system", "b", "--max-tokens", "5", "--temp", "0.5", "--top-p", "0.9", "--top-k", "3"]
     args += ["--seed", "0", "--stop", "x", "--stop", "y", "--priority", "background"]
@@ -252,7 +253,7 @@ def test_the_request_that_ask_sends() -> None:
 
 def test_several_answers_are_printed_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     from uma_trio.cli import generation
-    from uma_trio.protocol.messages import Eos, Timings, Usage
+    from uma_trio.protocol.events import Eos, Timings, Usage
 
     async def generate(request: object, show: Callable[[Eos], None], *_: object, **__: object) -> Eos:
         usage, timings = Usage(prompt_tokens=1, completion_tokens=1), Timings(queue_ms=0.0, total_ms=1.0)

@@ -14,7 +14,7 @@ from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import ContextTooSmall
 from uma_trio.models.context import explain_context, is_short, max_prompt_bytes, more_context
 from uma_trio.models.prompt import tokens_to_generate
-from uma_trio.protocol.messages import Generate
+from uma_trio.protocol.requests import Generate
 
 INFO = ModelInfo(
     name="m",

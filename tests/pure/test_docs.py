@@ -16,10 +16,22 @@ from tests.support.documents import ROOT, blocks, fenced, section, tables
 from uma_trio import config
 from uma_trio.cli import COMMANDS
 from uma_trio.cli.metrics_view import GROUPS
-from uma_trio.errors import all_errors
+from uma_trio.errors import BadRequest, all_errors
 from uma_trio.kv.cache import CacheStatistics
 from uma_trio.models.context import MIN_PROMPT_BYTES
-from uma_trio.protocol import messages
+from uma_trio.protocol.answers import (
+    Activity,
+    AdapterDescription,
+    Health,
+    HealthCheck,
+    ModelDescription,
+    ModelList,
+    SequenceInfo,
+    SessionInfo,
+    SessionList,
+    TokenList,
+    Transcript,
+)
 from uma_trio.protocol.chat import ChatMessage, Tool, ToolCall
 from uma_trio.protocol.codec import ClientCodec, ServerCodec
 from uma_trio.protocol.controllers import (
@@ -33,45 +45,33 @@ from uma_trio.protocol.controllers import (
     Fork,
     StorageWrite,
 )
-from uma_trio.protocol.framing import FrameReader, frame
-from uma_trio.protocol.messages import (
-    Activity,
-    AdapterChoice,
-    AdapterDescription,
-    Cancel,
-    Embed,
+from uma_trio.protocol.events import (
     Embeddings,
     Eos,
     Failure,
-    Generate,
-    Health,
-    HealthCheck,
-    HealthQuery,
     LoadProgress,
     Logprob,
     Logprobs,
-    MetricsQuery,
-    ModelDescription,
-    ModelList,
-    ModelsQuery,
     PrefillProgress,
     Reasoning,
-    SequenceInfo,
-    SessionInfo,
-    SessionList,
-    SessionQuery,
-    Slo,
     Timings,
     Token,
-    TokenizeQuery,
-    TokenList,
     ToolCallDelta,
-    Transcript,
     Usage,
-    WatchQuery,
-    to_fields,
 )
+from uma_trio.protocol.framing import FrameReader, frame
+from uma_trio.protocol.messages import parse, to_fields
 from uma_trio.protocol.payload import Encoding, decode, encoding_of
+from uma_trio.protocol.queries import HealthQuery, MetricsQuery, ModelsQuery, SessionQuery, TokenizeQuery, WatchQuery
+from uma_trio.protocol.requests import (
+    MAX_METADATA_BYTES,
+    MAX_METADATA_DEPTH,
+    AdapterChoice,
+    Cancel,
+    Embed,
+    Generate,
+    Slo,
+)
 from uma_trio.telemetry import Telemetry
 from uma_trio.telemetry.metrics import OffloadMetrics
 from uma_trio.telemetry.principals import PrincipalMetrics
@@ -198,19 +198,19 @@ def test_bounds_are_the_documented_ones() -> None:
     } < set(bounded)
     for name, match in bounded.items():
         above, low, high = match[1], json.loads(match[2]), json.loads(match[3])
-        assert isinstance(messages.parse(least | {name: high}), Generate)
+        assert isinstance(parse(least | {name: high}), Generate)
         wrong = [high + 1, low - 1, *([low] if above else [])]
         for value in wrong:
-            with pytest.raises(messages.BadRequest):
-                messages.parse(least | {name: value})
+            with pytest.raises(BadRequest):
+                parse(least | {name: value})
         if not above:
-            messages.parse(least | {name: low})
+            parse(least | {name: low})
     for name, items in (("logit_bias", {str(n): 0 for n in range(301)}), ("stop_token_ids", [*range(65)])):
         most = int(documented[name].split()[-1])
         assert most == len(items) - 1
-        with pytest.raises(messages.BadRequest):
-            messages.parse(least | {name: items})
-    for number in (messages.MAX_METADATA_BYTES, messages.MAX_METADATA_DEPTH, MAX_ARG_BYTES, MAX_ARG_DEPTH):
+        with pytest.raises(BadRequest):
+            parse(least | {name: items})
+    for number in (MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_ARG_BYTES, MAX_ARG_DEPTH):
         assert str(number) in section(PROTOCOL, "A request for text")
 
 

@@ -12,8 +12,8 @@ import pytest
 from uma_trio import config
 from uma_trio.cli.doctor import daemon
 from uma_trio.cli.doctor.findings import Finding
+from uma_trio.protocol.answers import Metrics, ModelDescription, ModelList
 from uma_trio.protocol.codec import server_codec
-from uma_trio.protocol.messages import Metrics, ModelDescription, ModelList
 
 
 def findings(path: Path, engine: dict[str, Any], controllers: dict[str, Any] | None = None) -> list[Finding]:

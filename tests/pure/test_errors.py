@@ -17,7 +17,7 @@ from uma_trio.errors import (
     UmaError,
     all_errors,
 )
-from uma_trio.protocol.messages import Failure
+from uma_trio.protocol.events import Failure
 
 CODE = re.compile(r"E_(PROTO|LIMIT|SESSION|RUNTIME|MODEL|CONSTRAINT|CONTROLLER|IO)(_[A-Z]+)+")
 

@@ -4,7 +4,7 @@ import pytest
 
 from uma_trio.grammar.explain import explain, explain_constraint
 from uma_trio.protocol.field_errors import FieldError
-from uma_trio.protocol.messages import Constraint
+from uma_trio.protocol.requests import Constraint
 
 SCHEMA = "at 1(8): failed to compile JSON schema: {}\n   1 | start: %json {{...}}\n              ^\n"
 REGEX = (

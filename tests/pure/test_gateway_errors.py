@@ -9,7 +9,7 @@ import pytest
 from uma_trio.errors import BadRequest, all_errors
 from uma_trio.gateway.dialects.openai import error_body
 from uma_trio.gateway.errors import HttpError, from_failure, try_again_in
-from uma_trio.protocol.messages import Failure
+from uma_trio.protocol.events import Failure
 
 
 def of_openai(status: int, code: str, **fields: Any) -> dict[str, Any]:

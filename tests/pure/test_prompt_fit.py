@@ -8,7 +8,7 @@ from uma_trio.config import Limits
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import BadRequest, ContextTooSmall, LimitError, MaxTokensTooLarge, PromptTooLarge
 from uma_trio.models.prompt import tokens_to_generate
-from uma_trio.protocol.messages import Generate
+from uma_trio.protocol.requests import Generate
 
 
 def model_info(*, n_ctx_seq: int = 100, n_ctx_train: int = 1000, unified: bool = False) -> ModelInfo:

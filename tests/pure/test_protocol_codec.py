@@ -8,26 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson, ProtocolError, TruncatedFrame, UmaError
+from uma_trio.protocol.answers import Metrics, SessionInfo, Transcript
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.codec import ClientCodec, NewlineCodec, ServerCodec, server_codec
+from uma_trio.protocol.events import Eos, Failure, PrefillProgress, Timings, Token, Usage
 from uma_trio.protocol.framing import frame
-from uma_trio.protocol.messages import (
-    Cancel,
-    ClientMessage,
-    Eos,
-    Failure,
-    Generate,
-    Metrics,
-    MetricsQuery,
-    PrefillProgress,
-    ServerEvent,
-    SessionInfo,
-    Timings,
-    Token,
-    Transcript,
-    Usage,
-)
+from uma_trio.protocol.messages import ClientMessage, ServerEvent
 from uma_trio.protocol.payload import Encoding, encode, encoding_of
+from uma_trio.protocol.queries import MetricsQuery
+from uma_trio.protocol.requests import Cancel, Generate
 
 CAP = 1 << 20
 JSON, CBOR = Encoding.JSON, Encoding.CBOR

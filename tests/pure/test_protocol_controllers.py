@@ -21,8 +21,10 @@ from uma_trio.protocol.controllers import (
     Fork,
     StorageWrite,
 )
-from uma_trio.protocol.messages import Eos, Failure, Generate, ServerEvent, Timings, Token, Usage, parse, parse_event
+from uma_trio.protocol.events import Eos, Failure, Timings, Token, Usage
+from uma_trio.protocol.messages import ServerEvent, parse, parse_event
 from uma_trio.protocol.payload import Encoding, encoding_of
+from uma_trio.protocol.requests import Generate
 
 MODULE = "0123456789abcdef" * 4
 LEAST = {"id": "r1", "controller": "jsctrl"}

@@ -12,40 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.errors import BadRequest, UmaError
+from uma_trio.protocol.answers import Metrics, ModelDescription, ModelList, SessionInfo, SessionList, Transcript
 from uma_trio.protocol.chat import MAX_TOOL_DEPTH, ChatMessage, NamedTool, Tool, ToolCall
-from uma_trio.protocol.messages import (
-    MAX_METADATA_BYTES,
-    MAX_METADATA_DEPTH,
-    Cancel,
-    Constraint,
+from uma_trio.protocol.events import (
     Eos,
     Failure,
-    Generate,
     Logprob,
     Logprobs,
-    Metrics,
-    MetricsQuery,
-    ModelDescription,
-    ModelList,
-    ModelsQuery,
     PrefillProgress,
     Reasoning,
-    ServerEvent,
-    SessionInfo,
-    SessionList,
-    Slo,
     Timings,
     Token,
-    TokenizeQuery,
     ToolCallDelta,
-    Transcript,
     UnknownEvent,
     Usage,
-    parse,
-    parse_event,
-    to_fields,
 )
+from uma_trio.protocol.messages import ServerEvent, parse, parse_event, to_fields
 from uma_trio.protocol.payload import Encoding, decode, encode
+from uma_trio.protocol.queries import MetricsQuery, ModelsQuery, TokenizeQuery
+from uma_trio.protocol.requests import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, Cancel, Constraint, Generate, Slo
 from uma_trio.protocol.types import MAX_ERROR_CHARS
 
 LEAST = {"id": "r1", "prompt": "x"}

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from uma_trio import config
-from uma_trio.protocol.messages import Generate
+from uma_trio.protocol.requests import Generate
 from uma_trio.sampling import SamplingParams, recommended, sampling_defaults
 from uma_trio.sampling.defaults import BUILT_IN, GGUF_KEYS
 

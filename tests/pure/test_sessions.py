@@ -16,8 +16,11 @@ from uma_trio.config import Limits
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import BadRequest, SessionBusy, SessionExists, SessionNotFound
 from uma_trio.models.prompt import Prompt, fit_prompt
+from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.protocol.messages import Generate, SessionInfo, SessionQuery, parse
+from uma_trio.protocol.messages import parse
+from uma_trio.protocol.queries import SessionQuery
+from uma_trio.protocol.requests import Generate
 from uma_trio.sessions import Session, SessionTable
 from uma_trio.sessions.table import MESSAGE_CHARS, PART_CHARS, transcript
 from uma_trio.sessions.trimming import drop_oldest

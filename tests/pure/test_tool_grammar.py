@@ -17,7 +17,7 @@ from uma_trio.models.reasoning import FORMATS as REASONING
 from uma_trio.models.reasoning import make_markers
 from uma_trio.models.tool_formats import FORMATS, by_name, make_call_markers, write_calls
 from uma_trio.protocol.chat import Tool
-from uma_trio.protocol.messages import Constraint
+from uma_trio.protocol.requests import Constraint
 from uma_trio.sampling import RegionAssembler, ToolCalling
 
 WEATHER = Tool(

@@ -9,7 +9,9 @@ import trio
 
 from uma_trio.errors import UmaError
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Eos, Generate, ServerEvent, Timings, Usage
+from uma_trio.protocol.events import Eos, Timings, Usage
+from uma_trio.protocol.messages import ServerEvent
+from uma_trio.protocol.requests import Generate
 from uma_trio.service import Generation, ModelService
 from uma_trio.serving.sequence import EventSink
 

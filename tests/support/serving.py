@@ -27,7 +27,9 @@ from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport
 from uma_trio.offload import InThread, StateFiles
-from uma_trio.protocol.messages import Embed, Generate, ModelDescription, TokenizeQuery, TokenList
+from uma_trio.protocol.answers import ModelDescription, TokenList
+from uma_trio.protocol.queries import TokenizeQuery
+from uma_trio.protocol.requests import Embed, Generate
 from uma_trio.registry import ModelRegistry, ModelSpec
 from uma_trio.sampling import ReasoningMarkers
 from uma_trio.scheduling.cost import CostModel

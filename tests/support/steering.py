@@ -17,7 +17,8 @@ from tests.support.state_files import MemoryFiles, at_once
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Fork
-from uma_trio.protocol.messages import Eos, Failure, Generate, Token
+from uma_trio.protocol.events import Eos, Failure, Token
+from uma_trio.protocol.requests import Generate
 from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.scheduler import Scheduler
 

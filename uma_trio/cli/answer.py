@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from uma_trio.client import Eos, Event, PrefillProgress
-    from uma_trio.protocol.messages import Generated, Logprob, Logprobs
+    from uma_trio.protocol.events import Generated, Logprob, Logprobs
 
 
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -30,7 +30,8 @@ def printable(text: str) -> str:
 
 def print_json(event: Event) -> None:
     """Print an event as a line of JSON."""
-    from uma_trio.protocol.messages import UnknownEvent, to_fields
+    from uma_trio.protocol.events import UnknownEvent
+    from uma_trio.protocol.messages import to_fields
 
     fields = event.fields if isinstance(event, UnknownEvent) else to_fields(event)
     click.echo(json.dumps(fields, ensure_ascii=False))

@@ -25,27 +25,13 @@ from uma_trio.errors import (
     WriteFailed,
 )
 from uma_trio.principal import Principal
+from uma_trio.protocol.answers import Health, Metrics, ModelList
 from uma_trio.protocol.codec import Codec
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
-from uma_trio.protocol.messages import (
-    Cancel,
-    ClientMessage,
-    Embed,
-    Failure,
-    Generate,
-    Health,
-    HealthQuery,
-    Metrics,
-    MetricsQuery,
-    ModelList,
-    ModelsQuery,
-    Query,
-    Request,
-    ServerEvent,
-    SessionQuery,
-    TokenizeQuery,
-    WatchQuery,
-)
+from uma_trio.protocol.events import Failure
+from uma_trio.protocol.messages import ClientMessage, Query, Request, ServerEvent
+from uma_trio.protocol.queries import HealthQuery, MetricsQuery, ModelsQuery, SessionQuery, TokenizeQuery, WatchQuery
+from uma_trio.protocol.requests import Cancel, Embed, Generate
 from uma_trio.registry import ModelRegistry, ModelRequest
 
 log = structlog.get_logger("uma_trio.daemon")

@@ -25,7 +25,7 @@ from uma_trio.hub.locate import find_installed, installed_models
 from uma_trio.hub.variants import quantization_of
 from uma_trio.models.loaded import LoadedModel, model_path, open_model
 from uma_trio.models.outline import ModelOutline, read_outline
-from uma_trio.protocol.messages import ModelDescription
+from uma_trio.protocol.answers import ModelDescription
 from uma_trio.registry import ModelSpec, RegistryLimits
 from uma_trio.service import ModelService
 

@@ -39,8 +39,9 @@ from uma_trio.engine.fitting import open_engine
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
 from uma_trio.errors import ErrorWithRemedy, TooManyConnections, UmaError
 from uma_trio.hub.environment import find_model_locations
+from uma_trio.protocol.answers import Health, HealthCheck
 from uma_trio.protocol.codec import server_codec
-from uma_trio.protocol.messages import Failure, Health, HealthCheck
+from uma_trio.protocol.events import Failure
 from uma_trio.registry import ModelRegistry
 
 log = structlog.get_logger("uma_trio.daemon")

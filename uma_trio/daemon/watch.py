@@ -8,7 +8,8 @@ from typing import Any, Final, Protocol
 import trio
 
 from uma_trio.daemon.outbox import Outbox
-from uma_trio.protocol.messages import Activity, Health, WatchQuery
+from uma_trio.protocol.answers import Activity, Health
+from uma_trio.protocol.queries import WatchQuery
 from uma_trio.registry import ModelRegistry
 from uma_trio.service import ModelService
 from uma_trio.telemetry.perf_records import RecentRecords

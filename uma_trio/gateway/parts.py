@@ -16,7 +16,7 @@ import msgspec
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import EVENT_STREAM
 from uma_trio.gateway.errors import HttpError
-from uma_trio.protocol.messages import Logprobs
+from uma_trio.protocol.events import Logprobs
 
 
 @attrs.define(kw_only=True)

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import attrs
 
-from uma_trio.protocol.messages import Eos, Event
+from uma_trio.protocol.events import Eos
+from uma_trio.protocol.messages import Event
 
 NO_ROUTE: Final = "other"
 """Route of requests that no endpoint answers: paths come from outside."""

@@ -19,7 +19,7 @@ from uma_trio.grammar.checker import MAX_SOURCE_BYTES, Checker, Refused
 from uma_trio.grammar.explain import explain_constraint, explain_shape
 from uma_trio.grammar.terms import json_expression
 from uma_trio.grammar.vocabulary import Vocabulary
-from uma_trio.protocol.messages import Constraint
+from uma_trio.protocol.requests import Constraint
 
 MAX_KEPT: Final = 64
 """Checked grammars that are kept for later requests, as text."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from uma_trio.grammar.calls import AnswerShape
 from uma_trio.protocol.field_errors import FieldError
-from uma_trio.protocol.messages import Constraint
+from uma_trio.protocol.requests import Constraint
 from uma_trio.protocol.types import MAX_ERROR_CHARS
 
 TOO_COMPLEX: Final = "it is too complex; use fewer alternatives, optional parts and repetitions"

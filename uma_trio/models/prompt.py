@@ -19,8 +19,10 @@ from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoCh
 from uma_trio.models.chat import ChatTemplate
 from uma_trio.models.context import MIN_PROMPT_BYTES, SHORT_ANSWER, explain_context, more_context
 from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport, new_call_id, template_chat
+from uma_trio.protocol.answers import TokenList
 from uma_trio.protocol.chat import ChatMessage, Tool
-from uma_trio.protocol.messages import Embed, Generate, TokenizeQuery, TokenList
+from uma_trio.protocol.queries import TokenizeQuery
+from uma_trio.protocol.requests import Embed, Generate
 from uma_trio.sampling import ReasoningMarkers, ToolCalling
 
 INLINE_BYTES: Final = 4096

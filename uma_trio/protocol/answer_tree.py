@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import attrs
 
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Fork, StorageWrite
-from uma_trio.protocol.messages import Eos, Event, Failure, Token
+from uma_trio.protocol.events import Eos, Failure, Token
+from uma_trio.protocol.messages import Event
 
 
 @attrs.define(kw_only=True)

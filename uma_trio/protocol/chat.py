@@ -76,6 +76,9 @@ class ChatMessage:
         return self.content or ""
 
 
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
+
+
 @attrs.frozen(kw_only=True)
 class Tool:
     """A function of the client that the model may call."""

@@ -11,24 +11,13 @@ from typing import Any, Final, Literal, Protocol
 
 from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson
 from uma_trio.protocol import framing, messages, payload
+from uma_trio.protocol.answers import Transcript
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, Fork
-from uma_trio.protocol.messages import (
-    Cancel,
-    ClientMessage,
-    Embeddings,
-    Eos,
-    Event,
-    Failure,
-    Generate,
-    LoadProgress,
-    PrefillProgress,
-    Reasoning,
-    ServerEvent,
-    Token,
-    Transcript,
-)
+from uma_trio.protocol.events import Embeddings, Eos, Failure, LoadProgress, PrefillProgress, Reasoning, Token
+from uma_trio.protocol.messages import ClientMessage, Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
+from uma_trio.protocol.requests import Cancel, Generate
 
 ERROR_LINE: Final = b"error: "
 """How an error begins in the newline protocol."""

@@ -16,3 +16,7 @@ MAX_ERROR_CHARS: Final = 300
 """Length of an error message about a field.  Such a message may quote what the client sent."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 20)]
+PromptTokens = Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 20)]

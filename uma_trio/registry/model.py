@@ -11,7 +11,7 @@ import attrs
 import trio
 
 from uma_trio.config import Config
-from uma_trio.protocol.messages import ModelDescription, ModelState
+from uma_trio.protocol.answers import ModelDescription, ModelState
 from uma_trio.service import ModelService
 
 

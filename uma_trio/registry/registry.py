@@ -28,7 +28,7 @@ from uma_trio.errors import (
     ShuttingDown,
     UmaError,
 )
-from uma_trio.protocol.messages import HealthCheck, ModelDescription, ModelState
+from uma_trio.protocol.answers import HealthCheck, ModelDescription, ModelState
 from uma_trio.registry import sharing
 from uma_trio.registry.model import Attempt, Instance, Model, ModelOpener, ModelSpec
 from uma_trio.service import ModelService

@@ -5,7 +5,9 @@ from __future__ import annotations
 import trio
 
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Embed, Generate, LoadProgress, ModelState
+from uma_trio.protocol.answers import ModelState
+from uma_trio.protocol.events import LoadProgress
+from uma_trio.protocol.requests import Embed, Generate
 from uma_trio.registry.registry import ModelRegistry
 from uma_trio.service import Embedding, Generation, send_cancelled
 from uma_trio.serving.sequence import EventSink

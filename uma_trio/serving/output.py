@@ -12,7 +12,7 @@ import msgspec
 from uma_trio.aici.messages import SequenceResult
 from uma_trio.errors import UmaError
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, StorageWrite
-from uma_trio.protocol.messages import FinishReason, Logprob, Logprobs, PrefillProgress, Reasoning, Token, ToolCallDelta
+from uma_trio.protocol.events import FinishReason, Logprob, Logprobs, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.sampling import TextAssembler, TokenLogprobs
 from uma_trio.sampling.regions import Split
 from uma_trio.serving.sequence import Sequence

@@ -15,7 +15,7 @@ from uma_trio.errors import KvFull, QueueFull
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.cache import KvCache
 from uma_trio.offload import Offloader
-from uma_trio.protocol.messages import HealthCheck, SequenceInfo
+from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.fairness import Service
 from uma_trio.scheduling.returns import Returns

@@ -17,7 +17,7 @@ from uma_trio.grammar import Grammar
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet, adapter_set
 from uma_trio.models.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import BANNED, Embed, Generate, Slo
+from uma_trio.protocol.requests import BANNED, Embed, Generate, Slo
 from uma_trio.sampling import Bias, SamplingParams, TokenHistory, given
 from uma_trio.scheduling.view import Priority
 from uma_trio.serving.sequence import EventSink, Sampling, Sequence

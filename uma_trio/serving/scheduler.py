@@ -34,7 +34,9 @@ from uma_trio.grammar import Grammar
 from uma_trio.models.prompt import Prompt
 from uma_trio.offload import InThread, Offloader
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Embed, Failure, FinishReason, Generate, HealthCheck, SequenceInfo
+from uma_trio.protocol.answers import HealthCheck, SequenceInfo
+from uma_trio.protocol.events import Failure, FinishReason
+from uma_trio.protocol.requests import Embed, Generate
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.timings import StepTimings

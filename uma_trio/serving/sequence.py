@@ -21,7 +21,9 @@ from uma_trio.kv.allocation import Allocation
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.chat import ToolCall
-from uma_trio.protocol.messages import Eos, FinishReason, Generate, Logprobs, ServerEvent, Timings, Usage
+from uma_trio.protocol.events import Eos, FinishReason, Logprobs, Timings, Usage
+from uma_trio.protocol.messages import ServerEvent
+from uma_trio.protocol.requests import Generate
 from uma_trio.sampling import Bias, PromptLookup, RegionAssembler, SamplingParams, TextAssembler, TokenHistory
 from uma_trio.scheduling.view import Priority, SequenceView
 from uma_trio.serving.controllers.state import Control

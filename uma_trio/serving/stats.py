@@ -12,7 +12,8 @@ import structlog
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import UmaError
 from uma_trio.kv.cache import KvCache
-from uma_trio.protocol.messages import FinishReason, Generate, Timings, Usage
+from uma_trio.protocol.events import FinishReason, Timings, Usage
+from uma_trio.protocol.requests import Generate
 from uma_trio.serving.sequence import Sequence
 from uma_trio.serving.step import CompletedStep, DraftSource, NewTokens
 from uma_trio.telemetry.metrics import ModelSize, Telemetry, estimate_bytes_moved

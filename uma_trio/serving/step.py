@@ -21,7 +21,7 @@ from uma_trio.grammar.explain import explain
 from uma_trio.kv.cache import KvCache
 from uma_trio.kv.ops import KvOp
 from uma_trio.offload import Transfer
-from uma_trio.protocol.messages import FinishReason
+from uma_trio.protocol.events import FinishReason
 from uma_trio.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.scheduling.cost import Work
 from uma_trio.scheduling.policy import Plan, PolicyState

@@ -16,19 +16,12 @@ from uma_trio.config import Config
 from uma_trio.errors import BadRequest
 from uma_trio.kv.prefix import Tokens, common_prefix
 from uma_trio.models.prompt import History, Prompt, PromptMaker, prompt_room, surplus_tokens
+from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.protocol.messages import (
-    Eos,
-    Failure,
-    Generate,
-    Reasoning,
-    ServerEvent,
-    SessionInfo,
-    SessionList,
-    SessionQuery,
-    Token,
-    Transcript,
-)
+from uma_trio.protocol.events import Eos, Failure, Reasoning, Token
+from uma_trio.protocol.messages import ServerEvent
+from uma_trio.protocol.queries import SessionQuery
+from uma_trio.protocol.requests import Generate
 from uma_trio.sampling import RegionAssembler
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink

@@ -21,7 +21,7 @@ from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
 from uma_trio.grammar.explain import explain, explain_constraint
 from uma_trio.grammar.vocabulary import STACK_BYTES, start_matcher
-from uma_trio.protocol.messages import Constraint
+from uma_trio.protocol.requests import Constraint
 
 MAX_SOURCE_BYTES: Final = 256 << 10
 MAX_LIVE: Final = 16

@@ -16,7 +16,7 @@ from uma_trio.gateway.dialects.anthropic_shapes import AnswerMessage, MessageEve
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import Part, PartRenderer, parts_of
-from uma_trio.protocol.messages import Logprobs
+from uma_trio.protocol.events import Logprobs
 
 SIGNATURE: Final = "uma-trio"
 """All thinking blocks have it.  Clients send only blocks back that have one."""

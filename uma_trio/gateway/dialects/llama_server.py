@@ -29,7 +29,7 @@ from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Pr
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import logprobs_of
-from uma_trio.protocol.messages import Logprob, Logprobs, Timings, Usage
+from uma_trio.protocol.events import Logprob, Logprobs, Timings, Usage
 
 STOP_TYPES: Final = {"length": "limit", "stop": "eos"}
 """Finish reasons of the protocol in llama-server's words, unless a stop string has ended the answer."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 from uma_trio.client import Client
 from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
 from uma_trio.gateway.errors import invalid
-from uma_trio.protocol.messages import BANNED
+from uma_trio.protocol.requests import BANNED
 
 MAX_PARTS: Final = 1024
 """Texts in prompts and in ``logit_bias`` that become tokens before the request."""

@@ -14,7 +14,7 @@ import msgspec
 from uma_trio.client import Eos
 from uma_trio.gateway.endpoint import Call, Dialect, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.protocol.messages import ModelDescription
+from uma_trio.protocol.answers import ModelDescription
 
 API_VERSION: Final = "0.12.0"
 """The version of Ollama's API that is spoken here.  Editors compare it, and some refuse old ones."""

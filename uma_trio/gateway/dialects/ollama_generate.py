@@ -32,7 +32,7 @@ from uma_trio.gateway.dialects.ollama_shapes import ChatAnswer, Generated
 from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_admin
-from uma_trio.protocol.messages import Logprobs
+from uma_trio.protocol.events import Logprobs
 
 DONE_REASONS: Final = {"tool_calls": "stop", "cancelled": "stop", "error": "stop"}
 """Where the protocol's reason has no counterpart in Ollama's API."""

@@ -22,7 +22,7 @@ from uma_trio.gateway.dialects.ollama import (
 from uma_trio.gateway.dialects.ollama_shapes import ModelTags, Shown, Version
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
-from uma_trio.protocol.messages import ModelDescription
+from uma_trio.protocol.answers import ModelDescription
 
 FOREVER: Final = "2318-01-01T00:00:00Z"
 """When a model that stays loaded is unloaded."""

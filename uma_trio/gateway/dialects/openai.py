@@ -24,7 +24,7 @@ from uma_trio.gateway.dialects.openai_constraints import CONSTRAINT_NAMES, Const
 from uma_trio.gateway.endpoint import MAX_ADAPTERS, MAX_BIASES, MAX_MESSAGES, Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.limits import QUOTA
-from uma_trio.protocol.messages import Logprobs
+from uma_trio.protocol.events import Logprobs
 
 FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
 """Where the protocol's reason has no counterpart in OpenAI's API."""

@@ -17,7 +17,9 @@ from uma_trio.gateway.dialects.starling_shapes import Answer, Closed, Tokenized
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.protocol.messages import Generate, SessionInfo, to_fields
+from uma_trio.protocol.answers import SessionInfo
+from uma_trio.protocol.messages import to_fields
+from uma_trio.protocol.requests import Generate
 
 OF_THE_CONNECTION: Final = frozenset({"id", "keep_alive", "principal", "principal_weight", "principal_max_requests"})
 """Fields of the socket protocol that the gateway sets itself."""

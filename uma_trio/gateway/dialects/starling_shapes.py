@@ -6,8 +6,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from uma_trio.gateway.shapes import Object, Shape, Warned
+from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.chat import ToolCall
-from uma_trio.protocol.messages import FinishReason, Logprobs, SessionInfo, Timings, Usage
+from uma_trio.protocol.events import FinishReason, Logprobs, Timings, Usage
 
 
 class Answer(Warned, kw_only=True):

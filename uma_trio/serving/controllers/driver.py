@@ -22,7 +22,7 @@ from uma_trio.aici.messages import MidOp, PostOp, PreOp, PreResult, SequenceResu
 from uma_trio.engine.messages import SubmittedStep
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.errors import ControllerFailed, ControllerUnavailable, UmaError
-from uma_trio.protocol.messages import FinishReason
+from uma_trio.protocol.events import FinishReason
 from uma_trio.serving.controllers.forking import Forking, ForkRefused
 from uma_trio.serving.controllers.masked_steps import MaskedSteps
 from uma_trio.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading

@@ -1,0 +1,216 @@
+"""Answers to queries: sessions, tokens, models, health, metrics and what a watch reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+
+from uma_trio.protocol.chat import ChatMessage
+
+
+@attrs.frozen(kw_only=True)
+class SessionInfo:
+    """State of one session."""
+
+    session_id: str
+    turns: int
+    """Answered requests."""
+    tokens: int
+    """Length of the conversation so far."""
+    durable: bool
+    """Whether all of its tokens are on disk, so that it survives the daemon."""
+    busy: bool = False
+    """Whether a request of it is running."""
+    created_at: float = 0.0
+    """Seconds since 1970."""
+    used_at: float = 0.0
+    """Seconds since 1970, when its last answer ended."""
+
+
+@attrs.frozen(kw_only=True)
+class SessionList:
+    """Answer to a ``SessionQuery`` with any action but ``read``.  A long list takes several events."""
+
+    sessions: list[SessionInfo]
+    """All sessions of the principal, the most recently used first; or the one that was described, closed or created by a fork."""
+    more: bool = False
+    """Whether another event follows, with the next sessions."""
+    id: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Transcript:
+    """What a session contains, or a part of it.  A long session takes several events; each has the next part."""
+
+    session: SessionInfo
+    messages: list[ChatMessage] = attrs.field(factory=list)
+    """Messages of a chat, oldest first."""
+    text: str | None = None
+    """Prompts and answers of a session of plain prompts, as one text.  ``None`` for a chat."""
+    more: bool = False
+    """Whether another event follows."""
+    id: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class TokenList:
+    """Answer to a ``TokenizeQuery``.  Its event is called ``tokens``."""
+
+    tokens: list[int]
+    offsets: list[int] | None = None
+    """For each token of a text, how many characters of the text come before it.  ``None`` for ``messages`` and
+    ``tokens``, and if the vocabulary normalises the text."""
+    text: str | None = None
+    """The text of ``tokens``, or the rendered ``messages``."""
+    id: str | None = None
+
+
+Capability = Literal["completion", "chat", "tools", "reasoning", "embedding"]
+
+ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
+
+
+@attrs.frozen(kw_only=True)
+class AdapterDescription:
+    """A LoRA adapter of a model."""
+
+    name: str
+    """For the ``adapters`` field of requests.  ``MODEL:NAME`` also names the model with this adapter."""
+    scale: float
+    """Scale for requests that give none."""
+    rank: int
+    """The largest of its matrices."""
+    size_bytes: int
+    """Size of its file."""
+
+
+@attrs.frozen(kw_only=True)
+class ModelDescription:
+    """One model as it is served."""
+
+    name: str
+    """For the ``model`` field of requests."""
+    description: str
+    """llama.cpp's own words: architecture, size, quantization."""
+    architecture: str
+    quantization: str | None = None
+    size_bytes: int
+    """Size of the weights."""
+    n_parameters: int
+    context: int
+    """Tokens that the KV cache holds, for all requests together."""
+    context_per_request: int
+    """Prompt and answer of one request, at most."""
+    parallel: int
+    """Answers that are generated at a time."""
+    capabilities: list[Capability]
+    embedding_length: int
+    chat_template: str | None = None
+    """Jinja source.  It may come from the model file: render it in a sandbox only."""
+    adapters: list[AdapterDescription] = attrs.field(factory=list)
+    created_at: float = 0.0
+    """Seconds since 1970, when the model file was last written."""
+    aliases: list[str] = attrs.field(factory=list)
+    """Further names."""
+    state: ModelState = "ready"
+    """``unloaded``: the first request loads it.  Until it has been loaded once, the fields above say what its file says."""
+    reason: str | None = None
+    """Why it could not be loaded, for ``failed``."""
+    pinned: bool = False
+    """Never unloaded to make room for another model."""
+    memory_bytes: int | None = None
+    """Weights and KV cache, while it is loaded."""
+    unloads_in_s: float | None = None
+    """When it is unloaded if nobody uses it, while it is loaded; ``None``: it stays."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names that requests may give: of the model, and of the model with each of its adapters."""
+        return [self.name, *[f"{self.name}:{adapter.name}" for adapter in self.adapters]]
+
+    def is_called(self, name: str) -> bool:
+        """Whether requests may give this name, which may be an alias."""
+        others = [f"{alias}:{adapter.name}" for alias in self.aliases for adapter in self.adapters]
+        return name.removesuffix(".gguf") in self.names or name in (*self.aliases, *others)
+
+
+@attrs.frozen(kw_only=True)
+class ModelList:
+    """Answer to a ``ModelsQuery``.  Its event is called ``models``."""
+
+    models: list[ModelDescription]
+    """The first one is the default."""
+    id: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class HealthCheck:
+    """One condition of readiness."""
+
+    name: Literal["model", "engine", "queue", "memory", "draining"]
+    ok: bool
+    reason: str
+    """What was found, for people."""
+    model: str | None = None
+    """Which model; ``None`` for the daemon as a whole."""
+
+
+@attrs.frozen(kw_only=True)
+class Health:
+    """Answer to a ``HealthQuery``."""
+
+    ready: bool
+    """Whether all checks are ok."""
+    checks: list[HealthCheck]
+    id: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Metrics:
+    """A metrics snapshot; docs/METRICS.md lists its fields."""
+
+    snapshot: Mapping[str, Any]
+    id: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class SequenceInfo:
+    """One sequence of the KV cache."""
+
+    seq_id: int
+    state: Literal["prefill", "decode", "cached"]
+    """``cached``: its request has ended, and its tokens are kept for later ones."""
+    cells_used: int
+    """Cells that hold a token."""
+    cells_reserved: int
+    """Cells that no other sequence can use."""
+    principal: str
+    request_id: str | None = None
+    """This field and the next ones are absent for ``cached``."""
+    session_id: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    """Generated so far."""
+
+
+@attrs.frozen(kw_only=True)
+class Activity:
+    """Answer to a ``WatchQuery``, once every interval.  Its event is called ``watch``."""
+
+    at_s: float
+    """Seconds since the watch began, on the clock of the records."""
+    metrics: dict[str, Any]
+    """A snapshot, as in ``Metrics``."""
+    checks: list[HealthCheck]
+    """As in ``Health``."""
+    sequences: list[SequenceInfo]
+    """What the KV cache holds, by ``seq_id``."""
+    sessions: list[SessionInfo]
+    """The most recently used ones, of all principals."""
+    records: list[dict[str, Any]]
+    """Ticks and finished requests since the previous event, as in the perf log; docs/PERF_LOG.md lists their fields."""
+    dropped_records: int = 0
+    """Records that were left out since the previous event, because there were too many of them."""
+    id: str | None = None

@@ -1,0 +1,254 @@
+"""Events of a request: what it generates, how far it is, how it ends, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import attrs
+
+from uma_trio.errors import UmaError
+from uma_trio.protocol.answers import ModelState, SessionInfo
+from uma_trio.protocol.chat import ToolCall
+
+FinishReason = Literal["stop", "length", "tool_calls", "deadlock", "cancelled", "error"]
+
+
+@attrs.frozen(kw_only=True)
+class Usage:
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """Generated tokens, an end-of-generation token included."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV cache existed already."""
+    dropped_tokens: int = 0
+    """Earlier tokens that were dropped to make the prompt fit; see ``Generate.n_keep``."""
+    reasoning_tokens: int | None = None
+    """Generated tokens of reasoning and its markers, with ``Generate.separate_reasoning``."""
+    sampled_tokens: int | None = None
+    """Generated tokens that the model chose.  This and the next field come with ``Generate.controller``."""
+    inserted_tokens: int | None = None
+    """Generated tokens that the controller chose."""
+
+
+@attrs.frozen(kw_only=True)
+class Timings:
+    """Durations of a request in milliseconds, on the daemon's clock."""
+
+    queue_ms: float
+    """From arrival until the request got a sequence."""
+    ttft_ms: float | None = None
+    """From arrival to the first token; ``None`` without one."""
+    total_ms: float
+    """From arrival to this event."""
+    tokens_per_s: float | None = None
+    """Rate after the first token; ``None`` below two tokens."""
+
+
+@attrs.frozen(kw_only=True)
+class Logprob:
+    """Log probability of one token, as the model computed it: before biases, penalties, temperature and filters."""
+
+    token_id: int
+    text: str
+    """The token by itself; U+FFFD stands for bytes that are no whole character."""
+    bytes: list[int]
+    """The token's bytes.  The text of an event can differ from them, because incomplete characters are held back."""
+    logprob: float
+    """Natural logarithm of the probability."""
+
+
+@attrs.frozen(kw_only=True)
+class Logprobs(Logprob):
+    """Log probability of a token of the answer, and of its most likely alternatives."""
+
+    top_logprobs: list[Logprob]
+    """Most likely first."""
+
+
+@attrs.frozen(kw_only=True)
+class Generated:
+    """One generated token, with the text that became complete with it: a ``Token`` or ``Reasoning``.
+
+    ``text`` holds whole characters only.  It is empty when the token ends inside a character, or inside something that
+    may become a stop string.
+    """
+
+    id: str
+    text: str
+    token_id: int | None = None
+    """``None`` for the echoed prompt, and for text whose token has another event."""
+    index: int | None = None
+    """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
+    logprob: float | None = None
+    """This field and the following ones are as in ``Logprobs``, if the request asked for them."""
+    bytes: list[int] | None = None
+    top_logprobs: list[Logprob] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        id: str,
+        text: str,
+        token_id: int | None,
+        logprobs: Logprobs | None,
+        *,
+        index: int | None = None,
+    ) -> Self:
+        """Build the event of a token, with ``logprobs`` flattened into it."""
+        if logprobs is None:
+            return cls(id=id, text=text, token_id=token_id, index=index)
+        return cls(
+            id=id,
+            text=text,
+            token_id=token_id,
+            index=index,
+            logprob=logprobs.logprob,
+            bytes=logprobs.bytes,
+            top_logprobs=logprobs.top_logprobs,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Token(Generated):
+    """A token of the answer."""
+
+    echo: bool = False
+    """Whether this is the echoed prompt."""
+    inserted: bool = False
+    """Whether the controller chose the token, not the model."""
+
+
+@attrs.frozen(kw_only=True)
+class Reasoning(Generated):
+    """A token of the reasoning, which is not part of the answer; see ``Generate.separate_reasoning``."""
+
+
+@attrs.frozen(kw_only=True)
+class ToolCallDelta:
+    """A part of a tool call; its event is called ``tool_call``.
+
+    The first event of a call has ``call_id`` and ``name``, the following ones have ``arguments``.  A call counts when
+    ``Eos.tool_calls`` has it: one that was cut, or goes wrong after it has begun, comes again as text.
+    """
+
+    id: str
+    call: int
+    """Which call of the answer, from 0."""
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    """The next piece of the arguments, as JSON text."""
+    index: int | None = None
+    """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
+
+
+@attrs.frozen(kw_only=True)
+class Eos:
+    """End of an answer.  It is the last event of the answer, and of the request when all its answers have ended."""
+
+    id: str
+    reason: FinishReason
+    """``deadlock``: all answers of the request have waited for each other."""
+    usage: Usage
+    timings: Timings
+    index: int | None = None
+    """Which answer has ended, from 0; ``None`` if the request asked for one and has no controller."""
+    text: str | None = None
+    """The whole text, if ``stream`` was false."""
+    reasoning: str | None = None
+    """The reasoning, if there was some and ``stream`` was false; see ``Generate.separate_reasoning``."""
+    tool_calls: list[ToolCall] | None = None
+    """The complete calls, if there are some, whether or not they were streamed."""
+    constraint_complete: bool | None = None
+    """Whether the answer has ended by itself, where its constraint allows it.  ``None`` without a constraint."""
+    logprobs: list[Logprobs] | None = None
+    """One entry a token, if the request asked for them and ``stream`` was false."""
+    stop: str | None = None
+    """The stop string that ended the answer."""
+    waits_for: list[str] | None = None
+    """With reason ``deadlock``: the variables that the controller waited for, if it says so."""
+    seed: int | None = None
+    """The seed; ``None`` if nothing was drawn at random."""
+    session: SessionInfo | None = None
+    """The session after this request, if it has one."""
+    metadata: dict[str, Any] | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """An error of request ``id``, or of the connection if ``id`` is ``None``.  Its event is called ``error``."""
+
+    code: str
+    message: str
+    id: str | None = None
+    index: int | None = None
+    """Which answer has failed, if the others go on."""
+    retry_after_ms: int | None = None
+    field: str | None = None
+    """The field of the request that is wrong, as in ``messages[0].role``, if it is one."""
+    metadata: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, error: UmaError, *, metadata: dict[str, Any] | None = None, index: int | None = None) -> Failure:
+        """Build the event that reports ``error``."""
+        return cls(
+            code=error.code,
+            message=str(error),
+            id=error.request_id,
+            index=index,
+            retry_after_ms=error.retry_after_ms,
+            field=error.field,
+            metadata=metadata,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class PrefillProgress:
+    """How far the prefill of a prompt is.  Its event is called ``progress``, and comes only if the request asks for it."""
+
+    id: str
+    prefilled_tokens: int
+    """Tokens of the prompt that are in the KV cache; those that were found there are included."""
+    prompt_tokens: int
+    index: int | None = None
+    """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
+
+
+@attrs.frozen(kw_only=True)
+class LoadProgress:
+    """A request waits for its model.  Its event is called ``loading``, and comes only if the request asks for progress."""
+
+    id: str
+    model: str
+    state: ModelState
+    """``loading``; or ``draining``, while the requests of a copy that is replaced end."""
+    progress: float
+    """Loaded share of the weights, from 0 to 1."""
+
+
+@attrs.frozen(kw_only=True)
+class Embeddings:
+    """Embeddings of an ``Embed`` request, in the order of its texts.  A long answer takes several events."""
+
+    embeddings: list[list[float]]
+    """The next embeddings: all of length 1."""
+    usage: Usage
+    """Tokens up to here."""
+    more: bool = False
+    """Whether another event follows."""
+    id: str | None = None
+
+
+@attrs.frozen
+class UnknownEvent:
+    """An event of a newer daemon that this version does not know."""
+
+    fields: Mapping[str, Any]
+
+    @property
+    def id(self) -> str | None:
+        """The request that the event belongs to, if it names one."""
+        return self.fields.get("id")

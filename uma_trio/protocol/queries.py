@@ -1,0 +1,148 @@
+"""Questions that the daemon answers next to a running request, and a watch, which takes the place of one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import attrs
+from msgspec import Meta
+
+from uma_trio.errors import BadRequest
+from uma_trio.protocol.chat import (
+    MAX_TOOLS,
+    Messages,
+    TemplateKwargs,
+    Tool,
+    check_messages,
+    check_template_kwargs,
+    check_tools,
+)
+from uma_trio.protocol.field_errors import convert
+from uma_trio.protocol.types import Name, TokenIds
+
+
+@attrs.frozen(kw_only=True)
+class MetricsQuery:
+    """Asks for one metrics snapshot.  The daemon closes the connection afterwards unless ``keep_alive`` is set."""
+
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+
+
+@attrs.frozen(kw_only=True)
+class SessionQuery:
+    """Lists, describes, reads, closes or forks sessions of the principal."""
+
+    action: Literal["list", "describe", "read", "close", "fork"] = "list"
+    session_id: Name | None = None
+    """The session to act on; set for every action except ``list``."""
+    new_id: Name | None = None
+    """Name of the new session; set for ``fork`` alone."""
+    model: Name | None = None
+    """The model whose sessions these are; ``None``: the daemon's first."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+    """Principal whose sessions these are.  Honoured only from the user that runs the daemon."""
+
+
+@attrs.frozen(kw_only=True)
+class TokenizeQuery:
+    """Asks for the tokens of a text or of a chat, or for the text of tokens.  Exactly one of the three is set."""
+
+    text: str | None = None
+    messages: Messages | None = None
+    """A chat, rendered with the model's chat template: its tokens are those that a request would prefill."""
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = attrs.field(factory=list)
+    """Tools of the chat, as in ``Generate.tools``."""
+    chat_template_kwargs: TemplateKwargs = attrs.field(factory=dict)
+    tokens: TokenIds | None = None
+    model: Name | None = None
+    add_special: bool = True
+    """Add the tokens that the model expects around a text, such as BOS, as in ``Generate.prompt``."""
+    parse_special: bool = True
+    """Whether text that spells a control token becomes that token, and whether control tokens become text."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+
+
+@attrs.frozen(kw_only=True)
+class ModelsQuery:
+    """Asks which models are served, or loads, unloads or reloads one.  Only the user that runs the daemon may do so."""
+
+    action: Literal["list", "load", "unload", "reload"] = "list"
+    """The answer to the others comes when it is done, and has the one model."""
+    model: Name | None = None
+    """The model to act on; set for every action except ``list``."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+
+
+@attrs.frozen(kw_only=True)
+class HealthQuery:
+    """Asks whether the daemon can serve another request now."""
+
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+
+
+@attrs.frozen(kw_only=True)
+class WatchQuery:
+    """Asks what the daemon does, again and again until the client leaves or cancels it.  Takes the place of a request."""
+
+    interval_ms: Annotated[int, Meta(ge=50, le=60_000)] = 250
+    """Time between two events."""
+    model: Name | None = None
+    """The model to watch; ``None``: the daemon's first."""
+    id: Name | None = None
+    """Also the ``id`` of the ``Cancel`` that ends it."""
+    keep_alive: bool = False
+    principal: Name | None = None
+
+
+def parse_session_query(fields: dict[str, Any]) -> SessionQuery:
+    """
+    Raises:
+        BadRequest: a field is wrong, or ``session_id`` or ``new_id`` does not go with the action.
+    """
+    query = convert(fields, SessionQuery)
+    if (query.session_id is None) != (query.action == "list"):
+        raise BadRequest(
+            "session_id is required for every action except list, and not allowed to list sessions", field="session_id"
+        )
+    if (query.new_id is None) != (query.action != "fork"):
+        raise BadRequest("new_id is required to fork a session, and not allowed otherwise", field="new_id")
+    return query
+
+
+def parse_models_query(fields: dict[str, Any]) -> ModelsQuery:
+    """
+    Raises:
+        BadRequest: a field is wrong, or ``model`` does not go with the action.
+    """
+    query = convert(fields, ModelsQuery)
+    if (query.model is None) != (query.action == "list"):
+        raise BadRequest(
+            "model is required to load, unload or reload one, and not allowed to list models", field="model"
+        )
+    return query
+
+
+def parse_tokenize_query(fields: dict[str, Any]) -> TokenizeQuery:
+    """
+    Raises:
+        BadRequest: a field is wrong, or not exactly one of ``text``, ``messages`` and ``tokens`` is set.
+    """
+    query = convert(fields, TokenizeQuery)
+    if sum(given is not None for given in (query.text, query.messages, query.tokens)) != 1:
+        raise BadRequest("give exactly one of text, messages and tokens")
+    check_messages(query.messages or ())
+    check_template_kwargs(query.chat_template_kwargs)
+    check_tools(query.tools, "auto")
+    if query.tools and query.messages is None:
+        raise BadRequest("tools go with messages: the chat template tells the model about them", field="tools")
+    return query

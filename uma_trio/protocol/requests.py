@@ -1,0 +1,314 @@
+"""Requests for text and for embeddings, with the bounds of their fields that every daemon enforces."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import attrs
+import msgspec
+from msgspec import Meta
+
+from uma_trio.errors import BadRequest
+from uma_trio.protocol.chat import (
+    MAX_TOOLS,
+    Messages,
+    NamedTool,
+    TemplateKwargs,
+    Tool,
+    ToolChoice,
+    check_json,
+    check_messages,
+    check_template_kwargs,
+    check_tools,
+)
+from uma_trio.protocol.controllers import check_controller
+from uma_trio.protocol.field_errors import convert
+from uma_trio.protocol.types import MAX_INT32, Name, PromptTokens, TokenId
+
+Priority = Literal["interactive", "normal", "background"]
+MAX_SEED: Final = 2**63 - 1
+"""Largest signed 64-bit integer, which every client's language can hold."""
+
+MAX_METADATA_BYTES: Final = 16 * 1024
+"""Size of ``metadata`` as JSON.  The daemon echoes it, so this bounds what a client can make it send."""
+
+MAX_METADATA_DEPTH: Final = 32
+"""Nesting of objects and lists in ``metadata``, itself included."""
+
+BANNED: Final = -100.0
+"""The ``logit_bias`` that excludes a token, as in the OpenAI API."""
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=BANNED, le=100)]], Meta(max_length=300)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+PrincipalWeight = Annotated[float, Meta(ge=0.01, le=100)]
+PrincipalLimit = Annotated[int, Meta(ge=1, le=1_000_000)]
+TargetMs = Annotated[float, Meta(gt=0, le=3_600_000)]
+
+
+@attrs.frozen(kw_only=True)
+class Slo:
+    """Latency targets of a request.  The scheduler takes them as advice; a request is never refused for them."""
+
+    target_ttft_ms: TargetMs | None = None
+    """Time to first token."""
+    target_tbt_ms: TargetMs | None = None
+    """Time between tokens, also called inter-token latency."""
+    priority: Priority = "normal"
+
+
+MAX_ADAPTERS: Final = 8
+"""LoRA adapters of one request."""
+
+
+@attrs.frozen(kw_only=True)
+class AdapterChoice:
+    """A LoRA adapter that a request names."""
+
+    name: Name
+    scale: Annotated[float, Meta(ge=-16, le=16)] | None = None
+    """Factor of its weights.  ``None`` is the daemon's setting for the adapter, and 0 leaves it out."""
+
+
+Source = Annotated[str, Meta(min_length=1, max_length=65536)]
+
+
+@attrs.frozen(kw_only=True)
+class Constraint:
+    """What an answer must look like.  Exactly one of the fields but ``after`` is set."""
+
+    json_schema: dict[str, Any] | None = None
+    """The answer is JSON that this schema describes, with one space after commas and colons."""
+    json_object: bool = False
+    """The answer is a JSON object."""
+    regex: Source | None = None
+    """The whole answer matches it."""
+    lark: Source | None = None
+    """A grammar in llguidance's dialect of Lark; it begins with the rule ``start``."""
+    gbnf: Source | None = None
+    """A grammar in llama.cpp's notation; it begins with the rule ``root``."""
+    choice: Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=512)] | None = None  # fmt: skip
+    """The answer is one of these texts."""
+    after: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """The constraint applies after the first occurrence of this text in the answer, such as ``</think>``."""
+
+
+@attrs.frozen(kw_only=True)
+class Generate:
+    """A request for text.  Exactly one of ``prompt``, ``messages`` and ``controller`` is set."""
+
+    id: Name
+    model: Name | None = None
+    """Which of the served models answers.  ``None`` is the default model."""
+    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_ADAPTERS)] = attrs.field(factory=list)
+    """LoRA adapters that the answer is computed with."""
+    prompt: str | PromptTokens | None = None
+    """A text to continue, or its tokens."""
+    messages: Messages | None = None
+    """A chat, rendered with the model's chat template."""
+    controller: Name | None = None
+    """A controller that steers the answer token by token: its module id, or a tag.  There is no prompt then."""
+    controller_arg: Any = None
+    """The controller's argument, such as a program: a text, or any other JSON value."""
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = attrs.field(factory=list)
+    """What the model may call, instead of an answer or after it."""
+    tool_choice: ToolChoice = "auto"
+    """``auto``: the model decides.  ``none``: as without ``tools``.  ``required``, or a tool: the answer is a call."""
+    parallel_tool_calls: bool = True
+    """Whether one answer may have several calls."""
+    chat_template_kwargs: TemplateKwargs = attrs.field(factory=dict)
+    """Variables for the chat template, such as ``enable_thinking``.  A template ignores those that it does not know."""
+    parse_special: bool = True
+    """Whether text in ``prompt`` that spells a control token becomes that token.  In ``messages`` it never does."""
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    """``None`` is the daemon's default, or the room left in the context if that is less."""
+    fit_max_tokens: bool = False
+    """Whether a ``max_tokens`` for which there is no room counts as ``None``, instead of being refused."""
+    n: Annotated[int, Meta(ge=1, le=16)] = 1
+    """Number of answers to the prompt.  Each has its own ``index`` and its own seed."""
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """0 is greedy.  ``None``, here and in the next seven fields, is the default of the daemon or of the model."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """1 is off."""
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
+    """0 is off."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """0 is off."""
+    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
+    """1 is off."""
+    repeat_last_n: Annotated[int, Meta(ge=0, le=4096)] | None = None
+    """Window of ``repetition_penalty``: the last tokens of prompt and answer together."""
+    frequency_penalty: Penalty | None = None
+    """Subtracted from a token's logit for each time that the answer contains it.  0 is off."""
+    presence_penalty: Penalty | None = None
+    """Subtracted once from the logit of a token that the answer contains.  0 is off."""
+    logit_bias: LogitBias = attrs.field(factory=dict)
+    """Token id to a number that is added to its logit.  ``BANNED`` excludes the token."""
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Report the log probability of each token and of this many most likely alternatives."""
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    """``None``: the daemon chooses a seed and reports it in ``eos``."""
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] = attrs.field(factory=list)
+    """Strings that end the answer.  They are not part of it."""
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = attrs.field(factory=list)
+    """Tokens that end the answer, like the model's own end-of-generation tokens."""
+    constraint: Constraint | None = None
+    """Only tokens that it allows are sampled."""
+    ignore_eos: bool = False
+    """Never sample an end-of-generation token: generate exactly ``max_tokens``."""
+    stream: bool = True
+    """Whether each token is sent as an event."""
+    echo: bool = False
+    """Send the prompt's text before the answer."""
+    return_full_text: bool = False
+    """Alias of ``echo``."""
+    keep_alive: bool = False
+    """Keep the connection open for further requests after this one's ``eos`` or ``error``."""
+    separate_reasoning: bool = False
+    """Send the model's reasoning in events of its own, without its markers, instead of as text."""
+    cache_prompt: bool = True
+    """Share the KV cache of common prefixes with other requests of the same principal."""
+    speculate: bool | None = None
+    """Whether to use speculative decoding.  ``None`` is the daemon's setting.  The text does not depend on it."""
+    progress: bool = False
+    """Whether to send ``progress`` events during prefill."""
+    session_id: Name | None = None
+    """Session that this request continues, or begins."""
+    history: Literal["continue", "replace"] = "continue"
+    """``continue``: the request comes after what the session has.  ``replace``: it is the whole conversation."""
+    drop_messages: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
+    """How many of the session's last messages the request replaces: the session forgets them."""
+    n_keep: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
+    """If the context is too small, drop the oldest tokens after the first ``n_keep``.  ``None``: drop nothing."""
+    slo: Slo = attrs.field(factory=Slo)
+    principal: Name | None = None
+    """Principal on whose behalf the request is made.  This and the next two are for the user that runs the daemon."""
+    principal_weight: PrincipalWeight = 1.0
+    """Share of the model against other principals: with 2, twice as much."""
+    principal_max_requests: PrincipalLimit | None = None
+    """Refuse the request if the principal would have more answers in flight."""
+    metadata: dict[str, Any] | None = None
+    """Echoed in ``eos`` and ``error``."""
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a tool call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """``stop`` as a tuple, whether it was sent as one string or as a list."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@attrs.frozen(kw_only=True)
+class Embed:
+    """A request for the embeddings of texts."""
+
+    input: Annotated[list[str | PromptTokens], Meta(min_length=1, max_length=2048)]
+    """Texts, or their tokens."""
+    model: Name | None = None
+    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_ADAPTERS)] = attrs.field(factory=list)
+    """This field and the one before are as in ``Generate``."""
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    """Return only this many dimensions of each embedding, with length 1 again."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+    principal_weight: PrincipalWeight = 1.0
+    principal_max_requests: PrincipalLimit | None = None
+    """This field and the two before are as in ``Generate``."""
+
+
+@attrs.frozen(kw_only=True)
+class Cancel:
+    """Cancels the running request ``id``.  Cancelling any other id is a no-op and gets no answer."""
+
+    id: Name
+
+
+def parse_generate(fields: dict[str, Any]) -> Generate:
+    """Convert the fields of a request.
+
+    Raises:
+        BadRequest: a field is missing, has the wrong type, is out of bounds, or does not go with another one.
+    """
+    request = convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
+    if request.controller is not None:
+        check_controller(request.controller_arg, _conflicts_with_controller(request))
+    elif request.controller_arg is not None:
+        raise BadRequest(
+            "controller_arg goes with controller, the name of the controller that gets it", field="controller_arg"
+        )
+    elif (request.prompt is None) == (request.messages is None):
+        raise BadRequest("give exactly one of prompt, messages and controller")
+    check_messages(request.messages or ())
+    check_template_kwargs(request.chat_template_kwargs)
+    check_tools(request.tools, request.tool_choice)
+    if request.tools and request.messages is None:
+        raise BadRequest(
+            "tools go with messages, not with a prompt: the chat template tells the model about them", field="tools"
+        )
+    if request.chat_template_kwargs and request.messages is None:
+        raise BadRequest(
+            "chat_template_kwargs go with messages: a prompt has no template", field="chat_template_kwargs"
+        )
+    if request.must_call and request.ignore_eos:
+        raise BadRequest(
+            "ignore_eos does not go with this tool_choice: an answer ends after its calls", field="ignore_eos"
+        )
+    if request.session_id is not None and request.n > 1:
+        raise BadRequest(
+            "n must be 1 with session_id: a session continues one answer; fork it to get several", field="n"
+        )
+    if request.constraint is not None:
+        _check_constraint(request.constraint, ignore_eos=request.ignore_eos)
+    if request.metadata is not None:
+        _check_metadata(request.metadata)
+    return request
+
+
+_UNCONTROLLED: Final = (
+    "prompt",
+    "messages",
+    "tools",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "constraint",
+    "ignore_eos",
+    "echo",
+    "return_full_text",
+    "separate_reasoning",
+    "session_id",
+    "n_keep",
+)
+"""Fields that a request with a controller cannot have: the controller makes the prompt, and ends the answer."""
+
+
+def _conflicts_with_controller(request: Generate) -> list[str]:
+    least = Generate(id=request.id)
+    return [name for name in _UNCONTROLLED if getattr(request, name) != getattr(least, name)]
+
+
+def _check_constraint(constraint: Constraint, *, ignore_eos: bool) -> None:
+    kinds = ("json_schema", "json_object", "regex", "lark", "gbnf", "choice")
+    given = [name for name in kinds if getattr(constraint, name) not in (None, False)]
+    if len(given) != 1:
+        raise BadRequest(
+            f"constraint must have exactly one of {', '.join(kinds)}; it has {', '.join(given) or 'none'}",
+            field="constraint",
+        )
+    if ignore_eos:
+        raise BadRequest(
+            "ignore_eos does not go with constraint: an answer ends where the constraint allows no more",
+            field="ignore_eos",
+        )
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    """Require metadata that is small, shallow and the same in both encodings, because the daemon echoes it."""
+    check_json(metadata, "metadata", MAX_METADATA_DEPTH)
+    size = len(msgspec.json.encode(metadata))
+    if size > MAX_METADATA_BYTES:
+        raise BadRequest(f"metadata has {size} bytes; the limit is {MAX_METADATA_BYTES}", field="metadata")
