@@ -3,7 +3,8 @@
     python benches/make_model.py --shape 125m --quant q8_0 --out /tmp/125m.gguf
 
 The model is as fast as a trained one of its shape, but its text has no meaning.  Sequences of the shapes tiny-swa,
-tiny-hybrid and 125m-hybrid cannot be truncated.
+tiny-hybrid and 125m-hybrid cannot be truncated.  Those with bert in their names are encoders: they embed texts, and
+those of tiny-bert-rank and 33m-bert-rank score documents.
 
 Weights are scaled so that activations keep their size from layer to layer, and logits have a standard deviation of 3, so
 that greedy text uses the whole vocabulary.  The same arguments write the same file.
@@ -31,12 +32,16 @@ except ModuleNotFoundError:
     sys.exit("make_model.py needs the package gguf, which the extra dev installs: run ./build_llama.sh --dev")
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_VOCABULARY = ROOT / "build/llama.cpp/models/ggml-vocab-llama-spm.gguf"
+VOCABULARIES = ROOT / "build/llama.cpp/models"
+DEFAULT_VOCABULARY = VOCABULARIES / "ggml-vocab-llama-spm.gguf"
+ENCODER_VOCABULARY = VOCABULARIES / "ggml-vocab-bert-bge.gguf"
+"""WordPiece, for the shapes of encoders."""
 
 QUANTS = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
 }
 
 VECTORS = gguf.GGMLQuantizationType.F32
@@ -58,6 +63,8 @@ WINDOW = 64
 CONVOLUTION = 3
 """Tokens in the kernel of a layer with a short convolution; all but the last are its state."""
 
+BIAS_DEVIATION = 0.1
+
 
 @attrs.frozen
 class Shape:
@@ -70,7 +77,10 @@ class Shape:
     ffn: int
     architecture: str = "llama"
     """``llama``; ``gemma3``, in which every second layer has a sliding window; ``lfm2``, in which every second layer is a
-    recurrent convolution.  The last two cannot truncate sequences."""
+    recurrent convolution.  The last two cannot truncate sequences.  ``bert``: an encoder."""
+    pooling: str | None = None
+    """A name of ``gguf.PoolingType`` for the metadata, in lower case.  With ``rank`` an encoder has a classification
+    head."""
 
     def __attrs_post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.kv_heads, self.ffn) < 1:
@@ -86,6 +96,11 @@ class Shape:
     def head_width(self) -> int:
         return self.width // self.heads
 
+    @property
+    def vocabulary(self) -> Path:
+        """A GGUF file with a vocabulary that suits the architecture."""
+        return ENCODER_VOCABULARY if self.architecture == "bert" else DEFAULT_VOCABULARY
+
     def is_plain(self, layer: int) -> bool:
         """Whether the layer has attention over the whole context."""
         return self.architecture == "llama" or layer % 2 == 1
@@ -98,6 +113,11 @@ SHAPES = {
     "125m-hybrid": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048, architecture="lfm2"),
     "tiny-swa": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="gemma3"),
     "tiny-hybrid": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="lfm2"),
+    **{
+        f"{size}-bert-{pooling}": attrs.evolve(shape, architecture="bert", pooling=pooling)
+        for size, shape in (("tiny", Shape(2, 64, 2, 2, 128)), ("33m", Shape(12, 384, 12, 12, 1536)))
+        for pooling in ("mean", "cls", "rank")
+    },
 }
 
 
@@ -134,19 +154,30 @@ class Tensor:
     deviation: float | None
     silent_rows: npt.NDArray[np.intp] = attrs.field(factory=lambda: np.empty(0, np.intp))
     """Rows of zeros."""
+    is_float: bool = False
+    """F32, whatever the model's quantization."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.columns,) if self.rows == 1 else (self.rows, self.columns)
 
     def ggml_type(self, quant: str) -> gguf.GGMLQuantizationType:
-        return VECTORS if self.deviation is None or self.columns % BLOCK else QUANTS[quant][0]
+        is_vector = self.deviation is None or self.is_float
+        return VECTORS if is_vector or self.columns % BLOCK else QUANTS[quant][0]
 
 
-def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp]) -> Iterator[Tensor]:
+def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp], ctx: int) -> Iterator[Tensor]:
     """Yield all tensors in the order of the file.
 
     A matrix with the deviation 1/sqrt(columns) keeps the size of the vectors that it multiplies.
 
     Args:
         silent: tokens that get the logit 0, which is far below the largest one.
+        ctx: tokens of the training context.
     """
+    if shape.architecture == "bert":
+        yield from encoder_tensors(shape, n_vocab, ctx)
+        return
     width, ffn = shape.width, shape.ffn
     from_width, from_ffn = 1 / math.sqrt(width), 1 / math.sqrt(ffn)
     gemma = shape.architecture == "gemma3"
@@ -171,6 +202,39 @@ def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp]) -> Iterato
     yield Tensor("output.weight", n_vocab, width, from_width * LOGIT_DEVIATION, silent)
 
 
+def encoder_tensors(shape: Shape, n_vocab: int, ctx: int) -> Iterator[Tensor]:
+    """Yield the tensors of a BERT: norms after attention and feed-forward, biases everywhere, absolute positions."""
+    width, ffn = shape.width, shape.ffn
+    from_width, from_ffn = 1 / math.sqrt(width), 1 / math.sqrt(ffn)
+    yield Tensor("token_embd.weight", n_vocab, width, 1.0)
+    yield Tensor("token_types.weight", 2, width, BIAS_DEVIATION, is_float=True)
+    yield Tensor("position_embd.weight", ctx, width, 0.5, is_float=True)
+    yield from norm("token_embd_norm", width)
+    for layer in range(shape.layers):
+        block = f"blk.{layer}"
+        for name, deviation in (("q", SHARP_ATTENTION), ("k", SHARP_ATTENTION), ("v", 1.0), ("output", 1.0)):
+            yield from linear(f"{block}.attn_{name}", width, width, deviation * from_width)
+        yield from norm(f"{block}.attn_output_norm", width)
+        yield from linear(f"{block}.ffn_up", ffn, width, from_width)
+        yield from linear(f"{block}.ffn_down", width, ffn, from_ffn)
+        yield from norm(f"{block}.layer_output_norm", width)
+    if shape.pooling == "rank":
+        yield from linear("cls", width, width, from_width)
+        yield from linear("cls.output", 1, width, LOGIT_DEVIATION * from_width)
+
+
+def linear(name: str, rows: int, columns: int, deviation: float) -> Iterator[Tensor]:
+    """Yield a matrix and its bias."""
+    yield Tensor(f"{name}.weight", rows, columns, deviation, is_float=rows == 1)
+    yield Tensor(f"{name}.bias", 1, rows, BIAS_DEVIATION, is_float=True)
+
+
+def norm(name: str, width: int) -> Iterator[Tensor]:
+    """Yield the weight and the bias of a LayerNorm."""
+    yield Tensor(f"{name}.weight", 1, width, None)
+    yield Tensor(f"{name}.bias", 1, width, BIAS_DEVIATION, is_float=True)
+
+
 def attention(layer: int, shape: Shape) -> Iterator[Tensor]:
     """Yield the tensors of attention in one layer."""
     width, kv = shape.width, shape.kv_heads * shape.head_width
@@ -192,14 +256,16 @@ def convolution(layer: int, width: int) -> Iterator[Tensor]:
     yield Tensor(f"blk.{layer}.shortconv.out_proj.weight", width, width, deviation)
 
 
-def random_rows(noise: np.random.SFC64, rows: int, columns: int, deviation: float, quant: str) -> npt.NDArray[np.uint8]:
+def random_rows(
+    noise: np.random.SFC64, rows: int, columns: int, deviation: float, kind: gguf.GGMLQuantizationType
+) -> npt.NDArray[np.uint8]:
     """Rows of a matrix in its file format, ``[rows, bytes in a row]``, made directly from random bytes."""
-    if quant == "f16" or columns % BLOCK:
+    if kind in (VECTORS, gguf.GGMLQuantizationType.F16):
         values = np.linspace(-1, 1, 256) * deviation * math.sqrt(3)
-        table = values.astype(np.float32 if columns % BLOCK else np.float16)
+        table = values.astype(np.float32 if kind == VECTORS else np.float16)
         return table[_bytes(noise, rows * columns)].reshape(rows, columns).view(np.uint8)
     blocks = rows * columns // BLOCK
-    if quant == "q8_0":
+    if kind == gguf.GGMLQuantizationType.Q8_0:
         levels = np.maximum(_bytes(noise, blocks * BLOCK).view(np.int8), -127)
         quants = levels.view(np.uint8).reshape(blocks, BLOCK)
         scale = deviation / math.sqrt(127 * 128 / 3)
@@ -228,7 +294,7 @@ def tensor_bytes(tensor: Tensor, quant: str, seed: int, index: int) -> Iterator[
     step = max(1, CHUNK_BYTES // row_bytes)
     for first in range(0, tensor.rows, step):
         rows = min(step, tensor.rows - first)
-        made = random_rows(noise, rows, tensor.columns, tensor.deviation, quant)
+        made = random_rows(noise, rows, tensor.columns, tensor.deviation, tensor.ggml_type(quant))
         silent = tensor.silent_rows[(tensor.silent_rows >= first) & (tensor.silent_rows < first + rows)]
         made[silent - first] = 0  # zeros in F16; otherwise a scale of zero
         yield made
@@ -239,7 +305,7 @@ def make_model(
     shape: Shape,
     quant: str,
     *,
-    vocabulary: Path = DEFAULT_VOCABULARY,
+    vocabulary: Path | None = None,
     ctx: int = 8192,
     seed: int = 0,
     progress: bool = False,
@@ -248,18 +314,19 @@ def make_model(
 
     Args:
         quant: a key of ``QUANTS``.
-        vocabulary: a GGUF file whose ``tokenizer.*`` entries are copied.
+        vocabulary: a GGUF file whose ``tokenizer.*`` entries are copied; ``None`` for one that suits the shape.
         ctx: training context that the file declares, in tokens.
 
     Raises:
         FileNotFoundError: there is no such vocabulary; the message has a remedy.
         OSError: the disk is too small, or the file cannot be written.
     """
+    vocabulary = vocabulary or shape.vocabulary
     if not vocabulary.exists():
         raise FileNotFoundError(f"there is no vocabulary at {vocabulary}: run ./build_llama.sh, or give --vocab PATH")
     reader = gguf.GGUFReader(vocabulary)
     n_vocab = len(reader.fields["tokenizer.ggml.tokens"].data)
-    all_tensors = list(tensors(shape, n_vocab, _special_tokens(reader, n_vocab)))
+    all_tensors = list(tensors(shape, n_vocab, _special_tokens(reader, n_vocab), ctx))
 
     part = out.with_name(out.name + ".part")
     writer = gguf.GGUFWriter(part, shape.architecture)
@@ -268,9 +335,8 @@ def make_model(
     total = 0
     for tensor in all_tensors:
         ggml_type = tensor.ggml_type(quant)
-        matrix = (tensor.rows, tensor.columns) if tensor.deviation is not None else (tensor.columns,)
-        n_bytes = math.prod(gguf.quant_shape_to_byte_shape(matrix, ggml_type))
-        writer.add_tensor_info(tensor.name, matrix, np.dtype(np.float32), n_bytes, ggml_type)
+        n_bytes = math.prod(gguf.quant_shape_to_byte_shape(tensor.shape, ggml_type))
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), n_bytes, ggml_type)
         total += n_bytes
     free = shutil.disk_usage(out.parent).free
     if free < total + (16 << 20):
@@ -316,6 +382,12 @@ def _describe(writer: gguf.GGUFWriter, shape: Shape, quant: str, n_vocab: int, c
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
+    if shape.pooling is not None:
+        writer.add_pooling_type(gguf.PoolingType[shape.pooling.upper()])
+    if shape.architecture == "bert":
+        writer.add_causal_attention(False)
+        writer.add_layer_norm_eps(1e-12)
+        return
     if shape.architecture == "lfm2":
         writer.add_head_count_kv([shape.kv_heads * shape.is_plain(layer) for layer in range(shape.layers)])
         writer.add_shortconv_l_cache(CONVOLUTION)
@@ -350,8 +422,7 @@ def _copy_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
 @click.option(
     "--vocab",
     type=click.Path(path_type=Path),
-    default=DEFAULT_VOCABULARY,
-    help="GGUF file with the vocabulary.",
+    help="GGUF file with the vocabulary.  If not given, one of llama.cpp's that suits the shape.",
 )
 @click.option(
     "--ctx",
@@ -361,7 +432,7 @@ def _copy_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
     help="Training context that the file declares.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-def main(shape_text: str, quant: str, out: Path, vocab: Path, ctx: int, seed: int) -> None:
+def main(shape_text: str, quant: str, out: Path, vocab: Path | None, ctx: int, seed: int) -> None:
     try:
         shape = parse_shape(shape_text)
         make_model(out, shape, quant, vocabulary=vocab, ctx=ctx, seed=seed, progress=sys.stderr.isatty())

@@ -123,8 +123,13 @@ class Context(Handle):
         self.n_seq_max = int(self._c.llama_n_seq_max(pointer))
         self.is_causal = bool(self._c.llama_get_causal_attn(pointer))
         """Whether tokens attend to earlier ones only, so that a sequence can be computed in parts."""
-        self.pools = self._c.llama_pooling_type(pointer) != POOLING_TYPE["LLAMA_POOLING_TYPE_NONE"]
-        """Whether llama.cpp makes one embedding of those of a sequence's tokens."""
+        pooling = self._c.llama_pooling_type(pointer)
+        self.ranks = pooling == POOLING_TYPE["LLAMA_POOLING_TYPE_RANK"]
+        """Whether llama.cpp makes a score of the embeddings of a sequence's tokens."""
+        self.pools = pooling != POOLING_TYPE["LLAMA_POOLING_TYPE_NONE"]
+        """Whether llama.cpp makes one embedding of those of a sequence's tokens, or a score."""
+        self.has_memory = bool(self._memory)
+        """Whether it keeps what it computed of a sequence. Encoders do not, and compute each text anew."""
         self._max_batch_tokens = self.n_batch if self.is_causal else self.n_ubatch
 
     # ── decoding ────────────────────────────────────────────────────────────────────────────
@@ -230,10 +235,22 @@ class Context(Handle):
         """A copy of the pooled embedding of ``seq``, ``[n_embd_out]``, over its tokens in the last pass.
 
         Raises:
-            LlamaError: the context does not pool, or ``seq`` was not in the last decode.
+            LlamaError: the context does not pool or gives scores, or ``seq`` was not in the last decode.
         """
+        if self.ranks:
+            raise LlamaError("the context gives scores, and no embeddings")
         [vector] = self._copied(self._c.llama_get_embeddings_seq(self._pointer, self._seq(seq)), 1)
         return np.asarray(vector, np.float32)
+
+    def score(self, seq: int) -> float:
+        """The score of ``seq``, from its tokens in the last pass; the first one, if the model gives several.
+
+        Raises:
+            LlamaError: the context gives no scores, or ``seq`` was not in the last decode.
+        """
+        if not self.ranks:
+            raise LlamaError("the context gives no scores: its pooling is not rank")
+        return float(self._c.llama_get_embeddings_seq(self._pointer, self._seq(seq))[0])
 
     def _copied(self, pointer: Any, rows: int) -> npt.NDArray[np.float32]:
         """A copy of rows of embeddings."""

@@ -47,6 +47,7 @@ from uma_trio.protocol.requests import AdapterChoice, Constraint, Embed, Generat
 from uma_trio.sampling import sampling_defaults
 from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.embedding import PendingEmbeddings, cancelled
+from uma_trio.serving.request import check_generates
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
 from uma_trio.serving.stats import log_request
@@ -158,11 +159,12 @@ class ModelService:
         """What a client may want to know of the model."""
         info, model = self._model.info, self._model
         capabilities: dict[Capability, bool] = {
-            "completion": True,
+            "completion": info.purpose == "generate",
             "chat": self.has_chat_template,
             "tools": self.has_chat_template,
             "reasoning": self._prompts.reasoning is not None,
             "embedding": info.can_embed,
+            "rerank": info.purpose == "rank",
         }
         return ModelDescription(
             name=self.name,
@@ -257,9 +259,18 @@ class ModelService:
         return {
             "fit": {"choice": fit.choice, "why": fit.why} if fit is not None else {"choice": "off"},
             "model": {"model": self.name, "description": info.description, "size_mb": round(info.size_bytes / MB, 1)},
-            "KV cache": {"ctx": info.n_ctx, "parallel": info.n_seq_max, "ctx_per_request": info.max_request_tokens},
+            **self._describe_context(),
             "device": {"device": str(self._model.devices)},
             **({"adapters": {"loaded": adapters}} if adapters else {}),
+        }
+
+    def _describe_context(self) -> dict[str, dict[str, Any]]:
+        info = self._model.info
+        if info.purpose != "generate":
+            does = {"embed": "it embeds texts", "rank": "it ranks documents for a query"}[info.purpose]
+            return {"purpose": {"purpose": does, "pooling": info.pooling, "tokens_of_a_text": info.embedding_ctx}}
+        return {
+            "KV cache": {"ctx": info.n_ctx, "parallel": info.n_seq_max, "ctx_per_request": info.max_request_tokens},
             "chat template": {"template": self._model.chat_template or "none"},
             "sampling defaults": {
                 name: f"{each.value:g} ({each.source})"
@@ -344,6 +355,7 @@ class Generation:
         with self._scope:
             if self.service._draining:
                 raise ShuttingDown("the server is shutting down")
+            check_generates(self.service._model.info)
             if self.request.controller is not None:
                 await self._steer(began)
                 return

@@ -33,10 +33,11 @@ def random_model(shape: str, quant: str = "q8_0", ctx: int = 1024) -> Path:
     Test processes share the files.  A lock lets one process make a model while the others wait.
     """
     script = bench_script("make_model")
-    if not script.DEFAULT_VOCABULARY.exists():
-        pytest.skip(f"{script.DEFAULT_VOCABULARY} is missing: ./build_llama.sh --dev unpacks it")
+    parsed = script.parse_shape(shape)
+    if not parsed.vocabulary.exists():
+        pytest.skip(f"{parsed.vocabulary} is missing: ./build_llama.sh --dev unpacks it")
     made = run_folder() / f"{shape}-{quant}-{ctx}.gguf"
     with locked(made.name):
         if not made.exists():
-            script.make_model(made, script.parse_shape(shape), quant, ctx=ctx)
+            script.make_model(made, parsed, quant, ctx=ctx)
     return made

@@ -19,13 +19,14 @@ from uma_trio.daemon.storage import open_storage, state_dir, storage_name
 from uma_trio.engine.cores import default_threads
 from uma_trio.engine.link import Launcher
 from uma_trio.engine.memory import machine_memory_bytes
+from uma_trio.engine.purpose import Purpose
 from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.locate import find_installed, installed_models
 from uma_trio.hub.variants import quantization_of
 from uma_trio.models.loaded import LoadedModel, model_path, open_model
 from uma_trio.models.outline import ModelOutline, read_outline
-from uma_trio.protocol.answers import ModelDescription
+from uma_trio.protocol.answers import Capability, ModelDescription
 from uma_trio.registry import ModelSpec, RegistryLimits
 from uma_trio.service import ModelService
 
@@ -199,6 +200,12 @@ class Opener:
     async def describe(self, spec: ModelSpec) -> ModelDescription:
         """See ``registry.ModelOpener``."""
         outline, settings = await self._outline(spec), spec.config.model
+        parallel = settings.parallel if outline.purpose == "generate" else 1
+        capabilities: dict[Purpose, list[Capability]] = {
+            "generate": ["completion", "chat", "tools"] if outline.has_template else ["completion"],
+            "embed": ["embedding"],
+            "rank": ["rerank"],
+        }
         return ModelDescription(
             name=spec.name,
             description=outline.architecture,
@@ -206,10 +213,10 @@ class Opener:
             quantization=quantization_of(str(model_path(settings.model))) or None,
             size_bytes=outline.size_bytes,
             n_parameters=outline.n_parameters,
-            context=outline.context(settings) * settings.parallel,
+            context=outline.context(settings) * parallel,
             context_per_request=outline.context(settings),
-            parallel=settings.parallel,
-            capabilities=["completion", "chat", "tools"] if outline.has_template else ["completion"],
+            parallel=parallel,
+            capabilities=capabilities[outline.purpose],
             embedding_length=outline.n_embd,
             created_at=outline.written_at,
             state="unloaded",
@@ -253,9 +260,9 @@ class Opener:
 
 def make_runtime(config: Config, model: LoadedModel) -> SupervisedRuntime | None:
     """Return the runtime of a model's controllers, as configured; ``None`` if there are to be none."""
-    if config.aici.enabled == "disabled":
-        return None
     info = model.info
+    if config.aici.enabled == "disabled" or info.purpose != "generate":
+        return None
     start = RuntimeStart(
         config.aici,
         model_path(config.model.model),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -17,12 +17,10 @@ import numpy.typing as npt
 import llama_abi
 from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput
+from uma_trio.engine.purpose import POOLING
 from uma_trio.scheduling.view import Scales
 
 Pooling: TypeAlias = Literal["mean", "cls", "last"]
-
-POOLING: Final[dict[str, Pooling | None]] = {"1": "mean", "2": "cls", "3": "last", "4": None}
-"""``pooling_type`` in the metadata of a model: ``llama_pooling_type``.  4 ranks texts, and gives no embeddings."""
 
 MAX_BATCH: Final = 512
 MIN_BATCH: Final = 32
@@ -87,7 +85,7 @@ class Embedder:
         self._cell_bytes = kv_bytes_per_token
         self._free_bytes = free_bytes
         of_model = model.meta(f"{model.meta('general.architecture')}.pooling_type")
-        self.pooling: Pooling | None = POOLING.get(of_model or "", "mean")
+        self.pooling = pooling_of(of_model)
         """``None`` if the model gives no embeddings."""
         self._context_pooling = "unspecified" if of_model is None else "none"  # llama.cpp warns where both differ
         self.max_tokens = min(max_tokens, model.n_ctx_train)
@@ -143,7 +141,7 @@ class Embedder:
             self._drop(context, seq_id)
         self._adapters.choose(context, adapters)
         vectors = []
-        for part in _calls(inputs) if self._options.flash_attn == "off" else [inputs]:
+        for part in calls_of(inputs) if self._options.flash_attn == "off" else [inputs]:
             vectors += self._call(context, part)
         return vectors
 
@@ -160,7 +158,7 @@ class Embedder:
             pooled = self._pool(each, rows[at : at + len(each.tokens)])
             at += len(each.tokens)
             if each.is_last:
-                vectors.append(_normalized(pooled / each.length if self.pooling == "mean" else pooled))
+                vectors.append(normalized(pooled / each.length if self.pooling == "mean" else pooled))
                 self._drop(context, each.seq_id)
         return vectors
 
@@ -221,7 +219,20 @@ class Embedder:
         return context
 
 
-def _calls(inputs: Sequence[EmbeddingInput]) -> list[list[EmbeddingInput]]:
+def pooling_of(pooling_type: str | None) -> Pooling | None:
+    """How to pool the tokens of a text.
+
+    Args:
+        pooling_type: of the metadata; ``None`` where they have none.
+
+    Returns:
+        ``mean`` where the metadata name no pooling, and ``None`` for a model that ranks texts.
+    """
+    found = POOLING.get(int(pooling_type or 0), "none")
+    return None if found == "rank" else cast(Pooling, "mean" if found == "none" else found)
+
+
+def calls_of(inputs: Sequence[EmbeddingInput]) -> list[list[EmbeddingInput]]:
     """Divide ``inputs`` into calls.  Without flash attention each token costs attention over all texts of its call."""
     calls: list[list[EmbeddingInput]] = []
     n_tokens = MIN_CALL
@@ -234,7 +245,7 @@ def _calls(inputs: Sequence[EmbeddingInput]) -> list[list[EmbeddingInput]]:
     return calls
 
 
-def _normalized(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+def normalized(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
     """``vector`` with length 1; zeros stay zeros."""
     length = float(np.sqrt(vector @ vector))
     found: npt.NDArray[np.float32] = (vector / (length or 1.0)).astype(np.float32)

@@ -34,6 +34,7 @@ from uma_trio.engine.layout import ContextTooLarge, Layout, LayoutCache, Shape, 
 from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, context_options, library_environment
 from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
 from uma_trio.engine.messages import NO_MEMORY, AdapterFile, EngineError, LoadError, Start
+from uma_trio.engine.pooling import PoolingEngine
 
 log = structlog.get_logger("uma_trio.engine")
 
@@ -262,13 +263,41 @@ class ComputeSizes:
         return tuple(found)
 
 
-def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngine:
+def open_pooling(start: Start, on_progress: Callable[[float], bool]) -> PoolingEngine:
+    """Load a model that embeds or ranks texts, with as many layers on a GPU as fit.  Blocks until it is loaded.
+
+    Raises:
+        DoesNotFit: the model cannot fit; nothing was loaded.
+        EngineError, llama_abi.LlamaError, llama_abi.LibraryError: see ``PoolingEngine``.
+    """
+    settings, report = start.settings, None
+    if settings.fit == "on" and start.sizes is not None:
+        memories = measure(llama_abi.load(settings.llama_dir))
+        shared = [
+            msgspec.structs.replace(each, free_bytes=int(SHARES[start.attempt] * each.free_bytes)) for each in memories
+        ]
+        one = attrs.evolve(settings, parallel=1, ctx=0, kv_mem_limit_mb=0)
+        companions = Companions(adapter_bytes=sum([file.size_bytes for file in start.adapters]))
+        found = fit(
+            start.sizes, one, shared, estimate_compute(start.sizes), min_batch=SMALL_BATCH, companions=companions
+        )
+        settings = attrs.evolve(settings, gpu_layers=found.settings.gpu_layers)
+        layers = f"{found.on_gpu} of {found.n_layers} layers on GPU: " if len(memories) > 1 else ""
+        report = FitReport(f"whole texts: {layers}{found.room}", found.why)
+    engine = PoolingEngine(start.path, settings, start.purpose, on_progress, start.adapters)
+    engine.fit = report
+    return engine
+
+
+def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngine | PoolingEngine:
     """Load the model that ``start`` names; see ``worker.OpenEngine``.
 
     Raises:
         LoadError: it cannot be loaded.
     """
     try:
+        if start.purpose != "generate":
+            return open_pooling(start, on_progress)
         engine = open_fitted(
             start.path,
             start.settings,

@@ -135,7 +135,7 @@ class LlamaEngine:
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._checkpoints: dict[int, bytearray] = {}
         self.masks: Masks | None = None
-        self.is_async = _has_gpu(library, settings)
+        self.is_async = has_gpu(library, settings)
         self._device_s = 0.0
         """How long the device computed after the latest ``llama_decode`` call had returned."""
         self.tokenizer = Tokenizer(self._model.vocab)
@@ -184,7 +184,7 @@ class LlamaEngine:
             embedding_batch=self._embedder.n_batch,
             **({} if self._drafter is None else self._drafter.info()),
             n_threads=self._options.n_threads,
-            spare_cores=spare_cores(self._options.n_threads, on_gpu=_has_gpu(library, settings)),
+            spare_cores=spare_cores(self._options.n_threads, on_gpu=has_gpu(library, settings)),
             adapters=self._adapters.files,
         )
 
@@ -242,7 +242,7 @@ class LlamaEngine:
 
     def measure_memory(self) -> None:
         """Find out what the memory can move, where the weights are in the machine's own; some 50 ms."""
-        if not _has_gpu(self._model.library, self._settings):
+        if not has_gpu(self._model.library, self._settings):
             bandwidth = memory_bytes_per_s(self._options.n_threads)
             self._info = msgspec.structs.replace(self._info, memory_bytes_per_s=bandwidth)
 
@@ -688,8 +688,8 @@ def _shape(model: llama_abi.Model, settings: config.Model) -> Shape:
     return Shape(n_ctx_train=model.n_ctx_train, kv_bytes_per_token=n_bytes)
 
 
-def _has_gpu(library: llama_abi.Library, settings: config.Model) -> bool:
-    """Layers of the model are on one."""
+def has_gpu(library: llama_abi.Library, settings: config.Model) -> bool:
+    """Whether layers of the model are on a GPU."""
     gpus = (llama_abi.DeviceType.GPU, llama_abi.DeviceType.IGPU)
     return settings.gpu_layers != 0 and any(device.type in gpus for device in library.devices())
 
@@ -709,7 +709,7 @@ def _candidates(model: llama_abi.Model, shape: Shape, settings: config.Model) ->
     return candidates(
         shape,
         settings,
-        on_gpu=_has_gpu(model.library, settings),
+        on_gpu=has_gpu(model.library, settings),
         memory_bytes=machine_memory_bytes(),
         windowed=model.n_swa > 0,
     )
@@ -727,7 +727,7 @@ def _check_memory(
     Raises:
         ContextTooLarge: the KV cache does not fit.
     """
-    on_gpu = _has_gpu(model.library, settings)
+    on_gpu = has_gpu(model.library, settings)
     if on_gpu and not failed:
         return
     gpus = [device.memory_free for device in model.library.devices() if device.type is llama_abi.DeviceType.GPU]

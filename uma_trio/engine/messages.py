@@ -23,6 +23,7 @@ from uma_trio import config
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.fit import SMALL_BATCH, FitReport, ModelSizes
 from uma_trio.engine.masks import Masks
+from uma_trio.engine.purpose import Purpose
 from uma_trio.grammar import GrammarState
 from uma_trio.kv.ops import KvOp
 from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
@@ -134,8 +135,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     n_embd: int = 0
     n_embd_out: int = 0
     """Width of an embedding."""
+    purpose: Purpose = "generate"
+    """A model that does not generate computes whole texts: each one is in one step."""
+    pooling: str = ""
+    """How the tokens of a text become one vector or score; empty for a model that generates."""
     can_embed: bool = False
-    """Not if the model ranks texts, or attends to later tokens: then a text cannot be computed in chunks."""
+    """Whether it gives embeddings."""
     embedding_ctx: int = 0
     """Tokens of one text to embed, at most."""
     embedding_batch: int = 0
@@ -188,6 +193,8 @@ class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
     """How often loading has failed because memory was short; each time less is taken."""
     adapters: tuple[AdapterFile, ...] = ()
     """Checked before they are sent."""
+    purpose: Purpose = "generate"
+    """What the model is for."""
 
 
 class SampleRequest(msgspec.Struct, array_like=True, gc=False):
@@ -439,7 +446,8 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
     state_sizes: Sequence[tuple[int, Sequence[int]]] = ()
     """Answers to ``MeasureState``: sequence, then the bytes of its state and of each checkpoint (0: no such one)."""
     embeddings: Sequence[np.ndarray] = ()
-    """One for each text that ended, in order: ``[n_embd_out]`` float32, of length 1."""
+    """One for each text that ended, in order: ``[n_embd_out]`` float32, of length 1; of a model that ranks ``[1]``, the
+    score."""
     embedding_ms: float = 0.0
     """Time for texts to embed; not part of ``decode_ms``."""
     embedding_bytes: int = 0

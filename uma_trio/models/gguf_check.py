@@ -18,6 +18,7 @@ from pathlib import Path
 import attrs
 
 from uma_trio.engine.fit import ModelSizes
+from uma_trio.engine.purpose import ENCODERS, HEADS, POOLING, Purpose, purpose_of
 from uma_trio.models.gguf_header import AGAIN, GgufError, GgufHeader, read_header
 from uma_trio.models.gguf_split import parts_of
 from uma_trio.models.sizes import sizes_of
@@ -72,6 +73,10 @@ SECTIONED_ROPE = frozenset(
 """Architectures that rotate sections of a head with positions of their own (M-RoPE)."""
 WITH_ENCODER = frozenset({"t5", "t5encoder", "eagle3", "dflash"})
 """Architectures of ``llama_model_has_encoder``."""
+DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
+"""Architectures that generate all tokens of an answer at once, and have no KV cache."""
+ENCODER_KEYS = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+"""Numbers that the graph of every encoder uses."""
 NEED_EXPERTS = frozenset({"bailingmoe2", "grovemoe", "llada-moe", "smallthinker"})
 """Architectures that assert that they have experts; others report an error."""
 
@@ -83,6 +88,7 @@ FLOAT_ONLY = (
     "norm.weight",
     "shortconv.conv.weight",
     *(f"ssm_conv1d{suffix}.weight" for suffix in ("", "_q", "_k", "_v")),
+    "token_types.weight",
 )
 """Ends of the names of matrices that ggml's kernels take as F32 alone."""
 
@@ -106,6 +112,8 @@ class GgufSummary:
     """Items of ``tokenizer.ggml.tokens``."""
     split_count: int
     """Files that the model consists of; 1 for a model in one file."""
+    purpose: Purpose
+    """What the model is for."""
     sizes: ModelSizes | None
     """How much memory the model needs; ``None`` for a vocabulary."""
 
@@ -167,6 +175,7 @@ def _check(paths: Sequence[Path], header: GgufHeader, *, vocab_only: bool) -> Gg
         check_values(header, vocab_only=vocab_only)
     architecture = header.text("general.architecture")
     context = header.values.get(f"{architecture}.context_length")
+    purpose = _purpose(header)
     return GgufSummary(
         version=header.version,
         architecture=architecture,
@@ -177,7 +186,8 @@ def _check(paths: Sequence[Path], header: GgufHeader, *, vocab_only: bool) -> Gg
         context_length=context if isinstance(context, int) else None,
         n_vocab=header.count("tokenizer.ggml.tokens"),
         split_count=header.n_parts,
-        sizes=None if vocab_only else sizes_of(header),
+        purpose=purpose,
+        sizes=None if vocab_only else sizes_of(header, generates=purpose == "generate"),
     )
 
 
@@ -379,14 +389,61 @@ def _check_window(header: GgufHeader) -> None:
         raise GgufError(f"it claims a sliding window of {window} tokens, and no layer that has one")
 
 
-def _check_decoder_only(header: GgufHeader) -> None:
+def _check_architecture(header: GgufHeader) -> None:
     """llama-graph.cpp: a decoder asserts the output of its encoder, which nobody computes here."""
     architecture = header.text("general.architecture")
-    if architecture in WITH_ENCODER or header.text("tokenizer.ggml.model") == "t5":
+    if architecture in WITH_ENCODER or (header.text("tokenizer.ggml.model") == "t5" and architecture not in ENCODERS):
         raise GgufError(
-            f"it is a model with an encoder ({architecture}); only decoder-only models can be served",
-            "give another one",
+            f"it is a model with an encoder like that of T5 ({architecture}), which cannot be served",
+            "give a decoder-only model to generate text, or an encoder like BERT to embed or rank texts",
         )
+    if architecture in DIFFUSION:
+        raise GgufError(
+            f"it generates text by diffusion ({architecture}), which cannot be served", "give a decoder-only model"
+        )
+
+
+def _check_pooling(header: GgufHeader) -> None:
+    """llama-graph.cpp, ``build_pooling``: ``GGML_ABORT("unknown pooling type")``."""
+    for name in ("pooling_type", "classifier.pooling_type"):
+        pooling = _integer(header, name)
+        if pooling is not None and pooling not in POOLING:
+            known = ", ".join(f"{number} ({kind})" for number, kind in POOLING.items())
+            raise GgufError(f"its {name} is {pooling}, not one of {known}")
+
+
+def _check_encoder(header: GgufHeader) -> None:
+    """llama-graph.cpp and ggml-cpu/ops.cpp assert the sizes of what an encoder computes."""
+    architecture = header.text("general.architecture")
+    if architecture not in ENCODERS:
+        return
+    for name in ENCODER_KEYS:
+        for value in _numbers(header, name) or (None,):
+            if not isinstance(value, int) or value < 1:
+                said = "has no" if value is None else f"claims {value} for"
+                raise GgufError(f"it {said} {architecture}.{name}, and an encoder needs a number from 1 there")
+    width = _integer(header, "embedding_length") or 0
+    if any(isinstance(heads, int) and width % heads for heads in _numbers(header, "attention.head_count")):
+        raise GgufError(f"its width of {width} cannot be divided among its attention heads")
+    pooling = POOLING.get(_integer(header, "pooling_type") or 0)
+    if pooling == "rank" and not _has_head(header):
+        raise GgufError(
+            f"it ranks texts ({architecture}.pooling_type), and has no classification head ({' or '.join(HEADS)})",
+            "convert the model again as a sequence classifier, with llama.cpp's convert_hf_to_gguf.py",
+        )
+
+
+def _has_head(header: GgufHeader) -> bool:
+    return any(tensor.name in HEADS for tensor in header.tensors)
+
+
+def _purpose(header: GgufHeader) -> Purpose:
+    return purpose_of(
+        header.text("general.architecture"),
+        _integer(header, "pooling_type"),
+        is_causal=header.values.get(f"{header.text('general.architecture')}.attention.causal") is not False,
+        has_head=_has_head(header),
+    )
 
 
 # -- tensors ------------------------------------------------------------------------------------
@@ -423,7 +480,9 @@ VOCABULARY_RULES: tuple[Rule, ...] = (
     _check_special_tokens,
 )
 MODEL_RULES: tuple[Rule, ...] = (
-    _check_decoder_only,
+    _check_architecture,
+    _check_pooling,
+    _check_encoder,
     _check_layers,
     _check_experts,
     _check_layers_with_experts,

@@ -137,6 +137,7 @@ async def open_model(
                 draft_sizes=draft_sizes,
                 min_batch=min_batch(config),
                 adapters=adapters,
+                purpose=summary.purpose,
             )
             link = await _loaded(launcher, start, on_progress or (lambda share: None), go_on)
         if link is None:
@@ -146,17 +147,22 @@ async def open_model(
         try:
             with explained(path):
                 _warn_of_an_unused_gpu(link.ready.devices)
-                _log_layout(link.ready.layout)
-                _log_context(link.ready.info, config.limits)
+                generates = summary.purpose == "generate"
+                if generates:
+                    _log_layout(link.ready.layout)
+                    _log_context(link.ready.info, config.limits)
                 # the engine has loaded this vocabulary before, so it does not end this process
                 vocabulary = await trio.to_thread.run_sync(
                     stack.enter_context, open_vocabulary(path, config.model.llama_dir)
                 )
                 name = tuning_cache.model_fingerprint(path, link.ready.environment)
-                cost = await calibrate(link, known=tuning_cache.load_costs(name))
-            if chosen is None and vocabulary.chat_template is not None:
+                known = tuning_cache.load_costs(name)
+                cost = await calibrate(link, known=known) if generates else known or CostModel()
+            if not generates:
+                chosen = None
+            elif chosen is None and vocabulary.chat_template is not None:
                 chosen = TemplateSource(vocabulary.chat_template, OF_THE_MODEL)
-            chat = _chat_template(chosen, vocabulary.tokenizer)
+            chat = _chat_template(chosen, vocabulary.tokenizer) if generates else None
             # a model that reasons does so with another template too
             templates = [
                 text for text in (chosen.text if chosen else None, vocabulary.chat_template) if text is not None

@@ -11,6 +11,7 @@ import attrs
 from uma_trio.config import Model
 from uma_trio.engine.fit import ModelSizes, with_defaults
 from uma_trio.engine.layout import DEFAULT_WINDOW
+from uma_trio.engine.purpose import Purpose
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.gguf_header import GgufError, read_header
 
@@ -25,6 +26,7 @@ class ModelOutline:
     n_parameters: int = 0
     sizes: ModelSizes | None = None
     has_template: bool = False
+    purpose: Purpose = "generate"
     written_at: float = 0.0
     """Seconds since 1970."""
 
@@ -33,7 +35,9 @@ class ModelOutline:
         return 0 if self.sizes is None else self.sizes.n_embd
 
     def context(self, settings: Model) -> int:
-        """About what one request can have, in tokens."""
+        """About what one request can have, in tokens; of a model that generates nothing, one text."""
+        if self.purpose != "generate":
+            return min(settings.embedding_ctx, self.sizes.n_ctx_train if self.sizes else settings.embedding_ctx)
         if settings.ctx:
             return settings.ctx if settings.kv_unified == "on" else settings.ctx // settings.parallel
         return DEFAULT_WINDOW if self.sizes is None else min(DEFAULT_WINDOW, self.sizes.n_ctx_train)
@@ -42,7 +46,7 @@ class ModelOutline:
         """About what weights and KV cache take."""
         if self.sizes is None:
             return self.size_bytes
-        n_ctx = settings.ctx or self.context(settings) * settings.parallel
+        n_ctx = 0 if self.purpose != "generate" else settings.ctx or self.context(settings) * settings.parallel
         kv_cache = n_ctx * self.sizes.kv_bytes_per_token(with_defaults(settings))
         if settings.kv_mem_limit_mb:
             kv_cache = min(kv_cache, settings.kv_mem_limit_mb * 1e6)
@@ -70,6 +74,7 @@ def _read(path: Path, written_at: float, n_bytes: int) -> ModelOutline:
         architecture=summary.architecture,
         n_parameters=sum([math.prod(tensor.shape) for tensor in header.tensors]),
         sizes=summary.sizes,
+        purpose=summary.purpose,
         has_template="tokenizer.chat_template" in header.values,
         written_at=written_at,
     )

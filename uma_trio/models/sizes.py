@@ -15,11 +15,12 @@ REPACKED: Final = frozenset({"Q4_0", "Q8_0", "Q2_K", "Q4_K", "Q5_K", "Q6_K", "IQ
 """Types that ggml may rearrange for the CPU.  Then an output that is the token embeddings as well is a copy of them."""
 
 
-def sizes_of(header: GgufHeader) -> ModelSizes:
+def sizes_of(header: GgufHeader, *, generates: bool = True) -> ModelSizes:
     """The sizes of a model.
 
     Args:
         header: that has passed ``check_values``, with the tensors of all parts.
+        generates: otherwise the model has no output and keeps no KV cache.
     """
     facts = _Facts(header)
     n_layers = facts.one("block_count")
@@ -45,7 +46,9 @@ def sizes_of(header: GgufHeader) -> ModelSizes:
     attends = [not is_recurrent or "attn_k.weight" in each for is_recurrent, each in zip(recurrent, parts, strict=True)]
     keys, values, widths = facts.kv_values(n_layers)
     state = facts.state_values() * STATE_VALUE_BYTES
-    tied = embeddings if is_tied else 0
+    tied = embeddings if is_tied and generates else 0
+    if not generates:
+        keys, values = [0] * n_layers, [0] * n_layers
     return ModelSizes(
         layers=tuple(layers),
         input_bytes=input_bytes,

@@ -67,7 +67,7 @@ class TokenList:
     id: str | None = None
 
 
-Capability = Literal["completion", "chat", "tools", "reasoning", "embedding"]
+Capability = Literal["completion", "chat", "tools", "reasoning", "embedding", "rerank"]
 
 ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 

@@ -18,6 +18,7 @@ import trio
 from uma_trio.engine.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput, ModelInfo, StepOutput, TokenIds
 from uma_trio.errors import DecodeFailed, QueueFull, UmaError
 from uma_trio.principal import Principal
+from uma_trio.protocol.answers import HealthCheck
 from uma_trio.protocol.events import Embeddings, Eos, Failure, Timings, Usage
 from uma_trio.protocol.requests import Embed
 from uma_trio.scheduling.fairness import Service
@@ -107,6 +108,8 @@ class EmbeddingQueue:
 
     def __init__(self, info: ModelInfo, max_length: int, on_end: Callable[[Principal], None]) -> None:
         self._info = info
+        self._computes_whole = info.purpose != "generate"
+        """A text is in one chunk, however long it is."""
         self._max_length = max(1, max_length)
         self._on_end = on_end
         self._pending: list[PendingEmbeddings] = []
@@ -134,6 +137,12 @@ class EmbeddingQueue:
     def min_chunk_ms(self) -> float:
         """What the smallest chunk is predicted to take."""
         return MIN_TOKENS * (self._ms_per_token or 0.0)
+
+    def health(self) -> HealthCheck:
+        """Whether another request may wait."""
+        n_waiting = len(self._pending)
+        is_full = n_waiting >= self._max_length
+        return HealthCheck(name="queue", ok=not is_full, reason=f"{n_waiting} of {self._max_length} requests wait")
 
     def add(self, pending: PendingEmbeddings) -> None:
         """Let ``pending`` wait for its turn.
@@ -168,10 +177,12 @@ class EmbeddingQueue:
                 continue  # one that is suspected of a crash has a chunk of its own
             if owners and owners[0].adapters != pending.adapters:
                 continue  # one call has one set of adapters
+            if inputs and self._computes_whole and len(pending.texts[pending.n_started]) > room:
+                break  # it goes into the next chunk
             part = self._take(pending, room)
             inputs.append(part)
             owners.append(pending)
-            room -= len(part.tokens)
+            room = max(0, room - len(part.tokens))
         if not inputs:
             return None
         n_tokens = sum(len(each.tokens) for each in inputs)
@@ -191,6 +202,8 @@ class EmbeddingQueue:
     def _take(self, pending: PendingEmbeddings, room: int) -> EmbeddingInput:
         """Take up to ``room`` tokens of the next text of ``pending``."""
         text = pending.texts[pending.n_started]
+        if self._computes_whole:
+            room = len(text)
         if not pending.position:
             self._open_seq_id = self._next_seq_id
             self._next_seq_id = (self._next_seq_id + 1) % MAX_EMBEDDING_SEQUENCES

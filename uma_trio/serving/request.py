@@ -6,12 +6,14 @@ Everything here happens before any work, and every refusal says the numbers.
 from __future__ import annotations
 
 import secrets
+from typing import Final
 
 import numpy as np
 import trio
 
 from uma_trio.config import Config
 from uma_trio.engine.messages import ModelInfo
+from uma_trio.engine.purpose import Purpose
 from uma_trio.errors import AdapterNotFound, BadRequest
 from uma_trio.grammar import Grammar
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet, adapter_set
@@ -101,10 +103,31 @@ def adapters_of(request: Generate | Embed, info: ModelInfo) -> AdapterSet:
     return adapter_set(scales, {number: each.fingerprint for number, each in enumerate(info.adapters)})
 
 
+INSTEAD: Final[dict[Purpose, str]] = {
+    "generate": "generates text",
+    "embed": "embeds texts, and does nothing else: ask it for embeddings",
+    "rank": "ranks documents for a query, and does nothing else: send it a rerank request",
+}
+"""What a model is for, as part of a refusal."""
+
+
+def check_generates(info: ModelInfo) -> None:
+    """Raise BadRequest unless the model generates text."""
+    if info.purpose != "generate":
+        raise BadRequest(
+            f"the model {_name(info)} generates no text. It {INSTEAD[info.purpose]}, or name a model that generates",
+            field="model",
+        )
+
+
+def _name(info: ModelInfo) -> str:
+    return info.name.removesuffix(".gguf")
+
+
 def check_embed(request: Embed, info: ModelInfo) -> None:
     """Raise BadRequest unless the model gives such embeddings."""
     if not info.can_embed:
-        raise BadRequest("this model gives no embeddings", field="model")
+        raise BadRequest(f"the model {_name(info)} gives no embeddings. It {INSTEAD[info.purpose]}", field="model")
     width = info.n_embd_out
     if request.dimensions is not None and request.dimensions > width:
         raise BadRequest(

@@ -338,6 +338,8 @@ class Scheduler:
             engine = HealthCheck(name="engine", ok=False, reason=f"restarting: {link.reason or 'it has ended'}")
         else:
             engine = HealthCheck(name="engine", ok=True, reason="running")
+        if self.info.purpose != "generate":
+            return [engine, self._embeddings.health()]
         return [engine, *self._waiting.health()]
 
     # -- the tick -------------------------------------------------------------------------------

@@ -1,0 +1,201 @@
+"""Encoders in the real engine and daemon: llama.cpp's own embeddings, batched as alone, next to crashes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import trio
+
+import llama_abi
+from tests.support.random_models import random_model
+from tests.support.real_daemon import real_daemon
+from uma_trio.client import ServerError
+from uma_trio.models.loaded import vocabulary
+
+CTX = 512
+QUANT = "f32"
+"""With quantized weights, values of activations at a boundary round up or down with the size of a call."""
+
+WORDS = [
+    "how",
+    "do",
+    "i",
+    "make",
+    "pancakes",
+    "mix",
+    "flour",
+    "milk",
+    "and",
+    "eggs",
+    "the",
+    "capital",
+    "of",
+    "france",
+    "is",
+    "paris",
+]
+
+
+def model(pooling):
+    return random_model(f"tiny-bert-{pooling}", QUANT, ctx=CTX)
+
+
+def texts(n, most=60):
+    """Texts of 1 to ``most`` words."""
+    rng = random.Random(n)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, most))) for _ in range(n)]
+
+
+def tokens_of(path, given):
+    with vocabulary(path) as tokenizer:
+        return [tokenizer.encode(text, parse_special=False).tolist() for text in given]
+
+
+def reference(path, tokens, **options):
+    """What llama.cpp itself computes of each of ``tokens``, one at a time: a vector of length 1, or a score."""
+    found = []
+    options = {"n_ctx": CTX, "n_batch": CTX, "n_ubatch": CTX, "embeddings": True, "flash_attn": "off"} | options
+    with llama_abi.Model(llama_abi.load(), path) as model:
+        for each in tokens:
+            with llama_abi.Context(model, llama_abi.ContextOptions(**options)) as context:
+                batch = llama_abi.Batch(len(each))
+                batch.add(each, pos=0, seq=0, logits="all")
+                assert context.decode(batch) == llama_abi.OK
+                if context.ranks:
+                    found.append(context.score(0))
+                else:
+                    vector = context.pooled_embedding(0)
+                    found.append(vector / np.linalg.norm(vector))
+    return found
+
+
+def asked(daemon, ask):
+    """What ``ask(client)`` returns."""
+
+    async def main():
+        async with daemon.client() as client:
+            return await ask(client)
+
+    return trio.run(main)
+
+
+@pytest.fixture(scope="module")
+def encoder(library):
+    """A daemon with a BERT that pools the mean."""
+    with real_daemon("--model", str(model("mean"))) as daemon:
+        yield daemon
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_the_embeddings_are_those_of_llama_cpp(library, pooling):
+    path = model(pooling)
+    given = texts(40)
+    with real_daemon("--model", str(path)) as daemon:
+        found = asked(daemon, lambda client: client.embed(given))
+        tokens = tokens_of(path, given)
+        expected = reference(path, tokens)
+        assert np.abs(np.array(found.embeddings) - expected).max() < 1e-3
+        assert found.usage.prompt_tokens == sum(map(len, tokens))
+        alone = [asked(daemon, lambda client, text=text: client.embed([text])).embeddings[0] for text in given[:5]]
+        assert np.allclose(alone, found.embeddings[:5], atol=1e-3)
+    similar = np.array(expected) @ np.array(expected).T
+    assert np.min(similar) < 0.99, "texts that differ have vectors that differ"
+
+
+def test_texts_of_any_length_up_to_the_context(encoder):
+    with vocabulary(model("mean")) as tokenizer:
+        token = int(tokenizer.encode("milk", add_special=False)[0])
+    given = [[token] * n for n in (1, CTX, 2, 300, 16, CTX)]
+    found = asked(encoder, lambda client: client.embed(given))
+    assert np.abs(np.array(found.embeddings) - reference(model("mean"), given)).max() < 1e-3
+    with pytest.raises(ServerError, match=rf"E_LIMIT_CONTEXT.*input\[1\] has {CTX + 1} tokens.*at most {CTX}"):
+        asked(encoder, lambda client: client.embed([[token], [token] * (CTX + 1)]))
+
+
+def test_what_the_daemon_says_of_an_encoder(encoder):
+    [known] = asked(encoder, lambda client: client.models())
+    assert known.capabilities == ["embedding"]
+    assert (known.architecture, known.embedding_length) == ("bert", 64)
+    assert (known.context_per_request, known.parallel, known.chat_template) == (CTX, 1, None)
+    logged = {line["event"]: line for line in encoder.log_lines()}
+    assert logged["purpose"]["purpose"] == "it embeds texts"
+    assert logged["purpose"]["pooling"] == "mean"
+    assert "KV cache" not in logged
+    health = asked(encoder, lambda client: client.health())
+    assert health.ready
+    assert {check.name for check in health.checks if check.model} == {"model", "engine", "queue"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "hello"},
+        {"prompt": "hello", "session_id": "s"},
+        {"prompt": "hello", "constraint": {"regex": "a+"}},
+        {"messages": [{"role": "user", "content": "hello"}]},
+        {"controller": "gh-none"},
+    ],
+)
+def test_a_request_for_text_says_what_an_encoder_does(encoder, fields):
+    answer = encoder.ask(**fields)
+    assert answer.code == "E_PROTO_BAD_REQUEST"
+    assert "generates no text. It embeds texts" in answer.last["message"]
+    encoder.settled()
+
+
+def test_requests_of_many_clients_are_computed_together(encoder):
+    given = texts(30)
+    expected = reference(model("mean"), tokens_of(model("mean"), given))
+    found = [None] * len(given)
+
+    async def main():
+        async def one(number):
+            async with encoder.client() as client:
+                found[number] = (await client.embed([given[number]])).embeddings[0]
+
+        async with trio.open_nursery() as nursery:
+            for number in range(len(given)):
+                nursery.start_soon(one, number)
+
+    trio.run(main)
+    assert np.abs(np.array(found) - expected).max() < 1e-3
+    encoder.settled()
+
+
+def test_a_closed_connection_ends_the_request(encoder):
+    with encoder.wire() as wire:
+        wire.send(type="embed", input=["a long text " * 100] * 1000)
+        encoder.wait_until(lambda snapshot: snapshot["embeddings"]["requests"] == 1, "the request runs")
+    encoder.wait_until(lambda snapshot: snapshot["embeddings"]["requests"] == 0, "the request has ended")
+    encoder.settled()
+
+
+def test_an_engine_that_is_killed_changes_nothing(library):
+    path = model("mean")
+    given = texts(400)
+    with real_daemon("--model", str(path)) as daemon:
+        expected = asked(daemon, lambda client: client.embed(given))
+        before = daemon.metrics()
+
+        async def embed_and_kill():
+            async with daemon.client() as client, trio.open_nursery() as nursery:
+
+                async def kill():
+                    done = before["embeddings"]["texts_total"] + 5
+                    snapshot = await trio.to_thread.run_sync(
+                        daemon.wait_until, lambda each: each["embeddings"]["texts_total"] >= done, "it is on its way"
+                    )
+                    os.kill(snapshot["engine"]["pid"], signal.SIGKILL)
+
+                nursery.start_soon(kill)
+                return await client.embed(given)
+
+        found = trio.run(embed_and_kill)
+        assert np.allclose(found.embeddings, expected.embeddings, atol=1e-3)
+        again = asked(daemon, lambda client: client.embed(given[:3]))
+        assert np.allclose(again.embeddings, expected.embeddings[:3], atol=1e-3)
+        assert daemon.metrics()["engine"]["restarts_total"] == 1
