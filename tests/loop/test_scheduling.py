@@ -19,6 +19,7 @@ from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Token
 from uma_trio.protocol.requests import Generate, Slo
+from uma_trio.scheduling.policy import LATE_PREFILL_SHARE
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import Sequence as Answer
 
@@ -107,13 +108,18 @@ async def test_a_stream_is_on_time_during_the_prefill_of_others(autojump_clock, 
 async def test_prefill_goes_on_where_decoding_alone_misses_every_target(autojump_clock):
     engine = FakeEngine(n_ctx=100_000, cost_ms=lambda prompt, decodes: 10 + prompt + 200 * decodes)
     async with running(engine, min_chunk_tokens=16) as harness:
-        stream, prompt = Client(), Client()
+        stream = Client()
         harness.ask(1, 4000, stream)
         await trio.sleep(1)
-        sequence = harness.ask(160, 1, prompt)
-        with trio.fail_after(2 * 10 * 0.3):
-            await sequence.done.wait()
-        assert len(stream.token_s) > 10
+        await harness.ask(800, 1).done.wait()  # now the costs are known
+        n_before = len(stream.token_s)
+        with trio.fail_after(60):
+            await harness.ask(800, 1).done.wait()
+        gaps_ms = stream.gaps_ms[n_before:]
+        assert len(gaps_ms) <= 1 + 800 // 90, (
+            "every tick has a part of the prompt, in half of the time that decoding takes"
+        )
+        assert max(gaps_ms) <= 1.02 * (1 + LATE_PREFILL_SHARE) * (10 + 200)
 
 
 async def test_without_streams_a_prefill_chunk_is_limited_by_prefill_tick_ms(autojump_clock):

@@ -17,6 +17,8 @@ from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, Device, SimulatedS
 from uma_trio.scheduling.cost import (
     CONTEXT_ALIGNMENT,
     FEATURE_SCALES,
+    MAX_MARGIN,
+    MIN_MARGIN,
     SPLIT_THRESHOLD,
     CostModel,
     DecodeCallTimes,
@@ -219,6 +221,38 @@ def test_prefill_continues_after_an_outlier(device: Device, ms: float) -> None:
     before, after = rates[150:200], rates[211:261]
     rate = [sum(n for n, _ in part) / sum(s for _, s in part) for part in (before, after)]
     assert rate[1] >= 0.75 * rate[0]
+
+
+# -- the margin ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("noise", "least", "most"), [(0.0, 0.01, 0.01), (0.001, 0.01, 0.012), (0.03, 0.02, 0.08), (0.3, 0.07, 0.1)]
+)
+def test_a_margin_is_what_nine_of_ten_ticks_need(noise: float, least: float, most: float) -> None:
+    """1.3 standard deviations: at least one percent, and at most a tenth."""
+    model = learned(with_noise(FLAT, noise), 1000)
+    margins = [model.margin(ms) for ms in (20.0, 40.0)]  # most ticks of this device take that long
+    assert all(least <= margin <= most for margin in margins)
+
+
+def test_nothing_known_is_the_largest_margin() -> None:
+    assert {CostModel().mixed.margin(ms) for ms in (-1.0, 0.0, 18.0, 100.0, math.inf)} == {MAX_MARGIN}
+
+
+def test_ticks_of_other_durations_keep_their_margin() -> None:
+    model, work = CostModel().mixed, Work(64, 4, 1000)
+    for _ in range(200):
+        model = model.observed(work, 20.0)
+    assert model.margin(20.0) == model.margin(20.0 / (1 - MAX_MARGIN)) == MIN_MARGIN
+    assert model.margin(100.0) == MAX_MARGIN
+
+
+def test_one_tick_that_takes_ten_times_as_long_is_one_of_ten() -> None:
+    model, work = CostModel().mixed, Work(64, 4, 1000)
+    for n in range(400):
+        model = model.observed(work, 200.0 if n % 100 == 50 else 20.0)
+    assert model.margin(20.0) <= 2 * MIN_MARGIN
 
 
 # -- the inverse ---------------------------------------------------------------------------------------

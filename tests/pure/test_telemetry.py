@@ -55,7 +55,7 @@ def test_a_new_one_has_measured_nothing() -> None:
     assert measured == {
         key
         for key in snapshot
-        if key.endswith(("_ms", "_ms_avg", "_share", "_rate", "_per_token")) or key == "avg_batch"
+        if key.endswith(("_ms", "_ms_avg", "_share", "_rate", "_per_token", "_p50", "_p90")) or key == "avg_batch"
     }
 
 

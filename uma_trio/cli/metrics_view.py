@@ -47,6 +47,7 @@ GROUPS: Final = {
     "Ticks": (
         *("decode_ms_avg", "mask_wait_ms_avg", "sample_ms_avg", "host_gap_p50_ms", "host_gap_p95_ms", "host_gap_share"),
         *("logits_zero_copy_share", "bytes_per_token", "memory_bandwidth_share", "tick_prediction_error"),
+        *("mixed_tick_error_p50", "mixed_tick_error_p90"),
     ),
     "Memory": ("kv", "kv_offload", "embeddings", "send_queue_bytes"),
     "Engine": ("engine",),

@@ -116,6 +116,8 @@ TICKS: Final = (
     _gauge("logits_zero_copy_ratio", "logits_zero_copy_share", "Rows of logits that were sampled without a copy."),
     _gauge("memory_bandwidth_ratio", "memory_bandwidth_share", "Estimated memory traffic, of the measured bandwidth."),
     _gauge("tick_prediction_error_ratio", "tick_prediction_error", "Recent error of the cost model."),
+    _gauge("mixed_tick_error_p50_ratio", "mixed_tick_error_p50", "Error of mixed ticks, median."),
+    _gauge("mixed_tick_error_p90_ratio", "mixed_tick_error_p90", "Error of mixed ticks, 90th percentile."),
 )
 
 MEMORY: Final = (

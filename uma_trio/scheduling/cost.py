@@ -52,6 +52,20 @@ ERROR_SMOOTHING: Final = 0.05
 MAX_TICK_ERROR: Final = 4.0
 """Upper bound of what one tick adds to the error."""
 
+MIN_MARGIN: Final = 0.01
+MAX_MARGIN: Final = 0.1
+"""Bounds of the share of the time before a deadline that is kept free: without it, half of the ticks would be late."""
+
+TICKS_IN_TIME: Final = 0.9
+"""Share of the ticks that should take no longer than predicted and the margin."""
+
+MARGIN_STEP: Final = 0.5
+"""How fast a margin follows: a tick that was longer raises it by about this share, and those that were not lower it by
+as much together."""
+
+N_MARGINS: Final = 12
+"""Ticks of different duration have margins of their own: each twice as long as the one before, from 1 ms on."""
+
 SPLIT_THRESHOLD: Final = 0.94
 """Decode rows are split only if the calls together take less than this share of one call.  Every call has its
 overhead, and measurements have noise."""
@@ -107,6 +121,8 @@ class LinearModel:
     most."""
     unconstrained: Features | None = None
     """The coefficients before negative ones were set to 0.  The recursion continues from these."""
+    margins: tuple[float, ...] = (0.0,) * N_MARGINS
+    """By how much a tick may take longer than predicted, as a share: a quantile of what was observed, by duration."""
 
     def predict(self, work: Work) -> float:
         """Predicted milliseconds of ``work``, at least 0."""
@@ -134,7 +150,21 @@ class LinearModel:
         # an average over the warm-up would be dominated by the initial estimate
         error = tick_error if in_warmup else self.error + ERROR_SMOOTHING * (tick_error - self.error)
         coefficients = _non_negative(unconstrained, information)
-        return LinearModel(coefficients, information, self.n_observed + 1, error, unconstrained)
+        margins = self._margins_after(predicted, ms)
+        return LinearModel(coefficients, information, self.n_observed + 1, error, unconstrained, margins)
+
+    def margin(self, ms: float) -> float:
+        """The share of ``ms``, the time before a deadline, that should be kept free."""
+        return self.margins[_duration_class(ms)]
+
+    def _margins_after(self, predicted: float, ms: float) -> tuple[float, ...]:
+        # a tick that was planned to end before a deadline, by a margin, also counts for the duration with it
+        classes = {_duration_class(predicted), _duration_class(predicted / (1 - MAX_MARGIN))}
+        margins = list(self.margins)
+        for n in classes:
+            share = TICKS_IN_TIME if ms * (1 - margins[n]) > predicted else TICKS_IN_TIME - 1
+            margins[n] = min(MAX_MARGIN, max(MIN_MARGIN, margins[n] * (1 + MARGIN_STEP * share)))
+        return tuple(margins)
 
     def max_prefill_tokens(self, ms: float, work: Work) -> float:
         """Prefill tokens with which ``work`` is predicted to take ``ms``; negative if it takes longer with none.
@@ -149,6 +179,10 @@ class LinearModel:
         if remaining > 0 and discriminant + linear > 0:
             return 2 * remaining / (linear + math.sqrt(discriminant))
         return remaining / linear if linear > 0 else math.copysign(math.inf, remaining)
+
+
+def _duration_class(ms: float) -> int:
+    return int(min(max(0.0, ms), 2.0 ** (N_MARGINS - 2))).bit_length()
 
 
 def _features(work: Work) -> Features:
@@ -235,7 +269,7 @@ class CostModel:
 
     decode_only: LinearModel = LinearModel((5.0, 0.0, 5.0, 1.0, 0.0, 2.0))
     """Ticks without prefill."""
-    mixed: LinearModel = LinearModel((10.0, 30.0, 10.0, 1.0, 1.0, 2.0))
+    mixed: LinearModel = LinearModel((10.0, 30.0, 10.0, 1.0, 1.0, 2.0), margins=(MAX_MARGIN,) * N_MARGINS)
     """Ticks with prefill."""
     call_times: DecodeCallTimes = DecodeCallTimes()
 

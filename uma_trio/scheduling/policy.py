@@ -32,12 +32,11 @@ work in tiles.  On a CPU a chunk of 60 tokens took as long as one of 64; on an H
 MIN_ALIGNED_TOKENS: Final = 64
 """Smaller chunks are not aligned, since that would give up too large a share of them."""
 
-MAX_DEADLINE_MARGIN: Final = 0.1
-"""Upper bound of the share of the time before a deadline that is kept free.  The share is the recent error of the cost
-model: without a margin, half of the ticks would be late."""
-
 PREFILL_ONLY_MIN_CHUNKS: Final = 4
 """A tick without decodes has room for at least this many of the smallest chunks, however slow the device is."""
+
+LATE_PREFILL_SHARE: Final = 0.5
+"""Where decoding alone misses the targets of its streams, prompts may make a tick longer by this share."""
 
 DRAFT_LENGTHS: Final = (1, 2, 4, 8, 16)
 """Draft tokens for each sequence that the policy considers."""
@@ -131,7 +130,8 @@ def plan(
 
     Prefill gets as many tokens as the tick is predicted to have time for before the earliest deadline of the decodes.
     If not even the smallest chunk fits, every other tick has such a chunk and is late: neither prefill nor decoding
-    starves.  Without decodes, prefill can take ``prefill_tick_ms``.
+    starves.  Where decoding alone is late, prompts get a share of its time in every tick.  Without decodes, prefill can
+    take ``prefill_tick_ms``.
 
     Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time.
 
@@ -368,10 +368,14 @@ def _prefill_budget(
 ) -> int:
     """Prefill tokens that this tick has time and rows for; not positive if there is no room."""
     if decodes:
-        margin = min(cost.mixed.error, MAX_DEADLINE_MARGIN)
-        in_time = cost.max_prefill_tokens(_ms_until_due(decodes, now_s) * (1 - margin), work)
+        due_ms = _ms_until_due(decodes, now_s)
+        in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
         if in_time < limits.min_chunk_tokens:
             in_time = 0 if state.had_prefill else limits.min_chunk_tokens
+            decode_ms = cost.predict(estimated_work(decodes))
+            if decode_ms > due_ms:
+                late = cost.max_prefill_tokens((1 + LATE_PREFILL_SHARE) * decode_ms, work)
+                in_time = late if late >= limits.min_chunk_tokens else in_time
     else:
         in_time = max(
             PREFILL_ONLY_MIN_CHUNKS * limits.min_chunk_tokens, cost.max_prefill_tokens(limits.prefill_tick_ms, work)

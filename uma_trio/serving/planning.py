@@ -25,7 +25,8 @@ from uma_trio.offload import Offloader
 from uma_trio.principal import Principal
 from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
-from uma_trio.scheduling.policy import MAX_DEADLINE_MARGIN, Plan, PolicyState, plan
+from uma_trio.scheduling.cost import MAX_MARGIN
+from uma_trio.scheduling.policy import Plan, PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
 from uma_trio.serving.controllers.driver import ControllerDriver
@@ -303,7 +304,7 @@ class StepPlanner:
         time_ms = self._limits.prefill_tick_ms
         if decodes:
             time_ms = 1e3 * (min([view.due_s for view in decodes]) - trio.current_time())
-            time_ms = (1 - MAX_DEADLINE_MARGIN) * time_ms - self._timings.decode_ms(decodes)
+            time_ms = (1 - MAX_MARGIN) * time_ms - self._timings.decode_ms(decodes)
         if prefills:
             time_ms /= 2
         if decodes and had_chunk and time_ms < self._embeddings.min_chunk_ms:

@@ -130,6 +130,8 @@ class Telemetry:
     ttft_ms: RecentValues = attrs.field(factory=RecentValues)
     host_gap_ms: RecentValues = attrs.field(factory=RecentValues)
     cancel_to_free_ms: RecentValues = attrs.field(factory=RecentValues)
+    mixed_tick_errors: RecentValues = attrs.field(factory=RecentValues)
+    """Relative errors of the predicted duration, of ticks with decodes and prefill."""
     served_ms: MovingAverage = attrs.field(factory=MovingAverage)
     """Time from admission to the end, of requests that finished or were cancelled."""
     decode_ms: Average = attrs.field(factory=Average)
@@ -198,6 +200,7 @@ class Telemetry:
         ttft_p50, ttft_p95 = self.ttft_ms.percentiles(50, 95)
         gap_p50, gap_p95 = self.host_gap_ms.percentiles(50, 95)
         freed_p50, freed_max = self.cancel_to_free_ms.percentiles(50, 100)
+        error_p50, error_p90 = self.mixed_tick_errors.percentiles(50, 90)
         all_tokens = self.tokens_total + self.prompt_tokens_total
         return {
             "tokens_total": self.tokens_total,
@@ -232,6 +235,8 @@ class Telemetry:
             "logits_zero_copy_share": _ratio(self.logits_rows_total - self.logits_copied_total, self.logits_rows_total),
             "bytes_per_token": round(self.bytes_moved / all_tokens) if all_tokens else None,
             "memory_bandwidth_share": _ratio(self.bytes_moved, (self.bytes_per_s or 0.0) * self._busy_ms / 1e3),
+            "mixed_tick_error_p50": error_p50,
+            "mixed_tick_error_p90": error_p90,
             "cancel_to_free_p50_ms": freed_p50,
             "cancel_to_free_max_ms": freed_max,
             "requests_total": dict(self.requests),
