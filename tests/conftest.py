@@ -30,7 +30,7 @@ from hypothesis import settings
 
 from tests.support.run import RUN_VARIABLE, run_folder
 
-EXIT_S = 5.0
+EXIT_S = 60.0
 """How long processes of the tests may take to end after the last test."""
 
 settings.register_profile("same", derandomize=True, deadline=None, max_examples=20)

@@ -118,7 +118,7 @@ def test_1000_idle_connections(attacked: Gateway) -> None:
         with attacked.http() as client:
             assert client.get("/healthz").status_code == 200
             assert client.post("/v1/tokenize", content=BODY).status_code == 200
-        assert process.num_fds() >= fds + 750, "those that were accepted are open"
+        attacked.daemon.wait_until(lambda _: process.num_fds() >= fds + 750, "those that were accepted are open")
     attacked.daemon.wait_until(lambda _: process.num_fds() <= fds + 2, "their descriptors are free")
 
 

@@ -23,7 +23,7 @@ def test_usage_on_a_full_disk(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "uma_trio", "keys", "create", "a", "--quota", "1000000/month", "--file", str(file)]
     key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
     flags = ("--http", "0", "--http-keys", str(file), "--state-dir", str(tmp_path / "state"))
-    with real_daemon(*flags) as daemon:
+    with real_daemon(*flags, folder=tmp_path) as daemon:
         gateway = Gateway.of(daemon)
         pid = daemon.metrics()["gateway"]["pid"]
         with gateway.http(headers={"authorization": f"Bearer {key}"}) as client, Canary(daemon):
@@ -40,5 +40,5 @@ def test_usage_on_a_full_disk(tmp_path: Path) -> None:
             assert ask(5) == each
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             assert ask(1) == 7 * each
-        assert "usage.sqlite" in daemon.logs()
         assert daemon.metrics()["gateway"]["restarts_total"] == 0
+    assert "usage.sqlite" in daemon.logs()

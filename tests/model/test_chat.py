@@ -252,7 +252,7 @@ def test_the_daemon_dies_in_the_middle_of_an_answer(library, tmp_path):
 def test_a_restart_of_the_engine_is_reported(library, tmp_path):
     with (
         real_daemon(folder=tmp_path) as daemon,
-        chatting(tmp_path / "uma.sock", "--max-tokens", 300) as shown,
+        chatting(tmp_path / "uma.sock", "--max-tokens", 1500) as shown,
     ):
         shown.wait_for(PROMPT)
         shown.type(LONG + "\r")

@@ -9,7 +9,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "ec
 
 
 def started_with(daemon, event):
-    [line] = [line for line in daemon.log_lines() if line["event"] == event]
+    [line] = daemon.logged(event)
     return line
 
 
@@ -42,7 +42,7 @@ def test_a_file_in_place_of_a_missing_template(without_template, tmp_path):
     with real_daemon(*flags, folder=tmp_path) as daemon:
         assert "<<Hello>>" in daemon.ask(**CHAT).text
         assert started_with(daemon, "chat template")["template"] == str(tmp_path / "own.jinja")
-        assert "the model has no chat template; it serves plain prompts" not in daemon.events_logged()
+    assert "the model has no chat template; it serves plain prompts" not in daemon.events_logged()
 
 
 def test_a_model_without_a_template_says_so_and_names_the_flag(without_template, tmp_path):

@@ -199,4 +199,4 @@ def test_a_runtime_of_another_make(library: None, tmp_path: Path) -> None:
         with pytest.raises(ServerError) as error:
             run(found, "jsctrl", PROGRAM)
         assert error.value.code == "E_CONTROLLER_NOT_FOUND"
-        found.wait_until_logged("the tokenizer is other")
+        found.logged("the tokenizer is other")

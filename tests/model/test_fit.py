@@ -256,12 +256,11 @@ def test_what_was_taken_beyond_the_prediction_counts_at_the_next_start(
 def test_a_start_says_what_was_chosen(library: Path, tmp_path: Path) -> None:
     path = random_model("12x768x12x4x2048", ctx=8192)
     with real_daemon("--model", str(path), "--memory-limit-mb", "400", folder=tmp_path) as daemon:
-        records = {record["event"]: record for record in map(json.loads, daemon.logs().splitlines())}
-        found = records["fit"]
+        [found] = daemon.logged("fit")
         assert "requests, KV q8_0: " in found["choice"]
         assert found["choice"].endswith("MiB allowed")
         assert found["why"].startswith("no room for ctx 8192 for each request, KV f16")
-        per_request = records["KV cache"]["ctx_per_request"]
+        per_request = daemon.logged("KV cache")[0]["ctx_per_request"]
         assert f"ctx {per_request} x 8 requests" in found["choice"]
         assert daemon.ask(prompt="a", max_tokens=4).reason in ("stop", "length")
 

@@ -177,9 +177,12 @@ def test_each_sequence_has_cells_of_its_own(model, layout):
 def test_the_daemon_logs_the_layout(library, tmp_path):
     environment = {"UMA_LAYOUT_TRIAL_S": "600", "XDG_CACHE_HOME": str(tmp_path)}
     logged, measured = [], []
-    for _ in range(2):
-        with real_daemon("--parallel", "2", "--ctx", "2048", environment=environment) as daemon:
-            lines = [json.loads(line) for line in daemon.logs().splitlines() if line.startswith("{")]
+    for n in range(2):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        with real_daemon("--parallel", "2", "--ctx", "2048", folder=folder, environment=environment) as daemon:
+            daemon.logged("serving")
+        lines = [json.loads(line) for line in daemon.logs().splitlines() if line.startswith("{")]
         logged += [line for line in lines if line["event"] == "layout of the KV cache"]
         measured += [line["layout"] for line in lines if line["event"] == "measured a layout of the KV cache"]
     assert [line["why"] for line in logged] == ["measured", "measured before"]

@@ -33,7 +33,7 @@ def test_200_prompts_one_after_another_cost_less_than_2_mib(library):
         before = daemon.settled()["tokens_total"], daemon.rss, daemon.n_fds()
         for seed in range(200):
             ask(daemon, seed)
-        after = daemon.settled()["tokens_total"], daemon.rss, daemon.n_fds()
+        after = daemon.settled()["tokens_total"], daemon.rss
+        daemon.wait_fds(before[2])
     print(f"RSS grew by {(after[1] - before[1]) / MIB:.2f} MiB over {after[0] - before[0]} tokens of 200 prompts")
     assert after[1] - before[1] < 2 * MIB
-    assert after[2] == before[2]

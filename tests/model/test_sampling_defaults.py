@@ -32,7 +32,7 @@ def test_a_model_that_recommends_nothing_is_greedy(library, tmp_path):
     with real_daemon(folder=tmp_path) as daemon:
         assert daemon.ask(**STORY).ids == daemon.ask(temperature=0, **STORY).ids
         assert daemon.ask(**STORY).last.get("seed") is None
-        [line] = [line for line in daemon.log_lines() if line["event"] == "sampling defaults"]
+        [line] = daemon.logged("sampling defaults")
     assert line["temperature"] == "0 (built in)"
 
 
@@ -42,10 +42,9 @@ def test_a_recommendation_is_the_default(recommending, tmp_path):
         assert found.ids == daemon.ask(temperature=8, top_k=30, **STORY).ids
         assert found.ids != daemon.ask(temperature=0, **STORY).ids
         assert found.last["seed"] == 5
-        lines = daemon.log_lines()
-    [line] = [line for line in lines if line["event"] == "sampling defaults"]
+        [line] = daemon.logged("sampling defaults")
+        [ignored] = daemon.logged("ignored a sampling parameter of the model file")
     assert (line["temperature"], line["top_k"]) == ("8 (model)", "30 (model)")
-    [ignored] = [line for line in lines if line["event"] == "ignored a sampling parameter of the model file"]
     assert ignored["reason"].startswith("general.sampling.top_p: top_p must be a number above 0, up to 1, not '7.0")
 
 
@@ -53,5 +52,5 @@ def test_a_setting_beats_the_recommendation(recommending, tmp_path):
     (tmp_path / "uma.yaml").write_text("sampling:\n  temperature: 0\n  top_p: 0.5\n")
     with real_daemon("--model", str(recommending), "--config", str(tmp_path / "uma.yaml"), folder=tmp_path) as daemon:
         assert daemon.ask(**STORY).last.get("seed") is None
-        [line] = [line for line in daemon.log_lines() if line["event"] == "sampling defaults"]
+        [line] = daemon.logged("sampling defaults")
     assert (line["temperature"], line["top_k"], line["top_p"]) == ("0 (server)", "30 (model)", "0.5 (server)")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -240,8 +241,9 @@ def test_a_second_daemon(tmp_path: Path) -> None:
             rf"another daemon \(process {daemon.pid}\) serves on .*; stop it, or choose another --socket$",
         )
         with real_daemon(*state, "--engine", "thread") as second:
-            assert f"is in use by process {daemon.pid}: stop it, or choose another folder" in second.logs()
-            assert "--state-dir" in second.logs()
+            said = json.dumps(second.logged("sessions will not survive a restart"))
+        assert f"is in use by process {daemon.pid}: stop it, or choose another folder" in said
+        assert "--state-dir" in said
 
 
 def test_the_exit_code_of_the_program(tmp_path: Path) -> None:

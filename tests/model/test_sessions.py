@@ -314,7 +314,7 @@ def test_a_removed_state_folder_is_created_again(library: None, tmp_path: Path, 
         shutil.rmtree(state)
         assert say(victim, "a", texts[1]).last["session"]["durable"]
         assert victim.settled()["sessions"]["journal_restored_total"] == 1
-        assert "a session's file was missing or cut; it was written again" in victim.events_logged()
+        victim.logged("a session's file was missing or cut; it was written again")
         before = sessions(victim)
         victim.process.kill()
         victim.process.wait()
@@ -368,7 +368,7 @@ def test_a_damaged_session_does_not_affect_others(library: None, tmp_path: Path,
     file.write_bytes(damaged(data, how, len(data) // 3))
     with real_daemon("--state-dir", str(state)) as victim:
         assert "intact" in names(victim)
-        assert "a session's file is damaged" in victim.events_logged()
+        victim.logged("a session's file is damaged")
         assert say(victim, "intact", texts[1]).ids == expected[1].ids
         again = say(victim, "broken", texts[0])
         assert again.ids == expected[0].ids, "it starts again"
@@ -399,7 +399,7 @@ def test_without_a_state_folder_sessions_are_in_memory(library: None, tmp_path: 
     (tmp_path / "file").touch()
     state = tmp_path / "file" if place == "a file" else tmp_path / "file" / "state"
     with real_daemon("--state-dir", str(state)) as daemon:
-        assert "sessions will not survive a restart" in daemon.events_logged()
+        daemon.logged("sessions will not survive a restart")
         first = say(daemon, "a", "What is the capital of France?")
         assert first.last["session"]["durable"] is False
         second = say(daemon, "a", "And of Italy?")
@@ -416,7 +416,7 @@ def test_the_second_daemon_with_the_same_state_folder_has_no_storage(library: No
     with real_daemon(*flags, folder=tmp_path / "one") as first:
         assert say(first, "a", "What is the capital of France?").last["session"]["durable"]
         with real_daemon(*flags, folder=tmp_path / "two") as second:
-            assert "sessions will not survive a restart" in second.events_logged()
+            second.logged("sessions will not survive a restart")
             assert names(second) == []
             assert say(second, "a", "And of Italy?").last["session"]["durable"] is False
         assert say(first, "a", "And of Italy?").last["session"]["turns"] == 2

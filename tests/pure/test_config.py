@@ -49,7 +49,9 @@ def test_names_are_unique_over_all_sections() -> None:
 
 
 UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|mb|tokens|attempts)$")
-UNIT_IN_HELP = re.compile(r"\b(tokens?|sequences|threads|layers|connections|requests|sessions|models)\b", re.IGNORECASE)
+UNIT_IN_HELP = re.compile(
+    r"\b(tokens?|sequences|threads|layers|connections|requests|sessions|models|devices)\b", re.IGNORECASE
+)
 
 
 @pytest.mark.parametrize("found", ALL, ids=lambda found: found.name)

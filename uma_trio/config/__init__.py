@@ -32,8 +32,9 @@ from uma_trio.config.fields import (
     Sessions,
 )
 from uma_trio.config.models import models_of, settings_of_model
+from uma_trio.config.refusal import ConfigError
 from uma_trio.config.sources import load, read_yaml, to_yaml
-from uma_trio.config.values import ConfigError, Setting, settings
+from uma_trio.config.values import Setting, settings
 
 __all__ = [
     "DEFAULT_BATCH",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from uma_trio.config.fields import DEFAULT_BATCH, Config
-from uma_trio.config.values import ConfigError
+from uma_trio.config.fields import DEFAULT_BATCH, Config, Model
+from uma_trio.config.lists import NO_DEVICES
+from uma_trio.config.refusal import ConfigError
 
 
 def check_consistency(config: Config) -> None:
@@ -27,9 +28,35 @@ def check_consistency(config: Config) -> None:
             f"type_v is {model.type_v} and flash_attn off, but llama.cpp quantizes V with flash attention only: make "
             "flash_attn auto, or type_v f16"
         )
+    _check_devices(model)
     if scheduling.min_chunk_tokens > batch_tokens - model.parallel:
         raise ConfigError(
             f"min_chunk_tokens is {scheduling.min_chunk_tokens}, but a tick has room for only "
             f"{batch_tokens - model.parallel} tokens of prompts (batch_tokens less parallel): make "
             "min_chunk_tokens smaller, or batch_tokens larger"
         )
+
+
+def _check_devices(model: Model) -> None:
+    """Check what does not depend on the devices that there are."""
+    devices, mode, shares = model.devices, model.split_mode, model.tensor_split
+    if NO_DEVICES in devices and (model.gpu_layers > 0 or shares or mode in ("row", "tensor")):
+        what = "gpu_layers" if model.gpu_layers > 0 else "tensor_split" if shares else f"split_mode {mode}"
+        raise ConfigError(f"devices is none, the CPU alone, and {what} needs devices: remove one of them")
+    if shares and mode == "none":
+        raise ConfigError(
+            "tensor_split divides the model between devices, and split_mode none keeps it on one: remove one of them"
+        )
+    if shares and devices and len(shares) != len(devices):
+        raise ConfigError(
+            f"tensor_split has {len(shares)} shares for {len(devices)} devices: give one for each, 0 for nothing"
+        )
+    if model.main_gpu and mode != "none":
+        raise ConfigError(
+            f"main_gpu is {model.main_gpu}, which counts with split_mode none only: set split_mode to none, or name one of "
+            "the devices with devices"
+        )
+    if devices and model.main_gpu >= len(devices):
+        raise ConfigError(f"main_gpu is {model.main_gpu}, and devices names {len(devices)}: count from 0")
+    if mode == "tensor" and model.flash_attn == "off":
+        raise ConfigError("split_mode tensor needs flash attention, and flash_attn is off: set it to auto")

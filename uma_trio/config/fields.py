@@ -172,6 +172,54 @@ class Model:
         ge=-1,
         le=10_000,
     )
+    devices: tuple[str, ...] = setting(
+        (),
+        "Devices to compute on, with commas, in the order of their layers, such as CUDA0,CUDA1. uma-trio doctor names them. "
+        "none is the CPU alone. If not given, all GPUs, or integrated ones if there are no others.",
+        short="-dev",
+        metavar="NAMES",
+    )
+    split_mode: Literal["none", "layer", "row", "tensor"] = setting(
+        "layer",
+        "How several devices share the model. layer: each has some of the layers. tensor: each has a part of every layer, "
+        "so that all of them compute every token; that needs flash attention. row: each has some rows of large matrices, "
+        "which few backends can. none: main_gpu has everything.",
+        short="-sm",
+    )
+    tensor_split: tuple[float, ...] = setting(
+        (),
+        "Share of the model for each device, with commas, in the order of devices, such as 3,1. If not given, by free memory.",
+        short="-ts",
+        metavar="SHARES",
+    )
+    main_gpu: int = setting(
+        0,
+        "The device that has everything with split_mode none: its place in the order of devices, from 0.",
+        short="-mg",
+        ge=0,
+        le=15,
+    )
+    n_cpu_moe: int = setting(
+        0,
+        "Keep the experts of the first layers in the machine's memory: of this many layers. For a mixture of experts that does "
+        "not fit on the GPU, whose other weights then do.",
+        short="-ncmoe",
+        ge=0,
+        le=1000,
+    )
+    override_tensor: tuple[str, ...] = setting(
+        (),
+        "Keep the weights whose names match a regular expression elsewhere: on a device of the model, or on CPU, such as "
+        "ffn_.*_exps=CPU. The flag can be repeated, and the first match counts.",
+        short="-ot",
+        metavar="PATTERN=BUFFER",
+    )
+    rpc: tuple[str, ...] = setting(
+        (),
+        "llama.cpp's RPC servers whose devices are used like GPUs of this machine, with commas; they are named RPC0, RPC1. "
+        "Connections are neither encrypted nor protected: for trusted networks only.",
+        metavar="HOST:PORT",
+    )
     kv_mem_limit_mb: int = setting(
         0, "Maximum size of the KV cache, in megabytes. ctx is lowered to fit. 0 is no limit.", ge=0, le=100_000_000
     )

@@ -10,7 +10,8 @@ import attrs
 
 from uma_trio.config.checks import check_consistency
 from uma_trio.config.fields import SECTIONS, Config, ModelEntry
-from uma_trio.config.values import ConfigError, Setting, settings, shown
+from uma_trio.config.refusal import ConfigError, shown
+from uma_trio.config.values import Setting, settings
 
 OF_THE_DAEMON: Final = frozenset({"model", "alias", "models_dir", "offline", "llama_dir", "engine"})
 """Settings of the sections below that a model cannot have for itself; two of them are keys with another meaning."""
@@ -122,10 +123,11 @@ def to_plain(entry: ModelEntry) -> Mapping[str, Any]:
     """An entry as a file has it."""
     found: dict[str, Any] = {"name": entry.name, "model": entry.model, "alias": [*entry.alias]}
     found |= {"class": entry.model_class, "load": entry.load, **entry.settings}
-    return {key: _plain(value) for key, value in found.items() if value is not None and value != []}
+    return {key: to_plain_value(value) for key, value in found.items() if value is not None and value != []}
 
 
-def _plain(value: Any) -> Any:
+def to_plain_value(value: Any) -> Any:
+    """A setting's value as a file has it."""
     if isinstance(value, list | tuple):
         return [attrs.asdict(each) if attrs.has(type(each)) else each for each in value]
     return value if isinstance(value, str | int | float | None) else str(value)  # a path

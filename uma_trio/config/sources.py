@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
-
 from uma_trio.config.checks import check_consistency
 from uma_trio.config.fields import SECTIONS, Config, ModelEntry
-from uma_trio.config.models import parse_models, settings_of_model, to_plain
-from uma_trio.config.values import MAX_SHOWN, ConfigError, Setting, settings, shown
+from uma_trio.config.models import parse_models, settings_of_model, to_plain, to_plain_value
+from uma_trio.config.refusal import MAX_SHOWN, ConfigError, shown
+from uma_trio.config.values import Setting, settings
 from uma_trio.files import read_text
 
 CLOSE: Final = 0.75
@@ -240,7 +239,7 @@ def to_yaml(config: Config) -> str:
         value = getattr(getattr(config, section), found.field)
         plain = str(value) if isinstance(value, Path) else value
         if found.is_list:
-            plain = [attrs.asdict(each) for each in value]
+            plain = to_plain_value(value)
         lines += textwrap.wrap(found.help, 96, initial_indent="  # ", subsequent_indent="  # ", break_on_hyphens=False)
         lines.append(f"  {found.name}: {_yaml_value(plain)}")
     if config.models:

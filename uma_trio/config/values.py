@@ -12,12 +12,9 @@ from typing import Annotated, Any, Final, Literal
 
 import attrs
 
-from uma_trio.config.fields import MB, SECTIONS, Adapter
-
-
-class ConfigError(ValueError):
-    """A setting is unknown, of the wrong type or out of bounds.  The message says where it was set."""
-
+from uma_trio.config.fields import MB, SECTIONS
+from uma_trio.config.lists import LISTS
+from uma_trio.config.refusal import ConfigError, is_encodable, shown
 
 _BOOLEANS: Final = {"yes": "true", "on": "true", "no": "false", "off": "false", "": "false"}
 """How the environment may spell booleans, in addition to true, false, 1 and 0."""
@@ -36,13 +33,6 @@ _COUNTS: Final = {letter: 1024**power for power, letter in enumerate("kmg", 1)}
 """A context of 32k is 32768 tokens."""
 
 _WITH_SUFFIX: Final = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE | re.ASCII)
-
-MAX_ADAPTERS: Final = 64
-"""LoRA adapters of a model."""
-MAX_ADAPTER_SCALE: Final = 16
-"""As in requests."""
-ADAPTER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""No colon, which separates model and adapter where a request names both as one."""
 
 Unit = Literal["s", "ms", "bytes", "mb", "count"]
 
@@ -122,11 +112,11 @@ class Setting:
         import msgspec  # late: the help of commands must not wait for this import
 
         if self.is_list:
-            return _adapters(value, source)
+            return LISTS[self.name].convert(value, source)
         if self.is_optional and (value is None or value == ""):
             return None
         raw = value
-        if isinstance(value, str) and ("\0" in value or not _is_encodable(value, bytes_too=self.type in (str, Path))):
+        if isinstance(value, str) and ("\0" in value or not is_encodable(value, bytes_too=self.type in (str, Path))):
             raise self._refusal(value, source)
         is_text = isinstance(value, str) and self.type in (int, float, bool)
         if is_text:
@@ -163,7 +153,7 @@ class Setting:
     def expected(self) -> str:
         """A description of the allowed values."""
         if self.is_list:
-            return "a list of NAME=FILE"
+            return f"a list of {LISTS[self.name].items}"
         if self.choices:
             return "one of " + ", ".join(self.choices)
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a name or a path"}.get(
@@ -175,87 +165,10 @@ class Setting:
         return f"{kind} {lower} to {self.bounds['le']:.10g}"
 
 
-MAX_SHOWN: Final = 100
-"""Characters of a value in an error."""
-
-
-def shown(value: object) -> str:
-    """Describe a value in an error: short, whatever its size is."""
-    if isinstance(value, list | tuple | dict | set):
-        return f"a {type(value).__name__}"
-    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
-        return "a number with many digits"
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-
-
-def _is_encodable(text: str, *, bytes_too: bool) -> bool:
-    """Whether ``text`` can be encoded.
-
-    Args:
-        bytes_too: it may have bytes that are not UTF-8, which paths may have.
-    """
-    try:
-        text.encode("utf-8", "surrogateescape" if bytes_too else "strict")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _path(_: type, value: Any) -> Path:
     if not isinstance(value, str | Path) or "\0" in str(value):
         raise ValueError("not a path")
     return Path(value).expanduser()
-
-
-def _adapters(value: Any, source: str) -> tuple[Adapter, ...]:
-    """The adapters that ``value`` lists: texts ``NAME=FILE`` or maps; or one text with commas, as in a variable.
-
-    Raises:
-        ConfigError: it is something else, or a name is there twice.
-    """
-    given = value.split(",") if isinstance(value, str) else value
-    if given is None or given == [""]:
-        return ()
-    if not isinstance(given, list | tuple) or len(given) > MAX_ADAPTERS:
-        raise ConfigError(f"{source}: adapters must be a list of at most {MAX_ADAPTERS}, not {shown(value)}")
-    found = [_adapter(each, source) for each in given]
-    names = [each.name for each in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{source}: adapters has the name {name} twice; give each adapter a name of its own")
-    return tuple(found)
-
-
-def _adapter(value: Any, source: str) -> Adapter:
-    import msgspec
-
-    if isinstance(value, str):
-        name, separator, path = value.strip().partition("=")
-        value = {"name": name, "path": path} if separator else value
-    try:
-        found = msgspec.convert(value, Adapter)
-    except msgspec.ValidationError:
-        raise ConfigError(
-            f"{source}: each of adapters must be NAME=FILE, or in a YAML file {{name: NAME, path: FILE, scale: 1.0}}, not "
-            f"{shown(value)}"
-        ) from None
-    unknown = [key for key in value if key not in ("name", "path", "scale")] if isinstance(value, dict) else []
-    if unknown:
-        raise ConfigError(f"{source}: an adapter has the unknown key {shown(unknown[0])}; known are name, path, scale")
-    if not ADAPTER_NAME.fullmatch(found.name):
-        raise ConfigError(
-            f"{source}: an adapter's name must be 1 to 64 letters, digits and ._- and begin with a letter or a digit, not "
-            f"{shown(found.name)}"
-        )
-    if not found.path or "\0" in found.path or not _is_encodable(found.path, bytes_too=True):
-        raise ConfigError(f"{source}: the adapter {found.name} needs a file: {found.name}=FILE")
-    if not abs(found.scale) <= MAX_ADAPTER_SCALE:  # also refuses nan
-        raise ConfigError(
-            f"{source}: the scale of the adapter {found.name} must be a number from -{MAX_ADAPTER_SCALE} to "
-            f"{MAX_ADAPTER_SCALE}, not {found.scale}"
-        )
-    return found
 
 
 def settings() -> Iterator[Setting]:

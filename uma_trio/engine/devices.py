@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
+
+from uma_trio import config
 
 MIB: Final = 1 << 20
 
@@ -45,6 +48,27 @@ class Device(msgspec.Struct, frozen=True):
         return f"{self.name} ({self.description.strip()}{memory})"
 
 
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """What a model has allocated on a device, in bytes."""
+
+    device: str
+    """Its name; ``CPU`` for the machine's own memory."""
+    weights: int = 0
+    """Weights that are mapped from the file count as well."""
+    kv_cache: int = 0
+    """KV cache and recurrent states."""
+    compute: int = 0
+    """Buffers for activations and logits."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.compute
+
+    def __str__(self) -> str:
+        parts = f"weights {size(self.weights)}, KV cache {size(self.kv_cache)}, compute {size(self.compute)}"
+        return f"{self.device} {size(self.total)} ({parts})"
+
+
 class MachineGpu(msgspec.Struct, frozen=True):
     """A GPU of this machine, whether the library uses it or not."""
 
@@ -66,14 +90,23 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
     """``None`` without a model."""
     n_layers: int = 0
     """The model's layers, with the output as a layer of its own, as llama.cpp counts."""
+    used: tuple[str, ...] | None = None
+    """Names of the devices that a model uses, in the order of its layers; ``None`` without a model."""
+    split: str = ""
+    """How it is divided between them, in words."""
+    memory: tuple[DeviceMemory, ...] = ()
+    """What a model has allocated, by device."""
 
     def __str__(self) -> str:
         gpus = [device for device in self.found if device.is_gpu]
         if gpus and self.layers_on_gpu != 0:
+            by_name = {device.name: device for device in gpus}
+            used = gpus if self.used is None else [by_name[name] for name in self.used if name in by_name]
             layers = "" if self.layers_on_gpu is None else f", with {self.layers_on_gpu} of {self.n_layers} layers"
-            return ", ".join(map(str, gpus)) + layers
+            return ", ".join(map(str, used)) + layers + (f", {self.split}" if self.split else "")
         if gpus:
-            return f"CPU only: gpu_layers is 0; unused: {', '.join(map(str, gpus))}"
+            why = "devices is none" if self.used == () else "gpu_layers is 0"
+            return f"CPU only: {why}; unused: {', '.join(map(str, gpus))}"
         cpu = next((f" ({device.description.strip()})" for device in self.found if device.kind == "cpu"), "")
         built = (
             f"built for {BACKENDS[self.backend]}, which finds no GPU" if self.backend in BACKENDS else NO_GPU_BACKEND
@@ -91,16 +124,37 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
         return self.machine_gpu.fix if self.machine_gpu else None
 
 
-def layers_on_gpu(devices: tuple[Device, ...], gpu_layers: int, n_layer: int) -> int:
-    """How many layers llama.cpp keeps on GPUs.
+def layers_on_gpu(gpu_layers: int, n_layer: int) -> int:
+    """How many layers llama.cpp keeps on GPUs, if there are some.
 
     Args:
         gpu_layers: the setting; -1 for all.
         n_layer: of the model, without its output.
     """
-    if not any(device.is_gpu for device in devices):
-        return 0
     return n_layer + 1 if gpu_layers < 0 else min(gpu_layers, n_layer + 1)
+
+
+def split_in_words(settings: config.Model) -> str:
+    """How the settings divide a model, as far as they differ from whole layers by free memory; may be empty."""
+    parts = []
+    if settings.tensor_split or settings.split_mode in ("row", "tensor"):
+        shares = f" {':'.join(f'{share:g}' for share in settings.tensor_split)}" if settings.tensor_split else ""
+        parts.append(f"split by {settings.split_mode}{shares}")
+    if settings.n_cpu_moe:
+        parts.append(f"experts of {settings.n_cpu_moe} {'layer' if settings.n_cpu_moe == 1 else 'layers'} on the CPU")
+    if settings.override_tensor:
+        parts.append(f"override_tensor {' '.join(settings.override_tensor)}")
+    return ", ".join(parts)
+
+
+def memory_by_device(buffers: Iterable[tuple[str, str, int]]) -> tuple[DeviceMemory, ...]:
+    """Sum up buffers: device, kind as llama.cpp names it, bytes."""
+    fields = {"model": "weights", "KV": "kv_cache", "RS": "kv_cache"}
+    found: dict[str, dict[str, int]] = {}
+    for device, kind, n_bytes in buffers:
+        sums, field = found.setdefault(device, {}), fields.get(kind, "compute")
+        sums[field] = sums.get(field, 0) + n_bytes
+    return tuple([DeviceMemory(device, **sums) for device, sums in sorted(found.items())])
 
 
 def size(n: int) -> str:

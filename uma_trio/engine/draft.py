@@ -34,7 +34,7 @@ class Drafter:
         path: the GGUF of the draft model.
         options: of the context of ``target``.
         abort: cuts calls short.
-        gpu_layers, use_mmap: as for ``target``.
+        gpu_layers, placement, use_mmap: as for ``target``.
 
     Raises:
         llama_abi.LlamaError: it cannot be loaded, or has another vocabulary.
@@ -48,10 +48,13 @@ class Drafter:
         abort: llama_abi.AbortFlag,
         *,
         gpu_layers: int,
+        placement: llama_abi.Placement,
         use_mmap: bool,
     ) -> None:
         self.name = path.name
-        self._model = llama_abi.Model(target.library, path, n_gpu_layers=gpu_layers, use_mmap=use_mmap)
+        self._model = llama_abi.Model(
+            target.library, path, n_gpu_layers=gpu_layers, placement=placement, use_mmap=use_mmap
+        )
         try:
             check_vocabulary(target.vocab, self._model.vocab, self.name)
             if self._model.is_recurrent or self._model.is_hybrid or self._model.n_swa:
@@ -96,6 +99,11 @@ class Drafter:
             "draft_call_ms": self.call_ms,
             "draft_token_ms": self.token_ms,
         }
+
+    @property
+    def buffers(self) -> tuple[llama_abi.Buffer, ...]:
+        """What it has allocated."""
+        return (*self._model.buffers, *self._context.buffers)
 
     def set_threads(self, n_threads: int) -> None:
         """Compute with at most this many threads from the next call on."""

@@ -14,7 +14,9 @@ What the user has set is kept.  What is left to choose is given up in this order
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
 
@@ -89,6 +91,8 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     n_head: int
     widest: int
     """The most values that a layer computes for a token at once."""
+    tensors: dict[str, int] = {}
+    """Bytes of each tensor, by name."""
 
     @property
     def weight_bytes(self) -> int:
@@ -150,6 +154,19 @@ class Companions:
 
 
 NO_COMPANIONS: Final = Companions()
+
+
+@attrs.frozen(kw_only=True)
+class Arrangement:
+    """What the settings fix of where the weights go."""
+
+    shares: tuple[float, ...] = ()
+    """Share of the layers for each GPU; empty: in proportion to their free memory."""
+    moved: tuple[tuple[str, int], ...] = ()
+    """Patterns for names of tensors, each with the index of the memory that these go to.  The first match counts."""
+
+
+PLAIN: Final = Arrangement()
 
 
 class Unsupported(Exception):
@@ -222,6 +239,7 @@ def with_defaults(settings: config.Model) -> config.Model:
         settings,
         type_k="f16" if settings.type_k == "auto" else settings.type_k,
         type_v="f16" if settings.type_v == "auto" else settings.type_v,
+        flash_attn="on" if settings.split_mode == "tensor" else settings.flash_attn,
         batch_tokens=settings.batch_tokens or config.DEFAULT_BATCH,
     )
 
@@ -234,6 +252,7 @@ def fit(
     *,
     min_batch: int = SMALL_BATCH,
     companions: Companions = NO_COMPANIONS,
+    arrangement: Arrangement = PLAIN,
 ) -> Fit:
     """Choose what ``settings`` leave open, so that the model fits.
 
@@ -241,37 +260,46 @@ def fit(
         memories: the machine's own, then those of the GPUs that llama.cpp would use.
         min_batch: tokens that a batch must have at least.
         companions: what must fit with the model.
+        arrangement: where weights go, whatever else is chosen.
 
     Raises:
         DoesNotFit: nothing fits.  The error has numbers, and names a setting that would help if there is one.
         KvCacheTooSmall: ``kv_mem_limit_mb`` is too small.
     """
-    search = _Search(sizes, settings, tuple(memories), compute, min_batch, companions)
+    search = _Search(sizes, settings, tuple(memories), compute, min_batch, companions, arrangement)
     found = search.best()
     if found is not None:
         return found
     raise _refusal(search)
 
 
-def place_layers(n_layers: int, gpu_layers: int, free_bytes: Sequence[int]) -> list[int]:
+def place_layers(n_layers: int, gpu_layers: int, shares: Sequence[float]) -> list[int]:
     """The GPU of each layer, the output last; -1 for the CPU.
 
     Args:
         n_layers: with the output.
         gpu_layers: -1 for all.
-        free_bytes: of each GPU, which llama.cpp takes as shares.
+        shares: of each GPU, which are its free bytes where nobody has set them.
 
     Source: llama-model.cpp, ``load_tensors``.
     """
     wanted = n_layers if gpu_layers < 0 else min(gpu_layers, n_layers)
-    total = sum(free_bytes)
+    total = sum(shares)
     if not wanted or not total:
         return [-1] * n_layers
-    ends = [sum(free_bytes[: n + 1]) / total for n in range(len(free_bytes))]
+    ends = [sum(shares[: n + 1]) / total for n in range(len(shares))]
     placed = [-1] * (n_layers - wanted)
     for layer in range(wanted):
         placed.append(next((gpu for gpu, end in enumerate(ends) if layer / wanted < end), len(ends) - 1))
     return placed
+
+
+def layer_of(tensor: str, n_layers: int) -> int | None:
+    """The layer of a tensor by its name: ``n_layers`` for the output, ``None`` for the input, which stays on the CPU."""
+    if tensor.startswith("blk."):
+        layer = tensor.split(".")[1]
+        return int(layer) if layer.isdecimal() and int(layer) < n_layers else None
+    return n_layers if tensor.startswith("output") else None
 
 
 def estimate_compute(sizes: ModelSizes) -> Compute:
@@ -299,7 +327,7 @@ class _Stage:
     """Least context of a request."""
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class _Search:
     """Looks for settings that fit."""
 
@@ -309,6 +337,7 @@ class _Search:
     compute: Compute
     min_batch: int
     companions: Companions
+    arrangement: Arrangement
 
     def best(self) -> Fit | None:
         """The first choice that fits, in the order of giving up."""
@@ -411,13 +440,16 @@ class _Search:
     def needs(self, settings: config.Model, layout: Layout, n_gpu: int) -> tuple[int, ...]:
         """Bytes that the model takes on each memory."""
         sizes, n_cells = self.sizes, layout.n_cells(settings.parallel)
-        placed = place_layers(sizes.n_layers, n_gpu, [each.free_bytes for each in self.memories[1:]])
+        placed = place_layers(sizes.n_layers, n_gpu, self._shares)
         found = [0] * len(self.memories)
         weights = (*sizes.layers, sizes.output_bytes if placed[-1] >= 0 else sizes.output_cpu_bytes)
         for layer, gpu in enumerate(placed):
             found[gpu + 1] += weights[layer]
             if layer < len(sizes.layers):
                 found[gpu + 1] += sizes.cache_bytes(settings, layer, n_cells)
+        for n_bytes, of_layer, memory in self._moved:
+            found[0 if of_layer is None else placed[of_layer] + 1] -= n_bytes
+            found[memory] += n_bytes
         buffers = self._with_companions(settings, layout, placed, found)
         for at in range(1, len(found)):
             if found[at]:
@@ -430,6 +462,22 @@ class _Search:
         found = [math.ceil(n * each.correction) for n, each in zip(found, self.memories, strict=True)]
         found[0] += sum(n for n, each in zip(found, self.memories, strict=True) if each.shares_ram)
         return tuple(found)
+
+    @property
+    def _shares(self) -> Sequence[float]:
+        return self.arrangement.shares or [each.free_bytes for each in self.memories[1:]]
+
+    @functools.cached_property
+    def _moved(self) -> list[tuple[int, int | None, int]]:
+        """Tensors that do not go where their layer goes: bytes, layer (``None`` for the input), index of the memory."""
+        found = []
+        patterns = [(re.compile(pattern), memory) for pattern, memory in self.arrangement.moved]
+        for name, n_bytes in self.sizes.tensors.items() if patterns else ():
+            for pattern, memory in patterns:
+                if pattern.search(name):
+                    found.append((n_bytes, layer_of(name, len(self.sizes.layers)), memory))
+                    break
+        return found
 
     def _with_companions(
         self, settings: config.Model, layout: Layout, placed: Sequence[int], found: list[int]
@@ -444,8 +492,7 @@ class _Search:
         own = attrs.evolve(settings, type_k="f16", type_v="f16")
         own_layout = attrs.evolve(layout, unified=True, n_ubatch=min(DRAFT_BATCH, settings.batch_tokens))
         weights = (*draft.layers, draft.output_bytes if placed[-1] >= 0 else draft.output_cpu_bytes)
-        free = [each.free_bytes for each in self.memories[1:]]
-        for layer, gpu in enumerate(place_layers(draft.n_layers, settings.gpu_layers if free else 0, free)):
+        for layer, gpu in enumerate(place_layers(draft.n_layers, settings.gpu_layers, self._shares)):
             found[gpu + 1] += weights[layer]
             if layer < len(draft.layers):
                 found[gpu + 1] += draft.cache_bytes(own, layer, own_layout.n_cells(settings.parallel))
@@ -528,6 +575,11 @@ def _remedy(search: _Search) -> str:
             return None
 
     help_: list[str] = []
+    if (
+        search.arrangement.shares
+        and attrs.evolve(search, arrangement=attrs.evolve(search.arrangement, shares=())).best() is not None
+    ):
+        help_.append("leave out --tensor-split, so that each device gets what fits there")
     if wanted.ctx and (found := without(ctx=0)) is not None:
         help_.append(f"lower --ctx to {found.layout.n_ctx} or less")
     quantized = "auto" not in (wanted.type_k, wanted.type_v) and (wanted.type_k, wanted.type_v) != ("q8_0", "q8_0")

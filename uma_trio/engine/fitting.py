@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,6 +20,7 @@ from uma_trio.engine import tuning_cache
 from uma_trio.engine.fit import (
     NO_COMPANIONS,
     SMALL_BATCH,
+    Arrangement,
     Companions,
     Compute,
     DoesNotFit,
@@ -34,6 +36,7 @@ from uma_trio.engine.layout import ContextTooLarge, Layout, LayoutCache, Shape, 
 from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, context_options, library_environment
 from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
 from uma_trio.engine.messages import NO_MEMORY, AdapterFile, EngineError, LoadError, Start
+from uma_trio.engine.placement import Place, load_library, place
 from uma_trio.engine.pooling import PoolingEngine
 
 log = structlog.get_logger("uma_trio.engine")
@@ -83,11 +86,13 @@ def open_fitted(
 
     Raises:
         DoesNotFit: the model cannot fit; nothing was loaded.
+        PlacementError: the settings and the devices do not go together; nothing was loaded.
         KvCacheTooSmall, llama_abi.LlamaError, llama_abi.LibraryError: see ``LlamaEngine``.
     """
     if settings.fit == "off" or sizes is None:
         return LlamaEngine(path, settings, on_progress, layout_cache, adapters, layouts=layouts or None)
-    library = llama_abi.load(settings.llama_dir)
+    library = load_library(settings)
+    where = place(settings, library)
     name = tuning_cache.model_fingerprint(path, "memory", *library_environment(library))
     learned = tuning_cache.load_corrections(name, cache_dir)
     memories = [
@@ -96,13 +101,13 @@ def open_fitted(
             free_bytes=int(SHARES[attempt] * each.free_bytes),
             correction=min(max(learned.get(each.name, 1.0), 1.0), MAX_CORRECTION),
         )
-        for each in measure(library)
+        for each in measure(library, where)
     ]
     companions = Companions(draft=draft, adapter_bytes=sum([file.size_bytes for file in adapters]))
-    found, fitting = choose(library, path, settings, sizes, memories, min_batch=min_batch, companions=companions)
-    before, anonymous = measure(library), anonymous_bytes()
+    found, fitting = choose(library, path, settings, sizes, memories, where, min_batch=min_batch, companions=companions)
+    before, anonymous = measure(library, where), anonymous_bytes()
     engine = LlamaEngine(path, found.settings, on_progress, layout_cache, adapters, layouts=fitting)
-    after = measure(library)
+    after = measure(library, where)
     taken = {old.name: max(0, old.free_bytes - new.free_bytes) for old, new in zip(before, after, strict=True)}
     taken[RAM] = max(0, anonymous_bytes() - anonymous)
     corrections = {
@@ -130,24 +135,52 @@ def corrected(memory: Memory, predicted: int, taken: int) -> float:
     return memory.correction + WEIGHT_OF_NEW * (max(1.0, ratio) - memory.correction)
 
 
-def measure(library: llama_abi.Library) -> list[Memory]:
-    """The memory that is free now: this machine's, and that of the GPUs that llama.cpp would use.
+def measure(library: llama_abi.Library, where: Place | None = None) -> list[Memory]:
+    """The memory that is free now: this machine's, and that of the devices of ``where``; ``None`` for all GPUs.
 
-    Source: llama.cpp, ``llama_prepare_model_devices``: integrated GPUs are used if there are no others.
+    Devices that divide each layer between them have one memory together: what the model may take in all, so that the
+    part of each device fits there.
     """
-    devices = library.devices()
-    gpus = [each for each in devices if each.type is llama_abi.DeviceType.GPU]
-    integrated = [each for each in devices if each.type is llama_abi.DeviceType.IGPU][:1]
+    where = place(config.Model(), library) if where is None else where
+    now = {each.name: each for each in library.devices()}
     found = [
         Memory(
             each.name,
-            each.memory_free,
+            now[each.name].memory_free,
             shares_ram=each.type is llama_abi.DeviceType.IGPU or sys.platform == "darwin",
         )
-        for each in gpus or integrated
-        if each.memory_total
+        for each in _with_memory(where)
     ]
+    if where.is_divided and len(found) > 1:
+        shares = _shares(where) or [1.0] * len(found)
+        parts = [each.free_bytes * sum(shares) / share for each, share in zip(found, shares, strict=True) if share]
+        found = [Memory("+".join([each.name for each in found]), int(min(parts)), found[0].shares_ram)]
     return [Memory(RAM, free_memory_bytes(swap=False)), *found]
+
+
+def _with_memory(where: Place) -> list[llama_abi.Device]:
+    """The devices that say how much memory they have."""
+    return [each for each in where.devices if each.memory_total]
+
+
+def _shares(where: Place) -> list[float]:
+    """The shares of those devices; empty where llama.cpp chooses."""
+    shares = where.options.tensor_split
+    return [share for each, share in zip(where.devices, shares, strict=bool(shares)) if each.memory_total]
+
+
+def index_of(memories: Sequence[Memory]) -> dict[str, int]:
+    """The index of each device's memory, by the device's name; devices that divide each layer share one."""
+    return {name: n for n, each in enumerate(memories) for name in each.name.split("+") if n}
+
+
+def arrangement_of(where: Place, memories: Sequence[Memory]) -> Arrangement:
+    """What ``where`` fixes, for ``memories`` as ``measure`` returns them."""
+    index = index_of(memories)
+    return Arrangement(
+        shares=() if where.is_divided else tuple(_shares(where)),
+        moved=tuple([(pattern, index.get(name, 0)) for pattern, name in where.options.overrides]),
+    )
 
 
 def choose(
@@ -156,6 +189,7 @@ def choose(
     settings: config.Model,
     sizes: ModelSizes,
     memories: Sequence[Memory],
+    where: Place | None = None,
     *,
     min_batch: int = SMALL_BATCH,
     companions: Companions = NO_COMPANIONS,
@@ -166,17 +200,21 @@ def choose(
         DoesNotFit, KvCacheTooSmall: see ``fit``.
         llama_abi.LlamaError: llama.cpp refuses the file.
     """
+    where = place(settings, library) if where is None else where
+    fitted = functools.partial(fit, sizes, settings, min_batch=min_batch, arrangement=arrangement_of(where, memories))
     halved = [msgspec.structs.replace(each, free_bytes=int(CLEARLY * each.free_bytes)) for each in memories]
     with contextlib.suppress(DoesNotFit):
-        found = fit(sizes, settings, halved, estimate_compute(sizes), min_batch=min_batch, companions=companions)
+        found = fitted(halved, estimate_compute(sizes), companions=companions)
         if not found.gave_up:
             return attrs.evolve(found, memories=tuple(memories)), None
     with contextlib.ExitStack() as stack:
-        compute = stack.enter_context(ComputeSizes(library, path, memories))
+        compute = stack.enter_context(ComputeSizes(library, path, memories, where))
         if companions.draft is not None and settings.draft_model is not None:
-            of_draft = stack.enter_context(ComputeSizes(library, Path(settings.draft_model), memories))
+            of_draft = stack.enter_context(
+                ComputeSizes(library, Path(settings.draft_model), memories, where.without_overrides)
+            )
             companions = attrs.evolve(companions, draft_compute=of_draft)
-        found = fit(sizes, settings, memories, compute, min_batch=min_batch, companions=companions)
+        found = fitted(memories, compute, companions=companions)
         return found, frozenset(_fitting_layouts(found, sizes, compute))
 
 
@@ -203,10 +241,14 @@ class ComputeSizes:
     Implements ``fit.Compute``.
     """
 
-    def __init__(self, library: llama_abi.Library, path: Path, memories: Sequence[Memory]) -> None:
+    def __init__(
+        self, library: llama_abi.Library, path: Path, memories: Sequence[Memory], where: Place | None = None
+    ) -> None:
         self._library = library
         self._path = path
-        self._names = [each.name for each in memories[1:]]
+        self._place = place(config.Model(), library) if where is None else where
+        self._index = index_of(memories)
+        self._n_memories = len(memories)
         self._model: llama_abi.Model | None = None
         self._gpu_layers: int | None = None
         self._known: dict[object, dict[int, tuple[int, ...]]] = {}
@@ -250,14 +292,17 @@ class ComputeSizes:
         if self._model is None or self._gpu_layers != where:
             if self._model is not None:
                 self._model.close()
-            self._model = llama_abi.Model(self._library, self._path, n_gpu_layers=gpu_layers, no_alloc=True)
+            self._model = llama_abi.Model(
+                self._library, self._path, n_gpu_layers=gpu_layers, placement=self._place.options, no_alloc=True
+            )
             self._gpu_layers = where
         try:
             with llama_abi.Context(self._model, options) as context:
-                found = [0] * (1 + len(self._names))
+                found = [0] * self._n_memories
                 for each in context.buffers:
                     if each.kind == "compute":
-                        found[self._names.index(each.place) + 1 if each.place in self._names else 0] += each.n_bytes
+                        for name in self._place.devices_of(each.place):
+                            found[self._index.get(name, 0)] += each.n_bytes
         except llama_abi.LlamaError as error:
             raise Unsupported(str(error)) from error
         return tuple(found)
@@ -268,11 +313,13 @@ def open_pooling(start: Start, on_progress: Callable[[float], bool]) -> PoolingE
 
     Raises:
         DoesNotFit: the model cannot fit; nothing was loaded.
+        PlacementError: the settings and the devices do not go together; nothing was loaded.
         EngineError, llama_abi.LlamaError, llama_abi.LibraryError: see ``PoolingEngine``.
     """
     settings, report = start.settings, None
     if settings.fit == "on" and start.sizes is not None:
-        memories = measure(llama_abi.load(settings.llama_dir))
+        library = load_library(settings)
+        memories = measure(library, place(settings, library))
         shared = [
             msgspec.structs.replace(each, free_bytes=int(SHARES[start.attempt] * each.free_bytes)) for each in memories
         ]

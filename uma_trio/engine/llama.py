@@ -21,7 +21,7 @@ from uma_trio import config, sampling
 from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
-from uma_trio.engine.devices import Devices, layers_on_gpu
+from uma_trio.engine.devices import Devices, layers_on_gpu, memory_by_device, split_in_words
 from uma_trio.engine.draft import Drafter
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
 from uma_trio.engine.fit import FitReport, with_defaults
@@ -58,6 +58,7 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
+from uma_trio.engine.placement import Place, PlacementError, load_library, place
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import AppliedMasks, GrammarState, Matchers, PendingMasks
 from uma_trio.kv.ops import (
@@ -71,7 +72,7 @@ from uma_trio.kv.ops import (
     Truncate,
 )
 
-LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall, ContextTooLarge)
+LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall, ContextTooLarge, PlacementError)
 """What opening an engine raises: about the model, or about the library."""
 
 SHARE_OF_LOADING = 0.1
@@ -113,10 +114,16 @@ class LlamaEngine:
         layouts: Collection[str] | None = None,
     ) -> None:
         settings = with_defaults(settings)
-        library = llama_abi.load(settings.llama_dir)
+        library = load_library(settings)
+        self._place = place(settings, library)
         began = time.perf_counter()
         self._model = llama_abi.Model(
-            library, path, n_gpu_layers=settings.gpu_layers, use_mmap=settings.mmap, on_progress=on_progress
+            library,
+            path,
+            n_gpu_layers=settings.gpu_layers,
+            placement=self._place.options,
+            use_mmap=settings.mmap,
+            on_progress=on_progress,
         )
         self._settings = settings
         self.fit: FitReport | None = None
@@ -127,7 +134,9 @@ class LlamaEngine:
             self._shape = _shape(self._model, settings)
             self._adapters = Adapters(self._model, adapters)
             stack.callback(self._adapters.close)
-            self._choice = _choice(self._model, self._shape, settings, layout_cache, layouts, loaded_s=loaded_s)
+            self._choice = _choice(
+                self._model, self._place, self._shape, settings, layout_cache, layouts, loaded_s=loaded_s
+            )
             self._context = self._open()
             stack.pop_all()
         self._abort = llama_abi.AbortFlag()
@@ -135,7 +144,7 @@ class LlamaEngine:
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._checkpoints: dict[int, bytearray] = {}
         self.masks: Masks | None = None
-        self.is_async = has_gpu(library, settings)
+        self.is_async = self._place.on_gpu
         self._device_s = 0.0
         """How long the device computed after the latest ``llama_decode`` call had returned."""
         self.tokenizer = Tokenizer(self._model.vocab)
@@ -184,7 +193,7 @@ class LlamaEngine:
             embedding_batch=self._embedder.n_batch,
             **({} if self._drafter is None else self._drafter.info()),
             n_threads=self._options.n_threads,
-            spare_cores=spare_cores(self._options.n_threads, on_gpu=has_gpu(library, settings)),
+            spare_cores=spare_cores(self._options.n_threads, on_gpu=self.is_async),
             adapters=self._adapters.files,
         )
 
@@ -199,6 +208,7 @@ class LlamaEngine:
                 self._options,
                 self._abort,
                 gpu_layers=settings.gpu_layers,
+                placement=self._place.without_overrides.options,
                 use_mmap=settings.mmap,
             )
         except BaseException:
@@ -232,9 +242,9 @@ class LlamaEngine:
         try:
             return llama_abi.Context(self._model, self._options)
         except llama_abi.LlamaError:
-            rule = _candidates(self._model, self._shape, self._settings)[0]
+            rule = _candidates(self._model, self._place, self._shape, self._settings)[0]
             if rule == self._choice.layout:
-                _check_memory(self._model, self._shape, self._settings, rule.n_ctx, failed=True)
+                _check_memory(self._model, self._place, self._shape, rule.n_ctx, failed=True)
                 raise
             self._choice = attrs.evolve(self._choice, layout=rule, why="no room")
             self._options = context_options(self._settings, rule)
@@ -242,7 +252,7 @@ class LlamaEngine:
 
     def measure_memory(self) -> None:
         """Find out what the memory can move, where the weights are in the machine's own; some 50 ms."""
-        if not has_gpu(self._model.library, self._settings):
+        if not self._place.on_gpu:
             bandwidth = memory_bytes_per_s(self._options.n_threads)
             self._info = msgspec.structs.replace(self._info, memory_bytes_per_s=bandwidth)
 
@@ -260,7 +270,9 @@ class LlamaEngine:
             devices=self.devices(),
             settings=self._settings,
             fit=self.fit,
-            environment=repr((*_environment(self._model.library, self._settings), attrs.evolve(options, n_ctx=0))),
+            environment=repr(
+                (*_environment(self._model.library, self._place, self._settings), attrs.evolve(options, n_ctx=0))
+            ),
             state_format=repr(
                 (stamp.pin, stamp.backend, options.type_k, options.type_v, options.kv_unified, options.flash_attn)
             ),
@@ -268,9 +280,20 @@ class LlamaEngine:
 
     def devices(self) -> Devices:
         """What the model computes on, with the memory that is free now."""
-        found, n_layer = find_devices(self._model.library), self._model.n_layer
-        on_gpu = layers_on_gpu(found.found, self._settings.gpu_layers, n_layer)
-        return msgspec.structs.replace(found, layers_on_gpu=on_gpu, n_layers=n_layer + 1)
+        n_layer = self._model.n_layer
+        buffers = (*self._model.buffers, *self._context.buffers)
+        if self._drafter is not None:
+            buffers += self._drafter.buffers
+        return msgspec.structs.replace(
+            find_devices(self._model.library),
+            used=self._place.names,
+            split=split_in_words(self._settings),
+            layers_on_gpu=layers_on_gpu(self._settings.gpu_layers, n_layer) if self._place.on_gpu else 0,
+            n_layers=n_layer + 1,
+            memory=memory_by_device(
+                (device, each.kind, each.n_bytes) for each in buffers for device in self._place.devices_of(each.place)
+            ),
+        )
 
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
         """See ``messages.Engine``."""
@@ -688,15 +711,9 @@ def _shape(model: llama_abi.Model, settings: config.Model) -> Shape:
     return Shape(n_ctx_train=model.n_ctx_train, kv_bytes_per_token=n_bytes)
 
 
-def has_gpu(library: llama_abi.Library, settings: config.Model) -> bool:
-    """Whether layers of the model are on a GPU."""
-    gpus = (llama_abi.DeviceType.GPU, llama_abi.DeviceType.IGPU)
-    return settings.gpu_layers != 0 and any(device.type in gpus for device in library.devices())
-
-
-def _environment(library: llama_abi.Library, settings: config.Model) -> tuple[object, ...]:
+def _environment(library: llama_abi.Library, where: Place, settings: config.Model) -> tuple[object, ...]:
     """What computes, and with what."""
-    return *library_environment(library), os.cpu_count(), settings.gpu_layers
+    return *library_environment(library), os.cpu_count(), settings.gpu_layers, where.options
 
 
 def library_environment(library: llama_abi.Library) -> tuple[object, ...]:
@@ -705,19 +722,17 @@ def library_environment(library: llama_abi.Library) -> tuple[object, ...]:
     return library.stamp.pin, library.stamp.backend, devices
 
 
-def _candidates(model: llama_abi.Model, shape: Shape, settings: config.Model) -> tuple[Layout, ...]:
+def _candidates(model: llama_abi.Model, where: Place, shape: Shape, settings: config.Model) -> tuple[Layout, ...]:
     return candidates(
         shape,
         settings,
-        on_gpu=has_gpu(model.library, settings),
+        on_gpu=where.on_gpu,
         memory_bytes=machine_memory_bytes(),
         windowed=model.n_swa > 0,
     )
 
 
-def _check_memory(
-    model: llama_abi.Model, shape: Shape, settings: config.Model, n_ctx: int, *, failed: bool = False
-) -> None:
+def _check_memory(model: llama_abi.Model, where: Place, shape: Shape, n_ctx: int, *, failed: bool = False) -> None:
     """Compare the KV cache with the free memory, before the kernel ends a process to make room for it.
 
     Args:
@@ -727,17 +742,21 @@ def _check_memory(
     Raises:
         ContextTooLarge: the KV cache does not fit.
     """
-    on_gpu = has_gpu(model.library, settings)
-    if on_gpu and not failed:
+    if where.on_gpu and not failed:
         return
-    gpus = [device.memory_free for device in model.library.devices() if device.type is llama_abi.DeviceType.GPU]
-    free = sum(gpus) if on_gpu and gpus else free_memory_bytes()
+    gpus = [
+        each.memory_free
+        for each in model.library.devices()
+        if each.name in where.names and each.type is llama_abi.DeviceType.GPU
+    ]
+    free = sum(gpus) if where.on_gpu and gpus else free_memory_bytes()
     if n_ctx * shape.kv_bytes_per_token > free:
         raise ContextTooLarge(n_ctx, shape.kv_bytes_per_token, free)
 
 
 def _choice(
     model: llama_abi.Model,
+    where: Place,
     shape: Shape,
     settings: config.Model,
     layout_cache: LayoutCache | None,
@@ -751,17 +770,17 @@ def _choice(
         names: of the layouts that there is memory for; ``None`` for all of them.
         loaded_s: what loading the weights took; a tenth of it may always go to measuring.
     """
-    layouts = _candidates(model, shape, settings)
+    layouts = _candidates(model, where, shape, settings)
     if names is not None:
         layouts = tuple(each for each in layouts if each.name in names) or layouts[:1]
-    _check_memory(model, shape, settings, layouts[0].n_ctx)
+    _check_memory(model, where, shape, layouts[0].n_ctx)
     if len(layouts) == 1:
         return LayoutChoice(layout=layouts[0], why="only one")
     if layout_cache is None or settings.layout_trial_s == 0:
         return LayoutChoice(layout=layouts[0], why="default")
     # what a tick costs depends on the cells in use, not on the size of the KV cache, which varies with the free memory
     options = (attrs.evolve(context_options(settings, each), n_ctx=0) for each in layouts)
-    facts = (*_environment(model.library, settings), *options)
+    facts = (*_environment(model.library, where, settings), *options)
     known = layout_cache.load(facts)
     for each in layouts:
         if each.name == known:

@@ -20,11 +20,11 @@ import llama_abi
 from uma_trio import config
 from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.cores import default_threads, spare_cores
-from uma_trio.engine.devices import Devices, layers_on_gpu
+from uma_trio.engine.devices import Devices, layers_on_gpu, split_in_words
 from uma_trio.engine.embedding import MAX_BATCH, MIN_BATCH, NOTHING_EMBEDDED, Embedded, calls_of, normalized
 from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import find_devices
-from uma_trio.engine.llama import described, has_gpu, library_environment
+from uma_trio.engine.llama import described, library_environment
 from uma_trio.engine.masks import Masks
 from uma_trio.engine.memory import free_memory_bytes
 from uma_trio.engine.messages import (
@@ -44,6 +44,7 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
+from uma_trio.engine.placement import load_library, place
 from uma_trio.engine.purpose import POOLING, Purpose
 from uma_trio.scheduling.view import Scales
 
@@ -82,9 +83,15 @@ class PoolingEngine:
         adapters: Sequence[AdapterFile] = (),
     ) -> None:
         self._settings = settings = with_defaults(settings)
-        library = llama_abi.load(settings.llama_dir)
+        library = load_library(settings)
+        where = place(settings, library)
         self._model = model = llama_abi.Model(
-            library, path, n_gpu_layers=settings.gpu_layers, use_mmap=settings.mmap, on_progress=on_progress
+            library,
+            path,
+            n_gpu_layers=settings.gpu_layers,
+            placement=where.options,
+            use_mmap=settings.mmap,
+            on_progress=on_progress,
         )
         self._context: llama_abi.Context | None = None
         self._n_bytes = 0
@@ -96,7 +103,7 @@ class PoolingEngine:
             stack.pop_all()
         self.masks: Masks | None = None
         self.is_async = False
-        self._on_gpu = has_gpu(library, settings)
+        self._place = where
         self._abort = llama_abi.AbortFlag()
         self._ranks = purpose == "rank"
         of_model = POOLING.get(int(model.meta(f"{model.meta('general.architecture')}.pooling_type") or 0), "none")
@@ -127,7 +134,7 @@ class PoolingEngine:
             embedding_ctx=max_tokens,
             embedding_batch=max(MIN_BATCH, rows - rows % 16),
             n_threads=self._n_threads,
-            spare_cores=spare_cores(self._n_threads, on_gpu=self._on_gpu),
+            spare_cores=spare_cores(self._n_threads, on_gpu=where.on_gpu),
             adapters=self._adapters.files,
         )
 
@@ -151,8 +158,13 @@ class PoolingEngine:
     def devices(self) -> Devices:
         """What the model computes on, with the memory that is free now."""
         found, n_layer = find_devices(self._model.library), self._model.n_layer
-        on_gpu = layers_on_gpu(found.found, self._settings.gpu_layers, n_layer)
-        return msgspec.structs.replace(found, layers_on_gpu=on_gpu, n_layers=n_layer + 1)
+        return msgspec.structs.replace(
+            found,
+            used=self._place.names,
+            split=split_in_words(self._settings),
+            layers_on_gpu=layers_on_gpu(self._settings.gpu_layers, n_layer) if self._place.on_gpu else 0,
+            n_layers=n_layer + 1,
+        )
 
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
         """See ``messages.Engine``.  The step has nothing but texts.
@@ -224,7 +236,7 @@ class PoolingEngine:
         flash_attn = self._flash_attn(rows)
         pairs = rows * rows if flash_attn == "off" else 0
         n_bytes = rows * self._row_bytes + 8 * pairs * self._model.n_head
-        if not self._on_gpu and n_bytes > free_memory_bytes():
+        if not self._place.on_gpu and n_bytes > free_memory_bytes():
             raise llama_abi.LlamaError(
                 f"texts of {n_tokens} tokens take about {n_bytes / 1e6:.0f} MB, and "
                 f"{free_memory_bytes() / 1e6:.0f} MB are free"
@@ -249,7 +261,7 @@ class PoolingEngine:
     def _flash_attn(self, rows: int) -> str:
         """Flash attention of a context with ``rows`` tokens: off for short texts on a CPU, where it is slower."""
         wanted = self._settings.flash_attn
-        if wanted == "auto" and not self._on_gpu and rows <= MAX_PLAIN_TOKENS:
+        if wanted == "auto" and not self._place.on_gpu and rows <= MAX_PLAIN_TOKENS:
             return "off"
         return wanted
 

@@ -63,6 +63,7 @@ def sizes_of(header: GgufHeader, *, generates: bool = True) -> ModelSizes:
         n_embd=facts.one("embedding_length"),
         n_head=max(facts.many("attention.head_count"), default=1),
         widest=widest,
+        tensors={tensor.name: tensor.n_bytes for tensor in header.tensors},
     )
 
 
