@@ -58,6 +58,8 @@ from uma_trio.protocol.events import (
     LoadProgress,
     Logprobs,
     PrefillProgress,
+    RankedDocument,
+    Ranking,
     Reasoning,
     Timings,
     Token,
@@ -93,6 +95,8 @@ __all__ = [
     "ModelDescription",
     "NoServer",
     "PrefillProgress",
+    "RankedDocument",
+    "Ranking",
     "Reasoning",
     "ServerError",
     "SessionInfo",
@@ -358,6 +362,18 @@ class Client:
             answer = await self._expect(Embeddings)
             found += answer.embeddings
         return attrs.evolve(answer, embeddings=found)
+
+    async def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> Ranking:
+        """Rank documents by how well they answer ``query``, and return them with their scores, the best one first.
+
+        Args:
+            fields: further fields of a request to rank in docs/PROTOCOL.md, such as ``top_n``.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+            BrokenProtocol: the connection ended before the answer, or the request was cancelled.
+        """
+        return await self._ask({"type": "rerank", "query": query, "documents": [*documents], **fields}, Ranking)
 
     async def controller_tags(self, **fields: Any) -> list[ControllerTag]:
         """Return the tags of all controllers, the most recently changed first; ``fields`` are those of a controllers query.

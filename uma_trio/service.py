@@ -43,11 +43,11 @@ from uma_trio.protocol.chat import NamedTool
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.events import Eos, Timings, Usage
 from uma_trio.protocol.queries import SessionQuery, TokenizeQuery
-from uma_trio.protocol.requests import AdapterChoice, Constraint, Embed, Generate
+from uma_trio.protocol.requests import AdapterChoice, Constraint, Embed, Generate, Rerank
 from uma_trio.sampling import sampling_defaults
 from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.embedding import PendingEmbeddings, cancelled
-from uma_trio.serving.request import check_generates
+from uma_trio.serving.request import check_generates, check_pooling
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
 from uma_trio.serving.stats import log_request
@@ -57,7 +57,7 @@ from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.service")
 
-AnyRequest = TypeVar("AnyRequest", Generate, Embed)
+AnyRequest = TypeVar("AnyRequest", bound=Generate | Embed | Rerank)
 
 
 class ModelService:
@@ -115,8 +115,8 @@ class ModelService:
             return request
         return attrs.evolve(request, adapters=[*request.adapters, AdapterChoice(name=adapter)])
 
-    def embedding(self, request: Embed, principal: Principal, sink: EventSink, *, began: float) -> Embedding:
-        """A request for embeddings that has not begun: see ``Embedding.run``.
+    def embedding(self, request: Embed | Rerank, principal: Principal, sink: EventSink, *, began: float) -> Embedding:
+        """A request to embed or to rank texts that has not begun: see ``Embedding.run``.
 
         Args:
             began: when it came, on trio's clock.
@@ -449,7 +449,7 @@ class Generation:
             self._sink.send(last)
 
 
-def send_cancelled(request: Generate | Embed, sink: EventSink, began: float, model: str | None = None) -> None:
+def send_cancelled(request: Generate | Embed | Rerank, sink: EventSink, began: float, model: str | None = None) -> None:
     """Send the last events of a request that was cancelled before its first step.
 
     Args:
@@ -457,7 +457,7 @@ def send_cancelled(request: Generate | Embed, sink: EventSink, began: float, mod
         model: that serves it; ``None`` if it was not loaded yet.
     """
     usage = Usage(prompt_tokens=0, completion_tokens=0)
-    if isinstance(request, Embed):
+    if isinstance(request, Embed | Rerank):
         sink.send(cancelled(request, began, usage))
         return
     has_index = request.n > 1 or request.controller is not None
@@ -530,10 +530,10 @@ def quantization(description: str) -> str | None:
 
 
 class Embedding:
-    """One request for embeddings while it is served."""
+    """One request to embed or to rank texts while it is served."""
 
     def __init__(
-        self, service: ModelService, request: Embed, principal: Principal, sink: EventSink, began: float
+        self, service: ModelService, request: Embed | Rerank, principal: Principal, sink: EventSink, began: float
     ) -> None:
         self.service = service
         self._began = began
@@ -563,6 +563,7 @@ class Embedding:
         with self._scope:
             if self.service._draining:
                 raise ShuttingDown("the server is shutting down")
+            check_pooling(self.request, scheduler.info)
             try:
                 texts = await self.service._prompts.texts(self.request, scheduler.info.embedding_ctx)
             except trio.Cancelled:
@@ -580,7 +581,7 @@ class Embedding:
                     ending = ShuttingDown("the server is shutting down")
                 scheduler.cancel_embedding(pending, ending)  # does nothing to one that has ended
                 log.info(
-                    "embedded",
+                    "embedded" if isinstance(self.request, Embed) else "ranked",
                     id=self.request.id,
                     model=self.service.name,
                     texts=pending.n_done,

@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support.random_models import random_model
 from tests.support.real_daemon import Canary, Daemon, missing, real_daemon
 
 
@@ -120,4 +121,14 @@ def gateway() -> Iterator[Gateway]:
     if (reason := missing()) is not None:
         pytest.skip(reason)
     with real_daemon("--parallel", "16", "--ctx", "65536", "--http", "0") as daemon:
+        yield Gateway.of(daemon)
+
+
+@pytest.fixture(scope="session")
+def ranking_gateway() -> Iterator[Gateway]:
+    """The gateway of a daemon with a reranker."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    model = random_model("tiny-bert-rank", "f32", ctx=512)
+    with real_daemon("--model", str(model), "--alias", "reranker", "--http", "0") as daemon:
         yield Gateway.of(daemon)

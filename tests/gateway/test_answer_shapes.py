@@ -23,12 +23,15 @@ CALL = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "requi
 SCHEMA = {"name": "weather", "input_schema": TOOL["parameters"]}
 OF_OLLAMA = {"model": "embedded", "tools": [{"function": TOOL}], "logprobs": True, "top_logprobs": 1}
 UNKNOWN = {"nothing": 1}
+RANK = {"query": "a", "documents": ["b", "c"]}
 SHORT = {"max_tokens": 3}
 """For prompts without a chat template, whose answers have no end."""
 REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [CHAT, {**CHAT, **CALL}, {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, **UNKNOWN}],
     "/v1/completions": [{"prompt": ["a", [5]], "n": 2, **SHORT}, {"prompt": "a", "logprobs": 1, **SHORT, **UNKNOWN}],
     "/v1/embeddings": [{"input": ["a", [5]]}, {"input": "a", "encoding_format": "base64", **UNKNOWN}],
+    "/v1/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}, {"query": "a", "texts": ["b"], "return_text": True}],
+    "/v2/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}],
     "/v1/responses": [{"input": "Hi", **UNKNOWN}, {"input": "Hi", "tools": [{"type": "function", **TOOL}], "top_logprobs": 1}],
     "/v1/responses/input_tokens": [{"input": "Hi"}],
     "/v1/messages": [{**CHAT, "max_tokens": 5, **UNKNOWN}, {**CHAT, "max_tokens": 99, "tools": [SCHEMA], "tool_choice": {"type": "any"}}],
@@ -50,6 +53,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 SAME = {"/completions": "/completion", "/chat/completions": "/v1/chat/completions", "/responses": "/v1/responses"}
 SAME["/responses/input_tokens"] = "/v1/responses/input_tokens"
+SAME |= dict.fromkeys(("/rerank", "/reranking", "/v1/reranking"), "/v1/rerank")
 SAME |= {f"/models/{action}": f"/v1/models/{action}" for action in ("load", "unload", "reload")}
 
 
@@ -80,7 +84,8 @@ STREAMED = [case for case in CASES if case.values[0].event_shape is not None]
 
 
 @pytest.mark.parametrize(("endpoint", "body"), CASES)
-def test_a_whole_answer(gateway: Gateway, endpoint: Endpoint, body: dict[str, Any] | None) -> None:
+def test_a_whole_answer(endpoint: Endpoint, body: dict[str, Any] | None, request: pytest.FixtureRequest) -> None:
+    gateway: Gateway = request.getfixturevalue("ranking_gateway" if "rerank" in endpoint.path else "gateway")
     with gateway.http() as client:
         path = endpoint.path.replace("{name:path}", "embedded")
         if body is None:

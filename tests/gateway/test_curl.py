@@ -29,7 +29,8 @@ def test_the_documents_have_curl_commands() -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl; install it")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_curl_command(gateway: Gateway, command: str) -> None:
+def test_a_curl_command(command: str, request: pytest.FixtureRequest) -> None:
+    gateway: Gateway = request.getfixturevalue("ranking_gateway" if "/rerank" in command else "gateway")
     if "/v1/session/close" in command:  # the command that begins the session may run in another process
         gateway.daemon.ask(session_id="s1", prompt="Once upon a time", max_tokens=2)
     shown = command.replace("localhost:8080", gateway.url.removeprefix("http://"))

@@ -9,6 +9,7 @@ import socket
 
 import pytest
 
+from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 
 PAGE = (ROOT / "docs" / "PROTOCOL.md").read_text()
@@ -78,7 +79,12 @@ def real(library, tmp_path_factory):
     found = {}
     # a daemon of their own: the sessions of the examples stay in it
     for name, flags, sent in (
-        ("plain", (), [*MESSAGES, *MORE, *CALLS]),
+        ("plain", (), [message for message in (*MESSAGES, *MORE, *CALLS) if message.get("type") != "rerank"]),
+        (
+            "rerank",
+            ("--model", str(random_model("tiny-bert-rank", "f32", ctx=512))),
+            [message for message in MESSAGES if message.get("type") == "rerank"],
+        ),
         ("reasoning", ("--chat-template", str(folder / "thinks.jinja")), REASONING),
     ):
         (folder / name).mkdir()

@@ -50,7 +50,7 @@ def attempt(path: Path, **options: float | None) -> socket.socket | float:
 CLIENT_COMMANDS = [name for name in COMMANDS if name not in ("serve", "doctor", "demo")]
 """Commands that need a running daemon if they have ``--socket``.  The demo starts one unless it gets a socket."""
 
-ARGUMENTS = {"ask": ["hi"]}
+ARGUMENTS = {"ask": ["hi"], "rerank": ["query", "document"]}
 
 
 @pytest.mark.parametrize("name", CLIENT_COMMANDS)

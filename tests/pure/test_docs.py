@@ -53,6 +53,7 @@ from uma_trio.protocol.events import (
     Logprob,
     Logprobs,
     PrefillProgress,
+    Ranking,
     Reasoning,
     Timings,
     Token,
@@ -70,6 +71,7 @@ from uma_trio.protocol.requests import (
     Cancel,
     Embed,
     Generate,
+    Rerank,
     Slo,
 )
 from uma_trio.telemetry import Telemetry
@@ -120,6 +122,8 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("Metrics query", MetricsQuery, {"type"}),
         ("A request for embeddings", Embed, {"type"}),
         ("embeddings", Embeddings, {"event"}),
+        ("A request to rank", Rerank, {"type"}),
+        ("ranking", Ranking, {"event"}),
         ("Session query", SessionQuery, {"type"}),
         ("Tokenize query", TokenizeQuery, {"type"}),
         ("Models query", ModelsQuery, {"type"}),
@@ -156,6 +160,7 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
         ("Cancel", Cancel),
         ("Metrics query", MetricsQuery),
         ("A request for embeddings", Embed),
+        ("A request to rank", Rerank),
         ("Session query", SessionQuery),
         ("Tokenize query", TokenizeQuery),
         ("Models query", ModelsQuery),
@@ -254,6 +259,7 @@ EVENTS = {
     "models": ModelList,
     "health": Health,
     "embeddings": Embeddings,
+    "ranking": Ranking,
     "watch": Activity,
     "controllers": Controllers,
     "fork": Fork,
@@ -287,7 +293,7 @@ def test_the_codec_accepts_every_json_example() -> None:
             assert set(fields) <= known
             kinds.add(type(message))
     queries = {MetricsQuery, SessionQuery, TokenizeQuery, ModelsQuery, HealthQuery, WatchQuery, ControllersQuery}
-    assert kinds == {Generate, Embed, Cancel, *queries, *EVENTS.values()}
+    assert kinds == {Generate, Embed, Rerank, Cancel, *queries, *EVENTS.values()}
 
 
 def test_the_frames_decode_to_the_examples() -> None:

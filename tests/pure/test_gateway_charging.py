@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from uma_trio.client import Embeddings, Eos, Event, Reasoning, Token
+from uma_trio.client import Embeddings, Eos, Event, RankedDocument, Ranking, Reasoning, Token
 from uma_trio.gateway.charging import UNKNOWN_MAX_TOKENS, Account, Charge, charged, estimated_tokens
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import check_admin
@@ -155,6 +155,15 @@ def test_embeddings_cost_their_texts() -> None:
         usage = Usage(prompt_tokens=17, completion_tokens=0, cached_tokens=0)
         charge.count([Embeddings(embeddings=[[1.0], [1.0]], usage=usage)])
     assert costs.usage.total == 17
+
+
+def test_rankings_cost_the_query_with_each_document() -> None:
+    costs = Costs()
+    with costs.begin(is_streamed=False, query="q" * 9, documents=["x" * 30, "y" * 3]) as charge:
+        assert costs.usage.total == 2 * 3 + 11
+        usage = Usage(prompt_tokens=21, completion_tokens=0, cached_tokens=0)
+        charge.count([Ranking(results=[RankedDocument(index=0, score=1.0)], usage=usage)])
+    assert costs.usage.total == 21
 
 
 def test_estimates_of_anything_deep() -> None:

@@ -35,7 +35,7 @@ def rows() -> Iterator[str]:
             yield f"| `{endpoint.path}` | {', '.join(f'`{name}`' for name in fields_of(endpoint))} |\n"
 
 
-ALONE = ("/tokenize", "/detokenize", "/apply-template", "/completion")
+ALONE = ("/tokenize", "/detokenize", "/apply-template", "/completion", "/v2/rerank")
 """Paths without ``/v1`` that no other path stands for."""
 
 

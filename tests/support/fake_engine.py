@@ -51,6 +51,7 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
+from uma_trio.engine.purpose import Purpose
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.worker import StepRunner
 from uma_trio.grammar import Matchers, Vocabulary
@@ -217,6 +218,11 @@ def expected_embedding(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
     return vector
 
 
+def expected_score_of(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """The score of a query with a document."""
+    return np.array([sum(token * (n + 1) for n, token in enumerate(tokens)) % 97 / 8], np.float32)
+
+
 class FakeEngine:
     """See ``messages.Engine``.
 
@@ -245,6 +251,7 @@ class FakeEngine:
         can_truncate: bool = True,
         checkpoints: int | None = None,
         can_embed: bool = True,
+        purpose: Purpose = "generate",
         adapters: Sequence[str] = (),
         change_ms: float = 2.0,
         draft_errors: int | None = None,
@@ -270,7 +277,8 @@ class FakeEngine:
             unified=unified,
             n_embd=EMBEDDING_WIDTH,
             n_embd_out=EMBEDDING_WIDTH,
-            can_embed=can_embed,
+            purpose=purpose,
+            can_embed=can_embed and purpose != "rank",
             embedding_ctx=512,
             embedding_batch=min(128, n_batch),
             **drafter,
@@ -417,7 +425,10 @@ class FakeEngine:
             return {}
         n_tokens = sum(len(each.tokens) for each in inputs)
         going_on = {each.seq_id for each in inputs if each.position}
-        if len(going_on) > 1 or n_tokens > self.info.embedding_batch or len(inputs) > MAX_EMBEDDING_SEQUENCES:
+        is_whole = self.info.purpose != "generate"
+        is_long = n_tokens > self.info.embedding_batch and not (is_whole and len(inputs) == 1)
+        in_parts = is_whole and any(each.position or not each.is_last for each in inputs)
+        if len(going_on) > 1 or is_long or in_parts or len(inputs) > MAX_EMBEDDING_SEQUENCES:
             raise EngineError(f"{len(inputs)} texts to embed of {n_tokens} tokens, and {len(going_on)} go on")
         ms = self.cost_ms(n_tokens, 0)
         self.cost_of_last_ms += ms
@@ -430,7 +441,8 @@ class FakeEngine:
                 failure = "the beginning of a text is lost"
             text += each.tokens
             if each.is_last:
-                vectors.append(expected_embedding([*self._texts.pop(each.seq_id), *([adapters] if adapters else [])]))
+                of_text = expected_score_of if self.info.purpose == "rank" else expected_embedding
+                vectors.append(of_text([*self._texts.pop(each.seq_id), *([adapters] if adapters else [])]))
         if failure is not None:
             self._texts.clear()
             vectors = []

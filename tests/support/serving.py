@@ -24,12 +24,13 @@ from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.engine.tokenizer import TokenizedText
 from uma_trio.grammar import GrammarCompiler, LocalChecker
 from uma_trio.kv.offload_index import SavedState
+from uma_trio.models.pairs import PairFormat
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.protocol.answers import ModelDescription, TokenList
 from uma_trio.protocol.queries import TokenizeQuery
-from uma_trio.protocol.requests import Embed, Generate
+from uma_trio.protocol.requests import Embed, Generate, Rerank
 from uma_trio.registry import ModelRegistry, ModelSpec
 from uma_trio.sampling import ReasoningMarkers
 from uma_trio.scheduling.cost import CostModel
@@ -38,6 +39,8 @@ from uma_trio.serving.scheduler import Scheduler
 from uma_trio.store import Journal, StateFolder
 
 NO_STORAGE: Final = Storage()
+BEFORE, BETWEEN, AFTER = (1,), (2, 3), (4,)
+"""Tokens around a query and a document, for an engine that ranks."""
 
 
 class FakeTokenizer:
@@ -45,6 +48,8 @@ class FakeTokenizer:
 
     bos = eos = ""
     n_tokens = N_VOCAB
+    eos_id = added_bos_id = None
+    adds_eos = False
 
     def encode_with_offsets(
         self, text: str, *, add_special: bool = True, parse_special: bool = True, pauses: bool = False
@@ -52,7 +57,9 @@ class FakeTokenizer:
         ids = self.encode(text)
         return TokenizedText(ids, np.stack([np.arange(len(ids)), np.arange(len(ids)) + 1], axis=1))
 
-    def encode(self, text: str, *, parse_special: bool = True, continues: bool = False) -> TokenIds:
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True, continues: bool = False
+    ) -> TokenIds:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) + 100
 
     def encode_parts(self, parts: Sequence[PromptPart], *, continues: bool = False) -> TokenIds:
@@ -82,7 +89,7 @@ class FakePrompts(PromptMaker):
         check_prompt_size(request, self.limits)
         return self._make(request, before)
 
-    async def texts(self, request: Embed, max_tokens: int) -> list[TokenIds]:
+    async def texts(self, request: Embed | Rerank, max_tokens: int) -> list[TokenIds]:
         await trio.lowlevel.checkpoint()
         return self._texts(request, max_tokens)
 
@@ -243,7 +250,14 @@ async def serving(
         chosen = settings(adapters=[f"{each.name}={each.path}" for each in engine.info.adapters], **values)
         model = FakeModel(
             VirtualEngine(engine, settings=chosen.engine),
-            FakePrompts(FakeTokenizer(), FakeChat() if has_template else None, chosen.limits, reasoning, tools),
+            FakePrompts(
+                FakeTokenizer(),
+                FakeChat() if has_template else None,
+                chosen.limits,
+                reasoning,
+                tools,
+                PairFormat(FakeTokenizer(), BEFORE, BETWEEN, AFTER) if engine.info.purpose == "rank" else None,
+            ),
             recommended_sampling=recommended_sampling or {},
             spelled=spelled or {},
         )

@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": "Load a model once, or several, and serve them to many clients.",
     "ask": "Ask the daemon and stream the answer.",
     "chat": "Chat with the daemon on a terminal.",
+    "rerank": "Rank documents by how well they answer a query.",
     "sessions": "List, show, export, fork and close sessions.",
     "controllers": "Upload, tag, list and run controllers (AICI).",
     "keys": "Make, list and revoke API keys for HTTP.",

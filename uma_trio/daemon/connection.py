@@ -31,7 +31,7 @@ from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.events import Failure
 from uma_trio.protocol.messages import ClientMessage, Query, Request, ServerEvent
 from uma_trio.protocol.queries import HealthQuery, MetricsQuery, ModelsQuery, SessionQuery, TokenizeQuery, WatchQuery
-from uma_trio.protocol.requests import Cancel, Embed, Generate
+from uma_trio.protocol.requests import Cancel, Embed, Generate, Rerank
 from uma_trio.registry import ModelRegistry, ModelRequest
 
 log = structlog.get_logger("uma_trio.daemon")
@@ -197,7 +197,7 @@ class Connection:
 
     async def _handle(self, message: ClientMessage, nursery: trio.Nursery) -> None:
         match message:
-            case Generate() | Embed() | WatchQuery():
+            case Generate() | Embed() | Rerank() | WatchQuery():
                 if self.busy:
                     self._refuse(Busy("another request is running on this connection"), message)
                 elif not self._leaving or (self._codec.queues_requests and not self._owner.draining):
@@ -314,7 +314,7 @@ class Connection:
         own = self._principal
         name = own.name if message.principal is None else message.principal
         acting_for = Principal(name)
-        if isinstance(message, Generate | Embed):
+        if isinstance(message, Generate | Embed | Rerank):
             acting_for = Principal(name, message.principal_weight, message.principal_max_requests)
         if acting_for != own and own.name != OWN_PRINCIPAL:
             raise BadRequest(

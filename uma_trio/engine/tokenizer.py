@@ -66,6 +66,10 @@ class Tokenizer:
         self.n_tokens = vocab.n_tokens
         """Ids are in ``[0, n_tokens)``."""
         self.eos_id = vocab.eos
+        self.added_bos_id = vocab.bos if vocab.add_bos else None
+        """BOS, if ``add_special`` puts it before a text."""
+        self.adds_eos = vocab.add_eos
+        """Whether ``add_special`` puts EOS after a text."""
         self.bos = "" if vocab.bos is None else self._spelled(vocab.bos).decode("utf-8", "replace")
         self.eos = "" if vocab.eos is None else self._spelled(vocab.eos).decode("utf-8", "replace")
 

@@ -32,6 +32,7 @@ from uma_trio.gateway.dialects import (
     openai_embeddings,
     openai_models,
     openai_responses,
+    rerank,
     starling,
 )
 from uma_trio.gateway.dialects.anthropic import ANTHROPIC, VERSION_HEADER
@@ -66,6 +67,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *anthropic_messages.ENDPOINTS,
     *openai_completions.ENDPOINTS,
     *openai_embeddings.ENDPOINTS,
+    *rerank.ENDPOINTS,
     *openai_models.ENDPOINTS,
     *openai_responses.ENDPOINTS,
     *ollama_generate.ENDPOINTS,

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from uma_trio.client import Embeddings, Eos, Event, Token
+from uma_trio.client import Embeddings, Eos, Event, Ranking, Token
 from uma_trio.errors import ControllerFailed
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.limits import Admission, Limiter
@@ -58,11 +58,13 @@ def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: 
     """
     if account is None:
         return Charge(fields, None, 0, is_streamed)
-    prompt = estimated_tokens([fields.get(name) for name in ("prompt", "messages", "tools", "input")])
+    prompt = estimated_tokens([fields.get(name) for name in ("prompt", "messages", "tools", "input", "documents")])
+    if isinstance(documents := fields.get("documents"), list):  # the query is computed with each of them
+        prompt += len(documents) * estimated_tokens(fields.get("query"))
     answers = _count(fields.get("n"), 1)
     wanted = _count(fields.get("max_tokens"), account.default_max_tokens)
     estimate, promised = wanted or UNKNOWN_MAX_TOKENS, 0
-    if "input" in fields:  # embeddings have no answer
+    if "input" in fields or "documents" in fields:  # embeddings and rankings generate nothing
         estimate = 0
     elif "max_tokens" not in fields or fields.get("fit_max_tokens") is True:  # the answer may take as many as fit
         if not 0 < wanted <= MEANT_MAX_TOKENS:
@@ -129,12 +131,12 @@ class Charge:
         self._generated: dict[int | None, int] = {}
         """Tokens of each answer, by index."""
 
-    def count(self, events: Iterable[Event | Embeddings]) -> None:
+    def count(self, events: Iterable[Event | Embeddings | Ranking]) -> None:
         """Count the tokens of events."""
         if self._admission is None:
             return
         for event in events:
-            if isinstance(event, Embeddings):
+            if isinstance(event, Embeddings | Ranking):
                 self._prompt = event.usage.prompt_tokens
             elif isinstance(event, Eos):
                 self._prompt = event.usage.prompt_tokens

@@ -21,6 +21,7 @@ from uma_trio.client import (
     Eos,
     Event,
     OpenStream,
+    Ranking,
     Reasoning,
     Token,
     ToolCallDelta,
@@ -151,6 +152,18 @@ class Daemon:
         with charged(self.account, fields, is_streamed=False) as charge:
             async with self.connect() as client:
                 found = await client.embed(**charge.fields)
+                charge.count([found])
+                return found
+
+    async def rerank(self, fields: Mapping[str, Any]) -> Ranking:
+        """The ranking of documents.  ``fields`` are those of a request to rank in docs/PROTOCOL.md.
+
+        Raises:
+            HttpError: the daemon cannot be reached or refuses.
+        """
+        with charged(self.account, fields, is_streamed=False) as charge:
+            async with self.connect() as client:
+                found = await client.rerank(**charge.fields)
                 charge.count([found])
                 return found
 

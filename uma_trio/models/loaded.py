@@ -33,6 +33,7 @@ from uma_trio.models.control_tokens import ControlTokens
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.load_errors import explained
 from uma_trio.models.marker_text import MarkerText
+from uma_trio.models.pairs import find_pair_format
 from uma_trio.models.prompt import PromptMaker
 from uma_trio.models.reasoning import find_format, make_markers
 from uma_trio.models.tool_formats import HERMES, by_name, find_tool_format, make_call_markers
@@ -171,6 +172,9 @@ async def open_model(
             markers = _reasoning_markers(templates, text)
             tools = await trio.to_thread.run_sync(_tool_support, chat, templates, config.model.tool_format, text)
 
+            pairs = None
+            if summary.purpose == "rank":
+                pairs = find_pair_format(vocabulary.metadata, vocabulary.tokenizer)
             if chat is not None:
                 stack.callback(chat.close)
             limits = attrs.evolve(config.limits, max_prompt_bytes=max_prompt_bytes(config.limits, engine.info))
@@ -182,7 +186,7 @@ async def open_model(
             stack.callback(checker.close)
             yield LoadedModel(
                 engine,
-                PromptMaker(vocabulary.tokenizer, chat, limits, markers, tools),
+                PromptMaker(vocabulary.tokenizer, chat, limits, markers, tools, pairs),
                 GrammarCompiler(grammar_vocabulary, checker),
                 cost,
                 cost_name=name,

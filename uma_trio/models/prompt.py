@@ -18,11 +18,12 @@ from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
 from uma_trio.models.context import MIN_PROMPT_BYTES, SHORT_ANSWER, explain_context, more_context
+from uma_trio.models.pairs import PairFormat
 from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport, new_call_id, template_chat
 from uma_trio.protocol.answers import TokenList
 from uma_trio.protocol.chat import ChatMessage, Tool
 from uma_trio.protocol.queries import TokenizeQuery
-from uma_trio.protocol.requests import Embed, Generate
+from uma_trio.protocol.requests import Embed, Generate, Rerank
 from uma_trio.sampling import ReasoningMarkers, ToolCalling
 
 INLINE_BYTES: Final = 4096
@@ -119,6 +120,8 @@ class PromptMaker:
     """``None`` for a model that does not mark its reasoning."""
     tools: ToolSupport = PLAIN_TOOLS
     """How the model calls tools."""
+    pairs: PairFormat | None = None
+    """How a query and a document become one text; ``None`` for a model that does not rank."""
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
     _rendering: trio.CapacityLimiter = attrs.field(init=False, factory=partial(trio.CapacityLimiter, RENDERING_THREADS))
@@ -224,8 +227,10 @@ class PromptMaker:
         offsets = None if found.offsets is None else _chars_before(found.offsets[:, 0], query.text).tolist()
         return TokenList(tokens=found.ids.tolist(), offsets=offsets, id=query.id)
 
-    async def texts(self, request: Embed, max_tokens: int) -> list[TokenIds]:
-        """Tokens of each text to embed.  Control tokens that a text spells stay text.  Can be cancelled.
+    async def texts(self, request: Embed | Rerank, max_tokens: int) -> list[TokenIds]:
+        """Tokens of each text to embed, or of the query with each document.  Control tokens that a text spells stay text.
+
+        Can be cancelled.
 
         Args:
             max_tokens: of one text.
@@ -235,12 +240,18 @@ class PromptMaker:
             PromptTooLarge: a text exceeds ``max_prompt_bytes``.
             ContextTooSmall: a text has too many tokens.
         """
-        if sum(map(len, request.input)) <= INLINE_BYTES:
+        if isinstance(request, Embed):
+            size = sum(map(len, request.input))
+        else:
+            size = sum(map(len, request.documents)) + len(request.documents) * len(request.query)
+        if size <= INLINE_BYTES:
             return self._texts(request, max_tokens)
         tokenize = partial(self._texts, request, max_tokens)
         return await trio.to_thread.run_sync(tokenize, abandon_on_cancel=True, limiter=self._tokenizing)
 
-    def _texts(self, request: Embed, max_tokens: int) -> list[TokenIds]:
+    def _texts(self, request: Embed | Rerank, max_tokens: int) -> list[TokenIds]:
+        if isinstance(request, Rerank):
+            return self._pairs(request, max_tokens)
         found = []
         for n, text in enumerate(request.input):
             name = f"input[{n}]"
@@ -260,6 +271,24 @@ class PromptMaker:
                     field=name,
                 )
             found.append(tokens)
+        return found
+
+    def _pairs(self, request: Rerank, max_tokens: int) -> list[TokenIds]:
+        for name, text in (
+            ("query", request.query),
+            *((f"documents[{n}]", d) for n, d in enumerate(request.documents)),
+        ):
+            _check_size(name, len(text.encode()), self.limits, field=name)
+        assert self.pairs is not None, "checked before"
+        found = self.pairs.tokens(request.query, request.documents)
+        for n, tokens in enumerate(found):
+            if len(tokens) > max_tokens:
+                raise ContextTooSmall(
+                    f"documents[{n}] with the query has {len(tokens)} tokens; this daemon ranks at most {max_tokens} "
+                    "with this model: divide the document, or start uma-trio serve with a larger --embedding-ctx if the "
+                    "model was trained for it",
+                    field=f"documents[{n}]",
+                )
         return found
 
     def _check_tokens(self, field: str, tokens: Sequence[int]) -> None:

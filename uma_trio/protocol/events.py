@@ -242,6 +242,26 @@ class Embeddings:
     id: str | None = None
 
 
+@attrs.frozen(kw_only=True)
+class RankedDocument:
+    """A document of a ``Rerank`` request."""
+
+    index: int
+    """Place in the request's ``documents``, from 0."""
+    score: float
+    """How well it answers the query: the model's own number, of which only the order has a meaning."""
+
+
+@attrs.frozen(kw_only=True)
+class Ranking:
+    """The answer to a ``Rerank`` request."""
+
+    results: list[RankedDocument]
+    """The best document first.  Documents with the same score are in the order of the request."""
+    usage: Usage
+    id: str | None = None
+
+
 @attrs.frozen
 class UnknownEvent:
     """An event of a newer daemon that this version does not know."""

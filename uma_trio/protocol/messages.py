@@ -4,7 +4,7 @@ Clients send a request (``Generate``), a ``Cancel`` or a query.  The daemon answ
 ``Token``, ``Reasoning``, ``ToolCallDelta``, ``PrefillProgress``, ``LoadProgress``, ``Eos`` and ``Failure``, and each query has its own.
 
 ===============  ==============================================
-``requests``     ``Generate``, ``Embed`` and ``Cancel``
+``requests``     ``Generate``, ``Embed``, ``Rerank``, ``Cancel``
 ``queries``      questions next to a request, and ``WatchQuery``
 ``controllers``  queries and events about controllers
 ``events``       events of a request
@@ -42,6 +42,7 @@ from uma_trio.protocol.events import (
     LoadProgress,
     Logprob,
     PrefillProgress,
+    Ranking,
     Reasoning,
     Token,
     ToolCallDelta,
@@ -59,13 +60,13 @@ from uma_trio.protocol.queries import (
     parse_session_query,
     parse_tokenize_query,
 )
-from uma_trio.protocol.requests import Cancel, Embed, Generate, parse_generate
+from uma_trio.protocol.requests import Cancel, Embed, Generate, Rerank, parse_generate
 from uma_trio.protocol.types import MAX_NAME_CHARS
 
 Query = MetricsQuery | SessionQuery | TokenizeQuery | ModelsQuery | HealthQuery | ControllersQuery
 """A question that is answered next to a running request."""
 
-Request = Generate | Embed | WatchQuery
+Request = Generate | Embed | Rerank | WatchQuery
 """What a connection runs one at a time."""
 
 ClientMessage = Request | Cancel | Query
@@ -86,6 +87,7 @@ ServerEvent = (
     | PrefillProgress
     | LoadProgress
     | Embeddings
+    | Ranking
     | ControllerEvent
     | Answer
 )
@@ -105,6 +107,7 @@ _EVENT_NAMES: Final = {
     Metrics: "metrics",
     SessionList: "sessions",
     Embeddings: "embeddings",
+    Ranking: "ranking",
     Transcript: "transcript",
     TokenList: "tokens",
     ModelList: "models",
@@ -174,14 +177,16 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return convert(fields, HealthQuery)
     if kind == "embed":
         return convert(fields, Embed)
+    if kind == "rerank":
+        return convert(fields, Rerank)
     if kind == "watch":
         return convert(fields, WatchQuery)
     if kind == "controllers":
         return parse_controllers_query(fields)
     if kind not in (None, "generate"):
         raise BadRequest(
-            "type must be 'generate', 'embed', 'sessions', 'tokenize', 'models', 'health', 'metrics', 'watch' or "
-            "'controllers'",
+            "type must be 'generate', 'embed', 'rerank', 'sessions', 'tokenize', 'models', 'health', 'metrics', 'watch' "
+            "or 'controllers'",
             field="type",
         )
     return parse_generate(fields)

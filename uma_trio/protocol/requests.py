@@ -57,6 +57,9 @@ class Slo:
     priority: Priority = "normal"
 
 
+MAX_TEXTS: Final = 2048
+"""Texts of one request to embed or to rank."""
+
 MAX_ADAPTERS: Final = 8
 """LoRA adapters of one request."""
 
@@ -205,13 +208,32 @@ class Generate:
 class Embed:
     """A request for the embeddings of texts."""
 
-    input: Annotated[list[str | PromptTokens], Meta(min_length=1, max_length=2048)]
+    input: Annotated[list[str | PromptTokens], Meta(min_length=1, max_length=MAX_TEXTS)]
     """Texts, or their tokens."""
     model: Name | None = None
     adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_ADAPTERS)] = attrs.field(factory=list)
     """This field and the one before are as in ``Generate``."""
     dimensions: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     """Return only this many dimensions of each embedding, with length 1 again."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+    principal_weight: PrincipalWeight = 1.0
+    principal_max_requests: PrincipalLimit | None = None
+    """This field and the two before are as in ``Generate``."""
+
+
+@attrs.frozen(kw_only=True)
+class Rerank:
+    """A request to rank documents by how well they answer a query."""
+
+    query: Annotated[str, Meta(min_length=1)]
+    documents: Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+    top_n: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    """Return only this many of the best documents."""
+    model: Name | None = None
+    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_ADAPTERS)] = attrs.field(factory=list)
+    """This field and the one before are as in ``Generate``."""
     id: Name | None = None
     keep_alive: bool = False
     principal: Name | None = None

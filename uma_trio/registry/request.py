@@ -7,7 +7,7 @@ import trio
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import ModelState
 from uma_trio.protocol.events import LoadProgress
-from uma_trio.protocol.requests import Embed, Generate
+from uma_trio.protocol.requests import Embed, Generate, Rerank
 from uma_trio.registry.registry import ModelRegistry
 from uma_trio.service import Embedding, Generation, send_cancelled
 from uma_trio.serving.sequence import EventSink
@@ -16,7 +16,9 @@ from uma_trio.serving.sequence import EventSink
 class ModelRequest:
     """One request of a client."""
 
-    def __init__(self, models: ModelRegistry, request: Generate | Embed, principal: Principal, sink: EventSink) -> None:
+    def __init__(
+        self, models: ModelRegistry, request: Generate | Embed | Rerank, principal: Principal, sink: EventSink
+    ) -> None:
         self.request = request
         self._models = models
         self._principal = principal

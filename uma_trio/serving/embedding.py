@@ -1,8 +1,9 @@
-"""Texts to embed: which of them the next step computes, next to the streams.
+"""Texts to embed or to rank: which of them the next step computes, next to the streams.
 
-A request for embeddings waits here until all of its texts are computed.  A step takes one chunk of them, as large as
-the time allows that streams leave.  Requests of the least served principal go first.  Texts are computed in order, and
-only the last one of a chunk can go on in the next chunk, so the engine needs room for one long text.
+A request waits here until all of its texts are computed; one that ranks has a text for each document.  A step takes one
+chunk of them, as large as the time allows that streams leave.  Requests of the least served principal go first.  Texts
+are computed in order, and only the last one of a chunk can go on in the next chunk, so the engine needs room for one
+long text.  A model that does not generate computes each text in one chunk.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from uma_trio.engine.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput, Mo
 from uma_trio.errors import DecodeFailed, QueueFull, UmaError
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import HealthCheck
-from uma_trio.protocol.events import Embeddings, Eos, Failure, Timings, Usage
-from uma_trio.protocol.requests import Embed
+from uma_trio.protocol.events import Embeddings, Eos, Failure, RankedDocument, Ranking, Timings, Usage
+from uma_trio.protocol.requests import Embed, Rerank
 from uma_trio.scheduling.fairness import Service
 from uma_trio.scheduling.view import Scales
 from uma_trio.serving.sequence import EventSink
@@ -43,9 +44,9 @@ FATAL_CRASHES: Final = 2
 
 @attrs.define(eq=False)
 class PendingEmbeddings:
-    """A request for embeddings that is not answered yet."""
+    """A request to embed or to rank texts that is not answered yet."""
 
-    request: Embed
+    request: Embed | Rerank
     texts: Sequence[TokenIds]
     sink: EventSink
     principal: Principal
@@ -54,21 +55,40 @@ class PendingEmbeddings:
     done: trio.Event = attrs.field(factory=trio.Event)
     """Set after its last event."""
     n_done: int = 0
-    """Texts that are embedded."""
+    """Texts that are computed."""
     n_started: int = 0
     """Texts of which all tokens are computed or in flight."""
     position: int = 0
     """Tokens of the next text that are computed or in flight."""
     n_tokens: int = 0
-    """Tokens of the texts that are embedded."""
+    """Tokens of the texts that are computed."""
     n_crashes: int = 0
     unsent: list[list[float]] = attrs.field(factory=list)
-    """Embeddings that no event has."""
+    """Embeddings, or scores, that no event has."""
 
     @property
     def usage(self) -> Usage:
         """Tokens up to here."""
         return Usage(prompt_tokens=self.n_tokens, completion_tokens=0)
+
+    def add(self, vector: npt.NDArray[np.float32]) -> None:
+        """Take the embedding or the score of the next text."""
+        dimensions = self.request.dimensions if isinstance(self.request, Embed) else None
+        self.unsent.append(_shortened(vector, dimensions))
+
+    def next_event(self) -> Embeddings | Ranking:
+        """What has not been sent; for a ranking it must be all."""
+        found, self.unsent = self.unsent, []
+        if isinstance(self.request, Rerank):
+            return Ranking(results=_ranked(found, self.request.top_n), usage=self.usage, id=self.request.id)
+        more = self.n_done < len(self.texts)
+        return Embeddings(embeddings=found, usage=self.usage, more=more, id=self.request.id)
+
+
+def _ranked(scores: Sequence[Sequence[float]], top_n: int | None) -> list[RankedDocument]:
+    """The ``top_n`` best documents, the best one first."""
+    found = [RankedDocument(index=index, score=score) for index, [score] in enumerate(scores)]
+    return sorted(found, key=lambda each: -each.score)[:top_n]
 
 
 @attrs.frozen
@@ -151,7 +171,7 @@ class EmbeddingQueue:
             QueueFull: too many wait already.
         """
         if len(self._pending) >= self._max_length:
-            raise QueueFull(f"{len(self._pending)} requests for embeddings wait already")
+            raise QueueFull(f"{len(self._pending)} requests for embeddings or rankings wait already")
         self._pending.append(pending)
 
     # -- chunks ---------------------------------------------------------------------------------
@@ -236,15 +256,21 @@ class EmbeddingQueue:
             self._texts_total += 1
             if pending.done.is_set():
                 continue
+            if not np.isfinite(vector).all():
+                number = pending.n_done
+                self.end(
+                    pending, DecodeFailed(f"the model computes no finite numbers for text {number} of the request")
+                )
+                continue
             pending.n_done += 1
             pending.n_crashes = 0
             pending.n_tokens += each.length
-            pending.unsent.append(_shortened(vector, pending.request.dimensions))
+            pending.add(vector)
             if pending.n_done == len(pending.texts):
-                self._send(pending)
+                pending.sink.send(pending.next_event())
                 self._remove(pending)
-            elif len(pending.unsent) * len(pending.unsent[0]) >= MAX_FLOATS_PER_EVENT:
-                self._send(pending)
+            elif len(pending.unsent) * len(vector) >= MAX_FLOATS_PER_EVENT:
+                pending.sink.send(pending.next_event())
 
     def lost(self, chunk: EmbeddingChunk | None) -> None:
         """The engine has lost what it had computed: texts in progress begin again.
@@ -281,11 +307,6 @@ class EmbeddingQueue:
         pending.done.set()
         self._on_end(pending.principal)
 
-    def _send(self, pending: PendingEmbeddings) -> None:
-        embeddings, pending.unsent = pending.unsent, []
-        more = pending.n_done < len(pending.texts)
-        pending.sink.send(Embeddings(embeddings=embeddings, usage=pending.usage, more=more, id=pending.request.id))
-
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics."""
         return {
@@ -297,7 +318,7 @@ class EmbeddingQueue:
         }
 
 
-def cancelled(request: Embed, arrived_at: float, usage: Usage) -> Eos:
+def cancelled(request: Embed | Rerank, arrived_at: float, usage: Usage) -> Eos:
     """The last event of a request that its client has cancelled."""
     total_ms = round(1e3 * (trio.current_time() - arrived_at), 3)
     return Eos(id=request.id or "", reason="cancelled", usage=usage, timings=Timings(queue_ms=0.0, total_ms=total_ms))

@@ -19,7 +19,7 @@ from uma_trio.grammar import Grammar
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet, adapter_set
 from uma_trio.models.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.principal import Principal
-from uma_trio.protocol.requests import BANNED, Embed, Generate, Slo
+from uma_trio.protocol.requests import BANNED, Embed, Generate, Rerank, Slo
 from uma_trio.sampling import Bias, SamplingParams, TokenHistory, given
 from uma_trio.scheduling.view import Priority
 from uma_trio.serving.sequence import EventSink, Sampling, Sequence
@@ -81,7 +81,7 @@ def admit(
     ]
 
 
-def adapters_of(request: Generate | Embed, info: ModelInfo) -> AdapterSet:
+def adapters_of(request: Generate | Embed | Rerank, info: ModelInfo) -> AdapterSet:
     """The adapters that ``request`` names.
 
     Raises:
@@ -105,8 +105,8 @@ def adapters_of(request: Generate | Embed, info: ModelInfo) -> AdapterSet:
 
 INSTEAD: Final[dict[Purpose, str]] = {
     "generate": "generates text",
-    "embed": "embeds texts, and does nothing else: ask it for embeddings",
-    "rank": "ranks documents for a query, and does nothing else: send it a rerank request",
+    "embed": "embeds texts: ask it for embeddings",
+    "rank": "ranks documents for a query: send it a rerank request",
 }
 """What a model is for, as part of a refusal."""
 
@@ -124,14 +124,26 @@ def _name(info: ModelInfo) -> str:
     return info.name.removesuffix(".gguf")
 
 
-def check_embed(request: Embed, info: ModelInfo) -> None:
-    """Raise BadRequest unless the model gives such embeddings."""
+def check_pooling(request: Embed | Rerank, info: ModelInfo) -> None:
+    """Raise BadRequest unless the model gives such embeddings, or ranks documents."""
+    if isinstance(request, Rerank):
+        _check_rerank(info)
+        return
     if not info.can_embed:
         raise BadRequest(f"the model {_name(info)} gives no embeddings. It {INSTEAD[info.purpose]}", field="model")
     width = info.n_embd_out
     if request.dimensions is not None and request.dimensions > width:
         raise BadRequest(
             f"dimensions is {request.dimensions}; embeddings of this model have {width}", field="dimensions"
+        )
+
+
+def _check_rerank(info: ModelInfo) -> None:
+    if info.purpose != "rank":
+        raise BadRequest(
+            f"the model {_name(info)} does not rank documents. It {INSTEAD[info.purpose]}. To rank documents, serve a "
+            "reranker: a GGUF with pooling_type rank and a classification head, such as bge-reranker-v2-m3",
+            field="model",
         )
 
 

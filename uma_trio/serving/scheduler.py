@@ -36,7 +36,7 @@ from uma_trio.offload import InThread, Offloader
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.protocol.events import Failure, FinishReason
-from uma_trio.protocol.requests import Embed, Generate
+from uma_trio.protocol.requests import Embed, Generate, Rerank
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.timings import StepTimings
@@ -47,7 +47,7 @@ from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.serving.output import TokenToBytes, send_progress, send_prompt, send_tokens
 from uma_trio.serving.planning import NoStep, StepPlanner, delays_requests
 from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for
-from uma_trio.serving.request import adapters_of, admit, check_embed
+from uma_trio.serving.request import adapters_of, admit
 from uma_trio.serving.sequence import EventSink, Sequence, State
 from uma_trio.serving.stats import Stats
 from uma_trio.serving.step import CompletedStep, InFlightStep, NewTokens, PlannedStep, build_step, complete_step
@@ -192,17 +192,21 @@ class Scheduler:
             raise
         return sequences
 
-    def embed(self, request: Embed, texts: Items[TokenIds], sink: EventSink, principal: Principal) -> PendingEmbeddings:
-        """Accept a request for embeddings of ``texts``.  ``pending.done`` is set after its last event.
+    def embed(
+        self, request: Embed | Rerank, texts: Items[TokenIds], sink: EventSink, principal: Principal
+    ) -> PendingEmbeddings:
+        """Accept a request to embed or to rank ``texts``.  ``pending.done`` is set after its last event.
+
+        Args:
+            request: that has passed ``request.check_pooling``.
 
         Raises:
-            BadRequest, AdapterNotFound: the model does not give such embeddings.
+            BadRequest, AdapterNotFound: the model has no such adapters.
             QueueFull, TooManyRequests: too many wait already.
             ShuttingDown, ModelUnavailable: the scheduler accepts no requests.
         """
         if self._refusal is not None:
             raise self._refusal
-        check_embed(request, self.info)
         adapters = adapters_of(request, self.info)
         self._check_limit(principal, 1)
         pending = PendingEmbeddings(request, texts, sink, principal, adapters.scales)

@@ -203,6 +203,53 @@ class EmbeddingList(Warned):
     usage: EmbeddingUsage
 
 
+class RankedText(Shape):
+    """The text of a ranked document."""
+
+    text: str
+
+
+class RankedDocument(Shape):
+    """A document of the request, by its place there.  ``document`` is for requests with ``return_documents``."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(Warned):
+    """Documents, the best one first, as llama-server and Jina's API have it."""
+
+    id: str
+    object: Literal["list"]
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+class RankingMeta(Shape):
+    """What Cohere's API says of an answer."""
+
+    api_version: dict[str, str]
+    billed_units: dict[str, int]
+
+
+class CohereRanking(Warned):
+    """Documents, the best one first, as Cohere's API has it."""
+
+    id: str
+    results: list[RankedDocument]
+    meta: RankingMeta
+
+
+class RankedIndex(Shape):
+    """A document of the request, as the API of Text Embeddings Inference has it.  ``text`` is for ``return_text``."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
+
+
 class ModelMeta(Shape):
     """llama-server's description of a model."""
 

@@ -1,0 +1,100 @@
+"""``uma-trio rerank``: rank documents by how well they answer a query."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
+from uma_trio.cli.completion import model_name
+
+if TYPE_CHECKING:
+    from uma_trio.client import Ranking
+
+SHOWN_CHARS: Final = 100
+"""Length of a document on a terminal."""
+
+
+@click.command("rerank")
+@click.argument("query")
+@click.argument("documents", nargs=-1, metavar="[DOCUMENT]...")
+@click.option(
+    "--file",
+    "-f",
+    "file",
+    type=click.Path(allow_dash=True, dir_okay=False, path_type=Path),
+    help="File with a document on each line, after those of the command line; - is stdin.",
+)
+@click.option("--top-n", "-n", type=click.IntRange(min=1), help="Show only this many of the best documents.")
+@click.option("--model", shell_complete=model_name, help="Name of the model.  [default: the daemon's first]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a document: {index, score, document}.")
+@socket_option()
+def command(
+    query: str,
+    documents: tuple[str, ...],
+    file: Path | None,
+    top_n: int | None,
+    model: str | None,
+    as_json: bool,
+    socket: str | None,
+) -> None:
+    """Rank documents by how well they answer QUERY, the best one first.
+
+    Each line has the model's score and the document.  Of the scores only the order has a meaning.  The daemon must
+    serve a reranker, a model with a classification head: uma-trio models shows what a model can do.
+
+    \b
+      uma-trio rerank "What is a panda?" "A bear that eats bamboo." "A city in Peru."
+      uma-trio rerank --top-n 3 --file notes.txt "How do I make pancakes?"
+
+    Exit codes: 0 success, 2 the daemon refused, or no daemon, 3 protocol error.
+    """
+    texts = [*documents, *_lines(file)]
+    if not texts:
+        raise click.UsageError("no documents: give them as arguments, or one on each line of --file")
+    fields: dict[str, Any] = {"top_n": top_n, "model": model}
+    with reporting_errors("rerank", socket):
+        found = _rank(query, texts, socket, {name: value for name, value in fields.items() if value is not None})
+    for each in found.results:
+        text = texts[each.index]
+        if as_json:
+            line = {"index": each.index, "score": each.score, "document": text}
+            click.echo(json.dumps(line, ensure_ascii=False))
+        else:
+            click.echo(f"{each.score:>9.4f}  {_shown(text)}")
+
+
+def _rank(query: str, texts: Sequence[str], socket: str | None, fields: dict[str, Any]) -> Ranking:
+    from uma_trio.cli.run_trio import run
+    from uma_trio.client import open_client
+
+    async def ranked() -> Ranking:
+        await say_which_daemon("rerank", socket)
+        async with open_client(socket) as client:
+            return await client.rerank(query, texts, **fields)
+
+    return run(ranked)
+
+
+def _lines(file: Path | None) -> list[str]:
+    """Lines of a file that are not empty.  What is not UTF-8 becomes U+FFFD."""
+    if file is None:
+        return []
+    try:
+        content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise click.UsageError(f"{file} cannot be read: {error.strerror}") from error
+    return [line for line in content.decode("utf-8", "replace").splitlines() if line.strip()]
+
+
+def _shown(text: str) -> str:
+    """The document on one line; on a terminal its beginning."""
+    line = " ".join(text.split())
+    if sys.stdout.isatty() and len(line) > SHOWN_CHARS:
+        return line[: SHOWN_CHARS - 1] + "…"
+    return line

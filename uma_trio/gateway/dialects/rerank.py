@@ -1,0 +1,139 @@
+"""Ranking of documents: ``POST /v1/rerank`` and its like.
+
+llama-server, Jina and Cohere have the same request with answers that differ a little; Text Embeddings Inference has
+``texts`` in place of ``documents``.  There are no tokens to stream, so an answer comes whole.
+
+Source: the README of llama.cpp's server, and the API references of Jina, Cohere and Text Embeddings Inference.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+from starlette.responses import Response
+
+from uma_trio.client import Ranking
+from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.dialects import openai_shapes
+from uma_trio.gateway.dialects.openai import OPENAI, model_name
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import invalid
+
+MAX_DOCUMENTS: Final = 2048
+"""Documents of one request, as in the socket protocol."""
+
+
+class TextDocument(msgspec.Struct):
+    """A document as an object, as in Jina's API."""
+
+    text: str
+
+
+class RerankRequest(msgspec.Struct, kw_only=True):
+    """A query and documents."""
+
+    query: str
+    documents: Annotated[list[str | TextDocument], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    texts: Annotated[list[str], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    """Documents as in the API of Text Embeddings Inference, whose form the answer has then."""
+    top_n: int | None = None
+    """Answer with only this many of the best documents."""
+    return_documents: bool = False
+    """Whether the answer repeats the documents."""
+    return_text: bool = False
+    """The same for ``texts``."""
+    model: str | None = None
+
+
+async def rank(call: Call) -> Response:
+    """Rank documents by how well they answer the query, as llama-server and Jina do."""
+    request, warnings = await call.read(RerankRequest)
+    texts = _documents(request)
+    found = await _ranked(call, request, texts)
+    if request.texts is not None:
+        return json_response(
+            [
+                {
+                    "index": each.index,
+                    "score": each.score,
+                    **({"text": texts[each.index]} if request.return_text else {}),
+                }
+                for each in found.results
+            ]
+        )
+    body = {
+        "id": call.id,
+        "object": "list",
+        "model": await model_name(call, request.model),
+        "results": _results(request, texts, found),
+        "usage": {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens},
+    }
+    return json_response({**body, "warnings": warnings} if warnings else body)
+
+
+async def rank_for_cohere(call: Call) -> Response:
+    """The same in the form of Cohere's second API."""
+    request, warnings = await call.read(RerankRequest)
+    texts = _documents(request)
+    found = await _ranked(call, request, texts)
+    body = {
+        "id": call.id,
+        "results": _results(request, texts, found),
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+    }
+    return json_response({**body, "warnings": warnings} if warnings else body)
+
+
+async def _ranked(call: Call, request: RerankRequest, texts: list[str]) -> Ranking:
+    fields = call.for_daemon(query=request.query, documents=texts, top_n=request.top_n, model=request.model)
+    found: Ranking = await call.unless_disconnected(call.daemon.rerank(fields))
+    return found
+
+
+def _documents(request: RerankRequest) -> list[str]:
+    """
+    Raises:
+        HttpError: there are none.
+    """
+    if (request.documents is None) == (request.texts is None):
+        raise invalid("give documents, a list of texts", parameter="documents")
+    return [each if isinstance(each, str) else each.text for each in request.documents or request.texts or ()]
+
+
+def _results(request: RerankRequest, texts: list[str], found: Ranking) -> list[dict[str, Any]]:
+    return [
+        {
+            "index": each.index,
+            "relevance_score": each.score,
+            **({"document": {"text": texts[each.index]}} if request.return_documents else {}),
+        }
+        for each in found.results
+    ]
+
+
+ENDPOINTS = (
+    *(
+        Endpoint(
+            method="POST",
+            path=path,
+            dialect=OPENAI,
+            answer=rank,
+            shapes=(openai_shapes.Ranking, list[openai_shapes.RankedIndex]),
+            summary="Documents by how well they answer a query",
+            body=RerankRequest,
+            field_names={"documents": ("documents", "texts")},
+        )
+        for path in ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")
+    ),
+    Endpoint(
+        method="POST",
+        path="/v2/rerank",
+        dialect=OPENAI,
+        answer=rank_for_cohere,
+        shapes=(openai_shapes.CohereRanking,),
+        summary="The same for clients of Cohere",
+        body=RerankRequest,
+    ),
+)
