@@ -312,21 +312,26 @@ def open_pooling(start: Start, on_progress: Callable[[float], bool]) -> PoolingE
     """Load a model that embeds or ranks texts, with as many layers on a GPU as fit.  Blocks until it is loaded.
 
     Raises:
-        DoesNotFit: the model cannot fit; nothing was loaded.
-        PlacementError: the settings and the devices do not go together; nothing was loaded.
+        DoesNotFit, PlacementError: the model cannot fit, or the settings and the devices do not go together.
         EngineError, llama_abi.LlamaError, llama_abi.LibraryError: see ``PoolingEngine``.
     """
     settings, report = start.settings, None
     if settings.fit == "on" and start.sizes is not None:
         library = load_library(settings)
-        memories = measure(library, place(settings, library))
+        where = place(settings, library)
+        memories = measure(library, where)
         shared = [
             msgspec.structs.replace(each, free_bytes=int(SHARES[start.attempt] * each.free_bytes)) for each in memories
         ]
         one = attrs.evolve(settings, parallel=1, ctx=0, kv_mem_limit_mb=0)
         companions = Companions(adapter_bytes=sum([file.size_bytes for file in start.adapters]))
         found = fit(
-            start.sizes, one, shared, estimate_compute(start.sizes), min_batch=SMALL_BATCH, companions=companions
+            start.sizes,
+            one,
+            shared,
+            estimate_compute(start.sizes),
+            companions=companions,
+            arrangement=arrangement_of(where, memories),
         )
         settings = attrs.evolve(settings, gpu_layers=found.settings.gpu_layers)
         layers = f"{found.on_gpu} of {found.n_layers} layers on GPU: " if len(memories) > 1 else ""

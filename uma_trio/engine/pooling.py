@@ -20,7 +20,7 @@ import llama_abi
 from uma_trio import config
 from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.cores import default_threads, spare_cores
-from uma_trio.engine.devices import Devices, layers_on_gpu, split_in_words
+from uma_trio.engine.devices import Devices, layers_on_gpu, memory_by_device, split_in_words
 from uma_trio.engine.embedding import MAX_BATCH, MIN_BATCH, NOTHING_EMBEDDED, Embedded, calls_of, normalized
 from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import find_devices
@@ -70,6 +70,7 @@ class PoolingEngine:
 
     Raises:
         EngineError: the file of an adapter has changed.
+        PlacementError: the settings and the devices do not go together.
         llama_abi.LlamaError: the file cannot be loaded, or there is not the memory for it.
         llama_abi.LibraryError: no libllama to load it with.
     """
@@ -84,12 +85,12 @@ class PoolingEngine:
     ) -> None:
         self._settings = settings = with_defaults(settings)
         library = load_library(settings)
-        where = place(settings, library)
+        self._place = place(settings, library)
         self._model = model = llama_abi.Model(
             library,
             path,
             n_gpu_layers=settings.gpu_layers,
-            placement=where.options,
+            placement=self._place.options,
             use_mmap=settings.mmap,
             on_progress=on_progress,
         )
@@ -103,7 +104,7 @@ class PoolingEngine:
             stack.pop_all()
         self.masks: Masks | None = None
         self.is_async = False
-        self._place = where
+        self._on_gpu = self._place.on_gpu
         self._abort = llama_abi.AbortFlag()
         self._ranks = purpose == "rank"
         of_model = POOLING.get(int(model.meta(f"{model.meta('general.architecture')}.pooling_type") or 0), "none")
@@ -134,7 +135,7 @@ class PoolingEngine:
             embedding_ctx=max_tokens,
             embedding_batch=max(MIN_BATCH, rows - rows % 16),
             n_threads=self._n_threads,
-            spare_cores=spare_cores(self._n_threads, on_gpu=where.on_gpu),
+            spare_cores=spare_cores(self._n_threads, on_gpu=self._on_gpu),
             adapters=self._adapters.files,
         )
 
@@ -144,7 +145,8 @@ class PoolingEngine:
 
     def describe(self) -> Ready:
         """Return the report to the daemon that the model is loaded."""
-        environment = repr((*library_environment(self._model.library), self._settings.gpu_layers, self._n_threads))
+        library, settings = self._model.library, self._settings
+        environment = repr((*library_environment(library), settings.gpu_layers, self._n_threads, self._place.options))
         return Ready(
             info=self._info,
             layout=LayoutReport(name="", reason="it has no KV cache"),
@@ -157,13 +159,17 @@ class PoolingEngine:
 
     def devices(self) -> Devices:
         """What the model computes on, with the memory that is free now."""
-        found, n_layer = find_devices(self._model.library), self._model.n_layer
+        n_layer = self._model.n_layer
+        buffers = (*self._model.buffers, *(() if self._context is None else self._context.buffers))
         return msgspec.structs.replace(
-            found,
+            find_devices(self._model.library),
             used=self._place.names,
             split=split_in_words(self._settings),
-            layers_on_gpu=layers_on_gpu(self._settings.gpu_layers, n_layer) if self._place.on_gpu else 0,
+            layers_on_gpu=layers_on_gpu(self._settings.gpu_layers, n_layer) if self._on_gpu else 0,
             n_layers=n_layer + 1,
+            memory=memory_by_device(
+                (device, each.kind, each.n_bytes) for each in buffers for device in self._place.devices_of(each.place)
+            ),
         )
 
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
@@ -236,7 +242,7 @@ class PoolingEngine:
         flash_attn = self._flash_attn(rows)
         pairs = rows * rows if flash_attn == "off" else 0
         n_bytes = rows * self._row_bytes + 8 * pairs * self._model.n_head
-        if not self._place.on_gpu and n_bytes > free_memory_bytes():
+        if not self._on_gpu and n_bytes > free_memory_bytes():
             raise llama_abi.LlamaError(
                 f"texts of {n_tokens} tokens take about {n_bytes / 1e6:.0f} MB, and "
                 f"{free_memory_bytes() / 1e6:.0f} MB are free"
@@ -261,7 +267,7 @@ class PoolingEngine:
     def _flash_attn(self, rows: int) -> str:
         """Flash attention of a context with ``rows`` tokens: off for short texts on a CPU, where it is slower."""
         wanted = self._settings.flash_attn
-        if wanted == "auto" and not self._place.on_gpu and rows <= MAX_PLAIN_TOKENS:
+        if wanted == "auto" and not self._on_gpu and rows <= MAX_PLAIN_TOKENS:
             return "off"
         return wanted
 
