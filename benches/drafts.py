@@ -1,12 +1,15 @@
 """Measure a draft model: its gain for answers that it knows, and its loss for text that it cannot foresee.
 
 python benches/drafts.py
-python benches/drafts.py --draft-model a.gguf --draft-model b.gguf --threads 1 --repeat 5 --csv drafts.csv
+python benches/drafts.py --draft-model a.gguf --draft-model b.gguf --threads 1 --rounds 5 --csv drafts.csv
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import operator
 import random
 import sys
 from collections.abc import Sequence
@@ -16,9 +19,9 @@ from typing import Any
 import attrs
 import click
 import contenders
-from command import Place, bench, carry_out, csv_option, places, repeat_option
-from comparison import Contender, RunsFile, interleaved, medians
-from measure import WORDS, decode_rate, measure, warm_up
+from command import Place, bench, carry_out, csv_option, places
+from comparison import Contender, RunsFile
+from measure import WORDS, measure, warm_up
 from report import cell, table
 from rigs import Rig, ServerSettings
 
@@ -46,20 +49,35 @@ class Task:
 
 @attrs.frozen(kw_only=True)
 class Figures:
-    """Figures of a task in one run, or the medians of several runs."""
+    """Figures of a task, or of a part of it."""
 
-    tokens_per_s: float
-    """All tokens by the time of the whole task, prefill included."""
-    decode_rate: float
-    """Tokens a second from the first token of each answer to its last one, for each stream."""
+    wall_s: float
+    """Time of the whole task, prefill included."""
+    decode_s: float
+    """Time from the first token of each answer to its last one, added up."""
+    decoded: float
+    """Tokens in that time."""
     tokens: float
     drafted: float
     accepted: float
     by_model: float
     """Accepted tokens of the draft model."""
-    cpu_ms: float
-    """Processor time of the server for each token."""
-    others_cpu: float
+    cpu_s: float
+    """Processor time of the server."""
+    others_s: float
+    """Processor time of other programs."""
+
+    def __add__(self, other: Figures) -> Figures:
+        return Figures(**{name: getattr(self, name) + getattr(other, name) for name in NAMES})
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.wall_s
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second of one stream."""
+        return self.decoded / self.decode_s
 
 
 NAMES = [field.name for field in attrs.fields(Figures)]
@@ -92,6 +110,18 @@ def tasks(n: int, seed: int) -> list[Task]:
     ]
 
 
+def slices(task: Task, questions: int = 4) -> list[Task]:
+    """The task in parts of so many questions for each client."""
+    most = max(len(stream.questions) for stream in task.streams)
+    return [
+        attrs.evolve(
+            task,
+            streams=[attrs.evolve(each, questions=each.questions[at : at + questions]) for each in task.streams],
+        )
+        for at in range(0, most, questions)
+    ]
+
+
 def _streams(questions: Sequence[Question], n: int) -> list[Stream]:
     return [Stream(name=f"client {at}", questions=tuple(questions[at::n])) for at in range(n)]
 
@@ -106,40 +136,53 @@ async def run(rig: Rig, task: Task, place: Place) -> tuple[Figures, list[list[st
         name: after[name] - before[name]
         for name in ("draft_tokens_total", "accepted_draft_tokens_total", "accepted_model_draft_tokens_total")
     }
+    answers = [answer for track in result.tracks for answer in track.answers]
     figures = Figures(
-        tokens_per_s=result.tokens_per_s,
-        decode_rate=decode_rate([answer for track in result.tracks for answer in track.answers]),
+        wall_s=result.wall_s,
+        decode_s=sum(answer.token_s[-1] - answer.token_s[0] for answer in answers),
+        # several tokens may arrive in one event; they count at its time
+        decoded=sum((len(each.token_s) - 1) * each.completion_tokens / len(each.token_s) for each in answers),
         tokens=result.n_tokens,
         drafted=counted["draft_tokens_total"],
         accepted=counted["accepted_draft_tokens_total"],
         by_model=counted["accepted_model_draft_tokens_total"],
-        cpu_ms=1e3 * (result.cpu.server or 0.0) / result.n_tokens,
-        others_cpu=result.cpu.others / result.wall_s,
+        cpu_s=result.cpu.server or 0.0,
+        others_s=result.cpu.others,
     )
     return figures, [["".join(answer.texts) for answer in track.answers] for track in result.tracks]
 
 
-def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Contender, str], int]) -> str:
+def show(rounds: dict[Contender, dict[str, list[Figures]]], differ: dict[tuple[Contender, str], int]) -> str:
     """A row for each setting and task, relative to prompt lookup alone and to no speculation at all.
 
     Args:
+        rounds: figures of each round.
         differ: answers that differ from those without speculation.
     """
-    header = ("setting", "task", "tok/s", "to lookup", "to none", "decode tok/s", "to lookup", "to none", "CPU ms/token",
-              "drafted", "accepted", "by model", "text")  # fmt: skip
-    found = {contender.setting: by_task for contender, by_task in figures.items()}
+    header = ("setting", "task", "tok/s", "to lookup", "to none", "of rounds", "decode tok/s", "to lookup", "to none",
+              "CPU ms/token", "drafted", "accepted", "by model", "text")  # fmt: skip
+    found = {contender.setting: by_task for contender, by_task in rounds.items()}
     lines = []
-    for contender, by_task in figures.items():
-        for task, f in by_task.items():
-            lookup, none = found[LOOKUP][task], found[OFF][task]
+    for contender, by_task in rounds.items():
+        for task, figures in by_task.items():
+            all_rounds, lookup, none = _sum(figures), _sum(found[LOOKUP][task]), _sum(found[OFF][task])
+            ratios = [
+                one.tokens_per_s / other.tokens_per_s for one, other in zip(figures, found[OFF][task], strict=True)
+            ]
             text = f"{differ[contender, task]} DIFFER" if differ.get((contender, task)) else "same"
+            f, n = all_rounds, len(figures)
             lines.append([
                 Path(contender.setting or "prompt lookup").name, task,
                 cell(f.tokens_per_s), cell(f.tokens_per_s / lookup.tokens_per_s, 2), cell(f.tokens_per_s / none.tokens_per_s, 2),
+                f"{min(ratios):.2f}-{max(ratios):.2f}",
                 cell(f.decode_rate), cell(f.decode_rate / lookup.decode_rate, 2), cell(f.decode_rate / none.decode_rate, 2),
-                cell(f.cpu_ms, 2), cell(f.drafted, 0), cell(f.accepted, 0), cell(f.by_model, 0), text,
+                cell(1e3 * f.cpu_s / f.tokens, 2), cell(f.drafted / n, 0), cell(f.accepted / n, 0), cell(f.by_model / n, 0), text,
             ])  # fmt: skip
     return table(header, lines)
+
+
+def _sum(figures: Sequence[Figures]) -> Figures:
+    return functools.reduce(operator.add, figures)
 
 
 @bench()
@@ -147,14 +190,15 @@ def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Conten
 @click.option("--questions", type=click.IntRange(1), default=8, help="Questions of each skill.")
 @click.option("--seed", type=int, default=2, help="Seed of the questions.")
 @places()
-@repeat_option(3)
-@csv_option("a row for each task of each run")
-def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
+@click.option("--rounds", type=click.IntRange(1), default=3, help="How often all of it is measured.")
+@csv_option("a row for each task of each round")
+def main(rounds: int, csv_file: Path | None, **options: Any) -> None:
     """Measure one stream and four, without speculation, with prompt lookup, and with a draft model as well.
 
     The questions are held out from training, in all skills of the embedded model. At a high temperature after random
     words, no draft is right. The text must be the same in all settings: an answer that differs ends with exit code 1.
-    Runs alternate, and each starts its daemon; the table has the medians of --repeat runs.
+    All daemons run, and they get the questions in turns, a few at a time, so that other programs disturb all alike. The
+    table has the sums of all rounds, and the least and the largest ratio of a round.
     """
     place = Place.of(options)
     place.show()
@@ -164,27 +208,30 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         asked = tasks(options["questions"], options["seed"])
         click.echo(f"servers   {serving}\nload      {sum(len(s.questions) for s in asked[0].streams)} questions\n")
         ours = contenders.ours(serving, [OFF, LOOKUP, *[f"--draft-model {path}" for path in options["drafts"]]])
-        runs: dict[Contender, dict[str, list[Figures]]] = {each: {task.name: [] for task in asked} for each in ours}
-        texts: dict[str, list[list[str]]] = {}
+        measured: dict[Contender, dict[str, list[Figures]]] = {each: {task.name: [] for task in asked} for each in ours}
+        texts: dict[tuple[str, int], list[list[str]]] = {}
         differ: dict[tuple[Contender, str], int] = {}
-        file = RunsFile(csv_file, ["run", "setting", "task", *NAMES])
-        for contender in interleaved(ours, [], repeat):
-            async with contender.rig() as rig:
+        file = RunsFile(csv_file, ["round", "setting", "task", *NAMES])
+        async with contextlib.AsyncExitStack() as stack:
+            rigs = {each: await stack.enter_async_context(each.rig()) for each in ours}
+            for rig in rigs.values():
                 await warm_up(rig)
-                for task in asked:
-                    figures, received = await run(rig, task, place)
-                    runs[contender][task.name].append(figures)
-                    first = texts.setdefault(task.name, received)
-                    n = sum(
-                        one != other
-                        for one, other in zip(itertools.chain(*received), itertools.chain(*first), strict=True)
-                    )
-                    differ[contender, task.name] = max(n, differ.get((contender, task.name), 0))
-                    at = len(runs[contender][task.name])
-                    file.add(at, contender.setting, task.name, *attrs.astuple(figures))
-                    click.echo(f"run {at}  {contender!s:<50} {task.name:<24} {figures.tokens_per_s:.0f} tok/s")
-        found = {each: {name: medians(figures) for name, figures in by_task.items()} for each, by_task in runs.items()}
-        return show(found, differ), any(differ.values())
+            for number, task in itertools.product(range(1, rounds + 1), asked):
+                parts: dict[Contender, list[Figures]] = {each: [] for each in ours}
+                for at, part in enumerate(slices(task)):
+                    first = (at + number) % len(ours)
+                    for each in [*ours[first:], *ours[:first]]:
+                        figures, received = await run(rigs[each], part, place)
+                        parts[each].append(figures)
+                        expected = itertools.chain(*texts.setdefault((task.name, at), received))
+                        n = sum(one != other for one, other in zip(itertools.chain(*received), expected, strict=True))
+                        differ[each, task.name] = differ.get((each, task.name), 0) + n
+                for each in ours:
+                    figures = _sum(parts[each])
+                    measured[each][task.name].append(figures)
+                    file.add(number, each.setting, task.name, *attrs.astuple(figures))
+                    click.echo(f"round {number}  {each!s:<50} {task.name:<24} {figures.tokens_per_s:.0f} tok/s")
+        return show(measured, differ), any(differ.values())
 
     shown, differs = carry_out(work)
     click.echo(f"\n{shown}")

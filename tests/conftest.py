@@ -8,6 +8,7 @@
 - Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
 - Daemons compute with one thread.  Several would meet at barriers, and with other tests on their cores they would wait
   there most of the time.
+- Controllers may take ten seconds.  The usual limits are short for a machine that is busy with tests.
 - Tests run in a process for each core (pytest-xdist).  The tests of a module run in one process, in order, so that they share
   its fixtures.  Modules run in the order of their paths, so the last ones, of ``tests/store``, are short, and no
   process waits long for the others.
@@ -28,7 +29,7 @@ import pytest
 import trio
 from hypothesis import settings
 
-from tests.support.run import RUN_VARIABLE, run_folder
+from tests.support.run import RUN_VARIABLE, SETTINGS_OF_DAEMONS, run_folder
 
 EXIT_S = 60.0
 """How long processes of the tests may take to end after the last test."""
@@ -43,8 +44,7 @@ if not is_worker:
     atexit.register(shutil.rmtree, os.environ[RUN_VARIABLE], ignore_errors=True)
 for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
     os.environ[variable] = str(run_folder() / os.environ.get("PYTEST_XDIST_WORKER", "main") / variable)
-os.environ["UMA_LAYOUT_TRIAL_S"] = "0"
-os.environ["UMA_THREADS"] = "1"
+os.environ.update(SETTINGS_OF_DAEMONS)
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ["PYTHONPYCACHEPREFIX"] = str(run_folder() / "bytecode")
 

@@ -190,6 +190,7 @@ def run(*arguments: Any) -> World:
             {"n_ctx": 1000, "n_seq_max": 3},
             {"unified": False, "n_ctx": 8 * 400},
             {"can_truncate": False},
+            {"draft_errors": 5},
         ]
     ),
 )

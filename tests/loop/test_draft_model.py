@@ -141,13 +141,33 @@ async def test_penalties_biases_and_logprobs(autojump_clock, params):
         await harness.clean()
 
 
-async def test_prefix_reuse_and_the_next_turn(autojump_clock):
+async def test_drafts_follow_the_first_token_of_an_answer(autojump_clock):
+    async with asking(engine(errors=0)) as harness:
+        client = await harness.answer(PROMPT, 1 + 2 * (MAX_DRAFTS + 1))
+        assert client.reason == "length"
+        assert len(harness.engine.steps) <= 4, "the prompt, two steps with drafts, and perhaps a last token"
+        await harness.clean()
+
+
+async def test_steps_with_drafts_run_ahead(autojump_clock):
+    async with asking(engine(errors=4)) as harness:
+        client = await harness.answer(PROMPT, 300)
+        assert client.tokens == expected(PROMPT, 300)
+        telemetry = harness.scheduler.telemetry
+        assert telemetry.run_ahead_steps_total > 0.8 * len(harness.engine.steps)
+        await harness.clean()
+
+
+async def test_the_next_turn_goes_on_from_what_the_draft_model_holds(autojump_clock):
     async with asking(engine(errors=5)) as harness:
         turn = list(PROMPT)
-        for _ in range(4):
+        for n in range(4):
             client = await harness.answer(turn, 60)
             assert client.tokens == expected(turn, 60)
-            turn += [*client.tokens, 5, 6, 7]
+            first = next(each for inputs in harness.engine.draft_inputs for each in inputs)
+            assert first.position >= (len(PROMPT) + 50) * bool(n)
+            harness.engine.draft_inputs.clear()
+            turn = [*turn, *client.tokens, 5, 6, 7]
         assert drafts(harness)[1] > 60
         await harness.clean()
 
@@ -268,6 +288,44 @@ async def test_cancelling_at_any_time(autojump_clock):
             assert again.tokens == expected([*PROMPT, 3], 50)
             assert client.tokens == expected(PROMPT, len(client.tokens))
             await harness.clean()
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_anything_at_any_time(autojump_clock, seed):
+    """Clients come, leave, stall and stop at strings while the engine fails; all get the text without drafts."""
+    rng = random.Random(seed)
+    options = {"eog_after": rng.choice([None, 90]), "repeats": rng.choice([0, 20]), "unified": rng.random() < 0.5}
+    async with asking(engine(errors=rng.choice([0, 3, 9]), **options)) as harness:
+        asked: list[tuple[Client, dict[str, Any]]] = []
+        for _ in range(12):
+            params = {"temperature": 1.0, "seed": rng.randrange(9)} if rng.random() < 0.5 else {}
+            prompt = rng.choice([PROMPT, PROMPT[:30], rng.choices(range(1, 900), k=rng.randrange(1, 150))])
+            asked.append((harness.ask(prompt, rng.choice([1, 2, 17, 40, 150]), **params), params))
+            await trio.sleep(rng.choice([0.0, 0.004, 0.013, 0.05]))
+            client, _ = rng.choice(asked)
+            match rng.randrange(8):
+                case 0:
+                    harness.scheduler.cancel(client.sequence)
+                case 1:
+                    client.has_room = False
+                case 2:
+                    harness.engine.fail_next = rng.choice([EngineError("no room"), EngineDied("killed")])
+                case 3:
+                    harness.engine.drafted.clear()
+        await trio.sleep(0.05)
+        for client, _ in asked:
+            harness.read_on(client)
+        for client, params in asked:
+            await harness.ended(client)
+            plain = expected_continuation(
+                client.prompt, 150, repeats=options["repeats"], params=SamplingParams(**params)
+            )
+            got = client.tokens[:-1] if client.reason == "stop" else client.tokens
+            assert got == plain[: len(got)]
+            assert client.reason in ("stop", "length", "cancelled", "E_RUNTIME_DECODE"), (
+                "the last: it was alone in two failures"
+            )
+        await harness.clean()
 
 
 async def test_drafts_are_bounded(autojump_clock):

@@ -79,7 +79,7 @@ class ExpectedSession:
 class World:
     """A server that can be restarted, and what its sessions must hold."""
 
-    def __init__(self, folder: Path, clients: trio.Nursery, *, unified: bool) -> None:
+    def __init__(self, folder: Path, clients: trio.Nursery, *, unified: bool, draft_errors: int | None) -> None:
         self.clients = clients
         self.expected: dict[str, ExpectedSession] = {}
         self.files = MemoryFiles()
@@ -87,7 +87,7 @@ class World:
         """The engine has failed since the last restart."""
         self._folder = folder / "0"
         self._n_folders = 0
-        self._unified = unified
+        self._options = {"unified": unified, "draft_errors": draft_errors}
         self._stack = contextlib.AsyncExitStack()
         self.harness: Serving
         self.journal_fails = False
@@ -95,7 +95,7 @@ class World:
     # -- the server -----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        engine = FakeEngine(n_ctx=CELLS, n_seq_max=3, unified=self._unified, n_batch=128)
+        engine = FakeEngine(n_ctx=CELLS, n_seq_max=3, n_batch=128, **self._options)
         self._stack = contextlib.AsyncExitStack()
         storage = self._stack.enter_context(remembering(self._folder, self.files, states=self.files.scan()))
         assert storage.journal is not None
@@ -367,11 +367,12 @@ class Sessions(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[str, tuple[Any, ...]]] = []
-        self.unified = True
+        self.options: dict[str, Any] = {}
 
-    @initialize(unified=st.booleans())
-    def begin(self, unified: bool) -> None:
-        self.unified = unified
+    @initialize(unified=st.booleans(), draft_errors=st.sampled_from([None, 0, 5]))
+    def begin(self, **options: Any) -> None:
+        """There may be a draft model; see ``FakeEngine``."""
+        self.options = options
 
     @rule(name=NAMES, which=st.integers(0, len(PROMPTS) - 1), n_tokens=st.sampled_from([1, 5, 40, 200]))
     def arrive(self, name: str, which: int, n_tokens: int) -> None:
@@ -425,7 +426,7 @@ class Sessions(RuleBasedStateMachine):
     async def _play(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             async with trio.open_nursery() as clients:
-                world = World(Path(folder), clients, unified=self.unified)
+                world = World(Path(folder), clients, **self.options)
                 await world.start()
                 try:
                     for name, arguments in self.events:

@@ -18,9 +18,6 @@ from tests.support.real_daemon import ROOT, Daemon, real_daemon
 from uma_trio.cli import main
 from uma_trio.client import AnswerTree, ServerError
 
-PATIENT = ("--aici-step-ms", "10000", "--aici-init-ms", "10000")
-"""The usual limits of controllers are short for a machine that is busy with tests."""
-
 TEXT = "Ultimate answer is to the life, universe and everything is "
 PROGRAM = r"""async function main() {
     await $`Ultimate answer is to the life, universe and everything is `
@@ -51,7 +48,7 @@ start(main)
 
 @pytest.fixture(scope="module")
 def daemon(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with real_daemon("--http", "0", "--threads", "1", *PATIENT, folder=tmp_path_factory.mktemp("daemon")) as found:
+    with real_daemon("--http", "0", "--threads", "1", folder=tmp_path_factory.mktemp("daemon")) as found:
         yield found
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import uma_trio
-from tests.model.test_controllers import PATIENT, PROGRAM, TEXT
+from tests.model.test_controllers import PROGRAM, TEXT
 from tests.support.real_daemon import Canary, Daemon, Wire, real_daemon
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def daemon(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with real_daemon("--threads", "1", *PATIENT, folder=tmp_path_factory.mktemp("daemon")) as found:
+    with real_daemon("--threads", "1", folder=tmp_path_factory.mktemp("daemon")) as found:
         uma_trio.run("jsctrl", PROGRAM, socket=found.socket)
         yield found
 
@@ -114,7 +114,7 @@ def test_requests_that_are_cancelled_before_they_begin_leave_no_controllers_behi
     library: None, tmp_path: Path
 ) -> None:
     """The runtime lets 256 controllers wait for a sequence."""
-    with real_daemon("--threads", "1", "--parallel", "1", *PATIENT, folder=tmp_path) as daemon:
+    with real_daemon("--threads", "1", "--parallel", "1", folder=tmp_path) as daemon:
         uma_trio.run("yesno", socket=daemon.socket)
         with daemon.wire() as wire:
             wire.send(id="first", controller="jsctrl", controller_arg=ENDLESS)

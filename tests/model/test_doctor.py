@@ -29,6 +29,7 @@ def examine(library, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in [name for name in os.environ if name.startswith("UMA_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("UMA_THREADS", "1")  # several would wait for each other on a busy machine
 
     def run(*flags):
         result = CliRunner().invoke(command, ["--json", *map(str, flags)])

@@ -62,7 +62,7 @@ def test_nothing_is_proposed_behind_the_end_of_an_answer(open_engine, prompts):
 
 def test_cells_of_other_sequences_make_room(open_engine, prompts):
     """The sequence that is computed keeps its cells; the others are lost, and their answers say so."""
-    engine = open_engine(ctx=512)
+    engine = open_engine(ctx=512, kv_unified="on")
     prompt = (prompts[0] * 64)[:64]
     for seq_id in range(4):
         for at in range(0, engine.info.n_ctx // 2, 64):

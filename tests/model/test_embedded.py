@@ -44,7 +44,7 @@ QUESTIONS = {
 
 @pytest.fixture(scope="module")
 def examiner(library: None) -> Iterator[Examiner]:
-    with Examiner(EMBEDDED) as found:
+    with Examiner(EMBEDDED, threads=1) as found:
         yield found
 
 

@@ -144,7 +144,7 @@ def test_a_small_shape_has_its_kind_of_memory(library, shape, n_swa, is_hybrid, 
     with llama_abi.Model(llama_abi.load(), random_model(shape)) as model:
         assert (model.n_swa, model.is_hybrid, model.is_recurrent) == (n_swa, is_hybrid, False)
     for unified, expected in can_truncate.items():
-        engine = LlamaEngine(random_model(shape), config.Model(ctx=1024, parallel=2, kv_unified=unified))
+        engine = LlamaEngine(random_model(shape), config.Model(ctx=1024, parallel=2, threads=1, kv_unified=unified))
         assert engine.info.can_truncate == expected
         assert not engine.info.state_can_truncate
         engine.close()
@@ -155,7 +155,7 @@ def test_a_small_shape_has_its_kind_of_memory(library, shape, n_swa, is_hybrid, 
 def test_a_small_shape_generates(library, shape, unified):
     """Greedy answers are reproducible, and do not depend on the size of prefill chunks."""
     # With flash attention on a CPU, the order of additions depends on the size of the chunk.
-    settings = config.Model(ctx=1024, parallel=2, batch_tokens=256, kv_unified=unified, flash_attn="off")
+    settings = config.Model(ctx=1024, parallel=2, batch_tokens=256, threads=1, kv_unified=unified, flash_attn="off")
     prompt = [int(token) for token in np.random.default_rng(3).integers(100, 30_000, 200)]
     engine = LlamaEngine(random_model(shape), settings)
 

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
+import psutil
 import pytest
 import trio
 import trio.testing
@@ -279,8 +279,8 @@ def test_a_broken_template_is_an_internal_error():
 
 def test_each_rendering_has_its_own_time_limit():
     chat = template("{% for i in range(99999) %}{% endfor %}x", limits=TemplateLimits(seconds=1))
-    until = time.monotonic() + 1.2
-    while time.monotonic() < until:
+    process = psutil.Process(chat._sandbox._child._process.pid)
+    while sum(process.cpu_times()[:2]) < 1.2:
         assert chat.render([]) == "x"
 
 
@@ -313,7 +313,7 @@ def test_a_process_that_something_else_kills_is_replaced():
 
 def test_a_process_that_stopped_reading_is_replaced_in_time():
     """More than a pipe holds: the question itself does not get through."""
-    chat = template("{{ messages[0].content | length }}", limits=TemplateLimits(seconds=0.3))
+    chat = template("{{ messages[0].content | length }}", limits=TemplateLimits(answer_seconds=2))
     stopped = chat._sandbox._child._process
     stopped.send_signal(signal.SIGSTOP)
     long = [{"role": "user", "content": "x" * 1_000_000}]

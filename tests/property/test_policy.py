@@ -655,7 +655,7 @@ def test_drafts_fit_the_batch_and_the_deadline(
     context = sum((1 + n) * view.n_context for n, view in zip(chosen.drafts, chosen.decodes, strict=True))
     assert chosen.work == Work(0, rows, context)
     assert len(decodes) < rows <= max_tokens
-    assert cost.decode_call_ms(rows, context) <= 1e3 * min(view.due_s for view in decodes)
+    assert cost.predict(Work(0, rows, context)) <= 1e3 * min(view.due_s for view in decodes)
 
 
 @given(decode_cases(), st.booleans(), st.integers(1, 300))
@@ -689,10 +689,9 @@ def test_the_draft_length_gives_most_tokens_a_millisecond(case: tuple[list[Seque
             sum(view.acceptance_rate**k for k in range(n + 1)) for view, n in zip(decodes, drafts, strict=True)
         )
         context = sum((1 + n) * view.n_context for view, n in zip(decodes, drafts, strict=True))
-        return tokens / cost.decode_call_ms(len(decodes) + sum(drafts), context)
+        return tokens / cost.predict(Work(0, len(decodes) + sum(drafts), context))
 
-    plain_ms = cost.decode_call_ms(0, sum(view.n_context for view in decodes))
-    plain_ms += sum(cost.decode_call_ms(width, 0) for width in cost.call_times.split(len(decodes)))
+    plain_ms = cost.predict(Work(0, len(decodes), sum(view.n_context for view in decodes)))
     candidates = [[min(view.n_drafts, most) for view in decodes] for most in (1, 2, 4, 8, 16)]
     candidates = [drafts for drafts in candidates if len(decodes) + sum(drafts) <= max_tokens]
     best = max(map(rate, candidates), default=0.0)

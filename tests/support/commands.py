@@ -9,13 +9,14 @@ import sys
 from click.testing import CliRunner
 
 from tests.support.real_daemon import ROOT
+from tests.support.run import SETTINGS_OF_DAEMONS
 from uma_trio.cli import main
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment without the user's settings; one compute thread."""
+    """The environment without the user's settings, with those of the run."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
-    return clean | {"UMA_THREADS": "1"} | more
+    return clean | SETTINGS_OF_DAEMONS | more
 
 
 def invoke(*arguments: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ The importing file has two fixtures:
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.support.engine_contract import GREEDY, alone, prefill_input, step
@@ -77,6 +78,22 @@ def test_computing_without_drafts(engine, prompts):
     assert list(drafts_after(engine, prompts[0], 2, seq_id=2, position=len(prompts[0]) - 1).tokens) == expected
 
 
+def test_it_computes_only_what_it_lacks(engine, prompts):
+    """The position may lag behind what it holds."""
+    expected = alone(engine, prompts[0], 4)
+    drafts_after(engine, prompts[0], 3)
+    drafted = engine.draft([DraftInput(0, 1, [*prompts[0][1:], *expected[:2]], 2)], 0.0)
+    assert [list(each.tokens) for each in drafted.drafts] == [expected[2:]]
+    assert drafted.n_tokens == 1
+
+
+def test_what_does_not_fit_a_batch_is_left_for_later(engine, prompts):
+    long = (prompts[0] * engine.info.draft_batch)[: engine.info.draft_batch - 1]
+    drafted = engine.draft([DraftInput(0, 0, long), DraftInput(1, 0, prompts[1], 2)], 0.0)
+    assert [(each.n_held, list(each.tokens)) for each in drafted.drafts] == [(len(long), []), (0, [])]
+    assert list(drafts_after(engine, prompts[1], 2, seq_id=1).tokens) == alone(engine, prompts[1], 2)
+
+
 def test_several_sequences(engine, prompts):
     expected = [alone(engine, prompt, 4) for prompt in prompts[:3]]
     inputs = [DraftInput(0, 0, prompts[0], 4), DraftInput(1, 0, prompts[1][:2], 0), DraftInput(2, 0, prompts[2], 2)]
@@ -138,3 +155,36 @@ def test_other_sequences_of_the_step_are_as_without(engine, prompts):
     drafts = [DraftInput(0, 0, [*prompts[0], expected[0][0]], 2)]
     output = StepRunner(engine).run(Step((), [inputs], 1, drafts=drafts))
     assert list(output.tokens) == [*expected[0][1:4], expected[1][1]]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_steps_with_drafts_that_run_ahead(engine, prompts, params):
+    """Two sequences go on from step to step; the engine finds itself which drafts it has accepted."""
+    n_tokens = 24
+    banned = np.array(engine.info.eog_ids, np.int32)
+
+    def run(n_drafts):
+        runner, tokens, number = StepRunner(engine), [[], []], 1
+        starts = [StepInput(at, 0, prompts[at], [SampleRequest(params, 0, banned)]) for at in (0, 1)]
+        output = runner.run(Step([Truncate(0), Truncate(1)], [starts], number))
+        for each, token in zip(tokens, output.tokens, strict=True):
+            each.append(token)
+        while min(map(len, tokens)) < n_tokens:
+            drafts = [DraftInput(at, 0, [*prompts[at], *tokens[at][:-1]], n_drafts) for at in (0, 1) if n_drafts]
+            # what the daemon knows is one step behind: here it does not know the last token
+            output = runner.run(Step((), [[0, 1]], number + 1, number, drafts=drafts))
+            number += 1
+            at = 0
+            proposed = {each.seq_id: each.tokens for each in output.drafted.drafts} if n_drafts else {}
+            for seq_id, known in enumerate(tokens):
+                draft = proposed.get(seq_id, ())
+                sampled = output.tokens[at : at + 1 + len(draft)]
+                at += len(sampled)
+                wrong = (n for n, token in enumerate(draft) if sampled[n] != token)
+                known += sampled[: next(wrong, len(draft)) + 1]
+        return [each[:n_tokens] for each in tokens], number
+
+    plain, n_plain = run(0)
+    quick, n_quick = run(4)
+    assert quick == plain
+    assert n_quick < n_plain

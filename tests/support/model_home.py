@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 
 from tests.support.real_daemon import ROOT
+from tests.support.run import SETTINGS_OF_DAEMONS
 
 HIDDEN = ("HF_", "HUGGING", "OLLAMA_", "UMA_", "XDG_", "TRANSFORMERS_")
 
@@ -59,8 +60,7 @@ def make_home(folder: Path, endpoint: str) -> Home:
         | {
             "HOME": str(folder),
             "HF_ENDPOINT": endpoint,
-            "UMA_LAYOUT_TRIAL_S": "0",
-            "UMA_THREADS": "1",
+            **SETTINGS_OF_DAEMONS,
             "NO_PROXY": "127.0.0.1",
         },
     )

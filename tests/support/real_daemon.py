@@ -27,6 +27,7 @@ import psutil
 
 from llama_abi.library import DIRECTORY_VARIABLE
 from llama_abi.stamp import DEFAULT_DIRECTORY
+from tests.support.run import SETTINGS_OF_DAEMONS
 from uma_trio.client import Client, open_client
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.protocol.framing import FrameReader, frame
@@ -47,9 +48,6 @@ DIES_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])",
 )
 """Command prefix for Linux: the kernel kills the program if this process dies, also after ``kill -9``."""
-
-SETTINGS_OF_TESTS = ("UMA_LAYOUT_TRIAL_S", "UMA_THREADS")
-"""Variables that ``tests/conftest.py`` sets."""
 
 Event = dict[str, Any]
 
@@ -313,7 +311,7 @@ def started(
     if sys.platform == "linux":
         command = (*DIES_WITH_PARENT, *command)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
-    clean |= {name: os.environ[name] for name in (DIRECTORY_VARIABLE, *SETTINGS_OF_TESTS) if name in os.environ}
+    clean |= {name: os.environ[name] for name in (DIRECTORY_VARIABLE, *SETTINGS_OF_DAEMONS) if name in os.environ}
     with log_file.open("ab") as log:
         process = subprocess.Popen(
             [*command, "--socket", os.fspath(socket), *flags],

@@ -12,6 +12,15 @@ RUN_VARIABLE = "PYTEST_UMA_TRIO_RUN"
 """Environment variable with the folder of the run; ``tests/conftest.py`` sets it."""
 
 
+SETTINGS_OF_DAEMONS = {
+    "UMA_LAYOUT_TRIAL_S": "0",
+    "UMA_THREADS": "1",
+    "UMA_AICI_STEP_MS": "10000",
+    "UMA_AICI_INIT_MS": "10000",
+}
+"""Settings of every daemon of the run, as variables: see ``tests/conftest.py``."""
+
+
 def run_folder() -> Path:
     """A folder that all processes of the run share, and that is removed at its end."""
     return Path(os.environ[RUN_VARIABLE])

@@ -8,7 +8,7 @@ from typing import Final
 
 from uma_trio.engine.link import EngineLink
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
-from uma_trio.kv.ops import Truncate
+from uma_trio.kv.ops import KvOp, Truncate
 from uma_trio.sampling import SamplingParams
 from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
 
@@ -95,18 +95,19 @@ class _Trial:
     async def decode_ms(self, rows: int) -> float:
         """One call of this many decode rows, of as many sequences; or of one sequence where there are fewer."""
         if rows <= self._info.n_seq_max:
-            inputs = [self._input(seq, 1) for seq in range(rows)]
-        else:
-            inputs = [self._input(0, rows, sample_each=True)]
-        return await self._step_ms([inputs])
+            return await self._step_ms([[self._input(seq, 1) for seq in range(rows)]])
+        length = self._lengths[0]
+        drafts = self._input(0, rows, sample_each=True)
+        self._lengths[0] = length  # nobody knows how many are accepted
+        return await self._step_ms([[drafts]], [Truncate(0, length)])
 
     async def clear(self) -> None:
         """Empty the KV cache."""
         await self._link.compute(Step([Truncate(seq) for seq in self._lengths]))
         self._lengths.clear()
 
-    async def _step_ms(self, calls: Sequence[Sequence[StepInput]]) -> float:
-        output = await self._link.compute(Step((), calls))
+    async def _step_ms(self, calls: Sequence[Sequence[StepInput]], ops: Sequence[KvOp] = ()) -> float:
+        output = await self._link.compute(Step(ops, calls))
         return output.decode_ms + output.sample_ms
 
     def _input(self, seq: int, n: int, *, sample_each: bool = False) -> StepInput:

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 import llama_abi
 from uma_trio.engine.fit import DRAFT_BATCH
@@ -59,12 +58,10 @@ class Drafter:
             check_vocabulary(target.vocab, self._model.vocab, self.name)
             if self._model.is_recurrent or self._model.is_hybrid or self._model.n_swa:
                 raise llama_abi.LlamaError(f"the draft model {self.name} cannot take tokens back; use another one")
-            self.max_tokens = self._model.n_ctx_train
             self._end_ids = frozenset(target.vocab.eog_ids)
             self._abort = abort
             self._options = attrs.evolve(
                 options,
-                kv_unified=True,
                 n_batch=min(DRAFT_BATCH, options.n_batch),
                 n_ubatch=min(DRAFT_BATCH, options.n_batch),
                 n_outputs_max=options.n_seq_max,
@@ -82,6 +79,7 @@ class Drafter:
 
     def _open(self) -> None:
         self._context = llama_abi.Context(self._model, self._options)
+        self.max_tokens = min(self._model.n_ctx_train, self._context.n_ctx_seq)
         self._context.set_abort_flag(self._abort)
 
     def reset(self) -> None:
@@ -128,13 +126,13 @@ class Drafter:
         failure = None
         drafts: dict[int, list[int]] = {each.seq_id: [] for each in inputs}
         try:
-            rows = [each for each in inputs if self._prepare(each)]
+            rows = self._prepare(inputs)
             n_tokens = sum([len(each.tokens) for each in rows])
             probability = dict.fromkeys(drafts, 1.0)
             waiting = self._begin(rows) if rows else []
             calls = int(bool(rows))
             while waiting:
-                likeliest, probabilities = self._likeliest(len(waiting))
+                likeliest, probabilities = self._likeliest([each.temperature for each in waiting])
                 going_on: list[DraftInput] = []
                 for each, token, share in zip(waiting, likeliest, probabilities, strict=True):
                     probability[each.seq_id] *= share
@@ -155,18 +153,25 @@ class Drafter:
             found = [Draft(each.seq_id, 0, ()) for each in inputs]
         return Drafted(found, 1e3 * (time.perf_counter() - began), calls, n_tokens, failure)
 
-    def _prepare(self, each: DraftInput) -> bool:
-        """Remove what does not belong to the sequence; returns whether its tokens can follow."""
-        held = self._held.setdefault(each.seq_id, [])
-        if len(held) < each.position:
-            self._cut(each.seq_id, 0)
-            return False
-        if len(held) > each.position:
-            self._cut(each.seq_id, each.position)
-        return bool(each.tokens)
+    def _prepare(self, inputs: Sequence[DraftInput]) -> list[DraftInput]:
+        """Remove what does not belong to the sequences; returns what is computed of each, as far as it fits a batch."""
+        found, room = [], self._options.n_batch
+        for each in inputs:
+            held = self._held.setdefault(each.seq_id, [])
+            if len(held) < each.position:
+                self._cut(each.seq_id, 0)
+                continue
+            most = len(each.tokens) - bool(each.n_drafts)  # drafts follow the logits of the last token
+            n = common_prefix(held[each.position :], each.tokens[:most])
+            self._cut(each.seq_id, each.position + n)
+            if 0 < len(each.tokens) - n <= room:
+                room -= len(each.tokens) - n
+                rest = each.tokens[n:]
+                found.append(DraftInput(each.seq_id, each.position + n, rest, each.n_drafts, each.temperature))
+        return found
 
     def _cut(self, seq_id: int, length: int) -> None:
-        if self._held[seq_id]:
+        if len(self._held[seq_id]) > length:
             self._context.seq_remove(seq_id, length or -1)
             del self._held[seq_id][length:]
 
@@ -207,12 +212,18 @@ class Drafter:
         if code:
             raise llama_abi.LlamaError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"code {code}"))
 
-    def _likeliest(self, rows: int) -> tuple[list[int], list[float]]:
-        """The most likely token of each row of logits, and its probability."""
-        logits = self._context.logits(rows).array
+    def _likeliest(self, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
+        """The most likely token of each row of logits, and its probability at the row's temperature.
+
+        At a low temperature it is that of the logits as they are: the draft model is not that sure of itself.
+        """
+        logits = self._context.logits(len(temperatures)).array
         tokens = logits.argmax(axis=1)
-        best = logits[np.arange(rows), tokens]
-        return tokens.tolist(), (1.0 / _sums(logits, best)).tolist()
+        logits -= logits[np.arange(len(tokens)), tokens][:, None]
+        if max(temperatures) > 1.0:
+            logits /= np.maximum(1.0, temperatures)[:, None]
+        np.exp(logits, out=logits)
+        return tokens.tolist(), (1.0 / logits.sum(axis=1)).tolist()
 
     # -- its speed ------------------------------------------------------------------------------
 
@@ -236,14 +247,17 @@ class Drafter:
         self._batch.add([0] * n, pos=0, seq=0)
         if self._context.decode(self._batch):
             raise llama_abi.LlamaError(f"the draft model {self.name} cannot compute {n} tokens")
-        self._likeliest(1)
+        self._likeliest([0.0])
         self._context.seq_remove(0)
         return 1e3 * (time.perf_counter() - began)
 
 
-def _sums(logits: npt.NDArray[np.float32], best: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    sums: npt.NDArray[np.float32] = np.exp(logits - best[:, None]).sum(axis=1)
-    return sums
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    n = min(len(one), len(other))
+    if list(one[:n]) == list(other[:n]):
+        return n
+    return next(at for at in range(n) if one[at] != other[at])
 
 
 def check_vocabulary(target: llama_abi.Vocab, draft: llama_abi.Vocab, name: str) -> None:

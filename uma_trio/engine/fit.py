@@ -490,7 +490,7 @@ class _Search:
         if draft is None:
             return buffers
         own = attrs.evolve(settings, type_k="f16", type_v="f16")
-        own_layout = attrs.evolve(layout, unified=True, n_ubatch=min(DRAFT_BATCH, settings.batch_tokens))
+        own_layout = attrs.evolve(layout, n_ubatch=min(DRAFT_BATCH, settings.batch_tokens))
         weights = (*draft.layers, draft.output_bytes if placed[-1] >= 0 else draft.output_cpu_bytes)
         for layer, gpu in enumerate(place_layers(draft.n_layers, settings.gpu_layers, self._shares)):
             found[gpu + 1] += weights[layer]

@@ -225,7 +225,8 @@ class StepInput(msgspec.Struct, array_like=True, gc=False):
     """At least one."""
     samples: Sequence[SampleRequest] = ()
     """One for what follows each of the last ``len(samples)`` tokens: none inside a prompt, one at its end and while
-    decoding, one for each token where all but the first are draft tokens."""
+    decoding, one for each token where all but the first are draft tokens.  Before the next step, the worker removes draft
+    tokens that were not sampled, and what is behind them."""
     stop_ids: Sequence[int] = ()
     """Besides the model's own end tokens, these end the sequence; see ``Continued``."""
     grammar: GrammarState | None = None
@@ -258,12 +259,16 @@ class DraftInput(msgspec.Struct, array_like=True, gc=False):
 
     seq_id: int
     position: int
-    """Tokens of the sequence that it has computed, by the latest ``Draft``.  Those behind them are removed."""
+    """Tokens of the sequence that it has computed for certain, by the latest ``Draft``."""
     tokens: Sequence[int]
-    """The tokens after these: all others that are known, or the first of them; none if the sequence has ended."""
+    """The tokens after these: all others that are known, or the first of them.  It computes those that it does not hold,
+    and removes what does not follow.  If the sequence goes on from the step before, the tokens which that step gives it
+    come behind them; see ``Continued``."""
     n_drafts: int = 0
     """It proposes at most so many tokens after them, none behind one that ends the answer.  The step verifies these with
     the sequence's last token.  0 while tokens are missing."""
+    temperature: float = 0.0
+    """With which the sequence is sampled; 0 if it is greedy.  At a high one drafts are less likely to be right."""
 
 
 class Draft(msgspec.Struct, array_like=True, gc=False):
@@ -280,7 +285,7 @@ class Drafted(msgspec.Struct, array_like=True, gc=False):
     """What the draft model did in a step."""
 
     drafts: Sequence[Draft] = ()
-    """One for each ``DraftInput``, in order."""
+    """One for each ``DraftInput``, in order; none for sequences that the step before has ended."""
     ms: float = 0.0
     """Part of no other duration."""
     calls: int = 0
@@ -292,10 +297,10 @@ class Drafted(msgspec.Struct, array_like=True, gc=False):
 
 
 Continued: TypeAlias = int
-"""A sequence id in place of a ``StepInput``: the sequence goes on from the step before, which sampled one token for it.
+"""A sequence id in place of a ``StepInput``: the sequence goes on from the step before, which sampled for it.
 
-The input is that token at the next position, sampled in the same way.  If the token has ended the sequence, the engine
-leaves the input out and reports ``DROPPED``.  No token ends a sequence with a late
+The input is the last token that the sequence got there, at the next position, sampled in the same way.  If one of its
+tokens has ended the sequence, the engine leaves the input out and reports ``DROPPED``.  No token ends a sequence with a late
 mask here: the process that writes its masks does."""
 
 

@@ -28,6 +28,7 @@ from uma_trio.engine.messages import (
     AttachMasks,
     Decoder,
     DefineGrammar,
+    DraftInput,
     Engine,
     EngineError,
     FromDaemon,
@@ -49,8 +50,8 @@ from uma_trio.engine.messages import (
     SubmittedStep,
     encode,
 )
-from uma_trio.kv.ops import LoadState, SaveState
-from uma_trio.sampling import Past
+from uma_trio.kv.ops import LoadState, SaveState, Truncate
+from uma_trio.sampling import Past, TokenLogprobs
 
 log = logging.getLogger("uma_trio.engine")
 
@@ -77,8 +78,10 @@ class StepRunner:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._sampled: dict[int, tuple[StepInput, int]] = {}
-        """Sequence -> what the last step computed of it, and the token that it sampled."""
+        self._sampled: dict[int, tuple[StepInput, Sequence[int]]] = {}
+        """Sequence -> what the last step computed of it, and the tokens that it got: accepted drafts and one more."""
+        self._rejected: list[Truncate] = []
+        """Remove the drafts of the last step that were not accepted."""
         self._end_ids = frozenset(engine.info.eog_ids)
         self._last_number = 0
         """Number of the last step; 0 if it failed."""
@@ -100,14 +103,15 @@ class StepRunner:
         kept = [inputs for inputs in calls if inputs]
         adapters = [scales for inputs, scales in zip(calls, step.adapters, strict=False) if inputs]
         dropped = sum(map(len, calls)) < sum(map(len, step.calls))
-        self._sampled, self._last_number = {}, 0
         drafted = None
         if step.drafts:
-            drafted = self._engine.draft(step.drafts, step.min_draft_probability)
+            drafted = self._engine.draft(self._draft_inputs(step), step.min_draft_probability)
             drafts = {each.seq_id: each.tokens for each in drafted.drafts if each.tokens}
             kept = [[_with_drafts(each, drafts.get(each.seq_id, ())) for each in inputs] for inputs in kept]
+        ops = [*self._rejected, *step.ops] if self._rejected else step.ops
+        self._sampled, self._rejected, self._last_number = {}, [], 0
         runnable: Step[StepInput] = Step(
-            step.ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings, adapters
+            ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings, adapters
         )
         runnable.embedding_adapters = step.embedding_adapters
         output = self._engine.step(runnable, **options)
@@ -116,7 +120,9 @@ class StepRunner:
             output.started_s -= drafted.ms / 1e3
         self._last_number = step.number
         tokens = iter(output.tokens)
-        self._sampled = {each.seq_id: (each, next(tokens)) for inputs in kept for each in inputs for _ in each.samples}
+        for each in chain.from_iterable(kept):
+            if each.samples:
+                self._note(each, [next(tokens) for _ in each.samples])
         return self._with_dropped(step, kept, output) if dropped else output
 
     def inputs(self, step: SubmittedStep) -> list[list[StepInput]]:
@@ -126,32 +132,57 @@ class StepRunner:
             for inputs in step.calls
         ]
 
+    def _note(self, each: StepInput, sampled: Sequence[int]) -> None:
+        """Remember what ``each`` sampled."""
+        n = 0
+        for n, draft in enumerate(each.tokens[len(each.tokens) - len(sampled) + 1 :], 1):
+            if sampled[n - 1] != draft:
+                n -= 1
+                break
+        self._sampled[each.seq_id] = each, sampled[: n + 1]
+        if n + 1 < len(sampled):
+            self._rejected.append(Truncate(each.seq_id, _end(each, n + 1)))
+
     def _continue(self, seq_id: int) -> StepInput | None:
-        """The input after one that sampled a token; ``None`` where that ended the sequence."""
+        """The input after one that sampled tokens; ``None`` where these ended the sequence."""
         if seq_id not in self._sampled:
             return None
-        last, token = self._sampled[seq_id]
-        sample = last.samples[-1]
-        ends = sample.late_mask is None and (token in self._end_ids or token in last.stop_ids)
-        if token < 0 or ends:
+        last, tokens = self._sampled[seq_id]
+        sample = last.samples[len(tokens) - 1]
+        ends = sample.late_mask is None and any(token in self._end_ids or token in last.stop_ids for token in tokens)
+        if tokens[-1] < 0 or ends:
             return None
-        following = _following(sample, token)
-        grammar = None if last.grammar is None else last.grammar.after([*last.tokens[-len(last.samples) :][1:], token])
-        position = last.position + len(last.tokens)
-        return StepInput(last.seq_id, position, (token,), (following,), last.stop_ids, grammar)
+        following = _following(sample, tokens[-1])
+        grammar = None if last.grammar is None else last.grammar.after(tokens)
+        return StepInput(seq_id, _end(last, len(tokens)), tokens[-1:], (following,), last.stop_ids, grammar)
+
+    def _draft_inputs(self, step: SubmittedStep) -> list[DraftInput]:
+        """The inputs of the draft model, with the tokens that the last step gave to sequences that go on from it."""
+        goes_on = {each for inputs in step.calls for each in inputs if not isinstance(each, StepInput)}
+        found = []
+        for each in step.drafts:
+            if each.seq_id not in goes_on:
+                found.append(each)
+            elif self._continue(each.seq_id) is not None:
+                tokens = [*each.tokens, *self._sampled[each.seq_id][1]]
+                found.append(DraftInput(each.seq_id, each.position, tokens, each.n_drafts, each.temperature))
+        return found
 
     @staticmethod
     def _with_dropped(step: SubmittedStep, kept: list[list[StepInput]], output: StepOutput) -> StepOutput:
-        ran = {each.seq_id for inputs in kept for each in inputs}
+        ran = {each.seq_id: len(each.samples) for inputs in kept for each in inputs}
         found = iter(zip(output.tokens, output.scores or [None] * len(output.tokens), strict=True))
-        both = []
+        both: list[tuple[int, TokenLogprobs | None]] = []
         for each in chain.from_iterable(step.calls):
-            if isinstance(each, StepInput):
-                both += [next(found) for _ in each.samples]
-            else:
-                both.append(next(found) if each in ran else (DROPPED, None))
+            seq_id = each.seq_id if isinstance(each, StepInput) else each
+            both += [next(found) for _ in range(ran[seq_id])] if seq_id in ran else [(DROPPED, None)]
         scores = [score for _, score in both] if output.scores else ()
         return msgspec.structs.replace(output, tokens=tuple([token for token, _ in both]), scores=scores)
+
+
+def _end(each: StepInput, n: int) -> int:
+    """Tokens that a sequence holds after ``each``, of which all samples behind the first ``n`` are void."""
+    return each.position + len(each.tokens) - len(each.samples) + n
 
 
 def _following(sample: SampleRequest, token: int) -> SampleRequest:

@@ -42,6 +42,9 @@ class TemplateLimits:
     memory_bytes: int = 1 << 29
     """Address space of the child process, the interpreter's 50 MB included.  Linux only."""
     seconds: float = 1.0
+    """CPU time."""
+    answer_seconds: float = 20.0
+    """Longest wait for the answer: ``seconds`` on a busy machine."""
 
 
 class ChatTemplate:
@@ -86,7 +89,7 @@ class ChatTemplate:
         self._name = name
         setup = {"source": source, **attrs.asdict(limits)}
         # By path, with -P: neither the current directory nor this package's files may shadow the child's imports.
-        self._sandbox = Sandbox([sys.executable, "-P", str(WORKER)], lambda: setup, limits.seconds)
+        self._sandbox = Sandbox([sys.executable, "-P", str(WORKER)], lambda: setup, limits.answer_seconds)
         try:
             self._sandbox.start()
         except CannotStart as error:
@@ -124,7 +127,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = {},
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt text of a conversation.  Blocks for ``limits.seconds`` at most, plus a restart.
+        """The prompt text of a conversation.  Blocks for ``limits.answer_seconds`` at most, plus a restart.
 
         Args:
             messages: each with ``role``, a string, and ``content``, a string or ``None``.  Other keys are passed to the

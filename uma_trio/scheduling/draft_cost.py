@@ -24,8 +24,6 @@ class DraftCost:
     """One call, with one token or a few."""
     token_ms: float = 0.0
     """Each token that the draft model has not computed before it begins to propose some."""
-    gap_ms: float = 0.0
-    """How long the device waits for a step with drafts, which cannot run ahead."""
 
     def ms(self, calls: float, n_tokens: float) -> float:
         """Predicted milliseconds of so many calls, with so many tokens besides one for each call."""
@@ -38,8 +36,3 @@ class DraftCost:
             return attrs.evolve(self, call_ms=self.call_ms + WEIGHT * (ms / calls - self.call_ms))
         token_ms = max(0.0, ms - self.call_ms * calls) / n_tokens
         return attrs.evolve(self, token_ms=self.token_ms + WEIGHT * (token_ms - self.token_ms))
-
-    def waited(self, ms: float) -> DraftCost:
-        """Learn from a step that did not run ahead: the device waited ``ms`` milliseconds for it."""
-        ms = min(ms, MAX_FACTOR * self.gap_ms + 1.0)
-        return attrs.evolve(self, gap_ms=self.gap_ms + WEIGHT * (ms - self.gap_ms))

@@ -194,7 +194,7 @@ def plan(
     work = _with_calls(Work(0, len(chosen), context), chosen, widths, state.adapters)
     if any(view.n_drafts for view in chosen):
         drafts, verified, draft_ms = _choose_drafts(
-            chosen, work, widths, now_s, cost, max_tokens, draft_cost or DraftCost(), pads=pads_attention
+            chosen, work, now_s, cost, max_tokens, draft_cost or DraftCost(), pads=pads_attention
         )
         if drafts:
             return Plan(
@@ -206,7 +206,7 @@ def plan(
                 _widths(chosen),
                 adapters=adapters,
                 drafts=drafts,
-                min_draft_probability=_min_probability(len(chosen), work, widths, cost, draft_cost or DraftCost()),
+                min_draft_probability=_min_probability(work, cost, draft_cost or DraftCost()),
             )
     return Plan(chosen, (), after, work, cost.predict(work), widths, adapters=adapters)
 
@@ -403,7 +403,6 @@ def _with_prefill(work: Work, given: Sequence[tuple[SequenceView, int]]) -> Work
 def _choose_drafts(
     decodes: Sequence[SequenceView],
     work: Work,
-    widths: Sequence[int],
     now_s: float,
     cost: CostModel,
     max_tokens: int,
@@ -413,12 +412,13 @@ def _choose_drafts(
 ) -> tuple[Sequence[int], Work, float]:
     """How many draft tokens of each sequence to verify, the work with them, and the milliseconds of the draft model.
 
-    Empty if calls of ``widths`` without drafts, which are ``work``, give more tokens a millisecond.
+    Empty if ``work``, which has none, gives more tokens a millisecond.
     """
-    best_rate = MIN_DRAFT_SPEEDUP * len(decodes) / max(_plain_ms(work, widths, cost), 1e-6)
+    together = _widths(decodes)
+    work = attrs.evolve(work, n_calls=len(together))  # more calls are as fast at least
+    best_rate = MIN_DRAFT_SPEEDUP * len(decodes) / max(cost.predict(work), 1e-6)
     best: Sequence[int] = ()
-    verified, best_draft_ms, together = work, 0.0, _widths(decodes)
-    changes_ms = cost.adapter_changes_ms(work.n_adapter_changes)
+    verified, best_draft_ms = work, 0.0
     left_ms = _ms_until_due(decodes, now_s)
     n_missing = sum([view.n_missing for view in decodes if view.drafts_by_model])
     for length in DRAFT_LENGTHS:
@@ -428,7 +428,7 @@ def _choose_drafts(
         proposed = [_expected_drafts(view, n) for n, view in zip(drafts, decodes, strict=True)]
         by_model = [n for n, view in zip(proposed, decodes, strict=True) if n and view.drafts_by_model]
         draft_ms = draft_cost.ms(max(by_model), n_missing) if by_model else 0.0
-        rows, context, ms, start = 0, 0, changes_ms + draft_ms, 0
+        rows, context, start = 0, 0, 0
         for width in together:
             of_call = [*zip(decodes, proposed, strict=True)][start : start + width]
             start += width
@@ -436,35 +436,27 @@ def _choose_drafts(
             call_context = round(sum([(1 + n) * view.n_context for view, n in of_call]))
             if pads:
                 call_context = call_rows * max([view.n_context for view, _ in of_call])
-            ms += cost.decode_call_ms(call_rows, call_context)
             rows += call_rows
             context += call_context
+        with_drafts = attrs.evolve(work, decode_rows=rows, context_tokens=context)
+        ms = cost.predict(with_drafts) + draft_ms
         if ms > left_ms:
             break
         tokens = sum([_expected_tokens(view.acceptance_rate, n) for n, view in zip(drafts, decodes, strict=True)])
-        waits_ms = draft_cost.gap_ms if by_model else 0.0
-        if tokens > best_rate * (ms + waits_ms):
-            best_rate, best, best_draft_ms = tokens / (ms + waits_ms), tuple(drafts), draft_ms
-            verified = attrs.evolve(work, decode_rows=rows, context_tokens=context, n_calls=len(together))
+        if tokens > best_rate * ms:
+            best_rate, best, best_draft_ms = tokens / ms, tuple(drafts), draft_ms
+            verified = with_drafts
         if max(view.n_drafts for view in decodes) <= length:
             break
     return best, verified, best_draft_ms
 
 
-def _plain_ms(work: Work, widths: Sequence[int], cost: CostModel) -> float:
-    """Predicted milliseconds of ``work``: calls of ``widths`` without drafts."""
-    ms = cost.decode_call_ms(0, work.context_tokens) + sum([cost.decode_call_ms(width, 0) for width in widths])
-    return ms + cost.adapter_changes_ms(work.n_adapter_changes)
-
-
-def _min_probability(
-    n_decodes: int, work: Work, widths: Sequence[int], cost: CostModel, draft_cost: DraftCost
-) -> float:
-    """With what probability one more draft token takes as long as it saves."""
-    saved_ms = _plain_ms(work, widths, cost) / n_decodes
-    row_ms = max(0.0, cost.decode_call_ms(n_decodes + 1, 0) - cost.decode_call_ms(n_decodes, 0))
+def _min_probability(work: Work, cost: CostModel, draft_cost: DraftCost) -> float:
+    """With what probability one more draft token takes as long as it saves, next to ``work``."""
+    plain_ms, n = cost.predict(work), work.decode_rows
+    row_ms = cost.predict(attrs.evolve(work, decode_rows=n + 1)) - plain_ms
     low, high = DRAFT_PROBABILITIES
-    return min(high, max(low, (row_ms + draft_cost.call_ms / n_decodes) / max(saved_ms, 1e-6)))
+    return min(high, max(low, (n * row_ms + draft_cost.call_ms) / max(plain_ms, 1e-6)))
 
 
 def _expected_drafts(view: SequenceView, n: int) -> float:

@@ -7,20 +7,21 @@ predicted to pay for that, some hundred tokens a step; what it holds is what its
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from typing import Final
 
 import structlog
 
 from uma_trio.engine.messages import Drafted, DraftInput, ModelInfo, StepOutput
-from uma_trio.scheduling.cost import CostModel
+from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.draft_cost import DraftCost
 from uma_trio.serving.sequence import DraftState, Sequence
-from uma_trio.serving.step import InFlightStep, NewTokens, drafts_by_sequence
+from uma_trio.serving.step import InFlightStep, NewTokens, PlannedStep, drafts_by_sequence
 
 log = structlog.get_logger("uma_trio.serving")
 
 INITIAL_RATE: Final = 0.85
-"""Acceptance rate of the draft model that is assumed at first."""
+"""Acceptance rate with which every sequence begins."""
 
 HOPE: Final = 0.8
 """While no drafts are verified, the expected acceptance rate slowly rises to this: the text may have changed."""
@@ -32,13 +33,13 @@ RATE_WEIGHT: Final = 0.12
 """Weight of the latest draft token in the acceptance rate of its sequence."""
 
 SHARED_WEIGHT: Final = 0.03
-"""The same for the rate with which new sequences begin."""
+"""The same for the rate of all sequences, which decides whether a long prompt is worth computing."""
 
 MAX_STREAMS: Final = 8
 """Sequences that it proposes tokens for in one step, at most."""
 
 MAX_MISSING: Final = 64
-"""Tokens of a sequence that it computes in the step in which it proposes the next ones, at most; less in small batches."""
+"""Tokens of a sequence that it computes in the step in which it proposes the next ones, at most."""
 
 ANSWER_WEIGHT: Final = 0.1
 """Weight of the latest answer in the mean length of answers."""
@@ -56,52 +57,69 @@ class DraftModel:
 
     def __init__(self, info: ModelInfo) -> None:
         self._max_tokens, self._max_batch = info.draft_ctx, info.draft_batch
-        self._max_missing = min(MAX_MISSING, max(1, info.draft_batch // MAX_STREAMS))
+        self._max_missing = min(MAX_MISSING, info.draft_batch)
         self.cost = DraftCost(info.draft_call_ms, info.draft_token_ms)
         self._acceptance_rate = INITIAL_RATE
         self._mean_answer = INITIAL_ANSWER
-        self._ended: set[int] = set()
-        """Sequence ids whose tokens it may still hold, and no longer needs."""
+        self._held: dict[int, list[int]] = {}
+        """By sequence id, what the draft model has computed of the sequence that was there last."""
 
     def begin(self, sequence: Sequence) -> None:
         """Propose tokens for ``sequence`` from now on."""
-        sequence.draft_state = DraftState(self._acceptance_rate)
+        sequence.draft_state = DraftState(INITIAL_RATE)
 
     def ended(self, sequence: Sequence) -> None:
-        """``sequence`` has ended, and tells how long answers are.  Its cells would slow down the others' attention."""
-        self.preempted(sequence)
+        """``sequence`` has ended, and tells how long answers are."""
+        self.leave(sequence)
         self._mean_answer += ANSWER_WEIGHT * (len(sequence.tokens) - self._mean_answer)
 
-    def preempted(self, sequence: Sequence) -> None:
-        """``sequence`` has lost its place in the KV cache; its tokens in the draft model's cache go, too."""
+    def leave(self, sequence: Sequence) -> None:
+        """``sequence`` has lost its place in the KV cache.  The next one there may begin with the same tokens."""
         state = sequence.draft_state
         if state is not None and state.seq_id is not None:
-            self._ended.add(state.seq_id)
+            self._held[state.seq_id] = sequence.known_tokens(0, min(state.n_computed, sequence.n_known))
             state.n_computed, state.seq_id = 0, None
+
+    def _state(self, sequence: Sequence) -> DraftState:
+        """The state of ``sequence`` at the place that it has now."""
+        state = sequence.draft_state
+        assert state is not None
+        assert sequence.allocation is not None
+        if state.seq_id != sequence.allocation.seq_id:
+            self.leave(sequence)
+            state.seq_id = sequence.allocation.seq_id
+            held = self._held.pop(state.seq_id, [])
+            state.n_computed = common_prefix(held, sequence.known_tokens(0, len(held)))
+        return state
 
     def n_missing(self, sequence: Sequence) -> int:
         """Tokens that it lacks of ``sequence``."""
-        assert sequence.draft_state is not None
-        return sequence.n_known - sequence.draft_state.n_computed
+        return sequence.n_known - self._state(sequence).n_computed
 
-    def can_draft(self, sequence: Sequence, most: int) -> int:
-        """How many tokens it could propose for ``sequence`` in the next step, at most ``most``."""
+    def can_draft(self, sequence: Sequence, most: int, n_new: int = 0) -> int:
+        """How many tokens it could propose for ``sequence`` in the next step, at most ``most``.
+
+        Args:
+            n_new: tokens that the step in flight gives the sequence at most.
+        """
         if sequence.draft_state is None or self.n_missing(sequence) > self._max_missing:
             return 0
-        return max(0, min(most, self._max_tokens - sequence.n_known, sequence.max_tokens - len(sequence.tokens) - 1))
+        n_left = sequence.max_tokens - len(sequence.tokens) - 1
+        return max(0, min(most, self._max_tokens - sequence.n_known - n_new, n_left - n_new))
 
     def is_worth(self, sequence: Sequence, cost: CostModel) -> bool:
         """Whether it lacks many tokens of ``sequence``, and computing them is predicted to pay."""
-        if (state := sequence.draft_state) is None:
+        if sequence.draft_state is None:
             return False
         n_missing = self.n_missing(sequence)
         if n_missing <= self._max_missing or sequence.n_known >= self._max_tokens:
             return False
         n = len(sequence.tokens)
         n_left = min(sequence.max_tokens - n, max(self._mean_answer - n, n))
-        plain_ms = cost.decode_call_ms(1, sequence.n_known)
-        p, self_ms = state.acceptance_rate, self.cost.call_ms + cost.decode_call_ms(2, 0) - cost.decode_call_ms(1, 0)
-        gain_ms = p * plain_ms - max(0.0, self_ms) - (1 - p) * self.cost.gap_ms
+        p = min(sequence.draft_state.acceptance_rate, self._acceptance_rate)
+        plain_ms = cost.predict(Work(0, 1, sequence.n_known))
+        self_ms = self.cost.call_ms + cost.predict(Work(0, 2, sequence.n_known)) - plain_ms
+        gain_ms = p * plain_ms - self_ms
         return gain_ms * n_left > self.cost.ms(n_missing / self._max_batch, n_missing)
 
     def catch_up(self, sequences: Iterable[Sequence], time_ms: float) -> list[DraftInput]:
@@ -116,20 +134,21 @@ class DraftModel:
                 room -= len(found[-1].tokens)
         return found
 
-    def removals(self, inputs: Iterable[DraftInput]) -> list[DraftInput]:
-        """Inputs that remove the sequences that have ended, if there are ``inputs`` of others."""
-        self._ended -= {each.seq_id for each in inputs}
-        ended, self._ended = self._ended, set()
-        return [DraftInput(seq_id, 0, ()) for seq_id in ended]
-
     def input(self, sequence: Sequence, n_drafts: int, room: int = MAX_MISSING) -> DraftInput:
         """The next ``room`` tokens that it lacks of ``sequence``, and how many drafts follow."""
-        assert sequence.draft_state is not None
-        assert sequence.allocation is not None
-        sequence.draft_state.seq_id = sequence.allocation.seq_id
-        start = sequence.draft_state.n_computed
-        end = min(sequence.n_known, start + room)
-        return DraftInput(sequence.allocation.seq_id, start, sequence.known_tokens(start, end), n_drafts)
+        state = self._state(sequence)
+        assert state.seq_id is not None
+        start, end = state.n_computed, min(sequence.n_known, state.n_computed + room)
+        state.n_computed = end
+        temperature = 0.0 if sequence.sampling.params.greedy else sequence.sampling.params.temperature
+        return DraftInput(state.seq_id, start, sequence.known_tokens(start, end), n_drafts, temperature)
+
+    def undo(self, planned: PlannedStep) -> None:
+        """``planned`` was not begun."""
+        for each in planned.draft_inputs:
+            state = planned.sequences[each.seq_id].draft_state
+            if state is not None and state.seq_id == each.seq_id:
+                state.n_computed = each.position
 
     # -- results --------------------------------------------------------------------------------
 
@@ -143,8 +162,9 @@ class DraftModel:
                     sequence.draft_state = None
         n_right = {new.sequence: self._count(new, step.rows[new.sequence].n_model_drafts) for new in new_tokens}
         for sequence, draft in drafted.items():
-            if sequence.draft_state is not None:
-                sequence.draft_state.n_computed = min(draft.n_held, n_right.get(sequence, sequence.n_known))
+            state = sequence.draft_state
+            if state is not None and state.seq_id == draft.seq_id:
+                state.n_computed = min(draft.n_held, n_right.get(sequence, sequence.n_known))
 
     def _count(self, new: NewTokens, n_asked: int) -> int:
         """Count which drafts were right; returns how many tokens were known before, those drafts included."""
@@ -160,12 +180,16 @@ class DraftModel:
             self._acceptance_rate += SHARED_WEIGHT * (right - self._acceptance_rate)
         return n_before + new.n_drafts_accepted
 
-    def waited(self, gap_ms: float) -> None:
-        """The device waited so long for a step that did not run ahead."""
-        self.cost = self.cost.waited(gap_ms)
-
     def _learn(self, drafted: Drafted) -> None:
         if drafted.failure is not None:
             log.warning("the draft model failed; these sequences go on without it", reason=drafted.failure)
         elif drafted.calls:
             self.cost = self.cost.observed(drafted.calls, drafted.n_tokens, drafted.ms)
+
+
+def common_prefix(one: Items[int], other: Items[int]) -> int:
+    """How many tokens both begin with."""
+    n = min(len(one), len(other))
+    if one[:n] == other[:n]:
+        return n
+    return next(at for at in range(n) if one[at] != other[at])

@@ -64,7 +64,7 @@ class NoStep(enum.Enum):
 
     NOTHING_READY = "nothing can be computed"
     NO_SEQUENCE = "the step in flight computes no sequence"
-    DRAFTS = "draft tokens continue a token that is not sampled yet"
+    DRAFTS = "prompt lookup or a grammar may have draft tokens, or the draft model lacks a part of a prompt"
     UNKNOWN_DURATION = "a copy of a KV state or texts to embed wait, and the next plan must know how long they take"
     OUTLIER = "the last step was predicted badly, so a chunk of a prompt could delay all streams"
     CONTROLLER = "a controller says what is sampled next, or may say so before this step is complete"
@@ -117,13 +117,20 @@ class StepPlanner:
 
     def begin_speculation(self, sequence: Sequence) -> None:
         """Look for draft tokens from the first token on, where wrong ones can be removed and the request wants it."""
-        wanted = sequence.request.speculate
-        if self._info.can_truncate and (self._limits.speculation if wanted is None else wanted):
+        if self._speculates(sequence):
             known = [*sequence.prompt.tokens.tolist(), *sequence.tokens]
+            wanted = sequence.request.speculate
             rate = INITIAL_ACCEPTANCE_RATE_IF_REQUESTED if wanted else INITIAL_ACCEPTANCE_RATE
             sequence.lookup = PromptLookup(known, acceptance_rate=rate)
-            if self.drafts is not None:
-                self.drafts.begin(sequence)
+
+    def begin_drafts(self, sequence: Sequence) -> None:
+        """Let the draft model propose tokens from the first one on, under the same conditions."""
+        if self.drafts is not None and sequence.control is None and self._speculates(sequence):
+            self.drafts.begin(sequence)
+
+    def _speculates(self, sequence: Sequence) -> bool:
+        wanted = sequence.request.speculate
+        return self._info.can_truncate and (self._limits.speculation if wanted is None else wanted)
 
     # -- the next step --------------------------------------------------------------------------
 
@@ -142,8 +149,9 @@ class StepPlanner:
         sequences: Mapping[int, Sequence] = self._running.by_seq_id()
         look_ahead = not prefills and _often_forced([sequences[view.seq_id] for view in decodes])
         chosen, sequences = self._settle(self._plan(decodes, prefills, starts_at), sequences)
-        draft_inputs, draft_ms = self._draft_inputs(chosen, sequences)
-        if draft_ms:
+        draft_inputs = self._draft_inputs(chosen, sequences)
+        if self.drafts is not None and not draft_inputs:
+            draft_inputs, draft_ms = self._catch_up(chosen, sequences)
             chosen = attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms)
         ops: Items[KvOp] = self._cache.take_ops()
         if transfer is not None:
@@ -182,18 +190,17 @@ class StepPlanner:
                 return NoStep.OUTLIER
         else:
             streams = [sequences[view.seq_id] for view in decodes]
-            if _often_forced(streams) or any(stream.drafts(1) for stream in streams):
+            if _often_forced(streams) or any(stream.forced for stream in streams) or self._catching_up(streams):
                 return NoStep.DRAFTS
-            if self.drafts is not None:
-                if self._catching_up(streams):
-                    return NoStep.DRAFTS
-                decodes = [self._with_model_drafts(view, sequences[view.seq_id]) for view in decodes]
+            if len(streams) <= MAX_DECODES_WITH_DRAFTS:
+                decodes = [self._with_drafts(view, sequences[view.seq_id], step) for view in decodes]
         chosen = self._plan(decodes, prefills, step.completed_at)
-        if chosen.drafts:
+        if any(n and not view.drafts_by_model for view, n in zip(chosen.decodes, chosen.drafts, strict=False)):
             return NoStep.DRAFTS
         if not chosen.decodes and not chosen.chunks:
             return NoStep.NOTHING_READY
         chosen, sequences = self._settle(chosen, sequences, step)
+        draft_inputs = self._draft_inputs(chosen, sequences) if chosen.drafts else ()
         before, self._policy = self._policy, chosen.state
         return PlannedStep(
             plan=chosen,
@@ -201,11 +208,14 @@ class StepPlanner:
             ops=self._cache.take_ops(),
             policy_before=before,
             mask_timeout_ms=self._mask_timeout_ms,
+            draft_inputs=draft_inputs,
         )
 
     def undo(self, planned: PlannedStep) -> None:
         """``planned``, which ran ahead, was not begun."""
         self._cache.put_back(planned.ops)
+        if self.drafts is not None:
+            self.drafts.undo(planned)
         self._policy = self._policy.undo(planned.policy_before, planned.plan.state)
 
     # -- its parts ------------------------------------------------------------------------------
@@ -214,7 +224,7 @@ class StepPlanner:
         """Why no step may run ahead of ``step``, whatever is ready."""
         if step.revoked or not step.rows:
             return NoStep.NO_SEQUENCE
-        if step.plan.drafts:
+        if any(row.drafts for row in step.rows.values()):
             return NoStep.DRAFTS
         if self._offloader.has_transfers or self._embeddings.is_ready:
             return NoStep.UNKNOWN_DURATION
@@ -231,7 +241,7 @@ class StepPlanner:
     def _admit(self) -> None:
         for sequence in self._waiting.admit(self._policy.service):
             if self.drafts is not None:
-                self.drafts.preempted(sequence)
+                self.drafts.leave(sequence)
             self._bisection.discard(sequence)
 
     def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
@@ -242,22 +252,32 @@ class StepPlanner:
             decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
             prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
         max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
+        views = [sequence.view() for sequence in decodes]
         return (
-            [self._decode_view(sequence, max_drafts) for sequence in decodes],
+            [
+                self._with_drafts(view, sequence) if max_drafts or sequence.forced else view
+                for view, sequence in zip(views, decodes, strict=True)
+            ],
             [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
         )
 
-    def _decode_view(self, sequence: Sequence, max_drafts: int) -> SequenceView:
-        view = sequence.view(max_drafts=MAX_DRAFTS if sequence.forced else max_drafts)
-        return view if self.drafts is None or not max_drafts else self._with_model_drafts(view, sequence)
+    def _with_drafts(self, view: SequenceView, sequence: Sequence, step: InFlightStep | None = None) -> SequenceView:
+        """``view`` with the drafts that prompt lookup, the grammar or the draft model has.
 
-    def _with_model_drafts(self, view: SequenceView, sequence: Sequence) -> SequenceView:
-        """``view`` with drafts of the draft model, where prompt lookup and the grammar have nothing better."""
-        assert self.drafts is not None
+        Args:
+            step: in flight.  Prompt lookup may have drafts behind it if it has some now.
+        """
+        n = len(sequence.drafts(MAX_DRAFTS))
+        if n:
+            view = msgspec.structs.replace(view, n_drafts=n)
         state = sequence.draft_state
-        if state is None or sequence.forced or (view.n_drafts and view.acceptance_rate >= state.acceptance_rate):
+        if self.drafts is None or state is None or sequence.forced or self._bisection.is_active:
             return view
-        if self._bisection.is_active or not (n_drafts := self.drafts.can_draft(sequence, MAX_DRAFTS)):
+        if n and view.acceptance_rate >= state.acceptance_rate:
+            return view
+        row = None if step is None else step.row_of(sequence)
+        n_drafts = self.drafts.can_draft(sequence, MAX_DRAFTS, 0 if row is None else row.n_samples)
+        if not n_drafts:
             return view
         return msgspec.structs.replace(
             view,
@@ -269,28 +289,29 @@ class StepPlanner:
 
     def _catching_up(self, streams: Items[Sequence]) -> list[Sequence]:
         """Streams that the draft model should compute the tokens of, before it can propose some."""
-        assert self.drafts is not None
-        if len(streams) > MAX_DECODES_WITH_DRAFTS or self._bisection.is_active:
+        if self.drafts is None or len(streams) > MAX_DECODES_WITH_DRAFTS or self._bisection.is_active:
             return []
         return [each for each in streams if self.drafts.is_worth(each, self._timings.cost)]
 
-    def _draft_inputs(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> tuple[list[DraftInput], float]:
-        """What the draft model computes next to ``chosen``, and the milliseconds that the plan does not know of."""
-        if self.drafts is None or chosen.chunks or not chosen.decodes:
-            return [], 0.0
-        inputs = [
+    def _draft_inputs(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> list[DraftInput]:
+        """What the draft model computes for ``chosen``."""
+        if self.drafts is None:
+            return []
+        return [
             self.drafts.input(sequences[view.seq_id], n)
             for view, n in zip(chosen.decodes, chosen.drafts, strict=False)
             if n and view.drafts_by_model
         ]
-        if inputs:
-            return [*inputs, *self.drafts.removals(inputs)], 0.0
-        if not (behind := self._catching_up([sequences[view.seq_id] for view in chosen.decodes])):
+
+    def _catch_up(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> tuple[list[DraftInput], float]:
+        """What the draft model computes next to ``chosen``, which has no drafts of it, and the milliseconds."""
+        assert self.drafts is not None
+        behind = [] if chosen.chunks else self._catching_up([sequences[view.seq_id] for view in chosen.decodes])
+        if not behind:
             return [], 0.0
         time_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - trio.current_time())
         inputs = self.drafts.catch_up(behind, min(time_ms / 2, self._limits.prefill_tick_ms) - chosen.predicted_ms)
-        draft_ms = self.drafts.cost.ms(1, sum([len(each.tokens) for each in inputs]))
-        return [*inputs, *self.drafts.removals(inputs)], draft_ms
+        return inputs, self.drafts.cost.ms(1, sum([len(each.tokens) for each in inputs]))
 
     def _pause_of(self, sequence: Sequence) -> int:
         assert sequence.allocation is not None

@@ -190,6 +190,8 @@ class Scheduler:
         except (QueueFull, KvFull):
             self.wake()  # some of the answers may have had a place
             raise
+        for sequence in sequences:
+            self._planner.begin_drafts(sequence)
         return sequences
 
     def embed(
@@ -491,9 +493,7 @@ class Scheduler:
     def _deliver(self, completed: CompletedStep) -> None:
         if not completed.is_outlier:
             self._learn(completed)
-        gap_ms = self._stats.record_step(completed, waiting=len(self._waiting))
-        if self._planner.drafts is not None and gap_ms is not None and not completed.step.runs_ahead:
-            self._planner.drafts.waited(gap_ms)
+        self._stats.record_step(completed, waiting=len(self._waiting))
         if completed.step.plan.chunks:
             for sequence, row in completed.step.rows.items():
                 if sequence.state is not State.FINISHED and row.end <= len(sequence.prompt.tokens):

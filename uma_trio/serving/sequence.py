@@ -197,19 +197,17 @@ class Sequence:
         tokens: list[int] = self.prompt.tokens[start:end].tolist()
         return tokens if end <= n_prompt else tokens + self.tokens[max(0, start - n_prompt) : end - n_prompt]
 
-    def view(self, *, pause: int = 0, max_drafts: int = 0) -> SequenceView:
-        """What the policy may know of a sequence that no step in flight computes.
+    def view(self, *, pause: int = 0) -> SequenceView:
+        """What the policy may know of a sequence that no step in flight computes, without drafts.
 
         Args:
             pause: a step must end at this many tokens, for a checkpoint; 0: nowhere.
-            max_drafts: draft tokens that it may have.
         """
         n_computed = self.n_computed
         return self._view(
             n_pending=(pause if n_computed < pause else self.n_computable) - n_computed,
             n_context=n_computed,
             due_s=self.due_at,
-            n_drafts=len(self.drafts(max_drafts)) if max_drafts else 0,
         )
 
     def view_after(self, end: int, *, samples: bool, completed_at: float) -> SequenceView:
@@ -226,7 +224,7 @@ class Sequence:
             due_s=completed_at + self.target_itl_s if samples else self.due_at,
         )
 
-    def _view(self, *, n_pending: int, n_context: int, due_s: float, n_drafts: int = 0) -> SequenceView:
+    def _view(self, *, n_pending: int, n_context: int, due_s: float) -> SequenceView:
         return SequenceView(
             seq_id=NOT_PLACED if self.allocation is None else self.allocation.seq_id,
             n_pending=n_pending,
@@ -235,7 +233,6 @@ class Sequence:
             priority=self.priority,
             principal=self.principal.name,
             weight=self.principal.weight,
-            n_drafts=n_drafts,
             acceptance_rate=self.acceptance_rate,
             adapters=self.adapters.scales,
         )

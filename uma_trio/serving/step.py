@@ -67,13 +67,13 @@ class StepRow:
 
     sequence: Sequence
     end: int
-    """Tokens in the KV cache after it."""
+    """Tokens in the KV cache after it.  Until it is complete, with all drafts; then with those that were accepted."""
     n_samples: int
     drafts: Items[int] = ()
     source: DraftSource = "lookup"
     """Where the drafts are from."""
     n_model_drafts: int = 0
-    """Drafts that the draft model may propose in the step.  Until it is complete, ``end`` and ``n_samples`` count them."""
+    """Drafts that the draft model may propose in the step.  Until it is complete, ``n_samples`` counts them."""
     dropped: bool = False
     """The step before ended the sequence or sampled nothing for it; the engine leaves it out."""
 
@@ -88,6 +88,14 @@ class StepRow:
         self.drafts = drafts
         self.end -= n_fewer
         self.n_samples -= n_fewer
+
+    def accept(self, sampled: Items[int]) -> Items[int]:
+        """The drafts that were sampled as well, and one more token; the engine removes the other drafts."""
+        n = 0
+        while n < len(self.drafts) and sampled[n] == self.drafts[n]:
+            n += 1
+        self.end -= len(self.drafts) - n
+        return sampled[: n + 1]
 
 
 @attrs.define(eq=False)
@@ -124,10 +132,15 @@ class InFlightStep:
         if sequence in self.rows:
             self.rows[sequence].dropped = True
 
+    def move(self, sequence: Sequence, n_tokens: int) -> None:
+        """The step before left so many tokens of ``sequence`` more than was planned; mostly a negative number."""
+        if sequence in self.rows:
+            self.rows[sequence].end += n_tokens
+
     def views_after(self, sequences: Iterable[Sequence]) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill if it is planned before this one is complete; by sequence id.
 
-        A sequence whose last token this step samples is left out.
+        A sequence whose last token this step may sample is left out.
         """
         decodes: list[SequenceView] = []
         prefills: list[SequenceView] = []
@@ -139,7 +152,7 @@ class InFlightStep:
                 view = sequence.view()
             else:
                 samples = row.n_samples > 0
-                if samples and len(sequence.tokens) + 1 >= sequence.max_tokens:
+                if samples and len(sequence.tokens) + row.n_samples >= sequence.max_tokens:
                     continue
                 view = sequence.view_after(row.end, samples=samples, completed_at=completed_at)
             (decodes if samples else prefills).append(view)
@@ -276,10 +289,8 @@ _adapters_of = attrgetter("adapters")
 
 def drafts_by_sequence(step: InFlightStep, output: StepOutput) -> dict[Sequence, Draft]:
     """What the draft model answered, by the sequences of ``step``."""
-    if output.drafted is None:
-        return {}
-    sequences = step.planned.sequences  # without those that have ended, and are removed
-    return {sequences[each.seq_id]: each for each in output.drafted.drafts if each.seq_id in sequences}
+    drafts = () if output.drafted is None else output.drafted.drafts
+    return {step.planned.sequences[each.seq_id]: each for each in drafts}
 
 
 def complete_step(
@@ -305,19 +316,28 @@ def complete_step(
     at = 0
     drafted = drafts_by_sequence(step, output)
     for row in step.rows.values():
+        sequence, planned_end = row.sequence, row.end
         if row.n_model_drafts:
-            row.propose(drafted[row.sequence].tokens)
+            row.propose(drafted[sequence].tokens if sequence in drafted else ())
+        computed_end = row.end
         sampled: Items[int] = output.tokens[at : at + row.n_samples]
         scores = output.scores[at : at + row.n_samples]
         at += row.n_samples
-        sequence = row.sequence
         if row.dropped:
             continue
-        if ahead is not None and sampled and _ends(sequence, sampled[-1]):
-            ahead.drop(sequence)
+        if row.drafts:
+            sampled = row.accept(sampled)
+        if ahead is not None and sampled:
+            ahead.move(sequence, row.end - planned_end)
+            if any(_ends(sequence, token) for token in sampled):
+                ahead.drop(sequence)
         if sequence.allocation is None:
             continue  # it has finished, and this step's tokens are counted
-        cache.advance(sequence.allocation, row.end)
+        if ahead is None or ahead.row_of(sequence) is None:  # perhaps no step follows, so tell the engine
+            cache.advance(sequence.allocation, computed_end)
+            cache.truncate(sequence.allocation, row.end)
+        else:
+            cache.advance(sequence.allocation, row.end)
         if sequence.state is State.FINISHED or not row.n_samples:
             continue
         if sequence.control is not None:
@@ -329,11 +349,6 @@ def complete_step(
         if MASK_LATE in sampled:  # then all of its samples have it
             new_tokens.append(_undo(sequence, row, cache, can_truncate=can_truncate))
             continue
-        if row.drafts:
-            sampled = _accepted(row.drafts, sampled)
-            rejected = len(row.drafts) + 1 - len(sampled)
-            if rejected:
-                cache.truncate(sequence.allocation, row.end - rejected)
         failure = failures.get(sequence.allocation.seq_id)
         new = _append(sequence, sampled, scores, failure)
         new.n_drafts_accepted = max(0, len(new.tokens) - 1)
@@ -424,18 +439,10 @@ def _undo(sequence: Sequence, row: StepRow, cache: KvCache, *, can_truncate: boo
     assert sequence.allocation is not None
     reason = None
     if can_truncate:
-        cache.truncate(sequence.allocation, row.end - row.n_samples)
+        cache.truncate(sequence.allocation, row.end - 1)
     else:
         reason = InvalidConstraint("the constraint is too complex to be followed in time")
     return NewTokens(sequence, (), len(sequence.tokens), reason, sequence.paused, ())
-
-
-def _accepted(drafts: Items[int], sampled: Items[int]) -> Items[int]:
-    """The draft tokens that were sampled as well, and one more."""
-    n = 0
-    while n < len(drafts) and sampled[n] == drafts[n]:
-        n += 1
-    return sampled[: n + 1]
 
 
 def _append(

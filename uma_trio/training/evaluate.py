@@ -66,10 +66,14 @@ def rendered(sample: Sample) -> str:
 
 
 class Examiner:
-    """Answers questions with an engine of its own.  A context manager; closes the engine."""
+    """Answers questions with an engine of its own.  A context manager; closes the engine.
 
-    def __init__(self, path: Path) -> None:
-        self._engine = WatchedEngine(path, config.Model(ctx=8192, parallel=1))
+    Args:
+        threads: compute threads; 0 takes all physical cores but one.
+    """
+
+    def __init__(self, path: Path, *, threads: int = 0) -> None:
+        self._engine = WatchedEngine(path, config.Model(ctx=8192, parallel=1, threads=threads))
         self._info = self._engine.info
 
     def __enter__(self) -> Examiner:
