@@ -62,6 +62,8 @@ WINDOW = 64
 """Tokens in the window of a layer with sliding-window attention."""
 CONVOLUTION = 3
 """Tokens in the kernel of a layer with a short convolution; all but the last are its state."""
+EXPERTS_USED = 2
+"""Experts that every token uses."""
 
 BIAS_DEVIATION = 0.1
 
@@ -81,6 +83,8 @@ class Shape:
     pooling: str | None = None
     """A name of ``gguf.PoolingType`` for the metadata, in lower case.  With ``rank`` an encoder has a classification
     head."""
+    experts: int = 0
+    """Feed-forward networks of each layer, of which every token uses ``EXPERTS_USED``; 0: one, which every token uses."""
 
     def __attrs_post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.kv_heads, self.ffn) < 1:
@@ -91,6 +95,8 @@ class Shape:
             raise ValueError("the width must be an even multiple of the number of heads")
         if self.heads % self.kv_heads:
             raise ValueError("the number of heads must be a multiple of the number of KV heads")
+        if self.experts and (self.architecture != "llama" or self.experts < EXPERTS_USED):
+            raise ValueError(f"experts are for llama, and at least {EXPERTS_USED}")
 
     @property
     def head_width(self) -> int:
@@ -118,6 +124,8 @@ SHAPES = {
         for size, shape in (("tiny", Shape(2, 64, 2, 2, 128)), ("33m", Shape(12, 384, 12, 12, 1536)))
         for pooling in ("mean", "cls", "rank")
     },
+    "1b-moe": Shape(layers=16, width=1024, heads=16, kv_heads=4, ffn=1024, experts=16),
+    "tiny-moe": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, experts=4),
 }
 
 
@@ -156,9 +164,14 @@ class Tensor:
     """Rows of zeros."""
     is_float: bool = False
     """F32, whatever the model's quantization."""
+    experts: int = 1
+    """Matrices one after the other, each of ``rows / experts`` rows."""
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """As GGUF has it, the columns last."""
+        if self.experts > 1:
+            return self.experts, self.rows // self.experts, self.columns
         return (self.columns,) if self.rows == 1 else (self.rows, self.columns)
 
     def ggml_type(self, quant: str) -> gguf.GGMLQuantizationType:
@@ -192,9 +205,12 @@ def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp], ctx: int) 
         if gemma:
             yield Tensor(f"blk.{layer}.post_attention_norm.weight", 1, width, None)
         yield Tensor(f"blk.{layer}.ffn_norm.weight", 1, width, None)
-        yield Tensor(f"blk.{layer}.ffn_gate.weight", ffn, width, from_width)
-        yield Tensor(f"blk.{layer}.ffn_up.weight", ffn, width, from_width)
-        yield Tensor(f"blk.{layer}.ffn_down.weight", width, ffn, from_ffn)
+        n, of = (shape.experts, "_exps") if shape.experts else (1, "")
+        if shape.experts:
+            yield Tensor(f"blk.{layer}.ffn_gate_inp.weight", n, width, from_width)
+        yield Tensor(f"blk.{layer}.ffn_gate{of}.weight", n * ffn, width, from_width, experts=n)
+        yield Tensor(f"blk.{layer}.ffn_up{of}.weight", n * ffn, width, from_width, experts=n)
+        yield Tensor(f"blk.{layer}.ffn_down{of}.weight", n * width, ffn, from_ffn, experts=n)
         if gemma:
             yield Tensor(f"blk.{layer}.post_ffw_norm.weight", 1, width, None)
     norm = "token_embd_norm" if shape.architecture == "lfm2" else "output_norm"
@@ -393,6 +409,9 @@ def _describe(writer: gguf.GGUFWriter, shape: Shape, quant: str, n_vocab: int, c
         writer.add_shortconv_l_cache(CONVOLUTION)
     else:
         writer.add_head_count_kv(shape.kv_heads)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(EXPERTS_USED)
     if shape.architecture == "gemma3":
         writer.add_sliding_window(WINDOW)
         writer.add_sliding_window_pattern([not shape.is_plain(layer) for layer in range(shape.layers)])

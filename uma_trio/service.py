@@ -254,13 +254,13 @@ class ModelService:
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What does not change while the model is loaded: facts by name, each with its fields."""
-        info, fit = self._model.info, self._model.fit
+        info, fit, devices = self._model.info, self._model.fit, self._model.devices
         adapters = ", ".join([f"{each.name} (rank {each.rank}, scale {each.scale:g})" for each in info.adapters])
         return {
             "fit": {"choice": fit.choice, "why": fit.why} if fit is not None else {"choice": "off"},
             "model": {"model": self.name, "description": info.description, "size_mb": round(info.size_bytes / MB, 1)},
             **self._describe_context(),
-            "device": {"device": str(self._model.devices)},
+            "device": {"device": str(devices), "memory": ", ".join(map(str, devices.memory))},
             **({"adapters": {"loaded": adapters}} if adapters else {}),
         }
 
@@ -312,6 +312,7 @@ class ModelService:
             **self._scheduler.snapshot(),
             "sessions": self._sessions.snapshot(),
             "constraints": self._model.grammars.snapshot(),
+            "devices": {each.device: each.snapshot() for each in self._model.devices.memory},
         }
 
     def check_integrity(self) -> None:

@@ -95,6 +95,8 @@ async def test_the_numbers_are_those_of_the_snapshot_in_seconds_and_bytes(snapsh
     assert value(found, "uma_controllers_sequences", **model) == 2
     assert value(found, "uma_controllers_restarts_total", **model) == 1
     assert value(found, "uma_principal_tokens_total", principal="alice") == 15
+    assert value(found, "uma_device_weights_bytes", device="CPU", **model) == 7000
+    assert value(found, "uma_device_memory_bytes", device="CPU", **model) == 16_000
     assert value(found, "uma_kv_used_bytes") == snapshot["kv"]["bytes_used"]
     ttft = snapshot["histograms"]["ttft_ms"]
     assert value(found, "uma_time_to_first_token_seconds_sum") == pytest.approx(ttft["sum"] / 1e3)

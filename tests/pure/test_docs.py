@@ -423,6 +423,7 @@ def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
         | {f"models.NAME.{name}" for name in keys_of_snapshot("uma_trio/registry/model.py", "Model")}
         | {"models.NAME.metrics"}
         | keys_of_snapshot("uma_trio/registry/registry.py", "ModelRegistry")
+        | {f"devices.NAME.{name}" for name in keys_of_snapshot("uma_trio/engine/devices.py", "DeviceMemory")}
         | {f"principals.NAME.{name}" for name in PrincipalMetrics().snapshot(["a"])["a"]}
         | {f"sessions.{name}" for name in keys_of_snapshot("uma_trio/sessions/sessions.py", "Sessions")}
     )

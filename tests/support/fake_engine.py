@@ -23,7 +23,7 @@ import numpy.typing as npt
 import trio
 
 from uma_trio import config
-from uma_trio.engine.devices import Devices
+from uma_trio.engine.devices import DeviceMemory, Devices
 from uma_trio.engine.link import KnownGrammars
 from uma_trio.engine.masks import MaskFile, Masks
 from uma_trio.engine.messages import (
@@ -326,7 +326,8 @@ class FakeEngine:
         """Length and digest of what was held, by number of the checkpoint."""
 
     def describe(self) -> Ready:
-        return Ready(self.info, LayoutReport("fake", "only one"), Devices(backend="cpu", found=()), "fake", "fake")
+        devices = Devices(backend="cpu", found=(), memory=(DeviceMemory("CPU", 7000, 2000, 1000, 5000, 16_000),))
+        return Ready(self.info, LayoutReport("fake", "only one"), devices, "fake", "fake")
 
     def step(self, step: Step, callbacks: StepCallbacks | None = None) -> StepOutput:
         self.steps.append(step)

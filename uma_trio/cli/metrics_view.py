@@ -50,6 +50,7 @@ GROUPS: Final = {
         *("mixed_tick_error_p50", "mixed_tick_error_p90"),
     ),
     "Memory": ("kv", "kv_offload", "embeddings", "send_queue_bytes"),
+    "Devices": ("devices",),
     "Engine": ("engine",),
     "Gateway": ("gateway",),
     "Controllers": ("controllers",),

@@ -74,6 +74,11 @@ OF_OTHER_SERVERS: Final = {
     **dict.fromkeys(("--max-num-seqs", "--max-running-requests"), "--parallel N"),
     **dict.fromkeys(("--n-gpu-layers", "--n_gpu_layers"), "--gpu-layers N"),
     **dict.fromkeys(("--batch-size", "--ubatch-size", "--max-num-batched-tokens"), "--batch-tokens N"),
+    "--device": "--devices NAMES",
+    **dict.fromkeys(
+        ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), "--split-mode tensor, which takes all --devices"
+    ),
+    **dict.fromkeys(("--cpu-moe", "-cmoe"), "--n-cpu-moe N, with the model's number of layers"),
     "--served-model-name": "--alias NAME",
     **dict.fromkeys(("--lora", "--lora-scaled", "--lora-modules", "--lora-paths"), "--adapter NAME=FILE"),
     "--hf-repo": "--model FILE, with a file that you have downloaded",

@@ -189,7 +189,9 @@ class Opener:
         if self.budget_bytes:
             return
         devices = model.devices
-        gpus = [device.memory_total for device in devices.found if device.is_gpu]
+        gpus = [
+            device.memory_total for device in devices.found if device.is_gpu and device.name in (devices.used or ())
+        ]
         total = sum(gpus) if gpus and devices.layers_on_gpu else machine_memory_bytes()
         self.budget_bytes = round(BUDGET_SHARE * total)
 

@@ -59,6 +59,10 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     """KV cache and recurrent states."""
     compute: int = 0
     """Buffers for activations and logits."""
+    free: int = 0
+    """What was free when the model had been loaded; 0 where the device does not say."""
+    capacity: int = 0
+    """All memory of the device; likewise."""
 
     @property
     def total(self) -> int:
@@ -67,6 +71,16 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         parts = f"weights {size(self.weights)}, KV cache {size(self.kv_cache)}, compute {size(self.compute)}"
         return f"{self.device} {size(self.total)} ({parts})"
+
+    def snapshot(self) -> dict[str, int]:
+        """For the metrics."""
+        return {
+            "weights_bytes": self.weights,
+            "kv_cache_bytes": self.kv_cache,
+            "compute_bytes": self.compute,
+            "free_bytes": self.free,
+            "total_bytes": self.capacity,
+        }
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
@@ -147,13 +161,22 @@ def split_in_words(settings: config.Model) -> str:
     return ", ".join(parts)
 
 
-def memory_by_device(buffers: Iterable[tuple[str, str, int]]) -> tuple[DeviceMemory, ...]:
-    """Sum up buffers: device, kind as llama.cpp names it, bytes."""
+def memory_by_device(
+    buffers: Iterable[tuple[str, str, int]], devices: Iterable[Device] = ()
+) -> tuple[DeviceMemory, ...]:
+    """Sum up buffers: device, kind as llama.cpp names it, bytes.
+
+    Args:
+        devices: with their memory now.
+    """
     fields = {"model": "weights", "KV": "kv_cache", "RS": "kv_cache"}
     found: dict[str, dict[str, int]] = {}
     for device, kind, n_bytes in buffers:
         sums, field = found.setdefault(device, {}), fields.get(kind, "compute")
         sums[field] = sums.get(field, 0) + n_bytes
+    for each in devices:
+        if each.name in found:
+            found[each.name] |= {"free": each.memory_free, "capacity": each.memory_total}
     return tuple([DeviceMemory(device, **sums) for device, sums in sorted(found.items())])
 
 

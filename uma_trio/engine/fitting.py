@@ -36,7 +36,7 @@ from uma_trio.engine.layout import ContextTooLarge, Layout, LayoutCache, Shape, 
 from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, context_options, library_environment
 from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
 from uma_trio.engine.messages import NO_MEMORY, AdapterFile, EngineError, LoadError, Start
-from uma_trio.engine.placement import Place, load_library, place
+from uma_trio.engine.placement import Place, open_library, place
 from uma_trio.engine.pooling import PoolingEngine
 
 log = structlog.get_logger("uma_trio.engine")
@@ -91,7 +91,7 @@ def open_fitted(
     """
     if settings.fit == "off" or sizes is None:
         return LlamaEngine(path, settings, on_progress, layout_cache, adapters, layouts=layouts or None)
-    library = load_library(settings)
+    library = open_library(settings)
     where = place(settings, library)
     name = tuning_cache.model_fingerprint(path, "memory", *library_environment(library))
     learned = tuning_cache.load_corrections(name, cache_dir)
@@ -317,7 +317,7 @@ def open_pooling(start: Start, on_progress: Callable[[float], bool]) -> PoolingE
     """
     settings, report = start.settings, None
     if settings.fit == "on" and start.sizes is not None:
-        library = load_library(settings)
+        library = open_library(settings)
         where = place(settings, library)
         memories = measure(library, where)
         shared = [

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import attrs
+import msgspec
 
 import llama_abi
 from llama_abi.gpus import look
 from llama_abi.library import DIRECTORY_VARIABLE
 from llama_abi.stamp import DEFAULT_DIRECTORY
-from uma_trio.engine.devices import Device, Devices, MachineGpu
+from uma_trio import config
+from uma_trio.engine.devices import (
+    Device,
+    Devices,
+    MachineGpu,
+    layers_on_gpu,
+    memory_by_device,
+    split_in_words,
+)
+from uma_trio.engine.placement import Place
 from uma_trio.errors import ErrorWithRemedy
 
 
@@ -77,3 +88,23 @@ def find_devices(library: llama_abi.Library) -> Devices:
     )
     here = next((MachineGpu(str(gpus), gpus.fix) for gpus in look() if gpus.has_gpu), None)
     return Devices(backend=library.stamp.backend, found=found, machine_gpu=here)
+
+
+def devices_of_model(
+    where: Place, model: llama_abi.Model, settings: config.Model, buffers: Iterable[llama_abi.Buffer]
+) -> Devices:
+    """What a loaded model computes on, with the memory that is free now.
+
+    Args:
+        buffers: all that was allocated for it.
+    """
+    found, n_layer = find_devices(model.library), model.n_layer
+    placed = ((name, each.kind, each.n_bytes) for each in buffers for name in where.devices_of(each.place))
+    return msgspec.structs.replace(
+        found,
+        used=where.names,
+        split=split_in_words(settings),
+        layers_on_gpu=layers_on_gpu(settings.gpu_layers, n_layer) if where.on_gpu else 0,
+        n_layers=n_layer + 1,
+        memory=memory_by_device(placed, found.found),
+    )

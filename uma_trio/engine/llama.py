@@ -21,11 +21,11 @@ from uma_trio import config, sampling
 from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
-from uma_trio.engine.devices import Devices, layers_on_gpu, memory_by_device, split_in_words
+from uma_trio.engine.devices import Devices
 from uma_trio.engine.draft import Drafter
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
 from uma_trio.engine.fit import FitReport, with_defaults
-from uma_trio.engine.inspect import find_devices
+from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
     KV_CELL_MULTIPLE,
@@ -58,7 +58,7 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
-from uma_trio.engine.placement import Place, PlacementError, load_library, place
+from uma_trio.engine.placement import Place, PlacementError, open_library, place
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import AppliedMasks, GrammarState, Matchers, PendingMasks
 from uma_trio.kv.ops import (
@@ -114,7 +114,7 @@ class LlamaEngine:
         layouts: Collection[str] | None = None,
     ) -> None:
         settings = with_defaults(settings)
-        library = load_library(settings)
+        library = open_library(settings)
         self._place = place(settings, library)
         began = time.perf_counter()
         self._model = llama_abi.Model(
@@ -280,20 +280,9 @@ class LlamaEngine:
 
     def devices(self) -> Devices:
         """What the model computes on, with the memory that is free now."""
-        n_layer = self._model.n_layer
-        buffers = (*self._model.buffers, *self._context.buffers)
-        if self._drafter is not None:
-            buffers += self._drafter.buffers
-        return msgspec.structs.replace(
-            find_devices(self._model.library),
-            used=self._place.names,
-            split=split_in_words(self._settings),
-            layers_on_gpu=layers_on_gpu(self._settings.gpu_layers, n_layer) if self._place.on_gpu else 0,
-            n_layers=n_layer + 1,
-            memory=memory_by_device(
-                (device, each.kind, each.n_bytes) for each in buffers for device in self._place.devices_of(each.place)
-            ),
-        )
+        drafter = () if self._drafter is None else self._drafter.buffers
+        buffers = (*self._model.buffers, *self._context.buffers, *drafter)
+        return devices_of_model(self._place, self._model, self._settings, buffers)
 
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
         """See ``messages.Engine``."""

@@ -71,7 +71,7 @@ class Place:
         return (mapped[0].name,) if mapped else (CPU,)
 
 
-def load_library(settings: config.Model) -> llama_abi.Library:
+def open_library(settings: config.Model) -> llama_abi.Library:
     """The library, with the devices of the RPC servers of ``settings``.  Blocks while it connects.
 
     Raises:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,10 +19,10 @@ import llama_abi
 from uma_trio import config
 from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.cores import default_threads, spare_cores
-from uma_trio.engine.devices import Devices, layers_on_gpu, memory_by_device, split_in_words
+from uma_trio.engine.devices import Devices
 from uma_trio.engine.embedding import MAX_BATCH, MIN_BATCH, NOTHING_EMBEDDED, Embedded, calls_of, normalized
 from uma_trio.engine.fit import FitReport, with_defaults
-from uma_trio.engine.inspect import find_devices
+from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.llama import described, library_environment
 from uma_trio.engine.masks import Masks
 from uma_trio.engine.memory import free_memory_bytes
@@ -44,7 +43,7 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
-from uma_trio.engine.placement import load_library, place
+from uma_trio.engine.placement import open_library, place
 from uma_trio.engine.purpose import POOLING, Purpose
 from uma_trio.scheduling.view import Scales
 
@@ -84,7 +83,7 @@ class PoolingEngine:
         adapters: Sequence[AdapterFile] = (),
     ) -> None:
         self._settings = settings = with_defaults(settings)
-        library = load_library(settings)
+        library = open_library(settings)
         self._place = place(settings, library)
         self._model = model = llama_abi.Model(
             library,
@@ -159,18 +158,8 @@ class PoolingEngine:
 
     def devices(self) -> Devices:
         """What the model computes on, with the memory that is free now."""
-        n_layer = self._model.n_layer
-        buffers = (*self._model.buffers, *(() if self._context is None else self._context.buffers))
-        return msgspec.structs.replace(
-            find_devices(self._model.library),
-            used=self._place.names,
-            split=split_in_words(self._settings),
-            layers_on_gpu=layers_on_gpu(self._settings.gpu_layers, n_layer) if self._on_gpu else 0,
-            n_layers=n_layer + 1,
-            memory=memory_by_device(
-                (device, each.kind, each.n_bytes) for each in buffers for device in self._place.devices_of(each.place)
-            ),
-        )
+        context = () if self._context is None else self._context.buffers
+        return devices_of_model(self._place, self._model, self._settings, (*self._model.buffers, *context))
 
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
         """See ``messages.Engine``.  The step has nothing but texts.

@@ -179,6 +179,19 @@ PRINCIPALS: Final = (
 )
 
 
+def _of_device(name: str, field: str, help: str) -> Exported:
+    return Exported(f"uma_device_{name}", "devices", help, "gauge", label="device", inner=field)
+
+
+DEVICES: Final = (
+    _of_device("weights_bytes", "weights_bytes", "Weights of the model by device, mapped ones included."),
+    _of_device("kv_cache_bytes", "kv_cache_bytes", "KV cache and recurrent states of the model by device."),
+    _of_device("compute_bytes", "compute_bytes", "Buffers for activations and logits by device."),
+    _of_device("free_bytes", "free_bytes", "Memory of the device that was free when the model had been loaded."),
+    _of_device("memory_bytes", "total_bytes", "Memory of the device."),
+)
+
+
 def _of_models(name: str, field: str, help: str, kind: Kind = "counter") -> Exported:
     return Exported(f"uma_model_{name}", "models", help, kind, label="model", inner=field, of_model=False)
 
@@ -192,4 +205,4 @@ MODELS: Final = (
     _of_models("evictions_total", "evictions_total", "Times that the model was unloaded to make room for another."),
 )
 
-EXPORTED: Final = (*MODELS, *LOAD, *THROUGHPUT, *LATENCY, *TICKS, *MEMORY, *PARTS, *PRINCIPALS)
+EXPORTED: Final = (*MODELS, *LOAD, *THROUGHPUT, *LATENCY, *TICKS, *MEMORY, *PARTS, *PRINCIPALS, *DEVICES)

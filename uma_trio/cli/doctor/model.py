@@ -54,6 +54,7 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
     if model is not None and "problem" not in model:
         yield _context(model)
         yield Finding("fit", "ok", model["fit"] or "off: the settings are taken as they are")
+        yield from _placement(model["devices"])
         yield _memory(model)
         yield _layout(model)
         if model["draft_model"] is not None:
@@ -86,6 +87,15 @@ def _devices(found: dict[str, Any]) -> Finding:
     if not devices.found:
         return Finding("devices", "problem", "the library finds no device to compute with", f"{BUILD} --clean")
     return Finding("devices", "ok" if devices.fix is None else "warning", str(devices), devices.fix)
+
+
+def _placement(found: dict[str, Any]) -> Iterator[Finding]:
+    """What the model takes of each device, if it uses some."""
+    import msgspec
+
+    devices = msgspec.convert(found, Devices)
+    if devices.used and devices.layers_on_gpu:
+        yield Finding("placement", "ok", ", ".join(map(str, devices.memory)))
 
 
 def _card(path: Path, embedded: Path) -> Iterator[Finding]:

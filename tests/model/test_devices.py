@@ -1,0 +1,167 @@
+"""Devices of a model, end to end: two RPC servers on this machine are two devices of a real daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.random_models import random_model
+from tests.support.real_daemon import ROOT, real_daemon
+from tests.support.rpc_server import rpc_server
+from uma_trio.models.gguf_check import check_gguf
+from uma_trio.models.loaded import EMBEDDED
+
+pytestmark = pytest.mark.usefixtures("library")
+
+QUESTIONS = ["What is the capital of France?", "Count from 3 to 9.", "Spell the word river."]
+SMALL = ("--parallel", "3", "--ctx", "3072")
+EXPERTS_OF_TWO = r"blk\.[01]\.ffn_.*_exps=CPU"
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[str]:
+    """The setting ``rpc`` for two servers."""
+    with rpc_server() as first, rpc_server() as second:
+        yield f"{first},{second}"
+
+
+def served(
+    *flags: str, model: Path = EMBEDDED, fields: dict[str, Any] | None = None
+) -> tuple[list[str], dict[str, Any], str]:
+    """Greedy answers, the metrics of the devices and the log's line about them."""
+    with real_daemon("--model", str(model), *SMALL, *flags) as daemon:
+        asked = {"temperature": 0, "max_tokens": 24, **(fields or {})}
+        texts = [daemon.ask(prompt=each, **asked).text for each in QUESTIONS]
+        [line] = [each for each in daemon.log_lines() if each["event"] == "device"]
+        return texts, daemon.metrics()["devices"], f"{line['device']}; {line['memory']}"
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> list[str]:
+    return served()[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "used", "words"),
+    [
+        ((), ["CPU", "RPC0", "RPC1"], "with 10 of 10 layers"),
+        (("--tensor-split", "3,1"), ["CPU", "RPC0", "RPC1"], "split by layer 3:1"),
+        (("--devices", "RPC1"), ["CPU", "RPC1"], "RPC1 (127.0.0.1:"),
+        (("--split-mode", "none", "--main-gpu", "1", "--gpu-layers", "4"), ["CPU", "RPC1"], "with 4 of 10 layers"),
+        (("--split-mode", "tensor"), ["CPU", "RPC0", "RPC1"], "split by tensor"),
+        (("--override-tensor", r"blk\.[0-4]\.ffn=CPU"), ["CPU", "RPC0", "RPC1"], "override_tensor blk"),
+        (("--devices", "none"), ["CPU"], "CPU only: devices is none; unused: RPC0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_the_text_is_that_of_the_cpu_and_log_and_metrics_have_the_devices(
+    servers: str, on_cpu: list[str], flags: tuple[str, ...], used: list[str], words: str
+) -> None:
+    texts, devices, line = served("--rpc", servers, *flags)
+    assert texts == on_cpu
+    assert sorted(devices) == used
+    assert words in line
+    for name in used:
+        assert devices[name]["weights_bytes"] > 0
+        assert f"{name} " in line
+    kv = {name: devices[name]["kv_cache_bytes"] for name in used if name != "CPU"}
+    if "3,1" in flags:
+        assert kv["RPC0"] > 2 * kv["RPC1"]
+
+
+def test_experts_stay_in_the_machines_memory(servers: str) -> None:
+    model = random_model("tiny-moe")
+    sizes = check_gguf(model).sizes
+    experts = sum(n for name, n in sizes.tensors.items() if name.startswith(("blk.0.", "blk.1.")) and "_exps" in name)
+    plain, before, _ = served("--rpc", servers, "--devices", "RPC0", model=model)
+    kept, after, line = served("--rpc", servers, "--devices", "RPC0", "--n-cpu-moe", "2", model=model)
+    moved, same, _ = served("--rpc", servers, "--devices", "RPC0", "--override-tensor", EXPERTS_OF_TWO, model=model)
+    assert plain == kept == moved
+    assert before["RPC0"]["weights_bytes"] - after["RPC0"]["weights_bytes"] == pytest.approx(experts, rel=0.1)
+    assert after == {name: {**each, "free_bytes": after[name]["free_bytes"]} for name, each in same.items()}
+    assert "experts of 2 layers on the CPU" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--devices", "CUDA7"), "there is no device CUDA7; there are RPC0 (127.0.0.1:"),
+        (("--tensor-split", "1,1,1"), "tensor_split has 3 shares, and there are RPC0"),
+        (
+            ("--split-mode", "row"),
+            "which llama.cpp's backend of RPC0, RPC1 does not have; set split_mode to layer or tensor",
+        ),
+        (("--split-mode", "none", "--main-gpu", "2"), "main_gpu is 2, and there are RPC0"),
+        (
+            ("--override-tensor", "ffn=RPC1", "--devices", "RPC0"),
+            "on RPC1, where the model is not; write one of CPU, RPC0",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_what_does_not_go_together_is_said_before_anything_is_loaded(
+    servers: str, tmp_path: Path, flags: tuple[str, ...], why: str
+) -> None:
+    command = [sys.executable, "-m", "uma_trio", "serve", "--socket", str(tmp_path / "s"), "--rpc", servers, *flags]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert why in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_server_that_nobody_started(tmp_path: Path) -> None:
+    flags = ["--socket", str(tmp_path / "s"), "--rpc", "127.0.0.1:1"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "uma_trio", "serve", *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "no RPC server answers at 127.0.0.1:1 (Connection refused); start llama.cpp's rpc-server" in ended.stderr
+
+
+def test_the_doctor_says_what_the_model_takes_of_each_device(servers: str, tmp_path: Path) -> None:
+    environment = {"UMA_RPC": servers, "UMA_TENSOR_SPLIT": "3,1", "UMA_PARALLEL": "2", "UMA_CTX": "2048"}
+    command = [sys.executable, "-m", "uma_trio", "doctor", "--json", "--socket", str(tmp_path / "s")]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    checks = {each["name"]: each for each in json.loads(ended.stdout)["checks"]}
+    assert "split by layer 3:1" in checks["devices"]["message"]
+    assert "RPC0" in checks["placement"]["message"]
+    assert "KV cache" in checks["placement"]["message"]
+    assert "10 of 10 layers on GPU" in checks["fit"]["message"]
+
+
+def test_models_of_one_daemon_have_their_own_devices(servers: str, on_cpu: list[str], tmp_path: Path) -> None:
+    first, second = servers.split(",")
+    file = tmp_path / "uma.yaml"
+    file.write_text(
+        f"model: {{parallel: 2, ctx: 2048}}\nmodels:\n"
+        f"  - {{model: '{EMBEDDED}', name: a, rpc: ['{first}']}}\n"
+        f"  - {{model: '{EMBEDDED}', name: b, rpc: ['{second}'], gpu_layers: 3}}\n"
+    )
+    with real_daemon("--config", str(file), folder=tmp_path) as daemon:
+        asked = {"temperature": 0, "max_tokens": 24}
+        for name in ("a", "b"):
+            assert [daemon.ask(prompt=each, model=name, **asked).text for each in QUESTIONS] == on_cpu
+        metrics = daemon.metrics()
+    whole, part = metrics["devices"], metrics["models"]["b"]["metrics"]["devices"]
+    assert whole["RPC0"]["weights_bytes"] > part["RPC0"]["weights_bytes"] > 0
+
+
+def test_an_engine_that_has_died_finds_its_devices_again(on_cpu: list[str]) -> None:
+    with rpc_server() as endpoint, real_daemon(*SMALL, "--rpc", endpoint) as daemon:
+        assert daemon.ask(prompt=QUESTIONS[0], temperature=0, max_tokens=24).text == on_cpu[0]
+        psutil.Process(daemon.metrics()["engine"]["pid"]).kill()
+        assert daemon.ask(prompt=QUESTIONS[1], temperature=0, max_tokens=24).text == on_cpu[1]
+        assert daemon.metrics()["engine"]["restarts_total"] == 1
+        assert daemon.metrics()["devices"]["RPC0"]["kv_cache_bytes"] > 0
