@@ -21,7 +21,7 @@ from uma_trio.errors import (
     UmaError,
 )
 from uma_trio.protocol.answers import HealthCheck, ModelDescription
-from uma_trio.registry import ModelRegistry, ModelSpec, RegistryLimits
+from uma_trio.registry import ModelRegistry, ModelSpec, Needs, RegistryLimits
 
 LOAD_S = 10.0
 
@@ -94,6 +94,10 @@ class FakeOpener:
 
     def __init__(self, budget: int = 0, **sizes: int) -> None:
         self.budget_bytes = budget
+        self.budget_is_set = budget > 0
+        self.least: dict[str, int] = {}
+        """What a model takes with the least context."""
+        self.rooms: dict[str, int] = {}
         self.n_threads = 5
         self.sizes = sizes
         self.storage: dict[str, str] = {}
@@ -110,8 +114,9 @@ class FakeOpener:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, spec: ModelSpec, on_progress: Callable[[float], None], go_on: Callable[[], bool]
+        self, spec: ModelSpec, room_bytes: int, on_progress: Callable[[float], None], go_on: Callable[[], bool]
     ) -> AsyncIterator[Opened | None]:
+        self.rooms[spec.name] = room_bytes
         for step in range(1, 5):
             await trio.sleep(LOAD_S / 4)
             if not go_on():
@@ -123,6 +128,8 @@ class FakeOpener:
         self.n_loads += 1
         self.specs[spec.name] = spec
         opened = Opened(self, spec)
+        if room_bytes:
+            opened.memory_bytes = min(opened.memory_bytes, room_bytes)
         self.loaded.append(opened)
         self.most_loaded = max(self.most_loaded, len(self.loaded))
         try:
@@ -132,8 +139,9 @@ class FakeOpener:
             if self.open_storages.get(opened.storage_name) is opened:
                 del self.open_storages[opened.storage_name]
 
-    async def needed_bytes(self, spec: ModelSpec) -> int:
-        return self.sizes.get(spec.name, 100)
+    async def needs(self, spec: ModelSpec) -> Needs:
+        whole = self.sizes.get(spec.name, 100)
+        return Needs(whole=whole, least=self.least.get(spec.name, whole))
 
     async def describe(self, spec: ModelSpec) -> ModelDescription:
         return described(spec.name)
@@ -669,3 +677,16 @@ async def test_a_model_that_is_removed_while_it_is_loaded_does_not_stay(autojump
         models.update([spec_of("a")])
         await trio.sleep(2 * LOAD_S)
         assert opener.names == ["a"]
+
+
+async def test_next_to_a_pinned_model_another_one_takes_what_is_left(autojump_clock) -> None:
+    opener = FakeOpener(budget=150)
+    opener.least["b"] = 30
+    async with registry(spec_of("a", pinned=True), spec_of("b"), opener=opener) as models:
+        assert await hold(models, "b", 0) == 2
+        assert opener.rooms == {"a": 0, "b": 50}
+        assert models.snapshot()["models"]["b"]["memory_bytes"] == 50
+        await models.unload("b")
+        opener.budget_bytes = 200
+        await hold(models, "b", 0)
+        assert opener.rooms["b"] == 0, "now there is room for the whole context"

@@ -185,6 +185,24 @@ def test_a_third_model_evicts_the_one_that_is_idle(models: dict[str, Path], tmp_
         assert wire.answer().reason == "length"
 
 
+def test_next_to_a_pinned_model_another_one_has_the_context_that_the_budget_leaves(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    text = f"""
+models:
+  - {{model: embedded, class: pinned}}
+  - {{model: {models["b"]}, load: demand, ctx: 0}}
+"""
+    with daemon_with(tmp_path, text, "--models-memory-mb", "100") as daemon:
+        assert "Paris" in daemon.ask(messages=QUESTION, max_tokens=20, model="b").text
+        found = daemon.metrics()["models"]
+        assert states(daemon) == {"embedded": "ready", "b": "ready"}
+        memory = {name: each["memory_bytes"] for name, each in found.items()}
+        assert 90e6 < sum(memory.values()) <= 100e6, "all of the budget is used, and no more"
+        whole = 8192 * 4 * 4608  # its context, sequences and bytes of a token in the KV cache
+        assert memory["b"] < whole
+
+
 def test_a_model_that_cannot_be_loaded_says_why_to_all_who_wait(models: dict[str, Path], tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(EMBEDDED.read_bytes()[:100_000])

@@ -31,7 +31,7 @@ from uma_trio.offload import InThread, StateFiles
 from uma_trio.protocol.answers import ModelDescription, TokenList
 from uma_trio.protocol.queries import TokenizeQuery
 from uma_trio.protocol.requests import Embed, Generate, Rerank
-from uma_trio.registry import ModelRegistry, ModelSpec
+from uma_trio.registry import ModelRegistry, ModelSpec, Needs
 from uma_trio.sampling import ReasoningMarkers
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.service import ModelService
@@ -136,6 +136,7 @@ class OneModel:
     """Opens a service that is there already."""
 
     budget_bytes = 0
+    budget_is_set = False
     n_threads = 1
     memory_bytes = 0
     storage_name = "fake"
@@ -152,8 +153,8 @@ class OneModel:
         found = self._storage
         await self.service.open_storage(found.journal, found.files, found.states)
 
-    async def needed_bytes(self, spec: ModelSpec) -> int:
-        return 0
+    async def needs(self, spec: ModelSpec) -> Needs:
+        return Needs(whole=0, least=0)
 
     async def describe(self, spec: ModelSpec) -> ModelDescription:
         return self.service.description()

@@ -13,10 +13,11 @@ import trio
 
 from uma_trio.aici.link import RuntimeStart
 from uma_trio.aici.supervisor import SupervisedRuntime
-from uma_trio.config import MB, Config, settings_of_model
+from uma_trio.config import MB, Config, Model, settings_of_model
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.storage import open_storage, state_dir, storage_name
 from uma_trio.engine.cores import default_threads
+from uma_trio.engine.fit import FLOOR_TOKENS
 from uma_trio.engine.link import Launcher
 from uma_trio.engine.memory import machine_memory_bytes
 from uma_trio.engine.purpose import Purpose
@@ -27,7 +28,7 @@ from uma_trio.hub.variants import quantization_of
 from uma_trio.models.loaded import LoadedModel, model_path, open_model
 from uma_trio.models.outline import ModelOutline, read_outline
 from uma_trio.protocol.answers import Capability, ModelDescription
-from uma_trio.registry import ModelSpec, RegistryLimits
+from uma_trio.registry import ModelSpec, Needs, RegistryLimits
 from uma_trio.service import ModelService
 
 log = structlog.get_logger("uma_trio.daemon")
@@ -156,15 +157,20 @@ class Opener:
         self._places = places if config.loading.on_demand else None
         self.perf = CurrentPerfLog()
         self.budget_bytes = config.loading.models_memory_mb * MB
+        self.budget_is_set = config.loading.models_memory_mb > 0
         self.n_threads = default_threads()
         self._listed: tuple[float, list[ModelSpec]] = (float("-inf"), [])
 
     @contextlib.asynccontextmanager
     async def open(
-        self, spec: ModelSpec, on_progress: Callable[[float], None], go_on: Callable[[], bool]
+        self, spec: ModelSpec, room_bytes: int, on_progress: Callable[[float], None], go_on: Callable[[], bool]
     ) -> AsyncIterator[LoadedService | None]:
         """See ``registry.ModelOpener``."""
-        async with open_model(spec.config, self._launcher, on_progress, go_on) as model:
+        settings = spec.config.model
+        if room_bytes:
+            settings = with_less_context(settings, room_bytes - (await self._outline(spec)).size_bytes)
+        config = attrs.evolve(spec.config, model=settings)
+        async with open_model(config, self._launcher, on_progress, go_on) as model:
             if model is None:
                 yield None
                 return
@@ -195,9 +201,14 @@ class Opener:
         total = sum(gpus) if gpus and devices.layers_on_gpu else machine_memory_bytes()
         self.budget_bytes = round(BUDGET_SHARE * total)
 
-    async def needed_bytes(self, spec: ModelSpec) -> int:
+    async def needs(self, spec: ModelSpec) -> Needs:
         """See ``registry.ModelOpener``."""
-        return (await self._outline(spec)).memory_bytes(spec.config.model)
+        outline, settings = await self._outline(spec), spec.config.model
+        whole = outline.memory_bytes(settings)
+        if settings.ctx:
+            return Needs(whole=whole, least=whole)
+        least = attrs.evolve(settings, ctx=settings.parallel * min(FLOOR_TOKENS, outline.context(settings)))
+        return Needs(whole=whole, least=outline.memory_bytes(least))
 
     async def describe(self, spec: ModelSpec) -> ModelDescription:
         """See ``registry.ModelOpener``."""
@@ -258,6 +269,12 @@ class Opener:
             idle_unload_s=ON_DEMAND_IDLE_S if idle_s is None else idle_s,
             is_configured=False,
         )
+
+
+def with_less_context(settings: Model, kv_bytes: int) -> Model:
+    """The settings with which the KV cache takes ``kv_bytes`` at most."""
+    limit_mb = max(1, kv_bytes // MB)
+    return attrs.evolve(settings, kv_mem_limit_mb=min(limit_mb, settings.kv_mem_limit_mb or limit_mb))
 
 
 def make_runtime(config: Config, model: LoadedModel) -> SupervisedRuntime | None:

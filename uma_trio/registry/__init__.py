@@ -3,5 +3,6 @@
 from uma_trio.registry.model import ModelOpener, ModelSpec, OpenModel
 from uma_trio.registry.registry import ModelRegistry, RegistryLimits
 from uma_trio.registry.request import ModelRequest
+from uma_trio.registry.room import Needs
 
-__all__ = ["ModelOpener", "ModelRegistry", "ModelRequest", "ModelSpec", "OpenModel", "RegistryLimits"]
+__all__ = ["ModelOpener", "ModelRegistry", "ModelRequest", "ModelSpec", "Needs", "OpenModel", "RegistryLimits"]

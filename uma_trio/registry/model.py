@@ -12,6 +12,7 @@ import trio
 
 from uma_trio.config import Config
 from uma_trio.protocol.answers import ModelDescription, ModelState
+from uma_trio.registry.room import Needs
 from uma_trio.service import ModelService
 
 
@@ -57,20 +58,25 @@ class ModelOpener(Protocol):
 
     budget_bytes: int
     """Memory for all models together; 0 if it is not known yet."""
+    budget_is_set: bool
+    """It is a setting, and not a share of the machine's memory."""
     n_threads: int
     """Compute threads for all models together."""
 
     def open(
-        self, spec: ModelSpec, on_progress: Callable[[float], None], go_on: Callable[[], bool]
+        self, spec: ModelSpec, room_bytes: int, on_progress: Callable[[float], None], go_on: Callable[[], bool]
     ) -> AbstractAsyncContextManager[OpenModel | None]:
         """Load a model, which is closed at the end of the context; ``None`` if ``go_on`` has said so.
+
+        Args:
+            room_bytes: the model gets so little context that it takes this much of the budget at most; 0 is no bound.
 
         Raises:
             ErrorWithRemedy: it cannot be loaded.
         """
 
-    async def needed_bytes(self, spec: ModelSpec) -> int:
-        """About what the model will take."""
+    async def needs(self, spec: ModelSpec) -> Needs:
+        """What a model takes that was not loaded yet."""
 
     async def describe(self, spec: ModelSpec) -> ModelDescription:
         """What its file says about a model that is not loaded."""
@@ -192,7 +198,7 @@ class Model:
         self.is_removed = False
         self.description: ModelDescription | None = None
         self.memory_bytes: int | None = None
-        """What it took when it was last loaded."""
+        """What it took when it was last loaded; ``None`` if it had less context than it wants."""
         self.loads = self.unloads = self.evictions = self.failures = 0
 
     @property

@@ -10,10 +10,22 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import trio
+
+from uma_trio.registry.catalog import Catalog
 from uma_trio.registry.model import Instance
 
 RISE_S: Final = 0.25
 """How long other models must have had no request before a model computes with more threads."""
+
+
+async def share_threads(catalog: Catalog, total: int) -> None:
+    """Share ``total`` threads between the loaded models, for ever."""
+    while True:
+        with trio.move_on_after(adjust([*catalog.instances()], total)):
+            await catalog.wait_changed()
+            continue
+        raise_shares([*catalog.instances()], total)
 
 
 def adjust(instances: Sequence[Instance], total: int) -> float:
