@@ -3,12 +3,15 @@
     python benches/policy_sim.py
     python benches/policy_sim.py --device gpu --requests 2000 --load 0.7 --target-tbt-ms 50
     python benches/policy_sim.py --device wide --load 20 --csv policy.csv
+    python benches/policy_sim.py --device h100 --mixed-load --target-tbt-ms 18
 
 The plans come from the daemon's own ``plan()`` with a cost model that learns online.  Only the device and the clock are
 simulated: the time of a tick follows the formula of the device, with noise.  Requests arrive at random (Poisson).
 
 For comparison, the same arrivals run under the policy of most servers: a token for each stream, then prompts in the
 order of their sequence ids until the batch is full.
+
+``--mixed-load`` has 8 streams of 400 tokens and six prompts of 4,700 tokens instead, one every 0.3 s.
 
 The exit code is 1 if anything starved under the daemon's policy: a stream was left out of a tick (a background stream
 out of more than four in a row), an admitted prompt did not advance within the bound in docs/ARCHITECTURE.md, or a
@@ -34,9 +37,11 @@ from report import cell, quantiles, table
 
 from uma_trio.config import Scheduling
 from uma_trio.demo.recording import percentile
+from uma_trio.engine.calibrate import CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS, ROUNDS
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
 from uma_trio.scheduling.policy import MAX_BACKGROUND_SKIPS, Plan, PolicyState, PrefillChunk, plan
+from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
 from uma_trio.scheduling.view import Priority, SequenceView
 
 HOST_MS = 0.3
@@ -59,11 +64,24 @@ class Device:
     """Added if the tick has prefill, which runs other kernels."""
     parallel: int
     n_batch: int
+    stairs: tuple[tuple[int, float], ...] = ()
+    """Rows and milliseconds of ticks with prefill, where they are no line.  Between them the time rises with each tile."""
 
     def ms(self, work: Work) -> float:
+        if self.stairs and work.prefill_tokens:
+            context = self.d * work.context_tokens + self.e * work.prefill_tokens * work.mean_prefill_context
+            return self.stair_ms(work.prefill_tokens + work.decode_rows) + context
         linear = self.a + self.b * work.prefill_tokens + self.c * work.decode_rows + self.d * work.context_tokens
         attention = work.prefill_tokens * (work.mean_prefill_context + work.prefill_tokens / 2)
         return linear + self.e * attention + (self.step if work.prefill_tokens else 0.0)
+
+    def stair_ms(self, rows: int) -> float:
+        """Milliseconds of a call with prefill.  ``TILE_ROWS`` rows or fewer are one row of tiles, of multiples of 8."""
+        tile = 8 * -(-rows // TILE_ROWS)
+        rows = -(-rows // tile) * tile
+        n = next((n for n, (top, _) in enumerate(self.stairs) if rows <= top), len(self.stairs) - 1)
+        (low, low_ms), (top, top_ms) = self.stairs[max(0, n - 1)], self.stairs[max(1, n)]
+        return low_ms + (rows - low) * (top_ms - low_ms) / (top - low)
 
     def request_ms(self, prompt: float, tokens: float) -> float:
         """Approximate share of a request in full ticks, in ms.  Its inverse is the capacity in requests per ms."""
@@ -72,15 +90,29 @@ class Device:
         return tokens * full / self.parallel + self.b * prompt + self.e * prompt * prompt / 2 + chunks * self.step
 
 
+TILE_ROWS = 128
+
+H100_STAIRS = (
+    (0, 6.7), (8, 7.5), (24, 9.5), (40, 11.0), (72, 14.0), (104, 16.7), (128, 18.8), (129, 22.6), (200, 26.0),
+    (256, 28.6), (257, 32.2), (384, 40.6), (385, 42.4), (512, 48.4),
+)  # fmt: skip
+"""Rows and milliseconds of ticks with 8 decodes and one chunk, unified KV; the steps at multiples of ``TILE_ROWS`` are
+what the measured times (docs/benchmarks/gpu.md) leave room for."""
+
+TILES = tuple((64 * n + row, 11.0 + 5 * n) for n in range(8) for row in (1, 64))
+
 DEVICES = {
     "cpu": Device("cpu", 1.0, 1.05, 4.5, 0.0015, 0.00015, 0.0, 16, 2048),
     "gpu": Device("gpu", 4.6, 0.087, 0.17, 0.00004, 0.0000021, 9.0, 256, 2048),
     "wide": Device("wide", 5.0, 0.004, 0.005, 0.000001, 0.0000001, 2.0, 10_000, 16_384),
+    "h100": Device("h100", 5.9, 0.084, 0.195, 0.00001, 0.000003, 0.0, 256, 512, H100_STAIRS),
+    "tiles": Device("tiles", 5.9, 0.084, 0.195, 0.00001, 0.000003, 0.0, 256, 512, TILES),
 }
 """cpu: one thread, 125M parameters at 8 bits.  gpu: an H200, 7B at 8 bits, with llama.cpp's limit of 256 sequences.
-wide: a device that does not exist, with ten thousand sequences at once."""
+wide: a device that does not exist, with ten thousand sequences at once.  h100: the same model there, with the steps in
+the cost of a call that were measured.  tiles: a device that does not exist, with tiles of 64 rows and nothing between."""
 
-REQUESTS = {"cpu": 400, "gpu": 10_000, "wide": 10_000}
+REQUESTS = {"cpu": 400, "gpu": 10_000, "wide": 10_000, "h100": 3_000, "tiles": 3_000}
 
 SIZES = {
     Priority.INTERACTIVE: (0.5, 80, 120),
@@ -132,6 +164,35 @@ def arrivals(device: Device, n: int, load: float, limits: Scheduling, seed: int)
     return found
 
 
+def mixed_load(limits: Scheduling) -> list[Request]:
+    """Streams, and long prompts after a while."""
+    target_s = limits.target_tbt_ms / 1e3
+    streams = [Request(20, 400, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(8)]
+    prompts = [Request(4700, 64, 0.5 + 0.3 * n, target_s, Priority.NORMAL, "0") for n in range(6)]
+    return [*streams, *prompts]
+
+
+def curves(device: Device, noise: float) -> PrefillCurves | None:
+    """What the daemon measures when it loads the model, with unified KV; ``None`` for devices without stairs."""
+    if not device.stairs:
+        return None
+    rng = random.Random(2)
+
+    def measured(n_decodes: int, row_counts: Sequence[int]) -> RowCurve | None:
+        times = {
+            rows: [
+                device.ms(Work(rows - n_decodes, n_decodes, 0)) * max(0.2, 1 + rng.gauss(0, noise))
+                for _ in range(ROUNDS)
+            ]
+            for rows in row_counts
+            if n_decodes < rows <= device.n_batch
+        }
+        return RowCurve.measured(times)
+
+    mixed, prompt = measured(MAX_CURVE_DECODES, CURVE_ROWS), measured(0, PROMPT_CURVE_ROWS)
+    return None if mixed is None or prompt is None else PrefillCurves(prompt, mixed, MAX_CURVE_DECODES)
+
+
 def _random_size(rng: random.Random, mean: float) -> int:
     return max(2, round(mean * rng.lognormvariate(-0.32, 0.8)))
 
@@ -141,11 +202,11 @@ class UmaTrio:
 
     name = "uma-trio"
 
-    def __init__(self, device: Device, limits: Scheduling) -> None:
+    def __init__(self, device: Device, limits: Scheduling, measured: PrefillCurves | None = None) -> None:
         self._device, self._limits, self._state = device, limits, PolicyState()
         self._queues: dict[tuple[Priority, str], deque[Request]] = {}
         self._active: Counter[str] = Counter()
-        self.cost = CostModel()
+        self.cost = CostModel() if measured is None else CostModel().with_curves(measured)
         for work in (
             Work(64, 0, 0),
             Work(32, 3, 200, 16),
@@ -239,6 +300,7 @@ class Outcome:
     """Processor time of ``plan()``, since this machine can be busy with other things."""
     tick_ms: list[float] = attrs.field(factory=list)
     errors: list[float] = attrs.field(factory=list)
+    """Relative errors of the predictions of ticks with prefill."""
     ticks: int = 0
     wall_s: float = 0.0
     tokens: int = 0
@@ -392,14 +454,14 @@ def report(device: Device, outcomes: Sequence[Outcome]) -> str:
             cell(outcome.prefill_tokens / outcome.wall_s, 0), f"{outcome.most_streams:,}", f"{outcome.most_waiting:,}",
             f"{outcome.prefill_waited:,}", f"{outcome.stream_waited} / {outcome.background_waited}",
             *(cell(percentile(outcome.plan_ms, at), 3) for at in (50, 99)),
-            cell(100 * sum(outcome.errors) / len(outcome.errors)) if outcome.errors else "-",
+            *(cell(100 * at) if (at := percentile(outcome.errors, each)) is not None else "-" for each in (50, 90)),
         ]
         for outcome in outcomes
     ]  # fmt: skip
     names = [
         "", "ticks", "wall s", "tok/s", "prompt tok/s", "streams at once", "waiting at once",
         "longest wait of a prefill, ticks",
-        "of a stream / background", "plan() p50 ms", "p99", "tick error %",
+        "of a stream / background", "plan() p50 ms", "p99", "tick error p50 %", "p90",
     ]  # fmt: skip
     ours = next((outcome for outcome in outcomes if outcome.policy == UmaTrio.name), None)
     bound = "" if ours is None else f"; bound of a prefill's wait: {ours.bound():,} ticks"
@@ -470,6 +532,10 @@ def plan_time_ms(n_decodes: int, n_prefills: int, *, calls: int = 500) -> list[f
     default=Scheduling().target_tbt_ms,
     help="Target for the time between tokens of a stream.",
 )
+@click.option("--mixed-load", "mixed", is_flag=True, help="8 streams and six long prompts, in place of many requests.")
+@click.option(
+    "--curve/--no-curve", default=True, help="Measure the cost of calls by their rows first, where it has stairs."
+)
 @click.option("--rival/--no-rival", default=True, help="Compare with the policy that fills the batch.")
 @click.option("--seed", type=int, default=1, help="Seed of arrivals, sizes and noise.")
 @click.option(
@@ -481,6 +547,8 @@ def main(
     load: float,
     noise: float,
     target_tbt_ms: float,
+    mixed: bool,
+    curve: bool,
     rival: bool,
     seed: int,
     csv_file: Path | None,
@@ -494,9 +562,14 @@ def main(
     for name in names:
         device, outcomes = DEVICES[name], []
         for make in (UmaTrio, FillBatch) if rival else (UmaTrio,):
-            these = arrivals(device, requests or REQUESTS[name], load, limits, seed)
+            these = mixed_load(limits) if mixed else arrivals(device, requests or REQUESTS[name], load, limits, seed)
+            policy = (
+                UmaTrio(device, limits, curves(device, noise) if curve else None)
+                if make is UmaTrio
+                else make(device, limits)
+            )
             with click.progressbar(length=len(these), label=f"{name}, {make.name}", file=sys.stderr) as bar:
-                outcome = simulate(device, make(device, limits), these, noise=noise, seed=seed, on_finished=bar.update)
+                outcome = simulate(device, policy, these, noise=noise, seed=seed, on_finished=bar.update)
             outcomes.append(outcome)
             rows += csv_rows(device, outcome)
         click.echo(report(device, outcomes) + "\n")

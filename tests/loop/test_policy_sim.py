@@ -25,6 +25,8 @@ def test_a_small_run_prints_both_policies_and_writes_csv(tmp_path: Path) -> None
     with file.open(newline="") as written:
         rows = list(csv.DictReader(written))
     assert {(row["device"], row["policy"]) for row in rows} == {
-        (device, policy) for device in ("cpu", "gpu", "wide") for policy in ("uma-trio", "fill the batch")
+        (device, policy)
+        for device in ("cpu", "gpu", "wide", "h100", "tiles")
+        for policy in ("uma-trio", "fill the batch")
     }
-    assert sum(int(row["requests"]) for row in rows) == 60 * 6
+    assert sum(int(row["requests"]) for row in rows) == 60 * 10

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, TOO_SLOW, Device, SimulatedServer
+from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, STAIRS, TOO_SLOW, Device, SimulatedServer, measured_curves
 from uma_trio.config import Scheduling
 from uma_trio.scheduling import policy
 from uma_trio.scheduling.cost import FEATURE_SCALES, CostModel, DecodeCallTimes, LinearModel, Work
@@ -35,7 +35,7 @@ from uma_trio.scheduling.policy import (
 from uma_trio.scheduling.view import Priority, SequenceView
 
 LIMITS = Scheduling()
-DEVICES = [CPU, GPU, QUICK, FLAT, SLOW, TOO_SLOW]
+DEVICES = [CPU, GPU, QUICK, FLAT, SLOW, STAIRS, TOO_SLOW]
 
 
 def known(device: Device) -> CostModel:
@@ -43,6 +43,8 @@ def known(device: Device) -> CostModel:
     a, b, c, d, e, _ = FEATURE_SCALES
     decode_only = LinearModel((device.a * a, device.b * b, device.c * c, device.d * d, device.e * e, 0.0))
     call_ms, *others = decode_only.coefficients
+    if device.tile_rows:
+        return CostModel(decode_only).with_curves(measured_curves(device))
     return CostModel(decode_only, LinearModel((call_ms + device.step, *others)))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from uma_trio.engine.tuning_cache import load_costs, model_fingerprint, save_costs
 from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
+from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
 
 
 @pytest.fixture
@@ -25,6 +26,43 @@ def test_saved_costs_predict_the_same(tmp_path: Path, learned: CostModel) -> Non
     assert found is not None
     for work in (Work(64, 3, 500, 100.0), Work(0, 2, 300), Work(0, 30, 9000), Work(512, 0, 0)):
         assert found.predict(work) == pytest.approx(learned.predict(work))
+
+
+def test_stairs_are_not_measured_again(tmp_path: Path, learned: CostModel) -> None:
+    mixed = RowCurve((16, 64, 80, 128), (5.0, 6.0, 12.0, 12.5))
+    found = learned.with_curves(PrefillCurves(RowCurve((64, 256), (6.0, 20.0)), mixed, 8))
+    assert found.mixed.curves is not None
+    found = found.observed(Work(120, 8, 400), 13.0)
+    save_costs("a", found, tmp_path)
+    loaded = load_costs("a", tmp_path)
+    assert loaded is not None
+    assert loaded.knows_stairs
+    assert (loaded.mixed.curves, loaded.mixed.margins) == (found.mixed.curves, found.mixed.margins)
+    save_costs("b", learned, tmp_path)
+    assert load_costs("b", tmp_path).knows_stairs is False
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"margins": [0.5] * 12},
+        {"margins": [0.05]},
+        {"curves": []},
+        {"curves": {"prompt": {"rows": [1, 2], "ms": [2.0, 1.0]}, "mixed": None, "n_decodes": 0}},
+        {"curves": {"prompt": {"rows": [2, 2], "ms": [1.0, 1.0]}, "mixed": None, "n_decodes": 0}},
+        {"curves": {"prompt": {"rows": [0, 2], "ms": [1.0, 1.0]}, "mixed": None, "n_decodes": 0}},
+        {"curves": {"prompt": {"rows": [1], "ms": [1.0]}, "mixed": None, "n_decodes": 0}},
+        {"curves": {"prompt": {"rows": [1, 2], "ms": [1.0, 1.0]}, "mixed": {}, "n_decodes": 0}},
+        {"curves": {"prompt": {"rows": [1, 2], "ms": [1.0, 1.0]}, "mixed": None, "n_decodes": -1}},
+    ],
+)
+def test_damaged_curves_are_ignored(tmp_path: Path, learned: CostModel, change: dict[str, object]) -> None:
+    save_costs("a", learned, tmp_path)
+    file = tmp_path / "a.json"
+    fields = json.loads(file.read_bytes())
+    fields["mixed"].update(change)
+    file.write_text(json.dumps(fields))
+    assert load_costs("a", tmp_path) is None
 
 
 def test_loaded_costs_are_less_certain(tmp_path: Path, learned: CostModel) -> None:

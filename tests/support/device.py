@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
 from uma_trio.config import Scheduling
+from uma_trio.engine.calibrate import CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.policy import Plan, PolicyState, plan
+from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
 from uma_trio.scheduling.view import Priority, SequenceView
 
 
@@ -27,6 +29,9 @@ class Device:
     step: float = 0.0
     noise: float = 0.0
     """Relative standard deviation of a tick's time."""
+    tile_rows: int = 0
+    tile_ms: float = 0.0
+    """Ticks with prefill take so much longer for each started tile of so many rows, decodes included."""
     rng: random.Random = attrs.field(factory=lambda: random.Random(1))
 
     def ms(self, work: Work) -> float:
@@ -37,6 +42,8 @@ class Device:
     def exact_ms(self, work: Work) -> float:
         """Milliseconds of one tick, without noise."""
         linear = self.a + self.b * work.prefill_tokens + self.c * work.decode_rows + self.d * work.context_tokens
+        if self.tile_rows and work.prefill_tokens:
+            linear += self.tile_ms * -(-(work.prefill_tokens + work.decode_rows) // self.tile_rows)
         linear += self.e * work.prefill_tokens * (work.mean_prefill_context + work.prefill_tokens / 2)
         return linear + (self.step if work.prefill_tokens else 0.0)
 
@@ -46,6 +53,8 @@ GPU = Device(4.0, 0.087, 0.3, 0.0003, e=2e-5, step=9.0)
 QUICK = Device(1.0, 0.02, 0.05, 0.0001, step=2.0)
 FLAT = Device(5.0, 0.1, 0.5)
 SLOW = Device(20.0, 3.0, 5.0, 0.003, e=0.001, step=5.0)
+STAIRS = Device(5.0, 0.002, 0.02, 0.00001, e=1e-6, tile_rows=64, tile_ms=5.0)
+"""A GPU whose kernels compute 64 rows in the time of one."""
 TOO_SLOW = Device(160.0, 5.0, 50.0, 0.01)
 """One decode takes longer than the target of any stream."""
 
@@ -58,10 +67,20 @@ CALIBRATION = (
 
 def calibrated(device: Device) -> CostModel:
     """The cost model after calibration on ``device``, before the first client."""
-    cost = CostModel()
+    cost = CostModel().with_curves(measured_curves(device))
     for work in CALIBRATION:
         cost = cost.observed(work, device.ms(work))
     return cost
+
+
+def measured_curves(device: Device) -> PrefillCurves:
+    """The curves that the engine's calibration measures, with unified KV."""
+
+    def curve(n_decodes: int, row_counts: Sequence[int]) -> RowCurve:
+        works = {rows: Work(rows - n_decodes, n_decodes, 0) for rows in row_counts if n_decodes < rows <= 512}
+        return RowCurve(tuple(works), tuple(map(device.exact_ms, works.values())))
+
+    return PrefillCurves(curve(0, PROMPT_CURVE_ROWS), curve(MAX_CURVE_DECODES, CURVE_ROWS), MAX_CURVE_DECODES)
 
 
 @attrs.define

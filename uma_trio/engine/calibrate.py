@@ -6,14 +6,17 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import attrs
+
 from uma_trio.engine.link import EngineLink
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
 from uma_trio.kv.ops import KvOp, Truncate
 from uma_trio.sampling import SamplingParams
 from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
+from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
 
 BUDGET_S: Final = 0.5
-"""Time limit of each of the two parts; no step begins after it.  A rough estimate is better than a slow start."""
+"""Time limit of each of the first two parts; no step begins after it.  A rough estimate is better than a slow start."""
 
 SHAPES: Final = (((0, 16),), ((1, 64),), ((2, 16), (3, 16)), ((0, 1),), ((0, 1), (1, 1), (2, 1), (3, 1)),
                  ((0, 1), (1, 1), (2, 1), (3, 32)), ((0, 128),), ((0, 1), (1, 1)), ((1, 256),), ((1, 1),), ((0, 1),),
@@ -25,13 +28,29 @@ MAX_ROWS: Final = 8
 """Calls of 1 to this many decode rows are measured one by one."""
 
 ROUNDS: Final = 2
-"""Measurements of each call width.  The fastest counts, because noise only makes a step slower."""
+"""Measurements of each call width and row count.  The fastest counts, because noise only makes a step slower."""
+
+CURVE_ROWS: Final = (*range(16, 128, 16), *range(128, 256, 32), *range(256, 512, 64), *range(512, 2049, 128))
+"""Row counts of a curve.  Kernels work in tiles of 8 rows or more, so each is the last one of its tile."""
+
+PROMPT_CURVE_ROWS: Final = (16, 64, 128, 256, 384, *range(512, 2049, 256))
+"""The same for prompts alone, where there is another curve for prompts next to decodes.  Such ticks are long."""
+
+CURVE_BUDGET_S: Final = (0.9, 0.5)
+"""Time limits of the two curves.  No step begins that would take longer."""
+
+MAX_CURVE_STEP_MS: Final = 100.0
+"""A curve ends with the first row count that takes longer.  On a slow CPU that is soon, and there it is nearly a line."""
+
+MAX_CURVE_DECODES: Final = 8
+"""Decodes next to which prompts are measured."""
 
 
 async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_s: float = BUDGET_S) -> CostModel:
     """Measure some small steps of an engine, whose KV cache is empty before and after.
 
-    Takes about twice ``budget_s``.  Steps for which sequences, cells or the batch are too small are left out.
+    Takes about twice ``budget_s``, and ``CURVE_BUDGET_S`` where no earlier run has measured the curves.  Steps for which
+    sequences, cells or the batch are too small are left out.
 
     Args:
         known: what an earlier run has learned.
@@ -42,16 +61,51 @@ async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_
     trial = _Trial(link)
     cost = known or CostModel()
     ends = time.perf_counter() + budget_s
+    ticks: list[tuple[Work, float]] = []
     for n, shape in enumerate(SHAPES):
         found = await trial.run(shape) if trial.fits(shape) else None
         if n and found is not None:
+            ticks.append(found)
             cost = cost.observed(*found)
         if time.perf_counter() > ends:
             break
     await trial.clear()
     ms = await _call_widths(trial, budget_s)
     await trial.clear()
-    return CostModel(cost.decode_only, cost.mixed, DecodeCallTimes(ms + cost.call_times.ms[len(ms) :]))
+    if not cost.knows_stairs and (curves := await _curves(trial)) is not None:
+        cost = cost.with_curves(curves)
+        for work, tick_ms in ticks if cost.mixed.curves is not None else ():
+            cost = cost.observed(work, tick_ms) if work.prefill_tokens else cost
+    return attrs.evolve(cost, call_times=DecodeCallTimes(ms + cost.call_times.ms[len(ms) :]))
+
+
+async def _curves(trial: _Trial) -> PrefillCurves | None:
+    """What ticks with prefill take by their rows; ``None`` if the device is too slow or the batch too small."""
+    n_decodes = trial.max_decodes_with_a_prompt
+    if not n_decodes:
+        prompt = await _curve(trial, 0, CURVE_ROWS, CURVE_BUDGET_S[0])
+        return None if prompt is None else PrefillCurves(prompt)
+    mixed = await _curve(trial, n_decodes, CURVE_ROWS, CURVE_BUDGET_S[0])
+    prompt = None if mixed is None else await _curve(trial, 0, PROMPT_CURVE_ROWS, CURVE_BUDGET_S[1])
+    return None if mixed is None else PrefillCurves(prompt or mixed, mixed, n_decodes)
+
+
+async def _curve(trial: _Trial, n_decodes: int, row_counts: Sequence[int], budget_s: float) -> RowCurve | None:
+    """What a tick of this many decodes and a chunk takes by its rows: all in turn, then again, as far as the time goes."""
+    began = time.perf_counter()
+    found: dict[int, list[float]] = {}
+    row_counts = [rows for rows in row_counts if rows > n_decodes]
+    for turn in range(1, ROUNDS + 1):
+        for rows in row_counts:
+            ms = await trial.chunk_ms(n_decodes, rows - n_decodes)
+            if ms is None:
+                break
+            found.setdefault(rows, []).append(ms)
+            spent_s = time.perf_counter() - began
+            if ms > MAX_CURVE_STEP_MS or spent_s + 1e-3 * ms > budget_s * turn / ROUNDS:
+                break
+    await trial.clear()
+    return RowCurve.measured(found)
 
 
 async def _call_widths(trial: _Trial, budget_s: float) -> tuple[float, ...]:
@@ -100,6 +154,21 @@ class _Trial:
         drafts = self._input(0, rows, sample_each=True)
         self._lengths[0] = length  # nobody knows how many are accepted
         return await self._step_ms([[drafts]], [Truncate(0, length)])
+
+    @property
+    def max_decodes_with_a_prompt(self) -> int:
+        """How many decodes to measure a prompt with; 0 if they are in calls of their own."""
+        return min(MAX_CURVE_DECODES, self._info.n_seq_max - 1) if self._info.unified else 0
+
+    async def chunk_ms(self, n_decodes: int, n: int) -> float | None:
+        """Milliseconds of a call with the first ``n`` tokens of a prompt, behind this many decodes; ``None``: no room."""
+        held = self._lengths.pop(n_decodes, 0)
+        shape = [*[(seq, 1) for seq in range(n_decodes)], (n_decodes, n)]
+        if not self.fits(shape):
+            self._lengths[n_decodes] = held
+            return None
+        inputs = [self._input(*each) for each in shape]
+        return await self._step_ms([inputs], [Truncate(n_decodes)])
 
     async def clear(self) -> None:
         """Empty the KV cache."""

@@ -7,6 +7,7 @@ is best effort: a missing, outdated or damaged file is ignored, and so is a fail
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,11 +20,12 @@ import structlog
 
 from uma_trio.engine.layout import LayoutChoice
 from uma_trio.engine.split import existing_parts
-from uma_trio.scheduling.cost import N_FEATURES, CostModel, DecodeCallTimes, LinearModel
+from uma_trio.scheduling.cost import MAX_MARGIN, N_FEATURES, N_MARGINS, CostModel, DecodeCallTimes, LinearModel
+from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
 
 log = structlog.get_logger("uma_trio.models")
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 SAMPLE_BYTES: Final = 1 << 20
 """Bytes hashed at each end of each file of a model: the header and some weights.  Hashing large files whole takes seconds."""
@@ -68,6 +70,7 @@ def load_costs(name: str, folder: Path | None = None) -> CostModel | None:
             _linear_model(fields["decode_only"]),
             _linear_model(fields["mixed"]),
             DecodeCallTimes(_numbers(fields["call_times"])),
+            knows_stairs=bool(fields["knows_stairs"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         log.debug("ignoring damaged learned costs", name=name, reason=str(error))
@@ -80,6 +83,7 @@ def save_costs(name: str, cost: CostModel, folder: Path | None = None) -> bool:
         "decode_only": attrs.asdict(cost.decode_only),
         "mixed": attrs.asdict(cost.mixed),
         "call_times": cost.call_times.ms,
+        "knows_stairs": cost.knows_stairs,
     }
     return _write(name, fields, folder)
 
@@ -170,7 +174,28 @@ def _linear_model(fields: dict[str, Any]) -> LinearModel:
         raise ValueError("not a linear model")
     if any(information[i][i] <= 0 for i in range(N_FEATURES)):
         raise ValueError("no information about a coefficient")
-    return LinearModel(coefficients, information, n_observed, error, unconstrained)
+    margins = _numbers(fields["margins"], N_MARGINS)
+    if not 0 <= min(margins) <= max(margins) <= MAX_MARGIN:
+        raise ValueError("not the share of a time")
+    curves = None if fields["curves"] is None else _curves(fields["curves"])
+    return LinearModel(coefficients, information, n_observed, error, unconstrained, margins, curves)
+
+
+def _curves(fields: dict[str, Any]) -> PrefillCurves:
+    mixed = None if fields["mixed"] is None else _curve(fields["mixed"])
+    n_decodes = int(fields["n_decodes"])
+    if not 0 <= n_decodes < 1 << 16:
+        raise ValueError(f"{n_decodes} decodes")
+    return PrefillCurves(_curve(fields["prompt"]), mixed, n_decodes)
+
+
+def _curve(fields: dict[str, Any]) -> RowCurve:
+    ms = _numbers(fields["ms"])
+    rows = tuple(int(n) for n in _numbers(fields["rows"], len(ms)))
+    rising = all(a < b for a, b in itertools.pairwise(rows)) and all(a <= b for a, b in itertools.pairwise(ms))
+    if len(ms) < 2 or not rising or rows[0] < 1 or ms[0] < 0:
+        raise ValueError("not a curve")
+    return RowCurve(rows, ms)
 
 
 def _numbers(values: Iterable[Any], n: int | None = None) -> tuple[float, ...]:

@@ -12,6 +12,9 @@ Decode-only ticks run other kernels than ticks with prefill, so each kind has co
 by recursive least squares with a forgetting factor: old ticks fade, and the model follows a machine that gets warm or
 busy.  A kind of tick that does not occur does not fade.
 
+Where the time of ticks by their rows was measured (``PrefillCurves``), the measured time takes the place of the first two
+terms, and the regression finds by what it must be multiplied.
+
 On a CPU, a line fits the first few decode rows poorly, because some row counts suit its kernels much better than
 others: two streams of a Q4_0 model took 8.6 ms in one call and 3.3 ms each in their own calls; six took 18.8 ms and
 five 12.7 ms.  ``DecodeCallTimes`` holds the measured times, and decides how to split decode rows into calls.
@@ -23,10 +26,13 @@ Adaptive Filter Theory.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import attrs
+
+from uma_trio.scheduling.row_curve import PrefillCurves
 
 FORGETTING_FACTOR: Final = 0.98
 """Weight of all earlier ticks after one more tick.  A tick fifty ticks ago counts for a third."""
@@ -85,6 +91,13 @@ FEATURE_SCALES: Final = (1.0, 100.0, 10.0, 10_000.0, 100_000.0, 1.0)
 
 N_FEATURES: Final = len(FEATURE_SCALES)
 
+CURVE_SCALE: Final = 10.0
+"""Unit of the measured time of a tick's rows, which is the second feature where there are curves."""
+
+STAIR_RATE: Final = 0.99
+"""The longest prefill chunk that is in time is taken, of those that compute at least this share of the tokens a
+millisecond that the best one does: so a chunk ends at the top of a stair."""
+
 
 @attrs.frozen
 class Work:
@@ -123,14 +136,16 @@ class LinearModel:
     """The coefficients before negative ones were set to 0.  The recursion continues from these."""
     margins: tuple[float, ...] = (0.0,) * N_MARGINS
     """By how much a tick may take longer than predicted, as a share: a quantile of what was observed, by duration."""
+    curves: PrefillCurves | None = None
+    """The measured time of ticks with prefill by their rows."""
 
     def predict(self, work: Work) -> float:
         """Predicted milliseconds of ``work``, at least 0."""
-        return sum([c * x for c, x in zip(self.coefficients, _features(work), strict=True)])
+        return max(0.0, sum([c * x for c, x in zip(self.coefficients, self._features(work), strict=True)]))
 
     def observed(self, work: Work, ms: float) -> LinearModel:
         """Learn from a tick: ``work`` took ``ms`` milliseconds."""
-        x = _features(work)
+        x = self._features(work)
         predicted = self.predict(work)
         tick_error = min(abs(predicted - ms) / max(ms, 0.01), MAX_TICK_ERROR)
         in_warmup = self.n_observed < WARMUP_TICKS
@@ -151,7 +166,7 @@ class LinearModel:
         error = tick_error if in_warmup else self.error + ERROR_SMOOTHING * (tick_error - self.error)
         coefficients = _non_negative(unconstrained, information)
         margins = self._margins_after(predicted, ms)
-        return LinearModel(coefficients, information, self.n_observed + 1, error, unconstrained, margins)
+        return LinearModel(coefficients, information, self.n_observed + 1, error, unconstrained, margins, self.curves)
 
     def margin(self, ms: float) -> float:
         """The share of ``ms``, the time before a deadline, that should be kept free."""
@@ -169,8 +184,11 @@ class LinearModel:
     def max_prefill_tokens(self, ms: float, work: Work) -> float:
         """Prefill tokens with which ``work`` is predicted to take ``ms``; negative if it takes longer with none.
 
-        The prefill tokens of ``work`` itself are ignored.
+        With curves, they are fewer if the last ones would take longer than the ones before.  The prefill tokens of
+        ``work`` itself are ignored.
         """
+        if self.curves is not None:
+            return self._up_to_a_stair(ms, work, self.curves)
         # remaining = linear * n + quadratic * n * n
         quadratic = self.coefficients[4] / FEATURE_SCALES[4] / 2
         linear = self.coefficients[1] / FEATURE_SCALES[1] + 2 * quadratic * work.mean_prefill_context
@@ -180,20 +198,50 @@ class LinearModel:
             return 2 * remaining / (linear + math.sqrt(discriminant))
         return remaining / linear if linear > 0 else math.copysign(math.inf, remaining)
 
+    def _up_to_a_stair(self, ms: float, work: Work, curves: PrefillCurves) -> float:
+        curve, n_other, _ = curves.of(work.decode_rows)
+        scale = self.coefficients[1] / CURVE_SCALE
+        token_ms = self.coefficients[4] / FEATURE_SCALES[4] * work.mean_prefill_context
+        without = self.predict(attrs.evolve(work, prefill_tokens=0)) - scale * curve.at(n_other)
+        tokens: list[float] = [rows - n_other for rows in curve.rows]
+        tick_ms = [without + scale * t + token_ms * n for t, n in zip(curve.ms, tokens, strict=True)]
+        n = bisect_right(tick_ms, ms)
+        if not n:
+            return -1.0
+        last_ms = scale * curve.slope(n) + token_ms
+        if ms == math.inf or not last_ms:
+            return math.inf
+        tokens[n:], tick_ms[n:] = [], []
+        if not curve.may_hide_a_stair(n):
+            tokens.append(tokens[-1] + (ms - tick_ms[-1]) / last_ms)
+            tick_ms.append(ms)
+        rates = [n / max(t, 1e-9) for n, t in zip(tokens, tick_ms, strict=True)]
+        best = max(rates)
+        if best <= 0:
+            return tokens[-1]  # as many decodes as that were not measured
+        return max([n for n, rate in zip(tokens, rates, strict=True) if rate >= STAIR_RATE * best])
+
+    def _features(self, work: Work) -> Features:
+        attention = work.mean_prefill_context
+        if self.curves is None:
+            calls, rows, decodes = work.n_calls, work.prefill_tokens / FEATURE_SCALES[1], work.decode_rows
+            attention += work.prefill_tokens / 2
+        else:  # measured with one call, and at the beginning of a prompt
+            curve, n_other, n_measured = self.curves.of(work.decode_rows)
+            calls, rows = work.n_calls - 1, curve.at(work.prefill_tokens + n_other) / CURVE_SCALE
+            decodes = max(0, work.decode_rows - n_measured)
+        return (
+            calls,
+            rows,
+            decodes / FEATURE_SCALES[2],
+            work.context_tokens / FEATURE_SCALES[3],
+            work.prefill_tokens * attention / FEATURE_SCALES[4],
+            work.n_adapter_changes,
+        )
+
 
 def _duration_class(ms: float) -> int:
     return int(min(max(0.0, ms), 2.0 ** (N_MARGINS - 2))).bit_length()
-
-
-def _features(work: Work) -> Features:
-    return (
-        work.n_calls,
-        work.prefill_tokens / FEATURE_SCALES[1],
-        work.decode_rows / FEATURE_SCALES[2],
-        work.context_tokens / FEATURE_SCALES[3],
-        work.prefill_tokens * (work.mean_prefill_context + work.prefill_tokens / 2) / FEATURE_SCALES[4],
-        work.n_adapter_changes,
-    )
 
 
 def _solve(matrix: Sequence[Features], right: Features) -> Features:
@@ -272,6 +320,8 @@ class CostModel:
     mixed: LinearModel = LinearModel((10.0, 30.0, 10.0, 1.0, 1.0, 2.0), margins=(MAX_MARGIN,) * N_MARGINS)
     """Ticks with prefill."""
     call_times: DecodeCallTimes = DecodeCallTimes()
+    knows_stairs: bool = False
+    """Whether the time of ticks by their rows is a staircase was measured."""
 
     def predict(self, work: Work) -> float:
         """Predicted milliseconds of a tick."""
@@ -280,8 +330,17 @@ class CostModel:
     def observed(self, work: Work, ms: float) -> CostModel:
         """Learn from a tick: ``work`` took ``ms`` milliseconds."""
         if work.prefill_tokens:
-            return CostModel(self.decode_only, self.mixed.observed(work, ms), self.call_times)
-        return CostModel(self.decode_only.observed(work, ms), self.mixed, self.call_times)
+            return CostModel(self.decode_only, self.mixed.observed(work, ms), self.call_times, self.knows_stairs)
+        return CostModel(self.decode_only.observed(work, ms), self.mixed, self.call_times, self.knows_stairs)
+
+    def with_curves(self, curves: PrefillCurves) -> CostModel:
+        """With the measured time of ticks with prefill.  Without stairs, the line that was learned is as good."""
+        if not curves.has_stairs:
+            return attrs.evolve(self, knows_stairs=True)
+        call_ms, _, row_ms, *others = self.decode_only.coefficients
+        coefficients = (call_ms, CURVE_SCALE, 0.0 if curves.mixed is not None else row_ms, *others)
+        mixed = LinearModel(coefficients, margins=self.mixed.margins, curves=curves)
+        return attrs.evolve(self, mixed=mixed, knows_stairs=True)
 
     def max_prefill_tokens(self, ms: float, work: Work) -> float:
         """Prefill tokens that fit into a tick of ``ms`` together with the decode rows of ``work``; may be negative."""

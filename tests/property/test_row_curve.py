@@ -1,0 +1,160 @@
+"""The curve of a tick's time by its rows: whatever is measured, it never falls; stairs are found, and hiccups are not."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.device import CPU, FLAT, STAIRS, Device, SimulatedServer, calibrated, measured_curves
+from uma_trio.scheduling.cost import STAIR_RATE, CostModel, Work
+from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
+
+measurements = st.dictionaries(
+    st.integers(1, 2048), st.lists(st.floats(0, 1e6), min_size=1, max_size=3), min_size=MIN_POINTS, max_size=30
+)
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> RowCurve:
+    rows = sorted(draw(st.sets(st.integers(1, 512), min_size=2, max_size=20)))
+    ms = sorted(draw(st.lists(st.floats(0.1, 500), min_size=len(rows), max_size=len(rows))))
+    return RowCurve(tuple(rows), tuple(ms))
+
+
+@given(measurements)
+def test_whatever_is_measured_a_curve_never_falls(ms: dict[int, list[float]]) -> None:
+    curve = RowCurve.measured(ms)
+    if curve is None:
+        return
+    assert list(curve.rows) == sorted(curve.rows)
+    assert all(a <= b for a, b in pairwise(curve.ms))
+    for rows, t in zip(curve.rows, curve.ms, strict=True):
+        assert t == min(min(each) for n, each in ms.items() if n >= rows and min(each) > 0)
+        assert curve.at(rows) == pytest.approx(t)
+
+
+@given(curves())
+def test_between_measured_row_counts_and_behind_them_a_curve_rises_too(curve: RowCurve) -> None:
+    times = [curve.at(rows) for rows in range(600)]
+    assert all(a <= b + 1e-9 * b for a, b in pairwise(times))
+    assert times[0] == times[curve.rows[0]] == curve.ms[0]
+
+
+def test_one_hiccup_changes_nothing() -> None:
+    exact = {rows: [5 + 0.1 * rows] * 2 for rows in range(16, 257, 16)}
+    disturbed = {rows: [*times] for rows, times in exact.items()}
+    disturbed[128][0], disturbed[16][1] = 400.0, 90.0
+    assert RowCurve.measured(disturbed) == RowCurve.measured(exact)
+
+
+def test_one_row_count_that_was_only_measured_in_a_hiccup_takes_no_longer_than_more_rows() -> None:
+    ms = {rows: [5 + 0.1 * rows] * 2 for rows in range(16, 257, 16)} | {144: [300.0]}
+    curve = RowCurve.measured(ms)
+    assert curve is not None
+    assert curve.at(144) == curve.at(160)
+
+
+def test_too_few_or_too_different_measurements_make_no_curve() -> None:
+    assert RowCurve.measured({}) is None
+    assert RowCurve.measured({16 * n: [1.0, 1.0] for n in range(1, MIN_POINTS)}) is None
+    assert RowCurve.measured({16 * n: [1.0] for n in range(1, 20)}) is None, (
+        "nobody knows whether the device repeats itself"
+    )
+    assert RowCurve.measured({16 * n: [1.0, 1.1 + MAX_NOISE] for n in range(1, 20)}) is None
+
+
+@pytest.mark.parametrize(("device", "found"), [(STAIRS, True), (FLAT, False), (CPU, False)])
+def test_stairs_are_found_and_lines_are_none(device: Device, found: bool) -> None:
+    measured = measured_curves(device)
+    assert measured.has_stairs is found
+    cost = CostModel().with_curves(measured)
+    assert cost.knows_stairs
+    assert (cost.mixed.curves is not None) is found
+
+
+# -- the cost model with curves -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_the_regression_finds_the_scale_and_the_context(factor: float) -> None:
+    """The device is not as fast as when it was measured, and reads contexts."""
+    device = attrs.evolve(STAIRS, tile_ms=factor * STAIRS.tile_ms, a=factor * STAIRS.a)
+    cost, rng = CostModel().with_curves(measured_curves(STAIRS)), random.Random(4)
+
+    def any_work() -> Work:
+        return Work(rng.randrange(16, 112), rng.randrange(1, 16), rng.randrange(0, 9000), rng.randrange(0, 6000))
+
+    for _ in range(200):
+        work = any_work()
+        cost = cost.observed(work, device.ms(work))
+    for _ in range(200):
+        work = attrs.evolve(any_work(), decode_rows=8)
+        tops = 64 * (-(-(work.prefill_tokens + 8) // 64))
+        work = attrs.evolve(work, prefill_tokens=tops - 8)
+        assert cost.predict(work) == pytest.approx(device.exact_ms(work), rel=0.05)
+
+
+@given(
+    curves(),
+    st.tuples(*[st.floats(0, 100)] * 6),
+    st.one_of(st.floats(0, 1000), st.just(math.inf)),
+    st.integers(0, 64),
+    st.integers(0, 8000),
+)
+def test_a_chunk_is_in_time_and_as_good_as_any_other(
+    curve: RowCurve, coefficients: tuple[float, ...], ms: float, decodes: int, context: int
+) -> None:
+    model = attrs.evolve(CostModel().mixed, coefficients=coefficients, curves=PrefillCurves(curve, curve, 0))
+    work = Work(0, decodes, 100 * decodes, context)
+    n = model.max_prefill_tokens(ms, work)
+    if not 1 <= n < 1e6:
+        return
+
+    def predicted(tokens: float) -> float:
+        return model.predict(attrs.evolve(work, prefill_tokens=math.floor(tokens)))
+
+    assert predicted(n) <= ms * (1 + 1e-6) + 1e-6
+    rate = n / max(predicted(n), 1e-3)
+    for rows in curve.rows:
+        tokens = rows - decodes if decodes else rows
+        if tokens > 0 and predicted(tokens) <= ms:
+            slack = 1 + 1e-6 if n == int(n) else 1 + 1 / n
+            assert STAIR_RATE * tokens / max(predicted(tokens), 1e-3) <= slack * rate
+
+
+def test_a_chunk_ends_at_the_top_of_a_stair() -> None:
+    """64 rows take 10 ms, 65 to 128 take 15 ms."""
+    cost = calibrated(STAIRS)
+    for due_ms, rows in ((11.0, 64), (14.9, 64), (15.9, 128), (19.0, 128), (20.9, 192)):
+        n = cost.max_prefill_tokens(due_ms, Work(0, 8, 0))
+        assert n + 8 == pytest.approx(rows, abs=1), f"{due_ms} ms"
+
+
+@pytest.mark.parametrize("target", [14.0, 18.0, 23.0, 30.0])
+def test_streams_on_stairs_meet_tight_targets(target: float) -> None:
+    """What a line through the stairs predicts is wrong by more than the margin."""
+    late = {}
+    for has_curve in (True, False):
+        device = attrs.evolve(STAIRS, noise=0.01, rng=random.Random(1))
+        server = SimulatedServer(device, attrs.evolve(SimulatedServer(device).limits, target_tbt_ms=target))
+        if not has_curve:
+            server.cost = CostModel()
+        for seq_id in range(8):
+            server.decode(seq_id)
+        rng = random.Random(2)
+        for tick in range(600):
+            if not any(not each.is_decoding for each in server.running.values()):
+                server.prefill(100 + tick, rng.randint(700, 3000), n_to_generate=1)
+            server.tick()
+            for seq_id in range(8):
+                server.running[seq_id].n_context %= 600
+        gaps = sorted(server.running[0].gaps_ms[100:])
+        late[has_curve] = gaps[int(0.95 * len(gaps))] / target
+    assert late[True] <= 1.02
+    assert late[True] <= late[False]
