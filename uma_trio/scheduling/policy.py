@@ -47,6 +47,10 @@ DRAFT_PROBABILITIES: Final = (0.1, 0.9)
 MIN_DRAFT_SPEEDUP: Final = 1.05
 """Draft tokens are verified only if that gives this many times as many tokens a millisecond."""
 
+STEPS_WITHOUT_DRAFTS: Final = 64
+"""After so many ticks that could have had draft tokens, one has some, also where that is predicted not to pay: otherwise
+nobody learns that they are cheaper or better by now."""
+
 
 @attrs.frozen
 class PrefillChunk:
@@ -70,15 +74,16 @@ class PolicyState:
     """Ticks in a row that left background sequences out."""
     adapters: Scales = ()
     """The adapters of the last call."""
+    n_without_drafts: int = 0
+    """Ticks in a row that could have had draft tokens and had none."""
 
     def after_decode(self, views: Sequence[SequenceView]) -> PolicyState:
         """The state after a tick that decoded one token for each of ``views`` and nothing else."""
-        return PolicyState(self.service.decoded(views), False, self.background_skips, self.adapters)
+        return attrs.evolve(self, service=self.service.decoded(views), had_prefill=False)
 
     def undo(self, before: PolicyState, after: PolicyState) -> PolicyState:
         """The state without a plan that led from ``before`` to ``after``.  Principals that came or went since stay so."""
-        service = self.service.refunded(before.service, after.service)
-        return PolicyState(service, before.had_prefill, before.background_skips, before.adapters)
+        return attrs.evolve(before, service=self.service.refunded(before.service, after.service))
 
     def without(self, principal: str) -> PolicyState:
         """Make ``principal`` idle, because its last request has ended."""
@@ -133,7 +138,8 @@ def plan(
     starves.  Where decoding alone is late, prompts get a share of its time in every tick.  Without decodes, prefill can
     take ``prefill_tick_ms``.
 
-    Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time.
+    Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time, and now and then
+    to learn whether it does.
 
     Sequences with different adapters are computed in different calls of the same tick.  The adapters of the last call
     come first in the next tick, because changing them takes time.
@@ -193,9 +199,11 @@ def plan(
     context = _context_tokens(chosen, widths, pads=pads_attention)
     work = _with_calls(Work(0, len(chosen), context), chosen, widths, state.adapters)
     if any(view.n_drafts for view in chosen):
+        tries = state.n_without_drafts >= STEPS_WITHOUT_DRAFTS
         drafts, verified, draft_ms = _choose_drafts(
-            chosen, work, now_s, cost, max_tokens, draft_cost or DraftCost(), pads=pads_attention
+            chosen, work, now_s, cost, max_tokens, draft_cost or DraftCost(), pads=pads_attention, tries=tries
         )
+        after = attrs.evolve(after, n_without_drafts=0 if drafts else state.n_without_drafts + 1)
         if drafts:
             return Plan(
                 chosen,
@@ -409,14 +417,18 @@ def _choose_drafts(
     draft_cost: DraftCost,
     *,
     pads: bool,
+    tries: bool,
 ) -> tuple[Sequence[int], Work, float]:
     """How many draft tokens of each sequence to verify, the work with them, and the milliseconds of the draft model.
 
     Empty if ``work``, which has none, gives more tokens a millisecond.
+
+    Args:
+        tries: there are some even so, as far as the deadlines allow.
     """
     together = _widths(decodes)
     work = attrs.evolve(work, n_calls=len(together))  # more calls are as fast at least
-    best_rate = MIN_DRAFT_SPEEDUP * len(decodes) / max(cost.predict(work), 1e-6)
+    best_rate = 0.0 if tries else MIN_DRAFT_SPEEDUP * len(decodes) / max(cost.predict(work), 1e-6)
     best: Sequence[int] = ()
     verified, best_draft_ms = work, 0.0
     left_ms = _ms_until_due(decodes, now_s)
@@ -427,7 +439,8 @@ def _choose_drafts(
             break
         proposed = [_expected_drafts(view, n) for n, view in zip(drafts, decodes, strict=True)]
         by_model = [n for n, view in zip(proposed, decodes, strict=True) if n and view.drafts_by_model]
-        draft_ms = draft_cost.ms(max(by_model), n_missing) if by_model else 0.0
+        draft_ms = draft_cost.ms(max(by_model), 0) if by_model else 0.0
+        missing_ms = draft_cost.ms(0, n_missing) if by_model else 0.0  # all drafts of the answer need these tokens
         rows, context, start = 0, 0, 0
         for width in together:
             of_call = [*zip(decodes, proposed, strict=True)][start : start + width]
@@ -440,11 +453,11 @@ def _choose_drafts(
             context += call_context
         with_drafts = attrs.evolve(work, decode_rows=rows, context_tokens=context)
         ms = cost.predict(with_drafts) + draft_ms
-        if ms > left_ms:
+        if ms + missing_ms > left_ms:
             break
         tokens = sum([_expected_tokens(view.acceptance_rate, n) for n, view in zip(drafts, decodes, strict=True)])
         if tokens > best_rate * ms:
-            best_rate, best, best_draft_ms = tokens / ms, tuple(drafts), draft_ms
+            best_rate, best, best_draft_ms = tokens / ms, tuple(drafts), draft_ms + missing_ms
             verified = with_drafts
         if max(view.n_drafts for view in decodes) <= length:
             break

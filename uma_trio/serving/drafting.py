@@ -23,11 +23,8 @@ log = structlog.get_logger("uma_trio.serving")
 INITIAL_RATE: Final = 0.85
 """Acceptance rate with which every sequence begins."""
 
-HOPE: Final = 0.8
-"""While no drafts are verified, the expected acceptance rate slowly rises to this: the text may have changed."""
-
-HOPE_WEIGHT: Final = 0.001
-"""Share of that way for each token without drafts.  A draft that fails then takes back what 100 tokens gave."""
+HOPE_WEIGHT: Final = 0.02
+"""With every new sequence the acceptance rate of all sequences goes so much of the way back: texts may have changed."""
 
 RATE_WEIGHT: Final = 0.12
 """Weight of the latest draft token in the acceptance rate of its sequence."""
@@ -38,7 +35,10 @@ SHARED_WEIGHT: Final = 0.03
 MAX_STREAMS: Final = 8
 """Sequences that it proposes tokens for in one step, at most."""
 
-MAX_MISSING: Final = 64
+FEW_MISSING: Final = 32
+"""So many tokens of a sequence it computes whatever they are good for."""
+
+MAX_MISSING: Final = 256
 """Tokens of a sequence that it computes in the step in which it proposes the next ones, at most."""
 
 ANSWER_WEIGHT: Final = 0.1
@@ -67,6 +67,7 @@ class DraftModel:
     def begin(self, sequence: Sequence) -> None:
         """Propose tokens for ``sequence`` from now on."""
         sequence.draft_state = DraftState(INITIAL_RATE)
+        self._acceptance_rate += HOPE_WEIGHT * (INITIAL_RATE - self._acceptance_rate)
 
     def ended(self, sequence: Sequence) -> None:
         """``sequence`` has ended, and tells how long answers are."""
@@ -96,31 +97,39 @@ class DraftModel:
         """Tokens that it lacks of ``sequence``."""
         return sequence.n_known - self._state(sequence).n_computed
 
-    def can_draft(self, sequence: Sequence, most: int, n_new: int = 0) -> int:
+    def can_draft(self, sequence: Sequence, most: int, cost: CostModel, n_new: int = 0) -> int:
         """How many tokens it could propose for ``sequence`` in the next step, at most ``most``.
 
         Args:
             n_new: tokens that the step in flight gives the sequence at most.
         """
-        if sequence.draft_state is None or self.n_missing(sequence) > self._max_missing:
+        if sequence.draft_state is None or self.is_far_behind(sequence) or not self._is_worth(sequence, cost):
             return 0
         n_left = sequence.max_tokens - len(sequence.tokens) - 1
         return max(0, min(most, self._max_tokens - sequence.n_known - n_new, n_left - n_new))
 
-    def is_worth(self, sequence: Sequence, cost: CostModel) -> bool:
-        """Whether it lacks many tokens of ``sequence``, and computing them is predicted to pay."""
-        if sequence.draft_state is None:
+    def is_far_behind(self, sequence: Sequence) -> bool:
+        """Whether it lacks so many tokens of ``sequence`` that it computes them before it proposes some."""
+        return self.n_missing(sequence) > self._max_missing
+
+    def should_catch_up(self, sequence: Sequence, cost: CostModel) -> bool:
+        """Whether it is far behind, and computing what it lacks is predicted to pay."""
+        if sequence.draft_state is None or sequence.n_known >= self._max_tokens:
             return False
+        return self.is_far_behind(sequence) and self._is_worth(sequence, cost)
+
+    def _is_worth(self, sequence: Sequence, cost: CostModel) -> bool:
+        """Whether the rest of the answer is predicted to gain more than computing the tokens takes that it lacks."""
+        assert sequence.draft_state is not None
         n_missing = self.n_missing(sequence)
-        if n_missing <= self._max_missing or sequence.n_known >= self._max_tokens:
-            return False
+        if n_missing <= FEW_MISSING:
+            return True
         n = len(sequence.tokens)
         n_left = min(sequence.max_tokens - n, max(self._mean_answer - n, n))
         p = min(sequence.draft_state.acceptance_rate, self._acceptance_rate)
         plain_ms = cost.predict(Work(0, 1, sequence.n_known))
         self_ms = self.cost.call_ms + cost.predict(Work(0, 2, sequence.n_known)) - plain_ms
-        gain_ms = p * plain_ms - self_ms
-        return gain_ms * n_left > self.cost.ms(n_missing / self._max_batch, n_missing)
+        return (p * plain_ms - self_ms) * n_left > self.cost.ms(n_missing / self._max_batch, n_missing)
 
     def catch_up(self, sequences: Iterable[Sequence], time_ms: float) -> list[DraftInput]:
         """Inputs with tokens that it lacks of ``sequences``, as many as it computes in ``time_ms``."""
@@ -171,14 +180,11 @@ class DraftModel:
         n_before, state = new.sequence.n_known - len(new.tokens), new.sequence.draft_state
         if state is None or not new.tokens:
             return n_before
-        if not n_asked:
-            state.acceptance_rate += HOPE_WEIGHT * max(0.0, HOPE - state.acceptance_rate)
-            self._acceptance_rate += HOPE_WEIGHT * max(0.0, HOPE - self._acceptance_rate)
-            return n_before
-        for right in [1.0] * new.n_drafts_accepted + [0.0] * (new.n_drafts_accepted < n_asked):
+        n_accepted = new.n_drafts_accepted if n_asked else 0
+        for right in [1.0] * n_accepted + [0.0] * (n_accepted < n_asked):
             state.acceptance_rate += RATE_WEIGHT * (right - state.acceptance_rate)
             self._acceptance_rate += SHARED_WEIGHT * (right - self._acceptance_rate)
-        return n_before + new.n_drafts_accepted
+        return n_before + n_accepted
 
     def _learn(self, drafted: Drafted) -> None:
         if drafted.failure is not None:

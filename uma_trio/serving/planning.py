@@ -276,7 +276,7 @@ class StepPlanner:
         if n and view.acceptance_rate >= state.acceptance_rate:
             return view
         row = None if step is None else step.row_of(sequence)
-        n_drafts = self.drafts.can_draft(sequence, MAX_DRAFTS, 0 if row is None else row.n_samples)
+        n_drafts = self.drafts.can_draft(sequence, MAX_DRAFTS, self._timings.cost, 0 if row is None else row.n_samples)
         if not n_drafts:
             return view
         return msgspec.structs.replace(
@@ -291,7 +291,7 @@ class StepPlanner:
         """Streams that the draft model should compute the tokens of, before it can propose some."""
         if self.drafts is None or len(streams) > MAX_DECODES_WITH_DRAFTS or self._bisection.is_active:
             return []
-        return [each for each in streams if self.drafts.is_worth(each, self._timings.cost)]
+        return [each for each in streams if self.drafts.should_catch_up(each, self._timings.cost)]
 
     def _draft_inputs(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> list[DraftInput]:
         """What the draft model computes for ``chosen``."""
