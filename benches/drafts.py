@@ -110,7 +110,7 @@ def tasks(n: int, seed: int) -> list[Task]:
     ]
 
 
-def slices(task: Task, questions: int = 4) -> list[Task]:
+def slices(task: Task, questions: int = 2) -> list[Task]:
     """The task in parts of so many questions for each client."""
     most = max(len(stream.questions) for stream in task.streams)
     return [
