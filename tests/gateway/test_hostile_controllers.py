@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 SHARED_MEMORY = Path("/dev/shm")
 LIMITS = ("--aici-step-ms", "1000", "--aici-init-ms", "3000", "--max-controller-bytes", "4194304")
 MAX_BYTES = 4 << 20
-ROUNDS = 3
+ROUNDS = 2
 MAX_GROWTH = 150 << 20
 """Memory that all processes may have more after the last round than after the first one.  A round uploads 4 MiB."""
 PATIENCE_S = 60

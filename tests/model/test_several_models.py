@@ -20,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("library")
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 MIB = 1 << 20
+WARM_UP = 4
+"""Loads until all is imported and allocated that one needs."""
 
 
 @pytest.fixture(scope="module")
@@ -260,14 +262,14 @@ def footprint(daemon: Daemon) -> tuple[int, int, int]:
     return psutil.Process(daemon.pid).memory_info().rss, daemon.n_fds(), len(daemon.processes)
 
 
-@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.benches)])
+@pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=pytest.mark.benches)])
 def test_loads_and_unloads_leave_nothing_behind(models: dict[str, Path], tmp_path: Path, rounds: int) -> None:
     shared = Path("/dev/shm")
     with daemon_with(tmp_path, f"models: [embedded, {{model: {models['b']}, load: demand}}]") as daemon:
-        loads_and_unloads(daemon, 8)  # what is imported and allocated once
+        loads_and_unloads(daemon, WARM_UP)
         before, names = footprint(daemon), {*shared.iterdir()}
         loads_and_unloads(daemon, rounds)
-        assert daemon.metrics()["models"]["b"]["loads_total"] == 8 + rounds
+        assert daemon.metrics()["models"]["b"]["loads_total"] == WARM_UP + rounds
         daemon.wait_until(lambda _: len(daemon.processes) <= before[2], "the engines have ended")
         daemon.wait_fds(before[1])
         rss, _, _ = footprint(daemon)

@@ -30,7 +30,7 @@ ADD = {
 }
 TOOLS = [LOOK_UP, ADD]
 FORMATS = ["mistral", "gemma", "qwen3-coder", "kimi"]
-"""Besides that of the embedded model; ``tests/pure/test_tool_grammar.py`` has all."""
+"""Besides that of the embedded model; ``tests/property/test_tool_grammar.py`` has all."""
 
 
 @pytest.fixture(scope="module")
