@@ -19,6 +19,8 @@ import pytest
 from tests.support.random_models import random_model
 from tests.support.real_daemon import Canary, Daemon, missing, real_daemon
 
+TIMEOUT_S = 120.0
+
 
 @attrs.frozen
 class Gateway:
@@ -33,8 +35,8 @@ class Gateway:
         return cls(daemon, daemon.http_url())
 
     def http(self, **options: object) -> httpx.Client:
-        """A client whose requests may take half a minute."""
-        return httpx.Client(base_url=self.url, timeout=30, **options)  # type: ignore[arg-type]
+        """A client whose requests may take two minutes."""
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S, **options)  # type: ignore[arg-type]
 
     def openai(self) -> openai.OpenAI:
         """The client of OpenAI, which does not retry."""
@@ -71,7 +73,7 @@ class Raw:
     def __init__(self, gateway: Gateway) -> None:
         at = urlsplit(gateway.url)
         assert at.hostname is not None
-        self.sock = socket.create_connection((at.hostname, at.port or 0), timeout=60)
+        self.sock = socket.create_connection((at.hostname, at.port or 0), timeout=TIMEOUT_S)
 
     def __enter__(self) -> Raw:
         return self
@@ -107,12 +109,12 @@ class Raw:
 
 @functools.cache
 def _openai(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
 
 
 @functools.cache
 def _anthropic(url: str) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=30)
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT_S)
 
 
 @pytest.fixture(scope="session")

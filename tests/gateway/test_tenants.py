@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sqlite3
@@ -18,7 +19,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Raw
 from tests.support.real_daemon import missing, real_daemon
 from uma_trio.cli import main
 from uma_trio.gateway.usage import read_usage
@@ -141,8 +142,8 @@ def test_floods_of_wrong_keys_get_a_wait_and_right_ones_pass(tenants: Tenants) -
     key = tenants.create("alice")
     with tenants.client("wrong") as client:
         answers = [client.post(CHAT, json=SHORT) for _ in range(30)]
-    assert {answer.status_code for answer in answers} >= {429}
-    assert int(answers[-1].headers["retry-after"]) >= 1
+    assert {answer.status_code for answer in answers} == {401, 429}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
     assert tenants.post(key).status_code == 200
 
 
@@ -217,6 +218,15 @@ def test_a_max_tokens_that_clients_of_anthropic_must_send_is_no_estimate(tenants
     assert used(tenants.gateway, "coder") < 100
 
 
+def leave_after_ten_tokens(gateway: Gateway, key: str, body: dict[str, Any]) -> None:
+    data = json.dumps(body).encode()
+    before = gateway.daemon.settled()["tokens_total"]
+    with Raw(gateway) as raw:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
+        raw.send(head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data)
+        gateway.daemon.wait_until(lambda found: found["tokens_total"] > before + 10, "ten tokens")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_whose_client_leaves_is_charged(tenants: Tenants, stream: bool) -> None:
     name = f"leaver-{stream}"
@@ -227,12 +237,10 @@ def test_an_answer_whose_client_leaves_is_charged(tenants: Tenants, stream: bool
             with client.stream("POST", CHAT, json=body) as answer:
                 next(answer.iter_lines())
         else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post(CHAT, json=body, timeout=0.5)
-    tenants.gateway.daemon.settled()
-    with tenants.client(key) as client:  # the gateway has noted it when it answers again
-        client.get("/healthz")
-    assert 10 <= used(tenants.gateway, name) <= 4100
+            leave_after_ten_tokens(tenants.gateway, key, body)
+    daemon = tenants.gateway.daemon
+    daemon.settled()
+    daemon.wait_until(lambda _: 10 <= used(tenants.gateway, name) <= 4100, "it is charged")
 
 
 def usage_file(gateway: Gateway) -> Path:
@@ -343,21 +351,19 @@ def test_a_noisy_tenant_gets_its_share_over_http_and_the_socket_together(tmp_pat
     file = tmp_path / "keys.yaml"
     noisy, quiet = (keys("create", name, "--file", file) for name in ("noisy", "quiet"))
     flags = ("--parallel", "1", "--http", "0", "--http-keys", str(file))
-    ended: list[str] = []
+    n_tokens = {"noisy": 40, "quiet": 41}  # to tell them apart in the log, which has answers in the order of their ends
     with real_daemon(*flags, folder=tmp_path) as daemon:
         tenants = Tenants(Gateway.of(daemon), file)
 
         def body(name: str) -> dict[str, Any]:
             text = f"{name} asks: tell me a story."
-            return {"messages": [{"role": "user", "content": text}], "max_tokens": 40, "ignore_eos": True}
+            return {"messages": [{"role": "user", "content": text}], "max_tokens": n_tokens[name], "ignore_eos": True}
 
         def over_http(name: str, key: str) -> None:
-            assert tenants.post(key, body(name)).status_code == 200
-            ended.append(name)
+            tenants.post(key, body(name))
 
         def over_the_socket(name: str) -> None:
-            assert daemon.ask(**body(name), principal=f"tenant:{name}").reason == "length"
-            ended.append(name)
+            daemon.ask(**body(name), principal=f"tenant:{name}")
 
         def started(n: int, work: Callable[..., None], *args: str) -> list[threading.Thread]:
             threads = [threading.Thread(target=work, args=args, daemon=True) for _ in range(n)]
@@ -373,7 +379,8 @@ def test_a_noisy_tenant_gets_its_share_over_http_and_the_socket_together(tmp_pat
             daemon.wait_until(lambda found: found["queue_depth"] == 32, "all wait")
         for thread in threads:
             thread.join(120)
-    last_quiet = max(number for number, name in enumerate(ended) if name == "quiet")
-    before = ended[:last_quiet].count("noisy")
+    ended = [line["tokens"] for line in daemon.logged("request") if line["reason"] == "length"]
+    last_quiet = max(number for number, tokens in enumerate(ended) if tokens == n_tokens["quiet"])
+    before = ended[:last_quiet].count(n_tokens["noisy"])
     assert len(ended) == 32
     assert 6 <= before <= 10, ended  # as many as quiet's 8; with a share for each door there would be 16
