@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -248,7 +249,7 @@ def test_what_was_killed_goes_on(hub: FakeHub, home: Home, tiny: bytes) -> None:
         go_on.set()
         process.kill()
     listed = home.run("models")
-    assert f"not complete: {NAME}, 4." in listed.stderr
+    assert re.search(rf"not complete: {NAME}, [45]\.", listed.stderr)
     assert home.run("pull", NAME).returncode == 0
     _, _, start = hub.file_requests()[-1].headers["range"].partition("=")
     assert int(start.rstrip("-")) >= 4 << 20
