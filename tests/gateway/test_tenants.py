@@ -351,7 +351,7 @@ def test_a_noisy_tenant_gets_its_share_over_http_and_the_socket_together(tmp_pat
     file = tmp_path / "keys.yaml"
     noisy, quiet = (keys("create", name, "--file", file) for name in ("noisy", "quiet"))
     flags = ("--parallel", "1", "--http", "0", "--http-keys", str(file))
-    n_tokens = {"noisy": 40, "quiet": 41}  # to tell them apart in the log, which has answers in the order of their ends
+    n_tokens = {"noisy": 40, "quiet": 41}  # the log names no tenant; it has answers in the order of their ends
     with real_daemon(*flags, folder=tmp_path) as daemon:
         tenants = Tenants(Gateway.of(daemon), file)
 
