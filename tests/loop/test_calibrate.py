@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
 from tests.support.fake_engine import FakeEngine, VirtualLink
-from uma_trio.engine.calibrate import MAX_CURVE_STEP_MS, calibrate
+from uma_trio.engine.calibrate import ROUNDS, calibrate
 from uma_trio.scheduling.cost import CostModel, Work
+from uma_trio.scheduling.row_curve import MIN_POINTS
 
 
 def stairs_ms(prompt: int, decodes: int) -> float:
@@ -19,7 +21,7 @@ def stairs_ms(prompt: int, decodes: int) -> float:
 @pytest.mark.parametrize("n_seq_max", [1, 4, 16])
 async def test_stairs_are_measured_once(autojump_clock, n_seq_max):
     engine = FakeEngine(n_seq_max=n_seq_max, n_ctx=8192, cost_ms=stairs_ms)
-    cost = await calibrate(VirtualLink(engine))
+    cost = await calibrate(VirtualLink(engine), budget_s=60)
     assert cost.knows_stairs
     assert engine.used_cells() == {}
     n_decodes = min(8, n_seq_max - 1)
@@ -31,7 +33,7 @@ async def test_stairs_are_measured_once(autojump_clock, n_seq_max):
             top = 64 * math.ceil(rows / 64) - n_decodes
             assert top - 1 <= cost.max_prefill_tokens(cost.predict(work) + 4, work) <= top
     n_steps = len(engine.steps)
-    again = await calibrate(VirtualLink(engine), known=cost)
+    again = await calibrate(VirtualLink(engine), known=cost, budget_s=60)
     assert len(engine.steps) - n_steps < n_steps / 2
     assert again.mixed.curves == cost.mixed.curves
 
@@ -39,7 +41,7 @@ async def test_stairs_are_measured_once(autojump_clock, n_seq_max):
 async def test_per_sequence_kv_has_a_curve_of_prompts(autojump_clock):
     """Decodes are in calls of their own, so their rows are not in its tiles."""
     engine = FakeEngine(n_ctx=16 * 1024, n_seq_max=8, unified=False, cost_ms=stairs_ms)
-    cost = await calibrate(VirtualLink(engine))
+    cost = await calibrate(VirtualLink(engine), budget_s=60)
     assert cost.mixed.curves is not None
     assert cost.mixed.curves.mixed is None
     for n in (64, 128, 256):
@@ -49,25 +51,34 @@ async def test_per_sequence_kv_has_a_curve_of_prompts(autojump_clock):
 
 async def test_where_the_cost_is_a_line_there_is_no_curve(autojump_clock):
     engine = FakeEngine(n_ctx=8192)
-    cost = await calibrate(VirtualLink(engine))
+    cost = await calibrate(VirtualLink(engine), budget_s=60)
     assert cost.knows_stairs, "the next start need not look again"
     assert cost.mixed.curves is None
     assert cost.predict(Work(64, 4, 100)) == pytest.approx(5 + 6.4 + 2, rel=0.2)
 
 
-async def test_a_slow_engine_is_not_asked_for_row_counts_that_take_longer_still(autojump_clock):
-    slow = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: 10 * prompt + 40 * decodes)
-    cost = await calibrate(VirtualLink(slow))
-    assert not cost.knows_stairs
+@pytest.mark.parametrize(("token_ms", "most_rows"), [(10.0, 0), (2.0, 64)])
+async def test_a_slow_engine_is_not_asked_for_row_counts_that_take_longer_still(autojump_clock, token_ms, most_rows):
+    slow = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: token_ms * prompt + decodes)
+    await calibrate(VirtualLink(slow), budget_s=60)
+    in_curves = [step for step in slow.steps if step.ops and step.calls]
+    sizes = [sum(len(each.tokens) for call in step.calls for each in call) for step in in_curves]
+    assert max(sizes, default=0) == most_rows
+
+
+async def test_an_unsteady_engine_has_no_curve_and_is_soon_left_alone(autojump_clock):
+    """Every other step takes half as long again."""
+    slower = itertools.cycle([1.0, 1.5])
+    engine = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: next(slower) * stairs_ms(prompt, decodes))
+    cost = await calibrate(VirtualLink(engine), budget_s=60)
+    assert not cost.knows_stairs, "the next start looks again"
     assert cost.mixed.curves is None
-    sizes = [sum(len(each.tokens) for call in step.calls for each in call) for step in slow.steps]
-    in_curves = [n for n, step in zip(sizes, slow.steps, strict=True) if step.ops and step.calls]
-    assert max(in_curves) * 10 < 3 * MAX_CURVE_STEP_MS
+    assert sum(bool(step.ops and step.calls) for step in engine.steps) == ROUNDS * MIN_POINTS
 
 
 @pytest.mark.parametrize("n_batch", [16, 32, 48, 64, 512])
 async def test_an_engine_with_little_room_is_measured_as_far_as_it_goes(autojump_clock, n_batch):
     engine = FakeEngine(n_batch=n_batch, n_ctx=600, n_seq_max=4, cost_ms=stairs_ms)
-    cost = await calibrate(VirtualLink(engine), known=CostModel())
+    cost = await calibrate(VirtualLink(engine), known=CostModel(), budget_s=60)
     assert engine.used_cells() == {}
     assert cost.predict(Work(16, 1, 0)) > 0

@@ -13,7 +13,7 @@ from uma_trio.engine.messages import SampleRequest, Step, StepInput
 from uma_trio.kv.ops import KvOp, Truncate
 from uma_trio.sampling import SamplingParams
 from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
-from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
+from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve, noise
 
 BUDGET_S: Final = 0.5
 """Time limit of each of the first two parts; no step begins after it.  A rough estimate is better than a slow start."""
@@ -37,7 +37,7 @@ PROMPT_CURVE_ROWS: Final = (16, 64, 128, 256, 384, *range(512, 2049, 256))
 """The same for prompts alone, where there is another curve for prompts next to decodes.  Such ticks are long."""
 
 CURVE_BUDGET_S: Final = (0.9, 0.5)
-"""Time limits of the two curves.  No step begins that would take longer."""
+"""Time limits of the two curves, in which the engine computes.  No step begins that would take longer."""
 
 MAX_CURVE_STEP_MS: Final = 100.0
 """A curve ends with the first row count that takes longer.  On a slow CPU that is soon, and there it is nearly a line."""
@@ -72,7 +72,8 @@ async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_
     await trial.clear()
     ms = await _call_widths(trial, budget_s)
     await trial.clear()
-    if not cost.knows_stairs and (curves := await _curves(trial)) is not None:
+    too_slow = cost.predict(Work(CURVE_ROWS[0], 0, 0)) > MAX_CURVE_STEP_MS
+    if not cost.knows_stairs and not too_slow and (curves := await _curves(trial)) is not None:
         cost = cost.with_curves(curves)
         for work, tick_ms in ticks if cost.mixed.curves is not None else ():
             cost = cost.observed(work, tick_ms) if work.prefill_tokens else cost
@@ -80,7 +81,7 @@ async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_
 
 
 async def _curves(trial: _Trial) -> PrefillCurves | None:
-    """What ticks with prefill take by their rows; ``None`` if the device is too slow or the batch too small."""
+    """What ticks with prefill take by their rows; ``None`` if the device is unsteady or the batch too small."""
     n_decodes = trial.max_decodes_with_a_prompt
     if not n_decodes:
         prompt = await _curve(trial, 0, CURVE_ROWS, CURVE_BUDGET_S[0])
@@ -91,19 +92,18 @@ async def _curves(trial: _Trial) -> PrefillCurves | None:
 
 
 async def _curve(trial: _Trial, n_decodes: int, row_counts: Sequence[int], budget_s: float) -> RowCurve | None:
-    """What a tick of this many decodes and a chunk takes by its rows: all in turn, then again, as far as the time goes."""
-    began = time.perf_counter()
+    """What a tick of this many decodes and a chunk takes by its rows, as far as the time goes."""
+    left_ms = 1e3 * budget_s
     found: dict[int, list[float]] = {}
-    row_counts = [rows for rows in row_counts if rows > n_decodes]
-    for turn in range(1, ROUNDS + 1):
-        for rows in row_counts:
-            ms = await trial.chunk_ms(n_decodes, rows - n_decodes)
-            if ms is None:
-                break
-            found.setdefault(rows, []).append(ms)
-            spent_s = time.perf_counter() - began
-            if ms > MAX_CURVE_STEP_MS or spent_s + 1e-3 * ms > budget_s * turn / ROUNDS:
-                break
+    for rows in [rows for rows in row_counts if rows > n_decodes]:
+        times = [ms for _ in range(ROUNDS) if (ms := await trial.chunk_ms(n_decodes, rows - n_decodes)) is not None]
+        if len(times) < ROUNDS:
+            break
+        found[rows] = times
+        left_ms -= sum(times)
+        is_unsteady = len(found) == MIN_POINTS and noise(found) > MAX_NOISE
+        if is_unsteady or min(times) > MAX_CURVE_STEP_MS or left_ms < sum(times):
+            break
     await trial.clear()
     return RowCurve.measured(found)
 
