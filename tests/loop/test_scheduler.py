@@ -220,6 +220,7 @@ async def test_a_client_that_does_not_read_loses_its_place_to_one_that_waits(aut
         for i, sink in enumerate(clients):
             assert sink.tokens == expected_continuation([7 + i], 20)
         assert all(health.ok for health in harness.scheduler.health())
+        assert harness.scheduler.telemetry.snapshot()["preemptions_total"] == 2
         for sink in stuck:
             sink.open = True
         harness.scheduler.wake()

@@ -87,6 +87,32 @@ def test_two_models_answer_next_to_each_other(models: dict[str, Path], tmp_path:
             assert shown["metrics"]["model"] == name
 
 
+def test_tokenize_asks_the_daemon_for_the_names_that_only_it_knows(models: dict[str, Path], tmp_path: Path) -> None:
+    text = f"models: [embedded, {{model: {models['b']}, name: only-here, alias: [other]}}]"
+    said = "naïve 🦊 <|im_end|>"
+    expected = {
+        option: invoke("tokenize", *option, said).stdout for option in ((), ("--ids",), ("--count",), ("--json",))
+    }
+    with daemon_with(tmp_path, text, "--max-prompt-bytes", "40000") as daemon:
+
+        def ask(*arguments: str) -> tuple[int, str, str]:
+            found = invoke("tokenize", "--socket", daemon.socket, "--model", *arguments)
+            return found.returncode, found.stdout, found.stderr
+
+        for option, lines in expected.items():
+            assert ask("only-here", *option, said) == (0, lines, "")
+        ids = expected["--ids",].strip()
+        assert ask("other", "--decode", ids) == (0, f"<|bos|>{said}\n", "")
+        assert ask("other", "--decode", ids, "--no-special") == (0, "naïve 🦊 \n", "")
+        assert ask("only-here", "--decode", "99999999")[0] == 1
+        assert ask("embedded", "--count", "x" * 50_000)[0] == 0, "what is too long for the daemon is read by the file"
+        act(daemon, "unload", "only-here")
+        returncode, _, error = ask("only-here", said)
+        assert (returncode, "no model" in error or "give its path" in error) == (1, True)
+        assert states(daemon)["only-here"] == "unloaded", "nothing is loaded for it"
+    assert ask("only-here", said)[0] == 1, "without a daemon there is no such model"
+
+
 def test_a_crash_of_one_engine_is_not_noticed_by_the_other_model(models: dict[str, Path], tmp_path: Path) -> None:
     with daemon_with(tmp_path, f"models: [embedded, {models['b']}]") as daemon, daemon.wire() as wire:
         wire.send(id="a", prompt="Hello", max_tokens=500, ignore_eos=True, temperature=0)

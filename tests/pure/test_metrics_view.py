@@ -95,7 +95,7 @@ def test_a_daemon_with_another_process_id_was_restarted() -> None:
 
 def test_the_rows_have_what_matters_most_first() -> None:
     titles = [row.title for row in rows(None, sample())]
-    assert titles[:8] == ["streams", "ITL", "TTFT", "KV cache", "engine", "sessions", "requests", "refused"]
+    assert titles[:8] == ["streams", "ITL", "TTFT", "KV cache", "engine", "sessions", "requests", "overload"]
 
 
 def test_the_figures() -> None:
@@ -111,18 +111,19 @@ def test_the_figures() -> None:
     assert found["engine CPU"] == "150%", "three CPU seconds in two"
     assert found["sessions stored"] == "12"
     assert (found["requests complete"], found["requests cancelled"], found["requests failed"]) == ("12", "4", "1")
-    assert found["refused requests"] == "1,007"
+    assert found["overload refused"] == "1,007"
+    assert shown(before, sample(2.0, preemptions_total=3))["overload preempted"] == "3"
 
 
 def test_the_codes_of_refused_requests_are_named() -> None:
-    [refused] = [row for row in rows(None, sample()) if row.title == "refused"]
+    [refused] = [row for row in rows(None, sample()) if row.title == "overload"]
     assert refused.note == "E_LIMIT_CONTEXT 1,000, E_LIMIT_QUEUE 7"
 
 
 def test_alarms() -> None:
     calm = {"requests_total": {"stop": 3, "cancelled": 1}, "rejected_total": {}}
     assert alarms(sample(**calm)) == set()
-    assert alarms(sample()) == {"requests failed", "refused requests"}
+    assert alarms(sample()) == {"requests failed", "overload refused"}
     assert alarms(sample(**calm, queue_depth=1)) == {"streams waiting"}
     assert alarms(sample(**calm, engine={"restarts_total": 1})) == {"engine restarts"}
     assert alarms(sample(**calm, sessions={"stored": 2, "not_durable": 1})) == {"sessions not durable"}

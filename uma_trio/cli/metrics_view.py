@@ -16,8 +16,8 @@ from rich.text import Text
 
 GROUPS: Final = {
     "Load": (
-        *("model", "connections", "running", "queue_depth", "requests_total", "rejected_total", "pid"),
-        *("version", "uptime_s", "draining"),
+        *("model", "connections", "running", "queue_depth", "requests_total", "rejected_total"),
+        *("preemptions_total", "pid", "version", "uptime_s", "draining"),
     ),
     "Models": ("models",),
     "Throughput": (
@@ -228,8 +228,11 @@ def rows(before: Sample | None, now: Sample) -> list[Row]:
             ),
         ),
         Row(
-            "refused",
-            (Cell("requests", _count(n_refused), is_alarm=n_refused > 0),),
+            "overload",
+            (
+                Cell("refused", _count(n_refused), is_alarm=n_refused > 0),
+                Cell("preempted", _count(now.get("preemptions_total"))),
+            ),
             note=", ".join(f"{code} {n:,}" for code, n in sorted(refused.items(), key=lambda pair: -pair[1])),
         ),
         Row(

@@ -1,4 +1,4 @@
-"""``uma-trio tokenize``: convert text to tokens and back, without a daemon."""
+"""``uma-trio tokenize``: convert text to tokens and back, by the daemon that has the model, or from its file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from uma_trio.cli.client_options import DEFAULT_SOCKET
 from uma_trio.cli.completion import model_file
 
 if TYPE_CHECKING:
     from uma_trio.engine.tokenizer import Tokenizer
+
+
+DAEMON_S: Final = 60.0
+"""How long to wait for the daemon."""
+
+Row = tuple[int, tuple[int | None, int | None], bytes]
+"""A token: its id, where its bytes are in the text, and its bytes."""
+NOWHERE: Final = (None, None)
+"""The place of a token whose position is not known."""
 
 
 @click.command("tokenize")
@@ -25,8 +35,8 @@ if TYPE_CHECKING:
     metavar="NAME|FILE",
     type=click.UNPROCESSED,
     shell_complete=model_file,
-    help="GGUF file, or the name of a model of this machine. If not given, the embedded model is used. The vocabulary is "
-    "read from the file, without the daemon.",
+    help="GGUF file, or the name of a model of this machine. If not given, the embedded model is used. If the daemon has "
+    "loaded a model of this name, it is asked; otherwise the vocabulary is read from the file.",
 )
 @click.option("--decode", metavar="IDS", help="Print the text of these token ids. - reads them from stdin.")
 @click.option(
@@ -44,6 +54,7 @@ if TYPE_CHECKING:
     "with --decode {ids, text}.",
 )
 @click.option("--llama-dir", type=click.Path(path_type=Path), help="Folder of the built libllama.")
+@click.option("--socket", type=click.Path(readable=False), help=DEFAULT_SOCKET)
 def command(
     text: str | None,
     model: str | None,
@@ -53,11 +64,12 @@ def command(
     count: bool,
     as_json: bool,
     llama_dir: Path | None,
+    socket: str | None,
 ) -> None:
     """Show the tokens of TEXT.  Without TEXT, or with -, the text is read from stdin.
 
     Each line is a token: its id, its byte range in the text, and its text in quotes.  A token that is only a part of a
-    character is shown by its bytes, such as b'\\xc3'.  Only the vocabulary of the model is loaded.
+    character is shown by its bytes, such as b'\\xc3'.  Of a file, only the vocabulary is loaded.
     Text that spells a control token becomes that token, unless --no-special is given.  Added tokens such as
     BOS have an empty byte range.  If the tokenizer normalises the text, byte ranges are unknown: they are shown as -,
     and in JSON as null.
@@ -71,9 +83,13 @@ def command(
         if text is not None or ids or count:
             raise click.UsageError("--decode takes token ids, and none of TEXT, --ids and --count")
         token_ids = _parse_ids(_stdin("no token ids; pipe them in") if decode == "-" else decode)
-        with _tokenizer(model, llama_dir) as tokenizer:
-            decoded = tokenizer.decode(token_ids, special=not no_special)
-            click.echo(_json({"ids": token_ids, "text": decoded}) if as_json else decoded)
+        answer = _ask(socket, model, tokens=token_ids, parse_special=not no_special)
+        if answer is not None:
+            decoded = answer.get("text", "")
+        else:
+            with _tokenizer(model, llama_dir) as tokenizer:
+                decoded = tokenizer.decode(token_ids, special=not no_special)
+        click.echo(_json({"ids": token_ids, "text": decoded}) if as_json else decoded)
         return
     if ids and count:
         raise click.UsageError("give --ids or --count, not both")
@@ -81,15 +97,53 @@ def command(
         source = _stdin("no text; give one as an argument or pipe it in")
     else:
         source = _to_text(os.fsencode(text))
-    with _tokenizer(model, llama_dir) as tokenizer:
-        if not ids and not count:
-            _show_tokens(tokenizer, source, special=not no_special, as_json=as_json)
-            return
-        found = tokenizer.encode(source, add_special=not no_special, parse_special=not no_special).tolist()
+    special = not no_special
+    answer = _ask(socket, model, text=source, add_special=special, parse_special=special, with_bytes=not (ids or count))
+    if not ids and not count:
+        _show_tokens(
+            _rows_of_file(model, llama_dir, source, special) if answer is None else _rows(answer), as_json=as_json
+        )
+        return
+    if answer is not None:
+        found = answer["tokens"]
+    else:
+        with _tokenizer(model, llama_dir) as tokenizer:
+            found = tokenizer.encode(source, add_special=special, parse_special=special).tolist()
     if count:
         click.echo(len(found))
     else:
         click.echo(_json(found) if as_json else " ".join(map(str, found)))
+
+
+def _ask(socket: str | None, model: str | None, **fields: Any) -> dict[str, Any] | None:
+    """The answer of the daemon, if it has loaded the model of this name and can answer; otherwise ``None``."""
+    from uma_trio.cli.model_option import is_path_of_model
+    from uma_trio.connect import ClientError, is_locked
+    from uma_trio.errors import PromptTooLarge
+    from uma_trio.protocol.address import socket_path
+    from uma_trio.query import query
+
+    path = socket_path(socket)
+    # without a lock there is no daemon; connecting could make systemd start one
+    if model is None or is_path_of_model(model) or not is_locked(path):
+        return None
+    try:
+        [listed] = query(path, {"type": "models"}, timeout_s=DAEMON_S)
+        names = [
+            name for each in listed["models"] if each["state"] == "ready" for name in (each["name"], *each["aliases"])
+        ]
+        if model not in names and model.removesuffix(".gguf") not in names:
+            return None
+        [answer] = query(path, {"type": "tokenize", "model": model, **fields}, timeout_s=DAEMON_S)
+    except (ClientError, TimeoutError, LookupError) as error:
+        click.echo(f"uma-trio tokenize: the daemon does not answer ({error}), so the file is read", err=True)
+        return None
+    if answer.get("code") == PromptTooLarge.code:  # the file has no such limit
+        return None
+    if answer["event"] == "error":
+        click.echo(f"uma-trio tokenize: {answer['code']}: {answer['message']}", err=True)
+        sys.exit(1)
+    return answer
 
 
 @contextlib.contextmanager
@@ -114,11 +168,21 @@ def _tokenizer(model: str | None, llama_dir: Path | None) -> Iterator[Tokenizer]
         sys.exit(1)
 
 
-def _show_tokens(tokenizer: Tokenizer, text: str, *, special: bool, as_json: bool) -> None:
-    encoding = tokenizer.encode_with_offsets(text, add_special=special, parse_special=special)
-    tokens = encoding.ids.tolist()
-    ranges = [(None, None)] * len(tokens) if encoding.offsets is None else encoding.offsets.tolist()
-    rows = list(zip(tokens, ranges, tokenizer.tokens_to_bytes(tokens), strict=True))
+def _rows(answer: dict[str, Any]) -> list[Row]:
+    """The tokens of the daemon's answer."""
+    ranges = answer.get("byte_ranges") or [NOWHERE] * len(answer["tokens"])
+    return [*zip(answer["tokens"], map(tuple, ranges), map(bytes, answer["bytes"]), strict=True)]
+
+
+def _rows_of_file(model: str | None, llama_dir: Path | None, text: str, special: bool) -> list[Row]:
+    with _tokenizer(model, llama_dir) as tokenizer:
+        encoding = tokenizer.encode_with_offsets(text, add_special=special, parse_special=special)
+        tokens = encoding.ids.tolist()
+        ranges = [NOWHERE] * len(tokens) if encoding.offsets is None else encoding.offsets.tolist()
+        return [*zip(tokens, map(tuple, ranges), tokenizer.tokens_to_bytes(tokens), strict=True)]
+
+
+def _show_tokens(rows: list[Row], *, as_json: bool) -> None:
     if as_json:
         names = ("id", "start", "end", "text", "bytes")
         found = [

@@ -161,7 +161,7 @@ def vllm_families(snapshot: Snapshot) -> Iterator[Metric]:
         "generation_tokens": snapshot.get("tokens_total", 0),
         "prefix_cache_queries": computed + cached,
         "prefix_cache_hits": cached,
-        "num_preemptions": 0,
+        "num_preemptions": snapshot.get("preemptions_total", 0),
         "spec_decode_num_draft_tokens": snapshot.get("draft_tokens_total", 0),
         "spec_decode_num_accepted_tokens": snapshot.get("accepted_draft_tokens_total", 0),
     }

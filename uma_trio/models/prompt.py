@@ -225,7 +225,12 @@ class PromptMaker:
             query.text, add_special=query.add_special, parse_special=query.parse_special, pauses=pauses
         )
         offsets = None if found.offsets is None else _chars_before(found.offsets[:, 0], query.text).tolist()
-        return TokenList(tokens=found.ids.tolist(), offsets=offsets, id=query.id)
+        tokens = found.ids.tolist()
+        if not query.with_bytes:
+            return TokenList(tokens=tokens, offsets=offsets, id=query.id)
+        ranges = None if found.offsets is None else found.offsets.tolist()
+        spelled = [[*each] for each in self.tokenizer.tokens_to_bytes(tokens)]
+        return TokenList(tokens=tokens, offsets=offsets, bytes=spelled, byte_ranges=ranges, id=query.id)
 
     async def texts(self, request: Embed | Rerank, max_tokens: int) -> list[TokenIds]:
         """Tokens of each text to embed, or of the query with each document.  Control tokens that a text spells stay text.

@@ -64,6 +64,10 @@ class TokenList:
     ``tokens``, and if the vocabulary normalises the text."""
     text: str | None = None
     """The text of ``tokens``, or the rendered ``messages``."""
+    bytes: list[list[int]] | None = None
+    """The bytes of each token, if the query asks for them."""
+    byte_ranges: list[list[int]] | None = None
+    """With ``bytes``: start and end of each token in the text's UTF-8; ``None`` where ``offsets`` is."""
     id: str | None = None
 
 

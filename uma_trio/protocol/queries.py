@@ -63,6 +63,8 @@ class TokenizeQuery:
     """Add the tokens that the model expects around a text, such as BOS, as in ``Generate.prompt``."""
     parse_special: bool = True
     """Whether text that spells a control token becomes that token, and whether control tokens become text."""
+    with_bytes: bool = False
+    """Report the bytes of each token of ``text``, and where they are in its UTF-8."""
     id: Name | None = None
     keep_alive: bool = False
     principal: Name | None = None

@@ -226,6 +226,7 @@ class RunningSet:
         self.release(sequence, keep=True)
         sequence.state, sequence.queued_at, sequence.stalled_at = State.WAITING, trio.current_time(), math.inf
         sequence.was_preempted = True
+        self._telemetry.preemptions_total += 1
 
     def describe(self) -> list[SequenceInfo]:
         """What the KV cache holds, by sequence id."""

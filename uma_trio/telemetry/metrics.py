@@ -122,6 +122,8 @@ class Telemetry:
     adapter_changes_total: int = 0
     mask_wait_ms: Average = attrs.field(factory=Average)
     """How long sampling waited for the masks of grammars, in ticks with constrained requests."""
+    preemptions_total: int = 0
+    """Streams that lost their places, because nobody read them."""
     requests: Counter[str] = attrs.field(factory=Counter)
     """Finished requests by finish reason."""
     rejected: Counter[str] = attrs.field(factory=Counter)
@@ -239,6 +241,7 @@ class Telemetry:
             "mixed_tick_error_p90": error_p90,
             "cancel_to_free_p50_ms": freed_p50,
             "cancel_to_free_max_ms": freed_max,
+            "preemptions_total": self.preemptions_total,
             "requests_total": dict(self.requests),
             "rejected_total": dict(self.rejected),
             "histograms": self.histograms.snapshot(),
