@@ -21,6 +21,7 @@ from uma_trio.aici import library
 from uma_trio.aici.exchange import ControllerRuntime
 from uma_trio.config import MB, Config, Sampling
 from uma_trio.engine import tuning_cache
+from uma_trio.engine.purpose import IN_WORDS
 from uma_trio.errors import BadRequest, ControllerUnavailable, RequestTimeout, ShuttingDown, UmaError
 from uma_trio.grammar import AnswerShape, Grammar
 from uma_trio.kv.offload_index import SavedState
@@ -267,8 +268,13 @@ class ModelService:
     def _describe_context(self) -> dict[str, dict[str, Any]]:
         info = self._model.info
         if info.purpose != "generate":
-            does = {"embed": "it embeds texts", "rank": "it ranks documents for a query"}[info.purpose]
-            return {"purpose": {"purpose": does, "pooling": info.pooling, "tokens_of_a_text": info.embedding_ctx}}
+            return {
+                "purpose": {
+                    "purpose": f"it {IN_WORDS[info.purpose]}",
+                    "pooling": info.pooling,
+                    "tokens_of_a_text": info.embedding_ctx,
+                }
+            }
         return {
             "KV cache": {"ctx": info.n_ctx, "parallel": info.n_seq_max, "ctx_per_request": info.max_request_tokens},
             "chat template": {"template": self._model.chat_template or "none"},

@@ -5,12 +5,13 @@
     python -m tests.fuzz.mutate_gguf --replay 1234 --out /tmp/bad.gguf
 
 A file that passes ``check_gguf`` is loaded in a child process, which then does what a daemon does with a model: read
-the whole vocabulary, tokenize, open a context, decode eight tokens, save a sequence. A child serves one file after
+the whole vocabulary, tokenize, open a context, decode eight tokens, save a sequence; or embed or rank three texts, if
+that is what the model is for. A child serves one file after
 another until a file kills it. Every file has one of these outcomes:
 
     refused by us           ``check_gguf`` raised GgufError
     refused by the library  llama.cpp reported an error, and the process goes on
-    ran                     eight tokens were decoded
+    ran                     eight tokens were decoded, or three texts computed
     aborted                 the child died; the assertion is reported
     hung                    the child took longer than ``--timeout`` seconds
     python error            the check or the wrapper raised anything else
@@ -44,12 +45,18 @@ import gguf
 import llama_abi
 from tests.support.random_models import bench_script
 from tests.support.real_daemon import ROOT
+from uma_trio import config
+from uma_trio.engine.llama import open_vocabulary
+from uma_trio.engine.messages import EmbeddingInput, Step
+from uma_trio.engine.pooling import PoolingEngine
+from uma_trio.engine.purpose import Purpose
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models.gguf_check import GgufError, check_gguf
 from uma_trio.models.gguf_header import TENSOR_TYPES
 
 EMBEDDED = ROOT / "uma_trio" / "models" / "embedded" / "embedded.gguf"
 SENTENCEPIECE = ROOT / "build" / "llama.cpp" / "models" / "ggml-vocab-llama-spm.gguf"
+WORDPIECE = SENTENCEPIECE.with_name("ggml-vocab-bert-bge.gguf")
 
 N_TOKENS = 600
 """Size of the vocabularies, so that a file has about 200 KB."""
@@ -212,7 +219,7 @@ def _packed(kind: int, value: Any) -> bytes:
 
 
 def make_bases(folder: Path) -> list[bytes]:
-    """Make the valid files that are mutated: three kinds of memory, two kinds of vocabulary, and experts."""
+    """Make the valid files that are mutated: three kinds of memory, three kinds of vocabulary, experts, encoders."""
     script = bench_script("make_model")
     byte_level = _short_vocabulary(EMBEDDED, folder / "byte-level.gguf")
     sentencepiece = _short_vocabulary(SENTENCEPIECE, folder / "sentencepiece.gguf")
@@ -226,6 +233,12 @@ def make_bases(folder: Path) -> list[bytes]:
     ):
         path = folder / f"{architecture}-{vocabulary.stem}.gguf"
         script.make_model(path, attrs.evolve(shape, architecture=architecture), "q8_0", vocabulary=vocabulary, ctx=256)
+        made.append(path.read_bytes())
+    wordpiece = _short_vocabulary(WORDPIECE, folder / "wordpiece.gguf")
+    for pooling in ("mean", "cls", "rank"):
+        path = folder / f"bert-{pooling}.gguf"
+        of_encoder = script.Shape(layers=2, width=64, heads=2, kv_heads=2, ffn=64, architecture="bert", pooling=pooling)
+        script.make_model(path, of_encoder, "q8_0", vocabulary=wordpiece, ctx=256)
         made.append(path.read_bytes())
     return [*made, _with_experts(Gguf.parse(made[0])).to_bytes()]
 
@@ -546,16 +559,35 @@ def run_model(library: llama_abi.Library, path: Path) -> None:
             context.seq_remove(0)
 
 
+def run_pooling(path: Path, purpose: Purpose) -> None:
+    """Load ``path`` and let it compute three texts together."""
+    engine = PoolingEngine(path, config.Model(threads=1), purpose)
+    try:
+        with open_vocabulary(path) as vocabulary:
+            found = [vocabulary.tokenizer.encode(text).tolist() for text in ("Hello, wörld 42", "a", "b c")]
+        texts = [tokens[: engine.info.embedding_ctx] for tokens in found if tokens]
+        inputs = [EmbeddingInput(number, 0, tokens, len(tokens)) for number, tokens in enumerate(texts)]
+        output = engine.step(Step(embeddings=inputs))
+        if output.embedding_failure is not None:
+            raise llama_abi.LlamaError(output.embedding_failure)
+        assert len(output.embeddings) == len(texts)
+    finally:
+        engine.close()
+
+
 def attempt(library: llama_abi.Library, path: Path) -> tuple[str, str]:
     """The outcome of a file that does not end the process, and its message."""
     try:
-        check_gguf(path)
+        summary = check_gguf(path)
     except GgufError as error:
         return "refused by us", str(error).removeprefix(f"{path}: ")
     except Exception as error:  # noqa: BLE001  (a finding)
         return "python error", f"check_gguf: {error!r}"
     try:
-        run_model(library, path)
+        if summary.purpose == "generate":
+            run_model(library, path)
+        else:
+            run_pooling(path, summary.purpose)
     except llama_abi.LlamaError as error:
         return "refused by the library", str(error)
     except Exception as error:  # noqa: BLE001  (a finding)

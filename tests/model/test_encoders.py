@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import trio
 
 import llama_abi
-from tests.support.random_models import random_model
+from tests.pure.test_charsmap import table
+from tests.support.random_models import bench_script, random_model
 from tests.support.real_daemon import real_daemon
 from uma_trio.client import ServerError
-from uma_trio.models.loaded import vocabulary
+from uma_trio.models.loaded import EMBEDDED, vocabulary
 
 CTX = 512
 QUANT = "f32"
@@ -116,6 +119,53 @@ def test_texts_of_any_length_up_to_the_context(encoder):
         asked(encoder, lambda client: client.embed([[token], [token] * (CTX + 1)]))
 
 
+def unigram_vocabulary(folder):
+    """A vocabulary like that of XLM-RoBERTa: pieces with scores, and a table that makes capitals small."""
+    gguf = pytest.importorskip("gguf")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "\u2581", *letters, *(f"\u2581{word}" for word in sorted({*WORDS}))]
+    kinds = [3, 3, 3, 2, *[1] * (len(pieces) - 4)]
+    path = folder / "vocabulary.gguf"
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.add_tokenizer_model("t5")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * 4 + [-10.0 if len(piece) == 1 else -1.0 for piece in pieces[4:]])
+    writer.add_token_types(kinds)
+    writer.add_token_type_count(2)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+    writer.add_add_space_prefix(True)
+    writer.add_remove_extra_whitespaces(True)
+    writer.add_precompiled_charsmap(table({ord(each.upper()): each.encode() for each in letters}))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return path
+
+
+def test_an_encoder_with_a_unigram_vocabulary(library, tmp_path):
+    script = bench_script("make_model")
+    path = tmp_path / "unigram.gguf"
+    shape = script.parse_shape("tiny-bert-rank")
+    script.make_model(path, shape, QUANT, vocabulary=unigram_vocabulary(tmp_path), ctx=CTX)
+    query, documents = "How do I make pancakes", ["mix FLOUR milk", "the capital of France", "xyz 12"]
+    with vocabulary(path) as tokenizer:
+        assert tokenizer.encode("MIX milk").tolist() == tokenizer.encode("mix milk").tolist()
+
+        def plain(text):
+            return tokenizer.encode(text, add_special=False, parse_special=False).tolist()
+
+        pairs = [[0, *plain(query), 2, *plain(document), 2] for document in documents]
+    with real_daemon("--model", str(path)) as daemon:
+        found = asked(daemon, lambda client: client.rerank(query, documents))
+    expected = reference(path, pairs)
+    assert [each.score for each in found.results] == pytest.approx(sorted(expected, reverse=True), abs=1e-3)
+
+
 def test_what_the_daemon_says_of_an_encoder(encoder):
     [known] = asked(encoder, lambda client: client.models())
     assert known.capabilities == ["embedding"]
@@ -199,3 +249,29 @@ def test_an_engine_that_is_killed_changes_nothing(library):
         again = asked(daemon, lambda client: client.embed(given[:3]))
         assert np.allclose(again.embeddings, expected.embeddings[:3], atol=1e-3)
         assert daemon.metrics()["engine"]["restarts_total"] == 1
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "uma_trio", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "does", "makes"),
+    [("cls", "embeds texts", "64 numbers"), ("rank", "ranks documents for a query", "a score")],
+)
+def test_what_the_commands_say_of_a_model_that_does_not_generate(library, pooling, does, makes):
+    ended = run("doctor", "--model", model(pooling))
+    lines = {line.split()[1]: line for line in ended.stdout.splitlines() if len(line.split()) > 1}
+    assert f"it {does}; a text has at most {CTX} tokens" in lines["purpose"], ended.stdout
+    assert makes in lines["answer"]
+    assert "problem" not in ended.stdout
+    shown = run("models", "show", model(pooling)).stdout
+    assert f"it {does}" in shown
+
+
+def test_a_draft_model_is_for_models_that_generate(library, tmp_path):
+    for flags in (("--model", model("mean"), "--draft-model", EMBEDDED), ("--draft-model", model("mean"))):
+        ended = run("serve", "--socket", tmp_path / "s", *flags)
+        assert ended.returncode == 1
+        assert f"{model('mean')} embeds texts, and a draft model is for models that generate text" in ended.stderr

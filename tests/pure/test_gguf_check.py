@@ -171,6 +171,19 @@ PATTERN = "attention__sliding_window_pattern"
 EPSILON = "attention__layer_norm_rms_epsilon"
 HEADS = {"embedding_length": 64, "attention__head_count": 2}
 
+ENCODER = {
+    "context_length": 512, "embedding_length": 32, "block_count": 2, "feed_forward_length": 64,
+    "attention__head_count": 2, "attention__causal": 0,
+}  # fmt: skip
+
+
+def encoder(*tensors, **values):
+    """A BERT; a value that is ``None`` is left out."""
+    found = {name: value for name, value in (ENCODER | values).items() if value is not None}
+    options = {"tensors": list(tensors), "data": bytes(4096)} if tensors else {}
+    return gguf(_pairs("bert", **found), **options)
+
+
 DEADLY = {
     "no layers": (with_values(block_count=0), "0 layers"),
     "too many layers": (with_values(block_count=513), "513 layers"),
@@ -206,6 +219,24 @@ DEADLY = {
     ),
     "an encoder": (gguf(_pairs("t5")), "encoder"),
     "the tokenizer of encoders": (with_vocabulary(text("a") + text("b"), n=2, model="t5"), "encoder"),
+    "diffusion": (gguf(_pairs("llada")), "diffusion"),
+    "an unknown pooling": (with_values(pooling_type=5), "pooling_type is 5, not one of 0 \\(none\\)"),
+    "a negative pooling": (encoder(pooling_type=-1), "pooling_type is -1"),
+    "an unknown pooling of a classifier": (encoder(classifier__pooling_type=9), "classifier.pooling_type is 9"),
+    "an encoder without a context": (encoder(context_length=None), "no bert.context_length"),
+    "an encoder with a negative context": (encoder(context_length=-512), "claims -512 for bert.context_length"),
+    "an encoder without heads": (encoder(attention__head_count=0), "claims 0 for bert.attention.head_count"),
+    "an encoder without a width": (encoder(embedding_length=None), "no bert.embedding_length"),
+    "an encoder without a feed-forward width": (encoder(feed_forward_length=None), "no bert.feed_forward_length"),
+    "an encoder whose width does not fit its heads": (encoder(attention__head_count=3), "cannot be divided"),
+    "an encoder with keys of another width": (encoder(attention__key_length=16), "keys and values of different widths"),
+    "an encoder with embeddings of another width": (encoder(embedding_length_out=64), "out is 64, and .* 32 numbers"),
+    "a reranker without a head": (encoder(pooling_type=4), "has no classification head.*cls.output.weight"),
+    "types of tokens in half precision": (encoder(tensor("token_types.weight", [32, 2], 1, 0)), "F16, not F32"),
+    "a damaged table of characters": (
+        gguf([*_pairs("bert", **ENCODER), pair("tokenizer.ggml.model", STRING, text("t5")),
+              pair("tokenizer.ggml.precompiled_charsmap", ARRAY, array(0, 9, struct.pack("<II", 4, 1 << 30) + b"\0"))]),
+        "precompiled_charsmap"),
     "an empty RoPE scaling": (with_values(rope__scaling__type=""), "RoPE scaling is ''"),
     "an unknown RoPE scaling": (with_values(rope__scaling__type="round"), "RoPE scaling is 'round'"),
     "no rotated dimensions": (with_values(rope__dimension_count=0, **HEADS), "rotates 0"),
@@ -280,6 +311,31 @@ def test_values_that_llama_cpp_asserts(check, name):
 )
 def test_values_of_sound_models(check, content):
     check(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "purpose"),
+    [
+        (gguf(), "generate"),
+        (encoder(), "embed"),
+        (encoder(pooling_type=1), "embed"),
+        (encoder(tensor("cls.weight", [32, 32], 0, 0), pooling_type=4), "rank"),
+        (encoder(tensor("cls.output.weight", [32], 0, 0), pooling_type=4), "rank"),
+        (encoder(tensor("cls.output.weight", [32], 0, 0), pooling_type=2), "embed"),
+        (with_values(pooling_type=1), "generate"),
+        (with_values(pooling_type=4), "generate"),
+        (gguf([*_pairs("llama", pooling_type=1), pair("llama.attention.causal", 7, b"\0")]), "embed"),
+        (gguf([*_pairs("llama", pooling_type=1), pair("llama.attention.causal", 7, b"\1")]), "generate"),
+        (gguf(_pairs("qwen3", pooling_type=4), [tensor("cls.output.weight", [32, 2], 0, 0)], bytes(256)), "rank"),
+    ],
+)
+def test_what_a_model_is_for(check, content, purpose):
+    assert check(content).purpose == purpose
+
+
+def test_an_encoder_needs_no_memory_for_a_kv_cache_or_an_output(check):
+    sizes = check(encoder(tensor("token_embd.weight", [32, 2], 0, 0))).sizes
+    assert (sizes.keys, sizes.values, sizes.output_bytes) == ((0, 0), (0, 0), 0)
 
 
 def test_a_vocabulary_alone_is_checked_for_its_tokens(check):

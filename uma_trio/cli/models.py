@@ -78,6 +78,7 @@ def show(model: str, as_json: bool) -> None:
     MODEL is a name that uma-trio models lists, or a path.
     """
     with _reporting():
+        from uma_trio.engine.purpose import IN_WORDS
         from uma_trio.hub.locate import find_here
         from uma_trio.models.gguf_check import check_gguf
         from uma_trio.models.gguf_header import read_header
@@ -98,6 +99,7 @@ def show(model: str, as_json: bool) -> None:
         "source": None if installed is None else installed.source,
         "sha256": [] if installed is None else [each for each in installed.hashes if each is not None],
         "architecture": summary.architecture,
+        "purpose": summary.purpose,
         "quantization": _quantization(located.path) if installed is None else installed.quantization,
         "context_length": summary.context_length,
         "vocabulary": summary.n_vocab,
@@ -117,6 +119,7 @@ def show(model: str, as_json: bool) -> None:
         ("kept by", found["origin"]),
         ("from", found["source"]),
         ("architecture", summary.architecture),
+        ("purpose", f"it {IN_WORDS[summary.purpose]}"),
         ("quantization", found["quantization"]),
         ("context", summary.context_length and f"{summary.context_length:,} tokens"),
         ("vocabulary", summary.n_vocab and f"{summary.n_vocab:,} tokens"),

@@ -9,6 +9,13 @@ from typing import Final, Literal, TypeAlias
 
 Purpose: TypeAlias = Literal["generate", "embed", "rank"]
 
+IN_WORDS: Final[dict[Purpose, str]] = {
+    "generate": "generates text",
+    "embed": "embeds texts",
+    "rank": "ranks documents for a query",
+}
+"""What a model does, as the end of a sentence."""
+
 ENCODERS: Final = frozenset({
     "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert",
     "nomic-bert-moe",

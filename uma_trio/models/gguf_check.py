@@ -19,6 +19,7 @@ import attrs
 
 from uma_trio.engine.fit import ModelSizes
 from uma_trio.engine.purpose import ENCODERS, HEADS, POOLING, Purpose, purpose_of
+from uma_trio.models.charsmap import check_charsmap
 from uma_trio.models.gguf_header import AGAIN, GgufError, GgufHeader, read_header
 from uma_trio.models.gguf_split import parts_of
 from uma_trio.models.sizes import sizes_of
@@ -277,6 +278,12 @@ def _check_special_tokens(header: GgufHeader) -> None:
             raise GgufError(f"its tokenizer adds the token {name}, and its vocabulary has none")
 
 
+def _check_normalisation(header: GgufHeader) -> None:
+    """llama-vocab.cpp, ``normalize_prefix``: an index outside of the table is an exception that nobody catches."""
+    if header.text("tokenizer.ggml.model") == "t5":
+        check_charsmap(header.octets("tokenizer.ggml.precompiled_charsmap"))
+
+
 # -- hyperparameters ----------------------------------------------------------------------------
 
 
@@ -425,6 +432,14 @@ def _check_encoder(header: GgufHeader) -> None:
     width = _integer(header, "embedding_length") or 0
     if any(isinstance(heads, int) and width % heads for heads in _numbers(header, "attention.head_count")):
         raise GgufError(f"its width of {width} cannot be divided among its attention heads")
+    for name in ("embedding_length_out", "dense_3_feat_out"):
+        if _integer(header, name) not in (None, 0, width):
+            raise GgufError(
+                f"its {architecture}.{name} is {_integer(header, name)}, and its embeddings have {width} numbers"
+            )
+    widths = {_integer(header, f"attention.{kind}_length") for kind in ("key", "value")}
+    if len(widths) > 1:
+        raise GgufError(f"its heads have keys and values of different widths, which an {architecture} does not have")
     pooling = POOLING.get(_integer(header, "pooling_type") or 0)
     if pooling == "rank" and not _has_head(header):
         raise GgufError(
@@ -478,6 +493,7 @@ VOCABULARY_RULES: tuple[Rule, ...] = (
     _check_tokens,
     _check_byte_tokens,
     _check_special_tokens,
+    _check_normalisation,
 )
 MODEL_RULES: tuple[Rule, ...] = (
     _check_architecture,

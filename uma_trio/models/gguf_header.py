@@ -31,7 +31,7 @@ MAX_DIMENSIONS = 4
 
 _FIRST_READ = 1 << 20
 
-_UINT16, _UINT32, _FLOAT32, _STRING, _ARRAY = 2, 4, 6, 8, 9
+_UINT8, _INT8, _UINT16, _UINT32, _FLOAT32, _STRING, _ARRAY = 0, 1, 2, 4, 6, 8, 9
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -166,6 +166,13 @@ class GgufHeader:
         if array is None or array.kind == _STRING:
             return ()
         return struct.unpack_from(f"<{array.count}{_SCALARS[array.kind]}", self._data, array.start)
+
+    def octets(self, key: str) -> bytes:
+        """The array of 8-bit integers ``key`` as bytes; empty where the file has none."""
+        array = self._arrays.get(key)
+        if array is None or array.kind not in (_UINT8, _INT8):
+            return b""
+        return bytes(self._data[array.start : array.start + array.count])
 
     def strings(self, key: str) -> list[bytes]:
         """Items of the array of strings ``key``; empty where the file has none."""

@@ -22,6 +22,7 @@ from uma_trio.engine.fitting import SHARES
 from uma_trio.engine.link import EngineLink, Launcher
 from uma_trio.engine.llama import open_vocabulary
 from uma_trio.engine.messages import LayoutReport, LoadError, ModelInfo, Start
+from uma_trio.engine.purpose import IN_WORDS
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
@@ -30,7 +31,7 @@ from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.chosen_template import TemplateSource, choose_template
 from uma_trio.models.context import explain_context, is_short, max_prompt_bytes, more_context
 from uma_trio.models.control_tokens import ControlTokens
-from uma_trio.models.gguf_check import check_gguf
+from uma_trio.models.gguf_check import GgufError, GgufSummary, check_gguf
 from uma_trio.models.load_errors import explained
 from uma_trio.models.marker_text import MarkerText
 from uma_trio.models.pairs import find_pair_format
@@ -128,7 +129,9 @@ async def open_model(
         if config.model.draft_model is not None:
             draft = Path(config.model.draft_model)
             with explained(draft):
-                draft_sizes = (await trio.to_thread.run_sync(check_gguf, draft)).sizes
+                of_draft = await trio.to_thread.run_sync(check_gguf, draft)
+                _check_draft(path, summary, draft, of_draft)
+                draft_sizes = of_draft.sizes
         adapters = await trio.to_thread.run_sync(check_adapters, config.model.adapters, path)
         with explained(path):
             start = Start(
@@ -200,6 +203,19 @@ async def open_model(
             )
         finally:
             await engine.link.aclose()
+
+
+def _check_draft(path: Path, summary: GgufSummary, draft: Path, of_draft: GgufSummary) -> None:
+    """
+    Raises:
+        GgufError: one of the two does not generate text.
+    """
+    for file, each in ((path, summary), (draft, of_draft)):
+        if each.purpose != "generate":
+            raise GgufError(
+                f"{file} {IN_WORDS[each.purpose]}, and a draft model is for models that generate text",
+                "leave out draft_model, or name models that generate text",
+            )
 
 
 async def _loaded(

@@ -13,7 +13,7 @@ import trio
 
 from uma_trio.config import Config
 from uma_trio.engine.messages import ModelInfo
-from uma_trio.engine.purpose import Purpose
+from uma_trio.engine.purpose import IN_WORDS, Purpose
 from uma_trio.errors import AdapterNotFound, BadRequest
 from uma_trio.grammar import Grammar
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet, adapter_set
@@ -104,11 +104,11 @@ def adapters_of(request: Generate | Embed | Rerank, info: ModelInfo) -> AdapterS
 
 
 INSTEAD: Final[dict[Purpose, str]] = {
-    "generate": "generates text",
-    "embed": "embeds texts: ask it for embeddings",
-    "rank": "ranks documents for a query: send it a rerank request",
+    **IN_WORDS,
+    "embed": f"{IN_WORDS['embed']}: ask it for embeddings",
+    "rank": f"{IN_WORDS['rank']}: send it a rerank request",
 }
-"""What a model is for, as part of a refusal."""
+"""What a model does, and how to ask for it, as part of a refusal."""
 
 
 def check_generates(info: ModelInfo) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from uma_trio.cli.doctor import probe
 from uma_trio.cli.doctor.findings import Finding
 from uma_trio.engine.devices import Devices, size
+from uma_trio.engine.purpose import IN_WORDS
 
 if TYPE_CHECKING:
     from uma_trio.config import Config
@@ -51,7 +52,11 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
     yield from _card(path, EMBEDDED)
     yield from _adapters(settings, path)
     yield _model(path, path == EMBEDDED, model, ending)
-    if model is not None and "problem" not in model:
+    if model is not None and "problem" not in model and model["purpose"] != "generate":
+        yield Finding("purpose", "ok", f"it {IN_WORDS[model['purpose']]}; a text has at most {model['n_ctx']:,} tokens")
+        yield Finding("fit", "ok", model["fit"] or "off: the settings are taken as they are")
+        yield _pooled(stages.get("answer"), ending)
+    elif model is not None and "problem" not in model:
         yield _context(model)
         yield Finding("fit", "ok", model["fit"] or "off: the settings are taken as they are")
         yield from _placement(model["devices"])
@@ -76,7 +81,10 @@ def check_file(settings: Config) -> Iterator[Finding]:
         yield Finding("model", "problem", error.reason, error.remedy)
     else:
         yield Finding(
-            "model", "ok", f"{path.name}: {summary.architecture}, {size(summary.size_bytes)}, not loaded here"
+            "model",
+            "ok",
+            f"{path.name}: {summary.architecture}, {size(summary.size_bytes)}, it {IN_WORDS[summary.purpose]}; not "
+            "loaded here",
         )
 
 
@@ -196,6 +204,14 @@ def _draft_model(found: dict[str, Any]) -> Finding:
         f"{found['draft_model']}: {found['draft_call_ms']:.2f} ms a call, {found['draft_token_ms']:.3f} ms a token"
     )
     return Finding("draft model", "ok", f"{message} of a prompt; its vocabulary is that of the model")
+
+
+def _pooled(found: dict[str, Any] | None, ending: str) -> Finding:
+    """Report what a model that embeds or ranks made of a text."""
+    if found is None or "problem" in found:
+        problem = f"computing a text {ending}" if found is None else found["problem"]
+        return Finding("answer", "problem", problem, f"{BUILD} --clean, or serve another --model")
+    return Finding("answer", "ok", f"{found['text']} for {probe.QUESTION!r} in {found['ms']:.0f} ms")
 
 
 def _answer(embedded: bool, found: dict[str, Any] | None, ending: str) -> Finding:

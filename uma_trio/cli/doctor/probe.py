@@ -78,10 +78,9 @@ def probe(settings: Config) -> None:
 
 
 def _probe_model(settings: Config) -> None:
-    import resource
-
-    from uma_trio.engine.fitting import open_fitted
+    from uma_trio.engine.fitting import open_fitted, open_pooling
     from uma_trio.engine.memory import free_memory_bytes
+    from uma_trio.engine.messages import Start
     from uma_trio.engine.tuning_cache import FileLayoutCache
     from uma_trio.models.context import explain_context, is_short, more_context
     from uma_trio.models.gguf_check import check_gguf
@@ -90,35 +89,36 @@ def _probe_model(settings: Config) -> None:
 
     path, free = model_path(settings.model.model), free_memory_bytes()
     draft = None if settings.model.draft_model is None else Path(settings.model.draft_model)
+    pooling = None
     try:
         with explained(draft or path):
             draft_sizes = None if draft is None else check_gguf(draft).sizes
         with explained(path):
-            sizes = check_gguf(path).sizes
+            summary = check_gguf(path)
+            if summary.purpose != "generate":
+                start = Start(path, settings.model, sizes=summary.sizes, purpose=summary.purpose)
+                pooling = open_pooling(start, lambda share: True)
             trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
             with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
-            engine = open_fitted(
-                path,
-                with_time,
-                sizes,
-                layout_cache=FileLayoutCache(path),
-                min_batch=min_batch(settings),
-                draft=draft_sizes,
-            )
+            if pooling is None:
+                engine = open_fitted(
+                    path,
+                    with_time,
+                    summary.sizes,
+                    layout_cache=FileLayoutCache(path),
+                    min_batch=min_batch(settings),
+                    draft=draft_sizes,
+                )
     except ModelError as error:
         _report("model", problem=error.reason, remedy=error.remedy)
         return
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if pooling is not None:
+        _probe_pooling(pooling, path, free)
+        return
     info, choice = engine.info, engine.layout_choice
     _report(
         "model",
-        description=info.description,
-        n_params=info.n_params,
-        n_ctx=info.n_ctx,
-        n_ctx_train=info.n_ctx_train,
-        peak_bytes=peak,
-        free_bytes=free,
-        fit=None if engine.fit is None else f"{engine.fit.choice}; {engine.fit.why}",
+        **_facts(engine, free),
         layout=choice.layout.name,
         draft_model=info.draft_model,
         draft_call_ms=info.draft_call_ms,
@@ -126,12 +126,56 @@ def _probe_model(settings: Config) -> None:
         layout_why=choice.why,
         layout_is_saved=choice.is_saved,
         layouts={each.layout.name: str(each) for each in choice.measured},
-        devices=msgspec.to_builtins(engine.devices()),
         context=explain_context(info),
         context_is_short=is_short(info, settings.limits),
         more_context=more_context(info),
     )
     _probe_answer(engine)
+
+
+def _facts(engine: Any, free: int) -> dict[str, Any]:
+    """What is known of any model.
+
+    Args:
+        free: bytes of memory that were free before it was loaded.
+    """
+    import resource
+
+    info, peak = engine.info, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "purpose": info.purpose,
+        "description": info.description,
+        "n_params": info.n_params,
+        "n_ctx": info.n_ctx,
+        "n_ctx_train": info.n_ctx_train,
+        "peak_bytes": peak * (1 if sys.platform == "darwin" else 1024),
+        "free_bytes": free,
+        "fit": None if engine.fit is None else f"{engine.fit.choice}; {engine.fit.why}",
+        "devices": msgspec.to_builtins(engine.devices()),
+    }
+
+
+def _probe_pooling(engine: Any, path: Path, free: int) -> None:
+    """Let a model that embeds or ranks compute a text."""
+    import numpy as np
+
+    from uma_trio.engine.llama import open_vocabulary
+    from uma_trio.engine.messages import EmbeddingInput, Step
+
+    _report("model", **_facts(engine, free))
+    with open_vocabulary(path) as vocabulary:
+        tokens = vocabulary.tokenizer.encode(QUESTION).tolist()
+    began = time.perf_counter()
+    result = engine.step(Step(embeddings=[EmbeddingInput(0, 0, tokens, len(tokens))]))
+    ms = 1e3 * (time.perf_counter() - began)
+    if result.embedding_failure is not None:
+        _report("answer", problem=result.embedding_failure)
+        return
+    if not np.isfinite(result.embeddings[0]).all():
+        _report("answer", problem="it computes no finite numbers")
+        return
+    of_text = "a score" if engine.info.purpose == "rank" else f"{len(result.embeddings[0])} numbers"
+    _report("answer", text=of_text, ms=ms)
 
 
 def _probe_answer(engine: Any) -> None:
