@@ -148,6 +148,50 @@ async def test_streams_go_on_in_a_step_that_runs_ahead(planning):
     assert not any(isinstance(each, StepInput) for each in call), "their tokens are not known yet"
 
 
+async def test_a_prompt_goes_on_next_to_streams_in_a_step_that_runs_ahead(planning):
+    found = planning(n_batch=64)
+    streams = found.streams(2)
+    prompt = found.ask(150)
+    step = found.submitted(found.next_step())
+    found.planner.last_was_outlier = False
+    ends = []
+    while prompt.state is State.PREFILL and step.rows[prompt].end < 150:
+        assert [*step.rows] == [*streams, prompt]
+        ends.append(step.rows[prompt].end)
+        ahead = found.planner.step_ahead(step)
+        assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == streams
+        [chunk] = ahead.plan.chunks
+        behind, message = build_step(ahead, 100 + len(ends), (), in_flight=step)
+        [*continued, prefill] = [each for call in message.calls for each in call]
+        assert not any(isinstance(each, StepInput) for each in continued), "their tokens are not known yet"
+        assert prefill.position == ends[-1], "behind what is being computed"
+        assert prefill.tokens == prompt.prompt.tokens[ends[-1] : ends[-1] + chunk.n_tokens].tolist()
+        assert message.follows == step.number
+        found.complete(step)
+        step = behind
+    assert len(ends) >= 2
+    ahead = found.planner.step_ahead(step)
+    assert not ahead.plan.chunks
+    assert {ahead.sequences[view.seq_id] for view in ahead.plan.decodes} == {*streams, prompt}, (
+        "its first token is sampled"
+    )
+
+
+async def test_a_step_with_streams_and_a_prompt_that_was_not_begun_is_planned_again(planning):
+    found = planning(n_batch=64)
+    found.streams(2)
+    found.ask(150)
+    step = found.submitted(found.next_step())
+    found.planner.last_was_outlier = False
+    ahead = found.planner.step_ahead(step)
+    found.planner.undo(ahead)
+    found.complete(step)
+    again = found.planner.next_step()
+    assert (again.plan.chunks, again.plan.work) == (ahead.plan.chunks, ahead.plan.work)
+    service, before = again.plan.state.service, ahead.plan.state.service
+    assert service.counter("uid:0") == before.counter("uid:0")
+
+
 async def test_nothing_is_left_to_do_after_the_last_token_in_flight(planning):
     found = planning()
     sequence = found.ask(5, max_tokens=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import attrs
@@ -352,6 +353,56 @@ async def test_prefill_runs_ahead_and_so_do_streams_that_begin_and_end(autojump_
         with_prefill = [step for step in steps if any(len(each.tokens) > 1 for call in step.calls for each in call)]
         assert len(with_prefill) > 25
         assert harness.scheduler.telemetry.run_ahead_steps_total > 0.8 * len(steps)
+        await harness.clean()
+
+
+async def test_prefill_next_to_streams_runs_ahead(autojump_clock):
+    """The device waits for no plan, with the costs of a GPU: a staircase, and a target of 18 ms."""
+
+    def cost_ms(prompt: int, decodes: int) -> float:
+        return 6 + 5 * math.ceil((prompt + decodes) / 64) if prompt else 6 + 0.2 * decodes
+
+    async with running(FakeEngine(n_ctx=20_000, cost_ms=cost_ms), target_tbt_ms=18.0) as harness:
+        streams, prompts = [Collector() for _ in range(4)], [Collector() for _ in range(3)]
+        sequences = [harness.ask([n + 1], stream, n=400) for n, stream in enumerate(streams)]
+        await trio.sleep(0.1)
+        for n, prompt in enumerate(prompts):
+            sequences.append(harness.ask([n + 10] * 3000, prompt, n=20))
+            await trio.sleep(0.2)
+        for sequence in sequences:
+            await sequence.done.wait()
+        assert [stream.tokens for stream in streams] == [expected_continuation([n + 1], 400) for n in range(4)]
+        expected = [expected_continuation([n + 10] * 3000, 20) for n in range(3)]
+        assert [prompt.tokens for prompt in prompts] == expected
+        telemetry = harness.scheduler.telemetry
+        assert telemetry.mixed_ticks_total > 60
+        assert telemetry.mixed_run_ahead_steps_total >= telemetry.mixed_ticks_total - 5, (
+            "but for those after an arrival"
+        )
+        await harness.clean()
+
+
+@pytest.mark.parametrize("after_s", [0.2, 0.21, 0.219, 0.22, 0.225, 0.23])
+@pytest.mark.parametrize("whom", ["stream", "prompt"])
+async def test_a_cancel_during_prefill_next_to_streams_revokes_what_runs_ahead(autojump_clock, after_s, whom):
+    engine = FakeEngine(n_ctx=20_000, cost_ms=lambda prompt, decodes: 5 + 0.2 * prompt + decodes)
+    async with running(engine, target_tbt_ms=40.0) as harness:
+        stream, on = harness.ask([1], Collector(), n=300), Collector()
+        other = harness.ask([2], on, n=200)
+        await trio.sleep(0.05)
+        prompt = harness.ask([7] * 4000, first := Collector(), n=10)
+        await trio.sleep(after_s)
+        cancelled, left = (stream, prompt) if whom == "stream" else (prompt, stream)
+        assert cancelled.allocation is not None
+        seq_id, begun = cancelled.allocation.seq_id, len(harness.engine.steps)
+        harness.scheduler.cancel(cancelled)
+        await other.done.wait()
+        computed = [{each.seq_id for call in step.calls for each in call} for step in harness.engine.steps[begun:]]
+        assert not any(seq_id in seq_ids for seq_ids in computed)
+        await left.done.wait()
+        assert on.tokens == expected_continuation([2], 200)
+        if whom == "stream":
+            assert first.tokens == expected_continuation([7] * 4000, 10)
         await harness.clean()
 
 

@@ -36,6 +36,8 @@ GROUPS: Final = {
             "ticks_total",
             "decode_calls_total",
             "run_ahead_steps_total",
+            "mixed_ticks_total",
+            "mixed_run_ahead_steps_total",
             "avg_batch",
         ),
     ),

@@ -96,6 +96,8 @@ THROUGHPUT: Final = (
     _counter("late_masks", "late_masks_total", "Samples whose mask was not ready in time."),
     _counter("ticks", "ticks_total", "Completed ticks."),
     _counter("decode_calls", "decode_calls_total", "Calls of llama_decode."),
+    _counter("mixed_ticks", "mixed_ticks_total", "Ticks with decodes and prefill."),
+    _counter("mixed_run_ahead_steps", "mixed_run_ahead_steps_total", "Those of them that ran ahead."),
     _counter("run_ahead_steps", "run_ahead_steps_total", "Ticks submitted while the previous one computed."),
 )
 

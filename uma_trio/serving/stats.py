@@ -114,8 +114,10 @@ class Stats:
         telemetry.forced_tokens_total += accepted["grammar"]
         telemetry.adapter_changes_total += work.n_adapter_changes
         telemetry.late_masks_total += sum([new.is_late for new in completed.new_tokens])
-        if plan.chunks and plan.decodes and completed.duration_ms > 0:
-            telemetry.mixed_tick_errors.add(abs(plan.predicted_ms / completed.duration_ms - 1))
+        if plan.chunks and plan.decodes:
+            telemetry.mixed_ticks_total += 1
+            telemetry.mixed_run_ahead_steps_total += step.runs_ahead
+            telemetry.mixed_tick_errors.add(abs(plan.predicted_ms / max(completed.duration_ms, 1e-3) - 1))
         if output.mask_wait_ms is not None:
             telemetry.mask_wait_ms.add(output.mask_wait_ms)
         telemetry.draft_tokens_total += drafted["lookup"] + drafted["model"]

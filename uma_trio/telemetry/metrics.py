@@ -108,6 +108,10 @@ class Telemetry:
     ticks_total: int = 0
     decode_calls_total: int = 0
     run_ahead_steps_total: int = 0
+    mixed_ticks_total: int = 0
+    """Ticks with decodes and prefill."""
+    mixed_run_ahead_steps_total: int = 0
+    """Those of them that ran ahead."""
     prefix_cache_hits_total: int = 0
     cached_tokens_total: int = 0
     draft_tokens_total: int = 0
@@ -210,6 +214,8 @@ class Telemetry:
             "ticks_total": self.ticks_total,
             "decode_calls_total": self.decode_calls_total,
             "run_ahead_steps_total": self.run_ahead_steps_total,
+            "mixed_ticks_total": self.mixed_ticks_total,
+            "mixed_run_ahead_steps_total": self.mixed_run_ahead_steps_total,
             "prefix_cache_hits_total": self.prefix_cache_hits_total,
             "cached_tokens_total": self.cached_tokens_total,
             "draft_tokens_total": self.draft_tokens_total,
