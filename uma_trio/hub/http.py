@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -14,7 +14,7 @@ import trio
 
 import uma_trio
 from uma_trio.hub.errors import HubError, Interrupted, NameNotResolved
-from uma_trio.hub.urls import origin_of, parse_url, redirected, without_secrets
+from uma_trio.hub.urls import is_public, origin_of, parse_url, redirected, without_secrets
 
 CONNECT_S: Final = 15.0
 SILENCE_S: Final = 30.0
@@ -28,6 +28,19 @@ BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which the same request may work later."""
 
 
+async def addresses_of(host: str) -> list[str]:
+    """The IP addresses of a name; empty if it has none, as behind a proxy that alone resolves names."""
+    try:
+        found = await trio.socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+Resolve = Callable[[str], Awaitable[list[str]]]
+"""Finds the IP addresses of a name."""
+
+
 class Http:
     """A client.
 
@@ -37,12 +50,19 @@ class Http:
     """
 
     def __init__(
-        self, client: httpx2.AsyncClient, endpoint: str, token: str | None, *, silence_s: float = SILENCE_S
+        self,
+        client: httpx2.AsyncClient,
+        endpoint: str,
+        token: str | None,
+        *,
+        silence_s: float = SILENCE_S,
+        resolve: Resolve = addresses_of,
     ) -> None:
         self._client = client
         self._origin = origin_of(endpoint)
         self._token = token
         self._silence_s = silence_s
+        self._resolve = resolve
 
     @property
     def has_token(self) -> bool:
@@ -57,6 +77,7 @@ class Http:
             Interrupted: a retry may help.  Raised inside the context, too.
         """
         parse_url(url)
+        asked = url
         with _explained(url):
             for _ in range(MAX_REDIRECTS + 1):
                 request = self._client.build_request("GET", url, headers=self._headers(url, headers or {}))
@@ -67,10 +88,25 @@ class Http:
                         yield answer
                         return
                     url = redirected(url, answer.headers["location"])
+                    await self._check_redirect(asked, url)
                 finally:
                     with trio.CancelScope(shield=True):
                         await answer.aclose()
         raise HubError(f"{urlsplit(url).hostname} redirects more than {MAX_REDIRECTS} times", "try again later")
+
+    async def _check_redirect(self, asked: str, url: str) -> None:
+        """Refuse a redirect by which a server of the internet would have this machine open a place inside its network.
+
+        A URL of this machine or of a private network was named by the user, and may redirect to others there.
+        """
+        host, target = urlsplit(asked).hostname or "", urlsplit(url).hostname or ""
+        if host == target:
+            return
+        inside = [address for address in await self._resolve(target) if not is_public(address)]
+        if inside and all(map(is_public, await self._resolve(host))):
+            raise HubError(
+                f"{host} redirects to {target}, which is inside this network ({inside[0]})", "use another source"
+            )
 
     async def read_json(self, url: str) -> tuple[int, Mapping[str, str], Any]:
         """The status, the headers and the body of an answer; the body is ``None`` if it is not JSON.

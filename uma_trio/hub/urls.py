@@ -11,6 +11,9 @@ from uma_trio.hub.errors import HubError
 MAX_URL: Final = 8192
 _PORTS: Final = {"https": 443, "http": 80}
 
+NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+"""Addresses that end with an IPv4 address.  Source: RFC 6052."""
+
 Origin = tuple[str, str, int]
 """Scheme, host and port."""
 
@@ -74,6 +77,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the internet: not of this machine, a private network, or a single link."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour
+        if found in NAT64:
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return found.is_global and not found.is_multicast
 
 
 def without_secrets(url: str) -> str:
