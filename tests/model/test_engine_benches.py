@@ -96,3 +96,10 @@ def test_controllers(library, tmp_path):
         (count, controller) for count in "12" for controller in ("True", "False")
     ]
     assert all(float(row["mid_p50_ms_each"]) > 0 for row in found if row["controller"] == "True")
+
+
+def test_stairs(library):
+    done = run("stairs.py", "--threads", 1, "--ticks", 40, "--kv-unified", "off")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^measured in \d+\.\d\d s$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^\| line +\| +[\d.]+ \| +[\d.]+ \| +[\d.]+ \|$", done.stdout, re.MULTILINE), done.stdout

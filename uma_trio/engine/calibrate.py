@@ -58,7 +58,7 @@ async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_
     Raises:
         EngineError, EngineDied: a step failed.
     """
-    trial = _Trial(link)
+    trial = Trial(link)
     cost = known or CostModel()
     ends = time.perf_counter() + budget_s
     ticks: list[tuple[Work, float]] = []
@@ -73,14 +73,14 @@ async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_
     ms = await _call_widths(trial, budget_s)
     await trial.clear()
     too_slow = cost.predict(Work(CURVE_ROWS[0], 0, 0)) > MAX_CURVE_STEP_MS
-    if not cost.knows_stairs and not too_slow and (curves := await _curves(trial)) is not None:
+    if not cost.knows_stairs and not too_slow and (curves := await measured_curves(trial)) is not None:
         cost = cost.with_curves(curves)
         for work, tick_ms in ticks if cost.mixed.curves is not None else ():
             cost = cost.observed(work, tick_ms) if work.prefill_tokens else cost
     return attrs.evolve(cost, call_times=DecodeCallTimes(ms + cost.call_times.ms[len(ms) :]))
 
 
-async def _curves(trial: _Trial) -> PrefillCurves | None:
+async def measured_curves(trial: Trial) -> PrefillCurves | None:
     """What ticks with prefill take by their rows; ``None`` if the device is unsteady or the batch too small."""
     n_decodes = trial.max_decodes_with_a_prompt
     if not n_decodes:
@@ -91,7 +91,7 @@ async def _curves(trial: _Trial) -> PrefillCurves | None:
     return None if mixed is None else PrefillCurves(prompt or mixed, mixed, n_decodes)
 
 
-async def _curve(trial: _Trial, n_decodes: int, row_counts: Sequence[int], budget_s: float) -> RowCurve | None:
+async def _curve(trial: Trial, n_decodes: int, row_counts: Sequence[int], budget_s: float) -> RowCurve | None:
     """What a tick of this many decodes and a chunk takes by its rows, as far as the time goes."""
     left_ms = 1e3 * budget_s
     found: dict[int, list[float]] = {}
@@ -108,7 +108,7 @@ async def _curve(trial: _Trial, n_decodes: int, row_counts: Sequence[int], budge
     return RowCurve.measured(found)
 
 
-async def _call_widths(trial: _Trial, budget_s: float) -> tuple[float, ...]:
+async def _call_widths(trial: Trial, budget_s: float) -> tuple[float, ...]:
     """Milliseconds of calls of 1 to ``MAX_ROWS`` decode rows, as far as the time goes."""
     ends = time.perf_counter() + budget_s
     ms = [0.0]
@@ -121,7 +121,7 @@ async def _call_widths(trial: _Trial, budget_s: float) -> tuple[float, ...]:
     return tuple(ms)
 
 
-class _Trial:
+class Trial:
     """Steps of meaningless tokens."""
 
     def __init__(self, link: EngineLink) -> None:
@@ -169,6 +169,11 @@ class _Trial:
             return None
         inputs = [self._input(*each) for each in shape]
         return await self._step_ms([inputs], [Truncate(n_decodes)])
+
+    async def empty(self, seq: int) -> None:
+        """Remove what one sequence holds."""
+        await self._link.compute(Step([Truncate(seq)]))
+        self._lengths.pop(seq, None)
 
     async def clear(self) -> None:
         """Empty the KV cache."""
