@@ -208,6 +208,7 @@ def take_gpu(target_mib: int) -> None:
 @click.option("--full", is_flag=True, help="Fill one sequence to its end, which takes its time on a CPU.")
 @click.option("--parallel", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the steps as JSON.")
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a row for each step.")
 @click.option("--child", type=int, hidden=True)
 @click.option("--take", type=int, hidden=True)
 def main(
@@ -220,6 +221,7 @@ def main(
     full: bool,
     parallel: int,
     as_json: bool,
+    csv_file: Path | None,
     child: int | None,
     take: int | None,
 ) -> None:
@@ -230,9 +232,11 @@ def main(
         assert model is not None
         if device == "ram":
             limit_ram(child, limit)
-        settings = {"parallel": parallel, "threads": 0 if device == "gpu" else 1}
+        settings: dict[str, Any] = {"parallel": parallel, "threads": 0 if device == "gpu" else 1}
         if device == "ram":
             settings["gpu_layers"] = 0
+        else:
+            settings["devices"] = ("CUDA0",)  # whose memory is taken
         trio.run(serve, model, device, fill, full, settings)
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -247,9 +251,13 @@ def main(
             click.echo("|-------:|-------:|----------:|-------:|------:|---|")
         flags = ["--limit", limit, "--fill", str(fill), "--parallel", str(parallel), *(["--full"] if full else [])]
         results = []
+        from comparison import RunsFile  # the child needs none of its imports
+
+        file = RunsFile(csv_file, [*(field.name for field in attrs.fields(Result)), "used"])
         for target in map(int, free.split(",")):
             found = step(model, device, target, flags)
             results.append(found)
+            file.add(*attrs.astuple(found), found.used)
             if not as_json:
                 what = f"{found.choice}; {found.why}" if found.outcome == "ok" else found.outcome
                 click.echo(

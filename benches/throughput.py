@@ -53,9 +53,11 @@ class Shape:
     streams: int
     words: int
     tokens: int
+    room: int | None = None
+    """Tokens of context for each stream; ``None``: what any tokenizer needs."""
 
     def serving(self, model: Path, threads: int) -> ServerSettings:
-        each = room(self.words, self.tokens)
+        each = self.room or room(self.words, self.tokens)
         return ServerSettings(model=model, threads=threads, parallel=self.streams, ctx=self.streams * each)
 
 
@@ -211,6 +213,7 @@ def _times(ours: float | None, theirs: float | None) -> str:
 @click.option("--streams", "counts", default="1,8,32", help="Numbers of streams, separated by commas.")
 @click.option("--tokens", type=click.IntRange(2), default=200, help="Tokens that each stream generates.")
 @click.option("--prompt-words", type=click.IntRange(1), default=64, help="Words of each prompt.")
+@click.option("--room", type=click.IntRange(64), help="Tokens of context for each stream.  [default: what its words need with any tokenizer]")  # fmt: skip
 @click.option("--seed", type=int, default=0, help="Seed of the words.")
 @click.option("--model", "models", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), default=[EMBEDDED], show_default=False, help="GGUF file to serve; repeatable.  [default: the embedded model]")  # fmt: skip
 @click.option("--threads", envvar="UMA_THREADS", type=click.IntRange(1), help="Compute threads of every program.  [default: all physical cores but one]")  # fmt: skip
@@ -237,7 +240,8 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
     """
     try:
         shapes = [
-            Shape(streams=int(n), words=options["prompt_words"], tokens=options["tokens"]) for n in counts.split(",")
+            Shape(streams=int(n), words=options["prompt_words"], tokens=options["tokens"], room=options["room"])
+            for n in counts.split(",")
         ]
         if min(shape.streams for shape in shapes) < 1:
             raise ValueError

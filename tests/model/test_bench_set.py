@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -283,6 +284,7 @@ def test_a_bench_that_fails_is_in_the_report(library, tmp_path, folder):
         (("--benches", "/nowhere"), "clone the repository"),
         (("--model", "/nowhere.gguf"), "there is no model at /nowhere.gguf"),
         (("--only", "pareto", "--model", "embedded"), "add --rival"),
+        (("--gpu", "--quick", "--only", "tensors"), "layers and tensors need two GPUs"),
     ],
 )
 def test_what_it_cannot_run(tmp_path, folder, options, remedy):
@@ -290,3 +292,49 @@ def test_what_it_cannot_run(tmp_path, folder, options, remedy):
     assert done.returncode == 2
     assert remedy in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_set_for_a_gpu_runs_to_its_end_without_one(library, tmp_path, folder):
+    done = command("--gpu", "--quick", "--out", tmp_path, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    names = ["streams", "contexts", "restore", "gap", "fit", "adapters", "constraints"]
+    assert [step["name"] for step in results["steps"]] == names, "mixed compares with llama-server"
+    for number, step in enumerate(results["steps"], 1):
+        assert step["state"] == "done", step
+        assert step["rows"], step
+        assert f"{number} of {len(names)}  {step['name']}: " in done.stderr
+    assert results["model"] == "embedded"
+    assert "CPU" in {device["name"] for device in results["devices"]}
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_set_for_a_gpu_compares_with_llama_server(library, tmp_path, folder):
+    if not (PEERS / "llama-server").exists():
+        pytest.skip(f"there is no llama-server in {PEERS}: ./build_llama.sh --peers builds it")
+    done = command(
+        "--gpu", "--quick", "--rival", "--only", "mixed", "--only", "streams", "--out", tmp_path, folder=folder
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    mixed, streams = json.loads((tmp_path / "results.json").read_text())["steps"]
+    assert {row["server"] for row in mixed["rows"]} == {"uma-trio", "llama-server"}
+    assert len({row["program"] for row in streams["rows"]}) == 3
+
+
+def test_a_set_whose_time_is_over_keeps_what_it_has(library, tmp_path, folder):
+    done = command("--gpu", "--quick", "--minutes", "0.01", "--out", tmp_path, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "streams    cut off in" in done.stdout
+    assert "contexts   not begun: the 0.01 minutes are over" in done.stdout
+    [step] = json.loads((tmp_path / "results.json").read_text())["steps"]
+    assert step["state"] == "cut off"
+    assert list(folder.iterdir()) == []
+
+
+def test_the_set_for_a_gpu_says_at_once_what_it_lacks(library, tmp_path, folder):
+    done = command("--gpu", "--out", tmp_path / "out", folder=folder)
+    assert done.returncode == 2
+    assert "make_model.py --shape 7b" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 
 from uma_trio.cli import bench_report
-from uma_trio.cli.bench_runs import BENCHES, Settings, chosen
+from uma_trio.cli.bench_gpu import GPU_BENCHES, write_results
+from uma_trio.cli.bench_runs import BENCHES, Bench, Outcome, Settings, chosen
 from uma_trio.demo.recording import Answer, Question
+from uma_trio.engine.devices import Device, Devices
 
 pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
 
@@ -111,9 +115,10 @@ def settings(**changes: Any) -> Settings:
     return Settings(folder=ROOT / "benches", out=Path("/out"), **{**fields, **changes})
 
 
-def test_every_bench_is_a_script_with_a_name_of_its_own() -> None:
-    assert len({bench.name for bench in BENCHES}) == len(BENCHES)
-    for bench in BENCHES:
+@pytest.mark.parametrize("benches", [BENCHES, GPU_BENCHES], ids=["all", "gpu"])
+def test_every_bench_is_a_script_with_a_name_of_its_own(benches: tuple[Bench, ...]) -> None:
+    assert len({bench.name for bench in benches}) == len(benches)
+    for bench in benches:
         assert (ROOT / "benches" / bench.script).exists()
 
 
@@ -122,7 +127,7 @@ def test_a_rival_is_for_those_that_have_one() -> None:
     assert [bench.name for bench in chosen(("ipc", "pareto"), rival=True)] == ["pareto", "ipc"]
 
 
-@pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.name)
+@pytest.mark.parametrize("bench", [*BENCHES, *GPU_BENCHES], ids=lambda bench: bench.name)
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_command_of_a_bench(bench: Any, quick: bool) -> None:
     command = settings(quick=quick).command(bench)
@@ -131,6 +136,32 @@ def test_the_command_of_a_bench(bench: Any, quick: bool) -> None:
     assert (f"/out/{bench.name}.csv" in command) is bench.csv
     assert (f"/out/{bench.name}.png" in command) is bench.has_plot
     assert "--plot" not in settings(has_matplotlib=False).command(bench)
+    if bench.serve:
+        assert command[command.index("--") + 1 :] == bench.serve.split()
+
+
+def test_the_results_of_a_set_are_kept_step_by_step(tmp_path: Path) -> None:
+    where = settings(quick=True, rival=True)
+    where = attrs.evolve(where, out=tmp_path)
+    devices = Devices(backend="cuda", found=(Device("CUDA0", "a card", "gpu", 60, 80),))
+    first, second, third = GPU_BENCHES[:3]
+    (tmp_path / f"{first.name}.csv").write_text("run,wall_s\n1,2.5\n2,2.6\n")
+    (tmp_path / f"{second.name}.csv").write_text("run,wall_s\n1,0.5\n2")  # ended in the middle of a row
+    ends = [(first, 0, False), (second, 0, True), (third, 3, False)]
+    outcomes: list[Outcome] = []
+    for bench, code, cut_off in ends:
+        outcomes.append(
+            Outcome(bench=bench, command=["x"], code=code, duration_s=1.0, stdout="", stderr="", cut_off=cut_off)
+        )
+        found = json.loads(write_results(where, outcomes, devices, "uma-trio bench").read_text())
+        assert len(found["steps"]) == len(outcomes)
+    assert found["devices"][0]["name"] == "CUDA0"
+    assert [(each["state"], len(each["rows"])) for each in found["steps"]] == [
+        ("done", 2),
+        ("cut off", 1),
+        ("failed with 3", 0),
+    ]
+    assert found["steps"][0]["rows"][1] == {"run": "2", "wall_s": "2.6"}
 
 
 def test_a_table_becomes_html_and_nothing_in_it_does() -> None:

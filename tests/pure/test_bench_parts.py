@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from uma_trio.cli import bench, bench_runs
+from uma_trio.cli import bench, bench_gpu, bench_runs
 from uma_trio.client import BrokenProtocol
 
 BENCHES = Path(__file__).parents[2] / "benches"
@@ -36,8 +36,8 @@ SCRIPTS = sorted(file.name for file in BENCHES.glob("*.py") if "__main__" in fil
 def test_the_help_of_the_command_names_every_bench() -> None:
     run = {bench.script for bench in bench_runs.BENCHES}
     assert bench.command.help is not None
-    for name in [found.name for found in bench_runs.BENCHES]:
-        assert re.search(rf"^ *{name}  ", bench.command.help, re.MULTILINE), name
+    for name in [found.name for found in (*bench_runs.BENCHES, *bench_gpu.GPU_BENCHES)]:
+        assert re.search(rf"^ *{name} +", bench.command.help, re.MULTILINE), name
     for script in set(SCRIPTS) - run - {"make_model.py", "make_adapter.py"}:  # which make models for the others
         assert script in bench.command.help
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Any, NoReturn
 
 import click
 
+from uma_trio.cli.bench_gpu import GPU_BENCHES, MODEL, find_devices, write_results
 from uma_trio.cli.bench_runs import BENCHES, Bench, Outcome, Settings, chosen
 from uma_trio.cli.completion import model_file
+from uma_trio.engine.devices import Devices
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PEERS_VARIABLE = "LLAMA_PEERS_DIR"
@@ -33,9 +37,15 @@ PEERS_VARIABLE = "LLAMA_PEERS_DIR"
 @click.option(
     "--only",
     multiple=True,
-    type=click.Choice([bench.name for bench in BENCHES]),
+    type=click.Choice(list(dict.fromkeys(bench.name for bench in (*BENCHES, *GPU_BENCHES)))),
     metavar="NAME",
     help="Run only this benchmark; repeatable.",
+)
+@click.option("--gpu", is_flag=True, help="Run the set for a GPU instead.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    help="Stop after this time, with what has been measured until then.",
 )
 @click.option("--rival", is_flag=True, help="Also measure llama-server and llama-batched-bench, in the same runs.")
 @click.option(
@@ -54,7 +64,14 @@ PEERS_VARIABLE = "LLAMA_PEERS_DIR"
     help="Folder of the benchmark scripts.  [default: benches/ of the checkout]",
 )
 def command(
-    folder: Path | None, model: str | None, only: Sequence[str], rival: bool, out: Path, **options: Any
+    folder: Path | None,
+    model: str | None,
+    only: Sequence[str],
+    gpu: bool,
+    minutes: float | None,
+    rival: bool,
+    out: Path,
+    **options: Any,
 ) -> None:
     """Run the benchmarks of a checkout, and write a report.
 
@@ -66,6 +83,7 @@ def command(
       uma-trio bench --quick                           all of them, roughly, in a few minutes
       uma-trio bench --only mixed --rival              next to llama-server, after: ./build_llama.sh --peers
       uma-trio bench --model model.gguf --out here     with a model of your own
+      uma-trio bench --gpu --rival --minutes 25 --model 7b.gguf     on a GPU, after: ./build_llama.sh --peers
 
     \b
     mixed       short streams next to a long prompt: inter-token latency
@@ -84,6 +102,21 @@ def command(
     modes       the engine in its own process and in a thread
     recovery    crashes of the engine under load
 
+    With --gpu these run instead, on all GPUs, in this order.  results.json has the rows of all of them, and is written
+    again after each.  With --quick the loads are so small that they run without a GPU too, to try the set.
+
+    \b
+    mixed       streams next to long prompts at targets of 18 and 30 ms and the default (with --rival)
+    streams     8 and 32 plain streams
+    contexts    eight streams in contexts of 16,384 tokens
+    layers      plain streams on several GPUs with split_mode layer
+    tensors     the same with split_mode tensor
+    restore     sessions that continue, from memory and from disk
+    gap         how long the GPU waits between ticks
+    fit         a model that is served with less and less memory
+    adapters    ticks of streams with several LoRA adapters
+    constraints what a JSON schema costs
+
     These scripts in benches/ run by themselves: kv_layout.py compares layouts of the KV cache, layout_choice.py
     asks whether the daemon chooses the right one, stairs.py measures ticks by their rows, fit.py takes memory away and asks whether a model is still
     served, adapters.py measures ticks with several LoRA adapters, drafts.py what a draft model gains, two_models.py
@@ -98,6 +131,9 @@ def command(
     """
     folder = _benches(folder)
     _check(folder, rival=rival)
+    devices = _check_gpu(model, quick=options["quick"]) if gpu else None
+    if gpu:
+        model, options["threads"] = model or "embedded", options["threads"] or 1
     out.mkdir(parents=True, exist_ok=True)
     settings = Settings(
         folder=folder,
@@ -107,10 +143,20 @@ def command(
         has_matplotlib=importlib.util.find_spec("matplotlib") is not None,
         **options,
     )
-    found = list(chosen(only, rival=rival))
+    found = list(chosen(only, rival=rival, benches=GPU_BENCHES if gpu else BENCHES))
+    if devices is not None:
+        n_gpus = sum(device.is_gpu for device in devices.found)
+        found = [bench for bench in found if n_gpus >= bench.min_gpus]
     if not found:
-        _fail("pareto compares with a rival: add --rival")
-    sys.exit(_run(found, settings))
+        _fail(
+            f"none of {', '.join(only)} can run: "
+            + (
+                "mixed needs --rival, layers and tensors need two GPUs, and some names belong to the set without --gpu"
+                if gpu
+                else "pareto compares with a rival, so add --rival; some names belong to --gpu"
+            )
+        )
+    sys.exit(_run(found, settings, minutes, devices))
 
 
 def _fail(message: str) -> NoReturn:
@@ -136,6 +182,24 @@ def _check(folder: Path, *, rival: bool) -> None:
     peers = Path(os.environ.get(PEERS_VARIABLE) or folder.parent / "build" / "peers" / "bin")
     if rival and not (peers / "llama-server").exists():
         _fail(f"there is no llama-server in {peers}: run ./build_llama.sh --peers, or point ${PEERS_VARIABLE} at it")
+
+
+def _check_gpu(model: str | None, *, quick: bool) -> Devices:
+    """Say at once all that is missing for the set of a GPU, and how to get it; builds nothing.
+
+    Returns:
+        What the library finds.
+    """
+    devices, missing = find_devices(), []
+    if isinstance(devices, str):
+        _fail(f"{devices}: run uma-trio doctor")
+    if not quick and not any(device.is_gpu for device in devices.found):
+        missing.append(f"a GPU that the library uses ({devices}): {devices.fix or './build_llama.sh --backend cuda'}")
+    if not quick and model is None:
+        missing.append(f"a model: {MODEL}, then --model 7b.gguf")
+    if missing:
+        _fail(f"--gpu needs {'; and '.join(missing)}. Without a GPU, --quick tries the set on the CPU")
+    return devices
 
 
 def _model(name: str | None, folder: Path) -> Path | None:
@@ -168,18 +232,35 @@ def _model(name: str | None, folder: Path) -> Path | None:
     return path
 
 
-def _run(benches: Sequence[Bench], settings: Settings) -> int:
-    """Run the benchmarks and write the report.  Returns the exit code."""
+def _run(
+    benches: Sequence[Bench], settings: Settings, minutes: float | None = None, devices: Devices | None = None
+) -> int:
+    """Run the benchmarks and write the report.  Returns the exit code.
+
+    Args:
+        devices: what the library finds; with them the results are written after each benchmark.
+    """
     from uma_trio.cli import bench_report, run_trio
     from uma_trio.cli.bench_runs import run
 
     outcomes: list[Outcome] = []
+    given = " ".join(["uma-trio", *sys.argv[1:]])
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
     async def work() -> None:
         for n, bench in enumerate(benches, 1):
-            with _progress(f"{n} of {len(benches)}  {bench.name}") as on_line:
-                outcome = await run(bench, settings, on_line)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                click.echo(f"{bench.name:<10} not begun: the {minutes:g} minutes are over")
+                continue
+            left = "" if minutes is None else f", {left_s / 60:.1f} min left"
+            if devices is not None:
+                click.echo(f"{n} of {len(benches)}  {bench.name}: {bench.title}{left}", err=True)
+            with _progress(f"{n} of {len(benches)}  {bench.name}{left}") as on_line:
+                outcome = await run(bench, settings, on_line, left_s)
             outcomes.append(outcome)
+            if devices is not None:
+                write_results(settings, outcomes, devices, given)
             click.echo(
                 f"{bench.name:<10} {outcome.state} in {outcome.duration_s:.0f} s"
                 + (f": {outcome.skipped}" if outcome.skipped else "")
@@ -193,7 +274,7 @@ def _run(benches: Sequence[Bench], settings: Settings) -> int:
     except run_trio.Interrupted as interrupted:
         stopped = 128 + interrupted.number
     if outcomes:
-        report = bench_report.write(settings, outcomes, " ".join(["uma-trio", *sys.argv[1:]]))
+        report = bench_report.write(settings, outcomes, given)
         click.echo(f"\n{report}")
     return stopped or int(any(outcome.code for outcome in outcomes))
 

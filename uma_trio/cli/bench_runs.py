@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 import attrs
 
@@ -46,6 +47,12 @@ class Bench:
     """Draws a plot with ``--plot``."""
     perf_log: bool = False
     """Passes ``--perf-log`` to its daemon."""
+    serve: str = ""
+    """Flags of its daemon."""
+    threads: bool = True
+    """Takes ``--threads``."""
+    min_gpus: int = 0
+    """GPUs without which it is left out."""
 
 
 BENCHES: Final = (
@@ -161,7 +168,7 @@ class Settings:
             found += shlex.split(bench.rival[0 if self.rival else 1])
         if self.model is not None and not bench.embedded:
             found += ["--model", str(self.model)]
-        if self.threads is not None:
+        if self.threads is not None and bench.threads:
             found += ["--threads", str(self.threads)]
         if bench.csv:
             found += ["--csv", str(self.out / f"{bench.name}.csv")]
@@ -169,9 +176,10 @@ class Settings:
             found += ["--plot", str(self.out / f"{bench.name}.png")]
         if bench.name == "long_ctx":
             found += ["--csv-all", str(self.out / "long_ctx_all.csv")]
+        serve = shlex.split(bench.serve)
         if bench.perf_log:
-            found += ["--", "--perf-log", str(self.out / PERF_LOG)]
-        return found
+            serve += ["--perf-log", str(self.out / PERF_LOG)]
+        return [*found, "--", *serve] if serve else found
 
 
 @attrs.frozen(kw_only=True)
@@ -185,6 +193,8 @@ class Outcome:
     duration_s: float
     stdout: str
     stderr: str
+    cut_off: bool = False
+    """Its time was over before its end.  Rows of complete runs are in its CSV file."""
 
     @property
     def skipped(self) -> str | None:
@@ -194,62 +204,68 @@ class Outcome:
 
     @property
     def state(self) -> str:
+        if self.cut_off:
+            return "cut off"
         if self.code:
             return f"failed with {self.code}"
         return "skipped" if self.skipped else "done"
 
 
-def chosen(only: Sequence[str], *, rival: bool) -> Iterator[Bench]:
+def chosen(only: Sequence[str], *, rival: bool, benches: Sequence[Bench] = BENCHES) -> Iterator[Bench]:
     """Yield the selected benchmarks.  Those that need a rival are left out without one."""
-    for bench in BENCHES:
+    for bench in benches:
         if (not only or bench.name in only) and (rival or not bench.needs_rival):
             yield bench
 
 
-async def run(bench: Bench, settings: Settings, on_line: Callable[[str], None]) -> Outcome:
-    """Run a benchmark to its end, and save its output in a file.  If cancelled, stops it and lets it clean up.
+async def run(bench: Bench, settings: Settings, on_line: Callable[[str], None], limit_s: float = math.inf) -> Outcome:
+    """Run a benchmark to its end, with its output in a file.  If cancelled, stops it and lets it clean up.
 
     Args:
         on_line: called with the latest line of its output.
+        limit_s: how long it may take before it is stopped.
     """
     import trio
 
     command = settings.command(bench)
     if bench.perf_log:
         (settings.out / PERF_LOG).unlink(missing_ok=True)
-    began, stdout, stderr = time.monotonic(), bytearray(), bytearray()
+    began, code, stdout, stderr = time.monotonic(), 0, bytearray(), bytearray()
 
-    async def read(stream: trio.abc.ReceiveStream, into: bytearray) -> None:
+    async def read(stream: trio.abc.ReceiveStream, into: bytearray, file: BinaryIO) -> None:
         async for data in stream:
             into += data
+            file.write(data)
+            file.flush()
             on_line(into.decode(errors="replace").rstrip().rpartition("\n")[2])
 
-    async with trio.open_nursery() as nursery:
-        process: trio.Process = await nursery.start(
-            functools.partial(
-                trio.run_process,
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                check=False,
-                deliver_cancel=_terminate,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    with (settings.out / f"{bench.name}.txt").open("wb") as file, trio.move_on_after(limit_s) as scope:
+        async with trio.open_nursery() as nursery:
+            process: trio.Process = await nursery.start(
+                functools.partial(
+                    trio.run_process,
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    check=False,
+                    deliver_cancel=_terminate,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                )
             )
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        nursery.start_soon(read, process.stdout, stdout)
-        nursery.start_soon(read, process.stderr, stderr)
-    outcome = Outcome(
+            assert process.stdout is not None
+            assert process.stderr is not None
+            nursery.start_soon(read, process.stdout, stdout, file)
+            nursery.start_soon(read, process.stderr, stderr, file)
+        code = process.returncode or 0
+    return Outcome(
         bench=bench,
         command=command,
-        code=process.returncode or 0,
+        code=code,
         duration_s=time.monotonic() - began,
         stdout=stdout.decode(errors="replace"),
         stderr=stderr.decode(errors="replace"),
+        cut_off=scope.cancelled_caught,
     )
-    await trio.Path(settings.out / f"{bench.name}.txt").write_text(outcome.stdout + outcome.stderr)
-    return outcome
 
 
 async def _terminate(process: trio.Process) -> None:
