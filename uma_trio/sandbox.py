@@ -20,8 +20,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Final
 
-START_SECONDS: Final = 10.0
+import psutil
+
+START_SECONDS: Final = 30.0
 """Longest wait for a new child that imports its libraries: 50 to 500 ms on an idle machine."""
+
+LEAST_WAIT_S: Final = 0.05
+"""Between two looks at what a child has computed."""
 
 LAST: Final = "last"
 
@@ -43,12 +48,19 @@ class Sandbox:
         command: a program and its arguments.
         setup: makes the first message of each new process.
         seconds: longest wait for an answer.
+        busy_seconds: longest wait on a machine so busy that the child has not had ``seconds`` of CPU time yet.
     """
 
-    def __init__(self, command: Sequence[str], setup: Callable[[], Mapping[str, Any]], seconds: float) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        setup: Callable[[], Mapping[str, Any]],
+        seconds: float,
+        busy_seconds: float = 0.0,
+    ) -> None:
         self._command = command
         self._setup = setup
-        self._seconds = seconds
+        self._seconds, self._busy_seconds = seconds, busy_seconds
         self._lock = threading.Lock()
         self._child = _Child()
         weakref.finalize(self, self._child.stop)
@@ -63,14 +75,14 @@ class Sandbox:
             self._ensure_started()
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to ``question``.  Blocks for ``seconds`` at most, plus a start and the turns of other threads.
+        """The answer to ``question``.  Blocks for ``seconds`` or ``busy_seconds``, plus a start and the turns of other threads.
 
         Raises:
             CannotStart, NoAnswer: see there.
         """
         with self._lock:
             self._ensure_started()
-            answer = self._child.ask(question, self._seconds)
+            answer = self._child.ask(question, self._seconds, self._busy_seconds)
             if answer.pop(LAST, False):
                 self._child.stop()
             return answer
@@ -118,26 +130,40 @@ class _Child:
             with process:  # closes the pipes and waits
                 process.kill()
 
-    def ask(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    def ask(self, question: Mapping[str, Any], seconds: float, busy_seconds: float = 0.0) -> dict[str, Any]:
         """Send one message and wait for its answer.  Stops a process that gives none."""
         try:
-            return self._exchange(question, seconds)
+            return self._exchange(question, seconds, busy_seconds)
         except BaseException:
             self.stop()  # or the next question would get this one's answer
             raise
 
-    def _exchange(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    @property
+    def _cpu_s(self) -> float:
+        """CPU time of the process so far; 0 if it has ended."""
+        assert self._process is not None
+        with contextlib.suppress(psutil.Error, OSError):
+            times = psutil.Process(self._process.pid).cpu_times()
+            return float(times.user + times.system)
+        return 0.0
+
+    def _exchange(self, question: Mapping[str, Any], seconds: float, busy_seconds: float) -> dict[str, Any]:
         assert self._process is not None
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        deadline = time.monotonic() + seconds
+        began, computed_s = time.monotonic(), self._cpu_s
+        deadline = began + seconds
 
         def wait_for(pipe: IO[bytes], event: int) -> None:
+            nonlocal deadline
             poll = select.poll()
             poll.register(pipe, event)
-            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                raise NoAnswer(f"it takes longer than {seconds:g} s")
+            while not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                left_s = min(computed_s + seconds - self._cpu_s, began + busy_seconds - time.monotonic())
+                if left_s <= 0:
+                    raise NoAnswer(f"it takes longer than {seconds:g} s")
+                deadline = time.monotonic() + max(left_s, LEAST_WAIT_S)
 
         left = memoryview(json.dumps(question, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
         with contextlib.suppress(BrokenPipeError):  # the process died; read() will return b""

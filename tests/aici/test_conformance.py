@@ -690,7 +690,7 @@ def test_many_controllers_that_never_end_do_not_stop_the_others(engine: Engine) 
 
 def test_slow_controllers_are_skipped_if_the_engine_wants_that(tmp_path: Path) -> None:
     """Ours: with --uma-skip-slow-ms the step goes on without them."""
-    flags = ("--uma-skip-slow-ms", "300", "--wasm-max-step-time=3000", "--wasm-max-pre-step-time=3000")
+    flags = ("--uma-skip-slow-ms", "600", "--wasm-max-step-time=4000", "--wasm-max-pre-step-time=4000")
     with contextlib.closing(Engine(tmp_path, *flags)) as engine:
         engine.shake_hands()
         bad, good = next(ids), next(ids)
@@ -718,12 +718,12 @@ def test_slow_controllers_are_skipped_if_the_engine_wants_that(tmp_path: Path) -
 
 def test_the_answer_of_a_skipped_controller_comes_later(tmp_path: Path) -> None:
     flags = ("--uma-skip-slow-ms=5", "--wasm-max-step-time=60000", "--wasm-max-pre-step-time=1000")
-    # counts long enough to be late in any step, and is then as good as any
+    # counts for a second, so it is late however busy the machine is, and is then as good as any
     count = (
         "(loop $more (br_if $more (i32.lt_u (local.tee $n (i32.add (local.get $n) (i32.const 1))) (i32.const {n}))))"
     )
     wasm = controller(
-        mid=count.replace("{n}", "400000000") + allowing(3) + returning(MID), memory='(memory (export "memory") 2)'
+        mid=count.replace("{n}", "3000000000") + allowing(3) + returning(MID), memory='(memory (export "memory") 2)'
     )
     with contextlib.closing(Engine(tmp_path, *flags)) as engine:
         engine.shake_hands()

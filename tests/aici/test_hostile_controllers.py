@@ -470,11 +470,11 @@ def test_neighbours_make_many_steps_while_a_controller_loops(tmp_path: Path, cal
 def test_what_a_late_controller_has_said_comes_later(tmp_path: Path) -> None:
     """Its post wanted to stop, and printed: pre says so when it is done."""
     count = """(loop $more
-      (br_if $more (i32.lt_u (local.tee $n (i32.add (local.get $n) (i32.const 1))) (i32.const 300000000))))"""
+      (br_if $more (i32.lt_u (local.tee $n (i32.add (local.get $n) (i32.const 1))) (i32.const 2000000000))))"""
     wasm = controller(
         post=printing("post ") + count + returning({"stop": True}), pre=printing("pre ") + returning(PRE), memory=ROOM
     )
-    limits = flags(**{"uma-skip-slow-ms": "5", "wasm-max-pre-step-time": "60000"})
+    limits = flags(**{"uma-skip-slow-ms": "5", "wasm-max-pre-step-time": "60000", "wasm-max-step-time": "60000"})
     with contextlib.closing(Engine(tmp_path, *limits, json_mb=4)) as engine:
         engine.shake_hands()
         slow = next(ids)

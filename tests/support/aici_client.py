@@ -27,6 +27,8 @@ import posix_ipc
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60
+PATIENT = [f"--wasm-max-{name}-time=10000" for name in ("pre-step", "step", "init")]
+"""The usual limits of time are short for a machine that is busy with tests."""
 """How long to wait for anything.  A machine may be busy; nothing here measures time."""
 
 ADMIN = {"user": "localhost", "is_admin": True}
@@ -146,7 +148,17 @@ class Engine:
             for word in ([f"--{name}={value}"] if form == "=" else [f"--{name}", str(value)])
         ]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "uma_trio", "aicirt", *words, *(["--futex"] if futex else []), "--server", *flags],
+            [
+                sys.executable,
+                "-m",
+                "uma_trio",
+                "aicirt",
+                *words,
+                *(["--futex"] if futex else []),
+                "--server",
+                *PATIENT,
+                *flags,
+            ],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,

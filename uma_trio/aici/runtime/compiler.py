@@ -29,6 +29,9 @@ STACK_BYTES: Final = 512 << 10
 MAX_TABLES: Final = 2
 MAX_TABLE_ELEMENTS: Final = 100_000
 MAX_ERROR_CHARS: Final = 1000
+BUSY_SECONDS: Final = 50.0
+"""Longest wait for a module on a busy machine, where a compiler gets what others leave.  A daemon waits for a minute."""
+
 N_THREADS: Final = 4
 ADDRESS_BYTES: Final = 512 << 20
 """Address space that is only reserved: stacks and arenas of the threads."""
@@ -71,14 +74,14 @@ class Compiler:
     """Compiles one module after the other.  Thread-safe.
 
     Args:
-        seconds: longest wait for one.
+        seconds: longest wait for one; ``BUSY_SECONDS`` while the machine is busy.
         memory_mb: for one.
         max_memory_mb: linear memory that a module may begin with.
     """
 
     def __init__(self, seconds: float, memory_mb: int, max_memory_mb: int) -> None:
         setup = {"memory_bytes": memory_mb << 20, "max_memory_bytes": max_memory_mb << 20}
-        self._sandbox = Sandbox([sys.executable, "-m", __name__], lambda: setup, seconds)
+        self._sandbox = Sandbox([sys.executable, "-m", __name__], lambda: setup, seconds, BUSY_SECONDS)
         self._seconds = seconds
 
     def compile(self, wasm: bytes) -> bytes:
