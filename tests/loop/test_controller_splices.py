@@ -85,6 +85,26 @@ async def test_more_than_everything_is_an_error(autojump_clock):
         await harness.clean()
 
 
+@pytest.mark.parametrize("options", engines())
+async def test_everything_is_removed_with_the_end_of_the_prompt_put_back(autojump_clock, options):
+    """So does a controller that appends a token whenever it removes some."""
+    script = [Say(WORDS), Gen(3), Back(64, [START]), Gen(4), Back(5, [START, 9]), Gen(2)]
+    async with steering(PROGRAMS, FakeEngine(**options)) as harness:
+        client = await run(harness, script)
+        assert client.tokens[0] == [9, *expected_continuation([START, 9], 2)]
+        await harness.clean()
+
+
+async def test_a_controller_that_removes_for_ever_is_ended(autojump_clock):
+    async with steering(PROGRAMS) as harness:
+        client = await run(harness, [Gen(5), Back(5)] * 32 + [Gen(3)], n=10)
+        assert client.reasons == {0: "stop"}
+        client = await run(harness, [Gen(5), Back(5)] * 33 + [Gen(3)], n=10)
+        assert client.reasons == {0: "E_CONTROLLER_FAILED"}
+        assert "has removed 165 tokens, more than 16 times the longest answer of 10" in client.ends[0].message
+        await harness.clean()
+
+
 def half(token: int) -> bytes:
     """Tokens 500 and 501 are the halves of a character, and 502 to 504 the parts of another one."""
     return {500: b"\xc3", 501: b"\xa9", 502: b"\xf0\x9f", 503: b"\xa6", 504: b"\x8a"}.get(token) or token_to_bytes(

@@ -118,6 +118,15 @@ def test_forks_with_variables_suspension_and_backtracking(daemon: Daemon) -> Non
         assert re.fullmatch(rf"(The number is .* ↩ )?.*{n}?[a-z]{{3}}", text)
 
 
+def test_a_program_goes_back_to_the_very_start(daemon: Daemon) -> None:
+    detour = "start(async () => { const first = label(); await $`Hello`; await gen({ maxTokens: 3 }); backtrack(first); %s })"
+    direct = "start(async () => { %s })"
+    for way in ("await $`Once`; await gen({ maxTokens: 4 })", "await gen({ maxTokens: 4 })"):
+        [found], [expected] = run(daemon, "jsctrl", detour % way), run(daemon, "jsctrl", direct % way)
+        assert (found.failure, found.text) == (None, expected.text)
+        assert expected.text
+
+
 def test_the_program_of_the_page_runs(daemon: Daemon) -> None:
     page = (ROOT / "docs" / "AICI-CONTROLLERS.md").read_text()
     program = page.partition("```js\n")[2].partition("```")[0]

@@ -30,6 +30,9 @@ from uma_trio.serving.controllers.state import Phase
 from uma_trio.serving.embedding import EmbeddingChunk
 from uma_trio.serving.sequence import Sequence, State
 
+MAX_REMOVED: Final = 16
+"""A controller may remove this many tokens for each of ``max_tokens``, in all answers of its request together."""
+
 OUTLIER: Final = 0.5
 """Relative error of the predicted duration above which a step is an outlier: the next plan should know of it at once."""
 
@@ -407,20 +410,39 @@ def splice(sequence: Sequence, cache: KvCache) -> NewTokens:
     assert control is not None
     assert control.splice is not None
     assert sequence.allocation is not None
-    tokens, backtrack = control.splice.ff_tokens, control.splice.backtrack
-    n_removed = max(0, backtrack - 1)  # the wire counts the token that would be sampled
+    reported = control.splice.ff_tokens, control.splice.backtrack
+    n_removed = max(0, control.splice.backtrack - 1)  # the wire counts the token that would be sampled
+    tokens, n_removed = _without_prompt(sequence, control.splice.ff_tokens, n_removed)
     n_before = len(sequence.tokens) - n_removed
+    control.request.n_removed += n_removed if tokens else max(1, n_removed)
     failure: UmaError
     if n_before < 0:
         failure = ControllerFailed(f"the controller removes {n_removed} tokens of an answer of {len(sequence.tokens)}")
+        return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
+    if control.request.n_removed > MAX_REMOVED * sequence.max_tokens:
+        failure = ControllerFailed(
+            f"the controller has removed {control.request.n_removed} tokens, more than {MAX_REMOVED} times the longest "
+            f"answer of {sequence.max_tokens} (max_tokens)"
+        )
         return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
     length = len(sequence.prompt.tokens) + n_before - (not tokens)
     if not cache.backtrack(sequence.allocation, length):
         failure = KvFull("the controller removes tokens from before a fork, and there is no room to compute others")
         return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
     del sequence.tokens[n_before:]
-    control.set_post(tokens, backtrack)
+    control.set_post(*reported)
     return append_inserted(sequence, tokens, n_removed)
+
+
+def _without_prompt(sequence: Sequence, tokens: Items[int], n_removed: int) -> tuple[Items[int], int]:
+    """What a splice changes of the answer, if it removes tokens of the prompt and appends the same ones again.
+
+    So a controller gets back to the very start of the answer that cannot remove tokens without appending one.
+    """
+    n = n_removed - len(sequence.tokens)
+    if 0 < n <= len(sequence.prompt.tokens) and [*tokens[:n]] == sequence.prompt.tokens[-n:].tolist():
+        return tokens[n:], n_removed - n
+    return tokens, n_removed
 
 
 def append_inserted(sequence: Sequence, tokens: Items[int], n_removed: int = 0) -> NewTokens:

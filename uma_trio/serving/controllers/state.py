@@ -46,6 +46,8 @@ class ControlledRequest:
     """Generation of the runtime that has it."""
     n_deadlocked: int = 0
     """Exchanges in a row in which all of its sequences were suspended."""
+    n_removed: int = 0
+    """Tokens that it has removed from its answers."""
 
 
 @attrs.define(eq=False, kw_only=True)
