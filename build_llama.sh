@@ -23,6 +23,8 @@ the steps that are up to date.
                    directory set UMA_LLAMA_DIR=DIR at run time)
   --jobs N         run N compilers in parallel (default: one per CPU, fewer if memory is short)
   --source DIR     build this llama.cpp checkout instead of the pinned source
+  --library-only   build the library and install no Python package: for an environment that has the requirements
+                   (attrs at least). With --source, cmake and ninja, it needs no network
   --clean          rebuild everything, except for the downloaded archive
   --help           show this text
 
@@ -144,7 +146,7 @@ managed() {
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────
 
-backend=auto prefix=$root/llama_abi/lib source='' jobs='' extra='' clean='' peers='' cuda_arch=''
+backend=auto prefix=$root/llama_abi/lib source='' jobs='' extra='' clean='' peers='' cuda_arch='' library_only=''
 
 while [ $# -gt 0 ]; do
   case $1 in
@@ -152,6 +154,7 @@ while [ $# -gt 0 ]; do
     --dev) extra=dev ;;
     --clean) clean=yes ;;
     --peers) peers=yes ;;
+    --library-only) library_only=yes ;;
     --backend=* | --cuda-arch=* | --prefix=* | --jobs=* | --source=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
     --backend | --cuda-arch | --prefix | --jobs | --source)
       if [ $# -lt 2 ] || [ -z "$2" ]; then die "$1 needs a value; see --help"; fi
@@ -242,8 +245,14 @@ if [ "$newness" = old ]; then
   done
   die "Python 3.11 or newer is required, and $python is $version: install a newer one, or set PYTHON to one"
 fi
-[ "$pip_state" != managed ] || managed
-[ "$pip_state" != no-pip ] || die "$python has no pip: run  $python -m ensurepip  (Debian: apt install python3-pip python3-venv), then this script again"
+if [ -n "$library_only" ]; then
+  if [ -n "$extra" ]; then die "--library-only installs nothing, and --dev installs requirements: leave one of them out"; fi
+  installed=installed
+  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+  "$python" -c 'import attrs' 2>/dev/null || die "$python has no package attrs, which the check of the library needs: install it, set PYTHON to another interpreter, or leave out --library-only"
+fi
+[ "$pip_state" != managed ] || [ -n "$library_only" ] || managed
+[ "$pip_state" != no-pip ] || [ -n "$library_only" ] || die "$python has no pip: run  $python -m ensurepip  (Debian: apt install python3-pip python3-venv), then this script again"
 
 need_mib=400
 
@@ -252,7 +261,7 @@ install_package() {
   if [ -n "$extra" ]; then what=".[$extra]"; fi
   say "Installing the package${extra:+ with the requirements of tests and notebooks} into $(dirname "$scripts")"
   need_room "$root" 50
-  quietly "$logs/install.log" in_root "$python" -m pip install --disable-pip-version-check -e "$what" || explain "Installing the package" "$logs/install.log"
+  quietly "$logs/install.log" in_root "$python" -m pip install --disable-pip-version-check -e "$what" || explain "Installing the package" "$logs/install.log" "install its requirements in another way and add --library-only"
   mkdir -p "$work/installed" || no_room "$work"
   printf '%s\n%s\n' "$pyproject" "$extra" >"$work/installed/$environment" || no_room "$work"
 }
@@ -365,7 +374,12 @@ elif [ "$backend" = cuda ]; then
   options+=("-DCMAKE_CUDA_COMPILER=$nvcc")
   # The toolkit's libraries are found also where it has no entry in ld.so.conf.
   toolkit=$("$nvcc" -v no-such-file 2>&1 | sed -n 's/^#\$ TOP=//p' || true)
-  if [ -n "$toolkit" ] && toolkit=$(cd "$toolkit/lib64" 2>/dev/null && pwd -P); then options+=("-DCMAKE_INSTALL_RPATH=$origin;$toolkit"); fi
+  for folder in lib64 lib; do                 # lib: toolkits that pip and conda install
+    if [ -n "$toolkit" ] && [ -d "$toolkit/$folder" ]; then
+      options+=("-DCMAKE_INSTALL_RPATH=$origin;$(cd "$toolkit/$folder" && pwd -P)")
+      break
+    fi
+  done
   if [ -n "$cuda_arch" ]; then options+=("-DCMAKE_CUDA_ARCHITECTURES=$cuda_arch"); fi
 elif [ "$backend" = hip ]; then
   need_mib=3000 cmake_minor=21                # 3.21 is the first that knows HIP
@@ -398,7 +412,10 @@ if [ "$installed" != installed ]; then install_package; fi
 
 origin_of_source=$pin
 if [ -n "$source" ]; then
-  origin_of_source="source:$(git -C "$source" describe --always --dirty --tags 2>/dev/null || basename "$source")"
+  origin_of_source=''
+  # a folder without a history of its own may be inside another checkout
+  if [ -e "$source/.git" ]; then origin_of_source=$(git -C "$source" describe --always --dirty --tags 2>/dev/null || true); fi
+  origin_of_source="source:${origin_of_source:-$(basename "$source")}"
 fi
 
 state() {
@@ -439,6 +456,10 @@ finish() {
   say "Done in $((SECONDS - started)) s: $backend library in $prefix"
   if [ -n "$peers" ]; then say "The peers for benches/ are in $peers_dir/bin"; fi
   if [ "$prefix" != "$root/llama_abi/lib" ]; then say "To use it: export UMA_LLAMA_DIR=$prefix"; fi
+  if [ -n "$library_only" ]; then
+    if [ -n "$hint" ]; then say "Note: $hint"; fi
+    exit 0
+  fi
   case ":$PATH:" in
     *":$scripts:"*) say "Next: uma-trio serve" ;;
     *) say "Next: $scripts/uma-trio serve    ($scripts is not on your PATH)" ;;
@@ -525,7 +546,7 @@ repair_source() {
 }
 if [ -z "$source" ]; then
   repair_source
-elif grep -q amx_tile /proc/cpuinfo 2>/dev/null && $cc --version | grep -q 'Free Software Foundation'; then
+elif ! grep -q 'uma-trio: one matrix' "$code/ggml/src/ggml-cpu/amx/mmq.cpp" 2>/dev/null && grep -q amx_tile /proc/cpuinfo 2>/dev/null && $cc --version | grep -q 'Free Software Foundation'; then
   say "Note: this CPU has AMX, and GCC 12 miscompiles llama.cpp for it. If decoding crashes, set CFLAGS and CXXFLAGS to '-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'"
 fi
 

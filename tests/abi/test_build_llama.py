@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,15 @@ def fake(path: Path, text: str) -> Path:
     return path
 
 
-def python(folder: Path, *, version: str = "3.11.2 new", pip: str = "pip", todo: str = "", more: str = "") -> Path:
+def python(
+    folder: Path,
+    *,
+    version: str = "3.11.2 new",
+    pip: str = "pip",
+    todo: str = "",
+    more: str = "",
+    has_attrs: bool = True,
+) -> Path:
     """A fake interpreter for a machine whose files are in ``folder``.
 
     Args:
@@ -50,6 +59,7 @@ def python(folder: Path, *, version: str = "3.11.2 new", pip: str = "pip", todo:
         f"""case "$*" in
           -I*gpus.py*) exec {sys.executable} "$@" "{folder}" ;;
           *GGML_RPC*) {left}; exit ;;
+          -c*attrs*) {"" if has_attrs else "exit 1"} ;;
           -m*) {more} ;;
           *) printf '%s\\n' {" ".join(lines)} ;;
         esac""",
@@ -83,6 +93,7 @@ def test_help() -> None:
         "--prefix",
         "--jobs",
         "--source",
+        "--library-only",
         "--clean",
         "--help",
     ):
@@ -210,11 +221,13 @@ def checkout(bare: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def build(checkout: Path, *arguments: str, source: bool = True, todo: str = "build", more: str = "") -> tuple[int, str]:
+def build(
+    checkout: Path, *arguments: str, source: bool = True, todo: str = "build", more: str = "", **options: Any
+) -> tuple[int, str]:
     """Run the script of ``checkout`` up to its first error."""
     if source:
         arguments = (*arguments, "--source", str(checkout / "llama.cpp"))
-    interpreter = python(checkout, todo=todo, more=more)
+    interpreter = python(checkout, todo=todo, more=more, **options)
     return run(*arguments, script=checkout / "tree" / "build_llama.sh", PATH=checkout / "bin", PYTHON=interpreter)
 
 
@@ -236,6 +249,29 @@ def errors(said: str) -> str:
     assert error.startswith("error: "), said
     assert said.count("error: ") == 1
     return error
+
+
+class TestLibraryOnly:
+    """Without a package index: nothing is installed, and what pip would be asked for is not needed."""
+
+    def test_nothing_is_installed(self, checkout: Path) -> None:
+        arguments = cmake(checkout)
+        no_pip = 'case "$*" in *pip*) echo "ERROR: No matching distribution"; exit 1 ;; esac'
+        code, said = build(checkout, "--library-only", pip="managed", more=no_pip)
+        assert "==> Configuring" in said, said
+        assert "Installing" not in said
+        assert "-DGGML_CUDA=OFF" in arguments.read_text().splitlines()
+        assert code == 1, "the fake cmake configures nothing"
+
+    def test_it_installs_no_requirements_either(self, checkout: Path) -> None:
+        code, said = build(checkout, "--library-only", "--dev")
+        assert code == 1
+        assert "--library-only installs nothing, and --dev installs requirements" in errors(said)
+
+    def test_the_check_needs_a_package(self, checkout: Path) -> None:
+        code, said = build(checkout, "--library-only", has_attrs=False)
+        assert code == 1
+        assert "has no package attrs, which the check of the library needs" in errors(said)
 
 
 class TestErrors:
@@ -321,6 +357,23 @@ class TestGpus:
             "-DCMAKE_CUDA_ARCHITECTURES=80;90",
             f"-DCMAKE_INSTALL_RPATH=$ORIGIN;{checkout}/usr/local/cuda/lib64",
         } <= set(arguments.read_text().splitlines())
+
+    @pytest.mark.parametrize("folders", [["lib64", "lib"], ["lib"], []], ids=" ".join)
+    def test_where_the_libraries_of_the_toolkit_are(self, checkout: Path, folders: list[str]) -> None:
+        nvcc = checkout / "usr/local/cuda/bin/nvcc"
+        nvcc.parent.mkdir(parents=True)
+        for folder in folders:
+            (checkout / "usr/local/cuda" / folder).mkdir()
+        fake(nvcc, f"""echo '#$ TOP={nvcc.parent}/..' >&2; exit 1""")
+        arguments = cmake(checkout)
+        build(checkout, "--backend", "cuda", "--cuda-arch", "90")
+        paths = [each for each in arguments.read_text().splitlines() if each.startswith("-DCMAKE_INSTALL_RPATH=")]
+        expected = (
+            f"-DCMAKE_INSTALL_RPATH=$ORIGIN;{checkout}/usr/local/cuda/{folders[0]}"
+            if folders
+            else "-DCMAKE_INSTALL_RPATH=$ORIGIN"
+        )
+        assert paths[-1] == expected
 
     def test_auto_builds_for_rocm(self, checkout: Path) -> None:
         self.driver(checkout, "kfd")
