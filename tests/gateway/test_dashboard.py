@@ -80,6 +80,14 @@ def pixels(page: Page, selector: str, colour: str) -> int:
     return found
 
 
+def wait_for_pixels(page: Page, selector: str, colour: str, least: int) -> None:
+    for _ in range(ACTION_MS // 100):
+        if pixels(page, selector, colour) >= least:
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError(f"fewer than {least} pixels of {selector} are {colour}")
+
+
 # -- the live view --
 
 
@@ -93,11 +101,13 @@ def test_streams_appear_while_a_load_runs(page: Page, gateway: Gateway) -> None:
         expect(page.locator("#tick")).to_contain_text("streams decoded")
         expect(page.locator("#itl-p50")).to_contain_text("ms")
         page.wait_for_function("() => Number(document.getElementById('tokens-rate').textContent.replace(',', '')) > 0")
-        page.wait_for_timeout(1000)
+        for canvas, colour, least in (
+            ("timeline", "decode", 1000),
+            ("timeline", "prefill", 100),
+            ("kv-map", "decode", 1),
+        ):
+            wait_for_pixels(page, f"#{canvas}", colour, least)
         page.click("#pause")
-        assert pixels(page, "#timeline", "decode") > 1000
-        assert pixels(page, "#timeline", "prefill") > 100
-        assert pixels(page, "#kv-map", "decode") > 0
         picture = page.evaluate("() => document.getElementById('timeline').toDataURL()")
         page.wait_for_timeout(1500)
         assert page.evaluate("() => document.getElementById('timeline').toDataURL()") == picture, "paused"

@@ -201,7 +201,7 @@ def test_a_full_disk_ends_the_log_with_one_warning(path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, before[1]))
             for n in range(500):
                 log.write(tick(n))
-            log._thread.join(20)
+            log._thread.join(60)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
@@ -323,7 +323,7 @@ def test_a_slow_disk_drops_records_and_counts_them(path: Path, monkeypatch: pyte
     with opened(path) as log:
         disk = Stuck(log)
         log.write(tick(0))
-        assert disk.reached.wait(20)
+        assert disk.reached.wait(60)
         for n in range(1, 500):
             log.write(tick(n))
         assert log.dropped == 400
@@ -337,12 +337,12 @@ def test_a_hanging_disk_does_not_block_close(path: Path) -> None:
     log = PerfLog(path, HEADER, max_bytes=MIB)
     disk = Stuck(log)
     log.write(tick(0))
-    assert disk.reached.wait(20)
+    assert disk.reached.wait(60)
     with structlog.testing.capture_logs() as logged:
         log.close(timeout_s=0.01)
     assert [entry["event"] for entry in warnings(logged)] == ["the perf log is incomplete: its disk does not respond"]
     disk.go.set()
-    log._thread.join(20)
+    log._thread.join(60)
     assert read(path)[0].trailer == Trailer(dropped_records=0)
 
 
@@ -361,7 +361,7 @@ def test_concurrent_close_while_records_are_written(path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         log.close()
         [run] = read(path)
         assert run.trailer is not None

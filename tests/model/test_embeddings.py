@@ -157,7 +157,7 @@ def test_an_engine_that_is_killed_changes_nothing(library):
         before = daemon.metrics()
         found = trio.run(embed_and_kill)
         assert np.allclose(found.embeddings, expected.embeddings, atol=1e-3)
-        assert daemon.metrics()["engine"]["restarts_total"] == 1
+        daemon.wait_until(lambda snapshot: snapshot["engine"]["restarts_total"] == 1, "it was restarted")
 
 
 def test_memory_is_allocated_when_a_text_needs_it_and_is_bounded(library):

@@ -28,8 +28,15 @@ def watched(daemon):
 
 
 def figure(screen: str, row: str, label: str) -> str:
-    [line] = [line for line in screen.splitlines() if line.startswith(row)]
-    return line.partition(f" {label} ")[2].split()[0]
+    """What is behind a label; nothing while the screen is being drawn."""
+    line = next((line for line in screen.splitlines() if line.startswith(row)), "")
+    return next(iter(line.partition(f" {label} ")[2].split()), "")
+
+
+def rate(screen: str) -> float:
+    """Generated tokens a second."""
+    shown = next(iter(screen.partition("generated")[2].split()), "0")
+    return float(shown.replace(",", ""))
 
 
 def ended_well(shown: Terminal) -> bool:
@@ -41,8 +48,9 @@ def test_tokens_show_up_as_a_rate(daemon, watched):
     asking = threading.Thread(target=daemon.ask, kwargs=question)
     asking.start()
     try:
-        shown = watched.wait_for(lambda text: figure(text, "streams", "running") == "1" and "█" in text)
-        watched.wait_for(lambda text: float(text.split("generated")[1].split()[0].replace(",", "")) > 0)
+        shown = watched.wait_for(
+            lambda text: figure(text, "streams", "running") == "1" and "█" in text and rate(text) > 0
+        )
         assert figure(shown, "engine", "restarts") == "0"
     finally:
         asking.join()
@@ -98,7 +106,7 @@ def test_on_a_pipe_it_prints_json_and_survives_a_restart(library, tmp_path):
                 assert b"the daemon" in watching.stderr.readline()
                 assert json.loads(watching.stdout.readline())
             watching.send_signal(signal.SIGINT)
-            watching.communicate(timeout=30)
+            watching.communicate(timeout=60)
         assert watching.returncode == 0
 
 

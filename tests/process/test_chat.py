@@ -372,7 +372,7 @@ from uma_trio.models.chat import ChatTemplate
 chat = ChatTemplate('x', bos='', eos='')
 os.kill(os.getpid(), 9)
 """
-    ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=60)
     assert ended.returncode == -9, "run() waits until the child has closed stderr too"
 
 

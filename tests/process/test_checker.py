@@ -109,5 +109,5 @@ from uma_trio.grammar import SandboxedChecker
 SandboxedChecker(fake_vocabulary).check("start: /1/")
 os.kill(os.getpid(), 9)
 """
-    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60)
     assert ended.returncode == -9

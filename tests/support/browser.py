@@ -12,7 +12,7 @@ import httpx
 from playwright.sync_api import Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-ACTION_MS = 30_000
+ACTION_MS = 60_000
 """How long an action of a page may take, on a busy machine."""
 
 
@@ -46,7 +46,7 @@ def load(url: str, n_clients: int) -> Iterator[None]:
     def run(i: int) -> None:
         chance = random.Random(i)
         session = {"session_id": f"chat-{i}"} if i % 3 == 0 else {}
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=120) as client:
             while not ended.wait(chance.random()):
                 long = "Repeat after me: " + "the quick brown fox jumps over the lazy dog. " * chance.randint(20, 90)
                 question = chance.choice(["Tell me a story about a fox.", "Count from 1 to 60.", long])
