@@ -1,7 +1,7 @@
 """Measure what ticks with prefill take by their rows, and how well they are predicted.
 
     python benches/stairs.py
-    python benches/stairs.py --model 7b.gguf --gpu-layers -1 --kv-unified on --kv-unified off
+    python benches/stairs.py --model 7b.gguf --kv-unified on --csv stairs.csv
 
 For each KV layout: the curves as a start measures them, how long that took, and whether they have stairs.  Then ticks of
 8 decodes and a chunk of random size, of prompts of 4,700 tokens one after another, each predicted from those before it, with the
@@ -18,6 +18,7 @@ import attrs
 import click
 import trio
 from command import carry_out
+from comparison import RunsFile
 from machine import machine
 from report import cell, table
 
@@ -65,17 +66,20 @@ def errors(cost: CostModel, ticks: list[tuple[Work, float]]) -> list[float]:
     return found[LEARNED_TICKS:]
 
 
-def show(name: str, curve: RowCurve) -> None:
+def show(name: str, curve: RowCurve, layout: str, file: RunsFile) -> None:
+    for rows, ms in zip(curve.rows, curve.ms, strict=True):
+        file.add(layout, name, rows, ms)
     click.echo(f"\n{name}: {100 * curve.deviation:.1f} % from a line at most\n")
     click.echo(table(["rows", *map(str, curve.rows)], [["ms", *[cell(ms, 2) for ms in curve.ms]]]))
 
 
-async def layout(settings: config.Model, n_ticks: int) -> None:
+async def layout(settings: config.Model, n_ticks: int, file: RunsFile) -> None:
     chosen = config.Config(model=settings)
     async with trio.open_nursery() as nursery, open_model(chosen, ProcessLauncher(nursery)) as loaded:
         assert loaded is not None
         info, trial = loaded.info, Trial(loaded.engine.link)
-        click.echo(f"\n## {info.name}, {'unified' if info.unified else 'per-sequence'} KV, batches of {info.n_batch}\n")
+        name_of_layout = "unified" if info.unified else "per-sequence"
+        click.echo(f"\n## {info.name}, {name_of_layout} KV, batches of {info.n_batch}\n")
         began = time.perf_counter()
         curves = await measured_curves(trial)
         click.echo(f"measured in {time.perf_counter() - began:.2f} s")
@@ -89,7 +93,7 @@ async def layout(settings: config.Model, n_ticks: int) -> None:
         else:
             for name, curve in (("prompts alone", curves.prompt), ("next to decodes", curves.mixed)):
                 if curve is not None:
-                    show(name, curve)
+                    show(name, curve, name_of_layout, file)
             click.echo("\nstairs: " + ("yes" if curves.has_stairs else "no, the daemon uses the line"))
             with_curves = cost.with_curves(curves)
             if with_curves.mixed.curves is None:
@@ -99,6 +103,7 @@ async def layout(settings: config.Model, n_ticks: int) -> None:
         for name, model in models.items():
             found = errors(model, ticks)
             rows.append([name, *(cell(percentile(found, at)) for at in (50, 90, 99))])
+            file.add(name_of_layout, f"error p90 % with {name}", n_ticks, percentile(found, 90))
         click.echo(f"\n{n_ticks} ticks of random size\n\n" + table(["error %", "p50", "p90", "p99"], rows))
         nursery.cancel_scope.cancel()
 
@@ -108,7 +113,7 @@ async def layout(settings: config.Model, n_ticks: int) -> None:
     "--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=EMBEDDED, help="GGUF file."
 )
 @click.option("--threads", type=click.IntRange(1), help="Compute threads.")
-@click.option("--gpu-layers", type=int, default=0, help="Layers on the GPU; -1: all.")
+@click.option("--gpu-layers", type=int, default=-1, help="Layers on the GPU; -1: all that fit.")
 @click.option(
     "--kv-unified",
     "layouts",
@@ -118,9 +123,15 @@ async def layout(settings: config.Model, n_ticks: int) -> None:
     help="KV layout; repeatable.",
 )
 @click.option("--ticks", type=click.IntRange(LEARNED_TICKS + 10), default=200, help="Ticks of random size.")
-def main(model: Path, threads: int | None, gpu_layers: int, layouts: tuple[str, ...], ticks: int) -> None:
+@click.option(
+    "--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a row for each row count."
+)
+def main(
+    model: Path, threads: int | None, gpu_layers: int, layouts: tuple[str, ...], ticks: int, csv_file: Path | None
+) -> None:
     """Measure what ticks with prefill take by their rows, and how well they are predicted."""
     click.echo("\n".join(machine()))
+    file = RunsFile(csv_file, ["layout", "what", "rows", "value"])
 
     async def work() -> None:
         for unified in layouts:
@@ -135,6 +146,7 @@ def main(model: Path, threads: int | None, gpu_layers: int, layouts: tuple[str, 
                     layout_trial_s=0,
                 ),
                 ticks,
+                file,
             )
 
     carry_out(work)

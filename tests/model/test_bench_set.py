@@ -299,7 +299,7 @@ def test_the_set_for_a_gpu_runs_to_its_end_without_one(library, tmp_path, folder
     done = command("--gpu", "--quick", "--out", tmp_path, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    names = ["streams", "contexts", "restore", "gap", "fit", "adapters", "constraints"]
+    names = ["streams", "stairs", "contexts", "restore", "gap", "fit", "adapters", "constraints"]
     assert [step["name"] for step in results["steps"]] == names, "mixed compares with llama-server"
     for number, step in enumerate(results["steps"], 1):
         assert step["state"] == "done", step

@@ -108,6 +108,7 @@ def command(
     \b
     mixed       streams next to long prompts at targets of 18 and 30 ms and the default (with --rival)
     streams     8 and 32 plain streams
+    stairs      what ticks take by their rows, and how well they are predicted
     contexts    eight streams in contexts of 16,384 tokens
     layers      plain streams on several GPUs with split_mode layer
     tensors     the same with split_mode tensor
@@ -118,8 +119,8 @@ def command(
     constraints what a JSON schema costs
 
     These scripts in benches/ run by themselves: kv_layout.py compares layouts of the KV cache, layout_choice.py
-    asks whether the daemon chooses the right one, stairs.py measures ticks by their rows, fit.py takes memory away and asks whether a model is still
-    served, adapters.py measures ticks with several LoRA adapters, drafts.py what a draft model gains, two_models.py
+    asks whether the daemon chooses the right one, stairs.py measures ticks by their rows, fit.py takes memory
+    away and asks whether a model is still served, adapters.py measures ticks with several LoRA adapters, drafts.py what a draft model gains, two_models.py
     how two models share the cores, constrained.py what a constraint costs and controllers.py what a controller costs,
     embeddings.py compares texts to embed with llama-server,
     controllers_recovery.py ends the runtime of controllers under load, http_probes.py asks /healthz and

@@ -41,6 +41,11 @@ GPU_BENCHES: Final = (
         quick="--streams 2 --tokens 16 --prompt-words 10", rival=(f"--rivals {ALL_ON_GPU}", "--no-rivals"),
     ),
     Bench(
+        name="stairs", title="Ticks by their rows", script="stairs.py",
+        about="Where are the steps in the cost of a tick, how long does a start measure them, and how well are ticks predicted?",
+        quick="--ticks 40 --kv-unified on", rival=None,
+    ),
+    Bench(
         name="contexts", title="Long contexts", script="throughput.py",
         about="Eight streams, each with 14,000 words in a context of 16,384 tokens.",
         full="--streams 8 --tokens 256 --prompt-words 14000 --room 16384 --repeat 2",
