@@ -18,25 +18,29 @@ from tests.support import hostile
 from tests.support.real_daemon import Canary, real_daemon
 from uma_trio.models.loaded import EMBEDDED, vocabulary
 
-FLAGS = (
-    *("--parallel", "4", "--ctx", "16384", "--max-frame-bytes", str(hostile.CAP), "--max-tx-bytes", "8192"),
-    *("--frame-timeout-s", "0.4", "--idle-timeout-s", "0.8", "--write-timeout-s", "0.8"),
-)
-"""With short timeouts, because the tests wait for them."""
+FLAGS = ("--parallel", "4", "--ctx", "16384", "--max-frame-bytes", str(hostile.CAP), "--max-tx-bytes", "8192")
+SHORT_TIMEOUTS = ("--frame-timeout-s", "1", "--idle-timeout-s", "3", "--write-timeout-s", "1")
 
 
 @pytest.fixture(scope="module")
-def strict(library):
-    """A daemon with short timeouts and small limits; after every test it must hold nothing."""
+def limited(library):
     with real_daemon(*FLAGS) as found:
         yield found
 
 
-@pytest.fixture(autouse=True)
-def canary(strict):
-    with Canary(strict) as found:
+@pytest.fixture
+def strict(limited):
+    """A daemon with small limits; after every test it must hold nothing, and a canary has not noticed the test."""
+    with Canary(limited):
+        yield limited
+    limited.settled()
+
+
+@pytest.fixture(scope="module")
+def impatient(library):
+    """A daemon with short timeouts, for tests that wait for them."""
+    with real_daemon(*FLAGS, *SHORT_TIMEOUTS) as found:
         yield found
-    strict.settled()
 
 
 def codes(events):
@@ -69,16 +73,22 @@ def test_all_bad_frames_at_once(strict):
             assert codes(wire.rest()) == [bad.code], bad
 
 
-@pytest.mark.parametrize("sent", [b"", b"\x05", b"\x05\0\0", b"\x05\0\0\0", b"\x05\0\0\0{"])
-def test_silence(strict, sent):
+def test_silence(impatient):
     """Between frames ``idle_timeout_s`` applies, inside a frame ``frame_timeout_s``."""
-    with strict.wire() as wire:
-        wire.send_bytes(sent)
-        assert codes(wire.rest()) == ["E_PROTO_TRUNCATED" if sent else "E_LIMIT_IDLE_TIMEOUT"]
+    with contextlib.ExitStack() as stack:
+        wires = {
+            sent: stack.enter_context(impatient.wire())
+            for sent in (b"", b"\x05", b"\x05\0\0", b"\x05\0\0\0", b"\x05\0\0\0{")
+        }
+        for sent, wire in wires.items():
+            wire.send_bytes(sent)
+        for sent, wire in wires.items():
+            assert codes(wire.rest()) == ["E_PROTO_TRUNCATED" if sent else "E_LIMIT_IDLE_TIMEOUT"], sent
+    impatient.settled()
 
 
-def test_single_bytes_with_pauses(strict):
-    with strict.wire() as wire:
+def test_single_bytes_with_pauses(impatient):
+    with impatient.wire() as wire:
         unsent = list(reversed(wire.frame(id="a", prompt="x" * 1000)))
         with contextlib.suppress(OSError):
             while unsent:
@@ -132,16 +142,12 @@ def test_a_flood_of_cancels(strict):
     assert (answer.reason, len(answer.ids)) == ("length", 100)
 
 
-def test_a_client_that_never_reads_is_dropped_and_its_cells_are_freed(strict):
-    with strict.wire() as deaf:
+def test_a_client_that_never_reads_is_dropped_and_its_cells_are_freed(impatient):
+    with impatient.wire() as deaf:
         deaf.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         deaf.send(id="deaf", prompt="Tell me a story", max_tokens=3900, ignore_eos=True)
-        strict.wait_until(lambda found: found["kv"]["sequences"] >= 2, "it is served")
-        strict.wait_until(lambda found: found["rejected_total"].get("E_IO_WRITE"), "it is dropped")
-        strict.wait_until(
-            lambda found: found["connections"] <= 2, "its connection is closed"
-        )  # the canary's and this one
-        assert strict.metrics()["send_queue_bytes"] < 16_384
+        impatient.wait_until(lambda found: found["rejected_total"].get("E_IO_WRITE"), "it is dropped")
+        impatient.settled()
 
 
 def test_a_half_closed_connection(strict):
@@ -168,11 +174,10 @@ def test_reset_in_the_middle_of_a_frame(strict):
             wire.sock.recv(1)  # the rest stays unread, so that closing resets
 
 
-def test_3000_connects(strict, canary):
+def test_3000_connects(strict):
     for _ in range(3000):
         with strict.wire():
             pass
-    print(f"the canary's slowest round took {canary.slowest_s:.2f} s")
 
 
 def test_prompts_about_as_long_as_the_context(library):
