@@ -81,14 +81,14 @@ def test_another_vocabulary_is_refused(open_engine, tmp_path):
 
 
 def test_a_daemon_with_a_draft_model(library):
-    questions = ["Tell me a story about a fox named Ada", "Count from 8 to 40 in steps of 3."]
+    """With flash attention, which computes one row like several; see docs/design/llama-cpp.md."""
+    questions = ["Tell me a story about a fox named Ada", "Count from 8 to 40 in steps of 3.", "the of and a to"]
     asked = [
-        {"prompt": f"{text}\n", "max_tokens": 100, "temperature": t, "seed": 5}
+        {"prompt": f"{text}\n", "max_tokens": 100, "temperature": t, "seed": 5, "ignore_eos": t > 0.5}
         for text in questions
-        for t in (0.0, 0.9)
+        for t in (0.0, 0.5, 1.0)
     ]
-    with real_daemon() as plain:
+    with real_daemon("--flash-attn", "on") as plain:
         expected = [plain.ask(**fields).ids for fields in asked]
-    with real_daemon("--draft-model", str(EMBEDDED)) as daemon:
+    with real_daemon("--flash-attn", "on", "--draft-model", str(EMBEDDED)) as daemon:
         assert [daemon.ask(**fields).ids for fields in asked] == expected
-        assert daemon.metrics()["model_draft_tokens_total"] >= 0

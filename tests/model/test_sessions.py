@@ -20,7 +20,7 @@ from llama_abi import Batch, Context, ContextOptions, Model
 from tests.support.commands import invoke
 from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
 from uma_trio.engine.tuning_cache import model_fingerprint
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.models.loaded import EMBEDDED, EMBEDDED_DRAFT
 from uma_trio.store.journal import Journal
 from uma_trio.store.state_format import PAYLOAD_AT
 from uma_trio.training.skills import documents
@@ -32,6 +32,7 @@ DOCUMENTS = [documents.make_document(seed=n, facts=90) for n in range(N)]
 """About 1,200 tokens each: computing them takes many times as long as loading their states."""
 
 CROWDED = ("--parallel", "2", "--ctx", "8192")
+DRAFTS = ("--draft-model", str(EMBEDDED_DRAFT))
 
 
 def question(n: int, turn: int) -> str:
@@ -110,12 +111,27 @@ def test_a_fork_has_the_same_text_as_a_replay(daemon: Daemon, replayed: list[lis
         sessions(daemon, "close", session_id=name)
 
 
+def test_a_fork_and_its_source_go_on_with_a_draft_model(daemon: Daemon) -> None:
+    turns = ["Count from 8 to 40 in steps of 3.", "Tell me a story about a fox named Ada"]
+    others = ["Count from 3 to 17.", "What is the capital of France?"]
+    with real_daemon("--parallel", "2", *DRAFTS) as drafting:
+        for turn, text in enumerate(turns):
+            assert say(drafting, "forked", text).ids == replay(daemon, turns[: turn + 1])[-1].ids
+        sessions(drafting, "fork", session_id="forked", new_id="a fork")
+        for name, other in zip(("forked", "a fork"), others, strict=True):
+            assert say(drafting, name, other).ids == replay(daemon, [*turns, other])[-1].ids
+
+
 # -- more conversations than fit into the cache ------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["on", "off"], ids=["unified", "per-sequence"])
+@pytest.fixture(
+    scope="module",
+    params=[("on",), ("off",), ("off", *DRAFTS)],
+    ids=["unified", "per-sequence", "draft model"],
+)
 def crowded(request: pytest.FixtureRequest, library: None) -> Iterator[Daemon]:
-    with real_daemon(*CROWDED, "--kv-unified", request.param) as daemon:
+    with real_daemon(*CROWDED, "--kv-unified", *request.param) as daemon:
         yield daemon
 
 
