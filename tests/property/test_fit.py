@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import llama_abi
 from uma_trio import config
 from uma_trio.engine.fit import (
     FLOOR_TOKENS,
     LEAST_TOKENS,
+    PLAIN,
+    Arrangement,
     Companions,
     DoesNotFit,
     Fit,
@@ -20,7 +26,9 @@ from uma_trio.engine.fit import (
     fit,
     place_layers,
 )
+from uma_trio.engine.fitting import arrangement_of, measure
 from uma_trio.engine.layout import Layout
+from uma_trio.engine.placement import Place, place_on
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -245,3 +253,115 @@ def test_what_is_loaded_with_a_model_needs_room_as_well():
 def test_a_draft_model_that_does_not_fit_is_refused_with_its_model():
     with pytest.raises(DoesNotFit):
         fit(a_model(), config.Model(), memories(5 * GIB, []), compute, companions=Companions(draft=a_model(32, 100)))
+
+
+# -- what the settings fix of where weights go ----------------------------------------------------------
+
+
+EXPERTS_MIB = 80
+
+
+def with_experts(n_layers: int = 32) -> ModelSizes:
+    """``a_model``, most of whose weights are experts."""
+    model = a_model(n_layers)
+    tensors = {"token_embd.weight": 70 * MIB, "output.weight": 100 * MIB}
+    for layer in range(n_layers):
+        tensors[f"blk.{layer}.ffn_up_exps.weight"] = EXPERTS_MIB * MIB
+        tensors[f"blk.{layer}.attn_q.weight"] = (100 - EXPERTS_MIB) * MIB
+    return msgspec.structs.replace(model, tensors=tensors)
+
+
+def arranged(free_gib: list[float], arrangement: Arrangement = PLAIN, **settings: Any) -> Fit:
+    gpus = [int(each * GIB) for each in free_gib]
+    return fit(with_experts(), config.Model(**settings), memories(64 * GIB, gpus), compute, arrangement=arrangement)
+
+
+ARRANGEMENTS = st.builds(
+    Arrangement,
+    moved=st.lists(
+        st.tuples(st.sampled_from(["exps", r"^blk\\.(0|1|2)\\.", "attn", "token_embd", "output"]), st.integers(0, 1)),
+        max_size=3,
+    ).map(tuple),
+)
+
+
+@given(ARRANGEMENTS, st.integers(1, 40), st.integers(1, 30), st.sampled_from([-1, 0, 5, 33]))
+def test_wherever_weights_are_put_they_count_once_and_fit(arrangement, ram, gpu, gpu_layers):
+    settings = config.Model(gpu_layers=gpu_layers)
+    try:
+        found = fit(with_experts(), settings, memories(ram * GIB, [gpu * GIB]), compute, arrangement=arrangement)
+    except DoesNotFit:
+        return
+    for need, each in zip(found.needs, found.memories, strict=True):
+        assert 0 <= need <= each.usable_bytes(settings)
+    assert sum(found.needs) > sum(with_experts().layers)
+    assert gpu_layers < 0 or found.on_gpu == gpu_layers
+
+
+def test_experts_that_stay_on_the_cpu_leave_room_for_all_layers():
+    plain = arranged([3])
+    moved = arranged([3], Arrangement(moved=(("_exps", 0),)))
+    assert plain.on_gpu < 33
+    assert moved.on_gpu == 33
+    assert moved.needs[0] > 32 * EXPERTS_MIB * MIB
+
+
+def test_the_first_pattern_counts():
+    both = (("ffn_up_exps", 0), ("ffn", 1))
+    assert arranged([2], Arrangement(moved=both)).needs == arranged([2], Arrangement(moved=both[:1])).needs
+
+
+def test_a_tensor_may_go_to_another_gpu():
+    same = {"ctx": 8192, "gpu_layers": 33}
+    plain = arranged([16, 16], Arrangement(shares=(1, 0)), **same)
+    moved = arranged([16, 16], Arrangement(shares=(1, 0), moved=(("_exps", 2),)), **same)
+    assert plain.needs[2] == 0
+    assert moved.needs[2] >= 32 * EXPERTS_MIB * MIB
+    assert plain.needs[1] - moved.needs[1] == 32 * EXPERTS_MIB * MIB
+
+
+def test_layers_follow_the_shares_that_are_set():
+    found = arranged([16, 16], Arrangement(shares=(3, 1)), ctx=8192)
+    assert found.on_gpu == 33
+    assert found.needs[1] > 2.5 * found.needs[2] > 0
+    turned = arranged([16, 16], Arrangement(shares=(0, 1)), ctx=8192)
+    assert turned.needs[1] == 0
+
+
+def test_shares_that_do_not_fit_are_named():
+    with pytest.raises(
+        DoesNotFit, match=r"free on GPU0.*; leave out --tensor-split, so that each device gets what fits"
+    ):
+        arranged([2, 16], Arrangement(shares=(3, 1)), gpu_layers=33)
+
+
+def place_of(mode: str, shares: tuple[float, ...] = (), moved: tuple[str, ...] = ()) -> Place:
+    found = [
+        llama_abi.Device(f"CUDA{n}", "a card", llama_abi.DeviceType.GPU, free * GIB, 80 * GIB, f"CUDA{n}", "CUDA", True)
+        for n, free in enumerate((60, 20))
+    ]
+    settings = config.Model(split_mode=mode, tensor_split=shares, override_tensor=moved)
+    return place_on(settings, found, 16)
+
+
+class AnyLibrary:
+    """Only its devices are asked for."""
+
+    def __init__(self, where: Place) -> None:
+        self._found = where.devices
+
+    def devices(self) -> tuple[llama_abi.Device, ...]:
+        return self._found
+
+
+@pytest.mark.parametrize(
+    ("mode", "shares", "free_gib"),
+    [("layer", (), [60, 20]), ("tensor", (), [40]), ("tensor", (3.0, 1.0), [80]), ("row", (1.0, 0.0), [60])],
+)
+def test_devices_that_divide_each_layer_have_one_memory(mode, shares, free_gib):
+    where = place_of(mode, shares, ("ffn=CPU",))
+    _, *gpus = found = measure(AnyLibrary(where), where)
+    assert [each.free_bytes / GIB for each in gpus] == pytest.approx(free_gib)
+    arrangement = arrangement_of(where, found)
+    assert arrangement.moved == (("ffn", 0),)
+    assert arrangement.shares == ()
