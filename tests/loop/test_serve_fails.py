@@ -80,6 +80,11 @@ def test_the_log_has_the_lines_of_the_library_and_no_traceback(aborting, tmp_pat
             "llama_model_load_from_file_impl: failed to load model",
             "llama.cpp refuses the file (cannot find tokenizer merges in model file); get the file from another source",
         ),
+        (
+            "llama_model_load: error loading model: LLAMA_SPLIT_MODE_TENSOR not implemented for architecture 'mamba'; "
+            "llama_model_load_from_file_impl: failed to load model",
+            "llama.cpp cannot divide layers of the architecture 'mamba' between devices; set split_mode to layer",
+        ),
         ("llama_x: failed to load model", "llama.cpp refuses the file (failed to load model); get the file"),
         ("kv_mem_limit_mb 1 has room for 2 tokens: raise it", "kv_mem_limit_mb 1 has room for 2 tokens: raise it"),
     ],

@@ -40,6 +40,10 @@ NOT_RUN = {
     r"pip install .*": "changes the environment that the tests run in",
     r"uma-trio demo.*": "takes 15 seconds; tests/model/test_demo.py runs it",
     r"uma-trio bench .*": "takes minutes; tests/model/test_bench_set.py runs the command",
+    r"uma-trio serve .*--(devices|split-mode|n-cpu-moe) .*": (
+        "needs GPUs; tests/model/test_devices.py has RPC servers in their place"
+    ),
+    r"python benches/make_model\.py --shape 7b .*": "makes a model of 7 GB",
     r"uma-trio service (?!.*--dry-run).*": (
         "changes the services of the user; tests/model/test_service.py runs it with a service manager of its own"
     ),

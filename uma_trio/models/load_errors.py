@@ -90,6 +90,11 @@ def readable(reason: str) -> tuple[str, str]:
             f"the llama.cpp of this build does not know its architecture {found[1]!r}",
             "take another model, or a newer uma-trio",
         )
+    if found := re.search(r"SPLIT_MODE_TENSOR not implemented for architecture '([^']*)'", reason):
+        return (
+            f"llama.cpp cannot divide layers of the architecture {found[1]!r} between devices",
+            "set split_mode to layer",
+        )
     return f"llama.cpp refuses the file ({causes[0]})", REMEDY
 
 
