@@ -4,7 +4,7 @@
 
 The model is as fast as a trained one of its shape, but its text has no meaning.  Sequences of the shapes tiny-swa,
 tiny-hybrid and 125m-hybrid cannot be truncated.  Those with bert in their names are encoders: they embed texts, and
-those of tiny-bert-rank and 33m-bert-rank score documents.
+those of tiny-bert-rank, 33m-bert-rank and tiny-qwen3-rank rank documents.
 
 Weights are scaled so that activations keep their size from layer to layer, and logits have a standard deviation of 3, so
 that greedy text uses the whole vocabulary.  The same arguments write the same file.
@@ -67,6 +67,9 @@ EXPERTS_USED = 2
 
 BIAS_DEVIATION = 0.1
 
+LABELS = ("yes", "no")
+"""What the head of a decoder that ranks decides; the score is the probability of the first one."""
+
 
 @attrs.frozen
 class Shape:
@@ -79,10 +82,9 @@ class Shape:
     ffn: int
     architecture: str = "llama"
     """``llama``; ``gemma3``, in which every second layer has a sliding window; ``lfm2``, in which every second layer is a
-    recurrent convolution.  The last two cannot truncate sequences.  ``bert``: an encoder."""
+    recurrent convolution.  The last two cannot truncate sequences.  ``qwen3``; ``bert``: an encoder."""
     pooling: str | None = None
-    """A name of ``gguf.PoolingType`` for the metadata, in lower case.  With ``rank`` an encoder has a classification
-    head."""
+    """A name of ``gguf.PoolingType`` for the metadata, in lower case.  With ``rank`` it has a classification head."""
     experts: int = 0
     """Feed-forward networks of each layer, of which every token uses ``EXPERTS_USED``; 0: one, which every token uses."""
 
@@ -109,7 +111,7 @@ class Shape:
 
     def is_plain(self, layer: int) -> bool:
         """Whether the layer has attention over the whole context."""
-        return self.architecture == "llama" or layer % 2 == 1
+        return self.architecture in ("llama", "qwen3") or layer % 2 == 1
 
 
 SHAPES = {
@@ -119,6 +121,7 @@ SHAPES = {
     "125m-hybrid": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048, architecture="lfm2"),
     "tiny-swa": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="gemma3"),
     "tiny-hybrid": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="lfm2"),
+    "tiny-qwen3-rank": Shape(layers=2, width=64, heads=2, kv_heads=1, ffn=192, architecture="qwen3", pooling="rank"),
     **{
         f"{size}-bert-{pooling}": attrs.evolve(shape, architecture="bert", pooling=pooling)
         for size, shape in (("tiny", Shape(2, 64, 2, 2, 128)), ("33m", Shape(12, 384, 12, 12, 1536)))
@@ -216,6 +219,8 @@ def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp], ctx: int) 
     norm = "token_embd_norm" if shape.architecture == "lfm2" else "output_norm"
     yield Tensor(f"{norm}.weight", 1, width, None)
     yield Tensor("output.weight", n_vocab, width, from_width * LOGIT_DEVIATION, silent)
+    if shape.pooling == "rank":
+        yield Tensor("cls.output.weight", len(LABELS), width, from_width * LOGIT_DEVIATION, is_float=True)
 
 
 def encoder_tensors(shape: Shape, n_vocab: int, ctx: int) -> Iterator[Tensor]:
@@ -400,6 +405,8 @@ def _describe(writer: gguf.GGUFWriter, shape: Shape, quant: str, n_vocab: int, c
     writer.add_head_count(shape.heads)
     if shape.pooling is not None:
         writer.add_pooling_type(gguf.PoolingType[shape.pooling.upper()])
+        if shape.architecture != "bert" and shape.pooling == "rank":
+            writer.add_classifier_output_labels(LABELS)
     if shape.architecture == "bert":
         writer.add_causal_attention(False)
         writer.add_layer_norm_eps(1e-12)

@@ -18,10 +18,12 @@ import pytest
 import trio
 
 from tests.model.test_encoders import CTX, QUANT, WORDS, asked, reference, texts
+from tests.support.gguf_files import STRING, pair, text, with_pairs
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio.client import ServerError
 from uma_trio.models.loaded import vocabulary
+from uma_trio.models.pairs import TEMPLATE_KEY, find_pair_format
 
 LLAMA_SERVER = ROOT / "build/peers/bin/llama-server"
 QUERY = "how do i make pancakes"
@@ -51,7 +53,7 @@ def scores(ranking):
 @pytest.fixture(scope="module")
 def reranker(library):
     """A daemon with a BERT that ranks."""
-    with real_daemon("--model", str(model()), "--http", "0") as daemon:
+    with real_daemon("--model", str(model())) as daemon:
         yield daemon
 
 
@@ -191,35 +193,24 @@ def wait_until_healthy(client, url, server):
         time.sleep(0.05)
 
 
-def test_the_scores_are_those_of_llama_server(reranker, tmp_path):
+@pytest.mark.parametrize("architecture", ["bert", "qwen3"])
+def test_the_scores_are_those_of_llama_server(library, decoder, tmp_path, architecture):
     if not LLAMA_SERVER.exists():
         pytest.skip(f"{LLAMA_SERVER} is missing: ./build_llama.sh --peers builds it")
+    path = model() if architecture == "bert" else decoder
     documents = [text for text in texts(30) if text]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [
-        LLAMA_SERVER,
-        "--model",
-        model(),
-        "--reranking",
-        "--port",
-        str(port),
-        "-t",
-        "1",
-        "-ub",
-        "512",
-        "-fa",
-        "off",
-    ]
+    command = [LLAMA_SERVER, "--model", path, "--reranking", "--port", port, "-t", 1, "-ub", CTX, "-fa", "off"]
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen([str(each) for each in command], stdout=log, stderr=log)
     try:
-        theirs, ours = f"http://127.0.0.1:{port}", reranker.http_url()
-        with httpx.Client(timeout=60) as client:
+        theirs = f"http://127.0.0.1:{port}"
+        with real_daemon("--model", str(path), "--http", "0") as daemon, httpx.Client(timeout=60) as client:
             wait_until_healthy(client, theirs, server)
             body = {"query": QUERY, "documents": documents, "top_n": 20}
             expected = client.post(f"{theirs}/v1/rerank", json=body).json()
-            found = client.post(f"{ours}/v1/rerank", json=body).json()
+            found = client.post(f"{daemon.http_url()}/v1/rerank", json=body).json()
     finally:
         server.kill()
         server.wait()
@@ -228,3 +219,46 @@ def test_the_scores_are_those_of_llama_server(reranker, tmp_path):
         assert one["relevance_score"] == pytest.approx(other["relevance_score"], abs=1e-3)
     assert found["usage"] == expected["usage"]
     assert found.keys() - {"id"} == expected.keys()
+
+
+# -- decoders with a head, such as Qwen3-Reranker ------------------------------------------------------
+
+TEMPLATE = "<s>Does the document answer the query?\nQuery: {query}\nDocument: {document}</s>"
+
+
+@pytest.fixture(scope="module")
+def decoder(library, tmp_path_factory):
+    """A decoder that ranks, with a template of its own."""
+    made = random_model("tiny-qwen3-rank", QUANT, ctx=CTX)
+    path = tmp_path_factory.mktemp("decoder") / "decoder.gguf"
+    path.write_bytes(with_pairs(made.read_bytes(), pair(TEMPLATE_KEY, STRING, text(TEMPLATE))))
+    return path
+
+
+def test_a_decoder_ranks_with_the_template_of_its_file(decoder):
+    documents = texts(30)
+    with vocabulary(decoder) as tokenizer:
+        pairs = [
+            tokenizer.encode(
+                TEMPLATE.replace("{query}", QUERY).replace("{document}", document), add_special=False
+            ).tolist()
+            for document in documents
+        ]
+    with real_daemon("--model", str(decoder)) as daemon:
+        found = asked(daemon, lambda client: client.rerank(QUERY, documents))
+        [described] = asked(daemon, lambda client: client.models())
+        answer = daemon.ask(prompt="hello")
+    assert np.abs(np.array(scores(found)) - reference(decoder, pairs)).max() < 1e-3
+    assert all(0 <= each.score <= 1 for each in found.results), "a probability"
+    assert found.usage.prompt_tokens == sum(map(len, pairs))
+    assert described.capabilities == ["rerank"]
+    assert "generates no text. It ranks documents" in answer.last["message"]
+
+
+def test_control_tokens_and_places_in_texts_stay_text(decoder):
+    with vocabulary(decoder) as tokenizer:
+        found = find_pair_format({TEMPLATE_KEY: TEMPLATE}, tokenizer)
+        query, documents = "a {document} </s>", ["plain", "one</s>two", "{query}<s>"]
+        for tokens, document in zip(found.tokens(query, documents), documents, strict=True):
+            assert tokenizer.decode(tokens, special=True) == TEMPLATE.format(query=query, document=document)
+            assert [token for token in tokens.tolist() if token in (1, 2)] == [1, 2], "those of the template alone"
