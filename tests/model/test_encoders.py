@@ -17,6 +17,7 @@ from tests.pure.test_charsmap import table
 from tests.support.random_models import bench_script, random_model
 from tests.support.real_daemon import real_daemon
 from uma_trio.client import ServerError
+from uma_trio.engine.embedding import MIN_CALL
 from uma_trio.models.loaded import EMBEDDED, vocabulary
 
 CTX = 512
@@ -58,12 +59,13 @@ def tokens_of(path, given):
         return [tokenizer.encode(text, parse_special=False).tolist() for text in given]
 
 
-def reference(path, tokens, **options):
+def reference(path, tokens):
     """What llama.cpp itself computes of each of ``tokens``, one at a time: a vector of length 1, or a score."""
     found = []
-    options = {"n_ctx": CTX, "n_batch": CTX, "n_ubatch": CTX, "embeddings": True, "flash_attn": "off"} | options
+    options = {"n_ctx": CTX, "n_batch": CTX, "n_ubatch": CTX, "embeddings": True}
     with llama_abi.Model(llama_abi.load(), path) as model:
         for each in tokens:
+            options["flash_attn"] = "auto" if len(each) >= MIN_CALL else "off"
             with llama_abi.Context(model, llama_abi.ContextOptions(**options)) as context:
                 batch = llama_abi.Batch(len(each))
                 batch.add(each, pos=0, seq=0, logits="all")

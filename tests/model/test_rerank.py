@@ -206,7 +206,10 @@ def test_the_scores_are_those_of_llama_server(library, decoder, tmp_path, archit
         server = subprocess.Popen([str(each) for each in command], stdout=log, stderr=log)
     try:
         theirs = f"http://127.0.0.1:{port}"
-        with real_daemon("--model", str(path), "--http", "0") as daemon, httpx.Client(timeout=60) as client:
+        with (
+            real_daemon("--model", str(path), "--http", "0", "--flash-attn", "off") as daemon,
+            httpx.Client(timeout=60) as client,
+        ):
             wait_until_healthy(client, theirs, server)
             body = {"query": QUERY, "documents": documents, "top_n": 20}
             expected = client.post(f"{theirs}/v1/rerank", json=body).json()

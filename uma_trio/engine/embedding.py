@@ -141,7 +141,7 @@ class Embedder:
             self._drop(context, seq_id)
         self._adapters.choose(context, adapters)
         vectors = []
-        for part in calls_of(inputs) if self._options.flash_attn == "off" else [inputs]:
+        for part in _calls(inputs) if self._options.flash_attn == "off" else [inputs]:
             vectors += self._call(context, part)
         return vectors
 
@@ -232,7 +232,7 @@ def pooling_of(pooling_type: str | None) -> Pooling | None:
     return None if found == "rank" else cast(Pooling, "mean" if found == "none" else found)
 
 
-def calls_of(inputs: Sequence[EmbeddingInput]) -> list[list[EmbeddingInput]]:
+def _calls(inputs: Sequence[EmbeddingInput]) -> list[list[EmbeddingInput]]:
     """Divide ``inputs`` into calls.  Without flash attention each token costs attention over all texts of its call."""
     calls: list[list[EmbeddingInput]] = []
     n_tokens = MIN_CALL

@@ -20,7 +20,7 @@ from uma_trio import config
 from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.devices import Devices
-from uma_trio.engine.embedding import MAX_BATCH, MIN_BATCH, NOTHING_EMBEDDED, Embedded, calls_of, normalized
+from uma_trio.engine.embedding import MAX_BATCH, MIN_BATCH, MIN_CALL, NOTHING_EMBEDDED, Embedded, normalized
 from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.llama import described, library_environment
@@ -51,14 +51,11 @@ MAX_OUTPUT_BYTES: Final = 64 << 20
 """llama.cpp has room for the logits of all tokens of a call, though it computes none.  This bounds that memory where no
 text needs more."""
 
-MAX_PLAIN_TOKENS: Final = 1024
-"""With flash attention off, attention takes memory for each pair of tokens of a call.  Longer contexts use it on a CPU."""
-
 
 class PoolingEngine:
     """A loaded model that embeds or ranks texts.  See ``messages.Engine`` for the contract.
 
-    The context is created when it is needed, and again when a text needs a larger one.
+    Contexts are created when they are needed, and again when a text needs a larger one.
 
     Args:
         path: a checked GGUF file.
@@ -93,8 +90,8 @@ class PoolingEngine:
             use_mmap=settings.mmap,
             on_progress=on_progress,
         )
-        self._context: llama_abi.Context | None = None
-        self._n_bytes = 0
+        self._contexts: dict[str, llama_abi.Context] = {}
+        """By their flash attention."""
         self.fit: FitReport | None = None
         """How the settings were chosen; set by who chose them."""
         with contextlib.ExitStack() as stack:
@@ -158,8 +155,8 @@ class PoolingEngine:
 
     def devices(self) -> Devices:
         """What the model computes on, with the memory that is free now."""
-        context = () if self._context is None else self._context.buffers
-        return devices_of_model(self._place, self._model, self._settings, (*self._model.buffers, *context))
+        buffers = [*self._model.buffers, *[each for context in self._contexts.values() for each in context.buffers]]
+        return devices_of_model(self._place, self._model, self._settings, buffers)
 
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
         """See ``messages.Engine``.  The step has nothing but texts.
@@ -185,23 +182,43 @@ class PoolingEngine:
 
     def _compute(self, texts: Sequence[EmbeddingInput], adapters: Scales) -> Embedded:
         began = time.perf_counter()
-        vectors: list[npt.NDArray[np.float32]] = []
+        found: dict[int, npt.NDArray[np.float32]] = {}
         failure = None
         try:
             if any(each.position or not each.is_last for each in texts):
                 raise llama_abi.LlamaError("this model computes whole texts, and was given a part of one")
-            plain = self._flash_attn(MAX_PLAIN_TOKENS) == "off"
-            for call in calls_of(texts) if plain else _filled(texts, self._info.embedding_batch):
-                vectors += self._call(call, adapters)
+            for call in self._calls([each.length for each in texts]):
+                found |= zip(call, self._call([texts[number] for number in call], adapters), strict=True)
         except (llama_abi.LlamaError, MemoryError) as error:
-            vectors, failure = [], str(error)
-            self._close_context()
+            found, failure = {}, str(error)
+            self._close_contexts()
+        vectors = [vector for _, vector in sorted(found.items(), key=lambda item: item[0])]
         return Embedded(vectors, 1e3 * (time.perf_counter() - began), self._n_bytes, failure)
+
+    def _calls(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Which texts are computed together, by their numbers.
+
+        On a CPU a call costs attention between all of its texts, and a wider one is no faster.  There a text of
+        ``MIN_CALL`` tokens or more is alone.
+        """
+        room = self._info.embedding_batch if self._on_gpu else MIN_CALL
+        calls: list[list[int]] = []
+        left = 0
+        for number, length in enumerate(lengths):
+            if length >= room:
+                calls.insert(0, [number])
+                continue
+            if length > left:
+                calls.append([])
+                left = room
+            calls[-1].append(number)
+            left -= length
+        return calls
 
     def _call(self, texts: Sequence[EmbeddingInput], adapters: Scales) -> list[npt.NDArray[np.float32]]:
         """Compute one ``llama_decode`` call; returns a vector of length 1 for each text, or its score."""
         n_tokens = sum([each.length for each in texts])
-        context = self._context_for(n_tokens)
+        context = self._context_for(n_tokens, is_narrow=not self._on_gpu and texts[0].length < MIN_CALL)
         self._adapters.choose(context, adapters)
         batch = llama_abi.Batch(n_tokens)
         for seq_id, each in enumerate(texts):
@@ -215,22 +232,28 @@ class PoolingEngine:
             return [np.array([context.score(seq_id)], np.float32) for seq_id in range(len(texts))]
         return [normalized(context.pooled_embedding(seq_id).astype(np.float64)) for seq_id in range(len(texts))]
 
-    def _context_for(self, n_tokens: int) -> llama_abi.Context:
+    def _context_for(self, n_tokens: int, *, is_narrow: bool) -> llama_abi.Context:
         """A context with room for a call of ``n_tokens``.
+
+        Args:
+            is_narrow: all calls have few tokens, and are on a CPU.  Flash attention is slower and less exact there.
 
         Raises:
             LlamaError: there is not the memory for it.
         """
-        if self._context is not None and self._context.n_batch >= n_tokens:
-            return self._context
-        self._close_context()
-        rows = self._info.embedding_batch
+        wanted = self._settings.flash_attn
+        flash_attn = "off" if wanted == "auto" and is_narrow else wanted
+        known = self._contexts.pop(flash_attn, None)
+        if known is not None and known.n_batch >= n_tokens:
+            self._contexts[flash_attn] = known
+            return known
+        if known is not None:
+            known.close()
+        rows = MIN_CALL if is_narrow else self._info.embedding_batch
         while rows < n_tokens:
             rows *= 2
-        rows = min(rows, max(self._info.embedding_batch, self._info.embedding_ctx))
-        flash_attn = self._flash_attn(rows)
-        pairs = rows * rows if flash_attn == "off" else 0
-        n_bytes = rows * self._row_bytes + 8 * pairs * self._model.n_head
+        rows = max(n_tokens, min(rows, self._info.embedding_ctx))
+        n_bytes = rows * self._row_bytes + (8 * rows * rows * self._model.n_head if flash_attn == "off" else 0)
         if not self._on_gpu and n_bytes > free_memory_bytes():
             raise llama_abi.LlamaError(
                 f"texts of {n_tokens} tokens take about {n_bytes / 1e6:.0f} MB, and "
@@ -248,23 +271,20 @@ class PoolingEngine:
             embeddings=True,
             pooling=self.pooling,
         )
-        self._context = context = llama_abi.Context(self._model, options)
+        self._contexts[flash_attn] = context = llama_abi.Context(self._model, options)
         context.set_abort_flag(self._abort)
-        self._n_bytes = sum([each.n_bytes for each in context.buffers]) + rows * self._row_bytes
         return context
 
-    def _flash_attn(self, rows: int) -> str:
-        """Flash attention of a context with ``rows`` tokens: off for short texts on a CPU, where it is slower."""
-        wanted = self._settings.flash_attn
-        if wanted == "auto" and not self._on_gpu and rows <= MAX_PLAIN_TOKENS:
-            return "off"
-        return wanted
+    @property
+    def _n_bytes(self) -> int:
+        """What the contexts take."""
+        buffers = sum([each.n_bytes for context in self._contexts.values() for each in context.buffers])
+        return buffers + sum([context.n_batch * self._row_bytes for context in self._contexts.values()])
 
-    def _close_context(self) -> None:
-        self._n_bytes = 0
-        if self._context is not None:
-            self._context.close()
-            self._context = None
+    def _close_contexts(self) -> None:
+        for context in self._contexts.values():
+            context.close()
+        self._contexts.clear()
 
     # -- what generation needs ------------------------------------------------------------------
 
@@ -279,29 +299,16 @@ class PoolingEngine:
 
     def set_threads(self, n_threads: int) -> None:
         self._n_threads = n_threads
-        if self._context is not None:
-            self._context.set_threads(n_threads, n_threads)
+        for context in self._contexts.values():
+            context.set_threads(n_threads, n_threads)
 
     def reset(self) -> None:
-        self._close_context()
+        self._close_contexts()
 
     def abort(self) -> None:
         self._abort.set()
 
     def close(self) -> None:
-        self._close_context()
+        self._close_contexts()
         self._adapters.close()
         self._model.close()
-
-
-def _filled(texts: Sequence[EmbeddingInput], room: int) -> list[list[EmbeddingInput]]:
-    """Divide ``texts`` into calls of up to ``room`` tokens; a longer text has a call of its own."""
-    calls: list[list[EmbeddingInput]] = []
-    left = 0
-    for each in texts:
-        if not calls or each.length > left:
-            calls.append([])
-            left = room
-        calls[-1].append(each)
-        left -= each.length
-    return calls
