@@ -533,8 +533,16 @@ def mutant(bases: list[bytes], seed: int, case: int) -> tuple[bytes, str]:
 # -- trying a file ------------------------------------------------------------------------------
 
 
+def run_file(library: llama_abi.Library, path: Path, purpose: Purpose) -> None:
+    """Load a file and do with it once what serving does."""
+    if purpose == "generate":
+        run_model(library, path)
+    else:
+        run_pooling(path, purpose)
+
+
 def run_model(library: llama_abi.Library, path: Path) -> None:
-    """Load ``path`` and do with it once what serving does."""
+    """Load a model that generates, and compute a few tokens."""
     with llama_abi.Model(library, path) as model:
         tokenizer = Tokenizer(model.vocab)
         assert tokenizer.control_tokens is not None
@@ -584,10 +592,7 @@ def attempt(library: llama_abi.Library, path: Path) -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001  (a finding)
         return "python error", f"check_gguf: {error!r}"
     try:
-        if summary.purpose == "generate":
-            run_model(library, path)
-        else:
-            run_pooling(path, summary.purpose)
+        run_file(library, path, summary.purpose)
     except llama_abi.LlamaError as error:
         return "refused by the library", str(error)
     except Exception as error:  # noqa: BLE001  (a finding)

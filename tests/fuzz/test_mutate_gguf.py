@@ -39,8 +39,7 @@ def test_the_bases_are_valid_and_run(bases, tmp_path):
     for base in bases:
         assert Gguf.parse(base).to_bytes() == base
         path.write_bytes(base)
-        check_gguf(path)
-        mutate_gguf.run_model(llama_abi.load(), path)
+        mutate_gguf.run_file(llama_abi.load(), path, check_gguf(path).purpose)
 
 
 def test_a_mutant_depends_on_its_seed_and_number_alone(bases):
