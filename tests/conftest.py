@@ -71,13 +71,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _processes_of_this_run() -> list[psutil.Process]:
-    """All but this one, and children in a sandbox: these end when the process that started them does, perhaps this one."""
+    """All but this one, children in a sandbox, and those of multiprocessing: they end with who started them, perhaps this one."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(RUN_VARIABLE) != str(run_folder()) or process.pid == os.getpid():
                 continue
-            if not any(word.endswith(("template_worker.py", "uma_trio.grammar")) for word in process.cmdline()):
+            line = " ".join(process.cmdline())
+            if not any(word in line for word in ("template_worker.py", "uma_trio.grammar", "from multiprocessing.")):
                 found.append(process)
         except psutil.Error:  # another user's, or it has ended
             continue
