@@ -120,9 +120,9 @@ def command(
 
     These scripts in benches/ run by themselves: kv_layout.py compares layouts of the KV cache, layout_choice.py
     asks whether the daemon chooses the right one, stairs.py measures ticks by their rows, fit.py takes memory
-    away and asks whether a model is still served, adapters.py measures ticks with several LoRA adapters, drafts.py what a draft model gains, two_models.py
-    how two models share the cores, constrained.py what a constraint costs and controllers.py what a controller costs,
-    embeddings.py compares texts to embed with llama-server,
+    away and asks whether a model is still served, adapters.py measures ticks with several LoRA adapters,
+    drafts.py what a draft model gains, two_models.py how two models share the cores, constrained.py what a
+    constraint costs and controllers.py what a controller costs, embeddings.py compares texts to embed with llama-server,
     controllers_recovery.py ends the runtime of controllers under load, http_probes.py asks /healthz and
     /metrics during prefill, llama_server_tests.py runs llama-server's own tests, and policy_sim.py runs the
     scheduling policy on simulated devices.

@@ -372,7 +372,7 @@ class CostModel:
         if not contexts or len(by_rows) > 1 or rows < 2:
             return by_rows
         token_ms = self.decode_only.coefficients[3] / FEATURE_SCALES[3]
-        padded = rows * max(contexts)
+        padded = rows * _aligned(max(contexts))
         if (padded - sum(contexts)) * token_ms < (1 - SPLIT_THRESHOLD) * self.decode_call_ms(rows, padded):
             return by_rows  # even without any padding the call would not be faster by enough
         groups = _groups_of_equal_length(contexts)
@@ -401,12 +401,16 @@ class CostModel:
         return widths if split_ms < SPLIT_THRESHOLD * whole_ms else (sum(widths),)
 
 
+def _aligned(context: int) -> int:
+    return -(-context // CONTEXT_ALIGNMENT) * CONTEXT_ALIGNMENT
+
+
 def _groups_of_equal_length(contexts: Sequence[int]) -> list[tuple[int, int]]:
     """Group neighbours with the same aligned context length: (rows, aligned length) of each group."""
     groups: list[tuple[int, int]] = []
     count = last = 0
     for context in contexts:
-        length = -(-context // CONTEXT_ALIGNMENT) * CONTEXT_ALIGNMENT
+        length = _aligned(context)
         if length != last and count:
             groups.append((count, last))
             count = 0

@@ -355,7 +355,8 @@ def _choose_prefill(
     work = attrs.evolve(work, mean_prefill_context=mean_context)
     budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits)
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
-        budget -= (budget if separately else budget + len(decodes)) % ROW_ALIGNMENT
+        aligned = budget - (budget if separately else budget + len(decodes)) % ROW_ALIGNMENT
+        budget = aligned if aligned >= limits.min_chunk_tokens else budget
     while True:  # A smaller budget can leave other prompts, with more context.  Mostly one round is enough.
         given, service = _divide(prefills, budget, state.service, limits)
         work = _with_prefill(work, given)
