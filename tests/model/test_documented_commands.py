@@ -220,7 +220,11 @@ def environment(home: Path, served: Daemon, endpoint: str) -> Mapping[str, str]:
 # -- the commands ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("example", [each for each in EXAMPLES if each.text.startswith("uma-trio serve")], ids=str)
+SERVES = {each.text: each for each in EXAMPLES if each.text.startswith("uma-trio serve")}
+"""Some stand in several documents; each is run once."""
+
+
+@pytest.mark.parametrize("example", SERVES.values(), ids=str)
 def test_a_daemon_that_is_started_answers(
     example: Example, environment: Mapping[str, str], home: Path, tmp_path: Path
 ) -> None:
