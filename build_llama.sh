@@ -135,6 +135,12 @@ explain_cuda() {
   if grep -Eq 'Unable to find cublas|CUDA::cublas' "$log"; then
     die "the CUDA toolkit has no cuBLAS: install the whole toolkit (Debian, Ubuntu: apt install libcublas-dev of the same version), $otherwise" "$log"
   fi
+  if grep -q 'CUDA::cuda_driver' "$log"; then
+    die "the CUDA toolkit of $nvcc has no libcuda.so to link with (lib64/stubs): install the whole toolkit (Debian, Ubuntu: apt install cuda-driver-dev of the same version), set CMAKE_ARGS=-DGGML_CUDA_NO_VMM=ON, which does without, $otherwise" "$log"
+  fi
+  if grep -Eq 'Could NOT find CUDAToolkit|CUDA Toolkit not found|cannot find -lcudart_static' "$log"; then
+    die "the CUDA toolkit of $nvcc is not complete, as those of Python packages are: install the whole toolkit and set CUDA_HOME to it, $otherwise" "$log"
+  fi
   if grep -q 'CUDA compiler' "$log" && grep -Eq 'is not able to compile a simple test program|broken' "$log"; then
     die "the CUDA compiler $nvcc does not work: install the whole CUDA toolkit, $otherwise" "$log"
   fi

@@ -315,6 +315,15 @@ class TestErrors:
                 "set CUDAHOSTCXX to an older compiler",
             ),
             ('Target "ggml-cuda" links to: CUDA::cublas', "the CUDA toolkit has no cuBLAS"),
+            ('Target "ggml-cuda" links to: CUDA::cuda_driver', "set CMAKE_ARGS=-DGGML_CUDA_NO_VMM=ON"),
+            (
+                "-- Could NOT find CUDAToolkit (missing: CUDA_CUDART)",
+                "nvcc is not complete, as those of Python packages",
+            ),
+            (
+                "CUDA compiler identification: ld: cannot find -lcudart_static",
+                "install the whole toolkit and set CUDA_HOME",
+            ),
             (
                 "The CUDA compiler nvcc is not able to compile a simple test program.",
                 "does not work: install the whole",
