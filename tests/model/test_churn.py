@@ -114,5 +114,5 @@ def test_2000_disconnects_release_everything(library):
         assert after["kv"]["cached_cells"] <= 8192
         daemon.wait_fds(fds)
         assert grown < 4 * MIB
-        assert ended["cancelled"] > 300
+        assert ended["cancelled"] > 100
         assert daemon.ask(prompt="Hello", max_tokens=3).reason in ("stop", "length")
