@@ -37,7 +37,7 @@ from report import cell, quantiles, table
 
 from uma_trio.config import Scheduling
 from uma_trio.demo.recording import percentile
-from uma_trio.engine.calibrate import CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS, ROUNDS
+from uma_trio.engine.calibrate import CURVE_ROUNDS, CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
 from uma_trio.scheduling.policy import MAX_BACKGROUND_SKIPS, Plan, PolicyState, PrefillChunk, plan
@@ -182,7 +182,7 @@ def curves(device: Device, noise: float) -> PrefillCurves | None:
         times = {
             rows: [
                 device.ms(Work(rows - n_decodes, n_decodes, 0)) * max(0.2, 1 + rng.gauss(0, noise))
-                for _ in range(ROUNDS)
+                for _ in range(CURVE_ROUNDS)
             ]
             for rows in row_counts
             if n_decodes < rows <= device.n_batch

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tests.support.fake_engine import FakeEngine, VirtualLink
-from uma_trio.engine.calibrate import ROUNDS, calibrate
+from uma_trio.engine.calibrate import CURVE_ROUNDS, calibrate
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.row_curve import MIN_POINTS
 
@@ -67,13 +67,13 @@ async def test_a_slow_engine_is_not_asked_for_row_counts_that_take_longer_still(
 
 
 async def test_an_unsteady_engine_has_no_curve_and_is_soon_left_alone(autojump_clock):
-    """Every other step takes half as long again."""
-    slower = itertools.cycle([1.0, 1.5])
+    """No two of three steps take the same."""
+    slower = itertools.cycle([1.0, 1.3, 1.7])
     engine = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: next(slower) * stairs_ms(prompt, decodes))
     cost = await calibrate(VirtualLink(engine), budget_s=60)
     assert not cost.knows_stairs, "the next start looks again"
     assert cost.mixed.curves is None
-    assert sum(bool(step.ops and step.calls) for step in engine.steps) == ROUNDS * MIN_POINTS
+    assert sum(bool(step.ops and step.calls) for step in engine.steps) == CURVE_ROUNDS * MIN_POINTS
 
 
 @pytest.mark.parametrize("n_batch", [16, 32, 48, 64, 512])
@@ -82,3 +82,18 @@ async def test_an_engine_with_little_room_is_measured_as_far_as_it_goes(autojump
     cost = await calibrate(VirtualLink(engine), known=CostModel(), budget_s=60)
     assert engine.used_cells() == {}
     assert cost.predict(Work(16, 1, 0)) > 0
+
+
+async def test_the_first_step_of_each_size_may_take_long(autojump_clock):
+    """A GPU loads a kernel when it is first used."""
+    seen: set[tuple[int, int]] = set()
+
+    def cost_ms(prompt: int, decodes: int) -> float:
+        is_first = (prompt, decodes) not in seen
+        seen.add((prompt, decodes))
+        return stairs_ms(prompt, decodes) + 20 * (is_first and prompt > 0)
+
+    cost = await calibrate(VirtualLink(FakeEngine(n_ctx=8192, cost_ms=cost_ms)), budget_s=60)
+    assert cost.mixed.curves is not None
+    assert cost.mixed.curves.mixed is not None
+    assert {rows: cost.mixed.curves.mixed.at(rows) for rows in (64, 128, 192)} == {64: 10.0, 128: 15.0, 192: 20.0}

@@ -28,15 +28,18 @@ MAX_ROWS: Final = 8
 """Calls of 1 to this many decode rows are measured one by one."""
 
 ROUNDS: Final = 2
-"""Measurements of each call width and row count.  The fastest counts, because noise only makes a step slower."""
+"""Measurements of each call width.  The fastest counts, because noise only makes a step slower."""
+
+CURVE_ROUNDS: Final = 3
+"""Measurements of each row count: a GPU loads a kernel when it is first used, and the other two say how steady it is."""
 
 CURVE_ROWS: Final = (*range(16, 128, 16), *range(128, 256, 32), *range(256, 512, 64), *range(512, 2049, 128))
 """Row counts of a curve.  Kernels work in tiles of 8 rows or more, so each is the last one of its tile."""
 
-PROMPT_CURVE_ROWS: Final = (16, 64, 128, 256, 384, *range(512, 2049, 256))
+PROMPT_CURVE_ROWS: Final = (16, 64, 128, 256, *range(512, 2049, 512))
 """The same for prompts alone, where there is another curve for prompts next to decodes.  Such ticks are long."""
 
-CURVE_BUDGET_S: Final = (0.9, 0.5)
+CURVE_BUDGET_S: Final = (1.0, 0.4)
 """Time limits of the two curves, in which the engine computes.  No step begins that would take longer."""
 
 MAX_CURVE_STEP_MS: Final = 100.0
@@ -96,8 +99,10 @@ async def _curve(trial: Trial, n_decodes: int, row_counts: Sequence[int], budget
     left_ms = 1e3 * budget_s
     found: dict[int, list[float]] = {}
     for rows in [rows for rows in row_counts if rows > n_decodes]:
-        times = [ms for _ in range(ROUNDS) if (ms := await trial.chunk_ms(n_decodes, rows - n_decodes)) is not None]
-        if len(times) < ROUNDS:
+        times = [
+            ms for _ in range(CURVE_ROUNDS) if (ms := await trial.chunk_ms(n_decodes, rows - n_decodes)) is not None
+        ]
+        if len(times) < CURVE_ROUNDS:
             break
         found[rows] = times
         left_ms -= sum(times)

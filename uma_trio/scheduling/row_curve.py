@@ -101,9 +101,10 @@ def _without(vector: Sequence[float], direction: Sequence[float]) -> list[float]
 
 
 def noise(ms: Mapping[int, Sequence[float]]) -> float:
-    """By how much measurements of the same row count differ, as a share: the median of those that were repeated."""
-    repeated = sorted([max(each) / min(each) - 1 for each in ms.values() if len(each) > 1 and min(each) > 0])
-    return repeated[len(repeated) // 2]
+    """By how much the two fastest measurements of a row count differ, as a share: the median of the row counts."""
+    fastest = [sorted(each)[:2] for each in ms.values() if len(each) > 1 and min(each) > 0]
+    shares = sorted([second / first - 1 for first, second in fastest])
+    return shares[len(shares) // 2]
 
 
 @attrs.frozen
