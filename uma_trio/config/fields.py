@@ -225,8 +225,8 @@ class Model:
     )
     embedding_ctx: int = setting(
         8192,
-        "Longest text to embed, in tokens. What the model was trained with is a limit as well. Memory for it is "
-        "allocated when a text needs it, in addition to the KV cache.",
+        "Longest text to embed, or query with a document to rank, in tokens. What the model was trained with is a limit as "
+        "well. Memory for it is allocated when a text needs it, in addition to the KV cache.",
         ge=32,
         le=MIB,
     )
