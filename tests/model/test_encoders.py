@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ import trio
 
 import llama_abi
 from tests.pure.test_charsmap import table
+from tests.support.gguf_files import U32, pair, with_pairs
 from tests.support.random_models import bench_script, random_model
 from tests.support.real_daemon import real_daemon
 from uma_trio.client import ServerError
@@ -21,6 +23,7 @@ from uma_trio.engine.embedding import MIN_CALL
 from uma_trio.models.loaded import EMBEDDED, vocabulary
 
 CTX = 512
+BOOL = 7
 QUANT = "f32"
 """With quantized weights, values of activations at a boundary round up or down with the size of a call."""
 
@@ -166,6 +169,21 @@ def test_an_encoder_with_a_unigram_vocabulary(library, tmp_path):
         found = asked(daemon, lambda client: client.rerank(query, documents))
     expected = reference(path, pairs)
     assert [each.score for each in found.results] == pytest.approx(sorted(expected, reverse=True), abs=1e-3)
+
+
+def test_a_decoder_whose_tokens_attend_to_later_ones_embeds(library, tmp_path):
+    made = random_model("2x64", QUANT, ctx=CTX)
+    path = tmp_path / "bidirectional.gguf"
+    pooling = pair("llama.pooling_type", U32, struct.pack("<I", 1))
+    path.write_bytes(with_pairs(made.read_bytes(), pair("llama.attention.causal", BOOL, b"\0"), pooling))
+    given = texts(20)
+    with real_daemon("--model", str(path)) as daemon:
+        found = asked(daemon, lambda client: client.embed(given))
+        [known] = asked(daemon, lambda client: client.models())
+        answer = daemon.ask(prompt="hello")
+    assert known.capabilities == ["embedding"]
+    assert answer.code == "E_PROTO_BAD_REQUEST"
+    assert np.abs(np.array(found.embeddings) - reference(path, tokens_of(path, given))).max() < 1e-3
 
 
 def test_what_the_daemon_says_of_an_encoder(encoder):
