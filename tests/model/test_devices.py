@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.adapters import random_adapter
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 from tests.support.rpc_server import rpc_server
@@ -75,6 +76,44 @@ def test_the_text_is_that_of_the_cpu_and_log_and_metrics_have_the_devices(
     kv = {name: devices[name]["kv_cache_bytes"] for name in used if name != "CPU"}
     if "3,1" in flags:
         assert kv["RPC0"] > 2 * kv["RPC1"]
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_drafts_come_from_the_same_devices(servers: str, on_cpu: list[str], mode: str) -> None:
+    texts, devices, _ = served("--rpc", servers, "--split-mode", mode, "--draft-model", "embedded-draft")
+    assert texts == on_cpu
+    assert devices["RPC0"]["weights_bytes"] > 0 < devices["RPC1"]["weights_bytes"]
+
+
+def test_adapters_are_where_the_layers_are(servers: str) -> None:
+    flags = ("--adapter", f"a={random_adapter(EMBEDDED, 1)}")
+    chosen = {"adapters": [{"name": "a", "scale": 1.0}]}
+    assert served("--rpc", servers, *flags, fields=chosen)[0] == served(*flags, fields=chosen)[0]
+
+
+def turns(folder: Path, *flags: str) -> tuple[list[str], list[list[float]]]:
+    """Texts of a session that goes on after a restart, and embeddings."""
+    texts = []
+    for question in ("What is the capital of France? " + "Please answer. " * 30, "And of Spain?"):
+        with real_daemon(*SMALL, *flags, folder=folder) as daemon:
+            asked = {"temperature": 0, "max_tokens": 24, "session_id": "s"}
+            texts.append(daemon.ask(messages=[{"role": "user", "content": question}], **asked).text)
+            with daemon.wire(timeout_s=60) as wire:
+                wire.send(type="embed", input=["a fox in the forest", "Lima"])
+                embedded = wire.receive()
+    assert embedded is not None
+    return texts, embedded["embeddings"]
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_sessions_and_embeddings_are_those_of_the_cpu(servers: str, tmp_path: Path, mode: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    expected, vectors = turns(tmp_path / "a")
+    texts, found = turns(tmp_path / "b", "--rpc", servers, "--split-mode", mode)
+    assert texts == expected
+    for one, other in zip(vectors, found, strict=True):
+        assert one == pytest.approx(other, abs=0.02)
 
 
 def test_experts_stay_in_the_machines_memory(servers: str) -> None:

@@ -78,6 +78,7 @@ models:
         ({"devices": "none", "split_mode": "tensor"}, "split_mode tensor needs devices"),
         ({"split_mode": "column"}, "one of none, layer, row, tensor"),
         ({"split_mode": "tensor", "flash_attn": "off"}, "needs flash attention"),
+        ({"split_mode": "tensor", "adapters": "a=b.gguf"}, "cannot apply LoRA adapters with split_mode tensor"),
         ({"split_mode": "none", "tensor_split": "1,1"}, "keeps it on one"),
         ({"tensor_split": "3,-1"}, "from 0 to 1e9"),
         ({"tensor_split": "3,nan"}, "from 0 to 1e9"),

@@ -74,7 +74,8 @@ def _main() -> None:
 
 
 def _place(library: llama_abi.Library, asked: dict[str, Any], placement: llama_abi.Placement) -> Placed:
-    options = llama_abi.ContextOptions(n_ctx=512, flash_attn="on" if placement.split_mode == "tensor" else "auto")
+    flash_attn = "on" if placement.split_mode == "tensor" else "auto"
+    options = llama_abi.ContextOptions(n_ctx=512, n_seq_max=2, kv_unified=True, flash_attn=flash_attn)
     try:
         with (
             llama_abi.Model(library, asked["model"], placement=placement, n_gpu_layers=asked["n_gpu_layers"]) as model,
@@ -93,8 +94,13 @@ def _greedy(model: llama_abi.Model, context: llama_abi.Context, n_tokens: int = 
     for pos in range(len(prompt), len(prompt) + n_tokens):
         assert context.decode(batch) == llama_abi.OK
         found.append(int(context.logits().array[-1].argmax()))
+        if len(found) == n_tokens // 2:  # a saved state goes on as if it had not been saved
+            state = bytearray(context.state_size(0))
+            context.save_state_into(0, state)
+            context.seq_remove(0)
+            context.load_state_from(1, state)
         batch.clear()
-        batch.add([found[-1]], pos=pos, seq=0)
+        batch.add([found[-1]], pos=pos, seq=int(len(found) >= n_tokens // 2))
     return tuple(found)
 
 

@@ -60,3 +60,7 @@ def _check_devices(model: Model) -> None:
         raise ConfigError(f"main_gpu is {model.main_gpu}, and devices names {len(devices)}: count from 0")
     if mode == "tensor" and model.flash_attn == "off":
         raise ConfigError("split_mode tensor needs flash attention, and flash_attn is off: set it to auto")
+    if mode == "tensor" and model.adapters:
+        raise ConfigError(
+            "llama.cpp cannot apply LoRA adapters with split_mode tensor: set split_mode to layer, or leave out adapters"
+        )
