@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from uma_trio.engine.devices import Device, Devices, MachineGpu, layers_on_gpu
+from uma_trio.config import Model
+from uma_trio.engine.devices import (
+    Device,
+    DeviceMemory,
+    Devices,
+    MachineGpu,
+    layers_on_gpu,
+    memory_by_device,
+    split_in_words,
+)
 
 GIB = 1 << 30
 CPU = Device("CPU", "AMD EPYC", "cpu", 60 * GIB, 64 * GIB)
@@ -25,6 +36,25 @@ NVIDIA = MachineGpu("an NVIDIA GPU", "run ./build_llama.sh --backend cuda")
             Devices(backend="cuda", found=(H100, SECOND, CPU), layers_on_gpu=12, n_layers=33),
             "CUDA0 (NVIDIA H100 80GB HBM3, 60.0 GiB of 80.0 GiB free), "
             "CUDA1 (NVIDIA H100 80GB HBM3, 5,120 MiB of 80.0 GiB free), with 12 of 33 layers",
+        ),
+        (
+            Devices(backend="cuda", found=(H100, SECOND, CPU), layers_on_gpu=33, n_layers=33, used=("CUDA1",)),
+            "CUDA1 (NVIDIA H100 80GB HBM3, 5,120 MiB of 80.0 GiB free), with 33 of 33 layers",
+        ),
+        (
+            Devices(
+                backend="metal",
+                found=(APPLE, CPU),
+                layers_on_gpu=3,
+                n_layers=9,
+                used=("MTL0",),
+                split="split by layer 3:1",
+            ),
+            "MTL0 (Apple M3), with 3 of 9 layers, split by layer 3:1",
+        ),
+        (
+            Devices(backend="metal", found=(APPLE, CPU), layers_on_gpu=0, n_layers=33, used=()),
+            "CPU only: devices is none; unused: MTL0 (Apple M3)",
         ),
         (Devices(backend="metal", found=(APPLE, CPU)), "MTL0 (Apple M3)"),
         (
@@ -66,3 +96,37 @@ def test_how_to_use_a_gpu_that_is_not_used(devices: Devices, fix: str | None) ->
 @pytest.mark.parametrize(("setting", "n_layers"), [(-1, 33), (0, 0), (10, 10), (33, 33), (99, 33)])
 def test_layers_are_counted_as_llama_cpp_does(setting: int, n_layers: int) -> None:
     assert layers_on_gpu(setting, n_layer=32) == n_layers
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ""),
+        ({"split_mode": "none"}, ""),
+        ({"split_mode": "tensor"}, "split by tensor"),
+        ({"tensor_split": (3.0, 1.5)}, "split by layer 3:1.5"),
+        ({"n_cpu_moe": 1}, "experts of 1 layer on the CPU"),
+        (
+            {"split_mode": "tensor", "tensor_split": (1.0, 2.0), "n_cpu_moe": 4, "override_tensor": ("a=CPU", "b=CPU")},
+            "split by tensor 1:2, experts of 4 layers on the CPU, override_tensor a=CPU b=CPU",
+        ),
+    ],
+)
+def test_how_a_model_is_divided(settings: dict[str, Any], words: str) -> None:
+    assert split_in_words(Model(**settings)) == words
+
+
+def test_memory_is_summed_up_by_device() -> None:
+    buffers = [
+        ("CUDA0", "model", 5), ("CPU", "model", 3), ("CUDA0", "KV", 7), ("CUDA0", "RS", 2), ("CUDA0", "compute", 1),
+        ("CPU", "output", 4), ("CUDA0", "model", 5),
+    ]  # fmt: skip
+    cpu, gpu = memory_by_device(buffers, [CPU, H100, SECOND])
+    assert cpu == DeviceMemory("CPU", weights=3, compute=4, free=60 * GIB, capacity=64 * GIB)
+    assert gpu.snapshot() == {
+        "weights_bytes": 10, "kv_cache_bytes": 9, "compute_bytes": 1, "free_bytes": 60 * GIB, "total_bytes": 80 * GIB,
+    }  # fmt: skip
+    assert gpu.total == 20
+    assert str(DeviceMemory("CUDA0", 3 << 20, 2 << 20, 1 << 20)) == (
+        "CUDA0 6 MiB (weights 3 MiB, KV cache 2 MiB, compute 1 MiB)"
+    )

@@ -246,9 +246,9 @@ def _run(
 
     outcomes: list[Outcome] = []
     given = " ".join(["uma-trio", *sys.argv[1:]])
-    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
     async def work() -> None:
+        deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
         for n, bench in enumerate(benches, 1):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
