@@ -102,4 +102,4 @@ def test_stairs(library):
     done = run("stairs.py", "--threads", 1, "--ticks", 40, "--kv-unified", "off")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^measured in \d+\.\d\d s$", done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^\| line +\| +[\d.]+ \| +[\d.]+ \| +[\d.]+ \|$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^\| line +\| +[\d.,]+ \| +[\d.,]+ \| +[\d.,]+ \|$", done.stdout, re.MULTILINE), done.stdout
