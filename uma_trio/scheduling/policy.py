@@ -127,6 +127,7 @@ def plan(
     mixes_prefill: bool = True,
     pads_attention: bool = False,
     draft_cost: DraftCost | None = None,
+    gap_ms: float = 0.0,
 ) -> Plan:
     """Choose what the next tick computes.
 
@@ -158,6 +159,7 @@ def plan(
         pads_attention: attention takes as long for each row of a call as for the row with the longest context.
             Sequences with very different context lengths then go into separate calls if that is faster.
         draft_cost: predicts the time of the draft model, if there is one.
+        gap_ms: how long the device waits before a tick.  Draft tokens make fewer ticks, and so fewer gaps.
 
     Returns:
         A plan of at most ``max_tokens`` rows.  It is empty only if nothing is ready.
@@ -201,7 +203,7 @@ def plan(
     if any(view.n_drafts for view in chosen):
         tries = state.n_without_drafts >= STEPS_WITHOUT_DRAFTS
         drafts, verified, draft_ms = _choose_drafts(
-            chosen, work, now_s, cost, max_tokens, draft_cost or DraftCost(), pads=pads_attention, tries=tries
+            chosen, work, now_s, cost, max_tokens, draft_cost or DraftCost(), gap_ms, pads=pads_attention, tries=tries
         )
         after = attrs.evolve(after, n_without_drafts=0 if drafts else state.n_without_drafts + 1)
         if drafts:
@@ -416,6 +418,7 @@ def _choose_drafts(
     cost: CostModel,
     max_tokens: int,
     draft_cost: DraftCost,
+    gap_ms: float,
     *,
     pads: bool,
     tries: bool,
@@ -429,9 +432,12 @@ def _choose_drafts(
     """
     together = _widths(decodes)
     work = attrs.evolve(work, n_calls=len(together))  # more calls are as fast at least
-    best_rate = 0.0 if tries else MIN_DRAFT_SPEEDUP * len(decodes) / max(cost.predict(work), 1e-6)
+    best_rate = 0.0 if tries else MIN_DRAFT_SPEEDUP * len(decodes) / max(cost.predict(work) + gap_ms, 1e-6)
     best: Sequence[int] = ()
     verified, best_draft_ms = work, 0.0
+    most = sum([_expected_tokens(view.acceptance_rate, view.n_drafts) for view in decodes])
+    if most <= best_rate * (cost.predict(attrs.evolve(work, decode_rows=len(decodes) + 1)) + gap_ms):
+        return best, verified, best_draft_ms  # the usual case where nothing can be foreseen, in no time
     left_ms = _ms_until_due(decodes, now_s)
     n_missing = sum([view.n_missing for view in decodes if view.drafts_by_model])
     for length in DRAFT_LENGTHS:
@@ -457,8 +463,8 @@ def _choose_drafts(
         if ms + missing_ms > left_ms:
             break
         tokens = sum([_expected_tokens(view.acceptance_rate, n) for n, view in zip(drafts, decodes, strict=True)])
-        if tokens > best_rate * ms:
-            best_rate, best, best_draft_ms = tokens / ms, tuple(drafts), draft_ms + missing_ms
+        if tokens > best_rate * (ms + gap_ms):
+            best_rate, best, best_draft_ms = tokens / (ms + gap_ms), tuple(drafts), draft_ms + missing_ms
             verified = with_drafts
         if max(view.n_drafts for view in decodes) <= length:
             break

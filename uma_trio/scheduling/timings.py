@@ -18,6 +18,12 @@ LEARN_FROM_BYTES: Final = 4_000_000
 RATE_WEIGHT: Final = 0.3
 """Weight of the latest copy in the rate."""
 
+GAP_WEIGHT: Final = 0.05
+"""Weight of the latest gap between two steps in their mean."""
+
+MAX_GAP_FACTOR: Final = 3.0
+"""A gap counts as this many times the mean at most, so that a hiccup does not count for long."""
+
 OVERHEAD_MS: Final = 3.0
 """Fixed cost of loading a state, whatever its size."""
 
@@ -39,6 +45,8 @@ class StepTimings:
         self.cost = cost
         self._others: dict[int, CostModel] = {}
         """What is known of steps with other numbers of threads than now."""
+        self.gap_ms = 0.0
+        """Mean time that the device waits between two steps."""
         self._bytes_per_ms = dict(FIRST_BYTES_PER_MS)
         self._n_batch = n_batch
 
@@ -50,6 +58,10 @@ class StepTimings:
     def record_step(self, work: Work, ms: float) -> None:
         """Learn from a step."""
         self.cost = self.cost.observed(work, ms)
+
+    def record_gap(self, ms: float) -> None:
+        """Learn from the time that the device waited for a step."""
+        self.gap_ms += GAP_WEIGHT * (min(ms, MAX_GAP_FACTOR * self.gap_ms + 1.0) - self.gap_ms)
 
     def record_copy(self, way: Literal["read", "load", "save"], n_bytes: int, ms: float) -> None:
         """Learn from a copy."""

@@ -493,7 +493,9 @@ class Scheduler:
     def _deliver(self, completed: CompletedStep) -> None:
         if not completed.is_outlier:
             self._learn(completed)
-        self._stats.record_step(completed, waiting=len(self._waiting))
+        gap_ms = self._stats.record_step(completed, waiting=len(self._waiting))
+        if gap_ms is not None:
+            self.timings.record_gap(gap_ms)
         if completed.step.plan.chunks:
             for sequence, row in completed.step.rows.items():
                 if sequence.state is not State.FINISHED and row.end <= len(sequence.prompt.tokens):
