@@ -35,6 +35,7 @@ LOOKUP = ""
 PARALLEL = 4
 MAX_TOKENS = 400
 RANDOM_WORDS = 40
+RANDOM_TOKENS = 100
 RANDOM_TEMPERATURE = 5.0
 """Nobody can foresee what the embedded model says about random words at this temperature."""
 
@@ -96,12 +97,12 @@ def tasks(n: int, seed: int) -> list[Task]:
         Question(
             text=" ".join(rng.choices(WORDS, k=RANDOM_WORDS)),
             raw=True,
-            max_tokens=MAX_TOKENS,
+            max_tokens=RANDOM_TOKENS,
             ignore_eos=True,
             temperature=RANDOM_TEMPERATURE,
             seed=at,
         )
-        for at in range(4 * n)
+        for at in range(16 * n)
     ]
     return [
         Task(name=f"{name}, {several} stream{'s' if several > 1 else ''}", streams=_streams(questions, several))

@@ -21,6 +21,7 @@ from uma_trio.scheduling import policy
 from uma_trio.scheduling.cost import FEATURE_SCALES, CostModel, DecodeCallTimes, LinearModel, Work
 from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD, Service
 from uma_trio.scheduling.policy import (
+    DRAFT_LENGTHS,
     LATE_PREFILL_SHARE,
     MAX_BACKGROUND_SKIPS,
     MIN_ALIGNED_TOKENS,
@@ -695,7 +696,7 @@ def test_the_draft_length_gives_most_tokens_a_millisecond(case: tuple[list[Seque
         return tokens / cost.predict(Work(0, len(decodes) + sum(drafts), context))
 
     plain_ms = cost.predict(Work(0, len(decodes), sum(view.n_context for view in decodes)))
-    candidates = [[min(view.n_drafts, most) for view in decodes] for most in (1, 2, 4, 8, 16)]
+    candidates = [[min(view.n_drafts, most) for view in decodes] for most in DRAFT_LENGTHS]
     candidates = [drafts for drafts in candidates if len(decodes) + sum(drafts) <= max_tokens]
     best = max(map(rate, candidates), default=0.0)
     if chosen.drafts:

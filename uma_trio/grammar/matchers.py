@@ -237,7 +237,8 @@ class Matchers:
             return sequence, None
         if sequence.work is None or answers != sequence.answers:  # otherwise they were late in the step before
             if len(sequence.biases) < len(answers):
-                sequence.biases = np.empty((len(answers), 32 * self._n_words), np.float32)
+                # not empty: what a forbidden draft leaves unwritten is added to logits as well
+                sequence.biases = np.zeros((len(answers), 32 * self._n_words), np.float32)
             sequence.answers = answers
             sequence.work = self._submit(_fill, sequence, self._n_words)
         return sequence, sequence.work

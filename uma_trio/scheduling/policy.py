@@ -38,7 +38,7 @@ PREFILL_ONLY_MIN_CHUNKS: Final = 4
 LATE_PREFILL_SHARE: Final = 0.5
 """Where decoding alone misses the targets of its streams, prompts may make a tick longer by this share."""
 
-DRAFT_LENGTHS: Final = (1, 2, 4, 8, 16)
+DRAFT_LENGTHS: Final = (1, 2, 4, 8, 16, 32)
 """Draft tokens for each sequence that the policy considers."""
 
 DRAFT_PROBABILITIES: Final = (0.1, 0.9)
@@ -481,7 +481,9 @@ def _min_probability(work: Work, cost: CostModel, draft_cost: DraftCost) -> floa
 
 def _expected_drafts(view: SequenceView, n: int) -> float:
     """How many of ``n`` draft tokens are proposed: the draft model mostly ends its draft before a wrong one."""
-    return _expected_tokens(view.acceptance_rate, n - 1) if n and view.drafts_by_model else float(n)
+    if not n or not view.drafts_by_model:
+        return float(n)
+    return min(n, _expected_tokens(view.acceptance_rate, n - 1) / max(view.draft_precision, 1 / n))
 
 
 def _expected_tokens(acceptance_rate: float, n_drafts: int) -> float:

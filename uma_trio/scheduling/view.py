@@ -47,5 +47,7 @@ class SequenceView(msgspec.Struct, frozen=True, gc=False):
     """LoRA adapters and their scales.  One call computes only sequences with the same."""
     drafts_by_model: bool = False
     """The draft model proposes them, which takes time."""
+    draft_precision: float = 1.0
+    """Recent share of the tokens that it proposed which were accepted.  It proposes fewer than it may."""
     n_missing: int = 0
     """Tokens that it computes before it proposes the first."""

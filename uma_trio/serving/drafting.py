@@ -16,18 +16,21 @@ from uma_trio.engine.messages import Drafted, DraftInput, ModelInfo, StepOutput
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.draft_cost import DraftCost
 from uma_trio.serving.sequence import DraftState, Sequence
-from uma_trio.serving.step import InFlightStep, NewTokens, PlannedStep, drafts_by_sequence
+from uma_trio.serving.step import InFlightStep, NewTokens, PlannedStep, StepRow, drafts_by_sequence
 
 log = structlog.get_logger("uma_trio.serving")
 
 INITIAL_RATE: Final = 0.85
 """Acceptance rate with which every sequence begins."""
 
-HOPE_WEIGHT: Final = 0.02
+HOPE_WEIGHT: Final = 0.05
 """With every new sequence the acceptance rate of all sequences goes so much of the way back: texts may have changed."""
 
 RATE_WEIGHT: Final = 0.12
 """Weight of the latest draft token in the acceptance rate of its sequence."""
+
+PRECISION_WEIGHT: Final = 0.2
+"""Weight of the latest draft in the share of proposed tokens that is right."""
 
 SHARED_WEIGHT: Final = 0.03
 """The same for the rate of all sequences, which decides whether a long prompt is worth computing."""
@@ -35,7 +38,7 @@ SHARED_WEIGHT: Final = 0.03
 MAX_STREAMS: Final = 8
 """Sequences that it proposes tokens for in one step, at most."""
 
-FEW_MISSING: Final = 32
+FEW_MISSING: Final = 16
 """So many tokens of a sequence it computes whatever they are good for."""
 
 MAX_MISSING: Final = 256
@@ -169,18 +172,21 @@ class DraftModel:
             if output.drafted.failure is not None:
                 for sequence in drafted:
                     sequence.draft_state = None
-        n_right = {new.sequence: self._count(new, step.rows[new.sequence].n_model_drafts) for new in new_tokens}
+        n_right = {new.sequence: self._count(new, step.rows[new.sequence]) for new in new_tokens}
         for sequence, draft in drafted.items():
             state = sequence.draft_state
             if state is not None and state.seq_id == draft.seq_id:
                 state.n_computed = min(draft.n_held, n_right.get(sequence, sequence.n_known))
 
-    def _count(self, new: NewTokens, n_asked: int) -> int:
+    def _count(self, new: NewTokens, row: StepRow) -> int:
         """Count which drafts were right; returns how many tokens were known before, those drafts included."""
         n_before, state = new.sequence.n_known - len(new.tokens), new.sequence.draft_state
         if state is None or not new.tokens:
             return n_before
+        n_asked = row.n_model_drafts
         n_accepted = new.n_drafts_accepted if n_asked else 0
+        if n_asked and row.drafts:
+            state.precision += PRECISION_WEIGHT * (n_accepted / len(row.drafts) - state.precision)
         for right in [1.0] * n_accepted + [0.0] * (n_accepted < n_asked):
             state.acceptance_rate += RATE_WEIGHT * (right - state.acceptance_rate)
             self._acceptance_rate += SHARED_WEIGHT * (right - self._acceptance_rate)

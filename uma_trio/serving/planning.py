@@ -36,7 +36,7 @@ from uma_trio.serving.queue import RunningSet, WaitingQueue
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.serving.step import InFlightStep, PlannedStep
 
-MAX_DRAFTS: Final = 16
+MAX_DRAFTS: Final = 32
 """Draft tokens of one sequence in one step."""
 
 MAX_DECODES_WITH_DRAFTS: Final = MAX_STREAMS
@@ -284,6 +284,7 @@ class StepPlanner:
             n_drafts=n_drafts,
             acceptance_rate=state.acceptance_rate,
             drafts_by_model=True,
+            draft_precision=state.precision,
             n_missing=self.drafts.n_missing(sequence) - 1,
         )
 

@@ -84,6 +84,8 @@ class DraftState:
 
     acceptance_rate: float
     """Expected share of the tokens for which it proposes the right one."""
+    precision: float = 1.0
+    """Expected share of the proposed tokens that are right; it mostly stops before a wrong one."""
     n_computed: int = 0
     """Tokens of the sequence that it has computed."""
     seq_id: int | None = None
