@@ -25,6 +25,7 @@ from tests.support.adapters import random_adapter
 from tests.support.documents import ROOT, blocks, commands, fenced, help_examples, help_texts, section, tables
 from tests.support.hub_server import fake_hub
 from tests.support.perf_runs import encode_run, simulated
+from tests.support.random_models import random_model
 from tests.support.real_daemon import Daemon, real_daemon, wait_ready
 from tests.support.terminal import terminal
 from uma_trio.aici.controllers import shipped
@@ -164,6 +165,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (work / adapter).symlink_to(random_adapter(EMBEDDED, seed))
     (work / "uma.yaml").write_text("model:\n  ctx: 4096\n")
     (work / "file.txt").write_text("The capital of France is Paris.\n")
+    (work / "notes.txt").write_text("Mix flour, milk and eggs.\nLima is in Peru.\n")
     (work / "tools.json").write_text(json.dumps(TOOLS))
     (work / "program.js").write_text(blocks((ROOT / "README.md").read_text(), "js")[0])
     (work / "mine.wasm").write_bytes(shipped()["yesno"])
@@ -185,6 +187,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     adapters = [f"--adapter={name}={random_adapter(EMBEDDED, seed)}" for seed, name in enumerate(("sql", "formal"))]
     with real_daemon("--protocol", "auto", *adapters, folder=tmp_path_factory.mktemp("daemon")) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def ranking(library: None) -> Iterator[Daemon]:
+    """A daemon with a reranker."""
+    with real_daemon("--model", str(random_model("tiny-bert-rank", "f32", ctx=512))) as daemon:
         yield daemon
 
 
@@ -288,7 +297,16 @@ def sessions(served: Daemon, begun: dict[str, str], request: pytest.FixtureReque
 
 
 @pytest.mark.parametrize("example", [each for each in EXAMPLES if not each.text.startswith("uma-trio serve")], ids=str)
-def test_it_runs(example: Example, environment: Mapping[str, str], home: Path, sessions: None) -> None:
+def test_it_runs(
+    example: Example,
+    environment: Mapping[str, str],
+    home: Path,
+    sessions: None,
+    request: pytest.FixtureRequest,
+) -> None:
+    if example.text.startswith("uma-trio rerank"):
+        ranking: Daemon = request.getfixturevalue("ranking")
+        environment = {**environment, "UMA_SOCKET": str(ranking.socket)}
     for program in NEEDS_A_PROGRAM:
         if re.search(rf"\b{program}\b", example.text) and not _is_installed(program):
             pytest.skip(f"{program} is not installed")
