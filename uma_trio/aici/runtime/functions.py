@@ -17,6 +17,10 @@ from wasmtime import _ffi as ffi
 
 from uma_trio.aici.runtime.guest import Guest
 from uma_trio.aici.runtime.signatures import IMPORTS, Signature
+from uma_trio.aici.runtime.turns import HostTurns, Turn
+
+WITHOUT_TURNS: Final = frozenset({"constraint_new"})
+"""What waits for a thread of its own, and would hold up others that wait for their turn."""
 
 _TYPES: Final = {"i": wasmtime.ValType.i32, "I": wasmtime.ValType.i64}
 _FIELDS: Final = {"i": ("i32", 0xFFFFFFFF), "I": ("i64", 0xFFFFFFFFFFFFFFFF)}
@@ -30,11 +34,16 @@ class HostFunctions:
     Args:
         functions: for each import module, what ``IMPORTS`` names.  A function gets the guest that calls it, and its
             arguments as unsigned numbers.  An exception ends the call, and becomes the guest's ``failure``.
+        turns: which calls into controllers may use the functions.
     """
 
     def __init__(
-        self, engine: wasmtime.Engine, functions: Mapping[str, Mapping[str, Callable[..., int | None]]]
+        self,
+        engine: wasmtime.Engine,
+        functions: Mapping[str, Mapping[str, Callable[..., int | None]]],
+        turns: HostTurns,
     ) -> None:
+        self._turns = turns
         self._linker = wasmtime.Linker(engine)
         self._current = threading.local()
         self._kept = [
@@ -53,17 +62,19 @@ class HostFunctions:
 
     @contextlib.contextmanager
     def serving(self, guest: Guest) -> Iterator[None]:
-        """Let the functions work on ``guest`` when this thread runs Wasm."""
-        self._current.guest = guest
-        try:
-            yield
-        finally:
-            self._current.guest = None
+        """Let the functions work on ``guest`` when this thread runs Wasm, until its deadline."""
+        current = self._current
+        with self._turns.call(guest.deadline) as turn:
+            current.guest, current.turn = guest, turn
+            try:
+                yield
+            finally:
+                current.guest = None
 
     def _define(self, module: str, name: str, signature: Signature, function: Callable[..., int | None]) -> Any:
         parameters, results = signature
         ty = wasmtime.FuncType([_TYPES[each]() for each in parameters], [_TYPES[each]() for each in results])
-        callback = ffi.wasmtime_func_unchecked_callback_t(self._callback(function, signature))
+        callback = ffi.wasmtime_func_unchecked_callback_t(self._callback(name, function, signature))
         module_name, function_name = module.encode(), name.encode()
         error = ffi.wasmtime_linker_define_func_unchecked(
             self._linker.ptr(),
@@ -79,15 +90,23 @@ class HostFunctions:
         assert not error
         return callback
 
-    def _callback(self, function: Callable[..., int | None], signature: Signature) -> Callable[..., int]:
-        current = self._current
+    def _callback(self, name: str, function: Callable[..., int | None], signature: Signature) -> Callable[..., int]:
+        current, turns, cpu_s = self._current, self._turns, self._turns.cpu_s
+        has_turns = name not in WITHOUT_TURNS
         fields = tuple((n, *_FIELDS[each]) for n, each in enumerate(signature[0]))
         has_result = bool(signature[1])
 
         def run(_data: Any, _caller: Any, values: Any, _n_values: int) -> int:
             guest: Guest = current.guest
+            turn: Turn = current.turn
             try:
-                result = function(guest, *[getattr(values[n], field) & bits for n, field, bits in fields])
+                if has_turns:
+                    turns.enter(turn)
+                began = cpu_s()
+                try:
+                    result = function(guest, *[getattr(values[n], field) & bits for n, field, bits in fields])
+                finally:
+                    turns.leave(turn, cpu_s() - began)
                 if has_result:
                     values[0].i32 = result
             except BaseException as error:  # noqa: BLE001  (no exception may pass through Wasm; the caller gets this one)

@@ -18,6 +18,7 @@ from uma_trio.aici.runtime.guest import BLOB_ARGUMENT, Guest
 from uma_trio.aici.runtime.interface import BadModule, Limits, Vocabulary
 from uma_trio.aici.runtime.memory_pool import MemoryPool
 from uma_trio.aici.runtime.signatures import CONSTRAINT, ENV, WASI
+from uma_trio.aici.runtime.turns import HostTurns
 from uma_trio.aici.runtime.variables import Variables
 from uma_trio.aici.token_trie import build_trie
 
@@ -33,7 +34,7 @@ class Module:
 class WasmHost:
     """See ``interface.Host``."""
 
-    def __init__(self, vocabulary: Vocabulary, limits: Limits) -> None:
+    def __init__(self, vocabulary: Vocabulary, limits: Limits, turns: HostTurns | None = None) -> None:
         self._vocabulary = vocabulary
         self._max_memory_bytes = limits.max_memory_mb << 20
         self._pool = MemoryPool(limits.max_total_memory_mb << 20)
@@ -43,7 +44,9 @@ class WasmHost:
         self._compiler = Compiler(limits.max_compile_s, limits.max_compile_memory_mb, limits.max_memory_mb)
         self._constraints = Constraints(lambda: _for_constraints(vocabulary))
         self._functions = HostFunctions(
-            self._engine, {ENV: env.FUNCTIONS, WASI: wasi.FUNCTIONS, CONSTRAINT: self._constraints.functions}
+            self._engine,
+            {ENV: env.FUNCTIONS, WASI: wasi.FUNCTIONS, CONSTRAINT: self._constraints.functions},
+            turns or HostTurns(),
         )
 
     def prepare(self) -> None:
