@@ -78,7 +78,7 @@ def test_at_level_warning_nothing_is_logged(library, tmp_path):
 
 def test_for_people_a_line_has_no_python_in_it(library, tmp_path):
     cache = tmp_path / "cache"  # so that the layouts of the KV cache are measured now
-    flags = ("--log-format", "human", "--layout-trial-s", "5")
+    flags = ("--log-format", "human", "--layout-trial-s", "600")
     with real_daemon(*flags, folder=tmp_path, environment={"XDG_CACHE_HOME": str(cache)}) as daemon:
         daemon.ask(prompt="Hello", max_tokens=2)
     lines = daemon.logs().splitlines()
