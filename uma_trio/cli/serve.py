@@ -31,20 +31,11 @@ def _option(setting: Setting) -> Callable[[Any], Any]:
     if setting.type is bool:
         return click.option(f"{setting.flag}/--no-{setting.flag[2:]}", setting.name, default=None, help=help)
     names = (setting.flag,) if setting.short is None else (setting.short, setting.flag)
-    if setting.is_list or setting.name == "model":
-        return click.option(
-            *names,
-            setting.name,
-            multiple=True,
-            type=click.UNPROCESSED,
-            metavar=setting.metavar,
-            help=help,
-            shell_complete=_completions_of(setting),
-        )
+    takes_several = setting.is_list or setting.name == "model"
     return click.option(
         *names,
         setting.name,
-        default=None,
+        **({"multiple": True} if takes_several else {"default": None}),
         type=click.UNPROCESSED,
         metavar=setting.metavar,
         help=help,
