@@ -251,10 +251,14 @@ class LlamaEngine:
             return llama_abi.Context(self._model, self._options)
 
     def measure_memory(self) -> None:
-        """Find out what the memory can move, where the weights are in the machine's own; some 50 ms."""
+        """Find out what the memory can move, where the weights are in the machine's own; some 50 ms.
+
+        Best effort: without room for what is copied, or for a thread, it stays unknown.
+        """
         if not self._place.on_gpu:
-            bandwidth = memory_bytes_per_s(self._options.n_threads)
-            self._info = msgspec.structs.replace(self._info, memory_bytes_per_s=bandwidth)
+            with contextlib.suppress(MemoryError, RuntimeError):
+                bandwidth = memory_bytes_per_s(self._options.n_threads)
+                self._info = msgspec.structs.replace(self._info, memory_bytes_per_s=bandwidth)
 
     def describe(self) -> Ready:
         """Return the report to the daemon that the model is loaded."""
