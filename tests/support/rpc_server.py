@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.support.real_daemon import DIES_WITH_PARENT
+
 LIMIT_S = 60.0
 
 SERVER = """
@@ -41,6 +43,8 @@ def rpc_server(n_devices: int = 1) -> Iterator[str]:
     if not llama_abi.load().supports_rpc:
         pytest.skip("the library has no RPC backend: ./build_llama.sh builds one that has")
     command = [sys.executable, "-c", SERVER, str(n_devices)]
+    if sys.platform == "linux":
+        command = [*DIES_WITH_PARENT, *command]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as server:
         try:
             yield f"127.0.0.1:{_port(server)}"
