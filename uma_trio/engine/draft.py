@@ -17,6 +17,7 @@ import numpy as np
 import llama_abi
 from uma_trio.engine.fit import DRAFT_BATCH
 from uma_trio.engine.messages import Draft, Drafted, DraftInput
+from uma_trio.kv.prefix import common_list_prefix
 
 TRIAL_CALLS: Final = 8
 """Calls of one token that are measured at the start, for each number of threads.  The fastest counts."""
@@ -162,7 +163,7 @@ class Drafter:
                 self._cut(each.seq_id, 0)
                 continue
             most = len(each.tokens) - bool(each.n_drafts)  # drafts follow the logits of the last token
-            n = common_prefix(held[each.position :], each.tokens[:most])
+            n = common_list_prefix(held[each.position :], each.tokens[:most])
             self._cut(each.seq_id, each.position + n)
             if 0 < len(each.tokens) - n <= room:
                 room -= len(each.tokens) - n
@@ -250,14 +251,6 @@ class Drafter:
         self._likeliest([0.0])
         self._context.seq_remove(0)
         return 1e3 * (time.perf_counter() - began)
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    n = min(len(one), len(other))
-    if list(one[:n]) == list(other[:n]):
-        return n
-    return next(at for at in range(n) if one[at] != other[at])
 
 
 def check_vocabulary(target: llama_abi.Vocab, draft: llama_abi.Vocab, name: str) -> None:

@@ -1,7 +1,8 @@
-"""The common prefix of two token arrays."""
+"""The common prefix of two runs of tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -22,3 +23,9 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     differ = a[:n] != b[:n]
     first = int(differ.argmax())
     return first if differ[first] else n
+
+
+def common_list_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """``common_prefix`` of lists."""
+    n = min(len(a), len(b))
+    return n if a[:n] == b[:n] else next((at for at in range(n) if a[at] != b[at]), n)

@@ -7,12 +7,12 @@ predicted to pay for that, some hundred tokens a step; what it holds is what its
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 from typing import Final
 
 import structlog
 
 from uma_trio.engine.messages import Drafted, DraftInput, ModelInfo, StepOutput
+from uma_trio.kv.prefix import common_list_prefix
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.draft_cost import DraftCost
 from uma_trio.serving.sequence import DraftState, Sequence
@@ -93,7 +93,7 @@ class DraftModel:
             self.leave(sequence)
             state.seq_id = sequence.allocation.seq_id
             held = self._held.pop(state.seq_id, [])
-            state.n_computed = common_prefix(held, sequence.known_tokens(0, len(held)))
+            state.n_computed = common_list_prefix(held, sequence.known_tokens(0, len(held)))
         return state
 
     def n_missing(self, sequence: Sequence) -> int:
@@ -197,11 +197,3 @@ class DraftModel:
             log.warning("the draft model failed; these sequences go on without it", reason=drafted.failure)
         elif drafted.calls:
             self.cost = self.cost.observed(drafted.calls, drafted.n_tokens, drafted.ms)
-
-
-def common_prefix(one: Items[int], other: Items[int]) -> int:
-    """How many tokens both begin with."""
-    n = min(len(one), len(other))
-    if one[:n] == other[:n]:
-        return n
-    return next(at for at in range(n) if one[at] != other[at])
