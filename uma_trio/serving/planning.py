@@ -125,7 +125,7 @@ class StepPlanner:
 
     def begin_drafts(self, sequence: Sequence) -> None:
         """Let the draft model propose tokens from the first one on, under the same conditions."""
-        if self.drafts is not None and sequence.control is None and self._speculates(sequence):
+        if self.drafts is not None and self._speculates(sequence):
             self.drafts.begin(sequence)
 
     def _speculates(self, sequence: Sequence) -> bool:

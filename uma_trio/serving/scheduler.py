@@ -190,8 +190,9 @@ class Scheduler:
         except (QueueFull, KvFull):
             self.wake()  # some of the answers may have had a place
             raise
-        for sequence in sequences:
-            self._planner.begin_drafts(sequence)
+        if controlled is None:  # a controller may refuse each token, so it is asked one at a time
+            for sequence in sequences:
+                self._planner.begin_drafts(sequence)
         return sequences
 
     def embed(
