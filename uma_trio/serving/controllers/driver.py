@@ -251,6 +251,12 @@ class ControllerDriver:
         )
 
     @property
+    def has_admitted(self) -> bool:
+        """Whether the latest plan has given places to sequences whose controllers can be asked now."""
+        may_ask = self._exchange is None and not self._controlled.in_phase(Phase.MASK_READY)
+        return may_ask and any(each.allocation for each in self._controlled.in_phase(Phase.NEW))
+
+    @property
     def ask_at(self) -> float:
         """When suspended sequences must be asked again, on trio's clock."""
         if self._exchange is not None or not self._controlled.in_phase(Phase.SUSPENDED):
