@@ -12,7 +12,7 @@ from typing import Any
 
 import trio
 import trio.testing
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
@@ -194,6 +194,8 @@ def run(*arguments: Any) -> World:
         ]
     ),
 )
+@example([[Gen(9)]], 0, [], {"draft_errors": 5})  # has a draft model
+@example([[Gen(5)]] * 2, 0, [(20, "stall", 1)], {"n_ctx": 500})  # the second gets room when nothing else runs
 def test_random_programs_and_events(
     programs: list[Script], n_plain: int, events: list[tuple[int, str, int]], options: dict[str, Any]
 ) -> None:

@@ -377,7 +377,7 @@ class Scheduler:
             self._deliver(each)
         if len(self._in_flight) == 1:
             self._submit(self._planner.step_ahead(self._in_flight[0]))
-        elif not self._in_flight and not self._controllers.has_admitted:
+        elif not self._in_flight and not (self._controllers and self._controllers.has_admitted):
             self._stats.idle()
             if not self._is_busy:
                 self._idle.set()

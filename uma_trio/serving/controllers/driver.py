@@ -204,8 +204,10 @@ class ControllerDriver:
             waits = self._controlled.in_phase(Phase.AWAITING_PRE, Phase.AWAITING_MASK)
             if not waits:  # the exchange only frees sequences, or asks suspended ones
                 break
-            if not await self._exchange.wait(max(0.0, min(until, self._sent_at + MAX_WAIT_S) - now)):
-                self._is_slow = self._age_s >= MAX_WAIT_S
+            slow_at = self._sent_at + MAX_WAIT_S
+            if not await self._exchange.wait(max(0.0, min(until, slow_at) - now)):
+                self._is_slow = slow_at <= until
+                break
         self._permit()
 
     def _permit(self) -> None:
