@@ -383,8 +383,8 @@ async def test_prefill_next_to_streams_runs_ahead(autojump_clock):
 
 
 @pytest.mark.parametrize("after_s", [0.2, 0.21, 0.219, 0.22, 0.225, 0.23])
-@pytest.mark.parametrize("whom", ["stream", "prompt"])
-async def test_a_cancel_during_prefill_next_to_streams_revokes_what_runs_ahead(autojump_clock, after_s, whom):
+@pytest.mark.parametrize("which", ["stream", "prompt"])
+async def test_a_cancel_during_prefill_next_to_streams_revokes_what_runs_ahead(autojump_clock, after_s, which):
     engine = FakeEngine(n_ctx=20_000, cost_ms=lambda prompt, decodes: 5 + 0.2 * prompt + decodes)
     async with running(engine, target_tbt_ms=40.0) as harness:
         stream, on = harness.ask([1], Collector(), n=300), Collector()
@@ -392,7 +392,7 @@ async def test_a_cancel_during_prefill_next_to_streams_revokes_what_runs_ahead(a
         await trio.sleep(0.05)
         prompt = harness.ask([7] * 4000, first := Collector(), n=10)
         await trio.sleep(after_s)
-        cancelled, left = (stream, prompt) if whom == "stream" else (prompt, stream)
+        cancelled, left = (stream, prompt) if which == "stream" else (prompt, stream)
         assert cancelled.allocation is not None
         seq_id, begun = cancelled.allocation.seq_id, len(harness.engine.steps)
         harness.scheduler.cancel(cancelled)
@@ -401,7 +401,7 @@ async def test_a_cancel_during_prefill_next_to_streams_revokes_what_runs_ahead(a
         assert not any(seq_id in seq_ids for seq_ids in computed)
         await left.done.wait()
         assert on.tokens == expected_continuation([2], 200)
-        if whom == "stream":
+        if which == "stream":
             assert first.tokens == expected_continuation([7] * 4000, 10)
         await harness.clean()
 

@@ -13,7 +13,7 @@ import trio
 
 import llama_abi
 from tests.support.gguf_files import U32, pair, with_pairs
-from tests.support.real_daemon import Canary, real_daemon
+from tests.support.real_daemon import Canary, asked, real_daemon
 from uma_trio import config
 from uma_trio.client import ServerError
 from uma_trio.engine.messages import EmbeddingInput, Step
@@ -63,16 +63,6 @@ def reference(path, texts, pooling):
                 vector = context.pooled_embedding(0)
                 found.append(vector / np.linalg.norm(vector))
     return found
-
-
-def asked(daemon, ask):
-    """What ``ask(client)`` returns."""
-
-    async def main():
-        async with daemon.client() as client:
-            return await ask(client)
-
-    return trio.run(main)
 
 
 @pytest.mark.parametrize(("in_file", "pooling"), POOLING.items())

@@ -17,7 +17,7 @@ import llama_abi
 from tests.pure.test_charsmap import table
 from tests.support.gguf_files import U32, pair, with_pairs
 from tests.support.random_models import bench_script, random_model
-from tests.support.real_daemon import real_daemon
+from tests.support.real_daemon import asked, real_daemon
 from uma_trio.client import ServerError
 from uma_trio.engine.embedding import MIN_CALL
 from uma_trio.models.loaded import EMBEDDED, vocabulary
@@ -79,16 +79,6 @@ def reference(path, tokens):
                     vector = context.pooled_embedding(0)
                     found.append(vector / np.linalg.norm(vector))
     return found
-
-
-def asked(daemon, ask):
-    """What ``ask(client)`` returns."""
-
-    async def main():
-        async with daemon.client() as client:
-            return await ask(client)
-
-    return trio.run(main)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import trio
 
-from tests.model.test_encoders import asked, model, reference, texts, tokens_of
-from tests.support.real_daemon import Canary, real_daemon
+from tests.model.test_encoders import model, reference, texts, tokens_of
+from tests.support.real_daemon import Canary, asked, real_daemon
 from uma_trio.client import ServerError
 from uma_trio.models.loaded import EMBEDDED
 

@@ -1,21 +1,10 @@
 """Queries of a real daemon: tokens as a request prefills them, and what the model is."""
 
-import trio
-
+from tests.support.real_daemon import asked
 from uma_trio.models.loaded import EMBEDDED, vocabulary
 
 TEXT = "Füchse 🦊 <|bos|> jump."
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
-
-
-def asked(daemon, ask):
-    """What ``ask(client)`` returns."""
-
-    async def main():
-        async with daemon.client() as client:
-            return await ask(client)
-
-    return trio.run(main)
 
 
 def test_the_tokens_of_a_text_are_those_of_the_same_prompt(daemon):

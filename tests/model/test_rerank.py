@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import trio
 
-from tests.model.test_encoders import CTX, QUANT, WORDS, asked, reference, texts
+from tests.model.test_encoders import CTX, QUANT, WORDS, reference, texts
 from tests.support.gguf_files import STRING, pair, text, with_pairs
 from tests.support.random_models import random_model
-from tests.support.real_daemon import ROOT, real_daemon
+from tests.support.real_daemon import ROOT, asked, real_daemon
 from uma_trio.client import ServerError
 from uma_trio.models.loaded import vocabulary
 from uma_trio.models.pairs import TEMPLATE_KEY, find_pair_format

@@ -18,12 +18,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import attrs
 import psutil
+import trio
 
 from llama_abi.library import DIRECTORY_VARIABLE
 from llama_abi.stamp import DEFAULT_DIRECTORY
@@ -433,3 +434,13 @@ class Canary:
         self._thread.join(2 * WAIT_S)
         assert not self._thread.is_alive(), "the canary hangs"
         assert not self._wrong, f"the canary's stream was harmed: {self._wrong[0]}"
+
+
+def asked(daemon: Daemon, ask: Callable[[Client], Awaitable[Any]]) -> Any:
+    """What ``ask(client)`` returns, with a client of ``daemon``."""
+
+    async def main() -> Any:
+        async with daemon.client() as client:
+            return await ask(client)
+
+    return trio.run(main)

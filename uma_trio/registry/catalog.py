@@ -86,7 +86,7 @@ class Catalog:
         return self._models.setdefault(spec.name, Model(spec))
 
     def not_found(self, name: str) -> ModelNotFound:
-        """The error of a request for a model that there is not; it names those that there are."""
+        """The error for a request that names an unknown model.  It lists the models of this daemon."""
         return ModelNotFound(f"no model {name!r}; this daemon serves {', '.join(self._models)}", field="model")
 
     def update(self, specs: Iterable[ModelSpec]) -> tuple[list[Model], list[Model]]:

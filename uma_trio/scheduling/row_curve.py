@@ -47,8 +47,8 @@ class RowCurve:
     def measured(cls, ms: Mapping[int, Sequence[float]]) -> RowCurve | None:
         """The curve through repeated measurements, by row count; ``None`` if they are too few, or differ too much.
 
-        Of the measurements of a row count, and of all larger ones, the fastest counts: what disturbs a measurement makes
-        it slower, and fewer rows never take longer.
+        The time of a row count is the fastest measurement of it and of all larger ones.  A disturbance only makes a
+        measurement slower, and fewer rows never take longer.
         """
         rows = sorted(n for n, each in ms.items() if min(each) > 0)
         if sum(len(ms[n]) > 1 for n in rows) < MIN_POINTS or noise(ms) > MAX_NOISE:
