@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine, VirtualLink
 from uma_trio.engine.calibrate import CURVE_ROUNDS, calibrate
-from uma_trio.scheduling.cost import CostModel, Work
+from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
 from uma_trio.scheduling.row_curve import MIN_POINTS
 
 
@@ -34,7 +34,7 @@ async def test_stairs_are_measured_once(autojump_clock, n_seq_max):
             assert top - 1 <= cost.max_prefill_tokens(cost.predict(work) + 4, work) <= top
     n_steps = len(engine.steps)
     again = await calibrate(VirtualLink(engine), known=cost, budget_s=60)
-    assert len(engine.steps) - n_steps < n_steps / 2
+    assert not any(step.ops and step.calls for step in engine.steps[n_steps:]), "no step of a curve"
     assert again.mixed.curves == cost.mixed.curves
 
 
@@ -97,3 +97,38 @@ async def test_the_first_step_of_each_size_may_take_long(autojump_clock):
     assert cost.mixed.curves is not None
     assert cost.mixed.curves.mixed is not None
     assert {rows: cost.mixed.curves.mixed.at(rows) for rows in (64, 128, 192)} == {64: 10.0, 128: 15.0, 192: 20.0}
+
+
+@pytest.mark.parametrize("begins", range(0, 60, 3))
+async def test_a_slow_moment_is_no_reason_to_split_calls(autojump_clock, begins):
+    """Each call has its price, so one call is always the fastest way."""
+    n_steps = itertools.count()
+
+    def cost_ms(prompt: int, decodes: int) -> float:
+        slowness = 2.0 if begins <= next(n_steps) < begins + 6 else 1.0
+        return slowness * (0.4 + 0.3 * decodes + 0.2 * prompt)
+
+    cost = await calibrate(VirtualLink(FakeEngine(n_ctx=8192, n_seq_max=8, cost_ms=cost_ms)), budget_s=60)
+    assert [cost.call_times.split(rows) for rows in range(1, 9)] == [(rows,) for rows in range(1, 9)]
+
+
+async def test_calls_of_a_split_are_measured_behind_other_calls(autojump_clock):
+    """The same call twice running is faster, since the graph is planned already.  Calls of a split are not the same."""
+    last = 0
+
+    def cost_ms(prompt: int, decodes: int) -> float:
+        nonlocal last
+        is_new, last = decodes != last, decodes
+        return {1: 0.7, 2: 1.0, 3: 1.7, 4: 2.3}[decodes] + 0.3 * is_new if not prompt else 5.0
+
+    engine = FakeEngine(n_ctx=8192, n_seq_max=4, cost_ms=lambda prompt, decodes: cost_ms(prompt, min(4, decodes)))
+    cost = await calibrate(VirtualLink(engine), budget_s=60)
+    assert cost.call_times.split(4) == (4,), "two calls of two take 2.6 ms"
+
+
+async def test_call_times_of_two_starts_are_not_mixed(autojump_clock):
+    """The earlier start was slower, and had time for more row counts."""
+    known = CostModel(call_times=DecodeCallTimes((0.0, *[10.0 + rows for rows in range(1, 9)])))
+    engine = FakeEngine(n_ctx=8192, n_seq_max=8, cost_ms=lambda prompt, decodes: 1.0 + decodes + prompt)
+    cost = await calibrate(VirtualLink(engine), known=known, budget_s=0.0)
+    assert [cost.call_times.split(rows) for rows in range(1, 9)] == [(rows,) for rows in range(1, 9)]

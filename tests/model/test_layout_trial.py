@@ -15,7 +15,7 @@ from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio import config
 from uma_trio.engine import layout_trial
 from uma_trio.engine import llama as llama_engine
-from uma_trio.engine.layout import Layout, LayoutChoice, choose
+from uma_trio.engine.layout import Layout, LayoutChoice, MeasuredLayout, choose
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
 from uma_trio.engine.tuning_cache import FileLayoutCache
@@ -151,6 +151,20 @@ def test_an_unsupported_layout_is_skipped(model):
     assert (found.why, [each.layout for each in found.measured]) == ("measured", [PER_SEQUENCE])
     found = layout_trial.try_layouts(model, [UNIFIED, PER_SEQUENCE], refused, budget_s=PLENTY_S)
     assert (found.why, found.layout, [*found.measured]) == ("default", UNIFIED, [])
+
+
+@pytest.mark.parametrize(("again_ms", "chosen"), [(10.0, PER_SEQUENCE), (20.0, UNIFIED)])
+def test_a_slow_moment_of_the_default_does_not_choose_another_layout(model, monkeypatch, again_ms, chosen):
+    """All later starts would keep the choice."""
+    found_ms = iter([20.0, 12.0, again_ms])
+
+    def measure(trial, layout, hopeless_ms):
+        ms = next(found_ms)
+        return MeasuredLayout(layout=layout, decode_ms=ms, mixed_ms=ms)
+
+    monkeypatch.setattr(layout_trial._Trial, "measure", measure)
+    found = layout_trial.try_layouts(model, [PER_SEQUENCE, UNIFIED], options, budget_s=PLENTY_S)
+    assert (found.why, found.layout) == ("measured", chosen)
 
 
 @pytest.mark.parametrize("layout", [PER_SEQUENCE, UNIFIED], ids=["per-sequence", "unified"])

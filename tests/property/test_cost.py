@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator
+from typing import Final
 
 import attrs
 import pytest
@@ -17,6 +18,7 @@ from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, Device, SimulatedS
 from uma_trio.scheduling.cost import (
     CONTEXT_ALIGNMENT,
     FEATURE_SCALES,
+    FIRST_TRIAL,
     MAX_MARGIN,
     MIN_MARGIN,
     SPLIT_THRESHOLD,
@@ -344,7 +346,67 @@ def test_call_times_are_not_updated_online() -> None:
     cost = CostModel(call_times=DecodeCallTimes((0.0, 3.0, 9.0)))
     for _ in range(100):
         cost = cost.observed(Work(0, 2, 100), 50.0).observed(Work(16, 2, 100), 80.0)
-    assert cost.call_times == DecodeCallTimes((0.0, 3.0, 9.0))
+    assert cost.call_times.ms == (0.0, 3.0, 9.0)
+
+
+def decode(
+    cost: CostModel, whole_ms: float, split_ms: float, *, n_ticks: int, rows: int = 4
+) -> tuple[CostModel, float]:
+    """The cost model after some ticks of ``rows``, and the share of them that were in several calls.
+
+    Each tick was planned before the one in front of it was complete.
+    """
+    planned, n_split = cost.split(rows), 0
+    for n in range(n_ticks):
+        widths, planned = planned, cost.split(rows)
+        hiccup = 40.0 if n % 37 == 5 else 1.0
+        is_split = len(widths) > 1
+        n_split += is_split
+        cost = cost.observed(Work(0, rows, 100 + n, n_calls=len(widths)), hiccup * (split_ms if is_split else whole_ms))
+    return cost, n_split / n_ticks
+
+
+MEASURED: Final = DecodeCallTimes((0.0, 0.7, 1.0, 1.6, 2.3))
+"""The measured times are a reason to compute four rows in two calls."""
+
+
+def test_a_split_that_was_measured_to_pay_and_does_not_is_given_up() -> None:
+    """As with the embedded model: two calls of two rows take longer after each other than one after itself."""
+    assert MEASURED.split(4) == (2, 2)
+    cost, _ = decode(CostModel(call_times=MEASURED), whole_ms=3.2, split_ms=3.8, n_ticks=100)
+    cost, split = decode(cost, whole_ms=3.2, split_ms=3.8, n_ticks=5_000)
+    assert split < 0.02
+
+
+def test_a_split_that_pays_stays() -> None:
+    cost, split = decode(CostModel(call_times=MEASURED), whole_ms=3.2, split_ms=2.6, n_ticks=5_000)
+    assert split > 0.98
+    assert cost.split(4) == (2, 2)
+
+
+def test_a_split_comes_back_when_it_pays_again() -> None:
+    cost, _ = decode(CostModel(call_times=MEASURED), whole_ms=3.2, split_ms=3.8, n_ticks=100)
+    cost, _ = decode(cost, whole_ms=3.2, split_ms=2.2, n_ticks=5_000)
+    assert decode(cost, whole_ms=3.2, split_ms=2.2, n_ticks=1_000)[1] > 0.98
+
+
+def test_ticks_that_other_reasons_split_are_no_trial() -> None:
+    """Adapters or gaps between sequence ids: the ticks are in two calls, whatever the trial wants."""
+    times = MEASURED
+    for _ in range(200):
+        times = times.observed(4, 2, 3.8)
+    assert times.split(4) == (2, 2)
+
+
+def test_ticks_before_others_are_not_compared() -> None:
+    """Four streams with long contexts, then three, then four with short contexts."""
+    times = MEASURED
+    for _ in range(FIRST_TRIAL):
+        times = times.observed(4, 2, 12.0)
+    times = times.observed(3, 1, 6.0)
+    for _ in range(200):
+        times = times.observed(4, len(times.split(4)), 2.6 if len(times.split(4)) > 1 else 3.2)
+    assert times.split(4) == (2, 2)
 
 
 # -- splitting by context length ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -27,7 +28,7 @@ cost of a chunk or a decode also grows with its context."""
 MAX_ROWS: Final = 8
 """Calls of 1 to this many decode rows are measured one by one."""
 
-ROUNDS: Final = 2
+ROUNDS: Final = 4
 """Measurements of each call width.  The fastest counts, because noise only makes a step slower."""
 
 CURVE_ROUNDS: Final = 3
@@ -80,7 +81,8 @@ async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_
         cost = cost.with_curves(curves)
         for work, tick_ms in ticks if cost.mixed.curves is not None else ():
             cost = cost.observed(work, tick_ms) if work.prefill_tokens else cost
-    return attrs.evolve(cost, call_times=DecodeCallTimes(ms + cost.call_times.ms[len(ms) :]))
+    # times of different moments do not compare, so those of an earlier run are not mixed with these
+    return attrs.evolve(cost, call_times=DecodeCallTimes(max(ms, cost.call_times.ms, key=len)))
 
 
 async def measured_curves(trial: Trial) -> PrefillCurves | None:
@@ -114,16 +116,27 @@ async def _curve(trial: Trial, n_decodes: int, row_counts: Sequence[int], budget
 
 
 async def _call_widths(trial: Trial, budget_s: float) -> tuple[float, ...]:
-    """Milliseconds of calls of 1 to ``MAX_ROWS`` decode rows, as far as the time goes."""
-    ends = time.perf_counter() + budget_s
-    ms = [0.0]
-    for rows in range(1, MAX_ROWS + 1):
-        if not trial.fits([(0, ROUNDS * rows)]):
+    """Milliseconds of calls of 1 to ``MAX_ROWS`` decode rows, as far as the time goes.
+
+    The widths are measured in turns.  So a slow moment meets all of them alike, and each call is one of another width
+    than the call before, as the calls of a split are: llama.cpp plans its graph again, which the same call twice
+    running would not show.
+    """
+    began = time.perf_counter()
+    ms: dict[int, float] = {}
+    most = MAX_ROWS
+    for number in range(ROUNDS):
+        for rows in range(1, most + 1):
+            if not trial.fits([(0, rows)]):
+                most = rows - 1
+                break
+            ms[rows] = min(await trial.decode_ms(rows), ms.get(rows, math.inf))
+            if not number and time.perf_counter() > began + budget_s / ROUNDS:
+                most = rows
+                break
+        if time.perf_counter() > began + budget_s:
             break
-        ms.append(min([await trial.decode_ms(rows) for _ in range(ROUNDS)]))
-        if time.perf_counter() > ends:
-            break
-    return tuple(ms)
+    return (0.0, *[ms[rows] for rows in range(1, most + 1)])
 
 
 class Trial:
@@ -157,8 +170,10 @@ class Trial:
             return await self._step_ms([[self._input(seq, 1) for seq in range(rows)]])
         length = self._lengths[0]
         drafts = self._input(0, rows, sample_each=True)
-        self._lengths[0] = length  # nobody knows how many are accepted
-        return await self._step_ms([[drafts]], [Truncate(0, length)])
+        ms = await self._step_ms([[drafts]])
+        await self._link.compute(Step([Truncate(0, length)]))
+        self._lengths[0] = length
+        return ms
 
     @property
     def max_decodes_with_a_prompt(self) -> int:

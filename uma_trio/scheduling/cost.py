@@ -17,7 +17,8 @@ terms, and the regression finds by what it must be multiplied.
 
 On a CPU, a line fits the first few decode rows poorly, because some row counts suit its kernels much better than
 others: two streams of a Q4_0 model took 8.6 ms in one call and 3.3 ms each in their own calls; six took 18.8 ms and
-five 12.7 ms.  ``DecodeCallTimes`` holds the measured times, and decides how to split decode rows into calls.
+five 12.7 ms.  ``DecodeCallTimes`` holds the measured times, decides how to split decode rows into calls, and corrects
+that by what ticks really take.
 
 Source: docs/design/scheduler.md, "What a tick will take"; recursive least squares in information form: Haykin,
 Adaptive Filter Theory.
@@ -27,7 +28,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import attrs
@@ -75,6 +77,21 @@ N_MARGINS: Final = 12
 SPLIT_THRESHOLD: Final = 0.94
 """Decode rows are split only if the calls together take less than this share of one call.  Every call has its
 overhead, and measurements have noise."""
+
+FIRST_TRIAL: Final = 16
+MAX_TRIAL_INTERVAL: Final = 1024
+"""Ticks before the first comparison of a split with one call, and at most between two.  They become rarer by and by."""
+
+TRIAL_TICKS: Final = 4
+"""Ticks of each kind that are compared.  The fastest counts: the first one after a change takes longer, since llama.cpp
+plans its graph again."""
+
+MAX_TRIAL_TICKS: Final = 16
+"""A trial that takes more ticks is given up."""
+
+MAX_SHARE_CHANGE: Final = 1.25
+SHARE_SMOOTHING: Final = 0.3
+"""Factor by which one comparison may differ from those before, and its weight."""
 
 CONTEXT_ALIGNMENT: Final = 256
 """llama.cpp rounds the context of a call up to a multiple of this (``llama_kv_cache::get_n_kv``)."""
@@ -279,15 +296,72 @@ def _non_negative(coefficients: Features, information: Sequence[Features]) -> Fe
 
 
 @attrs.frozen
+class SplitTrial:
+    """Compares ticks of so many decode rows in one call and in several.  Immutable.
+
+    Now and then a few ticks are computed in the other way than usual, and compared with the usual ones just before, of
+    nearly the same contexts on a machine that is as busy.
+    """
+
+    share: float
+    """What a tick in several calls takes, as a share of one call."""
+    interval: int = FIRST_TRIAL
+    """Usual ticks before the next trial."""
+    n_ticks: int = 0
+    """Ticks since the last trial."""
+    usual_ms: tuple[float, ...] = ()
+    """The last usual ticks."""
+    other_ms: tuple[float, ...] = ()
+    """Ticks of the trial that runs."""
+
+    @property
+    def is_split_usually(self) -> bool:
+        return self.share < SPLIT_THRESHOLD
+
+    @property
+    def is_split_now(self) -> bool:
+        """Whether the next tick should be in several calls."""
+        tries = self.n_ticks >= self.interval and len(self.usual_ms) == TRIAL_TICKS
+        return self.is_split_usually != tries
+
+    def observed(self, is_split: bool, ms: float) -> SplitTrial:
+        """Learn from the next tick."""
+        usual, other = self.usual_ms, self.other_ms
+        if is_split == self.is_split_usually:
+            usual = (*usual, ms)[-TRIAL_TICKS:]
+        else:
+            other = (*other, ms)
+        n = self.n_ticks + 1
+        if n > self.interval + MAX_TRIAL_TICKS:  # others decide how these ticks are computed
+            return SplitTrial(self.share, self.interval)
+        if len(other) < TRIAL_TICKS or not usual:
+            return SplitTrial(self.share, self.interval, n, usual, other)
+        split_ms, whole_ms = (usual, other) if self.is_split_usually else (other, usual)
+        found = min(split_ms) / max(min(whole_ms), 1e-6)  # noise only makes a tick slower
+        found = min(max(found, self.share / MAX_SHARE_CHANGE), self.share * MAX_SHARE_CHANGE)
+        share = self.share + SHARE_SMOOTHING * (found - self.share)
+        return SplitTrial(share, min(2 * self.interval, MAX_TRIAL_INTERVAL))
+
+    def interrupted(self) -> SplitTrial:
+        """Other ticks came in between, so the last ones are no longer comparable."""
+        return attrs.evolve(self, usual_ms=(), other_ms=())
+
+
+@attrs.frozen
 class DecodeCallTimes:
     """Measured time of one ``llama_decode`` call with few decode rows and short contexts.
 
     Measured once, when the model is loaded.  Under load, the cost of attention cannot be separated from the cost of
-    the rows, so updating this online would split calls that are faster whole.
+    the rows, so the times are not updated online.  Instead, where they are a reason to split rows, ticks in several
+    calls are compared with ticks in one call, and the faster way is kept.
     """
 
     ms: tuple[float, ...] = (0.0,)
     """Milliseconds by number of rows, without gaps.  The first entry, for no rows, is 0."""
+    trials: Mapping[int, SplitTrial] = attrs.field(factory=dict)
+    """By number of rows, of those that the measured times are a reason to split."""
+    last_rows: int = 0
+    """Rows of the last tick that was observed."""
 
     @property
     def max_rows(self) -> int:
@@ -302,13 +376,31 @@ class DecodeCallTimes:
         """
         if not 1 < rows <= self.max_rows:
             return (rows,)
-        best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # by number of rows: time and calls
-        for n in range(1, rows + 1):
-            best.append(
-                min((best[n - width][0] + self.ms[width], (*best[n - width][1], width)) for width in range(1, n + 1))
-            )
-        split_ms, widths = best[rows]
-        return tuple(sorted(widths, reverse=True)) if split_ms < SPLIT_THRESHOLD * self.ms[rows] else (rows,)
+        widths, share = _fastest_split(self.ms, rows)
+        trial = self.trials.get(rows)
+        is_split = share < SPLIT_THRESHOLD if trial is None else trial.is_split_now
+        return widths if is_split else (rows,)
+
+    def observed(self, rows: int, n_calls: int, ms: float) -> DecodeCallTimes:
+        """Learn from a tick of this many decode rows and nothing else."""
+        if not 1 < rows <= self.max_rows or (share := _fastest_split(self.ms, rows)[1]) >= SPLIT_THRESHOLD:
+            return self if rows == self.last_rows else attrs.evolve(self, last_rows=rows)
+        trial = self.trials.get(rows) or SplitTrial(share)
+        if rows != self.last_rows:
+            trial = trial.interrupted()
+        return DecodeCallTimes(self.ms, {**self.trials, rows: trial.observed(n_calls > 1, ms)}, rows)
+
+
+@lru_cache(maxsize=64)
+def _fastest_split(call_ms: tuple[float, ...], rows: int) -> tuple[tuple[int, ...], float]:
+    """The fastest calls for ``rows``, widest first, and what they take as a share of one call."""
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # by number of rows: time and calls
+    for n in range(1, rows + 1):
+        best.append(
+            min((best[n - width][0] + call_ms[width], (*best[n - width][1], width)) for width in range(1, n + 1))
+        )
+    split_ms, widths = best[rows]
+    return tuple(sorted(widths, reverse=True)), split_ms / max(call_ms[rows], 1e-6)
 
 
 @attrs.frozen
@@ -331,7 +423,8 @@ class CostModel:
         """Learn from a tick: ``work`` took ``ms`` milliseconds."""
         if work.prefill_tokens:
             return CostModel(self.decode_only, self.mixed.observed(work, ms), self.call_times, self.knows_stairs)
-        return CostModel(self.decode_only.observed(work, ms), self.mixed, self.call_times, self.knows_stairs)
+        call_times = self.call_times.observed(work.decode_rows, work.n_calls, ms)
+        return CostModel(self.decode_only.observed(work, ms), self.mixed, call_times, self.knows_stairs)
 
     def with_curves(self, curves: PrefillCurves) -> CostModel:
         """With the measured time of ticks with prefill.  Without stairs, the line that was learned is as good."""
