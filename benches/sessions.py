@@ -76,11 +76,11 @@ class Times:
 
 async def three_ways(
     serving: ServerSettings, texts: Sequence[str], state: Path, offload_mb: int
-) -> tuple[list[Times], dict[str, Any]]:
+) -> tuple[list[Times], dict[str, Any], dict[str, Any]]:
     """Begin a session with each text, continue it, and continue it once more after a restart of the server.
 
     Returns:
-        The times of each session, and the counters of KV offload before the restart.
+        The times of each session, and the counters of KV offload before and after the restart.
     """
     flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--offload-max-mb", str(offload_mb), *OFFLOAD_NOW]
     found = []
@@ -102,7 +102,7 @@ async def three_ways(
             counted = await offloaded(client, 0)
             times.state_mb = (counted["loaded_bytes_total"] - before) / MB
             before = counted["loaded_bytes_total"]
-    return found, saved
+    return found, saved, counted
 
 
 def path_of(rig: Rig) -> Path:
@@ -110,7 +110,7 @@ def path_of(rig: Rig) -> Path:
     return Path(rig.transport.path)  # type: ignore[attr-defined]
 
 
-def show(times: Sequence[Times], saved: dict[str, Any]) -> str:
+def show(times: Sequence[Times], saved: dict[str, Any], restored: dict[str, Any]) -> str:
     """A row for each way to continue, relative to a cold start."""
 
     def of(name: str) -> list[float]:
@@ -126,7 +126,9 @@ def show(times: Sequence[Times], saved: dict[str, Any]) -> str:
     return (
         f"{table(('session', 'TTFT p50 ms', 'max', 'of cold'), lines)}\n\n"
         f"saved {saved['saved_total']}, skipped {saved['skipped_total']}, failed {saved['save_failed_total']}; "
-        f"after a restart {len(loaded)} of {len(times)} were read{size}"
+        f"after a restart {len(loaded)} of {len(times)} were read{size}\n"
+        f"each p50 ms: prepared {restored['prepare_p50_ms']}, copied {restored['load_p50_ms']}, "
+        f"verified after that {restored['verify_p50_ms']}"
     )
 
 
@@ -323,14 +325,14 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
             f"server    {serving}\nload      {repeat} sessions of {options['tokens']} tokens, seed {options['seed']}\n"
         )
 
-        async def work() -> tuple[list[Times], dict[str, Any]]:
+        async def work() -> tuple[list[Times], dict[str, Any], dict[str, Any]]:
             return await three_ways(serving, texts, Path(folder), options["offload_mb"])
 
-        times, saved = carry_out(work)
+        times, saved, restored = carry_out(work)
         file = RunsFile(csv_file, ["session", *[field.name for field in attrs.fields(Times)]])
         for n, one in enumerate(times, 1):
             file.add(n, *attrs.astuple(one))
-        click.echo(show(times, saved))
+        click.echo(show(times, saved, restored))
 
 
 def _churn(

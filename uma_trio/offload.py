@@ -64,12 +64,15 @@ class StateDraft(Protocol):
 
 
 class StateReader(Protocol):
-    """A file whose bytes have been verified."""
+    """A file whose description has been verified."""
 
     @property
     def fd(self) -> int: ...
     @property
     def offset(self) -> int: ...
+    @property
+    def hashes(self) -> bytes:
+        """For the engine, which verifies the state; empty if it has been verified."""
 
     def close(self) -> None: ...
 
@@ -82,7 +85,7 @@ class StateFiles(Protocol):
         """Size of all files that count towards the limit; does not block for long."""
 
     def begin(self, n_bytes: int) -> StateDraft: ...
-    def open(self, name: str) -> StateReader: ...
+    def open(self, name: str, *, verify: bool = True) -> StateReader: ...
     def remove(self, name: str) -> None: ...
 
     def __contains__(self, name: str) -> bool:
@@ -137,6 +140,8 @@ class Offloader:
         self._in_thread = in_thread
         self.metrics = OffloadMetrics()
         self._waiting: list[Transfer] = []
+        self._suspects: set[str] = set()
+        """States that the engine did not load; they are verified before they are loaded again."""
         self._swapped_in: list[tuple[Allocation, SavedState | None]] = []
         self._writing = trio.Semaphore(MAX_OPEN_FILES)
         self._look = trio.Event()
@@ -218,6 +223,10 @@ class Offloader:
             way: Literal["save", "load"] = "save" if isinstance(transfer.op, SaveState) else "load"
             self._timings.record_copy(way, transfer.n_bytes, output.copied_ms)
             self.metrics.record_stall(output.copied_ms)
+            if way == "load" and transfer.refused is None:
+                self.metrics.record_restore(output.copied_ms - output.verify_ms, output.verify_ms)
+        if transfer.state is not None and transfer.refused is not None:
+            self._suspects.add(transfer.state.name)
         self._end(transfer)
 
     def _makes_sense(self, transfer: Transfer) -> bool:
@@ -396,25 +405,51 @@ class Offloader:
         assert self._files is not None
         began = time.perf_counter()
         try:
-            reader: StateReader = await self._in_thread(self._files.open, state.name)
+            reader = await self._open(state)
         except StateFileError as error:
             log.warning("a saved state cannot be used; its tokens are computed again", reason=str(error))
             self.metrics.load_failed_total += 1
-            self._planner.index.discard(state.name)
             self._swapped_in.append((allocation, None))
             self._wake()
             return
-        self._timings.record_copy("read", state.n_bytes, 1e3 * (time.perf_counter() - began))
+        prepared_ms = 1e3 * (time.perf_counter() - began)
+        self.metrics.prepare_ms.add(prepared_ms)
+        if not reader.hashes:
+            self._timings.record_copy("read", state.n_bytes, prepared_ms)
         try:
             ids = {checkpoint.length: checkpoint.id for checkpoint in self._planner.begin_restore(allocation, state)}
             checkpoints = tuple([(ids.get(length), size) for length, size in state.checkpoints])
             n_bytes = state.n_bytes - sum([size for _, size in checkpoints])
-            op = LoadState(allocation.seq_id, len(state.tokens), reader.fd, reader.offset, n_bytes, checkpoints)
+            op = LoadState(
+                allocation.seq_id, len(state.tokens), reader.fd, reader.offset, n_bytes, checkpoints, reader.hashes
+            )
             await self._run_transfer(
                 Transfer(allocation, op, state.n_bytes, trio.current_time(), allocation.checkpoints, state)
             )
             self._wake()
         finally:
+            await self._in_thread(reader.close)
+        if state.name in self._suspects:
+            await self._verify(state)
+
+    async def _open(self, state: SavedState) -> StateReader:
+        """Open a file, for the engine to verify unless it has failed to load it; one that cannot be used is forgotten."""
+        assert self._files is not None
+        files, verify = self._files, state.name in self._suspects
+        try:
+            reader: StateReader = await self._in_thread(lambda: files.open(state.name, verify=verify))
+        except StateFileError:
+            self._planner.index.discard(state.name)
+            raise
+        return reader
+
+    async def _verify(self, state: SavedState) -> None:
+        """Forget a state that the engine did not load, if its file is damaged."""
+        try:
+            reader = await self._open(state)
+        except StateFileError as error:
+            log.warning("a saved state cannot be used", reason=str(error))
+        else:
             await self._in_thread(reader.close)
 
     def _give_up(self, allocation: Allocation) -> None:

@@ -170,6 +170,80 @@ async def test_a_state_that_cannot_be_loaded_is_computed_again(autojump_clock, f
         assert files.open_files == 0
 
 
+@pytest.mark.parametrize("n", [300, 600], ids=["before the copy", "after the copy"])
+async def test_an_altered_state_is_found_once(autojump_clock, n):
+    """Found after the copy, it takes the KV cache with it; all other answers stay right."""
+    files = MemoryFiles()
+    async with asking(small(n_seq_max=6), files, offload_after_s=NEVER) as harness:
+        said = [[*tokens_of(seed, n), *expected_continuation(tokens_of(seed, n), 8)] for seed in range(3)]
+        for tokens in said:
+            await harness.answer(tokens[:n], 8, durable=True)
+        with trio.fail_after(100):
+            await harness.scheduler.offloader.save_everything()
+        assert len(files.states) == 3
+    files.altered = True
+    async with asking(small(n_seq_max=6), files, offload_after_s=NEVER) as harness:
+        neighbour = harness.ask(tokens_of(9), 200)
+        for found, tokens in enumerate(said, 1):
+            clients = [harness.ask([*tokens, 900 + again], 8) for again in range(2)]
+            await harness.ended(*clients)
+            assert all(is_right(client) and client.reason == "length" for client in clients)
+            assert len(files.states) == 3 - found, "it is not left for the next start"
+        await harness.ended(neighbour)
+        assert is_right(neighbour)
+        assert neighbour.reason == "length"
+        assert harness.engine.resets == (0 if n == 300 else 3)
+        counted = harness.scheduler.snapshot()["kv_offload"]
+        assert counted["loaded_total"] == 0
+        assert counted["load_failed_total"] >= 3
+        assert len(harness.scheduler.cache.offload.index) == 0
+        await harness.clean()
+        assert files.open_files == 0
+
+
+async def test_requests_are_cancelled_while_their_altered_states_are_loaded(autojump_clock):
+    files = MemoryFiles()
+    async with asking(small(n_seq_max=6), files, offload_after_s=NEVER) as harness:
+        said = [[*tokens_of(seed, 600), *expected_continuation(tokens_of(seed, 600), 8)] for seed in range(6)]
+        for tokens in said:
+            await harness.answer(tokens[:600], 8, durable=True)
+        with trio.fail_after(100):
+            await harness.scheduler.offloader.save_everything()
+    files.altered = True
+    async with asking(small(n_seq_max=6), files, offload_after_s=NEVER) as harness:
+        for n, tokens in enumerate(said):
+            client = harness.ask([*tokens, 999], 50)
+            for _ in range(2 * n):
+                await trio.lowlevel.checkpoint()
+            harness.scheduler.cancel(client.sequence)
+            await harness.ended(client)
+        for tokens in said:
+            assert is_right(await harness.answer([*tokens, 900], 8))
+        await harness.clean()
+        assert files.open_files == 0
+
+
+async def test_the_engine_dies_while_it_loads_a_state(autojump_clock):
+    """The state is verified before it is loaded again."""
+    files = MemoryFiles()
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
+        said = await answered(harness, 1)
+        await harness.scheduler.offloader.save_everything()
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
+        neighbour = harness.ask(tokens_of(2), 60)
+        client = harness.ask([*said, 900], 8)
+        while not harness.scheduler.offloader.has_transfers:
+            await trio.lowlevel.checkpoint()
+        harness.engine.fail_next = EngineDied("killed")
+        await harness.ended(client, neighbour)
+        assert is_right(client)
+        assert is_right(neighbour)
+        assert harness.engine.resets == 1
+        assert len(files.states) == 1
+        await harness.clean()
+        assert files.open_files == 0
+
+
 async def test_nothing_is_saved_where_prefill_is_faster_than_loading(autojump_clock):
     quick = FakeEngine(n_ctx=3072, n_seq_max=3, cost_ms=lambda prompt, decodes: 0.1 + 1e-4 * (prompt + decodes))
     files = MemoryFiles()

@@ -515,6 +515,53 @@ def test_every_page_is_verified_with_any_number_of_readers(
     folder.close()
 
 
+def test_an_altered_state_in_the_page_cache_can_be_opened_for_others_to_verify(path: Path, folder: StateFolder) -> None:
+    whole = os.urandom(3 * PAGE_BYTES + 17)
+    state = save(folder, whole)
+    with folder.open(state.name) as verified:
+        assert verified.hashes == b""
+    file = path_of(path, state)
+    data = bytearray(file.read_bytes())
+    data[PAYLOAD_AT + 2 * PAGE_BYTES] ^= 1
+    file.write_bytes(data)
+    if can_tell_what_is_cached(file):
+        with folder.open(state.name, verify=False) as found:
+            pages = [whole[at : at + PAGE_BYTES] for at in range(0, len(whole), PAGE_BYTES)]
+            assert found.hashes == b"".join(map(hash_of, pages))
+            assert found.view != whole
+    with pytest.raises(CorruptState, match="altered between byte 2097152 and"):
+        folder.open(state.name)
+    assert quarantined(path)
+
+
+def can_tell_what_is_cached(file: Path) -> bool:
+    """Some file systems cannot, such as tmpfs."""
+    with file.open("rb") as opened:
+        try:
+            return os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+        except (AttributeError, OSError):
+            return False
+
+
+@pytest.mark.parametrize("at", [20, -20], ids=["header", "tail"])
+def test_the_metadata_are_always_verified(path: Path, folder: StateFolder, at: int) -> None:
+    state = save(folder, os.urandom(PAGE_BYTES))
+    data = bytearray(path_of(path, state).read_bytes())
+    data[at] ^= 1
+    path_of(path, state).write_bytes(data)
+    with pytest.raises(CorruptState):
+        folder.open(state.name, verify=False)
+
+
+def test_a_state_that_is_not_in_the_page_cache_is_verified(
+    folder: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = save(folder, os.urandom(PAGE_BYTES))
+    monkeypatch.setattr("uma_trio.store.state_folder._is_cached", lambda fd, n_bytes: False)
+    with folder.open(state.name, verify=False) as reader:
+        assert reader.hashes == b""
+
+
 SAMPLE = np.random.default_rng(3).bytes(700)
 
 

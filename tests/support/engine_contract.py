@@ -17,10 +17,12 @@ import os
 import numpy as np
 import pytest
 
-from tests.support.state_files import memory_file
+from tests.support.state_files import hashes_of, memory_file
 from uma_trio.engine.messages import EmbeddingInput, EngineError, SampleRequest, Step, StepInput
+from uma_trio.engine.state_check import FRONT_PAGES
 from uma_trio.kv.ops import CopyPrefix, LoadState, MeasureState, SaveState, Truncate
 from uma_trio.sampling import Bias, Past, SamplingParams
+from uma_trio.store.state_format import PAGE_BYTES
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0)
 
@@ -549,6 +551,39 @@ def test_a_refused_load_leaves_its_sequence_empty_and_the_step_goes_on(engine, p
         engine.step(step(removing=(2,)))
     assert not engine.step(Step([LoadState(1, at, fd, 0, n_bytes)])).refused
     assert engine.used_cells() == {0: at, 1: at}
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.999], ids=["cells", "keys", "values"])
+def test_an_altered_state_is_never_used(make, prompts, new_file, share):
+    """Altered keys and values may be found when they are in the cache already: then the step fails."""
+    engine = make(n_ctx=4096, n_seq_max=3, n_batch=256)
+    tokens = (prompts[0] * 1200)[:1200]
+    for at in range(0, 1200, 200):
+        engine.step(step(prefill_input(0, tokens[at : at + 200], at)))
+    [n_bytes] = state_sizes(engine, 0)
+    fd = new_file(bytes(n_bytes))
+    engine.step(Step([SaveState(0, fd, 0, n_bytes), Truncate(0)]))
+    good = content(fd)
+    expected, after_all = alone(engine, prompts[1], 6), alone(engine, [*tokens, *prompts[2]], 3, chunk=200)
+    at = int(n_bytes * share)
+    bad = new_file(good[:at] + bytes([255 - byte for byte in good[at : at + 12]]) + good[at + 12 :])
+    load = LoadState(2, 1200, bad, 0, n_bytes, hashes=hashes_of(good))
+    try:
+        output = engine.step(Step([load], [[prefill_input(1, prompts[1])]]))
+    except EngineError:
+        assert at >= FRONT_PAGES * PAGE_BYTES
+        engine.reset()
+    else:
+        assert at < FRONT_PAGES * PAGE_BYTES or not engine.info.can_truncate
+        assert_refused(output, 2)
+        assert output.tokens == (expected[0],)
+        engine.step(step(removing=(1,)))
+    assert engine.used_cells() == {}
+    assert alone(engine, prompts[1], 6, seq_id=1) == expected
+    for hashes in (hashes_of(good)[:-1], hashes_of(good) * 2):
+        assert_refused(engine.step(Step([LoadState(2, 1200, fd, 0, n_bytes, hashes=hashes)])), 2)
+    assert not engine.step(Step([LoadState(2, 1200, fd, 0, n_bytes, hashes=hashes_of(good))])).refused
+    assert engine.step(step(prefill_input(2, prompts[2], 1200))).tokens == (after_all[0],)
 
 
 def test_a_load_replaces_what_its_sequence_holds(engine, prompts, new_file):

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
+from tests.support.state_files import hashes_of
 from uma_trio import config
 from uma_trio.engine.devices import DeviceMemory, Devices
 from uma_trio.engine.link import KnownGrammars
@@ -52,6 +53,7 @@ from uma_trio.engine.messages import (
     StepOutput,
 )
 from uma_trio.engine.purpose import Purpose
+from uma_trio.engine.state_check import FRONT_PAGES
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.worker import StepRunner
 from uma_trio.grammar import Matchers, Vocabulary
@@ -68,6 +70,7 @@ from uma_trio.kv.ops import (
 )
 from uma_trio.sampling import NO_TOKEN, SamplingParams, TokenLogprobs
 from uma_trio.scheduling.view import Scales
+from uma_trio.store.state_format import PAGE_BYTES
 
 N_VOCAB = 1000
 EMBEDDING_WIDTH = 8
@@ -472,6 +475,7 @@ class FakeEngine:
     def _load(self, op: LoadState) -> None:
         self._cache.pop(op.seq_id, None)
         state = os.pread(op.fd, op.n_bytes, op.offset)
+        self._verify(op)
         try:
             tokens = [tuple(map(int, word.split(b"@", 1))) for word in state.rstrip(b"\0").split()]
             content = SequenceContent()
@@ -491,6 +495,17 @@ class FakeEngine:
                 length, digest = map(int, os.pread(op.fd, size, at).split())
                 self.checkpoints[number] = (length, digest)
             at += size
+
+    @staticmethod
+    def _verify(op: LoadState) -> None:
+        """Fails like llama.cpp's engine, where what describes the cells ends with the first pages."""
+        data = os.pread(op.fd, op.n_bytes + sum(size for _, size in op.checkpoints), op.offset)
+        front = FRONT_PAGES * PAGE_BYTES
+        found, front_hashes = hashes_of(data), hashes_of(data[:front])
+        if op.hashes and found != op.hashes:
+            if len(found) != len(op.hashes) or not op.hashes.startswith(front_hashes):
+                raise ValueError("the state was altered")
+            raise EngineError("the state was altered")
 
     def _change(self, op: KvOp) -> None:
         match op:

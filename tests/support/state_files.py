@@ -14,6 +14,7 @@ import trio
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.kv.prefix import Tokens
 from uma_trio.store import StateFileError
+from uma_trio.store.state_format import PAGE_BYTES, hash_of
 
 
 async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -35,6 +36,8 @@ class MemoryFiles:
     """Files are damaged, and their checksums show it."""
     garbled: bool = False
     """Files are damaged although their checksums are right."""
+    altered: bool = False
+    """Files are damaged at their end, and their checksums show it to whoever looks."""
     open_files: int = 0
     _names: Any = attrs.field(factory=lambda: itertools.count(1))
 
@@ -44,14 +47,17 @@ class MemoryFiles:
         self.open_files += 1
         return MemoryDraft(self, memory_file(bytes(n_bytes)))
 
-    def open(self, name: str) -> MemoryReading:
-        if self.broken:
+    def open(self, name: str, *, verify: bool = True) -> MemoryReading:
+        if self.broken or (self.altered and verify):
             self.states.pop(name, None)  # quarantined
         if name not in self.states:
             raise StateFileError(f"{name} cannot be read")
         self.open_files += 1
         data = self.states[name][1]
-        return MemoryReading(self, memory_file(bytes(len(data)) if self.garbled else data))
+        hashes = b"" if verify or self.garbled else hashes_of(data)
+        if self.altered:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        return MemoryReading(self, memory_file(bytes(len(data)) if self.garbled else data), hashes)
 
     def remove(self, name: str) -> None:
         if self.states.pop(name, None) is None:
@@ -66,6 +72,11 @@ class MemoryFiles:
 
     def scan(self) -> list[SavedState]:
         return [saved for saved, _ in self.states.values()]
+
+
+def hashes_of(data: bytes) -> bytes:
+    """The hashes of its pages."""
+    return b"".join([hash_of(data[at : at + PAGE_BYTES]) for at in range(0, len(data), PAGE_BYTES)])
 
 
 def memory_file(data: bytes) -> int:
@@ -101,6 +112,7 @@ class MemoryDraft:
 class MemoryReading:
     files: MemoryFiles
     fd: int
+    hashes: bytes
     offset: int = 0
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,7 @@ from uma_trio.engine.messages import (
     StepOutput,
 )
 from uma_trio.engine.placement import Place, PlacementError, open_library, place
+from uma_trio.engine.state_check import DamagedState, StateCheck
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import AppliedMasks, GrammarState, Matchers, PendingMasks
 from uma_trio.kv.ops import (
@@ -81,6 +83,9 @@ SHARE_OF_LOADING = 0.1
 PROBE_TOKENS = 32
 """In one batch of the context that measures how large a token's keys and values are; as few as may be configured."""
 
+
+MAX_HASH_THREADS: Final = 4
+"""Most threads that verify a state next to its copy."""
 
 READ_SHARE: Final = 0.5
 """The engine waits for the next message of the daemon for this fraction of the time that a GPU computes."""
@@ -357,6 +362,7 @@ class LlamaEngine:
             embedding_ms=embedded.ms,
             embedding_bytes=embedded.n_bytes,
             embedding_failure=embedded.failure,
+            verify_ms=changes.verify_ms,
         )
 
     # -- changes of the KV cache ----------------------------------------------------------------
@@ -389,8 +395,8 @@ class LlamaEngine:
                         if isinstance(op, SaveState):
                             changes.saved_bytes += self._save_state(op)
                         else:
-                            self._load_state(op)
-                    except (llama_abi.LlamaError, OSError, ValueError) as error:
+                            changes.verify_ms += self._load_state(op)
+                    except (llama_abi.LlamaError, DamagedState, OSError, ValueError) as error:
                         changes.refused.append((op.seq_id, str(error)))
                     changes.copied_ms += 1e3 * (time.perf_counter() - began)
                 case _:  # without this, an operation without a case would be skipped in silence
@@ -424,19 +430,31 @@ class LlamaEngine:
                 at += size
         return total if op.checkpoints else written
 
-    def _load_state(self, op: LoadState) -> None:
-        """
+    def _load_state(self, op: LoadState) -> float:
+        """Milliseconds for which nothing was left to do but to verify.
+
         Raises:
-            llama_abi.LlamaError, OSError, ValueError: the state was not loaded, and the sequence is empty.
+            llama_abi.LlamaError, DamagedState, OSError, ValueError: the state was not loaded, and the sequence is empty.
+            EngineError: damaged keys and values were copied.
         """
         total = op.n_bytes + sum([size for _, size in op.checkpoints])
-        with mapped(op.fd, op.offset, total) as view:
+        n_threads = min(MAX_HASH_THREADS, self._info.spare_cores)
+        with (
+            mapped(op.fd, op.offset, total, populate=not op.hashes) as view,
+            StateCheck(view, op.hashes, n_threads) as check,
+        ):
+            began = time.perf_counter()
             try:
+                check.wait_for_structure(op.n_bytes)
+                waited_s = time.perf_counter() - began
                 self._context.load_state_from(op.seq_id, view[: op.n_bytes])
+                began = time.perf_counter()
+                self._wait_for_rest(check)
+                waited_s += time.perf_counter() - began
                 n_tokens = self._context.seq_pos_max(op.seq_id) + 1
                 if n_tokens != op.length:
                     raise ValueError(f"the state has {n_tokens} tokens instead of {op.length}")
-            except (llama_abi.LlamaError, ValueError):
+            except (llama_abi.LlamaError, DamagedState, ValueError):
                 self._context.seq_remove(op.seq_id)
                 raise
             at = op.n_bytes
@@ -444,6 +462,17 @@ class LlamaEngine:
                 if number is not None:
                     self._checkpoints[number] = bytearray(view[at : at + size])
                 at += size
+        return 1e3 * waited_s
+
+    @staticmethod
+    def _wait_for_rest(check: StateCheck) -> None:
+        """Keys and values that turn out to be damaged stay in cells that are free again.  Attention reads free cells, and
+        one NaN in them is enough to spoil other sequences.  Nothing clears such cells but a new context.
+        """
+        try:
+            check.wait()
+        except DamagedState as error:
+            raise EngineError(f"a saved state was damaged and had been copied: {error}") from error
 
     # -- computing ------------------------------------------------------------------------------
 
@@ -597,6 +626,7 @@ class _Changes:
 
     copied_ms: float = 0.0
     checkpoints_ms: float = 0.0
+    verify_ms: float = 0.0
     saved_bytes: int = 0
     refused: list[tuple[int, str]] = attrs.field(factory=list)
     state_sizes: list[tuple[int, list[int]]] = attrs.field(factory=list)
@@ -606,27 +636,32 @@ NO_CHANGES: Final = _Changes()
 
 
 @contextlib.contextmanager
-def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False) -> Iterator[memoryview]:
+def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False, populate: bool = False) -> Iterator[memoryview]:
     """``n_bytes`` of an open file from ``offset`` on, as memory.
+
+    A thread unmaps it: that takes some 30 ms for each GB.
+
+    Args:
+        populate: one system call instead of a page fault every 4 KiB.  For writing it would fault every page in twice.
 
     Raises:
         OSError, ValueError: the file cannot be mapped, or is shorter.
     """
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    # one system call instead of a page fault every 4 KiB; for writing it would fault every page in twice
-    populate = 0 if write else getattr(mmap, "MAP_POPULATE", 0)
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-    size = offset - start + n_bytes
-    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED | populate, protection, offset=start)
+    mapping = mmap.mmap(fd, offset - start + n_bytes, flags, protection, offset=start)
     view = memoryview(mapping)[offset - start :]
     try:
         yield view
     finally:
         view.release()
-        with contextlib.suppress(
-            BufferError
-        ):  # an error's traceback refers to a part of it, and unmaps it when it goes
-            mapping.close()
+        threading.Thread(target=_unmap, args=(mapping,), name="uma-unmap").start()
+
+
+def _unmap(mapping: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # an error's traceback refers to a part of it, and unmaps it when it goes
+        mapping.close()
 
 
 def _constrained(inputs: Sequence[StepInput]) -> list[tuple[int, int, GrammarState, Sequence[int]]]:

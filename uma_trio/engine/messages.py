@@ -461,6 +461,8 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
     """Why there are no embeddings.  All texts of the step and the one that goes on are lost; nothing else is."""
     drafted: Drafted | None = None
     """What the draft model did.  A sequence with drafts has one token for each of them besides its own."""
+    verify_ms: float = 0.0
+    """How much of ``copied_ms`` was waiting until a state was verified."""
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="step_failed"):

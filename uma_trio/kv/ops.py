@@ -88,6 +88,9 @@ class LoadState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     checkpoints: tuple[tuple[int | None, int], ...] = ()
     """(number, bytes) of each checkpoint, as in ``SaveState``; number ``None``: skip it.  The engine keeps the others
     unless it refuses the state."""
+    hashes: bytes = b""
+    """Hashes of the pages of the state and its checkpoints, as in ``store.state_format``; empty if they have been
+    verified."""
 
 
 KvOp: TypeAlias = Truncate | CopyPrefix | SaveCheckpoint | DropCheckpoint | MeasureState | SaveState | LoadState

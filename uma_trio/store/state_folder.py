@@ -304,8 +304,12 @@ class StateFolder:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def open(self, name: str) -> StateReader:
+    def open(self, name: str, *, verify: bool = True) -> StateReader:
         """Opens a state after verifying every byte of it.
+
+        Args:
+            verify: otherwise only the metadata is verified, if the state is in the page cache; ``reader.hashes`` is for
+                whoever reads it.
 
         Raises:
             CorruptState: the file is not what was written; it was quarantined.
@@ -322,7 +326,9 @@ class StateFolder:
         try:
             with self._folder.os_errors("read", file):
                 state, hashes = self._read_metadata(fd, name)
-                _verify(_hash_pages(fd, state.n_bytes, self.readers), hashes)
+                if verify or not _is_cached(fd, PAYLOAD_AT + state.n_bytes):
+                    _verify(_hash_pages(fd, state.n_bytes, self.readers), hashes)
+                    hashes = []
         except BaseException as error:
             os.close(fd)
             match error:
@@ -334,7 +340,7 @@ class StateFolder:
             raise
         with contextlib.suppress(StateFileError):  # removed in the meantime: its place in the order is irrelevant
             self.touch(name)
-        return StateReader(fd, state)
+        return StateReader(fd, state, b"".join(hashes))
 
     def _read_metadata(self, fd: int, name: str) -> tuple[StoredState, list[bytes]]:
         size = os.fstat(fd).st_size
@@ -574,15 +580,17 @@ class StateDraft(_OpenState):
 
 
 class StateReader(_OpenState):
-    """A verified state, open for reading: ``state.n_bytes`` at ``offset`` of ``fd``.  A context manager that closes it.
+    """A state, open for reading: ``state.n_bytes`` at ``offset`` of ``fd``.  A context manager that closes it.
 
-    The state is in the page cache, because it was read just now.  Use it soon: later, the system may have to read it
+    The state is in the page cache, as a rule because it was read just now.  Use it soon: later, the system may have to read it
     from the disk again.
     """
 
-    def __init__(self, fd: int, state: StoredState) -> None:
+    def __init__(self, fd: int, state: StoredState, hashes: bytes) -> None:
         super().__init__(state.n_bytes, writable=False)
         self.state = state
+        self.hashes = hashes
+        """Hashes of its pages, ``HASH_BYTES`` each, if it has not been verified; otherwise empty."""
         self._open(fd)
 
     @property
@@ -623,6 +631,18 @@ def _write_metadata(fd: int, header: bytes, tail: bytes, tail_at: int, mtime_ns:
     write_all(fd, header, 0)
     os.utime(fd, ns=(mtime_ns, mtime_ns))
     sync(fd)
+
+
+def _is_cached(fd: int, n_bytes: int) -> bool:
+    """Tells whether the first ``n_bytes`` of a file are in the page cache, by one byte of each MiB.
+
+    ``False`` where the system or the file system cannot say.
+    """
+    no_wait, byte = getattr(os, "RWF_NOWAIT", 0), bytearray(1)
+    try:
+        return no_wait != 0 and all(os.preadv(fd, [byte], at, no_wait) for at in range(0, n_bytes, PAGE_BYTES))
+    except OSError:
+        return False
 
 
 def _hash_pages(fd: int, n_bytes: int, readers: int) -> list[bytes]:

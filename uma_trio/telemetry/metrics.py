@@ -270,6 +270,12 @@ class OffloadMetrics:
     stall_ms: RecentValues = attrs.field(factory=RecentValues)
     """Time that a copy added to a step."""
     stall_max_ms: float | None = None
+    prepare_ms: RecentValues = attrs.field(factory=RecentValues)
+    """Time from the request for a state until its file was ready for the engine."""
+    load_ms: RecentValues = attrs.field(factory=RecentValues)
+    """Time that the engine took to copy a state."""
+    verify_ms: RecentValues = attrs.field(factory=RecentValues)
+    """Time that the engine then took until the state was verified."""
 
     def record_saved(self, n_bytes: int) -> None:
         self.saved_total += 1
@@ -279,6 +285,10 @@ class OffloadMetrics:
         self.loaded_total += 1
         self.loaded_bytes_total += n_bytes
         self.loaded_tokens_total += n_tokens
+
+    def record_restore(self, load_ms: float, verify_ms: float) -> None:
+        self.load_ms.add(load_ms)
+        self.verify_ms.add(verify_ms)
 
     def record_stall(self, ms: float) -> None:
         self.stall_ms.add(ms)
@@ -299,6 +309,9 @@ class OffloadMetrics:
             "stall_p50_ms": p50,
             "stall_p99_ms": p99,
             "stall_max_ms": self.stall_max_ms,
+            "prepare_p50_ms": self.prepare_ms.percentiles(50)[0],
+            "load_p50_ms": self.load_ms.percentiles(50)[0],
+            "verify_p50_ms": self.verify_ms.percentiles(50)[0],
         }
 
 
