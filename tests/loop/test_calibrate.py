@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
 import pytest
 
 from tests.support.fake_engine import FakeEngine, VirtualLink
@@ -74,6 +75,25 @@ async def test_an_unsteady_engine_has_no_curve_and_is_soon_left_alone(autojump_c
     assert not cost.knows_stairs, "the next start looks again"
     assert cost.mixed.curves is None
     assert sum(bool(step.ops and step.calls) for step in engine.steps) == CURVE_ROUNDS * MIN_POINTS
+
+
+async def test_a_device_that_records_calls_is_measured_without_recordings(autojump_clock):
+    """The second of two like calls is recorded, which takes longer, and the third is repeated, which takes less."""
+    latest: tuple[tuple[int, int], int] = ((0, 0), 0)
+
+    def cost_ms(prompt: int, decodes: int) -> float:
+        nonlocal latest
+        times = latest[1] + 1 if latest[0] == (prompt, decodes) else 0
+        latest = (prompt, decodes), times
+        return stairs_ms(prompt, decodes) + {0: 0, 1: 4}.get(times, -2)
+
+    for records in (True, False):
+        engine = FakeEngine(n_ctx=8192, cost_ms=cost_ms)
+        engine.info = msgspec.structs.replace(engine.info, records_calls=records)
+        cost = await calibrate(VirtualLink(engine), budget_s=60)
+        curves = cost.mixed.curves
+        found = {} if curves is None or curves.mixed is None else {n: curves.mixed.at(n) for n in (64, 128, 192)}
+        assert (found == {64: 10.0, 128: 15.0, 192: 20.0}) == records
 
 
 @pytest.mark.parametrize("n_batch", [16, 32, 48, 64, 512])

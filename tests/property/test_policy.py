@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, STAIRS, TOO_SLOW, Device, SimulatedServer, measured_curves
 from uma_trio.config import Scheduling
+from uma_trio.scheduling import cost as cost_module
 from uma_trio.scheduling import policy
 from uma_trio.scheduling.cost import FEATURE_SCALES, CostModel, DecodeCallTimes, LinearModel, Work
 from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD, Service
@@ -187,9 +188,9 @@ def test_background_decodes_are_left_out_only_if_others_would_be_late(case: Case
 @given(cases())
 def test_prefill_pauses_for_one_tick_at_most(case: Case) -> None:
     chosen = case.plan()
-    assert chosen.state.had_prefill == bool(chosen.chunks)
+    assert bool(chosen.state.prefill_rows) == bool(chosen.chunks)
     pending = sum(view.n_pending for view in case.prefills)
-    if not case.state.had_prefill or not chosen.decodes:
+    if not case.state.prefill_rows or not chosen.decodes:
         assert chosen.work.prefill_tokens >= min(case.least, pending)
 
 
@@ -203,7 +204,7 @@ def test_prefill_makes_no_decode_late_unless_it_paused_in_the_tick_before(case: 
     if decode_ms > due_ms and chosen.work.prefill_tokens > case.limits.min_chunk_tokens:
         assert chosen.predicted_ms <= (1 + LATE_PREFILL_SHARE) * decode_ms * (1 + 1e-9)
     elif chosen.predicted_ms > due_ms * (1 + 1e-9):
-        assert decode_ms > due_ms or not case.state.had_prefill
+        assert decode_ms > due_ms or not case.state.prefill_rows
         assert chosen.work.prefill_tokens <= case.limits.min_chunk_tokens
 
 
@@ -216,13 +217,16 @@ def test_without_decodes_a_tick_is_no_longer_than_prefill_tick_ms(case: Case) ->
 
 
 @given(cases(in_time=True))
-def test_the_batch_is_filled_if_there_is_time(case: Case) -> None:
+def test_the_batch_is_filled_if_there_is_time_and_it_pays(case: Case) -> None:
     if not case.decodes:
         case = attrs.evolve(case, limits=attrs.evolve(case.limits, prefill_tick_ms=1e12))
     chosen = case.plan()
     assert len(chosen.decodes) == len(case.decodes)
     pending = sum(view.n_pending for view in case.prefills)
     room = case.max_tokens - len(case.decodes)
+    if case.decodes:
+        worthwhile = case.cost.worthwhile_prefill_tokens(chosen.work, room)
+        room = min(room, max(worthwhile, case.limits.prefill_burst_tokens, case.limits.min_chunk_tokens))
     if MIN_ALIGNED_TOKENS <= room < pending:
         aligned = room - (room + len(case.decodes)) % ROW_ALIGNMENT
         room = aligned if aligned >= case.limits.min_chunk_tokens else room
@@ -252,6 +256,13 @@ def test_a_single_prompt_gets_the_tokens_of_prefill_tick_ms() -> None:
         assert chosen.chunks == (PrefillChunk(3, expected, is_last=False),)
 
 
+@pytest.fixture
+def long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are as long as time allows, however little the last tokens gain."""
+    monkeypatch.setattr(cost_module, "PREFILL_SPEED", 1.0)
+
+
+@pytest.mark.usefixtures("long_chunks")
 def test_context_before_a_chunk_makes_the_chunk_smaller() -> None:
     """The same decode and the same prompt, once at its beginning and once after 2,000 tokens."""
     sizes = []
@@ -270,6 +281,7 @@ def test_context_before_a_chunk_makes_the_chunk_smaller() -> None:
     assert sizes == [79, 45]
 
 
+@pytest.mark.usefixtures("long_chunks")
 @pytest.mark.parametrize(("pending", "got"), [(87, 87), (88, 79), (5000, 79)])
 def test_a_chunk_that_is_not_the_last_aligns_the_rows_of_the_call(pending: int, got: int) -> None:
     """87 tokens fit next to the decode; 79 and the decode are a multiple of 16 rows."""
@@ -283,6 +295,62 @@ def test_a_chunk_that_is_not_the_last_aligns_the_rows_of_the_call(pending: int, 
         limits=LIMITS,
     )
     assert chosen.work.prefill_tokens == got
+
+
+def test_a_chunk_is_no_longer_than_it_pays() -> None:
+    """On a device whose ticks with prefill take 50 ms and 1 ms a token: 135 tokens take 0.8 of the time for each that 511
+    take, or a little less."""
+    cost = CostModel(LinearModel((2.0, 0.0, 0.0, 0.0, 0.0, 0.0)), LinearModel((50.0, 100.0, 0.0, 0.0, 0.0, 0.0)))
+    sizes = []
+    for due_s in (0.150, 0.5, math.inf):
+        chosen = plan(
+            [SequenceView(0, due_s=due_s)],
+            [SequenceView(3, 5000)],
+            PolicyState(),
+            now_s=0.0,
+            cost=cost,
+            max_tokens=512,
+            limits=LIMITS,
+        )
+        sizes.append(chosen.work.prefill_tokens)
+    speeds = [n / (50 + n) for n in (sizes[2] + ROW_ALIGNMENT, 511)]
+    assert sizes[0] == 95, "as much as there is time for"
+    assert sizes[1] == sizes[2] < 256, "not as much as that"
+    assert speeds[0] >= 0.8 * speeds[1]
+    alone = plan([], [SequenceView(3, 5000)], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS)
+    assert alone.work.prefill_tokens == 200 - 200 % ROW_ALIGNMENT, "nobody waits"
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_no_chunk_makes_a_call_like_the_one_before_on_a_device_that_records_them(records: bool) -> None:
+    decodes, state, rows = [SequenceView(seq_id, due_s=0.1) for seq_id in range(8)], PolicyState(), []
+    for _ in range(4):
+        chosen = plan(
+            decodes,
+            [SequenceView(9, 5000)],
+            state,
+            now_s=0.0,
+            cost=known(CPU),
+            max_tokens=512,
+            limits=LIMITS,
+            records_calls=records,
+        )
+        state = chosen.state
+        rows.append(len(chosen.decodes) + chosen.work.prefill_tokens)
+    n = rows[0]
+    assert n % ROW_ALIGNMENT == 0
+    assert rows == ([n, n - 1, n, n - 1] if records else [n] * 4)
+    last = plan(
+        decodes,
+        [SequenceView(9, rows[-1] - 8)],
+        state,
+        now_s=0.0,
+        cost=known(CPU),
+        max_tokens=512,
+        limits=LIMITS,
+        records_calls=records,
+    )
+    assert last.chunks == (PrefillChunk(9, rows[-1] - 8, is_last=True),), "no token is left for a tick of its own"
 
 
 def test_the_example_in_the_docstring() -> None:
@@ -443,6 +511,7 @@ def test_gaps_exceed_the_target_only_by_the_noise() -> None:
     assert p99(gaps(server, 0, 1, 2, 3)) <= 100 * (1 + 2.8 * 0.1)
 
 
+@pytest.mark.usefixtures("long_chunks")
 def test_each_request_has_its_own_target() -> None:
     """The tightest target of the present streams decides."""
     server = SimulatedServer(CPU)
@@ -474,6 +543,7 @@ def test_without_decodes_ticks_take_about_prefill_tick_ms(device: Device) -> Non
     assert all(0.95 * (target - aligned_ms) <= ms <= 1.05 * target for ms in server.ticks_ms[10:])
 
 
+@pytest.mark.usefixtures("long_chunks")
 @pytest.mark.parametrize("factor", [0.3, 1.8])
 def test_streams_meet_their_targets_again_after_the_device_has_changed(factor: float) -> None:
     server = under_load(CPU)
@@ -757,7 +827,7 @@ def test_an_undone_plan_charges_nobody_and_forgets_nobody(case: Case, data: st.D
     assert attrs.evolve(after.undo(before, after).service, counters={}) == attrs.evolve(before.service, counters={})
     arrived = attrs.evolve(after, service=after.service.arrived("late", [view.principal for view in case.decodes]))
     undone = arrived.undo(before, after)
-    assert (undone.had_prefill, undone.background_skips) == (before.had_prefill, before.background_skips)
+    assert (undone.prefill_rows, undone.background_skips) == (before.prefill_rows, before.background_skips)
     for principal in before.service.counters:
         assert undone.service.counter(principal) == pytest.approx(before.service.counter(principal))
     assert undone.service.counters["late"] == arrived.service.counters["late"]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, STAIRS, Device, SimulatedServer, calibrated, measured_curves
+from uma_trio.scheduling import cost as cost_module
 from uma_trio.scheduling.cost import STAIR_RATE, CostModel, Work
 from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
 
@@ -137,8 +138,9 @@ def test_a_chunk_ends_at_the_top_of_a_stair() -> None:
 
 
 @pytest.mark.parametrize("target", [14.0, 18.0, 23.0, 30.0])
-def test_streams_on_stairs_meet_tight_targets(target: float) -> None:
+def test_streams_on_stairs_meet_tight_targets(target: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a line through the stairs predicts is wrong by more than the margin."""
+    monkeypatch.setattr(cost_module, "PREFILL_SPEED", 1.0)
     late = {}
     for has_curve in (True, False):
         device = attrs.evolve(STAIRS, noise=0.01, rng=random.Random(1))

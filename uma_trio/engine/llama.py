@@ -185,6 +185,7 @@ class LlamaEngine:
             unified=self._options.kv_unified,
             pads_attention=not self._options.kv_unified
             and self._options.flash_attn == "off",  # that skips what is masked
+            records_calls=any(name.startswith("CUDA") for name in self._place.names),
             can_truncate=not recurrent and not (windowed and self._options.kv_unified),
             state_can_truncate=not recurrent and not windowed,
             max_checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,

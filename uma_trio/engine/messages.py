@@ -120,6 +120,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Unified KV: all sequences share the cells, and a copy between them is bookkeeping."""
     pads_attention: bool = False
     """In one call, attention takes as long for each sequence as for the longest of them."""
+    records_calls: bool = False
+    """The device records a call that is like the one before, to repeat it with less work (CUDA graphs)."""
     can_truncate: bool = True
     """The last tokens of a sequence can be removed.  Not in a recurrent memory, and not in a sliding-window memory with
     unified KV, where other sequences take the cells behind the window."""

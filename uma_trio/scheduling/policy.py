@@ -29,7 +29,7 @@ ROW_ALIGNMENT: Final = 16
 """A call whose chunk leaves a part of the prompt for later has a multiple of this many rows, because matrix kernels
 work in tiles.  On a CPU a chunk of 60 tokens took as long as one of 64; on an H200 the 97th row cost a millisecond."""
 
-MIN_ALIGNED_TOKENS: Final = 64
+MIN_ALIGNED_TOKENS: Final = 48
 """Smaller chunks are not aligned, since that would give up too large a share of them."""
 
 PREFILL_ONLY_MIN_CHUNKS: Final = 4
@@ -68,8 +68,8 @@ class PolicyState:
     """What one plan leaves for the next.  Immutable."""
 
     service: Service = attrs.field(factory=Service)
-    had_prefill: bool = False
-    """The previous tick had prefill chunks."""
+    prefill_rows: int = 0
+    """Rows of the previous tick, if it had prefill chunks; otherwise 0."""
     background_skips: int = 0
     """Ticks in a row that left background sequences out."""
     adapters: Scales = ()
@@ -79,7 +79,7 @@ class PolicyState:
 
     def after_decode(self, views: Sequence[SequenceView]) -> PolicyState:
         """The state after a tick that decoded one token for each of ``views`` and nothing else."""
-        return attrs.evolve(self, service=self.service.decoded(views), had_prefill=False)
+        return attrs.evolve(self, service=self.service.decoded(views), prefill_rows=0)
 
     def undo(self, before: PolicyState, after: PolicyState) -> PolicyState:
         """The state without a plan that led from ``before`` to ``after``.  Principals that came or went since stay so."""
@@ -126,6 +126,7 @@ def plan(
     limits: Scheduling,
     mixes_prefill: bool = True,
     pads_attention: bool = False,
+    records_calls: bool = False,
     draft_cost: DraftCost | None = None,
     gap_ms: float = 0.0,
 ) -> Plan:
@@ -158,6 +159,7 @@ def plan(
             separately.  The plan then splits the batch itself, into the calls that suit the device.
         pads_attention: attention takes as long for each row of a call as for the row with the longest context.
             Sequences with very different context lengths then go into separate calls if that is faster.
+        records_calls: the device records a call that is like the one before, to repeat it (CUDA graphs).
         draft_cost: predicts the time of the draft model, if there is one.
         gap_ms: how long the device waits before a tick.  Draft tokens make fewer ticks, and so fewer gaps.
 
@@ -185,13 +187,14 @@ def plan(
         context = _context_tokens(chosen, widths, pads=pads_attention)
         work = _with_calls(Work(0, len(chosen), context), chosen, widths, state.adapters, separately=separately)
         given, work, service = _choose_prefill(
-            chosen, widths, prefills, work, state, now_s, cost, max_tokens, limits, separately
+            chosen, widths, prefills, work, state, now_s, cost, max_tokens, limits, separately, records_calls
         )
         state = attrs.evolve(state, service=service)
         if given:
             chunks = tuple([PrefillChunk(view.seq_id, n, n == view.n_pending, view.adapters) for view, n in given])
             adapters = _order((*_adapters(chosen), *_adapters([view for view, _ in given])), state.adapters)
-            state = attrs.evolve(state.after_decode(chosen), had_prefill=True, adapters=adapters[-1])
+            rows = len(chosen) + work.prefill_tokens
+            state = attrs.evolve(state.after_decode(chosen), prefill_rows=rows, adapters=adapters[-1])
             return Plan(chosen, chunks, state, work, cost.predict(work), widths, separately, adapters)
     adapters = _order(_adapters(chosen), state.adapters)
     after = state.after_decode(chosen)
@@ -349,6 +352,7 @@ def _choose_prefill(
     max_tokens: int,
     limits: Scheduling,
     separately: bool,
+    records_calls: bool,
 ) -> tuple[list[tuple[SequenceView, int]], Work, Service]:
     """The prompts that advance together with ``work``, their tokens, the work with them, and the service after it."""
     # Attention over the context before a chunk takes time, too.  Which prompts advance is not known yet, so start from
@@ -364,8 +368,21 @@ def _choose_prefill(
         work = _with_prefill(work, given)
         work = _with_calls(work, decodes, widths, state.adapters, given=given, separately=separately)
         budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits)
+        if records_calls and _would_be_recorded(given, len(decodes), state):
+            budget = min(budget, work.prefill_tokens - 1)
         if budget >= work.prefill_tokens:
             return given, work, service
+
+
+def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int, state: PolicyState) -> bool:
+    """Whether the call is like the one before.  One token fewer makes it another one.
+
+    Recording takes several milliseconds, which the calls after it do not give back: with prefill, the KV cache is soon
+    256 cells longer, and then all is recorded anew.
+    """
+    n = sum([n for _, n in given])
+    completes = any([n == view.n_pending for view, n in given])
+    return n > 1 and not completes and n + n_decodes == state.prefill_rows
 
 
 def _prefill_budget(
@@ -381,8 +398,11 @@ def _prefill_budget(
     if decodes:
         due_ms = _ms_until_due(decodes, now_s)
         in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
+        least = max(limits.min_chunk_tokens, limits.prefill_burst_tokens)
+        if in_time > least:
+            in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, max_tokens - len(decodes))))
         if in_time < limits.min_chunk_tokens:
-            in_time = 0 if state.had_prefill else limits.min_chunk_tokens
+            in_time = 0 if state.prefill_rows else limits.min_chunk_tokens
             decode_ms = cost.predict(estimated_work(decodes))
             if decode_ms > due_ms:
                 late = cost.max_prefill_tokens((1 + LATE_PREFILL_SHARE) * decode_ms, work)

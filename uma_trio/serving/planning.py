@@ -346,6 +346,7 @@ class StepPlanner:
             limits=self._limits,
             mixes_prefill=self._info.unified,
             pads_attention=self._info.pads_attention,
+            records_calls=self._info.records_calls,
             draft_cost=None if self.drafts is None else self.drafts.cost,
             gap_ms=self._timings.gap_ms,
         )
