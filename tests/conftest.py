@@ -8,6 +8,7 @@
 - Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
 - Daemons compute with one thread.  Several would meet at barriers, and with other tests on their cores they would wait
   there most of the time.
+- numpy starts no threads: they would spin, in each of the many processes that import it.
 - Controllers may take ten seconds.  The usual limits are short for a machine that is busy with tests.
 - Tests run in a process for each core (pytest-xdist).  The tests of a module run in one process, in order, so that they share
   its fixtures.  Modules run in the order of their paths, so the last ones, of ``tests/store``, are short, and no
@@ -45,6 +46,7 @@ if not is_worker:
 for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
     os.environ[variable] = str(run_folder() / os.environ.get("PYTEST_XDIST_WORKER", "main") / variable)
 os.environ.update(SETTINGS_OF_DAEMONS)
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ["PYTHONPYCACHEPREFIX"] = str(run_folder() / "bytecode")
 

@@ -107,7 +107,13 @@ class ChildProcess:
 
     @classmethod
     def of_module(
-        cls, module: str, sock: socket.socket, *arguments: str, name: str, extra: Mapping[str, str] | None = None
+        cls,
+        module: str,
+        sock: socket.socket,
+        *arguments: str,
+        name: str,
+        extra: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> ChildProcess:
         """Start a module of this package in an interpreter of its own: ``python -m MODULE FD ARGUMENTS``.
 
@@ -116,7 +122,8 @@ class ChildProcess:
         """
         command = [*python_module(module), str(sock.fileno()), *arguments]
         fds = [sock.fileno()]
-        return cls(command, name=name, logger=module, pass_fds=fds, extra=extra, environment=package_environment())
+        variables = {**package_environment(), **(environment or {})}
+        return cls(command, name=name, logger=module, pass_fds=fds, extra=extra, environment=variables)
 
     def kill(self) -> None:
         """End it at once, whatever it does, and all that it has started."""

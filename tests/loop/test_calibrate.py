@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.support.fake_engine import FakeEngine, VirtualLink
-from uma_trio.engine.calibrate import CURVE_ROUNDS, calibrate
+from uma_trio.engine.calibrate import CHECKED, CURVE_ROUNDS, calibrate
 from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
 from uma_trio.scheduling.row_curve import MIN_POINTS
 
@@ -152,3 +152,33 @@ async def test_call_times_of_two_starts_are_not_mixed(autojump_clock):
     engine = FakeEngine(n_ctx=8192, n_seq_max=8, cost_ms=lambda prompt, decodes: 1.0 + decodes + prompt)
     cost = await calibrate(VirtualLink(engine), known=known, budget_s=0.0)
     assert [cost.call_times.split(rows) for rows in range(1, 9)] == [(rows,) for rows in range(1, 9)]
+
+
+async def test_what_is_known_and_still_holds_is_not_measured_again(autojump_clock):
+    engine = FakeEngine(n_ctx=8192)
+    known = await calibrate(VirtualLink(engine), may_have_stairs=False, budget_s=60)
+    assert not any(step.ops and step.calls for step in engine.steps), "no curve was measured"
+    n_steps = len(engine.steps)
+    assert await calibrate(VirtualLink(engine), known=known, may_have_stairs=False, budget_s=60) is known
+    assert len(engine.steps) - n_steps == len(CHECKED) + 1, "and one that empties the KV cache"
+    assert engine.used_cells() == {}
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+async def test_a_machine_of_another_speed_is_measured_again(autojump_clock, factor):
+    def cost_ms(prompt: int, decodes: int) -> float:
+        return 5 + 0.1 * prompt + decodes
+
+    known = await calibrate(VirtualLink(FakeEngine(n_ctx=8192, cost_ms=cost_ms)), may_have_stairs=False, budget_s=60)
+    other = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: factor * cost_ms(prompt, decodes))
+    found = await calibrate(VirtualLink(other), known=known, may_have_stairs=False, budget_s=60)
+    assert found.call_times.ms[1:] == pytest.approx([factor * ms for ms in known.call_times.ms[1:]])
+    assert other.used_cells() == {}
+
+
+async def test_one_slow_step_is_no_other_machine(autojump_clock):
+    slow = itertools.cycle([3.0, 1.0])
+    disturbed = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: next(slow) * (5 + 0.1 * prompt + decodes))
+    steady = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: 5 + 0.1 * prompt + decodes)
+    known = await calibrate(VirtualLink(steady), may_have_stairs=False, budget_s=60)
+    assert await calibrate(VirtualLink(disturbed), known=known, may_have_stairs=False, budget_s=60) is known

@@ -35,6 +35,11 @@ COMMANDS = {
 }
 
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+"""numpy starts a thread for each core when it is imported, and they spin; nothing here multiplies matrices with it.  The
+processes that a command starts inherit the variable."""
+
+
 class SuggestingGroup(click.Group):
     """A group that suggests the nearest command for a misspelt one."""
 

@@ -16,6 +16,15 @@ from uma_trio.sampling import SamplingParams
 from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
 from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve, noise
 
+CHECKED: Final = (((0, 16),), ((0, 1),), ((0, 1), (1, 1), (2, 1), (3, 1)), ((1, 64),), ((0, 1), (1, 1), (2, 32)))
+"""The steps that show whether what an earlier run has learned still holds.  The first one only warms up."""
+
+TOLERANCE: Final = 0.25
+"""By how much such a step may differ from what is known, as a share.  Ticks correct the rest."""
+
+CHECKS: Final = 2
+"""Measurements of such a step, if the first one is too slow: noise only makes a step slower."""
+
 BUDGET_S: Final = 0.5
 """Time limit of each of the first two parts; no step begins after it.  A rough estimate is better than a slow start."""
 
@@ -50,19 +59,28 @@ MAX_CURVE_DECODES: Final = 8
 """Decodes next to which prompts are measured."""
 
 
-async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_s: float = BUDGET_S) -> CostModel:
+async def calibrate(
+    link: EngineLink, *, known: CostModel | None = None, may_have_stairs: bool = True, budget_s: float = BUDGET_S
+) -> CostModel:
     """Measure some small steps of an engine, whose KV cache is empty before and after.
 
-    Takes about twice ``budget_s``, and ``CURVE_BUDGET_S`` where no earlier run has measured the curves.  Steps for which
-    sequences, cells or the batch are too small are left out.
+    Takes about twice ``budget_s``, and ``CURVE_BUDGET_S`` where no earlier run has measured the curves; a few steps if
+    what is known still holds.  Steps for which sequences, cells or the batch are too small are left out.
 
     Args:
         known: what an earlier run has learned.
+        may_have_stairs: whether to measure the curves: kernels of a GPU compute rows in tiles.
+
+    Returns:
+        What steps cost; ``known`` itself if it still holds.
 
     Raises:
         EngineError, EngineDied: a step failed.
     """
     trial = Trial(link)
+    needs_curves = may_have_stairs and not (known is not None and known.knows_stairs)
+    if known is not None and not needs_curves and await _still_holds(trial, known):
+        return known
     cost = known or CostModel()
     ends = time.perf_counter() + budget_s
     ticks: list[tuple[Work, float]] = []
@@ -77,12 +95,36 @@ async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_
     ms = await _call_widths(trial, budget_s)
     await trial.clear()
     too_slow = cost.predict(Work(CURVE_ROWS[0], 0, 0)) > MAX_CURVE_STEP_MS
-    if not cost.knows_stairs and not too_slow and (curves := await measured_curves(trial)) is not None:
+    if needs_curves and not too_slow and (curves := await measured_curves(trial)) is not None:
         cost = cost.with_curves(curves)
         for work, tick_ms in ticks if cost.mixed.curves is not None else ():
             cost = cost.observed(work, tick_ms) if work.prefill_tokens else cost
     # times of different moments do not compare, so those of an earlier run are not mixed with these
     return attrs.evolve(cost, call_times=DecodeCallTimes(max(ms, cost.call_times.ms, key=len)))
+
+
+async def _still_holds(trial: Trial, known: CostModel) -> bool:
+    """Whether some steps take as long as ``known`` predicts."""
+    if len(known.call_times.ms) <= MAX_ROWS:
+        return False
+    try:
+        for n, shape in enumerate(CHECKED):
+            is_as_known = not n
+            for _ in range(CHECKS if n else 1):
+                if not trial.fits(shape):
+                    return False
+                work, ms = await trial.run(shape)
+                predicted = [known.predict(work)]
+                if not work.prefill_tokens:  # no tick corrects these
+                    predicted.append(known.call_times.ms[work.decode_rows])
+                is_as_known = is_as_known or all(abs(ms - each) <= TOLERANCE * each for each in predicted)
+                if is_as_known:
+                    break
+            if not is_as_known:
+                return False
+        return True
+    finally:
+        await trial.clear()
 
 
 async def measured_curves(trial: Trial) -> PrefillCurves | None:

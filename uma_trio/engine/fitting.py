@@ -12,7 +12,6 @@ from typing import Final
 
 import attrs
 import msgspec
-import structlog
 
 import llama_abi
 from uma_trio import config
@@ -38,8 +37,6 @@ from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
 from uma_trio.engine.messages import NO_MEMORY, AdapterFile, EngineError, LoadError, Start
 from uma_trio.engine.placement import Place, open_library, place
 from uma_trio.engine.pooling import PoolingEngine
-
-log = structlog.get_logger("uma_trio.engine")
 
 SHARES: Final = (1.0, 0.85, 0.7)
 """How much of the free memory each attempt to load a model may take.  The next one follows if there was not enough."""

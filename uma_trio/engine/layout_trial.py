@@ -7,6 +7,7 @@ and is created in a hundredth of the time.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +15,11 @@ from typing import Final
 
 import attrs
 import numpy as np
-import structlog
 
 import llama_abi
 from uma_trio.engine.layout import Layout, LayoutChoice, MeasuredLayout, choose
 
-log = structlog.get_logger("uma_trio.engine")
+log = logging.getLogger("uma_trio.engine")
 
 ROWS: Final = 8
 """Maximum of streams that decode together in a trial."""
@@ -111,7 +111,7 @@ def _measured(
         finally:
             trial.close()
     except llama_abi.LlamaError as error:
-        log.debug("this layout cannot be used", layout=layout.name, reason=str(error))
+        log.debug("this layout cannot be used", extra={"fields": {"layout": layout.name, "reason": str(error)}})
         return None
 
 

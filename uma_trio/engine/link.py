@@ -48,6 +48,10 @@ from uma_trio.kv.ops import LoadState, SaveState
 log = logging.getLogger("uma_trio.engine")
 
 READ_BYTES: Final = 1 << 16
+HUGE_PAGES: Final = "glibc.malloc.hugetlb=1"
+"""Has glibc ask the kernel for huge pages, for large blocks of memory.  llama.cpp writes the whole KV cache when it makes a
+context, and with small pages most of that time is the kernel's."""
+
 EXIT_S: Final = 5.0
 """How long an engine that was asked to end may take before it is killed."""
 
@@ -369,9 +373,16 @@ class ProcessLauncher:
         """See ``Launcher``.  Blocks for some milliseconds."""
         ours, theirs = socket.socketpair()
         with theirs:
-            link = EngineLink(
-                ours, ChildProcess.of_module(self._module, theirs, model, name="engine", extra={"model": model})
+            tunables = ":".join(filter(None, [HUGE_PAGES, os.environ.get("GLIBC_TUNABLES")]))
+            process = ChildProcess.of_module(
+                self._module,
+                theirs,
+                model,
+                name="engine",
+                extra={"model": model},
+                environment={"GLIBC_TUNABLES": tunables},
             )
+            link = EngineLink(ours, process)
         self._nursery.start_soon(link.run)
         return link
 

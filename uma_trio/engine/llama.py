@@ -257,13 +257,13 @@ class LlamaEngine:
             return llama_abi.Context(self._model, self._options)
 
     def measure_memory(self) -> None:
-        """Find out what the memory can move, where the weights are in the machine's own; some 50 ms.
+        """Find out what the memory can move, where the weights are in the machine's own; some 50 ms at most.
 
         Best effort: without room for what is copied, or for a thread, it stays unknown.
         """
         if not self._place.on_gpu:
             with contextlib.suppress(MemoryError, RuntimeError):
-                bandwidth = memory_bytes_per_s(self._options.n_threads)
+                bandwidth = memory_bytes_per_s(self._options.n_threads, self._info.size_bytes)
                 self._info = msgspec.structs.replace(self._info, memory_bytes_per_s=bandwidth)
 
     def describe(self) -> Ready:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,14 +17,13 @@ from typing import Any, Final
 import attrs
 import msgspec
 import platformdirs
-import structlog
 
 from uma_trio.engine.layout import LayoutChoice
 from uma_trio.engine.split import existing_parts
 from uma_trio.scheduling.cost import MAX_MARGIN, N_FEATURES, N_MARGINS, CostModel, DecodeCallTimes, LinearModel
 from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
 
-log = structlog.get_logger("uma_trio.models")
+log = logging.getLogger("uma_trio.models")
 
 FORMAT: Final = 3
 
@@ -73,7 +73,7 @@ def load_costs(name: str, folder: Path | None = None) -> CostModel | None:
             knows_stairs=bool(fields["knows_stairs"]),
         )
     except (ValueError, KeyError, TypeError) as error:
-        log.debug("ignoring damaged learned costs", name=name, reason=str(error))
+        log.debug("ignoring damaged learned costs", extra={"fields": {"name": name, "reason": str(error)}})
         return None
 
 
@@ -145,7 +145,7 @@ def _read(name: str, folder: Path | None) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        log.debug("ignoring an unreadable measurement", name=name, reason=str(error))
+        log.debug("ignoring an unreadable measurement", extra={"fields": {"name": name, "reason": str(error)}})
         return None
 
 
@@ -158,7 +158,7 @@ def _write(name: str, fields: dict[str, Any], folder: Path | None) -> bool:
         temporary.write_bytes(msgspec.json.encode(fields))
         os.replace(temporary, path)
     except OSError as error:
-        log.debug("cannot save a measurement", path=str(path), reason=str(error))
+        log.debug("cannot save a measurement", extra={"fields": {"path": str(path), "reason": str(error)}})
         return False
     return True
 

@@ -15,13 +15,13 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Protocol
-
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
 from uma_trio.sandbox import LAST, CannotStart, NoAnswer, Sandbox, limit_cpu, limit_memory
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_SOURCE_BYTES: Final = 64 * 1024
 """Size of a grammar."""
@@ -68,7 +68,11 @@ class LocalChecker:
         self._vocabulary = vocabulary
 
     def check(self, rules: str, *, is_gbnf: bool = False) -> str:
+        from llguidance import LLMatcher
+
         if is_gbnf:
+            from llguidance.gbnf_to_lark import gbnf_to_lark
+
             try:
                 rules = gbnf_to_lark(rules)
             except Exception as error:  # noqa: BLE001  (the converter raises whatever its parser stumbles over)

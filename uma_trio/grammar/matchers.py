@@ -13,15 +13,17 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import attrs
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
 
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 Future: TypeAlias = concurrent.futures.Future
 Biases: TypeAlias = npt.NDArray[np.float32]

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-LIMITS: Final = LLParserLimits(
-    max_grammar_size=200_000,
-    max_items_in_row=2_000,
-    initial_lexer_fuel=500_000,
-    step_lexer_fuel=100_000,
-    step_max_items=5_000,
-    max_lexer_states=100_000,
-    verbose_errors=False,
-)
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# llguidance is imported with the first constraint.
+
+LIMITS: Final[dict[str, Any]] = {
+    "max_grammar_size": 200_000,
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 5_000,
+    "max_lexer_states": 100_000,
+    "verbose_errors": False,
+}
 """A grammar that needs more is refused, or fails its own request.  Ordinary schemas need less than a tenth."""
 
 STACK_BYTES: Final = 64 << 20
@@ -43,6 +47,8 @@ class Vocabulary:
 
     def tokenizer(self) -> LLTokenizer:
         """The vocabulary for matchers."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         return LLTokenizer(TokenizerWrapper(_Tokenizer(self)), n_vocab=len(self.tokens), eos_token=[*self.end_ids])
 
 
@@ -67,4 +73,6 @@ def start_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
 
     It never raises: ask ``is_error`` and ``get_error``.
     """
-    return LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import trio
@@ -15,9 +15,11 @@ from uma_trio.hub.errors import HubError, NotInstalled
 from uma_trio.hub.folder import ModelFolder
 from uma_trio.hub.installed import find
 from uma_trio.hub.names import HubReference, PathReference, Reference, UrlReference, parse
-from uma_trio.hub.pull import Puller, PullReporter
 from uma_trio.hub.variants import group_parts
 from uma_trio.models.loaded import EMBEDDED, EMBEDDED_DRAFT
+
+if TYPE_CHECKING:
+    from uma_trio.hub.pull import PullReporter
 
 EMBEDDED_NAME: Final = "embedded"
 EMBEDDED_DRAFT_NAME: Final = "embedded-draft"
@@ -96,6 +98,8 @@ async def find_or_pull(text: str, places: ModelLocations, reporter: PullReporter
         reference, name = resolve(text, places)
         if places.is_offline or not isinstance(reference, HubReference | UrlReference):
             raise
+    from uma_trio.hub.pull import Puller  # with a client of HTTP, which a model of this machine does not need
+
     model = await Puller(places, reporter).pull(reference)
     return LocatedModel(model.path, name or model.served_name)
 
