@@ -62,6 +62,10 @@ def programs() -> Iterator[Program]:
 PROGRAMS = list(programs())
 
 
+ENDS_AT_ONCE = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
+"""Behind a program.  At the end of the interpreter, threads of LiteLLM sometimes wait for each other for ever."""
+
+
 def test_every_client_has_a_program() -> None:
     found = set[str]().union(*(program.libraries for program in PROGRAMS))
     assert found >= {"openai", "anthropic", "ollama", "langchain_openai", "llama_index", "litellm"}
@@ -84,7 +88,13 @@ def test_a_program(gateway: Gateway, program: Program, tmp_path: Path) -> None:
     environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without it LiteLLM asks the network for prices
     text = program.text.replace("localhost:8080", gateway.url.removeprefix("http://"))
     done = subprocess.run(
-        [python, "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [python, "-c", text + ENDS_AT_ONCE],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     lines = iter(done.stdout.splitlines())
