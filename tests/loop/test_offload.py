@@ -223,23 +223,39 @@ async def test_requests_are_cancelled_while_their_altered_states_are_loaded(auto
         assert files.open_files == 0
 
 
-async def test_the_engine_dies_while_it_loads_a_state(autojump_clock):
+class DyingEngine(FakeEngine):
+    """Dies of the first state that it loads."""
+
+    n_loads = 0
+
+    def _load(self, op: LoadState) -> None:
+        self.n_loads += 1
+        if self.n_loads == 1:
+            raise EngineDied("killed")
+        super()._load(op)
+
+
+@pytest.mark.parametrize("altered", [False, True])
+async def test_the_engine_dies_while_it_loads_a_state(autojump_clock, altered):
     """The state is verified before it is loaded again."""
     files = MemoryFiles()
     async with asking(small(), files, offload_after_s=NEVER) as harness:
         said = await answered(harness, 1)
         await harness.scheduler.offloader.save_everything()
-    async with asking(small(), files, offload_after_s=NEVER) as harness:
+    files.altered = altered
+    engine = DyingEngine(n_ctx=3072, n_seq_max=3)
+    async with asking(engine, files, offload_after_s=NEVER) as harness:
         neighbour = harness.ask(tokens_of(2), 60)
         client = harness.ask([*said, 900], 8)
-        while not harness.scheduler.offloader.has_transfers:
-            await trio.lowlevel.checkpoint()
-        harness.engine.fail_next = EngineDied("killed")
         await harness.ended(client, neighbour)
         assert is_right(client)
         assert is_right(neighbour)
-        assert harness.engine.resets == 1
-        assert len(files.states) == 1
+        assert (client.reason, neighbour.reason) == ("length", "length")
+        assert engine.resets == 1
+        assert len(files.states) == (0 if altered else 1)
+        again = await harness.answer(tokens_of(5, 1000))
+        assert is_right(again)
+        assert all(not op.hashes for op in ops_of(harness, LoadState)[1:])
         await harness.clean()
         assert files.open_files == 0
 

@@ -350,6 +350,33 @@ def damaged(data: bytes, how: str, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
+def test_damage_that_is_found_after_the_copy_changes_no_text(
+    library: None, tmp_path: Path, replayed: list[list[Answer]]
+) -> None:
+    """Values of the last layers are verified while they are copied.  The whole KV cache is computed again."""
+    state = tmp_path / "state"
+    flags = (*CROWDED, "--state-dir", str(state))
+    with real_daemon(*flags) as daemon:
+        assert say(daemon, "doc", question(0, 0)).ids == replayed[0][0].ids
+    (file,) = on_disk(state, "states", "*.state")
+    data = file.read_bytes()
+    at = PAYLOAD_AT + 5_000_000
+    assert len(data) > at + 300_000
+    file.write_bytes(data[:at] + b"\xff" * 4096 + data[at + 4096 :])  # NaN
+    with real_daemon(*flags) as daemon:
+        assert say(daemon, "other", question(1, 0)).ids == replayed[1][0].ids
+        answer = say(daemon, "doc", question(0, 1))
+        assert answer.ids == replayed[0][1].ids
+        assert answer.last["usage"]["cached_tokens"] == 0
+        [failure] = daemon.logged("the engine failed")
+        assert "a saved state was damaged" in failure["reason"]
+        assert say(daemon, "other", question(1, 1)).ids == replayed[1][1].ids
+        assert say(daemon, "doc", question(0, 2)).ids == replayed[0][2].ids
+        daemon.logged("a saved state cannot be used")
+        assert daemon.settled()["kv_offload"]["load_failed_total"] == 1
+        assert on_disk(state, "states", "*.bad")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["corrupt", "truncated", "foreign"])
 def test_a_damaged_state_is_computed_again(
