@@ -38,7 +38,8 @@ MAX_ROWS: Final = 8
 """Calls of 1 to this many decode rows are measured one by one."""
 
 ROUNDS: Final = 4
-"""Measurements of each call width.  The fastest counts, because noise only makes a step slower."""
+"""Measurements of each call width, or two where the time is short.  The fastest counts, because noise only makes a step
+slower."""
 
 CURVE_ROUNDS: Final = 3
 """Measurements of each row count: a GPU loads a kernel when it is first used, and the other two say how steady it is."""
@@ -175,7 +176,7 @@ async def _call_widths(trial: Trial, budget_s: float) -> tuple[float, ...]:
                 most = rows - 1
                 break
             ms[rows] = min(await trial.decode_ms(rows), ms.get(rows, math.inf))
-            if not number and time.perf_counter() > began + budget_s / ROUNDS:
+            if not number and time.perf_counter() > began + budget_s / 2:
                 most = rows
                 break
         if time.perf_counter() > began + budget_s:
