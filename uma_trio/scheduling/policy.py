@@ -381,7 +381,7 @@ def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int
     256 cells longer, and then all is recorded anew.
     """
     n = sum([n for _, n in given])
-    completes = any([n == view.n_pending for view, n in given])
+    completes = any(n == view.n_pending for view, n in given)
     return n > 1 and not completes and n + n_decodes == state.prefill_rows
 
 
