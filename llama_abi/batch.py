@@ -95,12 +95,14 @@ class Batch:
         self.n_tokens = end
         return end - 1
 
-    def add_decodes(self, tokens: Integers, *, positions: Integers, seqs: Integers, logits: bool = True) -> int:
+    def add_decodes(
+        self, tokens: Integers, *, positions: Integers, seqs: Integers, logits: bool | Sequence[bool] = True
+    ) -> int:
         """Append one token for each of several sequences, as every decode step does.
 
         Args:
             tokens, positions, seqs: integers of shape ``[n]``, at least one.
-            logits: whether these tokens need logits.
+            logits: whether these tokens need logits: all or none, or one value for each.
 
         Returns:
             Index of the first token in the batch; the others follow it.
@@ -110,14 +112,15 @@ class Batch:
         """
         ids, where = _int32(tokens, "token ids"), _int32(positions, "positions")
         seq_ids = _int32(seqs, "sequences")
-        if not len(ids) == len(where) == len(seq_ids):
+        needed = np.asarray(logits, np.bool_)
+        if not len(ids) == len(where) == len(seq_ids) or needed.shape not in ((), ids.shape):
             raise LlamaError(f"{len(ids)} tokens, {len(where)} positions and {len(seq_ids)} sequences do not match")
         start, end = self._room(len(ids))
         self._token[start:end] = ids
         self._pos[start:end] = where
         self._seq[start:end] = seq_ids
-        self._needs_logits[start:end] = logits
-        self.n_outputs += len(ids) if logits else 0
+        self._needs_logits[start:end] = needed
+        self.n_outputs += int(self._needs_logits[start:end].sum())
         self.max_seq = max(self.max_seq, int(seq_ids.max()))
         self.n_tokens = end
         return start

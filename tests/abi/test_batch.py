@@ -34,6 +34,9 @@ def test_one_token_for_each_of_several() -> None:
     assert batch.add_decodes([7], positions=[0], seqs=[4], logits=False) == 3
     assert content(batch) == [(1, 0, 9, 0), (5, 10, 2, 1), (6, 20, 3, 1), (7, 0, 4, 0)]
     assert (batch.n_outputs, batch.max_seq) == (2, 9)
+    assert batch.add_decodes([8, 9, 7], positions=[1, 2, 3], seqs=[5, 6, 7], logits=[True, False, True]) == 4
+    assert content(batch)[4:] == [(8, 1, 5, 1), (9, 2, 6, 0), (7, 3, 7, 1)]
+    assert batch.n_outputs == 4
 
 
 def test_clear() -> None:
@@ -81,6 +84,13 @@ def test_each_refused(tokens: list[int], positions: list[int], seqs: list[int]) 
     batch = Batch(4)
     with pytest.raises(LlamaError):
         batch.add_decodes(tokens, positions=positions, seqs=seqs)
+    assert content(batch) == []
+
+
+def test_logits_of_another_number_of_tokens_are_refused() -> None:
+    batch = Batch(4)
+    with pytest.raises(LlamaError, match="do not match"):
+        batch.add_decodes([1, 2], positions=[0, 0], seqs=[0, 1], logits=[True])
     assert content(batch) == []
 
 

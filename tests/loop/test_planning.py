@@ -148,6 +148,23 @@ async def test_streams_go_on_in_a_step_that_runs_ahead(planning):
     assert not any(isinstance(each, StepInput) for each in call), "their tokens are not known yet"
 
 
+async def test_a_stream_that_has_ended_leaves_the_others_in_one_call(planning):
+    found = planning(n_seq_max=4, unified=False, fills_gaps=True)
+    found.timings.cost = CostModel(LinearModel((5.0, 0.0, 0.1, 0.1, 0.0, 0.0)))
+    streams = [found.ask(n) for n in (5, 40, 5, 5)]
+    while any(stream.state is not State.DECODE for stream in streams):
+        found.complete(found.submitted(found.next_step()))
+    found.running.release(streams[1], keep=True)
+    planned = found.next_step()
+    assert [view.seq_id for view in planned.plan.decodes] == [0, 2, 3]
+    assert planned.plan.call_widths == (3,)
+    assert planned.plan.work.decode_rows == 4, "one row is not a stream's"
+    held = [view.n_context for view in planned.plan.decodes]
+    assert planned.plan.work.context_tokens == sum(held) + 40, "what the ended one has left"
+    ahead = found.planner.step_ahead(found.submitted(planned))
+    assert ahead.plan.call_widths == (3,)
+
+
 async def test_a_prompt_goes_on_next_to_streams_in_a_step_that_runs_ahead(planning):
     found = planning(n_batch=64)
     streams = found.streams(2)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import msgspec
@@ -653,6 +654,109 @@ def test_with_per_sequence_kv_the_ids_of_a_call_are_consecutive(
     for width in chosen.call_widths:
         first = next(ids)
         assert [next(ids) for _ in range(width - 1)] == list(range(first + 1, first + width))
+
+
+@given(
+    decode_cases(), st.booleans(), st.sampled_from([0, 300]), st.dictionaries(st.integers(0, 12), st.integers(0, 5000))
+)
+def test_filled_gaps_never_cost_more_than_calls_of_their_own(
+    case: tuple[list[SequenceView], CostModel, int], pads_attention: bool, pending: int, fillers: dict[int, int]
+) -> None:
+    """By prediction; and only gaps are filled whose sequences have room."""
+    decodes, cost, max_tokens = case
+    decodes = [msgspec.structs.replace(view, n_drafts=0) for view in decodes]
+
+    def chosen(fillers: dict[int, int]) -> Plan:
+        return plan(
+            decodes,
+            [SequenceView(20, pending)] if pending else [],
+            PolicyState(),
+            now_s=0.0,
+            cost=cost,
+            max_tokens=max_tokens,
+            limits=LIMITS,
+            mixes_prefill=False,
+            pads_attention=pads_attention,
+            fillers=fillers,
+        )
+
+    price = cost.call_price(decodes[-1].seq_id - decodes[0].seq_id + 1)
+    ms = {}
+    for name, plan_ in (("split", chosen({})), ("filled", chosen(fillers))):
+        views = iter(plan_.decodes)
+        n_rows, n_context, ms[name] = 0, 0, 0.0
+        for width in plan_.call_widths:
+            held = {view.seq_id: view.n_context for view in itertools.islice(views, width)}
+            gaps = {*range(min(held), max(held))} - held.keys()
+            assert name == "filled" or not gaps
+            assert gaps <= fillers.keys()
+            lengths = [*held.values(), *[fillers[seq_id] for seq_id in gaps]]
+            context = len(lengths) * max(lengths) if pads_attention else sum(lengths)
+            ms[name] += price(len(lengths), context)
+            n_rows += len(lengths)
+            n_context += context
+        assert next(views, None) is None
+        assert (plan_.work.decode_rows, plan_.work.context_tokens) == (n_rows, n_context)
+        assert plan_.work.n_calls == len(plan_.call_widths) + plan_.prefill_separately
+    assert ms["filled"] <= ms["split"] * (1 + 1e-9)
+
+
+def test_gaps_are_filled_where_a_row_costs_less_than_a_call() -> None:
+    """A call takes 8 ms; a row takes 0.05 ms on the GPU and 3 ms on the CPU."""
+    gpu = attrs.evolve(known(CPU), decode_only=LinearModel((8.0, 0.0, 0.5, 1.0, 0.0, 0.0)))
+    cpu = attrs.evolve(known(CPU), decode_only=LinearModel((8.0, 0.0, 30.0, 1.0, 0.0, 0.0)))
+    empty = dict.fromkeys(range(40), 0)
+
+    def chosen(cost: CostModel, seq_ids: Iterable[int], fillers: dict[int, int], prompts: int = 0, **how: bool) -> Plan:
+        decodes = [SequenceView(seq_id, n_context=100) for seq_id in seq_ids]
+        waiting = [SequenceView(39, prompts)] if prompts else []
+        return plan(
+            *(decodes, waiting, PolicyState()),
+            now_s=0.0,
+            cost=cost,
+            max_tokens=512,
+            limits=LIMITS,
+            mixes_prefill=False,
+            fillers=fillers,
+            **how,
+        )
+
+    streams = [*range(8), *range(9, 14)]
+    filled = chosen(gpu, streams, empty)
+    assert filled.call_widths == (13,)
+    assert filled.work == Work(0, 14, 1300)
+    assert filled.predicted_ms == pytest.approx(8 + 14 * 0.05 + 0.13)
+    assert chosen(gpu, streams, {}).call_widths == (8, 5)
+    assert chosen(gpu, streams, empty, prompts=100).call_widths == (13,)
+    assert chosen(gpu, range(0, 32, 3), empty).call_widths == (11,)
+    assert chosen(gpu, range(0, 32, 3), empty).work.decode_rows == 31
+
+    assert chosen(cpu, streams, empty).call_widths == (13,), "one row more"
+    assert chosen(cpu, [0, 1, 2, 6, 7, 8], empty).call_widths == (3, 3), "three more"
+    assert chosen(cpu, [0, 2, 6, 8], empty).call_widths == (2, 2), "what is near is joined"
+    assert chosen(cpu, [0, 2, 6, 8], empty).work == Work(0, 6, 400, n_calls=2)
+
+    assert chosen(gpu, [0, 2, 4], {1: 0}).call_widths == (2, 1), "there is no room in sequence 3"
+    assert chosen(gpu, [0, 2], {1: 90_000}).call_widths == (1, 1), "attending to what sequence 1 holds takes 9 ms"
+    padded = chosen(gpu, [0, 2, 4], {1: 200, 3: 30_000}, pads_attention=True)
+    assert padded.call_widths == (2, 1), "each of five rows would attend as if it were the longest"
+    assert padded.work.context_tokens == 3 * 200 + 100
+
+
+def test_adapters_that_alternate_have_a_call_each() -> None:
+    """The rows of the others are fillers in it."""
+    decodes = [SequenceView(seq_id, adapters=(ONE, TWO)[seq_id % 2]) for seq_id in range(6)]
+    chosen = plan(
+        *(decodes, [], PolicyState()),
+        now_s=0.0,
+        cost=known(GPU),
+        max_tokens=512,
+        limits=LIMITS,
+        mixes_prefill=False,
+        fillers=dict.fromkeys(range(8), 0),
+    )
+    assert chosen.call_widths == (3, 3)
+    assert (chosen.work.decode_rows, chosen.work.n_calls) == (10, 2)
 
 
 def test_decodes_are_split_in_the_fastest_way() -> None:

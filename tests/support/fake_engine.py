@@ -230,6 +230,7 @@ class FakeEngine:
     """See ``messages.Engine``.
 
     Args:
+        fills_gaps: the plan may make one call of decodes whose sequence ids have gaps.  A fake call takes any ids.
         cost_ms: (prompt tokens, rows of decodes) -> simulated milliseconds of a call.
         eog_after: the model ends a sequence that has grown to so many tokens.
         can_truncate: otherwise a sequence can only be removed or copied as a whole, or truncated to a checkpoint.
@@ -248,6 +249,7 @@ class FakeEngine:
         n_seq_max: int = 8,
         n_batch: int = 512,
         unified: bool = True,
+        fills_gaps: bool = False,
         cost_ms: Callable[[int, int], float] = lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes,
         eog_after: int | None = None,
         repeats: int = 0,
@@ -278,6 +280,7 @@ class FakeEngine:
             size_bytes=1,
             n_params=1,
             unified=unified,
+            fills_gaps=fills_gaps,
             n_embd=EMBEDDING_WIDTH,
             n_embd_out=EMBEDDING_WIDTH,
             purpose=purpose,

@@ -25,6 +25,7 @@ from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.draft import Drafter
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
+from uma_trio.engine.fillers import add_filled, is_decode, missing_ids
 from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.kv_size import kv_bytes_per_token
@@ -186,6 +187,8 @@ class LlamaEngine:
             pads_attention=not self._options.kv_unified
             and self._options.flash_attn == "off",  # that skips what is masked
             records_calls=any(name.startswith("CUDA") for name in self._place.names),
+            fills_gaps=not (self._options.kv_unified or recurrent or windowed)
+            and self._context.n_seq_max <= self._context.n_ubatch,
             can_truncate=not recurrent and not (windowed and self._options.kv_unified),
             state_can_truncate=not recurrent and not windowed,
             max_checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,
@@ -481,9 +484,13 @@ class LlamaEngine:
         """Call ``llama_decode``; returns when it came back."""
         batch = self._batch
         batch.clear()
+        fillers = self._fillers(inputs) if self._info.fills_gaps else {}
         at = 0
+        if fillers:
+            add_filled(batch, inputs, fillers)
+            at = len(inputs)
         while at < len(inputs):
-            if single := list(itertools.takewhile(_is_decode, inputs[at:] if at else inputs)):
+            if single := list(itertools.takewhile(is_decode, inputs[at:] if at else inputs)):
                 batch.add_decodes(
                     [each.tokens[0] for each in single],
                     positions=[each.position for each in single],
@@ -493,11 +500,20 @@ class LlamaEngine:
             else:
                 _add(batch, inputs[at])
                 at += 1
-        code = self._context.decode(batch)
+        try:
+            code = self._context.decode(batch)
+        finally:  # a device may still compute: it takes the cells in the order of the calls
+            for seq_id, position in fillers.items():
+                self._context.seq_remove(seq_id, position)
         if code:
             self._context.synchronize()
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
         return time.perf_counter()
+
+    def _fillers(self, inputs: Sequence[StepInput]) -> dict[int, int]:
+        """Filler rows of a call: their positions by sequence id.  Empty if none is needed, or one has no room."""
+        fillers = {seq_id: self._context.seq_pos_max(seq_id) + 1 for seq_id in missing_ids(inputs)}
+        return fillers if all(position < self._info.n_ctx_seq for position in fillers.values()) else {}
 
     def _wait(self, launched: float, callbacks: StepCallbacks | None) -> None:
         """Wait for the device, which computes since ``launched``."""
@@ -688,11 +704,6 @@ def _states_after(
         if tokens[accepted - 1] >= 0 and tokens[accepted - 1] not in end_ids:
             found.append((seq_id, grammar.after(tokens[:accepted])))
     return found
-
-
-def _is_decode(each: StepInput) -> bool:
-    """One token whose logits are wanted."""
-    return len(each.tokens) == 1 == len(each.samples)
 
 
 def _add(batch: llama_abi.Batch, each: StepInput) -> None:

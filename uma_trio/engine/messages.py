@@ -122,6 +122,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """In one call, attention takes as long for each sequence as for the longest of them."""
     records_calls: bool = False
     """The device records a call that is like the one before, to repeat it with less work (CUDA graphs)."""
+    fills_gaps: bool = False
+    """With per-sequence KV, llama.cpp computes rows together only if their sequence ids are consecutive.  Where ids are
+    missing in a call of decodes, the engine adds a row for each of them, and removes its token right after the call."""
     can_truncate: bool = True
     """The last tokens of a sequence can be removed.  Not in a recurrent memory, and not in a sliding-window memory with
     unified KV, where other sequences take the cells behind the window."""

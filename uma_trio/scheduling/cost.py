@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, TypeAlias
 
@@ -131,7 +131,8 @@ class Work:
 
     prefill_tokens: int
     decode_rows: int
-    """One row for each decoding sequence, and one more for each draft token that is verified."""
+    """One row for each decoding sequence, and one more for each draft token that is verified and for each gap in the
+    sequence ids of a call that the engine fills."""
     context_tokens: int
     """KV cells that the attention of the decode rows reads: the sum of their context lengths.  If attention is padded,
     each row counts with the longest context of its call."""
@@ -472,6 +473,16 @@ class CostModel:
         if rows > self.call_times.max_rows:
             return self.decode_only.predict(Work(0, rows, context_tokens))
         return self.call_times.ms[rows] + self.decode_only.coefficients[3] * context_tokens / FEATURE_SCALES[3]
+
+    def call_price(self, max_rows: int) -> Callable[[int, int], float]:
+        """What predicts the milliseconds of decode calls of at most ``max_rows`` rows, by rows and context.
+
+        The measured times if all these row counts were measured, and otherwise the regression alone: it learns from
+        whole ticks, so the two would not compare.
+        """
+        if max_rows <= self.call_times.max_rows:
+            return self.decode_call_ms
+        return lambda rows, context_tokens: self.decode_only.predict(Work(0, rows, context_tokens))
 
     def adapter_changes_ms(self, n: int) -> float:
         """Predicted milliseconds of ``n`` calls that change the adapters, beyond what other calls take."""

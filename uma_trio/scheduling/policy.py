@@ -8,7 +8,7 @@ Source: docs/design/scheduler.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Final
@@ -20,6 +20,7 @@ from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.draft_cost import DraftCost
 from uma_trio.scheduling.fairness import Service
+from uma_trio.scheduling.gaps import NO_FILLERS, contexts_with_fillers, join_runs, runs_of_consecutive_ids
 from uma_trio.scheduling.view import Priority, Scales, SequenceView
 
 MAX_BACKGROUND_SKIPS: Final = 4
@@ -127,6 +128,7 @@ def plan(
     mixes_prefill: bool = True,
     pads_attention: bool = False,
     records_calls: bool = False,
+    fillers: Mapping[int, int] = NO_FILLERS,
     draft_cost: DraftCost | None = None,
     gap_ms: float = 0.0,
 ) -> Plan:
@@ -160,6 +162,9 @@ def plan(
         pads_attention: attention takes as long for each row of a call as for the row with the longest context.
             Sequences with very different context lengths then go into separate calls if that is faster.
         records_calls: the device records a call that is like the one before, to repeat it (CUDA graphs).
+        fillers: tokens that sequences hold, by id, of all to which the engine can add a row where their id is missing
+            in a call (``ModelInfo.fills_gaps``).  Such a call is one in spite of its gaps, if that is predicted to be
+            faster than one call for each run of consecutive ids.
         draft_cost: predicts the time of the draft model, if there is one.
         gap_ms: how long the device waits before a tick.  Draft tokens make fewer ticks, and so fewer gaps.
 
@@ -183,9 +188,11 @@ def plan(
     if prefills:
         separately = bool(chosen) and not mixes_prefill
         # Prefill in the same call: splitting the decodes would read the weights once more for each call.
-        widths = _split(chosen, cost, consecutive_ids=True, pads=pads_attention) if separately else _widths(chosen)
-        context = _context_tokens(chosen, widths, pads=pads_attention)
-        work = _with_calls(Work(0, len(chosen), context), chosen, widths, state.adapters, separately=separately)
+        widths = _widths(chosen)
+        if separately:
+            widths = _split(chosen, cost, fillers, consecutive_ids=True, pads=pads_attention)
+        work = _decode_work(chosen, widths, fillers, pads=pads_attention)
+        work = _with_calls(work, chosen, widths, state.adapters, separately=separately)
         given, work, service = _choose_prefill(
             chosen, widths, prefills, work, state, now_s, cost, max_tokens, limits, separately, records_calls
         )
@@ -200,9 +207,8 @@ def plan(
     after = state.after_decode(chosen)
     if adapters and adapters[-1] != state.adapters:
         after = attrs.evolve(after, adapters=adapters[-1])
-    widths = _split(chosen, cost, consecutive_ids=not mixes_prefill, pads=pads_attention)
-    context = _context_tokens(chosen, widths, pads=pads_attention)
-    work = _with_calls(Work(0, len(chosen), context), chosen, widths, state.adapters)
+    widths = _split(chosen, cost, fillers, consecutive_ids=not mixes_prefill, pads=pads_attention)
+    work = _with_calls(_decode_work(chosen, widths, fillers, pads=pads_attention), chosen, widths, state.adapters)
     if any(view.n_drafts for view in chosen):
         tries = state.n_without_drafts >= STEPS_WITHOUT_DRAFTS
         drafts, verified, draft_ms = _choose_drafts(
@@ -219,7 +225,7 @@ def plan(
                 _widths(chosen),
                 adapters=adapters,
                 drafts=drafts,
-                min_draft_probability=_min_probability(work, cost, draft_cost or DraftCost()),
+                min_draft_probability=_min_probability(len(chosen), work, cost, draft_cost or DraftCost()),
             )
     return Plan(chosen, (), after, work, cost.predict(work), widths, adapters=adapters)
 
@@ -298,44 +304,43 @@ def _ms_until_due(views: Sequence[SequenceView], now_s: float) -> float:
     return 1e3 * (min([view.due_s for view in views]) - now_s)
 
 
-def _split(views: Sequence[SequenceView], cost: CostModel, *, consecutive_ids: bool, pads: bool) -> tuple[int, ...]:
+def _split(
+    views: Sequence[SequenceView], cost: CostModel, fillers: Mapping[int, int], *, consecutive_ids: bool, pads: bool
+) -> tuple[int, ...]:
     """Split ``views``, in order, into the fastest sequence of calls.
 
     What calls take is measured without adapters.  With them each call takes longer, so rows are not split further.
 
     Args:
+        fillers: see ``plan``.
         consecutive_ids: llama.cpp computes only rows with consecutive sequence ids together.
     """
     widths: list[int] = []
     start = 0
     for width in _widths(views):
-        at, group = 0, views[start : start + width]
-        for run in _runs_of_consecutive_ids(group) if consecutive_ids else (width,):
+        at, group, calls = 0, views[start : start + width], []
+        for run in runs_of_consecutive_ids(group) if consecutive_ids else (width,):
             contexts = [view.n_context for view in group[at : at + run]] if pads else ()
-            widths += (run,) if width and group[0].adapters else cost.split(run, contexts)
+            calls.append((run,) if width and group[0].adapters else cost.split(run, contexts))
             at += run
+        widths += join_runs(group, calls, cost, fillers, pads=pads)
         start += width
     return tuple(widths)
 
 
-def _runs_of_consecutive_ids(views: Sequence[SequenceView]) -> tuple[int, ...]:
-    """Lengths of the runs of consecutive sequence ids, in order."""
-    if len(views) < 2 or views[-1].seq_id - views[0].seq_id == len(views) - 1:
-        return (len(views),)
-    starts = [n for n in range(1, len(views)) if views[n].seq_id != views[n - 1].seq_id + 1]
-    return tuple([end - start for start, end in zip([0, *starts], [*starts, len(views)], strict=True)])
-
-
-def _context_tokens(views: Sequence[SequenceView], widths: Sequence[int], *, pads: bool) -> int:
-    """``Work.context_tokens`` of ``views`` in calls of ``widths``."""
-    contexts = [view.n_context for view in views]
-    if not pads:
-        return sum(contexts)
-    total = at = 0
+def _decode_work(
+    views: Sequence[SequenceView], widths: Sequence[int], fillers: Mapping[int, int], *, pads: bool
+) -> Work:
+    """Rows and context of ``views`` in calls of ``widths``."""
+    if not pads and not fillers:
+        return Work(0, len(views), sum([view.n_context for view in views]))
+    rows = total = at = 0
     for width in widths:
-        total += width * max(contexts[at : at + width], default=0)
+        contexts = contexts_with_fillers(views[at : at + width], fillers)
+        rows += len(contexts)
+        total += len(contexts) * max(contexts, default=0) if pads else sum(contexts)
         at += width
-    return total
+    return Work(0, rows, total)
 
 
 # -- prefill ------------------------------------------------------------------------------------------
@@ -491,10 +496,10 @@ def _choose_drafts(
     return best, verified, best_draft_ms
 
 
-def _min_probability(work: Work, cost: CostModel, draft_cost: DraftCost) -> float:
-    """With what probability one more draft token takes as long as it saves, next to ``work``."""
-    plain_ms, n = cost.predict(work), work.decode_rows
-    row_ms = cost.predict(attrs.evolve(work, decode_rows=n + 1)) - plain_ms
+def _min_probability(n: int, work: Work, cost: CostModel, draft_cost: DraftCost) -> float:
+    """With what probability one more draft token takes as long as it saves, next to ``work`` for ``n`` streams."""
+    plain_ms = cost.predict(work)
+    row_ms = cost.predict(attrs.evolve(work, decode_rows=work.decode_rows + 1)) - plain_ms
     low, high = DRAFT_PROBABILITIES
     return min(high, max(low, (n * row_ms + draft_cost.call_ms) / max(plain_ms, 1e-6)))
 

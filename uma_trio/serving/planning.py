@@ -26,6 +26,7 @@ from uma_trio.principal import Principal
 from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import MAX_MARGIN
+from uma_trio.scheduling.gaps import NO_FILLERS
 from uma_trio.scheduling.policy import Plan, PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
@@ -347,6 +348,7 @@ class StepPlanner:
             mixes_prefill=self._info.unified,
             pads_attention=self._info.pads_attention,
             records_calls=self._info.records_calls,
+            fillers=self._cache.lengths_with_room() if self._info.fills_gaps and len(decodes) > 1 else NO_FILLERS,
             draft_cost=None if self.drafts is None else self.drafts.cost,
             gap_ms=self._timings.gap_ms,
         )

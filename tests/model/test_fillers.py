@@ -1,0 +1,308 @@
+"""Calls of decodes with gaps in their sequence ids, through llama.cpp with per-sequence KV.
+
+The sequences in the gaps belong to ended requests, whose tokens later requests reuse, to prompts that are being
+prefilled and to clients that do not read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.adapters import two_adapters
+from tests.support.engine_contract import alone, greedy, prefill_input, state_sizes, step
+from tests.support.state_files import memory_file
+from uma_trio import config
+from uma_trio.engine.messages import EngineError, SampleRequest, Step, StepInput
+from uma_trio.kv.ops import SaveState, Truncate
+from uma_trio.models.loaded import EMBEDDED
+from uma_trio.sampling import SamplingParams
+
+TEXTS = (
+    "The capital of France",
+    "Once upon a time a fox",
+    "Monday, Tuesday, Wednesday,",
+    "1 2 3 4 5 6",
+    "The grey goose and the green frog",
+    "Count from 1 to",
+)
+N = 24
+"""Tokens of an answer."""
+
+
+@pytest.fixture(scope="module", params=["on", "off"])
+def flash_attn(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture
+def open_engine(library: None) -> Iterator[Callable[..., Any]]:
+    from uma_trio.engine.llama import LlamaEngine
+
+    made = []
+
+    def open_engine(flash_attn: str = "on", adapters: Any = (), **settings: Any) -> LlamaEngine:
+        options: dict[str, Any] = {"ctx": 8 * 512, "parallel": 8, "batch_tokens": 64, "threads": 1} | settings
+        wanted = config.Model(**{"kv_unified": "off", "flash_attn": flash_attn} | options)
+        made.append(LlamaEngine(EMBEDDED, wanted, adapters=adapters))
+        return made[-1]
+
+    yield open_engine
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def engine(open_engine: Callable[..., Any], flash_attn: str) -> Any:
+    return open_engine(flash_attn)
+
+
+@pytest.fixture(scope="module")
+def prompts(library: None) -> list[list[int]]:
+    from uma_trio.engine.llama import open_vocabulary
+
+    with open_vocabulary(EMBEDDED) as vocabulary:
+        return [vocabulary.tokenizer.encode(text).tolist() for text in TEXTS]
+
+
+class Streams:
+    """Sequences that decode together.
+
+    Args:
+        prompts: of the sequences 0, 1, ...
+        sample: (stream, number of the token) -> how it is sampled.
+    """
+
+    def __init__(self, engine: Any, prompts: list[list[int]], sample: Callable[[int, int], SampleRequest]) -> None:
+        self.engine, self.prompts, self.sample = engine, prompts, sample
+        self.answers: dict[int, list[int]] = {}
+
+    def begin(self, *seq_ids: int) -> None:
+        for seq in seq_ids:
+            prompt = StepInput(seq, 0, self.prompts[seq], [self.sample(seq, 0)])
+            self.answers[seq] = list(self.engine.step(Step([Truncate(seq)], [[prompt]])).tokens)
+
+    def inputs(self, *seq_ids: int) -> list[StepInput]:
+        found = []
+        for seq in seq_ids:
+            answer = self.answers[seq]
+            at = len(self.prompts[seq]) + len(answer) - 1
+            found.append(StepInput(seq, at, answer[-1:], [self.sample(seq, len(answer))]))
+        return found
+
+    def decode(self, *seq_ids: int, n: int = 1) -> None:
+        for _ in range(n):
+            tokens = self.engine.step(step(*self.inputs(*seq_ids))).tokens
+            for seq, token in zip(seq_ids, tokens, strict=True):
+                self.answers[seq].append(token)
+
+
+def greedily(stream: int, n: int) -> SampleRequest:
+    return greedy(n)
+
+
+def sampled(stream: int, n: int) -> SampleRequest:
+    return SampleRequest(SamplingParams(1.0, 40, 0.95, seed=100 + stream), n)
+
+
+def rows_of_last_call(engine: Any) -> int:
+    found: int = engine._batch.n_tokens
+    return found
+
+
+def state(engine: Any, seq: int) -> bytes:
+    """Keys and values of all tokens of a sequence."""
+    [size] = state_sizes(engine, seq)
+    fd = memory_file(bytes(size))
+    try:
+        output = engine.step(Step([SaveState(seq, fd, 0, size)]))
+        assert not output.refused
+        return os.pread(fd, size, 0)
+    finally:
+        os.close(fd)
+
+
+class _Performance(ctypes.Structure):
+    """``llama_perf_context_data``."""
+
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("start_ms", "load_ms", "p_eval_ms", "eval_ms")),
+        *((name, ctypes.c_int32) for name in ("n_p_eval", "n_eval", "n_reused")),
+    ]
+
+
+def n_graphs_reused(engine: Any) -> int:
+    """How many passes had the same shape and the same sequences as the pass before, so llama.cpp kept its graph."""
+    function = engine._model.library.c.llama_perf_context
+    function.restype, function.argtypes = _Performance, [ctypes.c_void_p]
+    found: int = function(engine._context._pointer).n_reused
+    return found
+
+
+# -- what llama.cpp computes ---------------------------------------------------------------------------
+
+
+def test_a_call_with_gaps_is_one_pass(engine: Any, prompts: list[list[int]]) -> None:
+    """Calls of the same sequences reuse the graph of the call before only if each call is one pass."""
+    streams = Streams(engine, prompts, greedily)
+    streams.begin(0, 2, 4, 5)
+    for is_filled in (True, False, True):
+        engine._info = msgspec.structs.replace(engine.info, fills_gaps=is_filled)
+        streams.decode(0, 2, 4, 5)
+        assert rows_of_last_call(engine) == (6 if is_filled else 4)
+        before = n_graphs_reused(engine)
+        streams.decode(0, 2, 4, 5, n=5)
+        assert n_graphs_reused(engine) - before == (5 if is_filled else 0)
+
+
+@pytest.mark.parametrize(
+    ("sample", "flash_attn"),
+    [(greedily, "on"), (greedily, "off"), (sampled, "on")],  # one row and several are rounded differently without it
+    ids=["greedy", "greedy, padded", "sampled"],
+    indirect=["flash_attn"],
+)
+def test_streams_next_to_ended_ones_have_the_same_text_as_alone(
+    engine: Any, prompts: list[list[int]], sample: Callable[[int, int], SampleRequest]
+) -> None:
+    streams = Streams(engine, prompts, sample)
+    expected = {}
+    for seq in range(6):
+        streams.begin(seq)
+        streams.decode(seq, n=2 * N)
+        expected[seq] = streams.answers[seq]
+        engine.step(step(removing=[seq]))
+    streams.begin(*range(6))
+    streams.decode(*range(6), n=8)
+    ended = {seq: state(engine, seq) for seq in (1, 3)}
+    streams.decode(0, 2, 4, 5, n=N)
+    assert rows_of_last_call(engine) == 6
+    assert {seq: state(engine, seq) for seq in (1, 3)} == ended, "keys and values of other sequences have changed"
+    assert engine.used_cells() == {seq: len(prompts[seq]) + len(streams.answers[seq]) - 1 for seq in range(6)}
+
+    streams.decode(1, 3, 4, n=N - 8)  # requests that reuse all that the ended ones have left
+    assert rows_of_last_call(engine) == 4
+    for seq, answer in streams.answers.items():
+        assert answer == expected[seq][: len(answer)], seq
+    assert min(map(len, streams.answers.values())) >= N
+
+
+def test_empty_sequences_stay_empty(engine: Any, prompts: list[list[int]]) -> None:
+    expected = alone(engine, prompts[5], 4, seq_id=7)
+    streams = Streams(engine, [prompts[0]] * 7 + [prompts[5]], greedily)
+    streams.begin(0, 7)
+    streams.decode(0, 7, n=3)
+    assert rows_of_last_call(engine) == 8
+    assert engine.used_cells() == {0: len(prompts[0]) + 3, 7: len(prompts[5]) + 3}
+    assert streams.answers[7] == expected
+    assert alone(engine, prompts[5], 4, seq_id=3) == expected
+
+
+def test_a_prompt_that_is_being_prefilled_goes_on(engine: Any, prompts: list[list[int]]) -> None:
+    expected = alone(engine, prompts[1], 4)
+    streams = Streams(engine, prompts, greedily)
+    streams.begin(0, 2)
+    engine.step(step(StepInput(1, 0, prompts[1][:3], ())))
+    rest = prefill_input(1, prompts[1][3:], 3)
+    [*decoded, first] = engine.step(Step((), [streams.inputs(0, 2), [rest]])).tokens
+    for seq, token in zip((0, 2), decoded, strict=True):
+        streams.answers[seq].append(token)
+    streams.answers[1] = [first]
+    streams.decode(0, 1, 2, n=3)
+    assert streams.answers[1] == expected
+
+
+def test_with_an_adapter_the_other_sequences_stay_without(open_engine: Callable[..., Any], prompts: Any) -> None:
+    engine = open_engine(adapters=two_adapters(EMBEDDED))
+    expected = alone(engine, prompts[1], 8)
+    streams = Streams(engine, prompts, greedily)
+    streams.begin(0, 1, 2)
+    before = state(engine, 1)
+    for _ in range(4):
+        adapted = Step((), [streams.inputs(0, 2)])
+        adapted.adapters = [((0, 1.0),)]
+        for seq, token in zip((0, 2), engine.step(adapted).tokens, strict=True):
+            streams.answers[seq].append(token)
+        assert rows_of_last_call(engine) == 3
+    assert state(engine, 1) == before
+    streams.decode(1, n=7)
+    assert streams.answers[1] == expected
+
+
+# -- where no rows are added ---------------------------------------------------------------------------
+
+
+def test_a_full_sequence_gets_no_row(open_engine: Callable[..., Any], prompts: list[list[int]]) -> None:
+    engine = open_engine(ctx=4 * 256, parallel=4)
+    n = engine.info.n_ctx_seq
+    streams = Streams(engine, prompts, greedily)
+    streams.begin(0, 3)
+    full = (prompts[1] * n)[: n - 1]
+    for at in range(0, len(full), 64):
+        engine.step(step(StepInput(1, at, full[at : at + 64], ())))
+    streams.decode(0, 3)
+    assert rows_of_last_call(engine) == 4, "there is room for one more token"
+    engine.step(step(StepInput(1, n - 1, prompts[1][:1], ())))
+    streams.decode(0, 3)
+    assert rows_of_last_call(engine) == 2
+    assert engine.used_cells() == {0: len(prompts[0]) + 2, 1: n, 3: len(prompts[3]) + 2}
+    assert streams.answers[0] == alone(engine, prompts[0], 3)
+
+
+def test_drafts_and_other_orders_get_no_rows(engine: Any, prompts: list[list[int]]) -> None:
+    streams = Streams(engine, prompts, greedily)
+    streams.begin(0, 2, 4)
+    plain, drafts = streams.inputs(0, 2), streams.inputs(4)
+    drafts[0].tokens, drafts[0].samples = [*drafts[0].tokens, 7], [greedy(1), greedy(2)]
+    engine.step(step(*plain, *drafts))
+    assert rows_of_last_call(engine) == 4
+    engine.step(step(removing=(0, 2, 4)))
+    streams.begin(0, 2, 4)
+    engine.step(step(*streams.inputs(4, 0, 2)))
+    assert rows_of_last_call(engine) == 3
+
+
+@pytest.mark.parametrize(("kv_unified", "fills"), [("on", False), ("off", True)])
+def test_only_per_sequence_kv_has_gaps(open_engine: Callable[..., Any], kv_unified: str, fills: bool) -> None:
+    assert open_engine(kv_unified=kv_unified).info.fills_gaps is fills
+
+
+# -- failures ------------------------------------------------------------------------------------------
+
+
+def test_after_an_abort_nothing_is_left_of_the_rows(engine: Any, prompts: list[list[int]]) -> None:
+    streams = Streams(engine, prompts, greedily)
+    streams.begin(0, 1, 3)
+    before = engine.used_cells()
+    engine.abort()
+    with pytest.raises(EngineError, match="aborted"):
+        streams.decode(0, 3)
+    assert rows_of_last_call(engine) == 4
+    assert engine.used_cells() == before
+
+
+def test_after_a_failed_call_nothing_is_left_of_the_rows(
+    engine: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import llama_abi
+
+    streams = Streams(engine, prompts, greedily)
+    streams.begin(0, 1, 3)
+    before = engine.used_cells()
+    computes = engine._context.decode
+
+    def fails_at_its_end(batch: Any) -> int:
+        computes(batch)
+        raise llama_abi.LlamaError("the backend failed", code=-3)
+
+    monkeypatch.setattr(engine._context, "decode", fails_at_its_end)
+    with pytest.raises(EngineError, match="the backend failed"):
+        streams.decode(0, 3)
+    assert rows_of_last_call(engine) == 4
+    computed = {0: before[0] + 1, 3: before[3] + 1}
+    assert engine.used_cells() == before | computed, "only the rows that were asked for may be left"

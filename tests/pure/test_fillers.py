@@ -1,0 +1,56 @@
+"""Which filler rows a call of decodes needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from uma_trio.engine.fillers import FILLER_TOKEN, add_filled, missing_ids
+from uma_trio.engine.messages import SampleRequest, StepInput
+from uma_trio.sampling import SamplingParams
+
+llama_abi = pytest.importorskip("llama_abi")
+
+
+def decode(seq_id: int, n_tokens: int = 1, n_samples: int = 1) -> StepInput:
+    return StepInput(seq_id, 10 + seq_id, [5] * n_tokens, [SampleRequest(SamplingParams())] * n_samples)
+
+
+@pytest.mark.parametrize(
+    ("seq_ids", "missing"),
+    [
+        ([], []),
+        ([3], []),
+        ([0, 1, 2], []),
+        ([0, 2], [1]),
+        ([1, 4, 5, 9], [2, 3, 6, 7, 8]),
+        ([2, 0], []),
+        ([0, 5, 3], []),
+        ([0, 3, 3], []),
+    ],
+)
+def test_missing_ids(seq_ids: list[int], missing: list[int]) -> None:
+    assert missing_ids([decode(seq_id) for seq_id in seq_ids]) == missing
+
+
+@pytest.mark.parametrize(
+    "other", [decode(4, n_samples=0), decode(4, 3), decode(4, 3, 3)], ids=["part", "end", "drafts"]
+)
+def test_only_calls_of_decodes_are_filled(other: StepInput) -> None:
+    """Prompts and drafts have rows of unequal number, which llama.cpp does not compute together anyway."""
+    assert missing_ids([decode(0), decode(2), other]) == []
+    assert missing_ids([decode(0), decode(2), decode(4)]) == [1, 3]
+
+
+def test_the_batch_has_all_rows_in_the_order_of_their_ids() -> None:
+    batch = llama_abi.Batch(8)
+    add_filled(batch, [decode(1), decode(4), decode(5)], {2: 7, 3: 0})
+    n = batch.n_tokens
+    rows = zip(batch._seq[:n], batch._pos[:n], batch._token[:n], batch._needs_logits[:n], strict=True)
+    assert [tuple(map(int, row)) for row in rows] == [
+        (1, 11, 5, 1),
+        (2, 7, FILLER_TOKEN, 0),
+        (3, 0, FILLER_TOKEN, 0),
+        (4, 14, 5, 1),
+        (5, 15, 5, 1),
+    ]
+    assert batch.n_outputs == 3
