@@ -378,6 +378,13 @@ def test_a_split_that_was_measured_to_pay_and_does_not_is_given_up() -> None:
     assert split < 0.02
 
 
+@pytest.mark.parametrize("row_4_ms", [2.3, 3.0, 4.0])
+def test_a_worse_measurement_is_corrected_soon_as_well(row_4_ms: float) -> None:
+    cost = CostModel(call_times=DecodeCallTimes((0.0, 0.7, 1.0, 1.6, row_4_ms)))
+    cost, _ = decode(cost, whole_ms=3.2, split_ms=3.8, n_ticks=130)
+    assert cost.call_times.trials[4].is_split_usually is False
+
+
 def test_a_split_that_pays_stays() -> None:
     cost, split = decode(CostModel(call_times=MEASURED), whole_ms=3.2, split_ms=2.6, n_ticks=5_000)
     assert split > 0.98

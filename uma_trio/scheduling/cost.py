@@ -80,7 +80,8 @@ overhead, and measurements have noise."""
 
 FIRST_TRIAL: Final = 16
 MAX_TRIAL_INTERVAL: Final = 1024
-"""Ticks before the first comparison of a split with one call, and at most between two.  They become rarer by and by."""
+"""Ticks before the first comparison of a split with one call, and at most between two.  They become rarer as long as
+they confirm what is usual."""
 
 TRIAL_TICKS: Final = 4
 """Ticks of each kind that are compared.  The fastest counts: the first one after a change takes longer, since llama.cpp
@@ -89,9 +90,10 @@ plans its graph again."""
 MAX_TRIAL_TICKS: Final = 16
 """A trial that takes more ticks is given up."""
 
-MAX_SHARE_CHANGE: Final = 1.25
-SHARE_SMOOTHING: Final = 0.3
-"""Factor by which one comparison may differ from those before, and its weight."""
+MIN_SHARE: Final = 0.5
+MAX_SHARE: Final = 1.5
+SHARE_SMOOTHING: Final = 0.5
+"""Bounds of what one comparison finds, and its weight: a hiccup is soon forgotten."""
 
 CONTEXT_ALIGNMENT: Final = 256
 """llama.cpp rounds the context of a call up to a multiple of this (``llama_kv_cache::get_n_kv``)."""
@@ -355,9 +357,10 @@ class SplitTrial:
             return SplitTrial(self.share, self.interval, n, usual, other)
         split_ms, whole_ms = (usual, other) if self.is_split_usually else (other, usual)
         found = min(split_ms) / max(min(whole_ms), 1e-6)  # noise only makes a tick slower
-        found = min(max(found, self.share / MAX_SHARE_CHANGE), self.share * MAX_SHARE_CHANGE)
+        found = min(max(found, MIN_SHARE), MAX_SHARE)
         share = self.share + SHARE_SMOOTHING * (found - self.share)
-        return SplitTrial(share, min(2 * self.interval, MAX_TRIAL_INTERVAL))
+        confirms = (found < SPLIT_THRESHOLD) == self.is_split_usually
+        return SplitTrial(share, min(2 * self.interval, MAX_TRIAL_INTERVAL) if confirms else FIRST_TRIAL)
 
     def interrupted(self) -> SplitTrial:
         """Other ticks came in between, so the last ones are no longer comparable."""
@@ -402,7 +405,7 @@ class DecodeCallTimes:
         """Learn from a tick of this many decode rows and nothing else."""
         if not 1 < rows <= self.max_rows or (share := _fastest_split(self.ms, rows)[1]) >= SPLIT_THRESHOLD:
             return self if rows == self.last_rows else attrs.evolve(self, last_rows=rows)
-        trial = self.trials.get(rows) or SplitTrial(share)
+        trial = self.trials.get(rows) or SplitTrial(max(share, MIN_SHARE))
         if rows != self.last_rows:
             trial = trial.interrupted()
         return DecodeCallTimes(self.ms, {**self.trials, rows: trial.observed(n_calls > 1, ms)}, rows)
