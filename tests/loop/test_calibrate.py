@@ -154,31 +154,38 @@ async def test_call_times_of_two_starts_are_not_mixed(autojump_clock):
     assert [cost.call_times.split(rows) for rows in range(1, 9)] == [(rows,) for rows in range(1, 9)]
 
 
-async def test_what_is_known_and_still_holds_is_not_measured_again(autojump_clock):
-    engine = FakeEngine(n_ctx=8192)
-    known = await calibrate(VirtualLink(engine), may_have_stairs=False, budget_s=60)
-    assert not any(step.ops and step.calls for step in engine.steps), "no curve was measured"
-    n_steps = len(engine.steps)
-    assert await calibrate(VirtualLink(engine), known=known, may_have_stairs=False, budget_s=60) is known
-    assert len(engine.steps) - n_steps == len(CHECKED) + 1, "and one that empties the KV cache"
+def line_ms(prompt: int, decodes: int) -> float:
+    return 5 + 0.1 * prompt + decodes
+
+
+async def measured(engine: FakeEngine, known: CostModel | None = None) -> CostModel:
+    found = await calibrate(VirtualLink(engine), known=known, may_have_stairs=False, budget_s=60)
     assert engine.used_cells() == {}
+    return found
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.5])
-async def test_a_machine_of_another_speed_is_measured_again(autojump_clock, factor):
-    def cost_ms(prompt: int, decodes: int) -> float:
-        return 5 + 0.1 * prompt + decodes
-
-    known = await calibrate(VirtualLink(FakeEngine(n_ctx=8192, cost_ms=cost_ms)), may_have_stairs=False, budget_s=60)
-    other = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: factor * cost_ms(prompt, decodes))
-    found = await calibrate(VirtualLink(other), known=known, may_have_stairs=False, budget_s=60)
-    assert found.call_times.ms[1:] == pytest.approx([factor * ms for ms in known.call_times.ms[1:]])
-    assert other.used_cells() == {}
+async def test_what_is_known_is_not_measured_again(autojump_clock):
+    engine = FakeEngine(n_ctx=8192, cost_ms=line_ms)
+    known = await measured(engine)
+    assert not any(step.ops and step.calls and step.calls[0] for step in engine.steps), "no curve was measured"
+    n_steps = len(engine.steps)
+    found = await measured(engine, known)
+    assert len(engine.steps) - n_steps == len(CHECKED) + 1, "and one that empties the KV cache"
+    assert found.predict(Work(64, 4, 100)) == pytest.approx(known.predict(Work(64, 4, 100)), rel=0.02)
 
 
-async def test_one_slow_step_is_no_other_machine(autojump_clock):
-    slow = itertools.cycle([3.0, 1.0])
-    disturbed = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: next(slow) * (5 + 0.1 * prompt + decodes))
-    steady = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: 5 + 0.1 * prompt + decodes)
-    known = await calibrate(VirtualLink(steady), may_have_stairs=False, budget_s=60)
-    assert await calibrate(VirtualLink(disturbed), known=known, may_have_stairs=False, budget_s=60) is known
+async def test_on_a_busy_machine_what_is_known_is_kept_and_corrected(autojump_clock):
+    known = await measured(FakeEngine(n_ctx=8192, cost_ms=line_ms))
+    busy = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: 3 * line_ms(prompt, decodes))
+    found = await measured(busy, known)
+    assert len(busy.steps) == len(CHECKED) + 1
+    for rows in range(1, 9):
+        assert found.call_times.split(rows) == known.call_times.split(rows)
+    assert known.predict(Work(0, 4, 0)) < found.predict(Work(0, 4, 0)) < 3 * known.predict(Work(0, 4, 0))
+
+
+async def test_what_was_learned_on_a_busy_machine_is_measured_again(autojump_clock):
+    busy = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: 3 * line_ms(prompt, decodes))
+    known = await measured(busy)
+    found = await measured(FakeEngine(n_ctx=8192, cost_ms=line_ms), known)
+    assert found.call_times.ms[1:] == pytest.approx([ms / 3 for ms in known.call_times.ms[1:]])

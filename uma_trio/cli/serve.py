@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import shlex
@@ -204,6 +205,7 @@ def _located(settings: Config) -> Config:
 
 
 def _serve(settings: Config, read_again: Callable[[], Config]) -> int:
+    gc.disable()  # imports leave little to collect, and each collection would look at all that they made
     from uma_trio.cli.run_trio import run
     from uma_trio.daemon import listener, logs, server
     from uma_trio.daemon.gateway import HttpAddressError
@@ -211,6 +213,8 @@ def _serve(settings: Config, read_again: Callable[[], Config]) -> int:
     from uma_trio.models.load_errors import ModelError
     from uma_trio.protocol.address import socket_path
 
+    gc.freeze()  # so later collections are shorter as well
+    gc.enable()
     logs.configure(settings.operations)
     path = socket_path(settings.listen.socket)
     with _progress_bar() as on_progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -21,9 +22,12 @@ def main() -> None:
     parent_process.end_with_it()
     setproctitle.setproctitle(f"uma-trio engine: {model}")
     parent_process.send_log_to_it(logging.DEBUG)
+    gc.disable()  # imports leave little to collect, and each collection would look at all that they made
     from uma_trio.engine.fitting import open_engine
     from uma_trio.engine.worker import Worker
 
+    gc.freeze()  # so later collections are shorter as well
+    gc.enable()
     Worker(socket.socket(fileno=fd), open_engine).run()
 
 

@@ -19,11 +19,9 @@ from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, 
 CHECKED: Final = (((0, 16),), ((0, 1),), ((0, 1), (1, 1), (2, 1), (3, 1)), ((1, 64),), ((0, 1), (1, 1), (2, 32)))
 """The steps that show whether what an earlier run has learned still holds.  The first one only warms up."""
 
-TOLERANCE: Final = 0.25
-"""By how much such a step may differ from what is known, as a share.  Ticks correct the rest."""
-
-CHECKS: Final = 2
-"""Measurements of such a step, if the first one is too slow: noise only makes a step slower."""
+FASTER: Final = 0.25
+"""If such a step takes less than is known by this share, all is measured again: what is known is of a busy machine.  A step
+that takes longer says little, since the machine may be busy now; it counts as a tick."""
 
 BUDGET_S: Final = 0.5
 """Time limit of each of the first two parts; no step begins after it.  A rough estimate is better than a slow start."""
@@ -65,23 +63,20 @@ async def calibrate(
 ) -> CostModel:
     """Measure some small steps of an engine, whose KV cache is empty before and after.
 
-    Takes about twice ``budget_s``, and ``CURVE_BUDGET_S`` where no earlier run has measured the curves; a few steps if
+    Takes about twice ``budget_s``, and ``CURVE_BUDGET_S`` where no earlier run has measured the curves; some steps if
     what is known still holds.  Steps for which sequences, cells or the batch are too small are left out.
 
     Args:
         known: what an earlier run has learned.
         may_have_stairs: whether to measure the curves: kernels of a GPU compute rows in tiles.
 
-    Returns:
-        What steps cost; ``known`` itself if it still holds.
-
     Raises:
         EngineError, EngineDied: a step failed.
     """
     trial = Trial(link)
     needs_curves = may_have_stairs and not (known is not None and known.knows_stairs)
-    if known is not None and not needs_curves and await _still_holds(trial, known):
-        return known
+    if known is not None and not needs_curves and (checked := await _checked(trial, known)) is not None:
+        return checked
     cost = known or CostModel()
     ends = time.perf_counter() + budget_s
     ticks: list[tuple[Work, float]] = []
@@ -104,26 +99,23 @@ async def calibrate(
     return attrs.evolve(cost, call_times=DecodeCallTimes(max(ms, cost.call_times.ms, key=len)))
 
 
-async def _still_holds(trial: Trial, known: CostModel) -> bool:
-    """Whether some steps take as long as ``known`` predicts."""
+async def _checked(trial: Trial, known: CostModel) -> CostModel | None:
+    """What is known, after a few more steps; ``None`` if it is too little or no longer holds."""
     if len(known.call_times.ms) <= MAX_ROWS:
-        return False
+        return None
+    cost = known
     try:
         for n, shape in enumerate(CHECKED):
-            is_as_known = not n
-            for _ in range(CHECKS if n else 1):
-                if not trial.fits(shape):
-                    return False
-                work, ms = await trial.run(shape)
-                predicted = [known.predict(work)]
-                if not work.prefill_tokens:  # no tick corrects these
-                    predicted.append(known.call_times.ms[work.decode_rows])
-                is_as_known = is_as_known or all(abs(ms - each) <= TOLERANCE * each for each in predicted)
-                if is_as_known:
-                    break
-            if not is_as_known:
-                return False
-        return True
+            if not trial.fits(shape):
+                return None
+            work, ms = await trial.run(shape)
+            expected = [known.predict(work)]
+            if not work.prefill_tokens:
+                expected.append(known.call_times.ms[work.decode_rows])
+            if n and ms < (1 - FASTER) * max(expected):
+                return None
+            cost = cost.observed(work, ms) if n else cost
+        return cost
     finally:
         await trial.clear()
 

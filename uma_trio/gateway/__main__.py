@@ -5,6 +5,7 @@ Whatever keeps it from starting becomes one sentence for the daemon.
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import sys
@@ -25,6 +26,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     parent_process.end_with_it()
+    gc.disable()  # imports leave little to collect, and each collection would look at all that they made
     try:
         from uma_trio.gateway.process import Server
 
@@ -35,6 +37,8 @@ def main() -> None:
         parent_process.fail_to_start(f"a library cannot be imported ({error}); install uma-trio again")
     except Exception as error:  # noqa: BLE001  (said by the daemon)
         parent_process.fail_to_start(f"{type(error).__name__}: {error}")
+    gc.freeze()  # so later collections are shorter as well
+    gc.enable()
     server.run(sockets=[sock])
 
 

@@ -161,9 +161,10 @@ async def open_model(
                 )
                 name = tuning_cache.model_fingerprint(path, link.ready.environment)
                 known = tuning_cache.load_costs(name)
-                on_gpu = bool(link.ready.devices.layers_on_gpu)
-                cost = await calibrate(link, known=known, may_have_stairs=on_gpu) if generates else known or CostModel()
-                if generates and cost is not known:
+                cost = known or CostModel()
+                if generates:
+                    on_gpu = bool(link.ready.devices.layers_on_gpu)
+                    cost = await calibrate(link, known=known, may_have_stairs=on_gpu)
                     tuning_cache.save_costs(name, cost)  # for the next start, also if this process is killed
             if not generates:
                 chosen = None
