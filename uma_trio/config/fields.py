@@ -475,7 +475,7 @@ class Scheduling:
     target_tbt_ms: float = setting(
         100.0,
         "Target for the time between the tokens of a stream during prefill, for requests without slo.target_tbt_ms. "
-        "Prefill gets the time that decoding leaves.",
+        "Prefill gets the time that decoding leaves, as far as longer chunks make it faster.",
         gt=0,
         le=600_000,
     )

@@ -78,10 +78,10 @@ def load_costs(name: str, folder: Path | None = None) -> CostModel | None:
 
 
 def save_costs(name: str, cost: CostModel, folder: Path | None = None) -> bool:
-    """Save ``cost`` under ``name``.  Returns whether that succeeded."""
+    """Save ``cost`` under ``name``, without the corrections that the present load needs.  Returns whether that succeeded."""
     fields = {
         "decode_only": attrs.asdict(cost.decode_only),
-        "mixed": attrs.asdict(cost.mixed),
+        "mixed": attrs.asdict(attrs.evolve(cost.mixed, corrections={})),
         "call_times": cost.call_times.ms,
         "knows_stairs": cost.knows_stairs,
     }

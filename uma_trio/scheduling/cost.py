@@ -27,7 +27,6 @@ Adaptive Filter Theory.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, TypeAlias
@@ -113,12 +112,22 @@ N_FEATURES: Final = len(FEATURE_SCALES)
 CURVE_SCALE: Final = 10.0
 """Unit of the measured time of a tick's rows, which is the second feature where there are curves."""
 
+TILE_ROWS: Final = 16
+"""Ticks are corrected by their rows, in classes of so many: all rows of a tile take the same."""
+
+CORRECTION_STEP: Final = 0.5
+CORRECTION_DECAY: Final = 0.01
+MAX_CORRECTION: Final = 1.25
+"""A tick moves the correction of its class by half of what was missing in logarithms, within these bounds.  Those of all
+classes fade, because what is around a tick changes: on an H100 the step from 128 to 160 rows took 3 ms with a short KV
+cache and 7 ms with 24,000 cells, since attention has tiles of its own."""
+
 STAIR_RATE: Final = 0.99
 """The longest prefill chunk that is in time is taken, of those that compute at least this share of the tokens a
 millisecond that the best one does: so a chunk ends at the top of a stair."""
 
 
-PREFILL_SPEED: Final = 0.8
+PREFILL_SPEED: Final = 0.75
 """A chunk is only as long as gives prompts this share of the tokens a millisecond that the longest chunk gives.  On an
 H100 with a 7B model, 248 tokens take 33 ms and 504 take 55: streams wait little more than half as long, and all work
 together takes 3 % longer."""
@@ -167,15 +176,24 @@ class LinearModel:
     """By how much a tick may take longer than predicted, as a share: a quantile of what was observed, by duration."""
     curves: PrefillCurves | None = None
     """The measured time of ticks with prefill by their rows."""
+    corrections: Mapping[int, float] = attrs.field(factory=dict)
+    """With curves: what ticks took lately, as multiples of what the coefficients say, by their tiles of rows."""
 
     def predict(self, work: Work) -> float:
         """Predicted milliseconds of ``work``, at least 0."""
-        return max(0.0, sum([c * x for c, x in zip(self.coefficients, self._features(work), strict=True)]))
+        return max(0.0, self._linear(self._features(work)) * self._correction(work.prefill_tokens + work.decode_rows))
 
     def predict_rows(self, work: Work) -> float:
         """The same without the attention of prefill tokens to those before them."""
         x = self._features(work)
-        return sum([c * each for c, each in zip(self.coefficients, x, strict=True)]) - self.coefficients[4] * x[4]
+        rows_ms = self._linear(x) - self.coefficients[4] * x[4]
+        return rows_ms * self._correction(work.prefill_tokens + work.decode_rows)
+
+    def _linear(self, x: Features) -> float:
+        return sum([c * each for c, each in zip(self.coefficients, x, strict=True)])
+
+    def _correction(self, rows: float) -> float:
+        return self.corrections.get(math.ceil(rows / TILE_ROWS), 1.0) if self.corrections else 1.0
 
     def observed(self, work: Work, ms: float) -> LinearModel:
         """Learn from a tick: ``work`` took ``ms`` milliseconds."""
@@ -193,14 +211,27 @@ class LinearModel:
             for i, row in enumerate(self.information)
         ])  # fmt: skip
         unconstrained = self.unconstrained or self.coefficients
-        residual = believed - sum([c * t for c, t in zip(unconstrained, x, strict=True)])
+        rows = work.prefill_tokens + work.decode_rows
+        residual = believed / self._correction(rows) - sum([c * t for c, t in zip(unconstrained, x, strict=True)])
         gain = _solve(information, x)
         unconstrained = tuple([c + g * residual for c, g in zip(unconstrained, gain, strict=True)])
         # an average over the warm-up would be dominated by the initial estimate
         error = tick_error if in_warmup else self.error + ERROR_SMOOTHING * (tick_error - self.error)
         coefficients = _non_negative(unconstrained, information)
         margins = self._margins_after(predicted, ms)
-        return LinearModel(coefficients, information, self.n_observed + 1, error, unconstrained, margins, self.curves)
+        corrections = self._corrections_after(rows, believed / max(predicted, 0.01))
+        return LinearModel(
+            coefficients, information, self.n_observed + 1, error, unconstrained, margins, self.curves, corrections
+        )
+
+    def _corrections_after(self, rows: int, ratio: float) -> Mapping[int, float]:
+        if self.curves is None or self.n_observed < WARMUP_TICKS:
+            return self.corrections
+        tile = math.ceil(rows / TILE_ROWS)
+        found = {each: correction ** (1 - CORRECTION_DECAY) for each, correction in self.corrections.items()}
+        corrected = found.get(tile, 1.0) * max(ratio, 1 / MAX_CORRECTION) ** CORRECTION_STEP
+        found[tile] = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, corrected))
+        return found
 
     def margin(self, ms: float) -> float:
         """The share of ``ms``, the time before a deadline, that should be kept free."""
@@ -240,18 +271,20 @@ class LinearModel:
         token_ms = self.coefficients[4] / FEATURE_SCALES[4] * work.mean_prefill_context
         without = self.predict(attrs.evolve(work, prefill_tokens=0)) - scale * curve.at(n_other)
         tokens: list[float] = [rows - n_other for rows in curve.rows]
-        tick_ms = [without + scale * t + token_ms * n for t, n in zip(curve.ms, tokens, strict=True)]
-        n = bisect_right(tick_ms, ms)
+        linear_ms = [without + scale * t + token_ms * n for t, n in zip(curve.ms, tokens, strict=True)]
+        tick_ms = [t * self._correction(n + work.decode_rows) for t, n in zip(linear_ms, tokens, strict=True)]
+        n = max([n for n, t in enumerate(tick_ms, 1) if t <= ms], default=0)
         if not n:
             return -1.0
         last_ms = scale * curve.slope(n) + token_ms
         if ms == math.inf or not last_ms:
             return math.inf
-        tokens[n:], tick_ms[n:] = [], []
-        if not curve.may_hide_a_stair(n):
-            tokens.append(tokens[-1] + (ms - tick_ms[-1]) / last_ms)
-            tick_ms.append(ms)
-        rates = [n / max(t, 1e-9) for n, t in zip(tokens, tick_ms, strict=True)]
+        in_time = [(n, t) for n, t in zip(tokens, tick_ms, strict=True) if t <= ms]
+        more = (ms / self._correction(tokens[n - 1] + work.decode_rows + 1) - linear_ms[n - 1]) / last_ms
+        if more > 0 and not curve.may_hide_a_stair(n):
+            in_time.append((tokens[n - 1] + more, ms))
+        tokens = [n for n, _ in in_time]
+        rates = [n / max(t, 1e-9) for n, t in in_time]
         best = max(rates)
         if best <= 0:
             return tokens[-1]  # as many decodes as that were not measured
