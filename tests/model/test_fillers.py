@@ -12,16 +12,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import trio
 
 from tests.support.adapters import two_adapters
+from tests.support.asking import Client
 from tests.support.engine_contract import alone, greedy, prefill_input, state_sizes, step
+from tests.support.serving import settings
 from tests.support.state_files import memory_file
 from uma_trio import config
-from uma_trio.engine.messages import EngineError, SampleRequest, Step, StepInput
-from uma_trio.kv.ops import SaveState, Truncate
+from uma_trio.engine.link import ThreadLauncher
+from uma_trio.engine.messages import EngineError, SampleRequest, Start, Step, StepInput
+from uma_trio.engine.supervisor import SupervisedEngine
+from uma_trio.kv.ops import CopyPrefix, SaveState, Truncate
 from uma_trio.models.loaded import EMBEDDED
+from uma_trio.models.prompt import Prompt
+from uma_trio.principal import Principal
+from uma_trio.protocol.requests import Generate
 from uma_trio.sampling import SamplingParams
+from uma_trio.scheduling.cost import CostModel, LinearModel
+from uma_trio.serving.scheduler import Scheduler
+from uma_trio.telemetry.perf_records import TickRecord
 
 TEXTS = (
     "The capital of France",
@@ -31,6 +43,9 @@ TEXTS = (
     "The grey goose and the green frog",
     "Count from 1 to",
 )
+END_OF_LONG_TEXTS = " and the brown bear near the old mill sang to the moon, and the grey goose and the frog"
+"""Makes a text of more than ``MIN_SHARED_TOKENS``."""
+
 N = 24
 """Tokens of an answer."""
 
@@ -217,6 +232,22 @@ def test_a_prompt_that_is_being_prefilled_goes_on(engine: Any, prompts: list[lis
     assert streams.answers[1] == expected
 
 
+def test_a_copy_that_the_call_makes_is_whole(engine: Any, prompts: list[list[int]]) -> None:
+    """llama.cpp copies keys and values in the next call, which has a row for the copy as well."""
+    expected = alone(engine, prompts[0], 4)
+    streams = Streams(engine, prompts, greedily)
+    streams.begin(0, 3)
+    n = len(prompts[0])
+    first = streams.answers[0][0]
+    tokens = engine.step(Step([CopyPrefix(0, 1, n)], [streams.inputs(0, 3)])).tokens
+    assert rows_of_last_call(engine) == 4
+    assert [first, tokens[0]] == expected[:2]
+    assert engine.used_cells() == {0: n + 1, 1: n, 3: len(prompts[3]) + 1}
+    streams.prompts, streams.answers = [prompts[0]] * 4, {1: [first]}
+    streams.decode(1, n=3)
+    assert streams.answers[1] == expected
+
+
 def test_with_an_adapter_the_other_sequences_stay_without(open_engine: Callable[..., Any], prompts: Any) -> None:
     engine = open_engine(adapters=two_adapters(EMBEDDED))
     expected = alone(engine, prompts[1], 8)
@@ -306,3 +337,94 @@ def test_after_a_failed_call_nothing_is_left_of_the_rows(
     assert rows_of_last_call(engine) == 4
     computed = {0: before[0] + 1, 3: before[3] + 1}
     assert engine.used_cells() == before | computed, "only the rows that were asked for may be left"
+
+
+# -- with the scheduler --------------------------------------------------------------------------------
+
+FILLS_ALWAYS = CostModel(LinearModel((10.0, 0.0, 0.1, 0.1, 0.0, 0.0)), LinearModel((10.0, 10.0, 0.1, 0.1, 0.0, 0.0)))
+"""A call takes 10 ms and a row 0.01 ms, as on a GPU."""
+
+
+class Records:
+    """A perf log."""
+
+    def __init__(self) -> None:
+        self.ticks: list[TickRecord] = []
+
+    def write(self, record: Any) -> None:
+        if isinstance(record, TickRecord):
+            self.ticks.append(record)
+
+
+async def test_streams_between_which_others_end(
+    open_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CostModel, "observed", lambda self, work, ms: self)
+    calls: list[tuple[int, int]] = []  # decodes and rows of each call
+    opened = []
+
+    def open_and_watch(start: Start, on_progress: Any) -> Any:
+        engine = open_engine(batch_tokens=512)  # all prompts in one step
+        launch = engine._launch
+        opened.append(engine)
+
+        def watched(inputs: Any) -> float:
+            at: float = launch(inputs)
+            calls.append((len(inputs), rows_of_last_call(engine)))
+            return at
+
+        engine._launch = watched
+        return engine
+
+    start, records = Start(EMBEDDED, config.Model()), Records()
+    async with trio.open_nursery() as nursery:
+        launcher = ThreadLauncher(nursery, open_and_watch)
+        link = launcher.launch("embedded")
+        assert await link.load(start, lambda progress: None, lambda: True)
+        [engine] = opened
+        prompts = [engine.tokenizer.encode(text + END_OF_LONG_TEXTS).tolist() for text in TEXTS]
+        supervised = SupervisedEngine(launcher, start, link, config.Engine())
+        scheduler = Scheduler(
+            supervised, engine.tokenizer.token_to_bytes, settings(speculation=False), FILLS_ALWAYS, records
+        )
+        await nursery.start(scheduler.run)
+
+        async def answers(*requests: tuple[int, int], **fields: Any) -> list[Client]:
+            """Greedy answers at once: to which prompts, and of how many tokens."""
+            clients = []
+            for n, max_tokens in requests:
+                client = Client(prompts[n])
+                request = Generate(
+                    id=str(n), prompt="", max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **fields
+                )
+                prompt = Prompt(np.asarray(prompts[n], np.int32), "")
+                [client.sequence] = scheduler.submit(request, prompt, client, Principal("uid:0"))
+                clients.append(client)
+            with trio.fail_after(60):
+                for client in clients:
+                    await client.sequence.done.wait()
+                await scheduler.wait_idle()
+            assert engine.used_cells() == scheduler.cache.held()
+            return clients
+
+        alone = [(await answers((n, 40), cache_prompt=False))[0].tokens for n in range(6)]
+        calls.clear()
+        records.ticks.clear()
+        before = scheduler.telemetry.tokens_total
+        requests = [(0, 40), (1, 6), (2, 40), (3, 12), (4, 40), (5, 40)]
+        together = await answers(*requests)
+        for (n, length), client in zip(requests, together, strict=True):
+            assert client.tokens == alone[n][:length], n
+        assert any(rows > n for n, rows in calls), "no call had a gap"
+        assert scheduler.telemetry.tokens_total - before == sum(length for _, length in requests)
+        assert sum(tick.tokens for tick in records.ticks) == sum(length for _, length in requests)
+        assert max(len(tick.decode_seq_ids) for tick in records.ticks) == 6
+        assert [tick.decode_calls for tick in records.ticks if len(tick.decode_seq_ids) == 4][-1] == 1
+
+        for n in (1, 3):
+            [again] = await answers((n, 40))
+            assert again.tokens == alone[n], "what the ended request left is as it was"
+            assert again.cached == len(prompts[n]) - 1
+        scheduler.check_integrity()
+        await link.aclose()
+        nursery.cancel_scope.cancel()

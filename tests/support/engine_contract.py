@@ -204,6 +204,17 @@ def test_sequences_of_a_call_may_have_any_order(engine, prompts):
     assert list(output.tokens) == [expected[seq] for seq in order]
 
 
+def test_sequences_between_those_of_a_call_stay_as_they_are(engine, prompts):
+    expected = [alone(engine, prompt, 3) for prompt in prompts[:4]]
+    engine.step(step(prefill_input(0, prompts[0]), prefill_input(1, prompts[1]), prefill_input(3, prompts[3])))
+    for n in (1, 2):
+        decodes = [StepInput(seq, len(prompts[seq]) + n - 1, [expected[seq][n - 1]], [greedy(n)]) for seq in (0, 3)]
+        assert engine.step(step(*decodes)).tokens == (expected[0][n], expected[3][n])
+        assert engine.used_cells() == {0: len(prompts[0]) + n, 1: len(prompts[1]), 3: len(prompts[3]) + n}
+    decode = StepInput(1, len(prompts[1]), expected[1][:1], [greedy(1)])
+    assert engine.step(step(decode, prefill_input(2, prompts[2]))).tokens == (expected[1][1], expected[2][0])
+
+
 def test_calls_of_one_step_are_computed_in_order(engine, prompts):
     expected = [alone(engine, prompt, 2) for prompt in prompts[:3]]
     output = engine.step(
