@@ -90,7 +90,8 @@ async def test_targets_come_from_the_request_or_from_its_priority(autojump_clock
     ("slo", "target_ms"), [(None, 100.0), (Slo(target_tbt_ms=20.0), 20.0), (Slo(target_tbt_ms=300.0), 300.0)]
 )
 async def test_a_stream_is_on_time_during_the_prefill_of_others(autojump_clock, slo, target_ms):
-    """The device computes 450 prompt tokens in 50 ms.  The cost model starts with its defaults."""
+    """The device computes 450 prompt tokens in 50 ms, and 200 in 25 are nearly as good.  The cost model starts with its
+    defaults."""
     engine = FakeEngine(n_ctx=100_000, n_batch=4096, cost_ms=lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes)
     async with running(engine) as harness:
         stream = Client()
@@ -100,8 +101,8 @@ async def test_a_stream_is_on_time_during_the_prefill_of_others(autojump_clock, 
             harness.ask(30_000 // 6, 1)
         await sequence.done.wait()
         assert max(stream.gaps_ms) <= 1.1 * target_ms
-        assert max(stream.gaps_ms) > min(0.8 * target_ms, 120), (
-            "prefill did not use the time until the next token was due"
+        assert max(stream.gaps_ms) > min(0.8 * target_ms, 25), (
+            "prefill did not use the time until the next token was due, as far as it pays"
         )
 
 
