@@ -64,6 +64,7 @@ class Case:
     cost: CostModel
     max_tokens: int
     limits: Scheduling
+    records_calls: bool = False
 
     def plan(self) -> Plan:
         return plan(
@@ -74,6 +75,7 @@ class Case:
             cost=self.cost,
             max_tokens=self.max_tokens,
             limits=self.limits,
+            records_calls=self.records_calls,
         )
 
     @property
@@ -113,13 +115,14 @@ def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
     counters = draw(st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.0, 5.0, 1e9])))
     state = PolicyState(
         Service(counters),
-        draw(st.booleans()),
+        draw(st.sampled_from([0, 0, 1, 16, n + 16, n + 64])),
         draw(st.integers(0, MAX_BACKGROUND_SKIPS)),
         draw(st.sampled_from([(), ONE, TWO])),
     )
     least = n + max(burst, chunk)
     max_tokens = draw(st.integers(least, least + 600))
-    return Case(decodes, prefills, state, known(draw(st.sampled_from(DEVICES))), max_tokens, limits)
+    device = draw(st.sampled_from(DEVICES))
+    return Case(decodes, prefills, state, known(device), max_tokens, limits, not in_time and draw(st.booleans()))
 
 
 @given(cases())
