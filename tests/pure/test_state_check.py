@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -59,32 +61,37 @@ N_PAGES = FRONT_PAGES + PAGES_PER_TASK + 2
 LONG = state_of(40_000, row=40, n_layers=(N_PAGES * PAGE_BYTES) // (2 * 40 * 40_000))
 
 
-@pytest.mark.parametrize("n_threads", [0, 1, 3])
-def test_a_sound_state_is_verified(n_threads: int) -> None:
+@pytest.fixture(scope="module", params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    with ThreadPoolExecutor(request.param) as executor:
+        yield executor
+
+
+def test_a_sound_state_is_verified(threads: Executor) -> None:
     assert end_of_cells(memoryview(LONG))
-    with StateCheck(memoryview(LONG), hashes_of(LONG), n_threads) as check:
-        check.wait_for_structure(len(LONG))
+    with StateCheck(memoryview(LONG), hashes_of(LONG), threads) as check:
+        check.begin(len(LONG))
         check.wait()
 
 
 @pytest.mark.parametrize("at", [0, 13, 300_000, FRONT_PAGES * PAGE_BYTES - 1])
-def test_an_altered_front_is_found_before_the_copy(at: int) -> None:
+def test_an_altered_front_is_found_before_the_copy(threads: Executor, at: int) -> None:
     data = bytearray(LONG)
     data[at] ^= 1
-    with StateCheck(memoryview(data), hashes_of(LONG), 2) as check, pytest.raises(DamagedState):
-        check.wait_for_structure(len(data))
+    with StateCheck(memoryview(data), hashes_of(LONG), threads) as check, pytest.raises(DamagedState):
+        check.begin(len(data))
 
 
-def test_altered_values_are_found_after_it() -> None:
+def test_altered_values_are_found_after_it(threads: Executor) -> None:
     data = bytearray(LONG)
     data[-1] ^= 1
-    with StateCheck(memoryview(data), hashes_of(LONG), 2) as check:
-        check.wait_for_structure(len(data))
+    with StateCheck(memoryview(data), hashes_of(LONG), threads) as check:
+        check.begin(len(data))
         with pytest.raises(DamagedState, match="altered between byte"):
             check.wait()
 
 
-def test_what_stands_between_keys_and_values_is_found_before_the_copy() -> None:
+def test_what_stands_between_keys_and_values_is_found_before_the_copy(threads: Executor) -> None:
     """Where one of these sizes is wrong the state looks like one of another memory, which is verified first."""
     data = bytearray(LONG)
     end = end_of_cells(memoryview(LONG))
@@ -93,16 +100,16 @@ def test_what_stands_between_keys_and_values_is_found_before_the_copy() -> None:
     at = end + per_layer * (FRONT_PAGES * PAGE_BYTES // per_layer + 1) + 4
     assert at > FRONT_PAGES * PAGE_BYTES
     data[at] ^= 1
-    with StateCheck(memoryview(data), hashes_of(LONG), 2) as check, pytest.raises(DamagedState):
-        check.wait_for_structure(len(data))
+    with StateCheck(memoryview(data), hashes_of(LONG), threads) as check, pytest.raises(DamagedState):
+        check.begin(len(data))
 
 
-def test_states_of_other_memories_and_long_ones_are_verified_first() -> None:
+def test_states_of_other_memories_and_long_ones_are_verified_first(threads: Executor) -> None:
     random = np.random.default_rng(1).bytes(len(LONG))
     cells = state_of(400_000, row=8, n_layers=2)
     assert (end_of_cells(memoryview(cells)) or 0) > FRONT_PAGES * PAGE_BYTES
     for state in (random, cells):
         data = bytearray(state)
         data[-1] ^= 1
-        with StateCheck(memoryview(data), hashes_of(state), 2) as check, pytest.raises(DamagedState):
-            check.wait_for_structure(len(data))
+        with StateCheck(memoryview(data), hashes_of(state), threads) as check, pytest.raises(DamagedState):
+            check.begin(len(data))

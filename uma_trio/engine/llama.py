@@ -6,9 +6,9 @@ import contextlib
 import itertools
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Literal, assert_never
 
@@ -85,7 +85,7 @@ PROBE_TOKENS = 32
 """In one batch of the context that measures how large a token's keys and values are; as few as may be configured."""
 
 
-MAX_HASH_THREADS: Final = 4
+MAX_STATE_THREADS: Final = 4
 """Most threads that verify a state next to its copy."""
 
 READ_SHARE: Final = 0.5
@@ -205,6 +205,7 @@ class LlamaEngine:
             spare_cores=spare_cores(self._options.n_threads, on_gpu=self.is_async),
             adapters=self._adapters.files,
         )
+        self._threads = ThreadPoolExecutor(min(MAX_STATE_THREADS, self._info.spare_cores), "uma-state")
 
     def _open_drafter(self) -> Drafter | None:
         settings = self._settings
@@ -421,7 +422,7 @@ class LlamaEngine:
             llama_abi.LlamaError, OSError, ValueError: the state was not saved.
         """
         total = op.n_bytes + sum([size for _, size in op.checkpoints])
-        with mapped(op.fd, op.offset, total, write=True) as view:
+        with mapped(op.fd, op.offset, total, self._threads, write=True) as view:
             written: int = self._context.save_state_into(op.seq_id, view[: op.n_bytes])
             if op.checkpoints and written != op.n_bytes:
                 raise ValueError(f"the state has {written} bytes, so its checkpoints would not follow it")
@@ -442,14 +443,13 @@ class LlamaEngine:
             EngineError: damaged keys and values were copied.
         """
         total = op.n_bytes + sum([size for _, size in op.checkpoints])
-        n_threads = min(MAX_HASH_THREADS, self._info.spare_cores)
         with (
-            mapped(op.fd, op.offset, total, populate=not op.hashes) as view,
-            StateCheck(view, op.hashes, n_threads) as check,
+            mapped(op.fd, op.offset, total, self._threads, populate=not op.hashes) as view,
+            StateCheck(view, op.hashes, self._threads) as check,
         ):
             began = time.perf_counter()
             try:
-                check.wait_for_structure(op.n_bytes)
+                check.begin(op.n_bytes)
                 waited_s = time.perf_counter() - began
                 self._context.load_state_from(op.seq_id, view[: op.n_bytes])
                 began = time.perf_counter()
@@ -603,6 +603,7 @@ class LlamaEngine:
         self._abort.set()
 
     def close(self) -> None:
+        self._threads.shutdown()
         self._matchers.close()
         self._embedder.close()
         if self._drafter is not None:
@@ -653,12 +654,13 @@ NO_CHANGES: Final = _Changes()
 
 
 @contextlib.contextmanager
-def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False, populate: bool = False) -> Iterator[memoryview]:
+def mapped(
+    fd: int, offset: int, n_bytes: int, threads: Executor, *, write: bool = False, populate: bool = False
+) -> Iterator[memoryview]:
     """``n_bytes`` of an open file from ``offset`` on, as memory.
 
-    A thread unmaps it: that takes some 30 ms for each GB.
-
     Args:
+        threads: one of them unmaps it, which takes some 30 ms for each GB.
         populate: one system call instead of a page fault every 4 KiB.  For writing it would fault every page in twice.
 
     Raises:
@@ -673,7 +675,7 @@ def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False, populate:
         yield view
     finally:
         view.release()
-        threading.Thread(target=_unmap, args=(mapping,), name="uma-unmap").start()
+        threads.submit(_unmap, mapping)
 
 
 def _unmap(mapping: mmap.mmap) -> None:

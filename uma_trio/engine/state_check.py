@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import Final
 
 from uma_trio.store.state_format import HASH_BYTES, PAGE_BYTES, hash_of, n_pages
@@ -18,8 +17,8 @@ from uma_trio.store.state_format import HASH_BYTES, PAGE_BYTES, hash_of, n_pages
 FRONT_PAGES: Final = 4
 """Pages that are verified first.  They describe 340,000 cells; the cells of a longer state are verified as a whole."""
 
-PAGES_PER_TASK: Final = 16
-"""Pages that one thread hashes at a time, so that handing them out takes no time that matters."""
+PAGES_PER_TASK: Final = 64
+"""Pages that one thread hashes at a time: for fewer, more threads take longer than one."""
 
 CELL_BYTES: Final = 12
 """Position, number of sequences, and one sequence."""
@@ -32,25 +31,19 @@ class DamagedState(Exception):
 
 
 class StateCheck:
-    """Verifies a state.  A context manager, which ends its threads.
+    """Verifies a state.  A context manager; leaving it does not wait for the threads.
 
     Args:
-        state: the state with its checkpoints; read by threads until the context ends.
+        state: the state with its checkpoints.
         hashes: of its pages, one after the other; empty if the state has been verified.
-        n_threads: threads that hash, besides the caller's.
-
+        threads: hash most pages.  They should be running already: on a busy machine it takes milliseconds to start one.
     """
 
-    def __init__(self, state: memoryview, hashes: bytes, n_threads: int) -> None:
+    def __init__(self, state: memoryview, hashes: bytes, threads: Executor) -> None:
         self._state = state
         self._hashes = hashes
-        self._threads: ThreadPoolExecutor | None = None
-        self._tasks: Sequence[Future[None]] = ()
-        n = len(hashes) // HASH_BYTES
-        starts = range(FRONT_PAGES, n, PAGES_PER_TASK)
-        if starts:
-            self._threads = ThreadPoolExecutor(max(1, min(n_threads, len(starts))), "uma-state")
-            self._tasks = [self._threads.submit(self._verify, at, min(at + PAGES_PER_TASK, n)) for at in starts]
+        self._threads = threads
+        self._tasks: list[Future[None]] = []
 
     def _verify(self, first: int, end: int) -> None:
         for page in range(first, end):
@@ -58,8 +51,8 @@ class StateCheck:
             if hash_of(self._state[at : at + PAGE_BYTES]) != self._hashes[page * HASH_BYTES : (page + 1) * HASH_BYTES]:
                 raise DamagedState(f"it was altered between byte {at} and {at + PAGE_BYTES}")
 
-    def wait_for_structure(self, n_bytes: int) -> None:
-        """Wait until nothing is unverified of the first ``n_bytes`` but keys and values.
+    def begin(self, n_bytes: int) -> None:
+        """Have the threads begin, and wait until nothing is unverified of the first ``n_bytes`` but keys and values.
 
         Raises:
             DamagedState: the state was altered, or there is not one hash for each page.
@@ -69,7 +62,9 @@ class StateCheck:
         n = n_pages(len(self._state))
         if len(self._hashes) != n * HASH_BYTES:
             raise DamagedState(f"it has {n} pages and {len(self._hashes)} bytes of hashes")
-        self._verify(0, min(n, FRONT_PAGES))
+        self._verify(0, min(n, FRONT_PAGES))  # before the threads begin: they hardly let go of the GIL
+        starts = range(FRONT_PAGES, n, PAGES_PER_TASK)
+        self._tasks = [self._threads.submit(self._verify, at, min(at + PAGES_PER_TASK, n)) for at in starts]
         end = end_of_cells(self._state[:n_bytes])
         if end is None or end > FRONT_PAGES * PAGE_BYTES:
             self.wait()
@@ -83,16 +78,12 @@ class StateCheck:
         for task in self._tasks:
             task.result()
 
-    def close(self) -> None:
-        """End the threads."""
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
-
     def __enter__(self) -> StateCheck:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        for task in self._tasks:
+            task.cancel()
 
 
 def end_of_cells(state: memoryview) -> int | None:

@@ -1,7 +1,8 @@
 """Sequence states in files: written through a descriptor by the engine, verified when they are read back.
 
 A state is written under a temporary name, made durable, and renamed: a file with a state's name is complete.  Every
-byte is verified against hashes (``state_format``) before a state is used, because disks fail and people edit files.
+byte is verified against hashes (``state_format``) before a state is used, because disks fail and people edit files: here,
+or by the engine while it loads the state.
 The folder has a maximum size: the least recently used states make room for new ones.
 
 All functions block, on the disk as well; call them from worker threads.  They may be called from several threads.
