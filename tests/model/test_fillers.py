@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ import trio
 from tests.support.adapters import two_adapters
 from tests.support.asking import Client
 from tests.support.engine_contract import alone, greedy, prefill_input, state_sizes, step
+from tests.support.random_models import random_model
 from tests.support.serving import settings
 from tests.support.state_files import memory_file
 from uma_trio import config
@@ -62,10 +64,10 @@ def open_engine(library: None) -> Iterator[Callable[..., Any]]:
 
     made = []
 
-    def open_engine(flash_attn: str = "on", adapters: Any = (), **settings: Any) -> LlamaEngine:
+    def open_engine(flash_attn: str = "on", adapters: Any = (), path: Path = EMBEDDED, **settings: Any) -> LlamaEngine:
         options: dict[str, Any] = {"ctx": 8 * 512, "parallel": 8, "batch_tokens": 64, "threads": 1} | settings
         wanted = config.Model(**{"kv_unified": "off", "flash_attn": flash_attn} | options)
-        made.append(LlamaEngine(EMBEDDED, wanted, adapters=adapters))
+        made.append(LlamaEngine(path, wanted, adapters=adapters))
         return made[-1]
 
     yield open_engine
@@ -268,9 +270,14 @@ def test_with_an_adapter_the_other_sequences_stay_without(open_engine: Callable[
 # -- where no rows are added ---------------------------------------------------------------------------
 
 
-def test_a_full_sequence_gets_no_row(open_engine: Callable[..., Any], prompts: list[list[int]]) -> None:
-    engine = open_engine(ctx=4 * 256, parallel=4)
-    n = engine.info.n_ctx_seq
+@pytest.mark.parametrize("limit", ["cells", "positions"])
+def test_a_full_sequence_gets_no_row(open_engine: Callable[..., Any], prompts: list[list[int]], limit: str) -> None:
+    """Some models have a table of positions that ends where they were trained to, before the cells do."""
+    path = EMBEDDED if limit == "cells" else random_model("1x64", ctx=200)
+    engine = open_engine(path=path, ctx=4 * 256, parallel=4)
+    n = engine.info.max_request_tokens
+    assert n == (256 if limit == "cells" else 200)
+    assert engine.info.n_ctx_seq == 256
     streams = Streams(engine, prompts, greedily)
     streams.begin(0, 3)
     full = (prompts[1] * n)[: n - 1]
@@ -337,6 +344,17 @@ def test_after_a_failed_call_nothing_is_left_of_the_rows(
     assert rows_of_last_call(engine) == 4
     computed = {0: before[0] + 1, 3: before[3] + 1}
     assert engine.used_cells() == before | computed, "only the rows that were asked for may be left"
+
+
+def test_a_row_that_cannot_be_removed_fails_the_step(
+    engine: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the sequence would go on behind a token that nobody has written."""
+    streams = Streams(engine, prompts, greedily)
+    streams.begin(0, 1, 3)
+    monkeypatch.setattr(engine._context, "seq_remove", lambda seq_id, position: False)
+    with pytest.raises(EngineError, match="cannot remove"):
+        streams.decode(0, 3)
 
 
 # -- with the scheduler --------------------------------------------------------------------------------

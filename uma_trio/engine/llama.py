@@ -503,8 +503,9 @@ class LlamaEngine:
         try:
             code = self._context.decode(batch)
         finally:  # a device may still compute: it takes the cells in the order of the calls
-            for seq_id, position in fillers.items():
-                self._context.seq_remove(seq_id, position)
+            removed = [self._context.seq_remove(*filler) for filler in fillers.items()]
+        if not all(removed):
+            raise EngineError("the model's memory cannot remove the last token of a sequence")
         if code:
             self._context.synchronize()
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
@@ -513,7 +514,7 @@ class LlamaEngine:
     def _fillers(self, inputs: Sequence[StepInput]) -> dict[int, int]:
         """Filler rows of a call: their positions by sequence id.  Empty if none is needed, or one has no room."""
         fillers = {seq_id: self._context.seq_pos_max(seq_id) + 1 for seq_id in missing_ids(inputs)}
-        return fillers if all(position < self._info.n_ctx_seq for position in fillers.values()) else {}
+        return fillers if all(position < self._info.max_request_tokens for position in fillers.values()) else {}
 
     def _wait(self, launched: float, callbacks: StepCallbacks | None) -> None:
         """Wait for the device, which computes since ``launched``."""

@@ -221,12 +221,12 @@ class KvCache:
         if source is not None:
             self._sharing.branch(allocation, source, n_shared)
 
-    def lengths_with_room(self) -> dict[int, int]:
-        """Tokens that each sequence holds, by its id, without sequences that cannot hold one more."""
+    def lengths_below(self, limit: int) -> dict[int, int]:
+        """Tokens that each sequence holds, by its id, without sequences that hold ``limit`` or more."""
         pool = self._pool
         lengths = dict.fromkeys(range(pool.n_sequences), 0)
         lengths.update([(seq_id, each.n_tokens) for seq_id, each in pool.allocations.items()])
-        return {seq_id: n for seq_id, n in lengths.items() if n < pool.cells_per_sequence}
+        return {seq_id: n for seq_id, n in lengths.items() if n < limit}
 
     def settle(self, allocation: Allocation) -> None:
         """Move ``allocation`` to the best free sequence id; ``allocation.seq_id`` may change.

@@ -348,10 +348,14 @@ class StepPlanner:
             mixes_prefill=self._info.unified,
             pads_attention=self._info.pads_attention,
             records_calls=self._info.records_calls,
-            fillers=self._cache.lengths_with_room() if self._info.fills_gaps and len(decodes) > 1 else NO_FILLERS,
+            fillers=self._fillers() if len(decodes) > 1 else NO_FILLERS,
             draft_cost=None if self.drafts is None else self.drafts.cost,
             gap_ms=self._timings.gap_ms,
         )
+
+    def _fillers(self) -> Mapping[int, int]:
+        """See ``plan``.  No sequence holds more than a request may have: a model may know no position beyond that."""
+        return self._cache.lengths_below(self._info.max_request_tokens) if self._info.fills_gaps else NO_FILLERS
 
     def _settle(
         self, chosen: Plan, sequences: Mapping[int, Sequence], in_flight: InFlightStep | None = None
