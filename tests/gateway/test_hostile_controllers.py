@@ -36,8 +36,9 @@ ALLOWING_ALL = (
     "(call $aici_host_return_logit_bias (i32.const 65536))" + FREE
 )
 
+BOMB = "a fork bomb"
 HOSTILE = {
-    "a fork bomb": (
+    BOMB: (
         controller(pre=returning({**PRE, "num_forks": 2}), mid=ALLOWING_ALL, memory='(memory (export "memory") 64)'),
         "no KV cells to fork into 2 answers|forks into more than 1024 answers",
     ),
@@ -136,7 +137,9 @@ def test_nothing_is_left_of_hostile_runs(gateway: Gateway) -> None:
     after = []
     with gateway.http() as client:
         for n in range(ROUNDS):
-            for wasm, error in HOSTILE.values():
+            for name, (wasm, error) in HOSTILE.items():
+                if name == BOMB:  # its thousand answers take seconds, in a test of their own
+                    continue
                 answers = run(client, upload(client, with_custom_section(wasm, b"round", bytes([n]))))
                 assert re.search(error, "\n".join(each["error"] for each in answers.values()))
             padding = bytes([n]) * (MAX_BYTES - 8192)
