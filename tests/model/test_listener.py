@@ -6,37 +6,22 @@ import os
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.support.real_daemon import ROOT, real_daemon, started, wait_ready
-
-
-def serve(*flags, **options):
-    """Run a daemon that is expected to fail; returns its exit code and stderr."""
-    found = subprocess.run(
-        [sys.executable, "-m", "uma_trio", "serve", *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **options,
-    )
-    return found.returncode, found.stderr
+from tests.support.commands import invoke
+from tests.support.real_daemon import real_daemon, started, wait_ready
 
 
 def refused(path, *words):
-    code, stderr = serve("--socket", os.fspath(path))
-    assert code == 1
-    assert stderr.startswith("uma-trio serve: ")
-    assert stderr.count("\n") == 1
+    found = invoke("serve", "--socket", path)
+    assert found.returncode == 1
+    assert found.stderr.startswith("uma-trio serve: ")
+    assert found.stderr.count("\n") == 1
     for word in (*words, "--socket"):
-        assert word in stderr
+        assert word in found.stderr
 
 
 def test_the_socket_is_private_from_the_start_under_any_umask(library, tmp_path):
@@ -109,61 +94,3 @@ def test_a_foreign_socket_is_kept(library, tmp_path):
     os.chown(path, 12345, 12345)
     refused(path, "belongs to another user")
     assert path.exists()
-
-
-def test_unusable_model_files(library, tmp_path):
-    """One line of stderr each, and exit code 1."""
-    from uma_trio.models.loaded import EMBEDDED
-
-    whole = EMBEDDED.read_bytes()
-    files = {
-        "missing": None,
-        "empty": b"",
-        "wrong magic": b"GGML" + whole[4:200_000],
-        "noise": os.urandom(50_000),
-        "cut off in its header": whole[:5000],
-        "cut off in its tensors": whole[: len(whole) // 2],
-        "of version 1": whole[:4] + b"\x01" + whole[5:],
-        "of version 4": whole[:4] + b"\x04" + whole[5:],
-        "without tensors": whole[:8] + bytes(8) + whole[16:],
-    }
-    running = {}
-    for name, data in files.items():
-        path = tmp_path / name
-        if data is not None:
-            path.write_bytes(data)
-        running[path] = _start(path, tmp_path)
-        if len(running) % 3 == 0:  # three at a time
-            _check(running)
-    (tmp_path / "a folder").mkdir()
-    (tmp_path / "a pipe").mkdir()
-    os.mkfifo(tmp_path / "a pipe" / "model.gguf")
-    for path in (tmp_path / "a folder", tmp_path / "a pipe" / "model.gguf"):
-        running[path] = _start(path, tmp_path)
-    _check(running)
-
-
-def _start(path: Path, folder: Path) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "uma_trio",
-        "serve",
-        "--model",
-        str(path),
-        "--socket",
-        str(folder / f"{path.name}.s"),
-    ]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-
-
-def _check(running: dict[Path, subprocess.Popen[str]]) -> None:
-    for path, process in running.items():
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 1, (path, stderr)
-        *before, last = stderr.splitlines()
-        assert last.startswith("uma-trio serve: "), stderr
-        assert str(path) in last
-        assert not before, stderr
-        assert not (path.parent / f"{path.name}.s").exists()
-    running.clear()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -18,7 +17,6 @@ import pytest
 from click.testing import CliRunner
 
 from llama_abi.library import DIRECTORY_VARIABLE
-from tests.support.real_daemon import real_daemon
 from uma_trio.cli import main
 from uma_trio.models.loaded import EMBEDDED
 
@@ -46,6 +44,11 @@ def given(data: bytes) -> Case:
         return ["--model", str(folder / "m.gguf")]
 
     return make
+
+
+def pipe(folder: Path) -> list[str]:
+    os.mkfifo(folder / "model.gguf")
+    return ["--model", str(folder / "model.gguf")]
 
 
 def folder_of_models(folder: Path) -> list[str]:
@@ -103,6 +106,21 @@ MODELS: dict[str, tuple[Case, str]] = {
     "a text": (given(b"# Notes\nno model"), "it is not a GGUF file: it begins with # No, not with GGUF; give the path"),
     "a Git LFS pointer": (given(b"version https://git-lfs.github.com/spec/v1\n"), "run git lfs pull$"),
     "half a model": (given(EMBEDDED_BYTES[: len(EMBEDDED_BYTES) // 2]), "cut off; download or copy it again$"),
+    "noise": (given(os.urandom(50_000)), "it is not a GGUF file: .*; give the path"),
+    "an older file": (given(b"GGML" + EMBEDDED_BYTES[4:200_000]), "it is not a GGUF file: .*; give the path"),
+    "version 1": (
+        given(EMBEDDED_BYTES[:4] + b"\x01" + EMBEDDED_BYTES[5:]),
+        "GGUF version 1; only 2 and 3 are supported; convert",
+    ),
+    "version 4": (
+        given(EMBEDDED_BYTES[:4] + b"\x04" + EMBEDDED_BYTES[5:]),
+        "GGUF version 4; only 2 and 3 are supported; convert",
+    ),
+    "no tensors": (
+        given(EMBEDDED_BYTES[:8] + bytes(8) + EMBEDDED_BYTES[16:]),
+        "it has no tensors: .*; give a whole model$",
+    ),
+    "a pipe": (pipe, "not a regular file; give the path"),
     "half a header": (given(EMBEDDED_BYTES[:1000]), "the file is damaged; get the file"),
     "an unknown architecture": (
         changed(ARCHITECTURE + b"llama", ARCHITECTURE + b"lloma"),
@@ -230,20 +248,6 @@ def test_a_socket_on_which_another_program_serves(tmp_path: Path) -> None:
         other.bind(str(tmp_path / "s"))
         other.listen()
         check_one_sentence([], "another program serves on .*/s; choose another --socket$")
-
-
-def test_a_second_daemon(tmp_path: Path) -> None:
-    """It is refused on the same socket.  On another one it serves, and says who keeps the sessions from it."""
-    state = ("--state-dir", str(tmp_path / "state"))
-    with real_daemon(*state, "--engine", "thread") as daemon:
-        check_one_sentence(
-            ["--socket", str(daemon.socket)],
-            rf"another daemon \(process {daemon.pid}\) serves on .*; stop it, or choose another --socket$",
-        )
-        with real_daemon(*state, "--engine", "thread") as second:
-            said = json.dumps(second.logged("sessions will not survive a restart"))
-        assert f"is in use by process {daemon.pid}: stop it, or choose another folder" in said
-        assert "--state-dir" in said
 
 
 def test_the_exit_code_of_the_program(tmp_path: Path) -> None:

@@ -199,6 +199,10 @@ def choose(
     """
     where = place(settings, library) if where is None else where
     fitted = functools.partial(fit, sizes, settings, min_batch=min_batch, arrangement=arrangement_of(where, memories))
+    try:
+        fitted(memories, lambda settings, layout: (0,) * len(memories), companions=companions)
+    except DoesNotFit:  # without compute buffers either, for which llama.cpp takes seconds where a context is huge
+        return fitted(memories, estimate_compute(sizes), companions=companions), None
     halved = [msgspec.structs.replace(each, free_bytes=int(CLEARLY * each.free_bytes)) for each in memories]
     with contextlib.suppress(DoesNotFit):
         found = fitted(halved, estimate_compute(sizes), companions=companions)
