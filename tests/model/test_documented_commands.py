@@ -296,7 +296,15 @@ def sessions(served: Daemon, begun: dict[str, str], request: pytest.FixtureReque
     served.ask(session_id="trip", messages=[{"role": "user", "content": "What is the capital of France?"}])
 
 
-@pytest.mark.parametrize("example", [each for each in EXAMPLES if not each.text.startswith("uma-trio serve")], ids=str)
+OTHERS = [each for each in EXAMPLES if each.text not in SERVES]
+FIRST = {each.text: each for each in reversed(OTHERS)}
+RUN = [
+    each for each in OTHERS if FIRST[each.text] is each or re.match(r"uma-trio (ask --session|sessions) ", each.text)
+]
+"""The others, each run once too, except those that need what the one before them on a page has done."""
+
+
+@pytest.mark.parametrize("example", RUN, ids=str)
 def test_it_runs(
     example: Example,
     environment: Mapping[str, str],

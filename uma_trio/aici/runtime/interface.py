@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from uma_trio.aici.messages import PreResult
 
-Row: TypeAlias = npt.NDArray[np.float32]
+if TYPE_CHECKING:  # each module is compiled by a new process, which imports this module
+    import numpy as np
+    import numpy.typing as npt
+
+Row: TypeAlias = "npt.NDArray[np.float32]"
 """Shape ``[n_vocab]``: added to the logits of a sequence."""
 
 StorageCommand: TypeAlias = dict[str, Any]
