@@ -20,8 +20,8 @@ CHECKED: Final = (((0, 16),), ((0, 1),), ((0, 1), (1, 1), (2, 1), (3, 1)), ((1, 
 """The steps that show whether what an earlier run has learned still holds.  The first one only warms up."""
 
 FASTER: Final = 0.25
-"""If such a step takes less than is known by this share, all is measured again: what is known is of a busy machine.  A step
-that takes longer says little, since the machine may be busy now; it counts as a tick."""
+"""If such a step is faster than predicted by this share, everything is measured again: the known costs are those of a busy
+machine.  A slower step says little, since the machine may be busy now.  The cost model learns from it as from a tick."""
 
 BUDGET_S: Final = 0.5
 """Time limit of each of the first two parts; no step begins after it.  A rough estimate is better than a slow start."""
@@ -63,8 +63,8 @@ async def calibrate(
 ) -> CostModel:
     """Measure some small steps of an engine, whose KV cache is empty before and after.
 
-    Takes about twice ``budget_s``, and ``CURVE_BUDGET_S`` where no earlier run has measured the curves; some steps if
-    what is known still holds.  Steps for which sequences, cells or the batch are too small are left out.
+    Takes about twice ``budget_s``, and ``CURVE_BUDGET_S`` if no earlier run has measured the curves.  If ``known`` still
+    holds, it takes the time of the steps in ``CHECKED``.  Steps for which sequences, cells or the batch are too small are left out.
 
     Args:
         known: what an earlier run has learned.
@@ -100,7 +100,7 @@ async def calibrate(
 
 
 async def _checked(trial: Trial, known: CostModel) -> CostModel | None:
-    """What is known, after a few more steps; ``None`` if it is too little or no longer holds."""
+    """``known``, with a few more steps learned; ``None`` if it has too few measurements or no longer holds."""
     if len(known.call_times.ms) <= MAX_ROWS:
         return None
     cost = known

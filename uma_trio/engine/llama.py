@@ -133,7 +133,7 @@ class LlamaEngine:
         )
         self._settings = settings
         self.fit: FitReport | None = None
-        """How the settings were chosen; set by who chose them."""
+        """How the settings were chosen; set by the caller that chose them."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._model.close)
             loaded_s = time.perf_counter() - began
@@ -416,7 +416,7 @@ class LlamaEngine:
             raise EngineError(f"the model's memory cannot remove the end of sequence {seq_id}")
 
     def _save_state(self, op: SaveState) -> int:
-        """Bytes written.
+        """Write a state into a file; returns the number of bytes.
 
         Raises:
             llama_abi.LlamaError, OSError, ValueError: the state was not saved.
@@ -436,7 +436,7 @@ class LlamaEngine:
         return total if op.checkpoints else written
 
     def _load_state(self, op: LoadState) -> float:
-        """Milliseconds for which nothing was left to do but to verify.
+        """Load a state; returns the milliseconds in which only verifying it was left to do.
 
         Raises:
             llama_abi.LlamaError, DamagedState, OSError, ValueError: the state was not loaded, and the sequence is empty.
@@ -641,7 +641,7 @@ class _Masks:
 
 @attrs.define
 class _Changes:
-    """What changing the KV cache took and gave."""
+    """The time and the results of changes to the KV cache."""
 
     copied_ms: float = 0.0
     checkpoints_ms: float = 0.0

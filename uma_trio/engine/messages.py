@@ -270,7 +270,7 @@ class DraftInput(msgspec.Struct, array_like=True, gc=False):
     and removes what does not follow.  If the sequence goes on from the step before, the tokens which that step gives it
     come behind them; see ``Continued``."""
     n_drafts: int = 0
-    """It proposes at most so many tokens after them, none behind one that ends the answer.  The step verifies these with
+    """It proposes at most this many tokens after them, none behind one that ends the answer.  The step verifies these with
     the sequence's last token.  0 while tokens are missing."""
     temperature: float = 0.0
     """With which the sequence is sampled; 0 if it is greedy.  At a high one drafts are less likely to be right."""

@@ -291,7 +291,7 @@ class Worker:
         self._report_revoked(output)
 
     def _report_revoked(self, *before: FromEngine) -> None:
-        """Send ``before``, and withdrawn steps as far as it is their turn, in one write."""
+        """Send ``before``, and the answers for revoked steps whose turn has come, in one write."""
         waiting = self._steps[0].number if self._steps else math.inf
         turn = [each for each in self._revoked if each.number < waiting]
         self._revoked = [each for each in self._revoked if each.number > waiting]

@@ -176,7 +176,7 @@ class Pool:
 
         Args:
             keep: never evict this one.
-            n_sequences: so many free sequence ids are needed as well.
+            n_sequences: this many free sequence ids are needed as well.
 
         Returns:
             Whether there is room now.

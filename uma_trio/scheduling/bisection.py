@@ -10,7 +10,7 @@ import attrs
 T = TypeVar("T")
 
 FATAL_CRASHES = 2
-"""A sequence that was in as many fatal steps without progress in between, and alone in the last one, is to blame."""
+"""A sequence is to blame if it was in this many fatal steps without progress in between, and alone in the last one."""
 
 
 @attrs.define
@@ -40,7 +40,7 @@ class CrashBisection(Generic[T]):
         return bool(self._suspects)
 
     def current(self, able: Collection[T]) -> Collection[T]:
-        """The sequences that may run now: the first group of which some are ``able`` to; empty: all may."""
+        """The sequences that may run now: the first group with a member in ``able``.  Empty: all may run."""
         return next((group for group in self._groups if any(item in able for item in group)), ())
 
     def crashed(self, ends: Mapping[T, int]) -> T | None:
@@ -50,7 +50,7 @@ class CrashBisection(Generic[T]):
             ends: for each sequence in it, how many tokens it would have had in the KV cache after the step.
 
         Returns:
-            The sequence to blame, if that is clear now; it is a suspect no longer.
+            The sequence to blame, if that is clear now.  It is then no longer a suspect.
         """
         self.n_crashes += 1
         self._groups = [left for group in self._groups if (left := [item for item in group if item not in ends])]

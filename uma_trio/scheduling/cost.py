@@ -3,6 +3,7 @@
 The time of a tick is close to linear in what it computes::
 
     t = a * n_calls + b * prefill_tokens + c * decode_rows + d * context_tokens + e * prefill_attention
+        + f * n_adapter_changes
 
 ``context_tokens`` is what the attention of the decode rows reads.  ``prefill_attention`` is what the attention of the
 prefill chunks reads: a chunk of n tokens after m tokens reads n * m + n * n / 2.  The last chunks of a long prompt
@@ -67,8 +68,8 @@ TICKS_IN_TIME: Final = 0.9
 """Share of the ticks that should take no longer than predicted and the margin."""
 
 MARGIN_STEP: Final = 0.5
-"""How fast a margin follows: a tick that was longer raises it by about this share, and those that were not lower it by
-as much together."""
+"""How fast a margin follows.  A tick that took longer than predicted and the margin raises it by about this share.  The
+nine of ten ticks that did not lower it by about as much together."""
 
 N_MARGINS: Final = 12
 """Ticks of different duration have margins of their own: each twice as long as the one before, from 1 ms on."""
@@ -79,8 +80,8 @@ overhead, and measurements have noise."""
 
 FIRST_TRIAL: Final = 16
 MAX_TRIAL_INTERVAL: Final = 1024
-"""Ticks before the first comparison of a split with one call, and at most between two.  They become rarer as long as
-they confirm what is usual."""
+"""Ticks before the first comparison of a split with one call, and most ticks between two comparisons.  Comparisons become
+rarer as long as they confirm the usual way."""
 
 TRIAL_TICKS: Final = 4
 """Ticks of each kind that are compared.  The fastest counts: the first one after a change takes longer, since llama.cpp
@@ -113,24 +114,23 @@ CURVE_SCALE: Final = 10.0
 """Unit of the measured time of a tick's rows, which is the second feature where there are curves."""
 
 TILE_ROWS: Final = 16
-"""Ticks are corrected by their rows, in classes of so many: all rows of a tile take the same."""
+"""Predictions are corrected for each tile of this many rows: all row counts of a tile take the same time."""
 
 CORRECTION_STEP: Final = 0.5
 CORRECTION_DECAY: Final = 0.01
 MAX_CORRECTION: Final = 1.25
-"""A tick moves the correction of its class by half of what was missing in logarithms, within these bounds.  Those of all
-classes fade, because what is around a tick changes: on an H100 the step from 128 to 160 rows took 3 ms with a short KV
+"""A tick moves the correction of its tile by half of the error in logarithms, within these bounds.  The corrections of all
+tiles fade, because the conditions of a tick change: on an H100 the step from 128 to 160 rows took 3 ms with a short KV
 cache and 7 ms with 24,000 cells, since attention has tiles of its own."""
 
 STAIR_RATE: Final = 0.99
-"""The longest prefill chunk that is in time is taken, of those that compute at least this share of the tokens a
-millisecond that the best one does: so a chunk ends at the top of a stair."""
-
+"""The plan takes the longest prefill chunk in time that reaches this share of the best speed, in tokens a millisecond.  So a
+chunk ends just before a stair."""
 
 PREFILL_SPEED: Final = 0.75
-"""A chunk is only as long as gives prompts this share of the tokens a millisecond that the longest chunk gives.  On an
-H100 with a 7B model, 248 tokens take 33 ms and 504 take 55: streams wait little more than half as long, and all work
-together takes 3 % longer."""
+"""A chunk is the shortest one that reaches this share of the speed of the longest chunk, in prompt tokens a millisecond.
+On an H100 with a 7B model, 248 tokens take 33 ms and 504 take 55: streams wait little more than half as long, and all
+work together takes 3 % longer."""
 
 PREFILL_SHARES: Final = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0)
 """The chunks that are compared, as shares of the longest one."""
@@ -184,7 +184,7 @@ class LinearModel:
         return max(0.0, self._linear(self._features(work)) * self._correction(work.prefill_tokens + work.decode_rows))
 
     def predict_rows(self, work: Work) -> float:
-        """The same without the attention of prefill tokens to those before them."""
+        """Predicted milliseconds of ``work``, without the attention of prefill tokens to the tokens before them."""
         x = self._features(work)
         rows_ms = self._linear(x) - self.coefficients[4] * x[4]
         return rows_ms * self._correction(work.prefill_tokens + work.decode_rows)
@@ -249,7 +249,7 @@ class LinearModel:
     def max_prefill_tokens(self, ms: float, work: Work) -> float:
         """Prefill tokens with which ``work`` is predicted to take ``ms``; negative if it takes longer with none.
 
-        With curves, they are fewer if the last ones would take longer than the ones before.  The prefill tokens of
+        With curves, tokens that would begin an expensive stair are left out.  The prefill tokens of
         ``work`` itself are ignored.
         """
         if self.curves is not None:
@@ -349,10 +349,10 @@ def _non_negative(coefficients: Features, information: Sequence[Features]) -> Fe
 
 @attrs.frozen
 class SplitTrial:
-    """Compares ticks of so many decode rows in one call and in several.  Immutable.
+    """Compares ticks in one call with ticks in several calls, for one number of decode rows.  Immutable.
 
-    Now and then a few ticks are computed in the other way than usual, and compared with the usual ones just before, of
-    nearly the same contexts on a machine that is as busy.
+    Now and then a few ticks are computed the other way, and compared with the usual ticks just before them.  These have
+    nearly the same contexts, on a machine that is as busy.
     """
 
     share: float
@@ -466,7 +466,7 @@ class CostModel:
     """Ticks with prefill."""
     call_times: DecodeCallTimes = DecodeCallTimes()
     knows_stairs: bool = False
-    """Whether the time of ticks by their rows is a staircase was measured."""
+    """It was measured whether the time of ticks by their rows is a staircase."""
 
     def predict(self, work: Work) -> float:
         """Predicted milliseconds of a tick."""
@@ -480,7 +480,7 @@ class CostModel:
         return CostModel(self.decode_only.observed(work, ms), self.mixed, call_times, self.knows_stairs)
 
     def with_curves(self, curves: PrefillCurves) -> CostModel:
-        """With the measured time of ticks with prefill.  Without stairs, the line that was learned is as good."""
+        """Use the measured time of ticks with prefill.  Curves without stairs are ignored: a learned line is as good."""
         if not curves.has_stairs:
             return attrs.evolve(self, knows_stairs=True)
         call_ms, _, row_ms, *others = self.decode_only.coefficients
@@ -511,10 +511,10 @@ class CostModel:
         return self.call_times.ms[rows] + self.decode_only.coefficients[3] * context_tokens / FEATURE_SCALES[3]
 
     def call_price(self, max_rows: int) -> Callable[[int, int], float]:
-        """What predicts the milliseconds of decode calls of at most ``max_rows`` rows, by rows and context.
+        """Return a function that predicts the milliseconds of a decode call, from its rows and its context.
 
-        The measured times if all these row counts were measured, and otherwise the regression alone: it learns from
-        whole ticks, so the two would not compare.
+        It uses the measured times if all row counts up to ``max_rows`` were measured, and otherwise the regression
+        alone.  The regression learns from whole ticks, so the two cannot be compared.
         """
         if max_rows <= self.call_times.max_rows:
             return self.decode_call_ms

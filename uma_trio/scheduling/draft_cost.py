@@ -26,7 +26,7 @@ class DraftCost:
     """Each token that the draft model has not computed before it begins to propose some."""
 
     def ms(self, calls: float, n_tokens: float) -> float:
-        """Predicted milliseconds of so many calls, with so many tokens besides one for each call."""
+        """Predicted milliseconds of ``calls`` calls, with ``n_tokens`` tokens in addition to one for each call."""
         return self.call_ms * calls + self.token_ms * n_tokens
 
     def observed(self, calls: int, n_tokens: int, ms: float) -> DraftCost:

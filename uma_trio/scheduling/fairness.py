@@ -38,7 +38,7 @@ MAX_SKIPPED_TICKS: Final = 8
 been skipped for longer."""
 
 ROTATION_PERIOD: Final = 32
-"""Every so many ticks that serve a group, its first burst goes to the next prompt by sequence id, whatever the
+"""Once in this many ticks that serve a group, its first burst goes to the next prompt by sequence id, whatever the
 deadlines: a prompt with a late deadline is not overtaken for ever."""
 
 _DUE_S: Final = attrgetter("due_s")

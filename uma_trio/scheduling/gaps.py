@@ -1,7 +1,7 @@
 """Gaps in the sequence ids of decodes: with per-sequence KV each gap is a reason for another call, or for filler rows.
 
 llama.cpp computes only rows of consecutive ids together.  The engine can add a row for each id that is missing, and
-forgets its token right after the call.  That is worth it where a row costs less than a call: nearly always on a GPU, and
+removes its token right after the call.  That is worth it where a row costs less than a call: nearly always on a GPU, and
 seldom on a CPU.
 """
 
@@ -33,7 +33,7 @@ def contexts_with_fillers(views: Sequence[SequenceView], fillers: Mapping[int, i
     """Context lengths of the rows of one call, those of its filler rows included.
 
     Args:
-        fillers: tokens that each sequence holds that may get a filler row.
+        fillers: the sequences that may get a filler row: the tokens that each holds, by sequence id.
     """
     contexts = [view.n_context for view in views]
     if fillers and len(views) > 1 and views[-1].seq_id - views[0].seq_id >= len(views):
@@ -56,7 +56,7 @@ def join_runs(
     Args:
         views: by sequence id.
         runs: the calls of each run, as their numbers of views.
-        fillers: tokens that each sequence holds that may get a filler row.
+        fillers: the sequences that may get a filler row: the tokens that each holds, by sequence id.
         pads: attention takes as long for each row of a call as for the row with the longest context.
 
     Returns:

@@ -49,8 +49,8 @@ MIN_DRAFT_SPEEDUP: Final = 1.05
 """Draft tokens are verified only if that gives this many times as many tokens a millisecond."""
 
 STEPS_WITHOUT_DRAFTS: Final = 64
-"""After so many ticks that could have had draft tokens, one has some, also where that is predicted not to pay: otherwise
-nobody learns that they are cheaper or better by now."""
+"""After this many ticks in a row that could have had draft tokens and had none, one has some, although that is predicted
+not to pay: otherwise the cost model would not learn that they have become cheaper or better."""
 
 
 @attrs.frozen
@@ -113,7 +113,7 @@ class Plan:
     drafts: Sequence[int] = ()
     """Draft tokens to verify with each of ``decodes``; empty if there are none.  The draft model may propose fewer."""
     min_draft_probability: float = 0.0
-    """A draft of the draft model ends where all of it is right with less than this: more would cost more than it gives."""
+    """The draft model ends a draft when all of it is right with less than this probability: more would not pay."""
 
 
 def plan(
@@ -162,9 +162,9 @@ def plan(
         pads_attention: attention takes as long for each row of a call as for the row with the longest context.
             Sequences with very different context lengths then go into separate calls if that is faster.
         records_calls: the device records a call that is like the one before, to repeat it (CUDA graphs).
-        fillers: tokens that sequences hold, by id, of all to which the engine can add a row where their id is missing
-            in a call (``ModelInfo.fills_gaps``).  Such a call is one in spite of its gaps, if that is predicted to be
-            faster than one call for each run of consecutive ids.
+        fillers: the sequences that can get a filler row (``ModelInfo.fills_gaps``): the tokens that each holds, by
+            sequence id.  A call with gaps stays one call if that is predicted to be faster than one call for each run
+            of consecutive ids.
         draft_cost: predicts the time of the draft model, if there is one.
         gap_ms: how long the device waits before a tick.  Draft tokens make fewer ticks, and so fewer gaps.
 
@@ -380,7 +380,7 @@ def _choose_prefill(
 
 
 def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int, state: PolicyState) -> bool:
-    """Whether the call is like the one before.  One token fewer makes it another one.
+    """Whether the call is like the call before.  With one token fewer it is not.
 
     Recording takes several milliseconds, which the calls after it do not give back: with prefill, the KV cache is soon
     256 cells longer, and then all is recorded anew.
@@ -462,7 +462,7 @@ def _choose_drafts(
     verified, best_draft_ms = work, 0.0
     most = sum([_expected_tokens(view.acceptance_rate, view.n_drafts) for view in decodes])
     if most <= best_rate * (cost.predict(attrs.evolve(work, decode_rows=len(decodes) + 1)) + gap_ms):
-        return best, verified, best_draft_ms  # the usual case where nothing can be foreseen, in no time
+        return best, verified, best_draft_ms  # the usual case: nothing can be foreseen
     left_ms = _ms_until_due(decodes, now_s)
     n_missing = sum([view.n_missing for view in decodes if view.drafts_by_model])
     for length in DRAFT_LENGTHS:
@@ -497,7 +497,7 @@ def _choose_drafts(
 
 
 def _min_probability(n: int, work: Work, cost: CostModel, draft_cost: DraftCost) -> float:
-    """With what probability one more draft token takes as long as it saves, next to ``work`` for ``n`` streams."""
+    """The probability at which one more draft token costs as much as it saves, next to ``work`` for ``n`` streams."""
     plain_ms = cost.predict(work)
     row_ms = cost.predict(attrs.evolve(work, decode_rows=work.decode_rows + 1)) - plain_ms
     low, high = DRAFT_PROBABILITIES

@@ -25,7 +25,7 @@ MIN_DEVIATION: Final = 0.03
 """A curve that is smooth within this share of its times has no stairs."""
 
 STEEP: Final = 1.25
-"""Between two measured row counts there is a stair if a row takes so many times as long as the ones before."""
+"""Between two measured row counts there is a stair if a row takes this many times as long as the rows before."""
 
 MAX_TILE: Final = 16
 """Rows that the smallest tiles of kernels have, at most."""
@@ -35,8 +35,8 @@ MAX_TILE: Final = 16
 class RowCurve:
     """Time by rows, never falling.
 
-    Between two measured row counts it is straight, and so it is behind the last one.  Where there is a stair between them,
-    all rows after the first one are on it: where it begins is not known.
+    The curve is straight between two measured row counts, and after the last one.  If there is a stair between the two,
+    all rows after the first one count as on the stair, because nobody knows where it begins.
     """
 
     rows: tuple[int, ...]
@@ -64,7 +64,7 @@ class RowCurve:
         return self.ms[n - 1] + (rows - self.rows[n - 1]) * self.slope(n)
 
     def slope(self, n: int) -> float:
-        """Milliseconds of a row up to the ``n``-th measured row count; behind the last one, as in the last half."""
+        """Milliseconds of a row just before the ``n``-th measured row count; after the last one, those of the last half."""
         first, last = (n - 1, n) if n < len(self.rows) else (n // 2 - 1, n - 1)
         return (self.ms[last] - self.ms[first]) / (self.rows[last] - self.rows[first])
 
@@ -76,12 +76,12 @@ class RowCurve:
         return self.slope(n) > STEEP * mean
 
     def may_hide_a_stair(self, n: int) -> bool:
-        """Whether only measured row counts are sure between the ``n``-th one and the one before."""
+        """Whether there may be an unknown stair between the ``n``-th measured row count and the one before."""
         return n < len(self.rows) and (self.rows[n] - self.rows[n - 1] > MAX_TILE or self.is_steep(n))
 
     @property
     def deviation(self) -> float:
-        """How far the curve is from rows with an equal price and their attention, as a share of its times, at most."""
+        """The largest distance from a parabola (rows of equal price, and their attention), as a share of the time."""
         left: Sequence[float] = self.ms
         basis: list[list[float]] = []
         for degree in range(3):  # Gram-Schmidt: what is left without a parabola
@@ -119,12 +119,12 @@ class PrefillCurves:
     """How many decodes ``mixed`` was measured with."""
 
     def of(self, decode_rows: int) -> tuple[RowCurve, int, int]:
-        """The curve for ticks with so many decodes, how many of them count as rows, and how many it was measured with."""
+        """The curve for ticks with ``decode_rows``, how many of these it counts as rows, and how many it was measured with."""
         if decode_rows and self.mixed is not None:
             return self.mixed, decode_rows, self.n_decodes
         return self.prompt, 0, 0
 
     @property
     def has_stairs(self) -> bool:
-        """Whether a line, and attention, are far from what was measured next to decodes."""
+        """Whether the measured curve is far from a smooth one."""
         return (self.mixed or self.prompt).deviation > MIN_DEVIATION

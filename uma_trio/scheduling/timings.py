@@ -51,7 +51,7 @@ class StepTimings:
         self._n_batch = n_batch
 
     def change_threads(self, before: int, now: int) -> None:
-        """Steps are computed with another number of threads from now on.  What was learned with it before counts again."""
+        """Steps are computed with ``now`` threads from now on.  The costs that were learned with as many threads return."""
         self._others[before] = self.cost
         self.cost = self._others.get(now, self.cost)
 

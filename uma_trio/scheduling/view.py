@@ -46,8 +46,8 @@ class SequenceView(msgspec.Struct, frozen=True, gc=False):
     adapters: Scales = ()
     """LoRA adapters and their scales.  One call computes only sequences with the same."""
     drafts_by_model: bool = False
-    """The draft model proposes them, which takes time."""
+    """The draft model proposes the draft tokens, which takes time."""
     draft_precision: float = 1.0
-    """Recent share of the tokens that it proposed which were accepted.  It proposes fewer than it may."""
+    """Recent share of the draft model's tokens that were accepted.  It often proposes fewer tokens than it may."""
     n_missing: int = 0
-    """Tokens that it computes before it proposes the first."""
+    """Tokens that the draft model computes before it proposes the first one."""

@@ -1,7 +1,7 @@
 """Draft tokens of a draft model: which sequences get some, and how much of them it has computed.
 
-The draft model runs in the engine, right before the model that verifies.  It computes a sequence when drafts are
-predicted to pay for that, some hundred tokens a step; what it holds is what its latest answer says.
+The draft model runs in the engine, right before the model that verifies.  It computes a sequence if drafts are predicted
+to pay for that, some hundred tokens a step.  Its latest answer says what it holds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ log = structlog.get_logger("uma_trio.serving")
 INITIAL_RATE: Final = 0.85
 """Acceptance rate with which every sequence begins."""
 
-HOPE_WEIGHT: Final = 0.05
-"""With every new sequence the acceptance rate of all sequences goes so much of the way back: texts may have changed."""
+RESET_WEIGHT: Final = 0.05
+"""Each new sequence moves the acceptance rate of all sequences back to the initial one by this share: texts may have
+changed."""
 
 RATE_WEIGHT: Final = 0.12
 """Weight of the latest draft token in the acceptance rate of its sequence."""
@@ -33,16 +34,17 @@ PRECISION_WEIGHT: Final = 0.2
 """Weight of the latest draft in the share of proposed tokens that is right."""
 
 SHARED_WEIGHT: Final = 0.03
-"""The same for the rate of all sequences, which decides whether a long prompt is worth computing."""
+"""Weight of the latest draft token in the acceptance rate of all sequences, which decides whether the draft model computes a
+long prompt."""
 
 MAX_STREAMS: Final = 8
-"""Sequences that it proposes tokens for in one step, at most."""
+"""Most sequences for which the draft model proposes tokens in one step."""
 
 FEW_MISSING: Final = 16
-"""So many tokens of a sequence it computes whatever they are good for."""
+"""The draft model computes up to this many missing tokens of a sequence without asking whether that pays."""
 
 MAX_MISSING: Final = 256
-"""Tokens of a sequence that it computes in the step in which it proposes the next ones, at most."""
+"""Most missing tokens of a sequence that the draft model computes in the step in which it proposes the next ones."""
 
 ANSWER_WEIGHT: Final = 0.1
 """Weight of the latest answer in the mean length of answers."""
@@ -70,7 +72,7 @@ class DraftModel:
     def begin(self, sequence: Sequence) -> None:
         """Propose tokens for ``sequence`` from now on."""
         sequence.draft_state = DraftState(INITIAL_RATE)
-        self._acceptance_rate += HOPE_WEIGHT * (INITIAL_RATE - self._acceptance_rate)
+        self._acceptance_rate += RESET_WEIGHT * (INITIAL_RATE - self._acceptance_rate)
 
     def ended(self, sequence: Sequence) -> None:
         """``sequence`` has ended, and tells how long answers are."""
@@ -97,11 +99,11 @@ class DraftModel:
         return state
 
     def n_missing(self, sequence: Sequence) -> int:
-        """Tokens that it lacks of ``sequence``."""
+        """Tokens of ``sequence`` that the draft model has not computed."""
         return sequence.n_known - self._state(sequence).n_computed
 
     def can_draft(self, sequence: Sequence, most: int, cost: CostModel, n_new: int = 0) -> int:
-        """How many tokens it could propose for ``sequence`` in the next step, at most ``most``.
+        """How many tokens the draft model could propose for ``sequence`` in the next step, at most ``most``.
 
         Args:
             n_new: tokens that the step in flight gives the sequence at most.
@@ -112,17 +114,17 @@ class DraftModel:
         return max(0, min(most, self._max_tokens - sequence.n_known - n_new, n_left - n_new))
 
     def is_far_behind(self, sequence: Sequence) -> bool:
-        """Whether it lacks so many tokens of ``sequence`` that it computes them before it proposes some."""
+        """Whether too many tokens of ``sequence`` are missing to compute them in the step of the next draft."""
         return self.n_missing(sequence) > self._max_missing
 
     def should_catch_up(self, sequence: Sequence, cost: CostModel) -> bool:
-        """Whether it is far behind, and computing what it lacks is predicted to pay."""
+        """Whether the draft model is far behind, and computing the missing tokens is predicted to pay."""
         if sequence.draft_state is None or sequence.n_known >= self._max_tokens:
             return False
         return self.is_far_behind(sequence) and self._is_worth(sequence, cost)
 
     def _is_worth(self, sequence: Sequence, cost: CostModel) -> bool:
-        """Whether the rest of the answer is predicted to gain more than computing the tokens takes that it lacks."""
+        """Whether drafts are predicted to save more in the rest of the answer than the missing tokens cost."""
         assert sequence.draft_state is not None
         n_missing = self.n_missing(sequence)
         if n_missing <= FEW_MISSING:
@@ -135,7 +137,7 @@ class DraftModel:
         return (p * plain_ms - self_ms) * n_left > self.cost.ms(n_missing / self._max_batch, n_missing)
 
     def catch_up(self, sequences: Iterable[Sequence], time_ms: float) -> list[DraftInput]:
-        """Inputs with tokens that it lacks of ``sequences``, as many as it computes in ``time_ms``."""
+        """Inputs with missing tokens of ``sequences``, as many as the draft model computes in ``time_ms``."""
         room = self._max_batch
         if self.cost.token_ms:
             room = min(room, max(self._max_missing, int((time_ms - self.cost.call_ms) / self.cost.token_ms)))
@@ -147,7 +149,7 @@ class DraftModel:
         return found
 
     def input(self, sequence: Sequence, n_drafts: int, room: int = MAX_MISSING) -> DraftInput:
-        """The next ``room`` tokens that it lacks of ``sequence``, and how many drafts follow."""
+        """The next ``room`` missing tokens of ``sequence``, and how many drafts follow."""
         state = self._state(sequence)
         assert state.seq_id is not None
         start, end = state.n_computed, min(sequence.n_known, state.n_computed + room)

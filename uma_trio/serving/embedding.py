@@ -30,7 +30,8 @@ MIN_TOKENS: Final = 16
 """Tokens of a chunk, at least, unless there are fewer."""
 
 RATE_WEIGHT: Final = 0.3
-"""Weight of the latest chunk in the time for a token, if it took less than predicted.  More time counts at once."""
+"""Weight of the latest chunk in the time for a token, if the chunk took less than predicted.  A longer time counts at
+once."""
 
 MAX_FLOATS_PER_EVENT: Final = 16_384
 """More embeddings take several events: encoding one keeps the event loop for about a millisecond."""
@@ -39,7 +40,7 @@ DIGITS: Final = 8
 """Decimal places of an embedding's numbers: what 32-bit floats can hold of numbers below 1."""
 
 FATAL_CRASHES: Final = 2
-"""A request that was in so many steps that killed the engine fails."""
+"""A request fails if it was in this many steps that killed the engine."""
 
 
 @attrs.define(eq=False)
@@ -97,7 +98,7 @@ class EmbeddingChunk:
 
     inputs: Sequence[EmbeddingInput]
     owners: Sequence[PendingEmbeddings]
-    """Whose each of ``inputs`` is."""
+    """The request of each of ``inputs``."""
     predicted_ms: float
 
     @property
@@ -209,7 +210,7 @@ class EmbeddingQueue:
         return EmbeddingChunk(inputs, owners, n_tokens * (self._ms_per_token or 0.0))
 
     def _turns(self, service: Service) -> Iterator[PendingEmbeddings]:
-        """Whose text is next: that which goes on, then those of the owners whose clients read, in their order."""
+        """Whose text is next: first the text in progress, then those of clients that read, least served principal first."""
         if self._in_progress is not None:
             yield self._in_progress
         for pending in sorted(self._pending, key=lambda pending: service.counter(pending.principal.name)):

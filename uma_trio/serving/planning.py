@@ -50,7 +50,7 @@ INITIAL_ACCEPTANCE_RATE_IF_REQUESTED: Final = 0.95
 """The same where the request asks for speculation."""
 
 MASK_TIMEOUT_MS: Final = 10.0
-"""A sequence whose mask is not ready so long after the logits is left out, and computed again in a later step."""
+"""A sequence whose mask is not ready this long after the logits is left out, and computed again in a later step."""
 
 LONG_MASK_TIMEOUT_MS: Final = 1000.0
 """The same where that is impossible, because the memory cannot be truncated: then the sequence fails."""
@@ -77,9 +77,9 @@ class NoStep(enum.Enum):
 class StepPlanner:
     """Plans the steps of one engine, one after another.
 
-    Everything that it is given changes between two plans.  It changes itself what a plan moves: waiting sequences that
-    run now, texts and KV operations that are taken from their queues, the policy's state.  So a planned step must be
-    submitted, or given back with ``undo``.
+    Its arguments change between two plans, and planning changes some of them: waiting sequences start to run, texts and KV
+    operations leave their queues, and the policy's state advances.  So a planned step must be submitted, or given back
+    with ``undo``.
     """
 
     _info: ModelInfo
@@ -323,7 +323,7 @@ class StepPlanner:
         """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
         had_chunk, self._had_chunk = self._had_chunk, False
         if not self._embeddings.is_ready or (self._bisection.is_active and (decodes or prefills)):
-            return None  # a crash must be one's fault
+            return None  # after a crash, texts and sequences are suspected separately
         time_ms = self._limits.prefill_tick_ms
         if decodes:
             time_ms = 1e3 * (min([view.due_s for view in decodes]) - trio.current_time())

@@ -18,7 +18,7 @@ from uma_trio.offload import Offloader
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.fairness import Service
-from uma_trio.scheduling.returns import Returns
+from uma_trio.scheduling.retry_schedule import RetrySchedule
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.telemetry import Telemetry
@@ -40,7 +40,7 @@ def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
 
 
 PREEMPT_AFTER_S: Final = 0.5
-"""A sequence whose client has not read for so long loses its place, if others wait for one."""
+"""A sequence loses its place to a waiting one if its client has not read for this long."""
 
 
 class RunningSet:
@@ -302,7 +302,7 @@ class WaitingQueue:
         self._n_sequences = info.n_seq_max
         self._max_length = max_length
         self._sequences: list[Sequence] = []
-        self._returns = Returns()
+        self._retries = RetrySchedule()
         self._blocked: tuple[Sequence, int] | None = None
         """The first in line found no room when the cache was as it is."""
 
@@ -334,7 +334,7 @@ class WaitingQueue:
             QueueFull, KvFull: too many wait already.
         """
         if not self._sequences and not self._running:
-            self._returns.clear()
+            self._retries.clear()
         for n, sequence in enumerate(sequences):
             if self._sequences or not self._running.allocate(sequence):
                 if len(self._sequences) >= self._max_length:
@@ -348,7 +348,7 @@ class WaitingQueue:
                 self._sequences.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """``sequence`` waits no longer."""
+        """Remove ``sequence``, which no longer waits."""
         self._sequences.remove(sequence)
 
     @property
@@ -413,4 +413,4 @@ class WaitingQueue:
         at_a_time = max(1, len(self._running))
         turns = 1 + len(self._sequences) // at_a_time
         served_s = 1e-3 * served_ms
-        return round(1e3 * self._returns.wait_s(trio.current_time(), turns * served_s, served_s / at_a_time))
+        return round(1e3 * self._retries.wait_s(trio.current_time(), turns * served_s, served_s / at_a_time))

@@ -1,6 +1,6 @@
-"""From the fields of a request to sequences: what is asked is compared with what the model and the server can give.
+"""Makes sequences from the fields of a request, or refuses what the model or the server cannot serve.
 
-Everything here happens before any work, and every refusal says the numbers.
+Everything here happens before any work, and every refusal has the numbers.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Stats:
         self._info = info
         self._perf = perf
         self.sinks: list[PerfSink] = [] if perf is None else [perf]
-        """Who gets records.  Without any, none is made."""
+        """Receivers of records.  Without receivers, no record is made."""
         self._debug = debug
         self._model_size = ModelSize(info.size_bytes, info.kv_bytes_per_token, info.n_layer, info.n_embd, info.n_vocab)
         self.telemetry.bytes_per_s = info.memory_bytes_per_s

@@ -136,7 +136,7 @@ class InFlightStep:
             self.rows[sequence].dropped = True
 
     def move(self, sequence: Sequence, n_tokens: int) -> None:
-        """The step before left so many tokens of ``sequence`` more than was planned; mostly a negative number."""
+        """The step before left ``n_tokens`` more tokens of ``sequence`` than was planned; mostly a negative number."""
         if sequence in self.rows:
             self.rows[sequence].end += n_tokens
 

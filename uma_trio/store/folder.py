@@ -185,7 +185,7 @@ class PrivateFolder:
             return os.open(name, flags, 0o600, dir_fd=self.descriptor)
 
     def exists(self, name: str) -> bool:
-        """Tells whether the name is taken, be it by a symbolic link."""
+        """Tells whether the name is taken, also by a symbolic link."""
         with self.os_errors("inspect", name):
             try:
                 os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)

@@ -90,7 +90,7 @@ class StateFolder:
 
     Args:
         folder: created if missing.  Only one process at a time can use it.
-        max_bytes: most bytes of all files together.  Removed files count no longer, even while they are still open.
+        max_bytes: most bytes of all files together.  Removed files do not count, even while they are open.
         fingerprint: identifies the library, the model and the layout of its contexts.  States with another fingerprint
             are foreign: they are not listed, and stay until they are the least recently used.
         readers: most threads that read and hash one state together; small states need only one.
@@ -309,8 +309,8 @@ class StateFolder:
         """Opens a state after verifying every byte of it.
 
         Args:
-            verify: otherwise only the metadata is verified, if the state is in the page cache; ``reader.hashes`` is for
-                whoever reads it.
+            verify: if False, and the state is in the page cache, only the metadata is verified.  Whoever reads the state
+                then verifies it with ``reader.hashes``.
 
         Raises:
             CorruptState: the file is not what was written; it was quarantined.

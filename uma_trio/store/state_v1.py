@@ -64,7 +64,7 @@ def decode(
     """Decodes and verifies everything but the state.
 
     Args:
-        read: returns at most so many bytes from an offset of the file.
+        read: returns at most this many bytes, from an offset of the file.
 
     Raises:
         DamagedFile: something is cut off, altered or out of range, or ``key`` is not the one that was used.

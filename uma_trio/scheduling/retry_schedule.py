@@ -12,7 +12,7 @@ LONGEST_WAIT_S: Final = 60.0
 
 
 @attrs.define
-class Returns:
+class RetrySchedule:
     """Gives each refused request a moment of its own.
 
     Without it, all that were refused together would come back together, and most of them would be refused again.
