@@ -14,7 +14,7 @@ import uma_trio
 from uma_trio.cli.exits import clean_exit, open_closed_streams, require_utf8
 
 COMMANDS = {
-    "serve": "Load a model once, or several, and serve them to many clients.",
+    "serve": "Load one or several models, and serve them to many clients.",
     "ask": "Ask the daemon and stream the answer.",
     "chat": "Chat with the daemon on a terminal.",
     "rerank": "Rank documents by how well they answer a query.",
@@ -96,7 +96,7 @@ class LazyGroup(SuggestingGroup):
 def main() -> None:
     """An LLM daemon over llama.cpp whose streams never freeze.
 
-    One model, one continuously batched context, many clients on a Unix socket.
+    Many clients share each model, on a Unix socket and over HTTP.
 
     \b
       uma-trio serve                                  serve the embedded demo model

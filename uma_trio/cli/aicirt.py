@@ -31,17 +31,17 @@ import click
     "--busy-wait-time", type=click.IntRange(0), default=200, help="Accepted and not used: this runtime never spins."
 )
 @click.option(
-    "--wasm-max-forks", type=click.IntRange(1), default=16, show_default=True, help="Sequences of one request."
+    "--wasm-max-forks", type=click.IntRange(1), default=16, show_default=True, help="Most sequences of one request."
 )
 @click.option(
-    "--wasm-max-memory", type=click.IntRange(1, 4096), default=64, show_default=True, help="MiB of one controller."
+    "--wasm-max-memory", type=click.IntRange(1, 4096), default=64, show_default=True, help="Most MiB of one controller."
 )
 @click.option(
     "--uma-max-total-memory",
     type=click.IntRange(1),
     default=2048,
     show_default=True,
-    help="MiB of all controllers together. Above that, the request that has the most fails. Not in the reference "
+    help="Most MiB of all controllers together. Above that, the request that has the most fails. Not in the reference "
     "implementation.",
 )
 @click.option(
@@ -49,14 +49,14 @@ import click
     type=click.IntRange(1, 600_000),
     default=4,
     show_default=True,
-    help="Milliseconds of post_pre_process.",
+    help="Most milliseconds of a post_pre_process call.",
 )
 @click.option(
     "--wasm-max-step-time",
     type=click.IntRange(1, 600_000),
     default=150,
     show_default=True,
-    help="Milliseconds of mid_process.",
+    help="Most milliseconds of a mid_process call.",
 )
 @click.option(
     "--wasm-max-init-time",
@@ -83,7 +83,7 @@ import click
     type=click.IntRange(1),
     default=1024,
     show_default=True,
-    help="MiB of all modules on disk. Above that, the least recently used modules without a tag are removed "
+    help="Most MiB of all modules on disk. Above that, the least recently used modules without a tag are removed "
     "first. Not in the reference implementation.",
 )
 @click.option(

@@ -29,7 +29,7 @@ STDIN_NOTICE_S = 1.0
 @click.option(
     "--raw",
     is_flag=True,
-    help="Continue the text as it is, without the chat template. A session has it for all its requests or for none.",
+    help="Continue the text as it is, without the chat template. All requests of a session use it, or none.",
 )
 @click.option("--no-special", is_flag=True, help="With --raw: treat control tokens in the text as plain text.")
 @click.option("--n", type=click.IntRange(1, 16), help="Number of answers, printed one after another.")

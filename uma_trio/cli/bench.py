@@ -106,26 +106,35 @@ def command(
     again after each.  With --quick the loads are so small that they run without a GPU too, to try the set.
 
     \b
-    mixed       streams next to long prompts at targets of 18 and 30 ms and the default (with --rival)
-    streams     8 and 32 plain streams
-    stairs      what ticks take by their rows, and how well they are predicted
-    contexts    eight streams in contexts of 16,384 tokens
-    layers      plain streams on several GPUs with split_mode layer
-    tensors     the same with split_mode tensor
-    restore     sessions that continue, from memory and from disk
-    gap         how long the GPU waits between ticks
-    fit         a model that is served with less and less memory
-    adapters    ticks of streams with several LoRA adapters
-    constraints what a JSON schema costs
+    mixed        streams next to long prompts at targets of 18 and 30 ms and the default (with --rival)
+    streams      8 and 32 plain streams
+    stairs       what ticks take by their rows, and how well they are predicted
+    contexts     eight streams in contexts of 16,384 tokens
+    layers       plain streams on several GPUs with split_mode layer
+    tensors      the same with split_mode tensor
+    restore      sessions that continue, from memory and from disk
+    gap          how long the GPU waits between ticks
+    fit          a model that is served with less and less memory
+    adapters     ticks of streams with several LoRA adapters
+    constraints  what a JSON schema costs
 
-    These scripts in benches/ run by themselves: kv_layout.py compares layouts of the KV cache, layout_choice.py
-    asks whether the daemon chooses the right one, stairs.py measures ticks by their rows, fit.py takes memory
-    away and asks whether a model is still served, adapters.py measures ticks with several LoRA adapters,
-    drafts.py what a draft model gains, two_models.py how two models share the cores, constrained.py what a
-    constraint costs and controllers.py what a controller costs, embeddings.py compares texts to embed with llama-server,
-    controllers_recovery.py ends the runtime of controllers under load, http_probes.py asks /healthz and
-    /metrics during prefill, llama_server_tests.py runs llama-server's own tests, and policy_sim.py runs the
-    scheduling policy on simulated devices.
+    These scripts in benches/ run by themselves:
+
+    \b
+    kv_layout.py             layouts of the KV cache
+    layout_choice.py         whether the daemon chooses the right layout
+    stairs.py                ticks by their rows
+    fit.py                   whether a model is still served while memory is taken away
+    adapters.py              ticks with several LoRA adapters
+    drafts.py                what a draft model gains
+    two_models.py            how two models share the cores
+    constrained.py           what a constraint costs
+    controllers.py           what a controller costs
+    controllers_recovery.py  the runtime of controllers is killed under load
+    embeddings.py            texts to embed, next to llama-server
+    http_probes.py           /healthz and /metrics during prefill
+    llama_server_tests.py    llama-server's own tests
+    policy_sim.py            the scheduling policy on simulated devices
 
     After Ctrl-C, the report covers the benchmarks that have finished.  Exit codes: 0 success, 1 a benchmark failed,
     2 no benchmark could run.

@@ -125,8 +125,8 @@ def list_(as_json: bool, socket: str | None) -> None:
 @command.command()
 @click.argument("controller")
 @click.argument("file", required=False, type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
-@click.option("--arg", help="What the controller gets: a text.")
-@click.option("--arg-json", help="What the controller gets: a JSON value.")
+@click.option("--arg", help="The argument of the controller: a text.")
+@click.option("--arg-json", help="The argument of the controller: a JSON value.")
 @click.option("--model", help="Name of the model that answers.  [default: the daemon's first]")
 @click.option("--max-tokens", type=click.IntRange(1), help="Maximum number of tokens of each answer.")
 @click.option("--temp", "temperature", type=click.FloatRange(0, 100), help="Temperature.  [default: 0, greedy]")
@@ -137,7 +137,7 @@ def list_(as_json: bool, socket: str | None) -> None:
 @click.option("--stats", is_flag=True, help="Print on stderr how many tokens each answer has.")
 @socket_option(verbose="Print on stderr what the controllers print, and which daemon answers.")
 def run(controller: str, file: Path | None, as_json: bool, stats: bool, socket: str | None, **options: Any) -> None:
-    """Run CONTROLLER, a module id or a tag, and stream its text.  FILE is what it gets, such as a program; - is stdin.
+    """Run CONTROLLER, a module id or a tag, and stream its text.  FILE is its argument, such as a program; - is stdin.
 
     The text of one answer comes as it is generated; where the controller removes some, an arrow follows.  An answer that
     forks is printed at the end, as a tree.

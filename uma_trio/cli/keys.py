@@ -43,10 +43,10 @@ def command() -> None:
     """
 
 
-@command.command()
+@command.command(short_help="Make a key for a tenant, and print it.")
 @click.argument("name")
-@click.option("--weight", type=float, help="Share of the model against others, who have 1.")
-@click.option("--max-requests", type=int, help="Answers in flight at a time.")
+@click.option("--weight", type=float, help="Share of the model, relative to tenants with 1.")
+@click.option("--max-requests", type=int, help="Most answers in flight at a time.")
 @click.option("--rpm", "requests_per_minute", type=int, help="Requests a minute.")
 @click.option("--tpm", "tokens_per_minute", type=int, help="Tokens a minute, of prompts and answers together.")
 @click.option("--quota", help="Tokens a day or a month, such as 1000000/month.", metavar="TOKENS[/day|/month]")
@@ -93,7 +93,7 @@ def create(name: str, quota: str | None, file: Path | None, as_json: bool, **lim
         )
 
 
-@command.command("list")
+@command.command("list", short_help="List all tenants, their keys and limits.")
 @_file
 @_json
 def list_(file: Path | None, as_json: bool) -> None:

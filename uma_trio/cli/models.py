@@ -62,7 +62,7 @@ def command(context: click.Context, as_json: bool) -> None:
         _list(as_json)
 
 
-@command.command("list")
+@command.command("list", short_help="List all models of this machine.")
 @_json
 def list_(as_json: bool) -> None:
     """List all models: their size, quantization and context, who keeps them, and whether a daemon serves them."""
@@ -133,7 +133,7 @@ def show(model: str, as_json: bool) -> None:
         click.echo(f"{key} = {_short(value)}")
 
 
-@command.command()
+@command.command(short_help="Delete the files of a downloaded model.")
 @click.argument("model", shell_complete=model_name)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 def remove(model: str, yes: bool) -> None:
@@ -224,7 +224,7 @@ def alias(name: str | None, model: str | None, removing: bool, as_json: bool) ->
             aliases[name] = meaning
 
 
-@command.command()
+@command.command(short_help="Have the daemon load a model.")
 @click.argument("model")
 @click.option("--socket", type=click.Path(path_type=Path, readable=False), help=DEFAULT_SOCKET)
 def load(model: str, socket: Path | None) -> None:
@@ -232,7 +232,7 @@ def load(model: str, socket: Path | None) -> None:
     _manage("load", model, socket)
 
 
-@command.command()
+@command.command(short_help="Have the daemon unload a model when it is idle.")
 @click.argument("model")
 @click.option("--socket", type=click.Path(path_type=Path, readable=False), help=DEFAULT_SOCKET)
 def unload(model: str, socket: Path | None) -> None:

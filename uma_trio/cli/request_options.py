@@ -175,7 +175,9 @@ OPTIONS: Final = (
         help="Continue or begin this session. See uma-trio sessions.",
     ),
     click.option(
-        "--n-keep", type=click.IntRange(0), help="If the context is too small, drop the oldest tokens after this many."
+        "--n-keep",
+        type=click.IntRange(0),
+        help="If the context is too small, keep this many tokens at the beginning, and drop the oldest ones after them.",
     ),
     click.option(
         "--show-reasoning/--hide-reasoning",

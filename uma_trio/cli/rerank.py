@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Rank documents by how well they answer QUERY, the best one first.
 
-    Each line has the model's score and the document.  Of the scores only the order has a meaning.  The daemon must
+    Each line has the model's score and the document.  Only the order of the scores has a meaning.  The daemon must
     serve a reranker, a model with a classification head: uma-trio models shows what a model can do.
 
     \b

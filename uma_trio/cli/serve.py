@@ -136,7 +136,7 @@ def _address(args: list[str]) -> str:
 @click.option("--print-config", is_flag=True, help="Print all settings as a YAML file, and exit.")
 @_options
 def command(file: Path | None, print_config: bool, **flags: Any) -> None:
-    """Load a model once, or several, and serve them to many clients.
+    """Load one or several models, and serve them to many clients.
 
     Every flag can also be set in a YAML file (--config; --print-config prints an example) or in an environment variable
     (UMA_MAX_CONNECTIONS for --max-connections).  Flags override variables, and variables override the file.

@@ -78,7 +78,7 @@ def list_(context: click.Context, as_json: bool, model: str | None, socket: str 
     _list(context, as_json or context.obj[0], model, socket)
 
 
-@command.command()
+@command.command(short_help="Show how long and how old a session is.")
 @click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @_options
 @click.pass_context
@@ -106,7 +106,7 @@ def describe(context: click.Context, session_id: str, as_json: bool, model: str 
         click.echo(f"{name:<11}{value}")
 
 
-@command.command()
+@command.command(short_help="Show the messages of a session.")
 @click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @_options
 @click.pass_context
@@ -142,7 +142,7 @@ def show(context: click.Context, session_id: str, as_json: bool, model: str | No
         click.echo("\n" + _shown(found.text, keep="\n\t"))
 
 
-@command.command()
+@command.command(short_help="Write the messages of a session to a file.")
 @click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @_model_option
@@ -180,7 +180,7 @@ def export(context: click.Context, session_id: str, file: Path | None, model: st
         _fail(f"cannot write {file}: {error.strerror}")
 
 
-@command.command()
+@command.command(short_help="Copy a session; both continue independently.")
 @click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @click.argument("new_id", metavar="NEW_NAME")
 @_options
@@ -195,7 +195,7 @@ def fork(
     _print(found, as_json or context.obj[0])
 
 
-@command.command()
+@command.command(short_help="Delete sessions, also from the disk.")
 @click.argument("session_ids", metavar="NAME...", nargs=-1, shell_complete=session_name)
 @click.option("--all", "close_all", is_flag=True, help="Close all your sessions, after a question.")
 @click.option("--yes", is_flag=True, help="With --all: do not ask.")

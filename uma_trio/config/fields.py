@@ -66,7 +66,7 @@ class Model:
     )
     alias: str | None = setting(
         None,
-        "Name under which clients see the model. If not given, the one that it was found by, or that of the file.",
+        "Name under which clients see the model. If not given, the name by which it was found, or the name of the file.",
         short="-a",
         metavar="NAME",
     )
@@ -114,7 +114,7 @@ class Model:
         "llama3",
     ] = setting(
         "auto",
-        "How the model writes calls of tools. auto: as its chat template says; hermes, as in Qwen, if that says nothing.",
+        "How the model writes calls of tools. auto: as its chat template says, or hermes (as in Qwen) if that says nothing.",
     )
     fit: Literal["on", "off"] = setting(
         "on",
@@ -201,8 +201,8 @@ class Model:
     )
     n_cpu_moe: int = setting(
         0,
-        "Keep the experts of the first layers in the machine's memory: of this many layers. For a mixture of experts that does "
-        "not fit on the GPU, whose other weights then do.",
+        "Keep the experts of this many layers, the first ones, in the machine's memory. It helps if a mixture of experts does "
+        "not fit on the GPU, and its other weights do.",
         short="-ncmoe",
         ge=0,
         le=1000,
