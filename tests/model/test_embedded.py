@@ -68,8 +68,8 @@ def test_answers_that_the_readme_and_other_tests_rely_on(examiner: Examiner, que
 
 
 def test_a_sample_of_the_exam(examiner: Examiner) -> None:
-    """Three held-out questions of every skill except the longest.  The model card has the whole exam."""
-    questions = [one for one in corpus.exam(3, seed=2) if one.skill not in ("counting, very long", "documents 4k-7k")]
+    """A held-out question of every skill except the longest.  The model card has the whole exam."""
+    questions = [one for one in corpus.exam(1, seed=2) if one.skill not in ("counting, very long", "documents 4k-7k")]
     marked = list(examiner.mark(questions))
     wrong = [(one.question.skill, one.question.answer[:80], one.said[:80]) for one in marked if not one.right]
     assert len(wrong) <= 0.05 * len(marked), wrong
