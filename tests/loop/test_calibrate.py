@@ -174,6 +174,15 @@ async def test_what_is_known_is_not_measured_again(autojump_clock):
     assert found.predict(Work(64, 4, 100)) == pytest.approx(known.predict(Work(64, 4, 100)), rel=0.02)
 
 
+@pytest.mark.parametrize("n_seq_max", [1, 2])
+async def test_with_few_sequences_less_is_checked(autojump_clock, n_seq_max):
+    engine = FakeEngine(n_ctx=8192, n_seq_max=n_seq_max, cost_ms=line_ms)
+    known = await measured(engine)
+    n_steps = len(engine.steps)
+    await measured(engine, known)
+    assert len(engine.steps) - n_steps == 4, "two prompts, a decode, and one that empties the KV cache"
+
+
 async def test_on_a_busy_machine_what_is_known_is_kept_and_corrected(autojump_clock):
     known = await measured(FakeEngine(n_ctx=8192, cost_ms=line_ms))
     busy = FakeEngine(n_ctx=8192, cost_ms=lambda prompt, decodes: 3 * line_ms(prompt, decodes))
