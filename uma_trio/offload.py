@@ -457,7 +457,7 @@ class Offloader:
         self._wake()
 
     def _fail(self, allocation: Allocation, reason: object) -> None:
-        """It goes unsaved, and its tokens will be computed again."""
+        """Do not save ``allocation``; its tokens will be computed again."""
         log.warning("a sequence could not be saved", reason=str(reason), tokens=len(allocation.tokens))
         self.metrics.save_failed_total += 1
         self._give_up(allocation)

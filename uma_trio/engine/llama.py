@@ -470,8 +470,13 @@ class LlamaEngine:
 
     @staticmethod
     def _wait_for_rest(check: StateCheck) -> None:
-        """Keys and values that turn out to be damaged stay in cells that are free again.  Attention reads free cells, and
-        one NaN in them is enough to spoil other sequences.  Nothing clears such cells but a new context.
+        """Wait until the whole state is verified.
+
+        Damaged keys and values stay in cells that are free again.  Attention reads free cells, and one NaN in them is
+        enough to spoil other sequences.  Only a new context clears such cells.
+
+        Raises:
+            EngineError: the state was damaged, and had been copied.
         """
         try:
             check.wait()

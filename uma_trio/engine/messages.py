@@ -264,16 +264,16 @@ class DraftInput(msgspec.Struct, array_like=True, gc=False):
 
     seq_id: int
     position: int
-    """Tokens of the sequence that it has computed for certain, by the latest ``Draft``."""
+    """Tokens of the sequence that the draft model has certainly computed, by the latest ``Draft``."""
     tokens: Sequence[int]
-    """The tokens after these: all others that are known, or the first of them.  It computes those that it does not hold,
-    and removes what does not follow.  If the sequence goes on from the step before, the tokens which that step gives it
-    come behind them; see ``Continued``."""
+    """The tokens after these: all others that are known, or the first of them.  The draft model keeps the tokens of this
+    list that it holds already, removes all other tokens after ``position``, and computes the rest of the list.  If the
+    sequence goes on from the step before, the tokens that this step samples come last; see ``Continued``."""
     n_drafts: int = 0
-    """It proposes at most this many tokens after them, none behind one that ends the answer.  The step verifies these with
+    """Most draft tokens to propose after ``tokens``; none follows a token that ends the answer.  The step verifies them with
     the sequence's last token.  0 while tokens are missing."""
     temperature: float = 0.0
-    """With which the sequence is sampled; 0 if it is greedy.  At a high one drafts are less likely to be right."""
+    """Temperature of the sequence; 0 is greedy.  At a high temperature drafts are less likely to be right."""
 
 
 class Draft(msgspec.Struct, array_like=True, gc=False):
@@ -281,7 +281,7 @@ class Draft(msgspec.Struct, array_like=True, gc=False):
 
     seq_id: int
     n_held: int
-    """Tokens of the sequence that it holds, drafts included; 0 if they are lost."""
+    """Tokens of the sequence that the draft model holds, drafts included; 0 if they are lost."""
     tokens: Sequence[int]
     """Draft tokens: each is the most likely one."""
 
@@ -292,11 +292,11 @@ class Drafted(msgspec.Struct, array_like=True, gc=False):
     drafts: Sequence[Draft] = ()
     """One for each ``DraftInput``, in order; none for sequences that the step before has ended."""
     ms: float = 0.0
-    """Part of no other duration."""
+    """Time of the draft model; no other duration includes it."""
     calls: int = 0
     """Consecutive calls of ``llama_decode``."""
     n_tokens: int = 0
-    """Tokens of the inputs that it computed."""
+    """Tokens of the inputs that the draft model computed."""
     failure: str | None = None
     """Why there are no drafts.  Nothing else is lost."""
 
@@ -340,7 +340,7 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     """What the draft model computes before the calls; at most ``draft_batch`` tokens.  A sequence for which it may propose
     tokens is in the calls with its last token and one sample."""
     min_draft_probability: float = 0.0
-    """A draft ends before the token with which all of it is right with a lower probability than this."""
+    """A draft ends before the token at which the probability that all of it is right falls below this."""
     embedding_adapters: Scales = ()
     """The adapters of the texts to embed.  A text that goes on has those of its first chunk."""
 

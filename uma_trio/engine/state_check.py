@@ -52,7 +52,7 @@ class StateCheck:
                 raise DamagedState(f"it was altered between byte {at} and {at + PAGE_BYTES}")
 
     def begin(self, n_bytes: int) -> None:
-        """Have the threads begin, and wait until nothing is unverified of the first ``n_bytes`` but keys and values.
+        """Start the threads, and wait until the first ``n_bytes`` are verified, except for keys and values.
 
         Raises:
             DamagedState: the state was altered, or there is not one hash for each page.
