@@ -220,7 +220,7 @@ class Trial:
         return min(MAX_CURVE_DECODES, self._info.n_seq_max - 1) if self._info.unified else 0
 
     async def chunk_ms(self, n_decodes: int, n: int) -> float | None:
-        """Milliseconds of a call with the first ``n`` tokens of a prompt, behind this many decodes; ``None``: no room."""
+        """Milliseconds of a call with ``n_decodes`` decodes and the first ``n`` tokens of a prompt; ``None``: no room."""
         held = self._lengths.pop(n_decodes, 0)
         shape = [*[(seq, 1) for seq in range(n_decodes)], (n_decodes, n)]
         if not self.fits(shape):

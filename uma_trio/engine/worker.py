@@ -181,7 +181,7 @@ class StepRunner:
 
 
 def _end(each: StepInput, n: int) -> int:
-    """Tokens that a sequence holds after ``each``, of which all samples behind the first ``n`` are void."""
+    """Tokens that a sequence holds after ``each``, if only its first ``n`` samples count."""
     return each.position + len(each.tokens) - len(each.samples) + n
 
 
@@ -196,7 +196,7 @@ def _following(sample: SampleRequest, token: int) -> SampleRequest:
 
 
 def _with_drafts(each: StepInput, drafts: Sequence[int]) -> StepInput:
-    """``each`` with draft tokens behind its own, and a sample for each of them."""
+    """``each`` with draft tokens after its own, and a sample for each of them."""
     if not drafts:
         return each
     samples = [*each.samples]

@@ -453,7 +453,7 @@ def _choose_drafts(
     Empty if ``work``, which has none, gives more tokens a millisecond.
 
     Args:
-        tries: there are some even so, as far as the deadlines allow.
+        tries: have some even if that is predicted not to pay, as far as the deadlines allow.
     """
     together = _widths(decodes)
     work = attrs.evolve(work, n_calls=len(together))  # more calls are as fast at least

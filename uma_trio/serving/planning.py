@@ -266,7 +266,7 @@ class StepPlanner:
         """``view`` with the drafts that prompt lookup, the grammar or the draft model has.
 
         Args:
-            step: in flight.  Prompt lookup may have drafts behind it if it has some now.
+            step: in flight.  Prompt lookup may have drafts after it if it has some now.
         """
         n = len(sequence.drafts(MAX_DRAFTS))
         if n:

@@ -472,7 +472,7 @@ class Scheduler:
     # 2. submit what is planned
 
     def _submit(self, planned: PlannedStep | NoStep) -> None:
-        """Send the next step to the engine, if there is one; behind the step in flight, if there is one."""
+        """Send the next step to the engine, if there is one.  The engine computes it after the step in flight."""
         if isinstance(planned, NoStep):
             return
         in_flight = self._in_flight[0] if self._in_flight else None

@@ -267,7 +267,7 @@ class Sequence:
 
     def prefill_input(self, start: int, n: int) -> StepInput:
         """``n`` tokens after the first ``start``; the step samples if they are the last known ones."""
-        end = start + n  # behind the prompt if the KV cache was lost in the middle of the answer
+        end = start + n  # after the prompt if the KV cache was lost in the middle of the answer
         tokens = self.known_tokens(start, end)
         samples = [self._sample_request(len(self.tokens))] if end == self.n_known else []
         grammar = self._grammar_state() if samples else None
