@@ -47,17 +47,17 @@ def command() -> None:
 @click.argument("name")
 @click.option("--weight", type=float, help="Share of the model, relative to tenants with 1.")
 @click.option("--max-requests", type=int, help="Most answers in flight at a time.")
-@click.option("--rpm", "requests_per_minute", type=int, help="Requests a minute.")
-@click.option("--tpm", "tokens_per_minute", type=int, help="Tokens a minute, of prompts and answers together.")
-@click.option("--quota", help="Tokens a day or a month, such as 1000000/month.", metavar="TOKENS[/day|/month]")
+@click.option("--rpm", "requests_per_minute", type=int, help="Most requests a minute.")
+@click.option("--tpm", "tokens_per_minute", type=int, help="Most tokens a minute, of prompts and answers together.")
+@click.option("--quota", help="Most tokens a day or a month, such as 1000000/month.", metavar="TOKENS[/day|/month]")
 @click.option("--admin/--no-admin", default=None, help="Whether the tenant may use the routes for operators.")
 @_file
 @_json
 def create(name: str, quota: str | None, file: Path | None, as_json: bool, **limits: Any) -> None:
     """Make a key for the tenant NAME, and print it: it is stored nowhere and cannot be shown again.
 
-    A tenant may have several keys, for example to replace one without a break.  Limits that are given change those of a
-    tenant who exists.
+    A tenant may have several keys, for example to replace one without a break.  Limits that you give replace those of
+    an existing tenant.
 
     \b
       uma-trio keys create alice --weight 2 --rpm 60 --tpm 20000 --quota 5000000/month

@@ -34,8 +34,8 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
 _model_option = click.option(
     "--model",
     shell_complete=model_name,
-    help="Name of the model whose sessions these are.  [default: the daemon's first; list and close --all: all that are "
-    "loaded]",
+    help="Name of the model whose sessions these are.  [default: the daemon's first model; for list and close --all, "
+    "all that are loaded]",
 )
 
 
