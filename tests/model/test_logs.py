@@ -27,17 +27,7 @@ def test_a_description_says_how_many_weights_there_are(n_params, shown):
     assert described("llama 7B Q8_0", n_params) == "llama 7B Q8_0"
 
 
-def test_the_start_has_one_line_for_each_fact(library, tmp_path):
-    with real_daemon(folder=tmp_path) as daemon:
-        pass
-    lines = {line["event"]: line for line in daemon.log_lines()}
-    assert set(START) <= set(lines)
-    assert lines["model"]["description"] == "llama 7.2M Q8_0"
-    assert (lines["KV cache"]["parallel"], lines["KV cache"]["ctx_per_request"]) == (8, 8192)
-    assert lines["serving"]["socket"] == str(daemon.socket)
-
-
-def test_each_answer_has_one_line(library, tmp_path):
+def test_each_fact_at_the_start_and_each_answer_has_one_line(library, tmp_path):
     with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
         long = "The red fox and the blue bird went to the river. " * 8
         first = wire.ask(id="a", keep_alive=True, prompt=long, max_tokens=5, ignore_eos=True)
@@ -52,6 +42,11 @@ def test_each_answer_has_one_line(library, tmp_path):
         assert refused.code == "E_LIMIT_MAX_TOKENS"
         wire.send(id="f", prompt="Hello", max_tokens=1, model="other")
         wire.rest()
+    found = {line["event"]: line for line in daemon.log_lines()}
+    assert set(START) <= set(found)
+    assert found["model"]["description"] == "llama 7.2M Q8_0"
+    assert (found["KV cache"]["parallel"], found["KV cache"]["ctx_per_request"]) == (8, 8192)
+    assert found["serving"]["socket"] == str(daemon.socket)
     lines = [line for line in daemon.log_lines() if line["event"] == "request"]
     assert [line["id"] for line in lines] == ["a", "b", "c", "c", "d"]
     a, b, c, other, d = lines

@@ -148,10 +148,14 @@ def test_a_closed_terminal_drains(library, tmp_path):
 
 
 def test_usr1_writes_a_private_snapshot(library, tmp_path):
+    """Without the folder that is only logged."""
     folder = tmp_path / "snapshots"
-    folder.mkdir()
     with real_daemon("--snapshot-dir", str(folder), folder=tmp_path, umask=0) as daemon:
-        daemon.ask(**SHORT)
+        for n in range(3):
+            daemon.signal(signal.SIGUSR1)
+            daemon.logged("cannot write the metrics snapshot", n + 1)
+        assert daemon.ask(**SHORT).reason == "length"
+        folder.mkdir()
         daemon.signal(signal.SIGUSR1)
         until = time.monotonic() + 60
         while not (files := list(folder.glob("uma-metrics-*.json"))):
@@ -162,14 +166,6 @@ def test_usr1_writes_a_private_snapshot(library, tmp_path):
         assert snapshot["requests_total"] == {"length": 1}
         assert snapshot["tokens_total"] == 30
         assert list(folder.iterdir()) == files, "no temporary file is left"
-
-
-def test_usr1_without_a_snapshot_folder_is_only_logged(library, tmp_path):
-    with real_daemon("--snapshot-dir", str(tmp_path / "none"), folder=tmp_path) as daemon:
-        for n in range(3):
-            daemon.signal(signal.SIGUSR1)
-            daemon.logged("cannot write the metrics snapshot", n + 1)
-        assert daemon.ask(**SHORT).reason == "length"
 
 
 def test_logs_are_json_lines_without_a_terminal(library, tmp_path):
