@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine, VirtualLink
 from uma_trio.engine.calibrate import CHECKED, CURVE_ROUNDS, calibrate
-from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
+from uma_trio.scheduling.cost import CostModel, Work
+from uma_trio.scheduling.decode_split import DecodeCallTimes
 from uma_trio.scheduling.row_curve import MIN_POINTS
 
 

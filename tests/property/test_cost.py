@@ -18,15 +18,13 @@ from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, Device, SimulatedS
 from uma_trio.scheduling.cost import (
     CONTEXT_ALIGNMENT,
     FEATURE_SCALES,
-    FIRST_TRIAL,
     MAX_MARGIN,
     MIN_MARGIN,
-    SPLIT_THRESHOLD,
     CostModel,
-    DecodeCallTimes,
     LinearModel,
     Work,
 )
+from uma_trio.scheduling.decode_split import FIRST_TRIAL, SPLIT_THRESHOLD, DecodeCallTimes
 
 DEVICES = [CPU, GPU, QUICK, FLAT, SLOW]
 

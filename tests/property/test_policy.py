@@ -20,7 +20,8 @@ from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, STAIRS, TOO_SLOW, 
 from uma_trio.config import Scheduling
 from uma_trio.scheduling import cost as cost_module
 from uma_trio.scheduling import policy
-from uma_trio.scheduling.cost import FEATURE_SCALES, CostModel, DecodeCallTimes, LinearModel, Work
+from uma_trio.scheduling.cost import FEATURE_SCALES, CostModel, LinearModel, Work
+from uma_trio.scheduling.decode_split import DecodeCallTimes
 from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD, Service
 from uma_trio.scheduling.policy import (
     DRAFT_LENGTHS,

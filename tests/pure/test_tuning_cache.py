@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from uma_trio.engine.tuning_cache import load_costs, model_fingerprint, save_costs
-from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
+from uma_trio.scheduling.cost import CostModel, Work
+from uma_trio.scheduling.decode_split import DecodeCallTimes
 from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
 
 

@@ -13,7 +13,8 @@ from uma_trio.engine.link import EngineLink
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
 from uma_trio.kv.ops import KvOp, Truncate
 from uma_trio.sampling import SamplingParams
-from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
+from uma_trio.scheduling.cost import CostModel, Work
+from uma_trio.scheduling.decode_split import DecodeCallTimes
 from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve, noise
 
 CHECKED: Final = (((0, 16),), ((0, 1),), ((0, 1), (1, 1), (2, 1), (3, 1)), ((0, 64),), ((0, 1), (1, 1), (2, 32)))

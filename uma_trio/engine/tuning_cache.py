@@ -20,7 +20,8 @@ import platformdirs
 
 from uma_trio.engine.layout import LayoutChoice
 from uma_trio.engine.split import existing_parts
-from uma_trio.scheduling.cost import MAX_MARGIN, N_FEATURES, N_MARGINS, CostModel, DecodeCallTimes, LinearModel
+from uma_trio.scheduling.cost import MAX_MARGIN, N_FEATURES, N_MARGINS, CostModel, LinearModel
+from uma_trio.scheduling.decode_split import DecodeCallTimes
 from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
 
 log = logging.getLogger("uma_trio.models")
