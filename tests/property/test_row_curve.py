@@ -204,6 +204,17 @@ def test_a_correction_fades_where_its_row_count_does_not_occur() -> None:
     assert cost.predict(slow) < 1.05 * expected
 
 
+def test_a_hiccup_is_corrected_within_a_few_ticks() -> None:
+    cost, work = calibrated(STAIRS), Work(56, 8, 3000)
+    for _ in range(20):
+        cost = cost.observed(work, STAIRS.exact_ms(work))
+    cost = cost.observed(work, 20 * STAIRS.exact_ms(work))
+    assert cost.predict(work) <= 1.2 * STAIRS.exact_ms(work)
+    for _ in range(4):
+        cost = cost.observed(work, STAIRS.exact_ms(work))
+    assert cost.predict(work) == pytest.approx(STAIRS.exact_ms(work), rel=0.03)
+
+
 @pytest.mark.parametrize("target", [14.0, 18.0, 23.0, 30.0])
 def test_streams_on_stairs_meet_tight_targets(target: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a line through the stairs predicts is wrong by more than the margin."""

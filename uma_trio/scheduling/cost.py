@@ -205,8 +205,7 @@ class LinearModel:
             return self.corrections
         tile = math.ceil(rows / TILE_ROWS)
         found = {each: correction ** (1 - CORRECTION_DECAY) for each, correction in self.corrections.items()}
-        corrected = found.get(tile, 1.0) * max(ratio, 1 / MAX_CORRECTION) ** CORRECTION_STEP
-        found[tile] = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, corrected))
+        found[tile] = _bounded(found.get(tile, 1.0) * _bounded(ratio) ** CORRECTION_STEP)
         return found
 
     def margin(self, ms: float) -> float:
@@ -283,6 +282,10 @@ class LinearModel:
             work.prefill_tokens * attention / FEATURE_SCALES[4],
             work.n_adapter_changes,
         )
+
+
+def _bounded(correction: float) -> float:
+    return min(MAX_CORRECTION, max(1 / MAX_CORRECTION, correction))
 
 
 def _duration_class(ms: float) -> int:
