@@ -37,7 +37,7 @@ class MemoryFiles:
     garbled: bool = False
     """Files are damaged although their checksums are right."""
     altered: bool = False
-    """Files are damaged at their end, and their checksums show it to whoever looks."""
+    """Files are damaged at their end.  ``open`` finds that only with ``verify``."""
     open_files: int = 0
     _names: Any = attrs.field(factory=lambda: itertools.count(1))
 

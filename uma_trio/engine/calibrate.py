@@ -65,7 +65,8 @@ async def calibrate(
     """Measure some small steps of an engine, whose KV cache is empty before and after.
 
     Takes about twice ``budget_s``, and ``CURVE_BUDGET_S`` if no earlier run has measured the curves.  If ``known`` still
-    holds, it takes the time of the steps in ``CHECKED``.  Steps for which sequences, cells or the batch are too small are left out.
+    holds, it takes the time of the steps in ``CHECKED``.  Steps for which sequences, cells or the batch are too small are
+    left out.
 
     Args:
         known: what an earlier run has learned.
