@@ -4,6 +4,7 @@
     python benches/policy_sim.py --device gpu --requests 2000 --load 0.7 --target-tbt-ms 50
     python benches/policy_sim.py --device wide --load 20 --csv policy.csv
     python benches/policy_sim.py --device h100 --mixed-load --target-tbt-ms 18
+    python benches/policy_sim.py --device h200 --mixed-load --noise 0.01
 
 The plans come from the daemon's own ``plan()`` with a cost model that learns online.  Only the device and the clock are
 simulated: the time of a tick follows the formula of the device, with noise.  Requests arrive at random (Poisson).
@@ -11,7 +12,7 @@ simulated: the time of a tick follows the formula of the device, with noise.  Re
 For comparison, the same arrivals run under the policy of most servers: a token for each stream, then prompts in the
 order of their sequence ids until the batch is full.
 
-``--mixed-load`` has 8 streams of 400 tokens and six prompts of 4,700 tokens instead, one every 0.3 s.
+``--mixed-load`` has 8 streams of 400 tokens and six prompts of 4,040 tokens instead, one every 0.3 s.
 
 The exit code is 1 if anything starved under the daemon's policy: a stream was left out of a tick (a background stream
 out of more than four in a row), an admitted prompt did not advance within the bound in docs/ARCHITECTURE.md, or a
@@ -38,6 +39,7 @@ from report import cell, quantiles, table
 from uma_trio.config import Scheduling
 from uma_trio.demo.recording import percentile
 from uma_trio.engine.calibrate import CURVE_ROUNDS, CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS
+from uma_trio.scheduling.attention import Attention, AttentionScan
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
 from uma_trio.scheduling.policy import MAX_BACKGROUND_SKIPS, Plan, PolicyState, PrefillChunk, plan
@@ -48,6 +50,9 @@ HOST_MS = 0.3
 """Time between two ticks that the daemon spends on the CPU."""
 
 PRINCIPALS = 8
+
+MAX_IDLE_CELLS = 28_672
+"""Cells of ended requests that are kept for reuse, at most: a quarter of a cache of 114,688."""
 
 
 @attrs.frozen
@@ -66,8 +71,18 @@ class Device:
     n_batch: int
     stairs: tuple[tuple[int, float], ...] = ()
     """Rows and milliseconds of ticks with prefill, where they are no line.  Between them the time rises with each tile."""
+    scan_ms: tuple[float, ...] = ()
+    """For 1,000 cells of the cache, by ``SCAN_ROWS`` rows of a tick with prefill, if attention scans all of them."""
+
+    @property
+    def scan(self) -> AttentionScan:
+        return AttentionScan.CACHE if self.scan_ms else AttentionScan.SEQUENCE
 
     def ms(self, work: Work) -> float:
+        if self.scan_ms and work.prefill_tokens:
+            rows = work.prefill_tokens + work.decode_rows
+            tiles = min(len(self.scan_ms), -(-rows // SCAN_ROWS))
+            return self.stair_ms(rows) + self.scan_ms[tiles - 1] * work.mean_prefill_context / 1000
         if self.stairs and work.prefill_tokens:
             context = self.d * work.context_tokens + self.e * work.prefill_tokens * work.mean_prefill_context
             return self.stair_ms(work.prefill_tokens + work.decode_rows) + context
@@ -99,6 +114,17 @@ H100_STAIRS = (
 """Rows and milliseconds of ticks with 8 decodes and one chunk, unified KV; the steps at multiples of ``TILE_ROWS`` are
 what the measured times (docs/benchmarks/gpu.md) leave room for."""
 
+H200_STAIRS = (
+    (0, 6.7), (8, 8.7), (16, 9.72), (32, 10.93), (48, 11.93), (64, 13.22), (80, 14.76), (96, 16.25), (112, 17.46),
+    (128, 19.10), (160, 22.51), (192, 24.86), (224, 27.00), (256, 29.36), (320, 35.85), (384, 39.58), (512, 46.91),
+)  # fmt: skip
+"""The same on an H200, as a start measured it."""
+
+SCAN_ROWS = 64
+
+H200_SCAN_MS = (0.10, 0.18, 0.30, 0.45, 0.72, 0.87, 1.0, 1.15)
+"""What ticks of up to 320 rows took longer there with 5,000 to 25,000 cells in use.  More rows are an estimate."""
+
 TILES = tuple((64 * n + row, 11.0 + 5 * n) for n in range(8) for row in (1, 64))
 
 DEVICES = {
@@ -106,13 +132,14 @@ DEVICES = {
     "gpu": Device("gpu", 4.6, 0.087, 0.17, 0.00004, 0.0000021, 9.0, 256, 2048),
     "wide": Device("wide", 5.0, 0.004, 0.005, 0.000001, 0.0000001, 2.0, 10_000, 16_384),
     "h100": Device("h100", 5.9, 0.084, 0.195, 0.00001, 0.000003, 0.0, 256, 512, H100_STAIRS),
+    "h200": Device("h200", 5.55, 0.084, 0.195, 0.000007, 0.0, 0.0, 256, 512, H200_STAIRS, H200_SCAN_MS),
     "tiles": Device("tiles", 5.9, 0.084, 0.195, 0.00001, 0.000003, 0.0, 256, 512, TILES),
 }
 """cpu: one thread, 125M parameters at 8 bits.  gpu: an H200, 7B at 8 bits, with llama.cpp's limit of 256 sequences.
 wide: a device that does not exist, with ten thousand sequences at once.  h100: the same model there, with the steps in
-the cost of a call that were measured.  tiles: a device that does not exist, with tiles of 64 rows and nothing between."""
+the cost of a call that were measured.  h200: the same, and attention scans all cells in use.  tiles: a device that does not exist, with tiles of 64 rows and nothing between."""
 
-REQUESTS = {"cpu": 400, "gpu": 10_000, "wide": 10_000, "h100": 3_000, "tiles": 3_000}
+REQUESTS = {"cpu": 400, "gpu": 10_000, "wide": 10_000, "h100": 3_000, "h200": 3_000, "tiles": 3_000}
 
 SIZES = {
     Priority.INTERACTIVE: (0.5, 80, 120),
@@ -168,7 +195,7 @@ def mixed_load(limits: Scheduling) -> list[Request]:
     """Streams, and long prompts after a while."""
     target_s = limits.target_tbt_ms / 1e3
     streams = [Request(20, 400, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(8)]
-    prompts = [Request(4700, 64, 0.5 + 0.3 * n, target_s, Priority.NORMAL, "0") for n in range(6)]
+    prompts = [Request(4040, 64, 0.5 + 0.3 * n, target_s, Priority.NORMAL, "0") for n in range(6)]
     return [*streams, *prompts]
 
 
@@ -230,7 +257,9 @@ class UmaTrio:
         key = min(waiting, key=lambda key: (key[0], counter(key[1]), self._queues[key][0].arrived_s))
         return self._queues[key].popleft()
 
-    def plan(self, decodes: list[SequenceView], prefills: list[SequenceView], now_s: float) -> Plan:
+    def plan(
+        self, decodes: list[SequenceView], prefills: list[SequenceView], now_s: float, attention: Attention
+    ) -> Plan:
         chosen = plan(
             decodes,
             prefills,
@@ -239,6 +268,7 @@ class UmaTrio:
             cost=self.cost,
             max_tokens=self._device.n_batch,
             limits=self._limits,
+            attention=attention,
         )
         self._state = chosen.state
         return chosen
@@ -267,7 +297,9 @@ class FillBatch:
     def next(self) -> Request | None:
         return self._queue.popleft() if self._queue else None
 
-    def plan(self, decodes: list[SequenceView], prefills: list[SequenceView], now_s: float) -> Plan:
+    def plan(
+        self, decodes: list[SequenceView], prefills: list[SequenceView], now_s: float, attention: Attention
+    ) -> Plan:
         left = self._n_batch - len(decodes)
         chunks, before = [], 0
         for view in sorted(prefills, key=lambda view: view.seq_id):
@@ -278,8 +310,9 @@ class FillBatch:
             before += n * view.n_context
             left -= n
         n_prefill = sum(chunk.n_tokens for chunk in chunks)
-        context = sum(view.n_context for view in decodes)
-        work = Work(n_prefill, len(decodes), context, before / max(1, n_prefill))
+        contexts = [view.n_context for view in decodes]
+        context = attention.decode_context(len(contexts), sum(contexts), max(contexts, default=0))
+        work = Work(n_prefill, len(decodes), context, attention.prefill_context(before / max(1, n_prefill)))
         return Plan(decodes, tuple(chunks), PolicyState(), work, 0.0, (len(decodes),))
 
     def observe(self, work: Work, ms: float) -> None:
@@ -349,6 +382,7 @@ def simulate(
     outcome = Outcome(policy.name, requests)
     coming = deque(requests)
     n_waiting, n_finished, now, free = 0, 0, 0.0, list(range(device.parallel - 1, -1, -1))
+    idle_cells = 0
     running: dict[int, Request] = {}
     decoding: set[int] = set()
     while coming or n_waiting or running:
@@ -372,8 +406,9 @@ def simulate(
         for view in prefills:
             outcome.sequences[view.priority, view.principal].add(view.seq_id)
         outcome.most_streams = max(outcome.most_streams, len(decodes))
+        used = sum(request.n_context for request in running.values())
         began = time.thread_time()
-        chosen = policy.plan(decodes, prefills, now)
+        chosen = policy.plan(decodes, prefills, now, Attention(device.scan, idle_cells + used))
         outcome.plan_ms.append(1e3 * (time.thread_time() - began))
         if not chosen.decodes and not chosen.chunks:
             raise AssertionError("an empty plan although sequences are ready")
@@ -410,6 +445,7 @@ def simulate(
             request.n_to_generate -= 1
             if not request.n_to_generate:
                 request.is_done = True
+                idle_cells = min(idle_cells + request.n_context, MAX_IDLE_CELLS)
                 del running[seq_id]
                 decoding.discard(seq_id)
                 free.append(seq_id)

@@ -81,7 +81,7 @@ NAMES = {
 
 ATTRIBUTES = {
     "pace": "timings, StepTimings",
-    "pads": "pads_attention",
+    "pads": "AttentionScan.LONGEST",
     "piece": "token_to_bytes",
     "pieces": "tokens_to_bytes",
     "slot": "sequence, view()",

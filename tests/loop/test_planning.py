@@ -18,6 +18,7 @@ from uma_trio.offload import Offloader
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Embed, Generate
 from uma_trio.sampling import PromptLookup
+from uma_trio.scheduling.attention import AttentionScan
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel, LinearModel
 from uma_trio.scheduling.timings import StepTimings
@@ -163,6 +164,26 @@ async def test_a_stream_that_has_ended_leaves_the_others_in_one_call(planning):
     assert planned.plan.work.context_tokens == sum(held) + 40, "what the ended one has left"
     ahead = found.planner.step_ahead(found.submitted(planned))
     assert ahead.plan.call_widths == (3,)
+
+
+async def test_where_attention_scans_the_whole_cache_its_cells_count(planning):
+    """Those of streams and of ended ones, and what the step in flight adds."""
+    found = planning(attention_scan=AttentionScan.CACHE)
+    streams = [found.ask(n) for n in (5, 40, 5)]
+    while any(stream.state is not State.DECODE for stream in streams):
+        found.complete(found.submitted(found.next_step()))
+    found.running.release(streams[1], keep=True)
+    [idle] = found.cache.idle
+    planned = found.next_step()
+    held = [view.n_context for view in planned.plan.decodes]
+    cells = sum(held) + idle.n_tokens
+    assert planned.plan.work.context_tokens == 2 * cells
+    found.ask(30)
+    step = found.submitted(planned)
+    found.planner.last_was_outlier = False
+    ahead = found.planner.step_ahead(step)
+    assert ahead.plan.work.context_tokens == 2 * (cells + 2)
+    assert ahead.plan.work.mean_prefill_context == cells + 2
 
 
 async def test_a_prompt_goes_on_next_to_streams_in_a_step_that_runs_ahead(planning):

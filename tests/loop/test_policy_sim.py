@@ -26,7 +26,7 @@ def test_a_small_run_prints_both_policies_and_writes_csv(tmp_path: Path) -> None
         rows = list(csv.DictReader(written))
     assert {(row["device"], row["policy"]) for row in rows} == {
         (device, policy)
-        for device in ("cpu", "gpu", "wide", "h100", "tiles")
+        for device in ("cpu", "gpu", "wide", "h100", "h200", "tiles")
         for policy in ("uma-trio", "fill the batch")
     }
-    assert sum(int(row["requests"]) for row in rows) == 60 * 10
+    assert sum(int(row["requests"]) for row in rows) == 60 * 12

@@ -425,7 +425,6 @@ class CacheMachine(RuleBasedStateMachine):
         kv, idle = self.cache.statistics(), self.idle()
         assert kv.sequences == len(self.requests)
         assert kv.cells_reserved == sum(request.cells for request in self.requests.values())
-        assert kv.cells_used == sum(request.held for request in self.requests.values())
         assert (kv.cached_sequences, kv.cached_cells) == (len(idle), sum(map(len, idle.values())))
         assert kv.cells_reserved + kv.cached_cells <= kv.cells == self.n_cells
         assert not set(idle) & set(self.requests)
@@ -448,6 +447,10 @@ class CacheMachine(RuleBasedStateMachine):
             if request.in_flight:
                 counted[seq_id] -= request.in_flight
         assert {seq_id: n for seq_id, n in counted.items() if n} == self.cache.held()
+        computed = {seq_id: cells[: counted[seq_id]] for seq_id, cells in engine.items()}
+        running = [cells for seq_id, cells in computed.items() if seq_id in self.requests]
+        assert self.cache.cells_in_use == self.distinct(computed.values())
+        assert self.cache.statistics().cells_used == self.distinct(running)
         assert sum(map(len, engine.values())) <= self.n_cells
         for seq_id, request in self.requests.items():
             cells = engine.get(seq_id, [])
@@ -458,6 +461,11 @@ class CacheMachine(RuleBasedStateMachine):
         for seq_id, idle in self.idle().items():
             assert [cell.token for cell in engine[seq_id]] == idle
             assert not any(cell.private for cell in engine[seq_id])
+
+    def distinct(self, sequences: Iterable[list[Cell]]) -> int:
+        """Cells that ``sequences`` take; with unified KV, a copied token is in the same cell."""
+        cells = [id(cell) for each in sequences for cell in each]
+        return len(set(cells) if self.unified else cells)
 
     def teardown(self) -> None:
         """No request waits for ever: without stalls all complete after a few steps, and the cache is usable again."""

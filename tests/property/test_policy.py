@@ -20,6 +20,7 @@ from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, STAIRS, TOO_SLOW, 
 from uma_trio.config import Scheduling
 from uma_trio.scheduling import cost as cost_module
 from uma_trio.scheduling import policy
+from uma_trio.scheduling.attention import Attention, AttentionScan
 from uma_trio.scheduling.cost import FEATURE_SCALES, CostModel, LinearModel, Work
 from uma_trio.scheduling.decode_split import DecodeCallTimes
 from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD, Service
@@ -39,6 +40,14 @@ from uma_trio.scheduling.policy import (
 from uma_trio.scheduling.view import Priority, SequenceView
 
 LIMITS = Scheduling()
+PADDED = Attention(AttentionScan.LONGEST)
+KV_LAYOUTS = [
+    (True, AttentionScan.SEQUENCE),
+    (True, AttentionScan.CACHE),
+    (False, AttentionScan.SEQUENCE),
+    (False, AttentionScan.LONGEST),
+]
+"""Whether decodes and prompts are in one call, and what attention scans."""
 DEVICES = [CPU, GPU, QUICK, FLAT, SLOW, STAIRS, TOO_SLOW]
 
 
@@ -67,7 +76,7 @@ class Case:
     limits: Scheduling
     records_calls: bool = False
 
-    def plan(self) -> Plan:
+    def plan(self, attention: Attention = Attention()) -> Plan:  # noqa: B008  (immutable)
         return plan(
             self.decodes,
             self.prefills,
@@ -77,6 +86,7 @@ class Case:
             max_tokens=self.max_tokens,
             limits=self.limits,
             records_calls=self.records_calls,
+            attention=attention,
         )
 
     @property
@@ -225,6 +235,8 @@ def test_without_decodes_a_tick_is_no_longer_than_prefill_tick_ms(case: Case) ->
 def test_the_batch_is_filled_if_there_is_time_and_it_pays(case: Case) -> None:
     if not case.decodes:
         case = attrs.evolve(case, limits=attrs.evolve(case.limits, prefill_tick_ms=1e12))
+    for n, view in enumerate(case.prefills):  # what pays depends on which ones are chosen, if they differ
+        case.prefills[n] = msgspec.structs.replace(view, n_context=case.prefills[0].n_context, adapters=())
     chosen = case.plan()
     assert len(chosen.decodes) == len(case.decodes)
     pending = sum(view.n_pending for view in case.prefills)
@@ -616,12 +628,12 @@ def decode_cases(draw: st.DrawFn) -> tuple[list[SequenceView], CostModel, int]:
     return decodes, cost, len(decodes) + draw(st.sampled_from([64, 70, 100, 512]))
 
 
-@given(decode_cases(), st.sampled_from([(True, False), (False, False), (False, True)]), st.integers(0, 300))
+@given(decode_cases(), st.sampled_from(KV_LAYOUTS), st.integers(0, 300))
 def test_calls_together_have_every_decode_once(
-    case: tuple[list[SequenceView], CostModel, int], kv_layout: tuple[bool, bool], pending: int
+    case: tuple[list[SequenceView], CostModel, int], kv_layout: tuple[bool, AttentionScan], pending: int
 ) -> None:
     decodes, cost, max_tokens = case
-    mixes_prefill, pads_attention = kv_layout
+    mixes_prefill, scan = kv_layout
     prompts = [SequenceView(20, pending)] if pending else []
     chosen = plan(
         decodes,
@@ -632,7 +644,7 @@ def test_calls_together_have_every_decode_once(
         max_tokens=max_tokens,
         limits=LIMITS,
         mixes_prefill=mixes_prefill,
-        pads_attention=pads_attention,
+        attention=Attention(scan, 30_000),
     )
     assert sum(chosen.call_widths) == len(chosen.decodes) == len(decodes)
     assert all(chosen.call_widths)
@@ -664,7 +676,7 @@ def test_with_per_sequence_kv_the_ids_of_a_call_are_consecutive(
     decode_cases(), st.booleans(), st.sampled_from([0, 300]), st.dictionaries(st.integers(0, 12), st.integers(0, 5000))
 )
 def test_filled_gaps_never_cost_more_than_calls_of_their_own(
-    case: tuple[list[SequenceView], CostModel, int], pads_attention: bool, pending: int, fillers: dict[int, int]
+    case: tuple[list[SequenceView], CostModel, int], pads: bool, pending: int, fillers: dict[int, int]
 ) -> None:
     """By prediction; and only gaps are filled whose sequences have room."""
     decodes, cost, max_tokens = case
@@ -680,7 +692,7 @@ def test_filled_gaps_never_cost_more_than_calls_of_their_own(
             max_tokens=max_tokens,
             limits=LIMITS,
             mixes_prefill=False,
-            pads_attention=pads_attention,
+            attention=PADDED if pads else Attention(),
             fillers=fillers,
         )
 
@@ -695,7 +707,7 @@ def test_filled_gaps_never_cost_more_than_calls_of_their_own(
             assert name == "filled" or not gaps
             assert gaps <= fillers.keys()
             lengths = [*held.values(), *[fillers[seq_id] for seq_id in gaps]]
-            context = len(lengths) * max(lengths) if pads_attention else sum(lengths)
+            context = len(lengths) * max(lengths) if pads else sum(lengths)
             ms[name] += price(len(lengths), context)
             n_rows += len(lengths)
             n_context += context
@@ -711,7 +723,9 @@ def test_gaps_are_filled_where_a_row_costs_less_than_a_call() -> None:
     cpu = attrs.evolve(known(CPU), decode_only=LinearModel((8.0, 0.0, 30.0, 1.0, 0.0, 0.0)))
     empty = dict.fromkeys(range(40), 0)
 
-    def chosen(cost: CostModel, seq_ids: Iterable[int], fillers: dict[int, int], prompts: int = 0, **how: bool) -> Plan:
+    def chosen(
+        cost: CostModel, seq_ids: Iterable[int], fillers: dict[int, int], prompts: int = 0, **how: Attention
+    ) -> Plan:
         decodes = [SequenceView(seq_id, n_context=100) for seq_id in seq_ids]
         waiting = [SequenceView(39, prompts)] if prompts else []
         return plan(
@@ -742,7 +756,7 @@ def test_gaps_are_filled_where_a_row_costs_less_than_a_call() -> None:
 
     assert chosen(gpu, [0, 2, 4], {1: 0}).call_widths == (2, 1), "there is no room in sequence 3"
     assert chosen(gpu, [0, 2], {1: 90_000}).call_widths == (1, 1), "attending to what sequence 1 holds takes 9 ms"
-    padded = chosen(gpu, [0, 2, 4], {1: 200, 3: 30_000}, pads_attention=True)
+    padded = chosen(gpu, [0, 2, 4], {1: 200, 3: 30_000}, attention=PADDED)
     assert padded.call_widths == (2, 1), "each of five rows would attend as if it were the longest"
     assert padded.work.context_tokens == 3 * 200 + 100
 
@@ -802,16 +816,36 @@ def test_with_padded_attention_a_long_context_has_its_own_call(prompts: int) -> 
     waiting = [SequenceView(9, prompts)] if prompts else []
     cost = attrs.evolve(known(CPU), call_times=DecodeCallTimes((0.0, 3.0, 3.5, 4.0, 4.5)))
 
-    def chosen(**how: bool) -> Plan:
-        return plan(decodes, waiting, PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS, **how)
+    def chosen(attention: Attention, *, mixes_prefill: bool = False) -> Plan:
+        return plan(
+            *(decodes, waiting, PolicyState()),
+            now_s=0.0,
+            cost=cost,
+            max_tokens=512,
+            limits=LIMITS,
+            mixes_prefill=mixes_prefill,
+            attention=attention,
+        )
 
-    padded = chosen(mixes_prefill=False, pads_attention=True)
+    padded = chosen(PADDED)
     assert padded.call_widths == (2, 1, 1)
     assert padded.work.context_tokens == 2 * 120 + 5000 + 80
-    whole = chosen(mixes_prefill=False)
+    whole = chosen(Attention())
     assert whole.call_widths == (4,)
     assert whole.work.context_tokens == 100 + 120 + 5000 + 80
-    assert chosen().call_widths == (4,)
+    assert chosen(Attention(), mixes_prefill=True).call_widths == (4,)
+
+
+@given(cases(), st.integers(0, 100_000))
+def test_where_all_cells_are_scanned_the_contexts_of_the_sequences_do_not_matter(case: Case, cells: int) -> None:
+    def chosen(contexts: int) -> Plan:
+        decodes = [msgspec.structs.replace(view, n_context=contexts) for view in case.decodes]
+        return attrs.evolve(case, decodes=decodes).plan(Attention(AttentionScan.CACHE, cells))
+
+    work = chosen(0).work
+    assert work == chosen(5000).work
+    assert work.context_tokens == work.decode_rows * cells
+    assert work.mean_prefill_context == (cells if work.prefill_tokens else 0)
 
 
 @given(decode_cases(), st.booleans())

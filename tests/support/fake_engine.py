@@ -69,6 +69,7 @@ from uma_trio.kv.ops import (
     Truncate,
 )
 from uma_trio.sampling import NO_TOKEN, SamplingParams, TokenLogprobs
+from uma_trio.scheduling.attention import AttentionScan
 from uma_trio.scheduling.view import Scales
 from uma_trio.store.state_format import PAGE_BYTES
 
@@ -231,6 +232,7 @@ class FakeEngine:
 
     Args:
         fills_gaps: the plan may make one call of decodes whose sequence ids have gaps.  A fake call takes any ids.
+        attention_scan: what the plan counts as context.  A fake call takes no time for it.
         cost_ms: (prompt tokens, rows of decodes) -> simulated milliseconds of a call.
         eog_after: the model ends a sequence that has grown to so many tokens.
         can_truncate: otherwise a sequence can only be removed or copied as a whole, or truncated to a checkpoint.
@@ -250,6 +252,7 @@ class FakeEngine:
         n_batch: int = 512,
         unified: bool = True,
         fills_gaps: bool = False,
+        attention_scan: AttentionScan = AttentionScan.SEQUENCE,
         cost_ms: Callable[[int, int], float] = lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes,
         eog_after: int | None = None,
         repeats: int = 0,
@@ -281,6 +284,7 @@ class FakeEngine:
             n_params=1,
             unified=unified,
             fills_gaps=fills_gaps,
+            attention_scan=attention_scan,
             n_embd=EMBEDDING_WIDTH,
             n_embd_out=EMBEDDING_WIDTH,
             purpose=purpose,

@@ -13,6 +13,7 @@ from uma_trio.engine.link import EngineLink
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
 from uma_trio.kv.ops import KvOp, Truncate
 from uma_trio.sampling import SamplingParams
+from uma_trio.scheduling.attention import AttentionScan
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.decode_split import DecodeCallTimes
 from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve, noise
@@ -196,13 +197,17 @@ class Trial:
 
     async def run(self, shape: Sequence[tuple[int, int]]) -> tuple[Work, float]:
         """A tick of ``(sequence, tokens)``, one token being a decode: what it held, and its milliseconds."""
+        n_cells = sum(self._lengths.values())
         decodes = [self._input(seq, n) for seq, n in shape if n == 1]
         prompts = [self._input(seq, n) for seq, n in shape if n > 1]
         separately = bool(decodes and prompts) and not self._info.unified
         calls = [decodes, prompts] if separately else [decodes + prompts]
         n = sum(len(each.tokens) for each in prompts)
         before = sum(each.position * len(each.tokens) for each in prompts) / n if n else 0.0
-        work = Work(n, len(decodes), sum(each.position for each in decodes), before, len(calls))
+        context = sum(each.position for each in decodes)
+        if self._info.attention_scan is AttentionScan.CACHE:
+            context, before = len(decodes) * n_cells, n_cells if n else 0.0
+        work = Work(n, len(decodes), context, before, len(calls))
         return work, await self._step_ms(calls)
 
     async def decode_ms(self, rows: int) -> float:

@@ -7,7 +7,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Literal, assert_never
@@ -74,9 +74,13 @@ from uma_trio.kv.ops import (
     SaveState,
     Truncate,
 )
+from uma_trio.scheduling.attention import AttentionScan
 
 LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall, ContextTooLarge, PlacementError)
 """What opening an engine raises: about the model, or about the library."""
+
+SCANS_MASKED_CELLS: Final = ("CUDA", "ROCm", "MUSA", "SYCL")
+"""How the names of devices begin whose flash attention does not skip masked cells of a unified cache."""
 
 SHARE_OF_LOADING = 0.1
 """Layout measurements may always take this fraction of the time that loading the weights took."""
@@ -184,8 +188,7 @@ class LlamaEngine:
             size_bytes=self._model.size_bytes,
             n_params=self._model.n_params,
             unified=self._options.kv_unified,
-            pads_attention=not self._options.kv_unified
-            and self._options.flash_attn == "off",  # that skips what is masked
+            attention_scan=_attention_scan(self._options, self._place.names),
             records_calls=any(name.startswith("CUDA") for name in self._place.names),
             fills_gaps=not (self._options.kv_unified or recurrent or windowed)
             and self._context.n_seq_max <= self._context.n_ubatch,
@@ -800,6 +803,27 @@ def _check_memory(model: llama_abi.Model, where: Place, shape: Shape, n_ctx: int
     free = sum(gpus) if where.on_gpu and gpus else free_memory_bytes()
     if n_ctx * shape.kv_bytes_per_token > free:
         raise ContextTooLarge(n_ctx, shape.kv_bytes_per_token, free)
+
+
+def _attention_scan(options: llama_abi.ContextOptions, devices: Iterable[str]) -> AttentionScan:
+    """Which KV cells the attention of a row scans.
+
+    | | unified KV | per-sequence KV |
+    |---|---|---|
+    | without flash attention | all in use: scores of masked cells are computed, too | the longest sequence of the call |
+    | flash attention of CUDA, also as ROCm or MUSA, and SYCL | all in use | those of the row's sequence |
+    | flash attention of others | those of the row's sequence | those of the row's sequence |
+
+    In a unified cache a call has the cells up to the last one in use, of whichever sequence, rounded up to 256
+    (``llama_kv_cache::get_n_kv``).  llama.cpp puts tokens into free cells before that, so these are little more than
+    those in use.  The kernels of the CPU, Metal and Vulkan skip blocks that are masked for all of their rows.  CUDA
+    looks for the last block that is not masked (``flash_attn_mask_to_KV_max``), but only with several KV streams, or
+    from 1,024 rows on, where it skips little.
+    """
+    if options.flash_attn == "off":
+        return AttentionScan.CACHE if options.kv_unified else AttentionScan.LONGEST
+    scans_all = any(name.startswith(SCANS_MASKED_CELLS) for name in devices)
+    return AttentionScan.CACHE if options.kv_unified and scans_all else AttentionScan.SEQUENCE
 
 
 def _choice(

@@ -27,6 +27,7 @@ from uma_trio.engine.purpose import Purpose
 from uma_trio.grammar import GrammarState
 from uma_trio.kv.ops import KvOp
 from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
+from uma_trio.scheduling.attention import AttentionScan
 from uma_trio.scheduling.view import Scales
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
@@ -118,8 +119,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     n_params: int
     unified: bool = True
     """Unified KV: all sequences share the cells, and a copy between them is bookkeeping."""
-    pads_attention: bool = False
-    """In one call, attention takes as long for each sequence as for the longest of them."""
+    attention_scan: AttentionScan = AttentionScan.SEQUENCE
     records_calls: bool = False
     """The device records a call that is like the one before, to repeat it with less work (CUDA graphs)."""
     fills_gaps: bool = False

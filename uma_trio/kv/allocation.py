@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 
@@ -33,6 +33,16 @@ class SharedPrefix:
         while node is not None:
             yield node
             node = node.parent
+
+
+@attrs.define(eq=False)
+class CellRun:
+    """KV cells of consecutive tokens.  In a unified cache, copies of a sequence share them."""
+
+    start: int = 0
+    """Position of the first token."""
+    shared_end: int = 0
+    """Copies have the cells up to this position, or had them."""
 
 
 @attrs.define(eq=False)
@@ -82,6 +92,10 @@ class Allocation:
     """The longest prefix that it shares with a fork."""
     seq_id: int = -1
     _n_tokens: int = attrs.field(default=0, init=False)
+    _copied: tuple[tuple[CellRun, int], ...] = attrs.field(default=(), init=False)
+    """Runs that others may have, too, each with the position where this sequence leaves it."""
+    _run: CellRun = attrs.field(factory=CellRun, init=False)
+    """The cells of all tokens after these."""
 
     def may_share(self, other: Allocation) -> bool:
         """Whether requests of the one may use the tokens of the other."""
@@ -101,6 +115,30 @@ class Allocation:
         if not 0 <= n_tokens <= self.reserved:
             raise AssertionError(f"sequence {self.seq_id} cannot hold {n_tokens} of {self.reserved} reserved cells")
         self._n_tokens = n_tokens
+        if n_tokens < max(self._run.start, self._run.shared_end):  # what follows is computed into other cells
+            self._copied = _cut(self.runs(), n_tokens)
+            self._run = CellRun(n_tokens)
+
+    def copy_cells(self, source: Allocation, length: int) -> None:
+        """Hold the first ``length`` tokens of ``source``, in the same cells where the cache is unified."""
+        source._run.shared_end = max(source._run.shared_end, length)
+        self.resize(0)
+        self._copied, self._run = _cut(source.runs(), length), CellRun(length)
+        self.resize(length)
+
+    def take_cells(self, source: Allocation) -> None:
+        """Hold what ``source`` holds, which no longer has it."""
+        self._copied, self._run = source._copied, source._run
+        self.resize(source.n_tokens)
+
+    def runs(self) -> tuple[tuple[CellRun, int], ...]:
+        """The runs whose cells hold its tokens, each with the position where this sequence leaves it."""
+        return (*self._copied, (self._run, self._n_tokens))
+
+    @property
+    def shares_cells(self) -> bool:
+        """Whether others may hold some of its cells, too."""
+        return bool(self._copied or self._run.shared_end)
 
     @property
     def n_shared(self) -> int:
@@ -125,3 +163,20 @@ class Allocation:
                 return True
             current = current.leader
         return False
+
+
+def _cut(runs: Iterable[tuple[CellRun, int]], length: int) -> tuple[tuple[CellRun, int], ...]:
+    """What ``runs`` have of the first ``length`` tokens."""
+    return tuple([(run, min(end, length)) for run, end in runs if run.start < length])
+
+
+def count_cells(allocations: Iterable[Allocation]) -> int:
+    """Cells of a unified cache that hold tokens of ``allocations``; shared ones count once."""
+    n, ends = 0, dict[CellRun, int]()
+    for allocation in allocations:
+        if allocation.shares_cells:
+            for run, end in allocation.runs():
+                ends[run] = max(end, ends.get(run, run.start))
+        else:
+            n += allocation.n_tokens
+    return n + sum([end - run.start for run, end in ends.items()])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 import attrs
 
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
-from uma_trio.kv.allocation import Allocation
+from uma_trio.kv.allocation import Allocation, count_cells
 from uma_trio.kv.forks import Forks
 from uma_trio.kv.offload import OffloadPlanner
 from uma_trio.kv.offload_index import OffloadIndex, SavedState
@@ -397,6 +397,14 @@ class KvCache:
         """Sequences of ended requests, kept for prefix reuse."""
         return self._pool.idle.values()
 
+    @property
+    def cells_in_use(self) -> int:
+        """Cells that hold a token of any sequence after all operations have run, those of idle sequences included."""
+        return self._n_cells(self._pool.allocations.values())
+
+    def _n_cells(self, allocations: Collection[Allocation]) -> int:
+        return count_cells(allocations) if self._pool.unified else sum([each.n_tokens for each in allocations])
+
     def statistics(self) -> CacheStatistics:
         """Return the current occupancy."""
         pool = self._pool
@@ -404,7 +412,7 @@ class KvCache:
         return CacheStatistics(
             sequences=len(busy),
             cells_reserved=pool.reserved - pool.idle_cells,
-            cells_used=sum(allocation.n_tokens for allocation in busy) - self._forks.n_counted_twice(),
+            cells_used=self._n_cells(busy),
             cells=pool.n_cells,
             cached_sequences=len(pool.idle),
             cached_cells=pool.idle_cells,

@@ -88,15 +88,6 @@ class Forks:
                 break
         return all(next(iter(node.holders)) is allocation for node in missing if node.length > allocation.n_tokens)
 
-    def n_counted_twice(self) -> int:
-        """Tokens of shared prefixes that more than one fork holds."""
-        total = 0
-        for node in self._prefixes():
-            start = node.length - node.n_cells
-            held = [min(other.n_tokens, node.length) - start for other in node.holders if other.n_tokens > start]
-            total += sum(held) - max(held, default=0)
-        return total
-
     def _prefixes(self) -> Iterator[SharedPrefix]:
         seen: set[SharedPrefix] = set()
         for allocation in self._pool.allocations.values():

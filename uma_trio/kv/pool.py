@@ -101,7 +101,7 @@ class Pool:
         self.idle_cells -= source.reserved
         self.reserved += allocation.reserved - source.reserved
         allocation.seq_id, allocation.truncation_floor = source.seq_id, source.truncation_floor
-        allocation.resize(source.n_tokens)
+        allocation.take_cells(source)
         allocation.checkpoints, source.checkpoints = source.checkpoints, ()
         self.allocations[allocation.seq_id] = allocation
 

@@ -73,7 +73,7 @@ class Truncation:
             may_have_grown = not source.is_idle and not self._pool.is_pending(checkpoint)
             restored = checkpoint.id if length < source.n_tokens or may_have_grown else None
         self._pool.ops.append(CopyPrefix(source.seq_id, target.seq_id, length, restored))
-        target.resize(length)
+        target.copy_cells(source, length)
         target.truncation_floor = source.truncation_floor
         target.checkpoints = tuple([checkpoint for checkpoint in source.checkpoints if checkpoint.length <= length])
         self._pool.checkpoint_ids.share(target.checkpoints)

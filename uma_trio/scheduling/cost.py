@@ -7,14 +7,16 @@ The time of a tick is close to linear in what it computes::
 
 ``context_tokens`` is what the attention of the decode rows reads.  ``prefill_attention`` is what the attention of the
 prefill chunks reads: a chunk of n tokens after m tokens reads n * m + n * n / 2.  The last chunks of a long prompt
-take several times as long as its first ones, and a model without this term notices too late.
+take several times as long as its first ones, and a model without this term notices too late.  Where attention scans all
+cells in use (``AttentionScan.CACHE``), m is their number, for decode rows as well.
 
 Decode-only ticks run other kernels than ticks with prefill, so each kind has coefficients of its own.  Both are fitted
 by recursive least squares with a forgetting factor: old ticks fade, and the model follows a machine that gets warm or
 busy.  A kind of tick that does not occur does not fade.
 
 Where the time of ticks by their rows was measured (``PrefillCurves``), the measured time takes the place of the first two
-terms, and the regression finds by what it must be multiplied.
+terms, and the regression finds by what it must be multiplied.  If it was measured next to decodes, one kernel computes
+the attention of all rows, so ``prefill_attention`` has the context of the decode rows as well.
 
 A line fits the first few decode rows poorly; ``decode_split`` has measured times of these.
 
@@ -103,13 +105,13 @@ STAIR_RATE: Final = 0.99
 """The plan takes the longest prefill chunk in time that reaches this share of the best speed, in tokens a millisecond.  So a
 chunk ends just before a stair."""
 
-PREFILL_SPEED: Final = 0.75
-"""A chunk is the shortest one that reaches this share of the speed of the longest chunk, in prompt tokens a millisecond.
-On an H100 with a 7B model, 248 tokens take 33 ms and 504 take 55: streams wait little more than half as long, and all
-work together takes 3 % longer."""
+PREFILL_SPEED: Final = 0.77
+"""A chunk is the shortest one that reaches this share of the speed of the fastest chunk, in prompt tokens a millisecond.
+On an H200 with a 7B model, 248 tokens take 29 ms and 504 take 47: streams wait little more than half as long."""
 
 PREFILL_SHARES: Final = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0)
-"""The chunks that are compared, as shares of the longest one."""
+"""The chunks that are compared where there is no curve, as shares of the longest one.  With a curve they are the
+measured ones."""
 
 
 @attrs.frozen
@@ -121,10 +123,11 @@ class Work:
     """One row for each decoding sequence, and one more for each draft token that is verified and for each gap in the
     sequence ids of a call that the engine fills."""
     context_tokens: int
-    """KV cells that the attention of the decode rows reads: the sum of their context lengths.  If attention is padded,
-    each row counts with the longest context of its call."""
+    """KV cells that the attention of the decode rows scans: the sum of their context lengths, or more
+    (``AttentionScan``)."""
     mean_prefill_context: float = 0.0
-    """Tokens before the prefill chunks, averaged over the prefill tokens."""
+    """KV cells that each prefill token scans, without those of its chunk: the tokens before it on average, or all cells
+    in use."""
     n_calls: int = 1
     """Consecutive calls of ``llama_decode``."""
     n_adapter_changes: int = 0
@@ -158,12 +161,6 @@ class LinearModel:
     def predict(self, work: Work) -> float:
         """Predicted milliseconds of ``work``, at least 0."""
         return max(0.0, self._linear(self._features(work)) * self._correction(work.prefill_tokens + work.decode_rows))
-
-    def predict_rows(self, work: Work) -> float:
-        """Predicted milliseconds of ``work``, without the attention of prefill tokens to the tokens before them."""
-        x = self._features(work)
-        rows_ms = self._linear(x) - self.coefficients[4] * x[4]
-        return rows_ms * self._correction(work.prefill_tokens + work.decode_rows)
 
     def _linear(self, x: Features) -> float:
         return sum([c * each for c, each in zip(self.coefficients, x, strict=True)])
@@ -240,14 +237,38 @@ class LinearModel:
             return 2 * remaining / (linear + math.sqrt(discriminant))
         return remaining / linear if linear > 0 else math.copysign(math.inf, remaining)
 
-    def _up_to_a_stair(self, ms: float, work: Work, curves: PrefillCurves) -> float:
+    def worthwhile_prefill_tokens(self, work: Work, most: int) -> int:
+        """See ``CostModel.worthwhile_prefill_tokens``."""
+        if self.curves is not None:
+            tokens, _, tick_ms = self._measured_chunks(work, self.curves)
+            sizes = [(int(n), t) for n, t in zip(tokens, tick_ms, strict=True) if 0 < n < most]
+            sizes.append((most, self.predict(attrs.evolve(work, prefill_tokens=most))))
+        else:  # the attention inside of a chunk is the same if that is divided
+            without = self._linear(self._features(attrs.evolve(work, prefill_tokens=0)))
+            token_ms = self.coefficients[1] / FEATURE_SCALES[1]
+            token_ms += self.coefficients[4] / FEATURE_SCALES[4] * work.mean_prefill_context
+            sizes = [(n, without + n * token_ms) for n in [max(1, int(share * most)) for share in PREFILL_SHARES]]
+        speeds = [n / max(t, 1e-9) for n, t in sizes]
+        enough = PREFILL_SPEED * max(speeds)
+        return next(n for (n, _), speed in zip(sizes, speeds, strict=True) if speed >= enough)
+
+    def _measured_chunks(self, work: Work, curves: PrefillCurves) -> tuple[list[float], list[float], list[float]]:
+        """Chunks next to the decode rows of ``work``, for each measured row count: their tokens, the milliseconds of the
+        tick without corrections, and with them."""
         curve, n_other, _ = curves.of(work.decode_rows)
         scale = self.coefficients[1] / CURVE_SCALE
         token_ms = self.coefficients[4] / FEATURE_SCALES[4] * work.mean_prefill_context
-        without = self.predict(attrs.evolve(work, prefill_tokens=0)) - scale * curve.at(n_other)
+        without = self._linear(self._features(attrs.evolve(work, prefill_tokens=0))) - scale * curve.at(n_other)
         tokens: list[float] = [rows - n_other for rows in curve.rows]
         linear_ms = [without + scale * t + token_ms * n for t, n in zip(curve.ms, tokens, strict=True)]
         tick_ms = [t * self._correction(n + work.decode_rows) for t, n in zip(linear_ms, tokens, strict=True)]
+        return tokens, linear_ms, tick_ms
+
+    def _up_to_a_stair(self, ms: float, work: Work, curves: PrefillCurves) -> float:
+        curve, _, _ = curves.of(work.decode_rows)
+        scale = self.coefficients[1] / CURVE_SCALE
+        token_ms = self.coefficients[4] / FEATURE_SCALES[4] * work.mean_prefill_context
+        tokens, linear_ms, tick_ms = self._measured_chunks(work, curves)
         n = max([n for n, t in enumerate(tick_ms, 1) if t <= ms], default=0)
         if not n:
             return -1.0
@@ -266,20 +287,22 @@ class LinearModel:
         return max([n for n, rate in zip(tokens, rates, strict=True) if rate >= STAIR_RATE * best])
 
     def _features(self, work: Work) -> Features:
-        attention = work.mean_prefill_context
+        attention, context = work.prefill_tokens * work.mean_prefill_context, work.context_tokens
         if self.curves is None:
             calls, rows, decodes = work.n_calls, work.prefill_tokens / FEATURE_SCALES[1], work.decode_rows
-            attention += work.prefill_tokens / 2
+            attention += work.prefill_tokens * work.prefill_tokens / 2
         else:  # measured with one call, and at the beginning of a prompt
             curve, n_other, n_measured = self.curves.of(work.decode_rows)
             calls, rows = work.n_calls - 1, curve.at(work.prefill_tokens + n_other) / CURVE_SCALE
             decodes = max(0, work.decode_rows - n_measured)
+            if self.curves.mixed is not None:  # one kernel for all rows
+                attention, context = attention + context, 0
         return (
             calls,
             rows,
             decodes / FEATURE_SCALES[2],
-            work.context_tokens / FEATURE_SCALES[3],
-            work.prefill_tokens * attention / FEATURE_SCALES[4],
+            context / FEATURE_SCALES[3],
+            attention / FEATURE_SCALES[4],
             work.n_adapter_changes,
         )
 
@@ -364,15 +387,12 @@ class CostModel:
 
     def worthwhile_prefill_tokens(self, work: Work, most: int) -> int:
         """The fewest prefill tokens, next to the decode rows of ``work``, with which prompts advance nearly as fast as
-        with ``most`` of them.
+        the fastest chunk of up to ``most`` tokens.
 
-        More would make all streams wait longer, and gain little.  The attention of prompts to what is before them is not
-        counted, since it is the same in chunks of any size.
+        More would make all streams wait longer, and gain little.  The fuller the KV cache is, the more of a tick is
+        attention, which takes about as long for each token of any chunk.  So shorter chunks are enough.
         """
-        sizes = [max(1, int(share * most)) for share in PREFILL_SHARES]
-        speeds = [n / max(self.mixed.predict_rows(attrs.evolve(work, prefill_tokens=n)), 1e-9) for n in sizes]
-        enough = PREFILL_SPEED * max(speeds)
-        return next(n for n, speed in zip(sizes, speeds, strict=True) if speed >= enough)
+        return self.mixed.worthwhile_prefill_tokens(work, most)
 
     def decode_call_ms(self, rows: int, context_tokens: int) -> float:
         """Predicted milliseconds of one decode call, measured times included.  Compare it only with its own results."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+from uma_trio.scheduling.attention import Attention
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.view import SequenceView
 
@@ -48,8 +49,7 @@ def join_runs(
     runs: Sequence[Sequence[int]],
     cost: CostModel,
     fillers: Mapping[int, int],
-    *,
-    pads: bool,
+    attention: Attention,
 ) -> list[int]:
     """Join neighbouring runs of consecutive ids into one call where that is predicted to be faster.
 
@@ -57,7 +57,6 @@ def join_runs(
         views: by sequence id.
         runs: the calls of each run, as their numbers of views.
         fillers: the sequences that may get a filler row: the tokens that each holds, by sequence id.
-        pads: attention takes as long for each row of a call as for the row with the longest context.
 
     Returns:
         Views of each call.
@@ -67,8 +66,7 @@ def join_runs(
     price = cost.call_price(views[-1].seq_id - views[0].seq_id + 1)
 
     def ms_of(rows: _Rows) -> float:
-        n, total, longest = rows
-        return price(n, n * longest if pads else total)
+        return price(rows[0], attention.decode_context(*rows))
 
     widths: list[int] = []  # of calls that are settled
     last_calls: Sequence[int] = ()  # those that may be joined with the next run

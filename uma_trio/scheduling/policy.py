@@ -17,6 +17,7 @@ import attrs
 
 from uma_trio.config import Scheduling
 from uma_trio.scheduling import fairness
+from uma_trio.scheduling.attention import Attention, AttentionScan
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.draft_cost import DraftCost
 from uma_trio.scheduling.fairness import Service
@@ -51,6 +52,10 @@ MIN_DRAFT_SPEEDUP: Final = 1.05
 STEPS_WITHOUT_DRAFTS: Final = 64
 """After this many ticks in a row that could have had draft tokens and had none, one has some, although that is predicted
 not to pay: otherwise the cost model would not learn that they have become cheaper or better."""
+
+
+OWN_CONTEXTS: Final = Attention()
+"""Each row scans the cells of its own sequence."""
 
 
 @attrs.frozen
@@ -126,7 +131,7 @@ def plan(
     max_tokens: int,
     limits: Scheduling,
     mixes_prefill: bool = True,
-    pads_attention: bool = False,
+    attention: Attention = OWN_CONTEXTS,
     records_calls: bool = False,
     fillers: Mapping[int, int] = NO_FILLERS,
     draft_cost: DraftCost | None = None,
@@ -159,8 +164,8 @@ def plan(
         mixes_prefill: one call computes all of its rows together (unified KV).  With per-sequence KV, llama.cpp
             splits a batch: it computes decodes together only if their sequence ids are consecutive, and prefill
             separately.  The plan then splits the batch itself, into the calls that suit the device.
-        pads_attention: attention takes as long for each row of a call as for the row with the longest context.
-            Sequences with very different context lengths then go into separate calls if that is faster.
+        attention: the cells that a row scans.  If they are as many as the longest sequence of its call has, sequences
+            with very different context lengths go into separate calls where that is faster.
         records_calls: the device records a call that is like the one before, to repeat it (CUDA graphs).
         fillers: the sequences that can get a filler row (``ModelInfo.fills_gaps``): the tokens that each holds, by
             sequence id.  A call with gaps stays one call if that is predicted to be faster than one call for each run
@@ -182,7 +187,7 @@ def plan(
     >>> [view.seq_id for view in chosen.decodes], [(chunk.seq_id, chunk.n_tokens) for chunk in chosen.chunks]
     ([0, 1], [(2, 10), (3, 16)])
     """
-    chosen, background_skips = _choose_decodes(decodes, state.background_skips, now_s, cost)
+    chosen, background_skips = _choose_decodes(decodes, state.background_skips, now_s, cost, attention)
     state = attrs.evolve(state, background_skips=background_skips)
     chosen = _by_adapters(chosen, state.adapters)
     if prefills:
@@ -190,11 +195,11 @@ def plan(
         # Prefill in the same call: splitting the decodes would read the weights once more for each call.
         widths = _widths(chosen)
         if separately:
-            widths = _split(chosen, cost, fillers, consecutive_ids=True, pads=pads_attention)
-        work = _decode_work(chosen, widths, fillers, pads=pads_attention)
+            widths = _split(chosen, cost, fillers, attention, consecutive_ids=True)
+        work = _decode_work(chosen, widths, fillers, attention)
         work = _with_calls(work, chosen, widths, state.adapters, separately=separately)
         given, work, service = _choose_prefill(
-            chosen, widths, prefills, work, state, now_s, cost, max_tokens, limits, separately, records_calls
+            chosen, widths, prefills, work, state, now_s, cost, max_tokens, limits, attention, separately, records_calls
         )
         state = attrs.evolve(state, service=service)
         if given:
@@ -207,12 +212,12 @@ def plan(
     after = state.after_decode(chosen)
     if adapters and adapters[-1] != state.adapters:
         after = attrs.evolve(after, adapters=adapters[-1])
-    widths = _split(chosen, cost, fillers, consecutive_ids=not mixes_prefill, pads=pads_attention)
-    work = _with_calls(_decode_work(chosen, widths, fillers, pads=pads_attention), chosen, widths, state.adapters)
+    widths = _split(chosen, cost, fillers, attention, consecutive_ids=not mixes_prefill)
+    work = _with_calls(_decode_work(chosen, widths, fillers, attention), chosen, widths, state.adapters)
     if any(view.n_drafts for view in chosen):
         tries = state.n_without_drafts >= STEPS_WITHOUT_DRAFTS
         drafts, verified, draft_ms = _choose_drafts(
-            chosen, work, now_s, cost, max_tokens, draft_cost or DraftCost(), gap_ms, pads=pads_attention, tries=tries
+            chosen, work, now_s, cost, max_tokens, attention, draft_cost or DraftCost(), gap_ms, tries=tries
         )
         after = attrs.evolve(after, n_without_drafts=0 if drafts else state.n_without_drafts + 1)
         if drafts:
@@ -281,23 +286,29 @@ def _with_calls(
 
 
 def _choose_decodes(
-    decodes: Sequence[SequenceView], background_skips: int, now_s: float, cost: CostModel
+    decodes: Sequence[SequenceView], background_skips: int, now_s: float, cost: CostModel, attention: Attention
 ) -> tuple[Sequence[SequenceView], int]:
     """The decodes of this tick, and for how many ticks in a row background sequences were left out."""
     foreground = [view for view in decodes if view.priority is not Priority.BACKGROUND]
     if len(foreground) == len(decodes) or not foreground or background_skips >= MAX_BACKGROUND_SKIPS:
         return decodes, 0
-    all_ms = cost.predict(estimated_work(decodes))
+    all_ms = cost.predict(estimated_work(decodes, attention))
     if _ms_until_due(foreground, now_s) >= all_ms:
         return decodes, 0
     return foreground, background_skips + 1
 
 
-def estimated_work(decodes: Sequence[SequenceView]) -> Work:
+def estimated_work(decodes: Sequence[SequenceView], attention: Attention = OWN_CONTEXTS) -> Work:
     """What a tick with these decodes alone computes, in a call for each set of adapters."""
     n = max(1, len(_adapters(decodes)))
-    context = sum([view.n_context for view in decodes])
-    return Work(0, len(decodes), context, n_calls=n, n_adapter_changes=n - 1)
+    return Work(0, len(decodes), _context(decodes, attention), n_calls=n, n_adapter_changes=n - 1)
+
+
+def _context(views: Sequence[SequenceView], attention: Attention) -> int:
+    """Cells that the rows of ``views`` scan, in calls of equal contexts."""
+    if attention.scan is AttentionScan.CACHE:
+        return len(views) * attention.cells_in_use
+    return sum([view.n_context for view in views])
 
 
 def _ms_until_due(views: Sequence[SequenceView], now_s: float) -> float:
@@ -305,7 +316,12 @@ def _ms_until_due(views: Sequence[SequenceView], now_s: float) -> float:
 
 
 def _split(
-    views: Sequence[SequenceView], cost: CostModel, fillers: Mapping[int, int], *, consecutive_ids: bool, pads: bool
+    views: Sequence[SequenceView],
+    cost: CostModel,
+    fillers: Mapping[int, int],
+    attention: Attention,
+    *,
+    consecutive_ids: bool,
 ) -> tuple[int, ...]:
     """Split ``views``, in order, into the fastest sequence of calls.
 
@@ -316,29 +332,29 @@ def _split(
         consecutive_ids: llama.cpp computes only rows with consecutive sequence ids together.
     """
     widths: list[int] = []
-    start = 0
+    start, is_padded = 0, attention.scan is AttentionScan.LONGEST
     for width in _widths(views):
         at, group, calls = 0, views[start : start + width], []
         for run in runs_of_consecutive_ids(group) if consecutive_ids else (width,):
-            contexts = [view.n_context for view in group[at : at + run]] if pads else ()
+            contexts = [view.n_context for view in group[at : at + run]] if is_padded else ()
             calls.append((run,) if width and group[0].adapters else cost.split(run, contexts))
             at += run
-        widths += join_runs(group, calls, cost, fillers, pads=pads)
+        widths += join_runs(group, calls, cost, fillers, attention)
         start += width
     return tuple(widths)
 
 
 def _decode_work(
-    views: Sequence[SequenceView], widths: Sequence[int], fillers: Mapping[int, int], *, pads: bool
+    views: Sequence[SequenceView], widths: Sequence[int], fillers: Mapping[int, int], attention: Attention
 ) -> Work:
     """Rows and context of ``views`` in calls of ``widths``."""
-    if not pads and not fillers:
-        return Work(0, len(views), sum([view.n_context for view in views]))
+    if attention.scan is not AttentionScan.LONGEST and not fillers:
+        return Work(0, len(views), _context(views, attention))
     rows = total = at = 0
     for width in widths:
         contexts = contexts_with_fillers(views[at : at + width], fillers)
         rows += len(contexts)
-        total += len(contexts) * max(contexts, default=0) if pads else sum(contexts)
+        total += attention.decode_context(len(contexts), sum(contexts), max(contexts, default=0))
         at += width
     return Work(0, rows, total)
 
@@ -356,23 +372,24 @@ def _choose_prefill(
     cost: CostModel,
     max_tokens: int,
     limits: Scheduling,
+    attention: Attention,
     separately: bool,
     records_calls: bool,
 ) -> tuple[list[tuple[SequenceView, int]], Work, Service]:
     """The prompts that advance together with ``work``, their tokens, the work with them, and the service after it."""
     # Attention over the context before a chunk takes time, too.  Which prompts advance is not known yet, so start from
     # the mean over all of them.
-    mean_context = sum([view.n_context for view in prefills]) / len(prefills)
+    mean_context = attention.prefill_context(sum([view.n_context for view in prefills]) / len(prefills))
     work = attrs.evolve(work, mean_prefill_context=mean_context)
-    budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits)
+    budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits, attention)
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
         aligned = budget - (budget if separately else budget + len(decodes)) % ROW_ALIGNMENT
         budget = aligned if aligned >= limits.min_chunk_tokens else budget
     while True:  # A smaller budget can leave other prompts, with more context.  Mostly one round is enough.
         given, service = _divide(prefills, budget, state.service, limits)
-        work = _with_prefill(work, given)
+        work = _with_prefill(work, given, attention)
         work = _with_calls(work, decodes, widths, state.adapters, given=given, separately=separately)
-        budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits)
+        budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits, attention)
         if records_calls and _would_be_recorded(given, len(decodes), state):
             budget = min(budget, work.prefill_tokens - 1)
         if budget >= work.prefill_tokens:
@@ -398,6 +415,7 @@ def _prefill_budget(
     cost: CostModel,
     max_tokens: int,
     limits: Scheduling,
+    attention: Attention,
 ) -> int:
     """Prefill tokens that this tick has time and rows for; not positive if there is no room."""
     if decodes:
@@ -408,7 +426,7 @@ def _prefill_budget(
             in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, max_tokens - len(decodes))))
         if in_time < limits.min_chunk_tokens:
             in_time = 0 if state.prefill_rows else limits.min_chunk_tokens
-            decode_ms = cost.predict(estimated_work(decodes))
+            decode_ms = cost.predict(estimated_work(decodes, attention))
             if decode_ms > due_ms:
                 late = cost.max_prefill_tokens((1 + LATE_PREFILL_SHARE) * decode_ms, work)
                 in_time = late if late >= limits.min_chunk_tokens else in_time
@@ -427,9 +445,10 @@ def _divide(
     return fairness.divide(prefills, budget, service, burst=limits.prefill_burst_tokens)
 
 
-def _with_prefill(work: Work, given: Sequence[tuple[SequenceView, int]]) -> Work:
+def _with_prefill(work: Work, given: Sequence[tuple[SequenceView, int]], attention: Attention) -> Work:
     n = sum([n for _, n in given])
     mean_context = sum([view.n_context * n for view, n in given]) / n if n else 0.0
+    mean_context = attention.prefill_context(mean_context) if n else 0.0
     return attrs.evolve(work, prefill_tokens=n, mean_prefill_context=mean_context)
 
 
@@ -442,10 +461,10 @@ def _choose_drafts(
     now_s: float,
     cost: CostModel,
     max_tokens: int,
+    attention: Attention,
     draft_cost: DraftCost,
     gap_ms: float,
     *,
-    pads: bool,
     tries: bool,
 ) -> tuple[Sequence[int], Work, float]:
     """How many draft tokens of each sequence to verify, the work with them, and the milliseconds of the draft model.
@@ -478,11 +497,10 @@ def _choose_drafts(
             of_call = [*zip(decodes, proposed, strict=True)][start : start + width]
             start += width
             call_rows = width + math.ceil(sum([n for _, n in of_call]))
-            call_context = round(sum([(1 + n) * view.n_context for view, n in of_call]))
-            if pads:
-                call_context = call_rows * max([view.n_context for view, _ in of_call])
+            total = round(sum([(1 + n) * view.n_context for view, n in of_call]))
+            longest = max([view.n_context for view, _ in of_call])
             rows += call_rows
-            context += call_context
+            context += attention.decode_context(call_rows, total, longest)
         with_drafts = attrs.evolve(work, decode_rows=rows, context_tokens=context)
         ms = cost.predict(with_drafts) + draft_ms
         if ms + missing_ms > left_ms:

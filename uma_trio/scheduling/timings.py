@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from uma_trio.scheduling.attention import Attention
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.policy import estimated_work
 from uma_trio.scheduling.view import SequenceView
@@ -47,6 +48,8 @@ class StepTimings:
         """What is known of steps with other numbers of threads than now."""
         self.gap_ms = 0.0
         """Mean time that the device waits between two steps."""
+        self.attention = Attention()
+        """What attention scans in the next step; ``StepPlanner`` keeps it up to date."""
         self._bytes_per_ms = dict(FIRST_BYTES_PER_MS)
         self._n_batch = n_batch
 
@@ -71,7 +74,7 @@ class StepTimings:
 
     def decode_ms(self, decodes: Sequence[SequenceView]) -> float:
         """What a step of these alone is predicted to take."""
-        return self.cost.predict(estimated_work(decodes))
+        return self.cost.predict(estimated_work(decodes, self.attention))
 
     def copy_ms(self, way: Literal["read", "load", "save"], n_bytes: int) -> float:
         """What a copy is predicted to take."""

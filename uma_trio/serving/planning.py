@@ -24,6 +24,7 @@ from uma_trio.kv.ops import KvOp
 from uma_trio.offload import Offloader
 from uma_trio.principal import Principal
 from uma_trio.sampling import PromptLookup
+from uma_trio.scheduling.attention import Attention, AttentionScan
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import MAX_MARGIN
 from uma_trio.scheduling.gaps import NO_FILLERS
@@ -138,6 +139,7 @@ class StepPlanner:
     def next_step(self) -> PlannedStep | NoStep:
         """What to compute now; no step is in flight."""
         self._admit()
+        self._timings.attention = self._attention()
         starts_at = trio.current_time()
         decodes, prefills = self._views()
         transfer, embedding = self._offloader.next_transfer(decodes), None
@@ -184,6 +186,7 @@ class StepPlanner:
         if obstacle is not None:
             return obstacle
         self._admit()
+        self._timings.attention = self._attention(step)
         decodes, prefills = step.views_after(chain(*self._running.ready(step.rows)))
         sequences: Mapping[int, Sequence] = self._running.by_seq_id()
         if prefills:
@@ -346,12 +349,24 @@ class StepPlanner:
             max_tokens=self._info.n_batch,
             limits=self._limits,
             mixes_prefill=self._info.unified,
-            pads_attention=self._info.pads_attention,
+            attention=self._timings.attention,
             records_calls=self._info.records_calls,
             fillers=self._fillers() if len(decodes) > 1 else NO_FILLERS,
             draft_cost=None if self.drafts is None else self.drafts.cost,
             gap_ms=self._timings.gap_ms,
         )
+
+    def _attention(self, step: InFlightStep | None = None) -> Attention:
+        """What attention scans in the next step.
+
+        Args:
+            step: in flight, with rows that the KV cache does not count yet.
+        """
+        scan = self._info.attention_scan
+        if scan is not AttentionScan.CACHE:
+            return Attention(scan)
+        n = 0 if step is None else step.plan.work.prefill_tokens + step.plan.work.decode_rows
+        return Attention(scan, self._cache.cells_in_use + n)
 
     def _fillers(self) -> Mapping[int, int]:
         """See ``plan``.  No sequence holds more than a request may have: a model may know no position beyond that."""

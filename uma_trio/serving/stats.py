@@ -14,6 +14,8 @@ from uma_trio.errors import UmaError
 from uma_trio.kv.cache import KvCache
 from uma_trio.protocol.events import FinishReason, Timings, Usage
 from uma_trio.protocol.requests import Generate
+from uma_trio.scheduling.attention import AttentionScan
+from uma_trio.scheduling.cost import Work
 from uma_trio.serving.sequence import Sequence
 from uma_trio.serving.step import CompletedStep, DraftSource, NewTokens
 from uma_trio.telemetry.metrics import ModelSize, Telemetry, estimate_bytes_moved
@@ -40,6 +42,13 @@ def log_request(
         total_ms=timings.total_ms,
         reason=reason,
     )
+
+
+def _context_read(work: Work, scan: AttentionScan) -> float:
+    """Cells that a step read.  A kernel that scans the whole cache reads each cell once for all rows of a call."""
+    if scan is AttentionScan.CACHE:
+        return work.n_calls * max(work.mean_prefill_context, work.context_tokens / max(1, work.decode_rows))
+    return work.context_tokens + work.prefill_tokens * work.mean_prefill_context
 
 
 class Stats:
@@ -87,7 +96,7 @@ class Stats:
             calls=work.n_calls,
             tokens=work.decode_rows + work.prefill_tokens,
             outputs=len(output.tokens),
-            context_read=work.context_tokens + work.prefill_tokens * work.mean_prefill_context,
+            context_read=_context_read(work, self._info.attention_scan),
         )
         n_new = sum([len(new.tokens) for new in completed.new_tokens])
         drafted: Counter[DraftSource] = Counter()

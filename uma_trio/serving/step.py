@@ -212,7 +212,7 @@ class CompletedStep:
         if not rows:
             return work
         n_rows = sum([row.n_samples for row in self.step.rows.values()])
-        context = sum([row.n_samples * (row.end - row.n_samples) for row in self.step.rows.values()])
+        context = round(work.context_tokens * n_rows / max(1, work.decode_rows))
         return attrs.evolve(work, decode_rows=n_rows, context_tokens=context)
 
     @property

@@ -349,7 +349,7 @@ def estimate_bytes_moved(model: ModelSize, *, calls: int, tokens: int, outputs: 
         calls: calls of ``llama_decode``; each reads all weights.
         tokens: tokens in all calls; each writes its keys, values and activations.
         outputs: tokens whose logits were computed.
-        context_read: tokens whose keys and values were read, counted once for each token that read them.
+        context_read: tokens whose keys and values were read, counted once for each time.
     """
     weights = calls * model.weights_bytes
     kv = model.kv_bytes_per_token * (context_read + tokens)

@@ -64,9 +64,9 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     tokens: int = 0
     """Generated tokens, accepted draft tokens included."""
     context_tokens: int = 0
-    """Tokens that the attention of all decoding sequences read."""
+    """KV cells that the attention of all decoding sequences scanned."""
     prefill_context: float = 0.0
-    """Mean number of tokens in front of a prompt token of this tick."""
+    """KV cells that each prompt token scanned, without those of this tick."""
     decode_calls: int = 1
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
