@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+import llama_abi
 from tests.support.adapters import random_adapter
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
@@ -25,6 +26,28 @@ pytestmark = pytest.mark.usefixtures("library")
 QUESTIONS = ["What is the capital of France?", "Count from 3 to 9.", "Spell the word river."]
 SMALL = ("--parallel", "3", "--ctx", "3072")
 EXPERTS_OF_TWO = r"blk\.[01]\.ffn_.*_exps=CPU"
+
+
+@pytest.mark.parametrize(
+    ("kv_unified", "flash_attn", "devices", "expected"),
+    [
+        (False, "off", (), "longest"),
+        (False, "off", ("CUDA0",), "longest"),
+        (False, "auto", ("CUDA0", "CUDA1"), "sequence"),
+        (True, "auto", ("CUDA0", "CUDA1"), "cache"),
+        (True, "on", ("ROCm0",), "cache"),
+        (True, "on", ("Vulkan0",), "sequence"),
+        (True, "auto", (), "sequence"),
+        (True, "off", (), "cache"),
+    ],
+)
+def test_layout_and_device_say_which_cells_attention_scans(
+    kv_unified: bool, flash_attn: str, devices: tuple[str, ...], expected: str
+) -> None:
+    from uma_trio.engine.llama import attention_scan
+
+    options = llama_abi.ContextOptions(kv_unified=kv_unified, flash_attn=flash_attn)
+    assert attention_scan(options, devices).value == expected
 
 
 @pytest.fixture(scope="module")

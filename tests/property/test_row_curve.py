@@ -15,8 +15,18 @@ from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, STAIRS, Device, SimulatedServer, calibrated, measured_curves
 from uma_trio.scheduling import cost as cost_module
-from uma_trio.scheduling.cost import STAIR_RATE, CostModel, Work
+from uma_trio.scheduling.cost import PREFILL_SPEED, STAIR_RATE, CostModel, Work
 from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
+
+H200_CURVES = PrefillCurves(
+    RowCurve((16, 64, 128, 256, 512), (9.84, 13.43, 18.61, 28.84, 46.91)),
+    RowCurve(
+        (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384),
+        (9.72, 10.93, 11.93, 13.22, 14.76, 16.25, 17.46, 19.10, 22.51, 24.86, 27.00, 29.36, 35.85, 39.58),
+    ),
+    8,
+)
+"""What a start measured on an H200 with a 7B model at 8 bits, with unified KV."""
 
 measurements = st.dictionaries(
     st.integers(1, 2048), st.lists(st.floats(0, 1e6), min_size=1, max_size=3), min_size=MIN_POINTS, max_size=30
@@ -131,6 +141,48 @@ def test_a_chunk_is_in_time_and_as_good_as_any_other(
             assert STAIR_RATE * tokens / max(predicted(tokens), 1e-3) <= slack * rate
 
 
+@given(curves(), st.tuples(*[st.floats(0.01, 100)] * 6), st.integers(0, 8), st.integers(0, 30_000), st.integers(1, 512))
+def test_a_worthwhile_chunk_is_the_shortest_that_is_nearly_as_fast_as_any(
+    curve: RowCurve, coefficients: tuple[float, ...], decodes: int, cells: int, most: int
+) -> None:
+    model = attrs.evolve(CostModel().mixed, coefficients=coefficients, curves=PrefillCurves(curve, curve, 0))
+    work = Work(0, decodes, decodes * cells, cells)
+
+    def speed(tokens: int) -> float:
+        return tokens / model.predict(attrs.evolve(work, prefill_tokens=tokens))
+
+    n = model.worthwhile_prefill_tokens(work, most)
+    sizes = [tokens for rows in curve.rows if 0 < (tokens := rows - decodes) < most] + [most]
+    assert n in sizes
+    enough = PREFILL_SPEED * max(map(speed, sizes))
+    assert speed(n) >= enough * (1 - 1e-9)
+    assert all(speed(tokens) < enough * (1 + 1e-9) for tokens in sizes if tokens < n)
+
+
+def test_the_more_cells_attention_scans_the_shorter_chunks_are_enough() -> None:
+    """On an H200, where 100,000 cells scanned took 0.18 ms: next to 8 streams and 504 tokens at most."""
+    model = attrs.evolve(CostModel().mixed, coefficients=(0, 10.0, 0, 0, 0.18, 0), curves=H200_CURVES)
+    sizes = [
+        model.worthwhile_prefill_tokens(Work(0, 8, 8 * cells, cells), 504) for cells in (0, 10_000, 25_000, 100_000)
+    ]
+    assert sizes == [216, 216, 184, 104]
+
+
+def test_chunks_of_one_size_tell_what_others_take_in_a_full_cache() -> None:
+    """Decodes and prefill share a kernel, and the cells of both grow together: as two terms, either could be the reason."""
+    device = attrs.evolve(STAIRS, d=2e-6, e=2e-6)
+    cost, cells = CostModel().with_curves(measured_curves(device)), 500
+
+    def work(n: int) -> Work:
+        return Work(n, 8, 8 * cells, cells)
+
+    for _ in range(80):
+        cost = cost.observed(work(312), device.ms(work(312)))
+        cells += 320
+    for n in (56, 120, 248):
+        assert cost.predict(work(n)) == pytest.approx(device.exact_ms(work(n)), rel=0.03)
+
+
 def test_a_chunk_ends_at_the_top_of_a_stair() -> None:
     """64 rows take 10 ms, 65 to 128 take 15 ms."""
     cost = calibrated(STAIRS)
@@ -156,17 +208,6 @@ def test_row_counts_that_take_longer_than_measured_are_corrected() -> None:
     assert cost.predict(attrs.evolve(work, prefill_tokens=152)) == pytest.approx(takes_ms, rel=0.03)
     rows = cost.max_prefill_tokens(0.95 * takes_ms, work) + 8
     assert not 144 < rows <= 160, "what was measured at the start would fit"
-
-
-H200_CURVES = PrefillCurves(
-    RowCurve((16, 64, 128, 256, 512), (9.84, 13.43, 18.61, 28.84, 46.91)),
-    RowCurve(
-        (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384),
-        (9.72, 10.93, 11.93, 13.22, 14.76, 16.25, 17.46, 19.10, 22.51, 24.86, 27.00, 29.36, 35.85, 39.58),
-    ),
-    8,
-)
-"""As a start measured them with a 7B model at 8 bits, with unified KV."""
 
 
 @pytest.mark.parametrize("target", ["18", "30", "100"])

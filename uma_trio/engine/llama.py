@@ -188,7 +188,7 @@ class LlamaEngine:
             size_bytes=self._model.size_bytes,
             n_params=self._model.n_params,
             unified=self._options.kv_unified,
-            attention_scan=_attention_scan(self._options, self._place.names),
+            attention_scan=attention_scan(self._options, self._place.names),
             records_calls=any(name.startswith("CUDA") for name in self._place.names),
             fills_gaps=not (self._options.kv_unified or recurrent or windowed)
             and self._context.n_seq_max <= self._context.n_ubatch,
@@ -805,7 +805,7 @@ def _check_memory(model: llama_abi.Model, where: Place, shape: Shape, n_ctx: int
         raise ContextTooLarge(n_ctx, shape.kv_bytes_per_token, free)
 
 
-def _attention_scan(options: llama_abi.ContextOptions, devices: Iterable[str]) -> AttentionScan:
+def attention_scan(options: llama_abi.ContextOptions, devices: Iterable[str]) -> AttentionScan:
     """Which KV cells the attention of a row scans.
 
     | | unified KV | per-sequence KV |
