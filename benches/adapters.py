@@ -50,8 +50,6 @@ class Figures:
     tick_ms: float
     """Median time between two tokens of a stream while all streams decode."""
     p99_ms: float
-    changes_per_tick: float
-    """Calls with other adapters than the call before."""
     calls_per_tick: float
 
 
@@ -88,7 +86,6 @@ async def run(path: Path, n_streams: int, n_sets: int, tokens: int) -> Figures:
     return Figures(
         tick_ms=statistics.median(gaps),
         p99_ms=percentile(gaps, 99) or 0.0,
-        changes_per_tick=(after["adapter_changes_total"] - before["adapter_changes_total"]) / ticks,
         calls_per_tick=(after["decode_calls_total"] - before["decode_calls_total"]) / ticks,
     )
 
@@ -164,7 +161,7 @@ def show(runs: dict[int, list[Figures]], n_streams: int) -> str:
         ratio = median(n_sets, "tick_ms") / median(PLAIN, "tick_ms")
         return [label, *[cell(median(n_sets, name), 3) for name in NAMES], cell(ratio, 3)]
 
-    columns = ["streams", "tick ms", "p99 ms", "changes", "calls", "ratio"]
+    columns = ["streams", "tick ms", "p99 ms", "calls", "ratio"]
     return table(columns, [row(n_sets) for n_sets in runs])
 
 

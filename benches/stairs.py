@@ -97,7 +97,7 @@ async def layout(settings: config.Model, n_ticks: int, file: RunsFile) -> None:
             click.echo("\nstairs: " + ("yes" if curves.has_stairs else "no, the daemon uses the line"))
             with_curves = cost.with_curves(curves)
             if with_curves.mixed.curves is None:
-                with_curves = attrs.evolve(cost, mixed=LinearModel((0.0, 10.0, 0.0, 0.0, 0.0, 0.0), curves=curves))
+                with_curves = attrs.evolve(cost, mixed=LinearModel((0.0, 10.0, 0.0, 0.0, 0.0), curves=curves))
             models["curves"] = with_curves
         rows = []
         for name, model in models.items():

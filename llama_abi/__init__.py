@@ -14,7 +14,7 @@ This package knows C. It knows nothing of requests, schedulers or sockets, and n
 from __future__ import annotations
 
 from llama_abi.abort import AbortFlag
-from llama_abi.adapters import LoraAdapter
+from llama_abi.adapters import LoraAdapter, StackedAdapters, StackedPart
 from llama_abi.batch import Batch
 from llama_abi.context import ABORTED, NO_KV_SLOT, OK, PARTIAL_ONLY, Context, LogitsView
 from llama_abi.errors import HandleClosed, LibraryError, LlamaError, StaleLogits, TooManyTokens
@@ -49,6 +49,8 @@ __all__ = [
     "Model",
     "Placement",
     "SamplerChain",
+    "StackedAdapters",
+    "StackedPart",
     "StaleLogits",
     "Stamp",
     "TokenAttr",

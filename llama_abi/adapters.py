@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+
+import attrs
+import numpy as np
 
 from llama_abi.errors import LlamaError
 from llama_abi.handles import Handle
 from llama_abi.model import Model
+from llama_abi.row_scales import Ranks
 
 
 class LoraAdapter(Handle):
@@ -42,3 +47,40 @@ class LoraAdapter(Handle):
 
     def __repr__(self) -> str:
         return f"<LoraAdapter {self.path}{' closed' if self.closed else ''}>"
+
+
+@attrs.frozen
+class StackedPart:
+    """One of several adapters that were stacked into one file."""
+
+    alpha: float
+    """As in its file; 0: its changes are not scaled by ``alpha / rank``."""
+    ranks: Mapping[str, int]
+    """Its rank, for each weight that it changes."""
+
+
+class StackedAdapters(LoraAdapter):
+    """Several adapters as one, of which each row of a call can use its own. See ``Context.set_adapter_scales``.
+
+    Args:
+        path: a GGUF file of the type ``adapter``, with ``alpha`` 0. For each weight it has the matrices A of all parts that
+            change it below each other, and their matrices B side by side, in the order of ``parts``.
+        parts: what was stacked; they are known by their numbers.
+
+    Raises:
+        LlamaError: as for ``LoraAdapter``.
+    """
+
+    def __init__(self, model: Model, path: str | os.PathLike[str], parts: Sequence[StackedPart]) -> None:
+        super().__init__(model, path)
+        self.n_parts = len(parts)
+        layouts: dict[tuple[tuple[int, int], ...], Ranks] = {}
+        self.ranks: dict[str, Ranks] = {}
+        """The ranks of each weight that they change, by its name. Weights whose ranks are alike share one object."""
+        for weight in {name for part in parts for name in part.ranks}:
+            layout = tuple([(number, part.ranks[weight]) for number, part in enumerate(parts) if weight in part.ranks])
+            if layout not in layouts:
+                owners = np.repeat([number for number, _ in layout], [rank for _, rank in layout])
+                factors = [parts[number].alpha / rank if parts[number].alpha else 1.0 for number, rank in layout]
+                layouts[layout] = Ranks(owners, np.repeat(np.array(factors, np.float32), [r for _, r in layout]))
+            self.ranks[weight] = layouts[layout]

@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_abi.abort import AbortFlag
-from llama_abi.adapters import LoraAdapter
+from llama_abi.adapters import LoraAdapter, StackedAdapters
 from llama_abi.batch import Batch
 from llama_abi.errors import LlamaError, StaleLogits
 from llama_abi.handles import Handle
 from llama_abi.model import Model
 from llama_abi.options import ContextOptions
+from llama_abi.row_scales import RowScales
 from llama_abi.types import MACROS, POOLING_TYPE, ggml_abort_callback
 
 INT32_MAX = 2**31 - 1
@@ -27,6 +28,7 @@ means the whole state."""
 
 OK, NO_KV_SLOT, ABORTED = 0, 1, 2
 """Return values of ``Context.decode``."""
+FAILED = -2
 
 ERRORS = {-1: "the batch is invalid; the context is unchanged"}
 FATAL = "the backend failed; some of the batch may be in the KV cache, so ask seq_pos_max for every sequence"
@@ -77,6 +79,10 @@ class Context(Handle):
 
     Not thread-safe. Use it from one thread only: llama.cpp keeps a team of compute threads for each calling thread.
 
+    Args:
+        adapters: for ``set_adapter_scales``. They make each decode call back into Python, which takes some 0.3
+            microseconds for each node of its graph.
+
     Raises:
         LlamaError: the model has no weights or has an encoder, options contradict each other, or memory is short. The
             message includes llama.cpp's errors.
@@ -84,7 +90,7 @@ class Context(Handle):
     Source: llama.h, ``llama_context_params``.
     """
 
-    def __init__(self, model: Model, options: ContextOptions) -> None:
+    def __init__(self, model: Model, options: ContextOptions, adapters: StackedAdapters | None = None) -> None:
         self.model = model
         self.options = options
         self.n_decodes = 0
@@ -98,10 +104,18 @@ class Context(Handle):
             raise LlamaError(
                 f"n_seq_max is {options.n_seq_max}; a context has at most {model.library.max_sequences} sequences"
             )
+        if adapters is not None and adapters.model is not model:
+            raise LlamaError("an adapter belongs to another model")
+        params = options.c_params(self._c)
+        self._stacked = adapters
+        self._row_scales: RowScales | None = None
+        if adapters is not None:
+            self._row_scales = RowScales(self._c, adapters.ranks, adapters.n_parts, options.n_batch)
+            params.cb_eval = self._row_scales.callback
         with model.library.logs.capture_warnings() as captured:
             captured.expected = model.no_alloc
             try:
-                pointer = self._c.llama_init_from_model(model._pointer, options.c_params(self._c))
+                pointer = self._c.llama_init_from_model(model._pointer, params)
             except LlamaError:
                 raise LlamaError(f"cannot create a context: {str(captured) or 'no reason given'}") from None
         super().__init__(pointer, self._c.llama_free, parent=model)
@@ -168,15 +182,20 @@ class Context(Handle):
         max_outputs = self.options.n_outputs_max
         if max_outputs and batch.n_outputs > max_outputs:
             raise LlamaError(f"{batch.n_outputs} tokens need logits, and n_outputs_max is {max_outputs}")
+        if self._row_scales is not None:
+            self._row_scales.begin(batch.n_tokens, batch._needs_logits[: batch.n_tokens] != 0)
         self.n_decodes += 1
         self._rows = 0
         self._resource.busy = True
+        code = FAILED
         # with other adapters llama.cpp reports in a dozen lines how it plans its graphs, in every such decode
         with self.model.library.logs.capture_warnings(is_quiet=True) as captured:
             try:
                 code = int(self._c.llama_decode(pointer, batch._filled()))
             finally:
                 self._resource.busy = False
+                if self._row_scales is not None:
+                    self._row_scales.end(computed=code == OK)
             if code == ABORTED:
                 captured.expected = True
             elif code < 0:
@@ -288,6 +307,36 @@ class Context(Handle):
         else:
             self._c.llama_set_adapters_lora(pointer, None, 0, None)
         self._adapters = wanted
+
+    def set_adapter_scales(self, scales: npt.NDArray[np.float32] | None) -> None:
+        """Apply the parts of the stacked adapters with these scales, from the next decode on.
+
+        The rows of a batch can have different adapters if llama.cpp computes them together and in their order: in one pass
+        of a unified KV cache without recurrent layers, or one token each of sequences whose ids rise by one. Otherwise
+        give all rows the same scales.
+
+        With ``None`` llama.cpp plans graphs without adapters again in the next decode, and graphs with adapters after that:
+        see ``set_adapters``. Keep scales of 0 for a while instead.
+
+        Args:
+            scales: float32 ``[rows, adapters]`` for batches of as many tokens, or ``[adapters]`` for any batch; ``None``:
+                no adapters.
+
+        Raises:
+            LlamaError: the context was made without adapters, or the scales have another shape or are not finite.
+                Nothing has changed.
+        """
+        if self._row_scales is None or self._stacked is None:
+            if scales is None:
+                return
+            raise LlamaError("this context was made without adapters")
+        self._row_scales.set(scales)
+        self.set_adapters([] if scales is None else [(self._stacked, 1.0)])
+
+    def close(self) -> None:
+        super().close()
+        if self._row_scales is not None:
+            self._row_scales.close()
 
     def _has_logits(self, index: int) -> bool:
         return self._rows > 0 and 0 <= index < len(self._outputs) and bool(self._outputs[index])

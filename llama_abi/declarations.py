@@ -25,6 +25,7 @@ CType = Any
 
 PROTOTYPE = re.compile(r"^\s*(?!//)(\S.*?)(\w+)\(([^)]*)\);(?:\s*//\s*(!\w+))?", re.MULTILINE)
 ENUMERATOR = re.compile(r"(\w+)\s*=\s*(-?\d+)")
+ARRAY = re.compile(r"(.+?)\s*\[(\d+)\]")
 CALLBACK = re.compile(r"(.+?)\(\*\)\s*\((.*)\)")
 
 
@@ -44,11 +45,11 @@ class Prototype:
 
 
 def split_declarator(text: str) -> tuple[str, str]:
-    """Split type and name: ``"float * logits"`` -> ``("float *", "logits")``."""
-    match = re.fullmatch(r"\s*(.*?)\s*(\w+)\s*", text, re.DOTALL)
+    """Split type and name: ``"float * logits"`` -> ``("float *", "logits")``, ``"int64_t ne[4]"`` -> ``("int64_t [4]", "ne")``."""
+    match = re.fullmatch(r"\s*(.*?)\s*(\w+)\s*(\[\d+\])?\s*", text, re.DOTALL)
     if match is None:
         raise LibraryError(f"not a C declaration: {text!r}")
-    return match.group(1), match.group(2)
+    return f"{match.group(1)} {match.group(3) or ''}".rstrip(), match.group(2)
 
 
 def prototypes(table: str) -> tuple[Prototype, ...]:
@@ -73,6 +74,7 @@ class Declarations:
         self.known: dict[str, CType] = {
             "void": None,
             "bool": ctypes.c_bool,
+            "char": ctypes.c_char,
             "float": ctypes.c_float,
             "int8_t": ctypes.c_int8,
             "uint8_t": ctypes.c_uint8,
@@ -92,6 +94,8 @@ class Declarations:
         Raises:
             LibraryError: the type is neither declared nor a pointer to a struct.
         """
+        if array := ARRAY.fullmatch(spelling):
+            return self.ctype(array.group(1)) * int(array.group(2))
         words = [word for word in spelling.replace("*", " * ").split() if word != "const"]
         stars = words.count("*")
         names = [word for word in words if word != "*"]

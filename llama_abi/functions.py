@@ -21,6 +21,13 @@ FUNCTIONS = """
     ggml_backend_reg_t ggml_backend_reg_by_name(const char * name);                                 // !null
     void         ggml_backend_register(ggml_backend_reg_t reg);
 
+    // ggml-backend.h: memory of devices
+    ggml_backend_buffer_type_t ggml_backend_buffer_get_type(ggml_backend_buffer_t buffer);          // !null
+    ggml_backend_buffer_t ggml_backend_buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size);  // !null
+    void *       ggml_backend_buffer_get_base(ggml_backend_buffer_t buffer);                        // !null
+    void         ggml_backend_buffer_free(ggml_backend_buffer_t buffer);
+    void         ggml_backend_tensor_set(struct ggml_tensor * tensor, const void * data, size_t offset, size_t size);
+
     // the library as a whole
     void         llama_backend_init(void);
     void         llama_log_set(ggml_log_callback log_callback, void * user_data);

@@ -38,6 +38,16 @@ KV_TYPE = C.enum(
 """,
 )
 
+OP = C.enum(
+    "ggml_op",
+    """
+    GGML_OP_MUL        = 7,
+    GGML_OP_MUL_MAT    = 29,
+    GGML_OP_MUL_MAT_ID = 30,
+    GGML_OP_SCALE      = 32,
+""",
+)
+
 DEVICE_TYPE = C.enum(
     "ggml_backend_dev_type",
     """
@@ -52,11 +62,33 @@ DEVICE_TYPE = C.enum(
 C.typedef("ggml_backend_dev_t", "struct ggml_backend_device *")
 C.typedef("ggml_backend_buffer_type_t", "struct ggml_backend_buffer_type *")
 C.typedef("ggml_backend_reg_t", "struct ggml_backend_reg *")
+C.typedef("ggml_backend_buffer_t", "struct ggml_backend_buffer *")
 ggml_log_callback = C.typedef(
     "ggml_log_callback", "void (*)(enum ggml_log_level level, const char * text, void * user_data)"
 )
 ggml_abort_callback = C.typedef("ggml_abort_callback", "bool (*)(void * data)")
-C.typedef("ggml_backend_sched_eval_callback", "bool (*)(struct ggml_tensor * t, bool ask, void * user_data)")
+ggml_tensor = C.struct(
+    "ggml_tensor",
+    """
+    enum ggml_type type;
+    struct ggml_backend_buffer * buffer;
+    int64_t ne[4];
+    size_t nb[4];
+    enum ggml_op op;
+    int32_t op_params[16];
+    int32_t flags;
+    struct ggml_tensor * src[10];
+    struct ggml_tensor * view_src;
+    size_t view_offs;
+    void * data;
+    char name[64];
+    void * extra;
+    char padding[8];
+""",
+)
+ggml_backend_sched_eval_callback = C.typedef(
+    "ggml_backend_sched_eval_callback", "bool (*)(struct ggml_tensor * t, bool ask, void * user_data)"
+)
 
 # ── llama.h ─────────────────────────────────────────────────────────────────────────────────
 

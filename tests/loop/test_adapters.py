@@ -1,8 +1,7 @@
-"""LoRA adapters in the scheduler: grouped calls, nobody starves, and no prefix is shared between sets of adapters."""
+"""LoRA adapters in the scheduler: one call for all, nobody starves, and no prefix is shared between sets of adapters."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from functools import partial
 
@@ -42,14 +41,6 @@ def is_right(client, adapters=()):
     return client.tokens == expected_continuation(client.prompt, len(client.tokens), adapters=scales_of(adapters))
 
 
-def calls_of(engine):
-    """(adapters, number of inputs) of each call, by step."""
-    for step in engine.steps:
-        if step.calls:
-            adapters = step.adapters or [()] * len(step.calls)
-            yield [(tuple(scales), len(call)) for scales, call in zip(adapters, step.calls, strict=True)]
-
-
 SETS = [(), (choice("a"),), (choice("a", 0.5),), (choice("b"),), (choice("b"), choice("a", -1.0)), (choice("c", 0.0),)]
 
 
@@ -66,37 +57,23 @@ async def test_every_request_is_computed_with_its_own_adapters(autojump_clock, u
 
 
 @pytest.mark.parametrize("unified", [True, False])
-async def test_every_stream_is_in_every_tick_and_each_set_is_in_calls_of_its_own(autojump_clock, unified):
+async def test_every_stream_is_in_every_tick_and_all_adapters_are_in_one_call(autojump_clock, unified):
     async with asking(engine(unified=unified), prefix_reuse=False, speculation=False) as harness:
         clients = [harness.ask([5, 6, n + 1], 60, adapters=[choice(name)]) for n in range(4) for name in NAMES]
         await harness.ended(*clients)
-        decoding = [calls for calls in calls_of(harness.engine) if sum(n for _, n in calls) == 16]
+        decoding = [step.calls for step in harness.engine.steps if sum(map(len, step.calls)) == 16]
         assert len(decoding) > 50
         for calls in decoding:
-            assert {scales for scales, _ in calls} == {((number, 1.0),) for number in range(4)}
-            in_order = [scales for scales, _ in itertools.groupby(calls, lambda call: call[0])]
-            assert len(in_order) == 4, "calls with the same adapters are adjacent"
-            if unified:
-                assert [n for _, n in calls] == [4, 4, 4, 4]
-        for before, after in itertools.pairwise(decoding):
-            assert before[-1][0] == after[0][0], "the adapters of the last call come first"
+            assert len(calls) == 1
+            assert {each.adapters for each in calls[0]} == {((number, 1.0),) for number in range(4)}
         await harness.clean()
-
-
-async def test_with_per_sequence_kv_streams_with_the_same_adapters_are_neighbours(autojump_clock):
-    """llama.cpp computes only consecutive sequence ids together."""
-    async with asking(engine(unified=False), prefix_reuse=False, speculation=False) as harness:
-        clients = [harness.ask([5, 6, n + 1], 60, adapters=[choice(name)]) for n in range(4) for name in NAMES]
-        await harness.ended(*clients)
-        decoding = [calls for calls in calls_of(harness.engine) if sum(n for _, n in calls) == 16]
-        assert len(decoding[-1]) <= 8, "16 streams in the order of arrival would take 16 calls"
 
 
 async def test_without_adapters_a_step_names_none(autojump_clock):
     async with asking(engine()) as harness:
         await harness.answer([5, 6, 7], 20)
         await harness.answer([5, 6, 7], 20, adapters=[choice("a", 0.0)])
-        assert not any(step.adapters for step in harness.engine.steps)
+        assert not any(each.adapters for step in harness.engine.steps for call in step.calls for each in call)
 
 
 @pytest.mark.parametrize("unified", [True, False])
@@ -118,20 +95,6 @@ async def test_nobody_starves_next_to_others_with_many_prompts(autojump_clock, u
         for prompt, name in zip(prompts, "abcdabcd", strict=True):
             assert is_right(prompt, [choice(name)])
         await harness.clean()
-
-
-@pytest.mark.parametrize("change_ms", [0.0, 2.0, 30.0])
-async def test_the_time_of_ticks_that_change_adapters_is_predicted(autojump_clock, change_ms):
-    slow = engine(change_ms=change_ms)
-    async with asking(slow, prefix_reuse=False, speculation=False) as harness:
-        clients = [harness.ask([5, 6, n + 1], 150, adapters=[choice(name)]) for n in range(2) for name in NAMES]
-        await harness.ended(*clients)
-        again = [harness.ask([7, 6, n + 1], 100, adapters=[choice(name)]) for n in range(2) for name in NAMES[:2]]
-        await trio.sleep(0.6)
-        [step, *_] = harness.scheduler._in_flight
-        assert step.plan.work.n_adapter_changes == 1
-        assert step.plan.predicted_ms == pytest.approx(2 * 5 + 4 * 0.5 + change_ms, rel=0.1)
-        await harness.ended(*again)
 
 
 # -- no prefix is shared ----------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Planning:
 
     def __init__(self, **engine: Any) -> None:
         self.info = FakeEngine(**engine).info
-        model = LinearModel((1.0, MS_PER_TOKEN, MS_PER_TOKEN, 0.0, 0.0, 0.0))
+        model = LinearModel((1.0, MS_PER_TOKEN, MS_PER_TOKEN, 0.0, 0.0))
         self.timings = StepTimings(CostModel(model, model), self.info.n_batch)
         self.cache: KvCache = cache_for(self.info, self.timings, reuse=True)
         offloader = Offloader(self.cache, self.timings, lambda: None, after_s=1.0)
@@ -151,7 +151,7 @@ async def test_streams_go_on_in_a_step_that_runs_ahead(planning):
 
 async def test_a_stream_that_has_ended_leaves_the_others_in_one_call(planning):
     found = planning(n_seq_max=4, unified=False, fills_gaps=True)
-    found.timings.cost = CostModel(LinearModel((5.0, 0.0, 0.1, 0.1, 0.0, 0.0)))
+    found.timings.cost = CostModel(LinearModel((5.0, 0.0, 0.1, 0.1, 0.0)))
     streams = [found.ask(n) for n in (5, 40, 5, 5)]
     while any(stream.state is not State.DECODE for stream in streams):
         found.complete(found.submitted(found.next_step()))

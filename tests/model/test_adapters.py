@@ -38,7 +38,7 @@ def teacher_forced(engine, tokens, scales=(), *, seq_id=0):
     """Log-probabilities of 20 tokens after each of ``tokens``."""
     engine.step(Step([Truncate(seq_id)]))
     samples = [SampleRequest(GREEDY, 0, logprobs=20) for _ in tokens]
-    output = engine.step(Step((), [[StepInput(seq_id, 0, tokens, samples)]], adapters=[scales] if scales else ()))
+    output = engine.step(Step((), [[StepInput(seq_id, 0, tokens, samples, adapters=scales)]]))
     engine.step(Step([Truncate(seq_id)]))
     return [dict(score.top_logprobs) for score in output.scores]
 

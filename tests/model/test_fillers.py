@@ -257,8 +257,7 @@ def test_with_an_adapter_the_other_sequences_stay_without(open_engine: Callable[
     streams.begin(0, 1, 2)
     before = state(engine, 1)
     for _ in range(4):
-        adapted = Step((), [streams.inputs(0, 2)])
-        adapted.adapters = [((0, 1.0),)]
+        adapted = Step((), [[msgspec.structs.replace(each, adapters=((0, 1.0),)) for each in streams.inputs(0, 2)]])
         for seq, token in zip((0, 2), engine.step(adapted).tokens, strict=True):
             streams.answers[seq].append(token)
         assert rows_of_last_call(engine) == 3
@@ -359,7 +358,7 @@ def test_a_row_that_cannot_be_removed_fails_the_step(
 
 # -- with the scheduler --------------------------------------------------------------------------------
 
-FILLS_ALWAYS = CostModel(LinearModel((10.0, 0.0, 0.1, 0.1, 0.0, 0.0)), LinearModel((10.0, 10.0, 0.1, 0.1, 0.0, 0.0)))
+FILLS_ALWAYS = CostModel(LinearModel((10.0, 0.0, 0.1, 0.1, 0.0)), LinearModel((10.0, 10.0, 0.1, 0.1, 0.0)))
 """A call takes 10 ms and a row 0.01 ms, as on a GPU."""
 
 

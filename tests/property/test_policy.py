@@ -53,8 +53,8 @@ DEVICES = [CPU, GPU, QUICK, FLAT, SLOW, STAIRS, TOO_SLOW]
 
 def known(device: Device) -> CostModel:
     """The cost model with the true coefficients of ``device``."""
-    a, b, c, d, e, _ = FEATURE_SCALES
-    decode_only = LinearModel((device.a * a, device.b * b, device.c * c, device.d * d, device.e * e, 0.0))
+    a, b, c, d, e = FEATURE_SCALES
+    decode_only = LinearModel((device.a * a, device.b * b, device.c * c, device.d * d, device.e * e))
     call_ms, *others = decode_only.coefficients
     if device.tile_rows:
         return CostModel(decode_only).with_curves(measured_curves(device))
@@ -95,10 +95,6 @@ class Case:
         return min(self.limits.min_chunk_tokens, self.max_tokens - len(self.decodes))
 
 
-ONE, TWO, BOTH = ((0, 1.0),), ((1, 0.5),), ((0, 1.0), (1, 0.5))
-"""Sets of LoRA adapters."""
-
-
 @st.composite
 def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
     """Any views, state and device; ``max_tokens`` is as large as ``config.load`` ensures."""
@@ -109,7 +105,6 @@ def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
         "priority": st.sampled_from(Priority),
         "principal": st.sampled_from("abcd"),
         "n_context": st.sampled_from([0, 50, 20_000]),
-        "adapters": st.sampled_from(draw(st.sampled_from([[()], [(), ONE], [(), ONE, TWO, BOTH]]))),
     }
     decodes = [
         SequenceView(seq_id, due_s=draw(dues), **{name: draw(values) for name, values in fields.items()})
@@ -128,7 +123,6 @@ def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
         Service(counters),
         draw(st.sampled_from([0, 0, 1, 16, n + 16, n + 64])),
         draw(st.integers(0, MAX_BACKGROUND_SKIPS)),
-        draw(st.sampled_from([(), ONE, TWO])),
     )
     least = n + max(burst, chunk)
     max_tokens = draw(st.integers(least, least + 600))
@@ -156,30 +150,8 @@ def test_the_work_is_that_of_the_plan(case: Case) -> None:
     total = sum(n_tokens.values())
     context = sum(view.n_context for view in chosen.decodes)
     before = sum(view.n_context * n_tokens.get(view.seq_id, 0) for view in case.prefills) / max(1, total)
-    adapters = set(chosen.adapters)
-    n_changes = len(adapters) - (case.state.adapters in adapters)
-    assert chosen.work == Work(total, len(chosen.decodes), context, before, max(1, len(adapters)), n_changes)
+    assert chosen.work == Work(total, len(chosen.decodes), context, before, 1)
     assert chosen.predicted_ms == case.cost.predict(chosen.work)
-
-
-@given(cases())
-def test_a_call_has_one_set_of_adapters_and_a_tick_changes_them_as_rarely_as_possible(case: Case) -> None:
-    chosen = case.plan()
-    ready = {view.seq_id: view.adapters for view in case.prefills}
-    assert all(chunk.adapters == ready[chunk.seq_id] for chunk in chosen.chunks)
-    in_plan = {view.adapters for view in chosen.decodes} | {chunk.adapters for chunk in chosen.chunks}
-    assert len(chosen.adapters) == len(in_plan)
-    assert set(chosen.adapters) == in_plan
-    if case.state.adapters in in_plan:
-        assert chosen.adapters[0] == case.state.adapters
-    assert chosen.state.adapters == (chosen.adapters[-1] if in_plan else case.state.adapters)
-    rows = [view.adapters for view in chosen.decodes]
-    assert rows == sorted(rows, key=chosen.adapters.index), "in the order of the calls"
-    at = 0
-    for width in chosen.call_widths:
-        assert len(set(rows[at : at + width])) == bool(width)
-        at += width
-    assert at == len(rows)
 
 
 @given(cases())
@@ -236,7 +208,7 @@ def test_the_batch_is_filled_if_there_is_time_and_it_pays(case: Case) -> None:
     if not case.decodes:
         case = attrs.evolve(case, limits=attrs.evolve(case.limits, prefill_tick_ms=1e12))
     for n, view in enumerate(case.prefills):  # what pays depends on which ones are chosen, if they differ
-        case.prefills[n] = msgspec.structs.replace(view, n_context=case.prefills[0].n_context, adapters=())
+        case.prefills[n] = msgspec.structs.replace(view, n_context=case.prefills[0].n_context)
     chosen = case.plan()
     assert len(chosen.decodes) == len(case.decodes)
     pending = sum(view.n_pending for view in case.prefills)
@@ -317,7 +289,7 @@ def test_a_chunk_that_is_not_the_last_aligns_the_rows_of_the_call(pending: int, 
 def test_a_chunk_is_no_longer_than_it_pays() -> None:
     """On a device whose ticks with prefill take 50 ms and 1 ms a token: 135 tokens take 0.8 of the time for each that 511
     take, or a little less."""
-    cost = CostModel(LinearModel((2.0, 0.0, 0.0, 0.0, 0.0, 0.0)), LinearModel((50.0, 100.0, 0.0, 0.0, 0.0, 0.0)))
+    cost = CostModel(LinearModel((2.0, 0.0, 0.0, 0.0, 0.0)), LinearModel((50.0, 100.0, 0.0, 0.0, 0.0)))
     sizes = []
     for due_s in (0.150, 0.5, math.inf):
         chosen = plan(
@@ -719,8 +691,8 @@ def test_filled_gaps_never_cost_more_than_calls_of_their_own(
 
 def test_gaps_are_filled_where_a_row_costs_less_than_a_call() -> None:
     """A call takes 8 ms; a row takes 0.05 ms on the GPU and 3 ms on the CPU."""
-    gpu = attrs.evolve(known(CPU), decode_only=LinearModel((8.0, 0.0, 0.5, 1.0, 0.0, 0.0)))
-    cpu = attrs.evolve(known(CPU), decode_only=LinearModel((8.0, 0.0, 30.0, 1.0, 0.0, 0.0)))
+    gpu = attrs.evolve(known(CPU), decode_only=LinearModel((8.0, 0.0, 0.5, 1.0, 0.0)))
+    cpu = attrs.evolve(known(CPU), decode_only=LinearModel((8.0, 0.0, 30.0, 1.0, 0.0)))
     empty = dict.fromkeys(range(40), 0)
 
     def chosen(
@@ -759,22 +731,6 @@ def test_gaps_are_filled_where_a_row_costs_less_than_a_call() -> None:
     padded = chosen(gpu, [0, 2, 4], {1: 200, 3: 30_000}, attention=PADDED)
     assert padded.call_widths == (2, 1), "each of five rows would attend as if it were the longest"
     assert padded.work.context_tokens == 3 * 200 + 100
-
-
-def test_adapters_that_alternate_have_a_call_each() -> None:
-    """The rows of the others are fillers in it."""
-    decodes = [SequenceView(seq_id, adapters=(ONE, TWO)[seq_id % 2]) for seq_id in range(6)]
-    chosen = plan(
-        *(decodes, [], PolicyState()),
-        now_s=0.0,
-        cost=known(GPU),
-        max_tokens=512,
-        limits=LIMITS,
-        mixes_prefill=False,
-        fillers=dict.fromkeys(range(8), 0),
-    )
-    assert chosen.call_widths == (3, 3)
-    assert (chosen.work.decode_rows, chosen.work.n_calls) == (10, 2)
 
 
 def test_decodes_are_split_in_the_fastest_way() -> None:
@@ -929,7 +885,7 @@ def test_expected_tokens(acceptance_rate: float, n: int, tokens: float) -> None:
 
 def test_when_drafts_pay() -> None:
     """10 ms a call and 1 ms a row: 11 ms for a token, 12 ms with one draft token, 13 ms with two."""
-    cost = CostModel(LinearModel((10.0, 0.0, 10.0, 0.0, 0.0, 0.0)))
+    cost = CostModel(LinearModel((10.0, 0.0, 10.0, 0.0, 0.0)))
 
     def drafts(acceptance_rate: float, n: int = 16, due_ms: float = math.inf, max_tokens: int = 512) -> Sequence[int]:
         view = SequenceView(0, due_s=due_ms / 1e3, n_drafts=n, acceptance_rate=acceptance_rate)
@@ -948,7 +904,7 @@ def test_when_drafts_pay() -> None:
 
 
 def test_sequences_with_and_without_drafts_share_a_call() -> None:
-    cost = CostModel(LinearModel((10.0, 0.0, 10.0, 0.0, 0.0, 0.0)))
+    cost = CostModel(LinearModel((10.0, 0.0, 10.0, 0.0, 0.0)))
     decodes = [
         SequenceView(0),
         SequenceView(1, n_drafts=3, acceptance_rate=1.0),

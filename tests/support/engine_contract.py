@@ -31,8 +31,8 @@ def greedy(n_before=0, banned=None):
     return SampleRequest(GREEDY, n_before, banned)
 
 
-def prefill_input(seq_id, tokens, position=0):
-    return StepInput(seq_id, position, tokens, [greedy()])
+def prefill_input(seq_id, tokens, position=0, adapters=()):
+    return StepInput(seq_id, position, tokens, [greedy()], adapters=adapters)
 
 
 def step(*inputs, removing=()):
@@ -648,11 +648,11 @@ def adapting(make):
 
 def with_adapters(engine, scales, tokens, n, *, seq_id=0):
     """As ``alone``, with the adapters ``scales``."""
-    output = engine.step(Step([Truncate(seq_id)], [[prefill_input(seq_id, tokens)]], adapters=[scales]))
+    output = engine.step(Step([Truncate(seq_id)], [[prefill_input(seq_id, tokens, adapters=scales)]]))
     answer = list(output.tokens)
     while len(answer) < n:
-        decode = StepInput(seq_id, len(tokens) + len(answer) - 1, answer[-1:], [greedy(len(answer))])
-        answer += engine.step(Step((), [[decode]], adapters=[scales])).tokens
+        at = len(tokens) + len(answer) - 1
+        answer += engine.step(step(StepInput(seq_id, at, answer[-1:], [greedy(len(answer))], adapters=scales))).tokens
     engine.step(step(removing=(seq_id,)))
     return answer
 
@@ -677,38 +677,88 @@ def test_an_engine_with_adapters_computes_the_model_as_one_without(adapting, eng
         assert alone(adapting, prompt, 8) == alone(engine, prompt, 8)
 
 
-def test_calls_with_different_adapters_in_one_step_equal_steps_of_their_own(adapting, prompts):
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_sequences_with_different_adapters_in_one_step_equal_steps_of_their_own(adapting, prompts, in_one_call):
     chosen = [FIRST, (), SECOND, HALF]
     expected = [with_adapters(adapting, *each, 6) for each in zip(chosen, prompts, strict=True)]
-    calls = [[prefill_input(seq_id, prompt)] for seq_id, prompt in enumerate(prompts)]
-    answers = [[token] for token in adapting.step(Step((), calls, adapters=chosen)).tokens]
+
+    def compute(inputs):
+        return adapting.step(Step((), [inputs] if in_one_call else [[each] for each in inputs])).tokens
+
+    inputs = [prefill_input(seq_id, prompt, adapters=chosen[seq_id]) for seq_id, prompt in enumerate(prompts)]
+    answers = [[token] for token in compute(inputs)]
     for n in range(1, 6):
-        calls = [
-            [StepInput(seq_id, len(prompts[seq_id]) + n - 1, answers[seq_id][-1:], [greedy(n)])] for seq_id in range(4)
+        positions = [len(prompt) + n - 1 for prompt in prompts]
+        inputs = [
+            StepInput(seq_id, positions[seq_id], answers[seq_id][-1:], [greedy(n)], adapters=chosen[seq_id])
+            for seq_id in ([2, 0, 3, 1] if n % 2 else [0, 1, 2, 3])
         ]
-        order = [2, 0, 3, 1] if n % 2 else [0, 1, 2, 3]
-        step = Step((), [calls[at] for at in order], adapters=[chosen[at] for at in order])
-        for at, token in zip(order, adapting.step(step).tokens, strict=True):
-            answers[at].append(token)
+        for each, token in zip(inputs, compute(inputs), strict=True):
+            answers[each.seq_id].append(token)
     assert answers == expected
+
+
+def test_prompts_next_to_decodes_with_other_adapters(adapting, prompts):
+    """One call has a decode, the middle of a prompt, a draft that is wrong, and the end of another prompt."""
+    long = [*prompts[1], *prompts[2], *prompts[0]]
+    expected = [
+        with_adapters(adapting, FIRST, prompts[0], 3),
+        with_adapters(adapting, SECOND, long, 2),
+        with_adapters(adapting, (), prompts[2], 3),
+        with_adapters(adapting, BOTH, prompts[3], 1),
+    ]
+    first = adapting.step(
+        step(prefill_input(0, prompts[0], adapters=FIRST), prefill_input(2, prompts[2], adapters=()))
+    ).tokens
+    assert [*first] == [expected[0][0], expected[2][0]]
+    cut, wrong = len(prompts[1]), (expected[2][1] + 1) % 200
+    found = adapting.step(
+        step(
+            StepInput(0, len(prompts[0]), [expected[0][0]], [greedy(1)], adapters=FIRST),
+            StepInput(1, 0, long[:cut], (), adapters=SECOND),
+            StepInput(2, len(prompts[2]), [expected[2][0], wrong], [greedy(1), greedy(2)]),
+            prefill_input(3, prompts[3], adapters=BOTH),
+        )
+    ).tokens
+    assert (found[0], found[1], found[3]) == (expected[0][1], expected[2][1], expected[3][0])
+    adapting.step(Step([Truncate(2, len(prompts[2]) + 1)] if adapting.info.can_truncate else [Truncate(2)]))
+    found = adapting.step(
+        step(
+            StepInput(0, len(prompts[0]) + 1, [expected[0][1]], [greedy(2)], adapters=FIRST),
+            StepInput(1, cut, long[cut:], [greedy()], adapters=SECOND),
+        )
+    ).tokens
+    assert [*found] == [expected[0][2], expected[1][0]]
 
 
 def test_sequences_with_the_same_adapters_in_one_call(adapting, prompts):
     expected = [with_adapters(adapting, SECOND, prompt, 1)[0] for prompt in prompts]
-    calls = [[prefill_input(seq_id, prompt) for seq_id, prompt in enumerate(prompts)]]
-    assert list(adapting.step(Step((), calls, adapters=[SECOND])).tokens) == expected
+    inputs = [prefill_input(seq_id, prompt, adapters=SECOND) for seq_id, prompt in enumerate(prompts)]
+    assert list(adapting.step(step(*inputs)).tokens) == expected
+
+
+def test_gaps_between_sequences_with_different_adapters(adapting, prompts):
+    chosen = [FIRST, SECOND, (), BOTH]
+    expected = [with_adapters(adapting, *each, 2) for each in zip(chosen, prompts, strict=True)]
+    inputs = [prefill_input(seq_id, prompt, adapters=chosen[seq_id]) for seq_id, prompt in enumerate(prompts)]
+    assert list(adapting.step(step(*inputs)).tokens) == [each[0] for each in expected]
+    inputs = [
+        StepInput(seq_id, len(prompts[seq_id]), expected[seq_id][:1], [greedy(1)], adapters=chosen[seq_id])
+        for seq_id in (0, 1, 3)
+    ]
+    assert list(adapting.step(step(*inputs)).tokens) == [expected[seq_id][1] for seq_id in (0, 1, 3)]
 
 
 def test_a_state_that_was_computed_with_adapters_goes_on(adapting, prompts, new_file):
     both = [*prompts[0], *prompts[1]]
     expected = with_adapters(adapting, FIRST, both, 4)
     at = len(prompts[0])
-    adapting.step(Step((), [[prefill_input(0, prompts[0])]], adapters=[FIRST]))
+    adapting.step(step(prefill_input(0, prompts[0], adapters=FIRST)))
     [n_bytes] = state_sizes(adapting, 0)
     fd = new_file(bytes(n_bytes))
     assert not adapting.step(Step([SaveState(0, fd, 0, n_bytes), Truncate(0)])).refused
     assert not adapting.step(Step([LoadState(1, at, fd, 0, n_bytes)])).refused
-    [token] = adapting.step(Step((), [[prefill_input(1, prompts[1], at)]], adapters=[FIRST])).tokens
+    [token] = adapting.step(step(prefill_input(1, prompts[1], at, FIRST))).tokens
     assert token == expected[0]
 
 
@@ -716,14 +766,14 @@ def test_a_state_that_was_computed_with_adapters_goes_on(adapting, prompts, new_
 def test_an_adapter_that_the_engine_does_not_have_fails(adapting, prompts, number):
     expected = with_adapters(adapting, FIRST, prompts[0], 3)
     with pytest.raises(EngineError):
-        adapting.step(Step((), [[prefill_input(0, prompts[0])]], adapters=[((number, 1.0),)]))
+        adapting.step(step(prefill_input(0, prompts[0], adapters=((number, 1.0),))))
     adapting.reset()
     assert with_adapters(adapting, FIRST, prompts[0], 3) == expected
 
 
 def test_adapters_after_a_reset(adapting, prompts):
     expected = [with_adapters(adapting, scales, prompts[0], 3) for scales in SETS]
-    adapting.step(Step((), [[prefill_input(0, prompts[1])]], adapters=[BOTH]))
+    adapting.step(step(prefill_input(0, prompts[1], adapters=BOTH)))
     adapting.reset()
     assert [with_adapters(adapting, scales, prompts[0], 3) for scales in SETS] == expected
 

@@ -57,6 +57,7 @@ from uma_trio.engine.state_check import FRONT_PAGES
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.worker import StepRunner
 from uma_trio.grammar import Matchers, Vocabulary
+from uma_trio.kv.adapters import Scales
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
 from uma_trio.kv.ops import (
     CopyPrefix,
@@ -70,7 +71,6 @@ from uma_trio.kv.ops import (
 )
 from uma_trio.sampling import NO_TOKEN, SamplingParams, TokenLogprobs
 from uma_trio.scheduling.attention import AttentionScan
-from uma_trio.scheduling.view import Scales
 from uma_trio.store.state_format import PAGE_BYTES
 
 N_VOCAB = 1000
@@ -238,7 +238,6 @@ class FakeEngine:
         can_truncate: otherwise a sequence can only be removed or copied as a whole, or truncated to a checkpoint.
         repeats: the model mostly says what stood so many tokens before; 0: never.
         adapters: names of LoRA adapters.
-        change_ms: simulated milliseconds of a call with other adapters than the one before, beyond those of a call.
         draft_errors: there is a draft model, and one in so many of its tokens is wrong; 0: none is.
         draft_ms: simulated milliseconds of one call of the draft model.
         draft_ctx: tokens that it can know of a sequence.
@@ -261,7 +260,6 @@ class FakeEngine:
         can_embed: bool = True,
         purpose: Purpose = "generate",
         adapters: Sequence[str] = (),
-        change_ms: float = 2.0,
         draft_errors: int | None = None,
         draft_ms: float = 0.5,
         draft_ctx: int = 1 << 20,
@@ -299,8 +297,6 @@ class FakeEngine:
                 AdapterFile(name=name, path=Path(f"{name}.gguf"), fingerprint=f"content of {name}") for name in adapters
             ),
         )
-        self.change_ms = change_ms
-        self._last_adapters: Scales = ()
         self.cost_ms = cost_ms
         self.eog_after = eog_after
         self.repeats = repeats
@@ -392,10 +388,10 @@ class FakeEngine:
             return StepOutput(number=step.number, **copied)
         sampled = []
         samples = [sample for each in inputs for sample in each.samples]
-        for call_number, call in enumerate(step.calls):
-            scales = step.adapters[call_number] if step.adapters else ()
-            if any(not 0 <= number < len(self.info.adapters) for number, _ in scales):
-                raise EngineError(f"a call with the adapters {scales}")
+        for call in step.calls:
+            for each in call:
+                if any(not 0 <= number < len(self.info.adapters) for number, _ in each.adapters):
+                    raise EngineError(f"an input with the adapters {each.adapters}")
             lengths = [len(each.tokens) for each in call]
             if not lengths or not all(lengths) or sum(lengths) > self.info.n_batch:
                 raise EngineError(f"a call of {lengths} tokens")
@@ -408,14 +404,11 @@ class FakeEngine:
                 else None
             )
             for each in call:
-                sampled += self._compute(each, adapters_digest(scales))
+                sampled += self._compute(each, adapters_digest(each.adapters))
             if sum(self.used_cells().values()) > self.info.n_ctx < self.distinct_cells():
                 raise EngineError("no room in the KV cache")
             decodes = sum(len(each.samples) for each in call if len(each.samples) == len(each.tokens))
             self.cost_of_last_ms += self.cost_ms(sum(lengths) - decodes, decodes)
-            if tuple(scales) != self._last_adapters:
-                self.cost_of_last_ms += self.change_ms
-                self._last_adapters = tuple(scales)
         scores = [
             None if sample.logprobs is None else expected_score(token, sample.logprobs)
             for token, sample in zip(sampled, samples, strict=True)
@@ -674,7 +667,6 @@ class FakeEngine:
         return len(set(cells)) if self.info.unified else len(cells)
 
     def reset(self) -> None:
-        self._last_adapters = ()
         self._cache.clear()
         self.drafted.clear()
         self._texts.clear()

@@ -31,7 +31,6 @@ GROUPS: Final = {
         ),
         *(
             "forced_tokens_total",
-            "adapter_changes_total",
             "late_masks_total",
             "ticks_total",
             "decode_calls_total",

@@ -18,7 +18,7 @@ import llama_abi
 from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput
 from uma_trio.engine.purpose import POOLING
-from uma_trio.scheduling.view import Scales
+from uma_trio.kv.adapters import Scales
 
 Pooling: TypeAlias = Literal["mean", "cls", "last"]
 
@@ -214,7 +214,7 @@ class Embedder:
             embeddings=True,
             pooling=self._context_pooling,
         )
-        self._context = context = llama_abi.Context(self._model, options)
+        self._context = context = self._adapters.open_context(options)
         context.set_abort_flag(self._abort)
         return context
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Final
 
 import llama_abi
@@ -39,13 +40,18 @@ def missing_ids(inputs: Sequence[StepInput]) -> list[int]:
     return missing
 
 
-def add_filled(batch: llama_abi.Batch, inputs: Sequence[StepInput], fillers: Mapping[int, int]) -> None:
-    """Append the decodes of a call and its filler rows to ``batch``, in the order of their sequence ids.
+def add_filled(batch: llama_abi.Batch, inputs: Sequence[StepInput], fillers: Mapping[int, int]) -> Sequence[StepInput]:
+    """Append the decodes of a call and its filler rows to ``batch``; returns all of them, by sequence id.
 
     Args:
         fillers: positions by sequence id.
     """
-    rows = [(each.seq_id, each.position, each.tokens[0], True) for each in inputs]
-    rows += [(seq_id, position, FILLER_TOKEN, False) for seq_id, position in fillers.items()]
-    seq_ids, positions, tokens, logits = zip(*sorted(rows), strict=True)
-    batch.add_decodes(tokens, positions=positions, seqs=seq_ids, logits=logits)
+    added = [StepInput(seq_id, position, [FILLER_TOKEN]) for seq_id, position in fillers.items()]
+    rows = sorted([*inputs, *added], key=attrgetter("seq_id"))
+    batch.add_decodes(
+        [each.tokens[0] for each in rows],
+        positions=[each.position for each in rows],
+        seqs=[each.seq_id for each in rows],
+        logits=[bool(each.samples) for each in rows],
+    )
+    return rows

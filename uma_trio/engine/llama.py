@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 import llama_abi
 from uma_trio import config, sampling
+from uma_trio.engine.adapter_calls import calls_of_adapters
 from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
@@ -150,6 +151,9 @@ class LlamaEngine:
             self._context = self._open()
             stack.pop_all()
         self._abort = llama_abi.AbortFlag()
+        in_order = self._options.kv_unified and not (self._model.is_recurrent or self._model.is_hybrid)
+        self._rows_in_order = self._context.n_ubatch if in_order else None
+        """How many rows of a batch llama.cpp computes together and in their order; ``None``: this depends on the batch."""
         self._context.set_abort_flag(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._checkpoints: dict[int, bytearray] = {}
@@ -253,7 +257,7 @@ class LlamaEngine:
         """A context in the layout that was chosen, or in the rule's, if there is no room for that."""
         self._options = context_options(self._settings, self._choice.layout)
         try:
-            return llama_abi.Context(self._model, self._options)
+            return self._adapters.open_context(self._options)
         except llama_abi.LlamaError:
             rule = _candidates(self._model, self._place, self._shape, self._settings)[0]
             if rule == self._choice.layout:
@@ -261,7 +265,7 @@ class LlamaEngine:
                 raise
             self._choice = attrs.evolve(self._choice, layout=rule, why="no room")
             self._options = context_options(self._settings, rule)
-            return llama_abi.Context(self._model, self._options)
+            return self._adapters.open_context(self._options)
 
     def measure_memory(self) -> None:
         """Find out what the memory can move, where the weights are in the machine's own; some 50 ms at most.
@@ -324,8 +328,9 @@ class LlamaEngine:
         copied = 0
         decode_ms = -changes.copied_ms - changes.checkpoints_ms
         sample_ms = 0.0
-        for number, inputs in enumerate(step.calls):
-            self._adapters.choose(self._context, step.adapters[number] if step.adapters else ())
+        for inputs in itertools.chain.from_iterable(
+            calls_of_adapters(inputs, self._rows_in_order, self._fillers) for inputs in step.calls
+        ):
             samples = [sample for each in inputs for sample in each.samples]
             wanted = _constrained(inputs)
             # a CPU computes within the call, and a GPU after it: the device must not wait for the threads to begin
@@ -492,10 +497,11 @@ class LlamaEngine:
         """Call ``llama_decode``; returns when it came back."""
         batch = self._batch
         batch.clear()
-        fillers = self._fillers(inputs) if self._info.fills_gaps else {}
+        fillers = self._fillers(inputs)
         at = 0
+        rows = inputs
         if fillers:
-            add_filled(batch, inputs, fillers)
+            rows = add_filled(batch, inputs, fillers)
             at = len(inputs)
         while at < len(inputs):
             if single := list(itertools.takewhile(is_decode, inputs[at:] if at else inputs)):
@@ -508,6 +514,7 @@ class LlamaEngine:
             else:
                 _add(batch, inputs[at])
                 at += 1
+        self._adapters.choose_by_row(self._context, [(each.adapters, len(each.tokens)) for each in rows])
         try:
             code = self._context.decode(batch)
         finally:  # a device may still compute: it takes the cells in the order of the calls
@@ -521,6 +528,8 @@ class LlamaEngine:
 
     def _fillers(self, inputs: Sequence[StepInput]) -> dict[int, int]:
         """Filler rows of a call: their positions by sequence id.  Empty if none is needed, or one has no room."""
+        if not self._info.fills_gaps:
+            return {}
         fillers = {seq_id: self._context.seq_pos_max(seq_id) + 1 for seq_id in missing_ids(inputs)}
         return fillers if all(position < self._info.max_request_tokens for position in fillers.values()) else {}
 
@@ -601,7 +610,7 @@ class LlamaEngine:
         self._context.close()
         self._checkpoints.clear()
         try:
-            self._context = llama_abi.Context(self._model, self._options)
+            self._context = self._adapters.open_context(self._options)
             if self._drafter is not None:
                 self._drafter.reset()
         except llama_abi.LlamaError as error:

@@ -25,10 +25,10 @@ from uma_trio.engine.fit import SMALL_BATCH, FitReport, ModelSizes
 from uma_trio.engine.masks import Masks
 from uma_trio.engine.purpose import Purpose
 from uma_trio.grammar import GrammarState
+from uma_trio.kv.adapters import Scales
 from uma_trio.kv.ops import KvOp
 from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
 from uma_trio.scheduling.attention import AttentionScan
-from uma_trio.scheduling.view import Scales
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 """Token ids, ``[n]``."""
@@ -236,6 +236,8 @@ class StepInput(msgspec.Struct, array_like=True, gc=False):
     """Besides the model's own end tokens, these end the sequence; see ``Continued``."""
     grammar: GrammarState | None = None
     """Only tokens that it allows are sampled; its answer ends before the first sample."""
+    adapters: Scales = ()
+    """What it is computed with."""
 
 
 class EmbeddingInput(msgspec.Struct, array_like=True, gc=False):
@@ -334,8 +336,6 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     """How long sampling waits for masks, counted from the end of the computation."""
     embeddings: Sequence[EmbeddingInput] = ()
     """Texts to embed, in one call before the others; at most ``embedding_batch`` tokens."""
-    adapters: Sequence[Scales] = ()
-    """The adapters of each call; empty: no call has any."""
     drafts: Sequence[DraftInput] = ()
     """What the draft model computes before the calls; at most ``draft_batch`` tokens.  A sequence for which it may propose
     tokens is in the calls with its last token and one sample."""

@@ -45,7 +45,7 @@ from uma_trio.engine.messages import (
 )
 from uma_trio.engine.placement import open_library, place
 from uma_trio.engine.purpose import POOLING, Purpose
-from uma_trio.scheduling.view import Scales
+from uma_trio.kv.adapters import Scales
 
 MAX_OUTPUT_BYTES: Final = 64 << 20
 """llama.cpp has room for the logits of all tokens of a call, though it computes none.  This bounds that memory where no
@@ -271,7 +271,7 @@ class PoolingEngine:
             embeddings=True,
             pooling=self.pooling,
         )
-        self._contexts[flash_attn] = context = llama_abi.Context(self._model, options)
+        self._contexts[flash_attn] = context = self._adapters.open_context(options)
         context.set_abort_flag(self._abort)
         return context
 

@@ -101,7 +101,6 @@ class StepRunner:
         """
         calls = self.inputs(step)
         kept = [inputs for inputs in calls if inputs]
-        adapters = [scales for inputs, scales in zip(calls, step.adapters, strict=False) if inputs]
         dropped = sum(map(len, calls)) < sum(map(len, step.calls))
         drafted = None
         if step.drafts:
@@ -111,7 +110,7 @@ class StepRunner:
         ops = [*self._rejected, *step.ops] if self._rejected else step.ops
         self._sampled, self._rejected, self._last_number = {}, [], 0
         runnable: Step[StepInput] = Step(
-            ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings, adapters
+            ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings
         )
         runnable.embedding_adapters = step.embedding_adapters
         output = self._engine.step(runnable, **options)
@@ -154,7 +153,8 @@ class StepRunner:
             return None
         following = _following(sample, tokens[-1])
         grammar = None if last.grammar is None else last.grammar.after(tokens)
-        return StepInput(seq_id, _end(last, len(tokens)), tokens[-1:], (following,), last.stop_ids, grammar)
+        position, stop_ids, adapters = _end(last, len(tokens)), last.stop_ids, last.adapters
+        return StepInput(seq_id, position, tokens[-1:], (following,), stop_ids, grammar, adapters)
 
     def _draft_inputs(self, step: SubmittedStep) -> list[DraftInput]:
         """The inputs of the draft model, with the tokens that the last step gave to sequences that go on from it."""
@@ -202,7 +202,7 @@ def _with_drafts(each: StepInput, drafts: Sequence[int]) -> StepInput:
     samples = [*each.samples]
     for token in drafts:
         samples.append(_following(samples[-1], token))
-    return StepInput(each.seq_id, each.position, [*each.tokens, *drafts], samples, each.stop_ids, each.grammar)
+    return msgspec.structs.replace(each, tokens=[*each.tokens, *drafts], samples=samples)
 
 
 class Worker:

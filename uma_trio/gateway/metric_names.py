@@ -92,7 +92,6 @@ THROUGHPUT: Final = (
         "Draft tokens of the draft model that were accepted.",
     ),
     _counter("forced_tokens", "forced_tokens_total", "Tokens that were the only ones a constraint allowed."),
-    _counter("adapter_changes", "adapter_changes_total", "Calls with other LoRA adapters than the call before."),
     _counter("late_masks", "late_masks_total", "Samples whose mask was not ready in time."),
     _counter("ticks", "ticks_total", "Completed ticks."),
     _counter("decode_calls", "decode_calls_total", "Calls of llama_decode."),

@@ -6,11 +6,12 @@ Keys and values depend on the adapters, so tokens that were computed with one se
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 import attrs
 
-from uma_trio.scheduling.view import Scales
+Scales: TypeAlias = tuple[tuple[int, float], ...]
+"""LoRA adapters by their number in the engine, ascending, each with its scale; empty: the model as it is."""
 
 
 @attrs.frozen

@@ -7,7 +7,7 @@ saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 from uma_trio.kv.allocation import Allocation
@@ -74,15 +74,8 @@ class Pool:
     # -- life of an allocation ------------------------------------------------------------------
 
     def admit(self, allocation: Allocation) -> None:
-        """Give ``allocation`` the lowest free sequence id; the caller has made room for it.
-
-        Next to requests with other adapters it leaves them room, and takes an id next to its own kind.
-        """
-        busy = [] if self.unified else [other for other in self.allocations.values() if not other.is_idle]
-        if all(other.adapters == allocation.adapters for other in busy):
-            allocation.seq_id = min(self._free_ids)
-        else:
-            allocation.seq_id = max(sorted(self._free_ids), key=_fitness(allocation, busy))
+        """Give ``allocation`` the lowest free sequence id; the caller has made room for it."""
+        allocation.seq_id = min(self._free_ids)
         self._free_ids.remove(allocation.seq_id)
         self.allocations[allocation.seq_id] = allocation
         self.reserved += allocation.own_cells
@@ -138,13 +131,9 @@ class Pool:
     # -- adjacency ------------------------------------------------------------------------------
 
     def settle(self, allocation: Allocation) -> None:
-        """Move ``allocation``, which holds no tokens, to the sequence id with the most busy neighbours.
-
-        Only neighbours with the same adapters are decoded together with it, so it leaves room next to others.
-        """
+        """Move ``allocation``, which holds no tokens, to the sequence id with the most busy neighbours."""
         idle = [n for n, other in self.idle.items() if not other.needs_save] if self._prefers_neighbours else ()
-        busy = [other for other in self.allocations.values() if other.n_tokens > 0 and not other.is_idle]
-        best: int = max([allocation.seq_id, *sorted(self._free_ids), *idle], key=_fitness(allocation, busy))
+        best = max([allocation.seq_id, *sorted(self._free_ids), *idle], key=self._n_busy_neighbours)
         if best != allocation.seq_id:
             if best in self.idle:
                 self.remove(self.idle[best])
@@ -277,15 +266,3 @@ class Pool:
         assert not any(allocation.n_tokens for allocation in everyone if allocation.awaits_state)
         assert not self._free_ids & set(allocations)
         self.checkpoint_ids.check_integrity([allocation.checkpoints for allocation in everyone])
-
-
-def _fitness(allocation: Allocation, busy: Collection[Allocation]) -> Callable[[int], tuple[int, int]]:
-    """How well a sequence id suits ``allocation``: how many neighbours have its adapters, and how far others are."""
-    same = {other.seq_id for other in busy if other.adapters == allocation.adapters}
-    others = [other.seq_id for other in busy if other.adapters != allocation.adapters]
-
-    def fitness(seq_id: int) -> tuple[int, int]:
-        distance = min([abs(other - seq_id) for other in others], default=0)
-        return (seq_id - 1 in same) + (seq_id + 1 in same), distance
-
-    return fitness

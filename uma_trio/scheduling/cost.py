@@ -3,7 +3,6 @@
 The time of a tick is close to linear in what it computes::
 
     t = a * n_calls + b * prefill_tokens + c * decode_rows + d * context_tokens + e * prefill_attention
-        + f * n_adapter_changes
 
 ``context_tokens`` is what the attention of the decode rows reads.  ``prefill_attention`` is what the attention of the
 prefill chunks reads: a chunk of n tokens after m tokens reads n * m + n * n / 2.  The last chunks of a long prompt
@@ -80,10 +79,9 @@ MAX_CONTEXT_GROUPS: Final = 24
 """With more groups of equal context length than this, rows are not split by context: the search is quadratic."""
 
 Features: TypeAlias = tuple[float, ...]
-"""Six numbers: calls, prefill tokens, decode rows, context of the decode rows, attention of the prefill tokens, calls
-that change the adapters."""
+"""Five numbers: calls, prefill tokens, decode rows, context of the decode rows, attention of the prefill tokens."""
 
-FEATURE_SCALES: Final = (1.0, 100.0, 10.0, 10_000.0, 100_000.0, 1.0)
+FEATURE_SCALES: Final = (1.0, 100.0, 10.0, 10_000.0, 100_000.0)
 """Units of the features, chosen to make all coefficients similar in size: ms a call, ms for 100 prefill tokens, ..."""
 
 N_FEATURES: Final = len(FEATURE_SCALES)
@@ -130,8 +128,6 @@ class Work:
     in use."""
     n_calls: int = 1
     """Consecutive calls of ``llama_decode``."""
-    n_adapter_changes: int = 0
-    """Calls with other adapters than the call before."""
 
 
 @attrs.frozen
@@ -303,7 +299,6 @@ class LinearModel:
             decodes / FEATURE_SCALES[2],
             context / FEATURE_SCALES[3],
             attention / FEATURE_SCALES[4],
-            work.n_adapter_changes,
         )
 
 
@@ -353,9 +348,9 @@ def _non_negative(coefficients: Features, information: Sequence[Features]) -> Fe
 class CostModel:
     """Predicts the time of ticks.  Immutable.  Starts from a rough estimate, which a few ticks correct."""
 
-    decode_only: LinearModel = LinearModel((5.0, 0.0, 5.0, 1.0, 0.0, 2.0))
+    decode_only: LinearModel = LinearModel((5.0, 0.0, 5.0, 1.0, 0.0))
     """Ticks without prefill."""
-    mixed: LinearModel = LinearModel((10.0, 30.0, 10.0, 1.0, 1.0, 2.0), margins=(MAX_MARGIN,) * N_MARGINS)
+    mixed: LinearModel = LinearModel((10.0, 30.0, 10.0, 1.0, 1.0), margins=(MAX_MARGIN,) * N_MARGINS)
     """Ticks with prefill."""
     call_times: DecodeCallTimes = attrs.field(factory=DecodeCallTimes)
     knows_stairs: bool = False
@@ -409,10 +404,6 @@ class CostModel:
         if max_rows <= self.call_times.max_rows:
             return self.decode_call_ms
         return lambda rows, context_tokens: self.decode_only.predict(Work(0, rows, context_tokens))
-
-    def adapter_changes_ms(self, n: int) -> float:
-        """Predicted milliseconds of ``n`` calls that change the adapters, beyond what other calls take."""
-        return n * self.decode_only.coefficients[5]
 
     def split(self, rows: int, contexts: Sequence[int] = ()) -> tuple[int, ...]:
         """Split ``rows`` of decodes into the fastest sequence of calls.

@@ -8,9 +8,7 @@ Source: docs/design/scheduler.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -22,7 +20,7 @@ from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.draft_cost import DraftCost
 from uma_trio.scheduling.fairness import Service
 from uma_trio.scheduling.gaps import NO_FILLERS, contexts_with_fillers, join_runs, runs_of_consecutive_ids
-from uma_trio.scheduling.view import Priority, Scales, SequenceView
+from uma_trio.scheduling.view import Priority, SequenceView
 
 MAX_BACKGROUND_SKIPS: Final = 4
 """Ticks in a row from which background sequences can be left out."""
@@ -66,7 +64,6 @@ class PrefillChunk:
     n_tokens: int
     is_last: bool
     """Completes the prompt.  Only the last chunk needs logits."""
-    adapters: Scales = ()
 
 
 @attrs.frozen
@@ -78,8 +75,6 @@ class PolicyState:
     """Rows of the previous tick, if it had prefill chunks; otherwise 0."""
     background_skips: int = 0
     """Ticks in a row that left background sequences out."""
-    adapters: Scales = ()
-    """The adapters of the last call."""
     n_without_drafts: int = 0
     """Ticks in a row that could have had draft tokens and had none."""
 
@@ -101,7 +96,7 @@ class Plan:
     """What one tick computes."""
 
     decodes: Sequence[SequenceView]
-    """Sequences that get their next token, in batch order.  Those with the same adapters stand together."""
+    """Sequences that get their next token, in batch order."""
     chunks: tuple[PrefillChunk, ...]
     """At most one for each prompt."""
     state: PolicyState
@@ -111,10 +106,7 @@ class Plan:
     call_widths: tuple[int, ...]
     """How many of ``decodes``, in order, go into each ``llama_decode`` call."""
     prefill_separately: bool = False
-    """The chunks go into calls of their own.  Otherwise a chunk goes into the last call with its adapters, if there is
-    one."""
-    adapters: tuple[Scales, ...] = ((),)
-    """The adapters of the calls, in their order."""
+    """The chunks go into a call of their own.  Otherwise they go into the last call."""
     drafts: Sequence[int] = ()
     """Draft tokens to verify with each of ``decodes``; empty if there are none.  The draft model may propose fewer."""
     min_draft_probability: float = 0.0
@@ -150,9 +142,6 @@ def plan(
     Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time, and now and then
     to learn whether it does.
 
-    Sequences with different adapters are computed in different calls of the same tick.  The adapters of the last call
-    come first in the next tick, because changing them takes time.
-
     Args:
         decodes: sequences in the decode phase that are ready, by ``seq_id``.  A sequence that waits for a slow client
             is not ready.
@@ -179,7 +168,7 @@ def plan(
     Two sequences are due in 30 ms and two prompts wait, on a device that takes 2 ms for a tick and 1 ms for each token:
 
     >>> from uma_trio.scheduling.cost import LinearModel
-    >>> model = LinearModel((2.0, 100.0, 10.0, 0.0, 0.0, 0.0))
+    >>> model = LinearModel((2.0, 100.0, 10.0, 0.0, 0.0))
     >>> chosen = plan([SequenceView(0, due_s=0.030), SequenceView(1, due_s=0.030)],
     ...               [SequenceView(2, n_pending=10), SequenceView(3, n_pending=100)], PolicyState(),
     ...               now_s=0.0, cost=CostModel(model, model), max_tokens=512,
@@ -189,31 +178,25 @@ def plan(
     """
     chosen, background_skips = _choose_decodes(decodes, state.background_skips, now_s, cost, attention)
     state = attrs.evolve(state, background_skips=background_skips)
-    chosen = _by_adapters(chosen, state.adapters)
     if prefills:
         separately = bool(chosen) and not mixes_prefill
         # Prefill in the same call: splitting the decodes would read the weights once more for each call.
-        widths = _widths(chosen)
+        widths: tuple[int, ...] = (len(chosen),)
         if separately:
             widths = _split(chosen, cost, fillers, attention, consecutive_ids=True)
-        work = _decode_work(chosen, widths, fillers, attention)
-        work = _with_calls(work, chosen, widths, state.adapters, separately=separately)
+        work = attrs.evolve(_decode_work(chosen, widths, fillers, attention), n_calls=len(widths) + separately)
         given, work, service = _choose_prefill(
-            chosen, widths, prefills, work, state, now_s, cost, max_tokens, limits, attention, separately, records_calls
+            chosen, prefills, work, state, now_s, cost, max_tokens, limits, attention, separately, records_calls
         )
         state = attrs.evolve(state, service=service)
         if given:
-            chunks = tuple([PrefillChunk(view.seq_id, n, n == view.n_pending, view.adapters) for view, n in given])
-            adapters = _order((*_adapters(chosen), *_adapters([view for view, _ in given])), state.adapters)
+            chunks = tuple([PrefillChunk(view.seq_id, n, n == view.n_pending) for view, n in given])
             rows = len(chosen) + work.prefill_tokens
-            state = attrs.evolve(state.after_decode(chosen), prefill_rows=rows, adapters=adapters[-1])
-            return Plan(chosen, chunks, state, work, cost.predict(work), widths, separately, adapters)
-    adapters = _order(_adapters(chosen), state.adapters)
+            state = attrs.evolve(state.after_decode(chosen), prefill_rows=rows)
+            return Plan(chosen, chunks, state, work, cost.predict(work), widths, separately)
     after = state.after_decode(chosen)
-    if adapters and adapters[-1] != state.adapters:
-        after = attrs.evolve(after, adapters=adapters[-1])
     widths = _split(chosen, cost, fillers, attention, consecutive_ids=not mixes_prefill)
-    work = _with_calls(_decode_work(chosen, widths, fillers, attention), chosen, widths, state.adapters)
+    work = attrs.evolve(_decode_work(chosen, widths, fillers, attention), n_calls=len(widths))
     if any(view.n_drafts for view in chosen):
         tries = state.n_without_drafts >= STEPS_WITHOUT_DRAFTS
         drafts, verified, draft_ms = _choose_drafts(
@@ -227,59 +210,11 @@ def plan(
                 after,
                 verified,
                 cost.predict(verified) + draft_ms,
-                _widths(chosen),
-                adapters=adapters,
+                (len(chosen),),
                 drafts=drafts,
                 min_draft_probability=_min_probability(len(chosen), work, cost, draft_cost or DraftCost()),
             )
-    return Plan(chosen, (), after, work, cost.predict(work), widths, adapters=adapters)
-
-
-# -- adapters -----------------------------------------------------------------------------------------
-
-
-def _adapters(views: Iterable[SequenceView]) -> set[Scales]:
-    return {view.adapters for view in views}
-
-
-def _order(adapters: Iterable[Scales], last: Scales) -> tuple[Scales, ...]:
-    """Each of ``adapters`` once, in the order of the calls; those of the last call come first."""
-    return tuple(sorted(set(adapters), key=lambda each: (each != last, each)))
-
-
-def _by_adapters(views: Sequence[SequenceView], last: Scales) -> Sequence[SequenceView]:
-    """``views`` in the order of their adapters, and with the same adapters in the order that they have."""
-    order = _order(_adapters(views), last)
-    return views if len(order) < 2 else [view for each in order for view in views if view.adapters == each]
-
-
-def _widths(views: Sequence[SequenceView]) -> tuple[int, ...]:
-    """One call for each set of adapters: its rows."""
-    return tuple([len([*group]) for _, group in groupby(views, attrgetter("adapters"))]) or (0,)
-
-
-def _with_calls(
-    work: Work,
-    decodes: Sequence[SequenceView],
-    widths: Sequence[int],
-    last: Scales,
-    *,
-    given: Sequence[tuple[SequenceView, int]] = (),
-    separately: bool = False,
-) -> Work:
-    """``work`` with the number of its calls, and how often they change the adapters.
-
-    Args:
-        widths: decodes of each call.
-        given: the prompts that advance, with their tokens; before they are known, no call more than is necessary.
-        separately: prompts are not in the calls of decodes.
-    """
-    of_decodes, of_prompts = _adapters(decodes), _adapters([view for view, _ in given])
-    n_calls = len(widths) if decodes else 0
-    n_calls += max(1, len(of_prompts)) if separately else len(of_prompts - of_decodes)
-    adapters = of_decodes | of_prompts
-    n_changes = len(adapters) - (last in adapters)
-    return attrs.evolve(work, n_calls=max(1, n_calls), n_adapter_changes=n_changes)
+    return Plan(chosen, (), after, work, cost.predict(work), widths)
 
 
 # -- decodes ------------------------------------------------------------------------------------------
@@ -299,9 +234,8 @@ def _choose_decodes(
 
 
 def estimated_work(decodes: Sequence[SequenceView], attention: Attention = OWN_CONTEXTS) -> Work:
-    """What a tick with these decodes alone computes, in a call for each set of adapters."""
-    n = max(1, len(_adapters(decodes)))
-    return Work(0, len(decodes), _context(decodes, attention), n_calls=n, n_adapter_changes=n - 1)
+    """What a tick with these decodes alone computes, in one call."""
+    return Work(0, len(decodes), _context(decodes, attention))
 
 
 def _context(views: Sequence[SequenceView], attention: Attention) -> int:
@@ -325,23 +259,16 @@ def _split(
 ) -> tuple[int, ...]:
     """Split ``views``, in order, into the fastest sequence of calls.
 
-    What calls take is measured without adapters.  With them each call takes longer, so rows are not split further.
-
     Args:
         fillers: see ``plan``.
         consecutive_ids: llama.cpp computes only rows with consecutive sequence ids together.
     """
-    widths: list[int] = []
-    start, is_padded = 0, attention.scan is AttentionScan.LONGEST
-    for width in _widths(views):
-        at, group, calls = 0, views[start : start + width], []
-        for run in runs_of_consecutive_ids(group) if consecutive_ids else (width,):
-            contexts = [view.n_context for view in group[at : at + run]] if is_padded else ()
-            calls.append((run,) if width and group[0].adapters else cost.split(run, contexts))
-            at += run
-        widths += join_runs(group, calls, cost, fillers, attention)
-        start += width
-    return tuple(widths)
+    at, calls, is_padded = 0, [], attention.scan is AttentionScan.LONGEST
+    for run in runs_of_consecutive_ids(views) if consecutive_ids else (len(views),):
+        contexts = [view.n_context for view in views[at : at + run]] if is_padded else ()
+        calls.append(cost.split(run, contexts))
+        at += run
+    return tuple(join_runs(views, calls, cost, fillers, attention))
 
 
 def _decode_work(
@@ -364,7 +291,6 @@ def _decode_work(
 
 def _choose_prefill(
     decodes: Sequence[SequenceView],
-    widths: Sequence[int],
     prefills: Sequence[SequenceView],
     work: Work,
     state: PolicyState,
@@ -388,7 +314,6 @@ def _choose_prefill(
     while True:  # A smaller budget can leave other prompts, with more context.  Mostly one round is enough.
         given, service = _divide(prefills, budget, state.service, limits)
         work = _with_prefill(work, given, attention)
-        work = _with_calls(work, decodes, widths, state.adapters, given=given, separately=separately)
         budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits, attention)
         if records_calls and _would_be_recorded(given, len(decodes), state):
             budget = min(budget, work.prefill_tokens - 1)
@@ -474,8 +399,7 @@ def _choose_drafts(
     Args:
         tries: have some even if that is predicted not to pay, as far as the deadlines allow.
     """
-    together = _widths(decodes)
-    work = attrs.evolve(work, n_calls=len(together))  # more calls are as fast at least
+    work = attrs.evolve(work, n_calls=1)  # more calls are as fast at least
     best_rate = 0.0 if tries else MIN_DRAFT_SPEEDUP * len(decodes) / max(cost.predict(work) + gap_ms, 1e-6)
     best: Sequence[int] = ()
     verified, best_draft_ms = work, 0.0
@@ -492,15 +416,9 @@ def _choose_drafts(
         by_model = [n for n, view in zip(proposed, decodes, strict=True) if n and view.drafts_by_model]
         draft_ms = draft_cost.ms(max(by_model), 0) if by_model else 0.0
         missing_ms = draft_cost.ms(0, n_missing) if by_model else 0.0  # all drafts of the answer need these tokens
-        rows, context, start = 0, 0, 0
-        for width in together:
-            of_call = [*zip(decodes, proposed, strict=True)][start : start + width]
-            start += width
-            call_rows = width + math.ceil(sum([n for _, n in of_call]))
-            total = round(sum([(1 + n) * view.n_context for view, n in of_call]))
-            longest = max([view.n_context for view, _ in of_call])
-            rows += call_rows
-            context += attention.decode_context(call_rows, total, longest)
+        rows = len(decodes) + math.ceil(sum(proposed))
+        total = round(sum([(1 + n) * view.n_context for n, view in zip(proposed, decodes, strict=True)]))
+        context = attention.decode_context(rows, total, max([view.n_context for view in decodes]))
         with_drafts = attrs.evolve(work, decode_rows=rows, context_tokens=context)
         ms = cost.predict(with_drafts) + draft_ms
         if ms + missing_ms > left_ms:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TypeAlias
 
 import msgspec
-
-Scales: TypeAlias = tuple[tuple[int, float], ...]
-"""LoRA adapters by their number in the engine, ascending, each with its scale; empty: the model as it is."""
 
 
 class Priority(enum.IntEnum):
@@ -43,8 +39,6 @@ class SequenceView(msgspec.Struct, frozen=True, gc=False):
     """Draft tokens that can be verified together with the next token."""
     acceptance_rate: float = 0.0
     """Recent share of this sequence's draft tokens that were accepted, 0 to 1."""
-    adapters: Scales = ()
-    """LoRA adapters and their scales.  One call computes only sequences with the same."""
     drafts_by_model: bool = False
     """The draft model proposes the draft tokens, which takes time."""
     draft_precision: float = 1.0

@@ -18,12 +18,12 @@ import trio
 
 from uma_trio.engine.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput, ModelInfo, StepOutput, TokenIds
 from uma_trio.errors import DecodeFailed, QueueFull, UmaError
+from uma_trio.kv.adapters import Scales
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import HealthCheck
 from uma_trio.protocol.events import Embeddings, Eos, Failure, RankedDocument, Ranking, Timings, Usage
 from uma_trio.protocol.requests import Embed, Rerank
 from uma_trio.scheduling.fairness import Service
-from uma_trio.scheduling.view import Scales
 from uma_trio.serving.sequence import EventSink
 
 MIN_TOKENS: Final = 16

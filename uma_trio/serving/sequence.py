@@ -236,7 +236,6 @@ class Sequence:
             principal=self.principal.name,
             weight=self.principal.weight,
             acceptance_rate=self.acceptance_rate,
-            adapters=self.adapters.scales,
         )
 
     def drafts(self, n: int) -> Items[int]:
@@ -271,7 +270,8 @@ class Sequence:
         tokens = self.known_tokens(start, end)
         samples = [self._sample_request(len(self.tokens))] if end == self.n_known else []
         grammar = self._grammar_state() if samples else None
-        return StepInput(self._seq_id, start, tokens, samples, self.request.stop_token_ids, grammar)
+        stop_ids, adapters = self.request.stop_token_ids, self.adapters.scales
+        return StepInput(self._seq_id, start, tokens, samples, stop_ids, grammar, adapters)
 
     def decode_input(self, drafts: Items[int] = ()) -> StepInput:
         """The last token, and draft tokens that the same step verifies."""
@@ -280,9 +280,8 @@ class Sequence:
             self.sampling.history.write(n, drafts)
         samples = [self._sample_request(n + i) for i in range(1 + len(drafts))]
         tokens = [self.tokens[-1], *drafts]
-        return StepInput(
-            self._seq_id, self.n_computed, tokens, samples, self.request.stop_token_ids, self._grammar_state()
-        )
+        stop_ids, grammar, adapters = self.request.stop_token_ids, self._grammar_state(), self.adapters.scales
+        return StepInput(self._seq_id, self.n_computed, tokens, samples, stop_ids, grammar, adapters)
 
     @property
     def _seq_id(self) -> int:

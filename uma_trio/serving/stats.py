@@ -121,7 +121,6 @@ class Stats:
         telemetry.logits_rows_total += len(output.tokens)
         telemetry.logits_copied_total += output.copied_rows
         telemetry.forced_tokens_total += accepted["grammar"]
-        telemetry.adapter_changes_total += work.n_adapter_changes
         telemetry.late_masks_total += sum([new.is_late for new in completed.new_tokens])
         if plan.chunks and plan.decodes:
             telemetry.mixed_ticks_total += 1

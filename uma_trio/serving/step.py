@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
-from itertools import chain, groupby, islice, repeat
+from itertools import islice, repeat
 from operator import attrgetter
 from typing import Final, Literal, TypeAlias
 
@@ -25,7 +25,7 @@ from uma_trio.protocol.events import FinishReason
 from uma_trio.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.scheduling.cost import Work
 from uma_trio.scheduling.policy import Plan, PolicyState
-from uma_trio.scheduling.view import Scales, SequenceView
+from uma_trio.scheduling.view import SequenceView
 from uma_trio.serving.controllers.state import Phase
 from uma_trio.serving.embedding import EmbeddingChunk
 from uma_trio.serving.sequence import Sequence, State
@@ -234,7 +234,7 @@ def build_step(
         in_flight: the step in flight that it runs ahead of.
     """
     plan = planned.plan
-    calls: dict[Scales, list[_Call]] = {adapters: [] for adapters in plan.adapters}
+    calls: list[_Call] = []
     decodes = iter(zip(plan.decodes, plan.drafts or repeat(0)))  # noqa: B905  (the second has no end)
     for width in plan.call_widths:
         call = _Call()
@@ -248,34 +248,30 @@ def build_step(
             n_rows = 1 + len(drafts) + n_model_drafts
             call.rows.append(StepRow(sequence, view.n_context + n_rows, n_rows, drafts, source, n_model_drafts))
         if width:
-            calls[view.adapters].append(call)
-    for adapters, chunks in groupby(sorted(plan.chunks, key=_adapters_of), _adapters_of):
-        if plan.prefill_separately or not calls[adapters]:
-            calls[adapters].append(_Call())
-        call = calls[adapters][-1]
-        for chunk in chunks:
-            sequence = planned.sequences[chunk.seq_id]
-            row = None if in_flight is None else in_flight.row_of(sequence)
-            start = sequence.n_computed if row is None else row.end
-            prefill = sequence.prefill_input(start, chunk.n_tokens)
-            call.inputs.append(prefill)
-            call.rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
+            calls.append(call)
+    if plan.chunks and (plan.prefill_separately or not calls):
+        calls.append(_Call())
+    for chunk in plan.chunks:
+        sequence = planned.sequences[chunk.seq_id]
+        row = None if in_flight is None else in_flight.row_of(sequence)
+        start = sequence.n_computed if row is None else row.end
+        prefill = sequence.prefill_input(start, chunk.n_tokens)
+        calls[-1].inputs.append(prefill)
+        calls[-1].rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
     step = Step(
         planned.ops,
-        [call.inputs for call in chain.from_iterable(calls.values())],
+        [call.inputs for call in calls],
         number,
         0 if in_flight is None else in_flight.number,
         planned.look_ahead,
         planned.mask_timeout_ms,
     )
-    if any(calls):  # otherwise the model is used as it is
-        step.adapters = [adapters for adapters, of_adapters in calls.items() for _ in of_adapters]
     if planned.embedding is not None:
         step.embeddings = planned.embedding.inputs
         step.embedding_adapters = planned.embedding.adapters
     if planned.draft_inputs:
         step.drafts, step.min_draft_probability = planned.draft_inputs, plan.min_draft_probability
-    by_sequence = {row.sequence: row for call in chain.from_iterable(calls.values()) for row in call.rows}
+    by_sequence = {row.sequence: row for call in calls for row in call.rows}
     return InFlightStep(number, planned, by_sequence, freed, runs_ahead=in_flight is not None), step
 
 
@@ -285,9 +281,6 @@ class _Call:
 
     inputs: list[StepInput | Continued] = attrs.field(factory=list)
     rows: list[StepRow] = attrs.field(factory=list)
-
-
-_adapters_of = attrgetter("adapters")
 
 
 def drafts_by_sequence(step: InFlightStep, output: StepOutput) -> dict[Sequence, Draft]:

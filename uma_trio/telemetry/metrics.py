@@ -123,7 +123,6 @@ class Telemetry:
     """Time of the draft model, in ticks in which it computed."""
     forced_tokens_total: int = 0
     late_masks_total: int = 0
-    adapter_changes_total: int = 0
     mask_wait_ms: Average = attrs.field(factory=Average)
     """How long sampling waited for the masks of grammars, in ticks with constrained requests."""
     preemptions_total: int = 0
@@ -227,7 +226,6 @@ class Telemetry:
             "draft_model_ms_avg": self.draft_model_ms.value,
             "forced_tokens_total": self.forced_tokens_total,
             "late_masks_total": self.late_masks_total,
-            "adapter_changes_total": self.adapter_changes_total,
             "mask_wait_ms_avg": self.mask_wait_ms.value,
             "avg_batch": _ratio(self._sequences_total, self.ticks_total, 3),
             "inter_token_p50_ms": p50,
