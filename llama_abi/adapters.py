@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -53,10 +53,10 @@ class LoraAdapter(Handle):
 class StackedPart:
     """One of several adapters that were stacked into one file."""
 
-    alpha: float
-    """As in its file; 0: its changes are not scaled by ``alpha / rank``."""
-    ranks: Mapping[str, int]
-    """Its rank, for each weight that it changes."""
+    ranks: dict[str, int]
+    """How many ranks of the stacked matrices are its own, for each weight that it changes."""
+    factors: dict[str, float]
+    """What its change of each weight is multiplied with besides its scale: mostly ``alpha / rank``."""
 
 
 class StackedAdapters(LoraAdapter):
@@ -74,13 +74,16 @@ class StackedAdapters(LoraAdapter):
     def __init__(self, model: Model, path: str | os.PathLike[str], parts: Sequence[StackedPart]) -> None:
         super().__init__(model, path)
         self.n_parts = len(parts)
-        layouts: dict[tuple[tuple[int, int], ...], Ranks] = {}
+        layouts: dict[tuple[tuple[int, int, float], ...], Ranks] = {}
         self.ranks: dict[str, Ranks] = {}
         """The ranks of each weight that they change, by its name. Weights whose ranks are alike share one object."""
         for weight in {name for part in parts for name in part.ranks}:
-            layout = tuple([(number, part.ranks[weight]) for number, part in enumerate(parts) if weight in part.ranks])
+            layout = tuple(
+                (number, part.ranks[weight], part.factors[weight])
+                for number, part in enumerate(parts)
+                if weight in part.ranks
+            )
             if layout not in layouts:
-                owners = np.repeat([number for number, _ in layout], [rank for _, rank in layout])
-                factors = [parts[number].alpha / rank if parts[number].alpha else 1.0 for number, rank in layout]
-                layouts[layout] = Ranks(owners, np.repeat(np.array(factors, np.float32), [r for _, r in layout]))
+                owners = np.repeat([number for number, *_ in layout], [rank for _, rank, _ in layout])
+                layouts[layout] = Ranks(owners, np.repeat([f for *_, f in layout], [rank for _, rank, _ in layout]))
             self.ranks[weight] = layouts[layout]

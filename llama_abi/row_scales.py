@@ -51,6 +51,7 @@ MAX_KNOWN: Final = 100_000
 """Tensors that are remembered by their address."""
 
 OP_OFFSET, SRC_OFFSET, POINTER_BYTES = ggml_tensor.op.offset, ggml_tensor.src.offset, ctypes.sizeof(ctypes.c_void_p)
+SECOND_OFFSET = SRC_OFFSET + POINTER_BYTES
 
 _asked_function = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
 """The callback's type with an address in place of a pointer, which takes longer to make.  It is called for every node."""
@@ -176,14 +177,15 @@ class RowScales:
         try:
             op = ctypes.c_int32.from_address(node + OP_OFFSET).value
             if op == MUL:
-                mask = self._made.get(_source(node, 1))
+                mask = self._made.get(ctypes.c_void_p.from_address(node + SECOND_OFFSET).value or 0)
                 if mask is not None:
                     self._keep(node, mask)
             elif op in (MUL_MAT, MUL_MAT_ID):
-                ranks = self._ranks_of(_source(node, 0))
+                matrix = ctypes.c_void_p.from_address(node + SRC_OFFSET).value or 0
+                ranks = self._known[matrix] if matrix in self._known else self._ranks_of(matrix)
                 if ranks is not None:
                     self._mask(node, ranks)
-            elif op == SCALE:
+            elif op == SCALE and self._moved:
                 product = self._moved.pop(_source(node, 0), None)
                 if product is not None:
                     product.move_to(node)
@@ -193,28 +195,25 @@ class RowScales:
 
     def _ranks_of(self, matrix: int) -> Ranks | None:
         """The ranks of the matrix B at this address; ``None`` if it is another tensor."""
-        try:
-            return self._known[matrix]
-        except KeyError:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            weight, _, half = ggml_tensor.from_address(matrix).name.decode(errors="replace").rpartition(".")
-            found = self._known[matrix] = self._ranks.get(weight) if half == "lora_b" else None
-            return found
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        weight, _, half = ggml_tensor.from_address(matrix).name.decode(errors="replace").rpartition(".")
+        found = self._known[matrix] = self._ranks.get(weight) if half == "lora_b" else None
+        return found
 
     def _mask(self, node: int, ranks: Ranks) -> None:
         """Make ``B (A x)`` the product of ``A x`` with its mask."""
         factor = _source(node, 1)
-        of_rank = ggml_tensor.from_address(factor)
-        if of_rank.op == MUL:
+        if ctypes.c_int32.from_address(factor + OP_OFFSET).value == MUL:
             return  # the graph is reused, and this is the third node
+        of_rank = ggml_tensor.from_address(factor)
         product = ggml_tensor.from_address(node)
         if of_rank.ne[0] != len(ranks.adapters) or of_rank.type != F32:
             raise LlamaError(f"a factor has {of_rank.ne[0]} ranks instead of {len(ranks.adapters)}")
         with_experts = product.op == MUL_MAT_ID
         masks = self._masks_for(product.buffer, ranks, of_rank.ne[1] if with_experts else 1)
         shape = (of_rank.ne[0], 1, of_rank.ne[2], of_rank.ne[3]) if with_experts else tuple(of_rank.ne)
-        mask = masks.mask(self._place_of(_rows(shape)), shape)
+        mask = masks.mask(self._place_of(math.prod(shape[1:])), shape)
         self._made[mask.address] = mask
         self._moved[node] = _Product(product.op, node, _source(node, 0), _source(node, 2), bytes(product.op_params))
         product.op, product.op_params[:] = MUL, [0] * len(product.op_params)
@@ -227,7 +226,7 @@ class RowScales:
 
     def _keep(self, node: int, mask: _Mask) -> None:
         """The graph is reused. A call of as many rows may have its outputs elsewhere."""
-        place = self._place_of(_rows(mask.shape))
+        place = self._place_of(mask.n_rows)
         if place != mask.place:
             other = mask.masks.mask(place, mask.shape)
             self._made[other.address] = other
@@ -326,7 +325,7 @@ class _Masks:
                 data=self.memory.address + place * self._place_bytes,
                 name=b"adapter_scales",
             )
-            found = self._tensors[place, shape] = _Mask(self, place, shape, tensor)
+            found = self._tensors[place, shape] = _Mask(self, place, shape, math.prod(shape[1:]), tensor)
         return found
 
 
@@ -337,15 +336,12 @@ class _Mask:
     masks: _Masks
     place: int
     shape: tuple[int, ...]
+    n_rows: int
     tensor: Any
 
     @property
     def address(self) -> int:
         return ctypes.addressof(self.tensor)
-
-
-def _rows(shape: tuple[int, ...]) -> int:
-    return math.prod(shape[1:])
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -182,6 +182,17 @@ def test_settings_that_llama_cpp_refuses_are_not_chosen():
     assert found.on_gpu < a_model().n_layers
 
 
+def test_a_gpu_without_room_for_a_layer_is_not_used_at_all():
+    """llama.cpp would allocate buffers there, which do not fit either."""
+    settings = config.Model(devices=("GPU0", "GPU1"), tensor_split=(3.0, 1.0), n_cpu_moe=2)
+    found = fit(a_model(), settings, memories(64 * GIB, [GIB // 8, GIB // 8]), compute)
+    assert found.on_gpu == 0
+    chosen = found.settings
+    assert (chosen.devices, chosen.tensor_split, chosen.n_cpu_moe) == (("none",), (), 0)
+    kept = fit(a_model(), config.Model(gpu_layers=0), memories(64 * GIB, [8 * GIB]), compute)
+    assert kept.settings.devices == (), "with no layers there on request, large products still are"
+
+
 def test_a_correction_makes_the_choice_smaller():
     plain = fit(a_model(), config.Model(), [Memory("RAM", 12 * GIB)], compute)
     corrected = fit(a_model(), config.Model(), [Memory("RAM", 12 * GIB, correction=1.2)], compute)

@@ -26,6 +26,7 @@ import msgspec
 from uma_trio import config
 from uma_trio.engine.devices import MIB, size
 from uma_trio.engine.layout import DEFAULT_WINDOW, KV_CELL_MULTIPLE, KvCacheTooSmall, Layout, Shape, default_layout
+from uma_trio.engine.placement import CPU_ALONE
 from uma_trio.errors import ErrorWithRemedy
 
 FLOOR_TOKENS: Final = 2048
@@ -408,6 +409,8 @@ class _Search:
             batch_tokens=stage.batch_tokens,
             gpu_layers=self._gpu_setting(n_gpu),
         )
+        if n_gpu == 0 != self.wanted.gpu_layers and len(self.memories) > 1:
+            settings = _on_the_cpu_alone(settings)
         try:
             layout = self.layout(settings, n_gpu)
             needs = self.needs(settings, layout, n_gpu)
@@ -514,6 +517,21 @@ class _Search:
 
 
 # -- what does not fit ------------------------------------------------------------------------------
+
+
+def _on_the_cpu_alone(settings: config.Model) -> config.Model:
+    """``settings`` without any device.  For a device without layers llama.cpp would still allocate buffers, in which it
+    computes large products, and a device that has no room for a single layer has none for them."""
+    plain = config.Model()
+    return attrs.evolve(
+        settings,
+        devices=CPU_ALONE,
+        split_mode=plain.split_mode,
+        tensor_split=plain.tensor_split,
+        main_gpu=plain.main_gpu,
+        n_cpu_moe=plain.n_cpu_moe,
+        override_tensor=plain.override_tensor,
+    )
 
 
 def _refusal(search: _Search) -> DoesNotFit:

@@ -293,8 +293,9 @@ class ComputeSizes:
         if self._model is None or self._gpu_layers != where:
             if self._model is not None:
                 self._model.close()
+            placement = self._place.options if where else llama_abi.Placement(devices=())
             self._model = llama_abi.Model(
-                self._library, self._path, n_gpu_layers=gpu_layers, placement=self._place.options, no_alloc=True
+                self._library, self._path, n_gpu_layers=gpu_layers, placement=placement, no_alloc=True
             )
             self._gpu_layers = where
         try:
