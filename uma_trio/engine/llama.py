@@ -158,14 +158,14 @@ class LlamaEngine:
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._checkpoints: dict[int, bytearray] = {}
         self.masks: Masks | None = None
-        self.is_async = self._place.on_gpu
+        self.is_async = self._place.on_gpu and not adapters  # llama.cpp waits for the device where it asks a callback
         self._device_s = 0.0
         """How long the device computed after the latest ``llama_decode`` call had returned."""
         self.tokenizer = Tokenizer(self._model.vocab)
         self._matchers = Matchers(
             lambda: self.tokenizer.grammar_vocabulary(self._model.vocab.eog_ids),
             self._model.vocab.n_tokens,
-            n_threads=spare_cores(self._options.n_threads, on_gpu=self.is_async),
+            n_threads=spare_cores(self._options.n_threads, on_gpu=self._place.on_gpu),
         )
         self._embedder = Embedder(
             self._model,
@@ -174,7 +174,7 @@ class LlamaEngine:
             self._abort,
             kv_bytes_per_token=self._shape.kv_bytes_per_token,
             max_tokens=settings.embedding_ctx,
-            free_bytes=None if self.is_async else free_memory_bytes,
+            free_bytes=None if self._place.on_gpu else free_memory_bytes,
         )
         self._drafter = self._open_drafter()
         self.chat_template = self._model.chat_template
@@ -209,7 +209,7 @@ class LlamaEngine:
             embedding_batch=self._embedder.n_batch,
             **({} if self._drafter is None else self._drafter.info()),
             n_threads=self._options.n_threads,
-            spare_cores=spare_cores(self._options.n_threads, on_gpu=self.is_async),
+            spare_cores=spare_cores(self._options.n_threads, on_gpu=self._place.on_gpu),
             adapters=self._adapters.files,
         )
         self._threads = ThreadPoolExecutor(min(MAX_STATE_THREADS, self._info.spare_cores), "uma-state")
