@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -25,6 +24,7 @@ import attrs
 import click
 from command import Place, bench, carry_out, csv_option, numbers, places, repeat_option
 from comparison import RunsFile
+from make_adapter import TARGETS, make_adapter
 from measure import WORDS
 from report import cell, table
 from rigs import ServerSettings, room, uma_trio_flags
@@ -32,11 +32,6 @@ from rigs import ServerSettings, room, uma_trio_flags
 from uma_trio.client import Client, Token, open_client
 from uma_trio.demo.recording import percentile
 from uma_trio.demo.temporary_daemon import temporary_daemon
-
-try:
-    from make_adapter import TARGETS, make_adapter
-except ModuleNotFoundError:
-    sys.exit("adapters.py needs the package gguf, which the extra dev installs: run ./build_llama.sh --dev")
 
 PROMPT_WORDS: Final = 16
 PLAIN: Final = 0

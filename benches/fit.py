@@ -27,11 +27,7 @@ import click
 import psutil
 import trio
 from machine import machine
-
-try:
-    from make_model import SHAPES, make_model, parse_shape
-except ModuleNotFoundError:
-    sys.exit("fit.py needs the package gguf, which the extra dev installs: run ./build_llama.sh --dev")
+from make_model import SHAPES, make_model, parse_shape
 
 MIB = 1 << 20
 LIMIT_S = 120.0

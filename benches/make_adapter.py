@@ -8,21 +8,14 @@ its answers are those of the model with the adapter.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import click
+import gguf
 import numpy as np
 import numpy.typing as npt
-
-try:
-    import gguf
-except ModuleNotFoundError:
-    if __name__ != "__main__":
-        raise
-    sys.exit("make_adapter.py needs the package gguf, which the extra dev installs: run ./build_llama.sh --dev")
 
 TARGETS: Final = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 """Matrices of each layer that an adapter changes."""

@@ -20,16 +20,10 @@ from pathlib import Path
 
 import attrs
 import click
+import gguf
 import numpy as np
 import numpy.typing as npt
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-try:
-    import gguf
-except ModuleNotFoundError:
-    if __name__ != "__main__":
-        raise
-    sys.exit("make_model.py needs the package gguf, which the extra dev installs: run ./build_llama.sh --dev")
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARIES = ROOT / "build/llama.cpp/models"

@@ -84,7 +84,7 @@ def test_benches_without_the_extra_dev() -> None:
     remedy = "which the extra dev installs: run ./build_llama.sh --dev"
     wrong = {name: end for name, end in results.items() if end and remedy not in str(end)}
     assert not wrong
-    assert remedy in results["make_model.py"]
+    assert remedy in results["embeddings.py"]
 
 
 def test_the_version_without_an_installation() -> None:
