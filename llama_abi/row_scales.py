@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -48,8 +49,13 @@ ALIGNMENT: Final = 256
 """Bytes; enough for every device."""
 
 MAX_KNOWN: Final = 100_000
-"""Tensors that are remembered by their address."""
+"""Tensors that are remembered by their name."""
 
+COPY = re.compile(r"[^#]*#(?P<name>[^#]*)(?P<number>#\d*)?")
+"""The name of a tensor's copy on another device, which lies at an address where other tensors were before. llama.cpp cuts
+long names, so the number may be missing."""
+
+NAME_OFFSET = ggml_tensor.name.offset
 OP_OFFSET, SRC_OFFSET, POINTER_BYTES = ggml_tensor.op.offset, ggml_tensor.src.offset, ctypes.sizeof(ctypes.c_void_p)
 SECOND_OFFSET = SRC_OFFSET + POINTER_BYTES
 
@@ -89,8 +95,8 @@ class RowScales:
         self._scales: Scales | None = None
         self._places: tuple[Scales, Scales] | None = None
         """Scales of all rows of the running call, and of its output rows."""
-        self._known: dict[int, Ranks | None] = {}
-        """The ranks of a matrix B, and ``None`` for other first factors, by address."""
+        self._known: dict[bytes | None, Ranks | None] = {}
+        """The ranks of a matrix B, and ``None`` for other first factors, by name."""
         self._masks: dict[tuple[int, Ranks, int], _Masks] = {}
         """By type of memory, ranks, and experts of a row."""
         self._made: dict[int, _Mask] = {}
@@ -182,7 +188,8 @@ class RowScales:
                     self._keep(node, mask)
             elif op in (MUL_MAT, MUL_MAT_ID):
                 matrix = ctypes.c_void_p.from_address(node + SRC_OFFSET).value or 0
-                ranks = self._known[matrix] if matrix in self._known else self._ranks_of(matrix)
+                name = ctypes.c_char_p(matrix + NAME_OFFSET).value
+                ranks = self._known[name] if name in self._known else self._ranks_of(name or b"")
                 if ranks is not None:
                     self._mask(node, ranks)
             elif op == SCALE and self._moved:
@@ -193,12 +200,17 @@ class RowScales:
             self._failure = error
         return False
 
-    def _ranks_of(self, matrix: int) -> Ranks | None:
-        """The ranks of the matrix B at this address; ``None`` if it is another tensor."""
+    def _ranks_of(self, name: bytes) -> Ranks | None:
+        """The ranks of the matrix B with this name; ``None`` if it is another tensor."""
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        weight, _, half = ggml_tensor.from_address(matrix).name.decode(errors="replace").rpartition(".")
-        found = self._known[matrix] = self._ranks.get(weight) if half == "lora_b" else None
+        original = name.decode(errors="replace")
+        if copy := COPY.fullmatch(original):
+            original = copy["name"]
+            if copy["number"] is None and any(f"{weight}.lora_b".startswith(original) for weight in self._ranks):
+                raise LlamaError(f"the name of a copy of a weight is too long: {name.decode(errors='replace')}")
+        weight, _, half = original.rpartition(".")
+        found = self._known[name] = self._ranks.get(weight) if half == "lora_b" else None
         return found
 
     def _mask(self, node: int, ranks: Ranks) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from llama_abi import Placement
 from tests.support.adapters import merged_model, random_adapter
 from tests.support.engine_contract import GREEDY
+from tests.support.placements import answers
 from tests.support.random_models import random_model
+from tests.support.rpc_server import rpc_server
 from uma_trio import config
 from uma_trio.engine.messages import EngineError, SampleRequest, Step, StepInput
 from uma_trio.kv.ops import Truncate
@@ -76,6 +79,18 @@ def test_an_answer_with_adapters_is_that_of_the_merged_weights(open_engine, name
     plain = teacher_forced(with_adapters, PROMPT)
     assert largest_difference(plain, teacher_forced(exact, PROMPT)) == 0, "without adapters the model is as it is"
     assert any(one.keys() != other.keys() for one, other in zip(plain, found, strict=True)), "adapters change the text"
+
+
+@pytest.mark.usefixtures("library")
+def test_adapters_of_a_model_that_is_partly_on_a_device():
+    """llama.cpp copies matrices from one device to the other in each call, and the copies have other names."""
+    model = random_model("4x128x4x2x256", "f16")
+    adapters = [random_adapter(model, seed) for seed in (0, 1)]
+    with rpc_server() as endpoint:
+        placed, _ = answers(model, [Placement(devices=()), Placement()], [endpoint], n_gpu_layers=3, adapters=adapters)
+    assert [each.error for each in placed] == ["", ""]
+    assert len(placed[0].tokens) > 8
+    assert placed[1].tokens == placed[0].tokens
 
 
 def test_a_file_that_has_changed_since_it_was_checked_is_not_loaded(library, tmp_path):

@@ -6,6 +6,7 @@ gone ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 
 import llama_abi
+from uma_trio.engine.stacked_adapters import stack_adapters
 
 PROMPT = "What is the capital of France?"
 LIMIT_S = 120.0
@@ -36,14 +39,24 @@ class Placed:
 
 
 def answers(
-    model: Path, placements: Sequence[llama_abi.Placement], endpoints: Sequence[str] = (), *, n_gpu_layers: int = -1
+    model: Path,
+    placements: Sequence[llama_abi.Placement],
+    endpoints: Sequence[str] = (),
+    *,
+    n_gpu_layers: int = -1,
+    adapters: Sequence[Path] = (),
 ) -> tuple[list[Placed], list[llama_abi.Device]]:
-    """The answers in the order of ``placements``, and the devices that there were."""
+    """The answers in the order of ``placements``, and the devices that there were.
+
+    Args:
+        adapters: to load, of which the answers use the first one.
+    """
     asked = {
         "model": str(model),
         "placements": [attrs.asdict(each) for each in placements],
         "endpoints": [*endpoints],
         "n_gpu_layers": n_gpu_layers,
+        "adapters": [str(each) for each in adapters],
     }
     command = [sys.executable, "-m", "tests.support.placements"]
     ended = subprocess.run(
@@ -79,11 +92,20 @@ def _place(library: llama_abi.Library, asked: dict[str, Any], placement: llama_a
     try:
         with (
             llama_abi.Model(library, asked["model"], placement=placement, n_gpu_layers=asked["n_gpu_layers"]) as model,
-            llama_abi.Context(model, options) as context,
+            _stacked(model, asked["adapters"]) as adapters,
+            llama_abi.Context(model, options, adapters) as context,
         ):
+            if adapters is not None:
+                context.set_adapter_scales(np.eye(1, adapters.n_parts, dtype=np.float32)[0])
             return Placed(_greedy(model, context), (*model.buffers, *context.buffers))
     except llama_abi.LlamaError as error:
         return Placed(error=str(error))
+
+
+def _stacked(
+    model: llama_abi.Model, paths: list[str]
+) -> contextlib.AbstractContextManager[llama_abi.StackedAdapters | None]:
+    return stack_adapters(model, [Path(each) for each in paths]) if paths else contextlib.nullcontext()
 
 
 def _greedy(model: llama_abi.Model, context: llama_abi.Context, n_tokens: int = 16) -> tuple[int, ...]:
