@@ -11,7 +11,7 @@ import numpy as np
 from llama_abi.errors import LlamaError
 from llama_abi.handles import Handle
 from llama_abi.model import Model
-from llama_abi.row_scales import Ranks
+from llama_abi.row_scales import RankOwners
 
 
 class LoraAdapter(Handle):
@@ -51,21 +51,22 @@ class LoraAdapter(Handle):
 
 @attrs.frozen
 class StackedPart:
-    """One of several adapters that were stacked into one file."""
+    """One of several adapters that were stacked into one file. Both dictionaries have the weights that it changes, by name."""
 
-    ranks: dict[str, int]
-    """How many ranks of the stacked matrices are its own, for each weight that it changes."""
+    n_ranks: dict[str, int]
+    """Number of its ranks in the stacked matrices of a weight."""
     factors: dict[str, float]
-    """What its change of each weight is multiplied with besides its scale: mostly ``alpha / rank``."""
+    """Factor of its change of a weight, besides its scale: ``alpha / rank``, or 1 for an adapter without ``alpha``."""
 
 
 class StackedAdapters(LoraAdapter):
-    """Several adapters as one, of which each row of a call can use its own. See ``Context.set_adapter_scales``.
+    """Several adapters loaded as one. Each row of a call can use other parts: see ``Context.set_adapter_scales``.
 
     Args:
-        path: a GGUF file of the type ``adapter``, with ``alpha`` 0. For each weight it has the matrices A of all parts that
-            change it below each other, and their matrices B side by side, in the order of ``parts``.
-        parts: what was stacked; they are known by their numbers.
+        path: a GGUF file of the type ``adapter``, with ``alpha`` 0. For each weight it has one A and one B, of all parts that
+            change the weight: their matrices A below each other, and their matrices B side by side, in the order of
+            ``parts``.
+        parts: what was stacked. The place of a part is its number.
 
     Raises:
         LlamaError: as for ``LoraAdapter``.
@@ -74,16 +75,18 @@ class StackedAdapters(LoraAdapter):
     def __init__(self, model: Model, path: str | os.PathLike[str], parts: Sequence[StackedPart]) -> None:
         super().__init__(model, path)
         self.n_parts = len(parts)
-        layouts: dict[tuple[tuple[int, int, float], ...], Ranks] = {}
-        self.ranks: dict[str, Ranks] = {}
-        """The ranks of each weight that they change, by its name. Weights whose ranks are alike share one object."""
-        for weight in {name for part in parts for name in part.ranks}:
+        layouts: dict[tuple[tuple[int, int, float], ...], RankOwners] = {}
+        self.rank_owners: dict[str, RankOwners] = {}
+        """For each weight that a part changes, by name. Weights with the same ranks and factors share one object."""
+        for weight in {name for part in parts for name in part.n_ranks}:
             layout = tuple(
-                (number, part.ranks[weight], part.factors[weight])
+                (number, part.n_ranks[weight], part.factors[weight])
                 for number, part in enumerate(parts)
-                if weight in part.ranks
+                if weight in part.n_ranks
             )
             if layout not in layouts:
                 owners = np.repeat([number for number, *_ in layout], [rank for _, rank, _ in layout])
-                layouts[layout] = Ranks(owners, np.repeat([f for *_, f in layout], [rank for _, rank, _ in layout]))
-            self.ranks[weight] = layouts[layout]
+                layouts[layout] = RankOwners(
+                    owners, np.repeat([f for *_, f in layout], [rank for _, rank, _ in layout])
+                )
+            self.rank_owners[weight] = layouts[layout]

@@ -80,8 +80,8 @@ class Context(Handle):
     Not thread-safe. Use it from one thread only: llama.cpp keeps a team of compute threads for each calling thread.
 
     Args:
-        adapters: for ``set_adapter_scales``. They make each decode call back into Python, which takes some 0.3
-            microseconds for each node of its graph.
+        adapters: for ``set_adapter_scales``. With them llama.cpp calls back into Python for each node of a graph, which
+            takes some 0.3 microseconds each, and on a device ``decode`` returns only when the computation has ended.
 
     Raises:
         LlamaError: the model has no weights or has an encoder, options contradict each other, or memory is short. The
@@ -110,7 +110,7 @@ class Context(Handle):
         self._stacked = adapters
         self._row_scales: RowScales | None = None
         if adapters is not None:
-            self._row_scales = RowScales(self._c, adapters.ranks, adapters.n_parts, options.n_batch)
+            self._row_scales = RowScales(self._c, adapters.rank_owners, adapters.n_parts, options.n_batch)
             params.cb_eval = self._row_scales.callback
         with model.library.logs.capture_warnings() as captured:
             captured.expected = model.no_alloc
@@ -311,25 +311,25 @@ class Context(Handle):
     def set_adapter_scales(self, scales: npt.NDArray[np.float32] | None) -> None:
         """Apply the parts of the stacked adapters with these scales, from the next decode on.
 
-        The rows of a batch can have different adapters if llama.cpp computes them together and in their order: in one pass
-        of a unified KV cache without recurrent layers, or one token each of sequences whose ids rise by one. Otherwise
-        give all rows the same scales.
+        The rows of a batch can have different scales only if llama.cpp computes them together and in their order. It does so
+        with up to ``n_ubatch`` rows of a unified KV cache without recurrent layers, and with one token each of sequences
+        whose ids are consecutive. In other batches give all rows the same scales.
 
-        With ``None`` llama.cpp plans graphs without adapters again in the next decode, and graphs with adapters after that:
-        see ``set_adapters``. Keep scales of 0 for a while instead.
+        ``None`` makes llama.cpp plan its graphs again without adapters, and again when there are scales: see
+        ``set_adapters``. So keep scales of 0 for a while before.
 
         Args:
             scales: float32 ``[rows, adapters]`` for batches of as many tokens, or ``[adapters]`` for any batch; ``None``:
                 no adapters.
 
         Raises:
-            LlamaError: the context was made without adapters, or the scales have another shape or are not finite.
+            LlamaError: the context was created without adapters, or the scales have another shape or are not finite.
                 Nothing has changed.
         """
         if self._row_scales is None or self._stacked is None:
             if scales is None:
                 return
-            raise LlamaError("this context was made without adapters")
+            raise LlamaError("this context was created without adapters")
         self._row_scales.set(scales)
         self.set_adapters([] if scales is None else [(self._stacked, 1.0)])
 

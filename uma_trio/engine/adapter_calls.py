@@ -1,8 +1,17 @@
-"""Calls whose rows have different LoRA adapters.
+"""Which rows with different LoRA adapters can be in one call.
 
-The scales of the adapters lie in the order of the rows.  So a call must be computed in one pass, and its rows in the order of
-the batch.  llama.cpp does that with unified KV, up to ``n_ubatch`` rows; and otherwise with one token each of sequences whose
-ids rise by one.  All other calls are split in such a way that llama.cpp computes the same passes as without adapters, or nearly.
+llama.cpp divides a call into passes (its ubatches), and may reorder the rows.  The scales of the adapters are applied to the
+rows of a pass in the order of the call.  So a call with different adapters must be one pass, with its rows in their order:
+
+============================================  ==================================================================
+the call has                                  rows with different adapters
+============================================  ==================================================================
+unified KV, no recurrent layers               are together, up to ``n_ubatch`` rows
+one decode each of consecutive sequence ids   are together; filler rows can make the ids consecutive
+anything else                                 are in different calls: a new one where the adapters change
+============================================  ==================================================================
+
+Splitting costs little: llama.cpp would compute about the same passes within one call.
 
 Source: llama-batch.cpp, ``split_simple`` and ``split_equal``.
 """
@@ -19,26 +28,34 @@ from uma_trio.engine.fillers import is_decode
 from uma_trio.engine.messages import StepInput
 
 
-def calls_of_adapters(
+def split_by_adapters(
     inputs: Sequence[StepInput], n_ubatch: int | None, can_fill: Callable[[Sequence[StepInput]], object]
 ) -> Sequence[Sequence[StepInput]]:
-    """The calls that compute ``inputs``, each with the same adapters in all rows or in one pass.
+    """Split one call into calls that each have the same adapters in all rows, or are computed in one pass.
 
     Args:
-        n_ubatch: rows of a pass, if llama.cpp computes the rows of a batch in order; otherwise ``None``.
-        can_fill: whether filler rows will make the sequence ids of these decodes consecutive.
+        inputs: the call, in batch order.
+        n_ubatch: rows of a pass, if llama.cpp computes the rows of a call in their order; otherwise ``None``.
+        can_fill: returns whether filler rows will make the sequence ids of these decodes consecutive.
+
+    Returns:
+        Calls with the same tokens in the same order.
     """
     if len({each.adapters for each in inputs}) < 2:
         return (inputs,)
     if n_ubatch is not None:
-        return passes(inputs, n_ubatch)
+        return split_into_passes(inputs, n_ubatch)
     if all(map(is_decode, inputs)) and (_has_consecutive_ids(inputs) or can_fill(inputs)):
         return (inputs,)
-    return [[*of_set] for _, of_set in groupby(inputs, attrgetter("adapters"))]
+    return [[*group] for _, group in groupby(inputs, attrgetter("adapters"))]
 
 
-def passes(inputs: Sequence[StepInput], n_rows: int) -> list[list[StepInput]]:
-    """Split ``inputs`` after every ``n_rows`` tokens.  What is sampled stays together, so such a pass may have fewer."""
+def split_into_passes(inputs: Sequence[StepInput], n_rows: int) -> list[list[StepInput]]:
+    """Split a call after every ``n_rows`` tokens.
+
+    The tokens of an input that are sampled from stay in one pass, since they are verified together.  So the pass before
+    may have fewer tokens.  An input that samples after more than ``n_rows`` tokens makes a longer pass.
+    """
     found: list[list[StepInput]] = [[]]
     left = n_rows
     for each in inputs:

@@ -1,4 +1,13 @@
-"""LoRA adapters in the engine: loaded with the model, and chosen for each row of a call."""
+"""LoRA adapters in the engine: loaded with the model, and applied to each row of a call.
+
+How a row gets its adapters::
+
+    request      names and scales -> Scales                       serving/request.py (adapters_of)
+    daemon       Sequence.adapters -> StepInput.adapters          serving/sequence.py
+    engine       which rows can be in one call                    engine/adapter_calls.py
+                 Scales of each input -> scales of each row       Adapters.apply_by_row
+    llama_abi    scales of each row -> masks in llama.cpp's graph Context.set_adapter_scales, row_scales.py
+"""
 
 from __future__ import annotations
 
@@ -14,19 +23,22 @@ import llama_abi
 from uma_trio.engine.messages import AdapterFile, EngineError
 from uma_trio.kv.adapters import Scales
 
-CALLS_WITHOUT: Final = 64
-"""After this many calls without adapters, llama.cpp plans its graphs without them, which takes it 3 to 20 ms.  Until then
-all rows have scales of 0, and a call takes about a tenth longer."""
+CALLS_WITH_ZERO_SCALES: Final = 64
+"""The engine turns the adapters off after this many calls in a row that need none: llama.cpp then plans its graphs again, which
+takes 3 to 20 ms.  Until then all scales are 0, and a call takes about a tenth longer than without adapters."""
 
 
 class Adapters:
-    """The adapters of one model.  Open them before the first context, and close them after the last one.
+    """The adapters of one model.  Create it before the first context, and close it after the last one.
+
+    Creating it blocks: it reads each file twice, and writes a temporary file of about their size.
 
     Args:
-        files: checked files.  They may have changed since, as before a restart of the engine.
+        files: checked files; the place of a file is the number of its adapter.  Each is compared with its fingerprint,
+            because it may have changed since the check, for instance before a restart of the engine.
 
     Raises:
-        EngineError: the file of an adapter has changed, or there is no room for a temporary file.
+        EngineError: the file of an adapter has changed, or there is no room for the temporary file.
         OSError, llama_abi.LlamaError: an adapter cannot be loaded.
     """
 
@@ -34,7 +46,8 @@ class Adapters:
         self.files = tuple(files)
         self._model = model
         self._stacked: llama_abi.StackedAdapters | None = None
-        self._calls_without = CALLS_WITHOUT
+        self._n_calls_without = CALLS_WITH_ZERO_SCALES
+        """Calls in a row that needed no adapters; no more are counted than turn them off."""
         for each in files:
             if file_fingerprint(each.path) != each.fingerprint:
                 raise EngineError(f"the adapter {each.path} has changed; restart the server")
@@ -44,40 +57,40 @@ class Adapters:
             self._stacked = stack_adapters(model, [each.path for each in files])
 
     def open_context(self, options: llama_abi.ContextOptions) -> llama_abi.Context:
-        """A context of the model whose calls can have adapters.
+        """Create a context of the model for ``apply`` and ``apply_by_row``.  Blocks.
 
         Raises:
-            llama_abi.LlamaError: as ``llama_abi.Context``.
+            llama_abi.LlamaError: see ``llama_abi.Context``.
         """
         return llama_abi.Context(self._model, options, self._stacked)
 
-    def choose(self, context: llama_abi.Context, scales: Scales) -> None:
-        """Compute all rows of the next calls of ``context`` with ``scales``.
+    def apply(self, context: llama_abi.Context, scales: Scales) -> None:
+        """Apply ``scales`` to all rows of the next calls of ``context``.
 
         Raises:
-            EngineError: there is no such adapter.
+            EngineError: ``scales`` name an adapter that does not exist.
         """
         context.set_adapter_scales(self._vector(scales) if scales else None)
 
-    def choose_by_row(self, context: llama_abi.Context, rows: Iterable[tuple[Scales, int]]) -> None:
-        """Compute the rows of the next call of ``context`` with their own scales.
+    def apply_by_row(self, context: llama_abi.Context, rows: Iterable[tuple[Scales, int]]) -> None:
+        """Apply to each row of the next call of ``context`` its own scales.
 
-        Unless all have the same, llama.cpp must compute the rows together and in their order.
+        If they differ, llama.cpp must compute all rows in one pass and in their order: see ``adapter_calls``.
 
         Args:
-            rows: scales, and the number of rows that have them, in the order of the batch.
+            rows: scales, and how many rows have them, in batch order.
 
         Raises:
-            EngineError: there is no such adapter.
+            EngineError: scales name an adapter that does not exist.
         """
         if self._stacked is None:
             return
         found = list(rows)
         if any(scales for scales, _ in found):
-            self._calls_without = 0
-        elif self._calls_without < CALLS_WITHOUT:
-            self._calls_without += 1
-        if self._calls_without == CALLS_WITHOUT:
+            self._n_calls_without = 0
+        elif self._n_calls_without < CALLS_WITH_ZERO_SCALES:
+            self._n_calls_without += 1
+        if self._n_calls_without == CALLS_WITH_ZERO_SCALES:
             context.set_adapter_scales(None)
         elif len({scales for scales, _ in found}) == 1:
             context.set_adapter_scales(self._vector(found[0][0]))
@@ -86,7 +99,7 @@ class Adapters:
             context.set_adapter_scales(np.repeat(vectors, [n for _, n in found], axis=0))
 
     def _vector(self, scales: Scales) -> npt.NDArray[np.float32]:
-        """The scale of each adapter."""
+        """The scale of each adapter, ``[adapters]``; 0 for an adapter that ``scales`` do not name."""
         found = np.zeros(len(self.files), np.float32)
         for number, scale in scales:
             if not 0 <= number < len(found):
@@ -101,6 +114,6 @@ class Adapters:
 
 
 def file_fingerprint(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal.  Blocks while it reads."""
+    """SHA-256 of a file, in hexadecimal.  Blocks while it reads the file.  Raises ``OSError``."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -139,7 +139,7 @@ class Embedder:
         context = self._context_for(max(each.length for each in inputs), keep=bool(going_on))
         for seq_id in [seq_id for seq_id in self._open if seq_id not in going_on]:  # its client has gone
             self._drop(context, seq_id)
-        self._adapters.choose(context, adapters)
+        self._adapters.apply(context, adapters)
         vectors = []
         for part in _calls(inputs) if self._options.flash_attn == "off" else [inputs]:
             vectors += self._call(context, part)

@@ -8,7 +8,7 @@ What the user has set is kept.  What is left to choose is given up in this order
 1. context of a request, down to ``FLOOR_TOKENS``
 2. KV cache in Q8_0 in place of F16, where flash attention is allowed
 3. tokens of a batch
-4. layers on the GPU
+4. layers on the GPU; without any layer there, the GPU is not used at all
 5. context of a request, down to ``LEAST_TOKENS``
 """
 
@@ -60,7 +60,7 @@ DRAFT_BATCH: Final = 512
 """Most tokens in a batch of a draft model."""
 
 CAUTION: Final = 2.0
-"""Factor on an estimate of the compute buffers that llama.cpp has not made itself."""
+"""Factor on our own estimates of compute buffers; llama.cpp's own figures need none."""
 
 
 class DoesNotFit(ErrorWithRemedy):
@@ -127,7 +127,7 @@ class Memory(msgspec.Struct, frozen=True):
     shares_ram: bool = False
     """It is a part of the machine's memory, as that of an integrated GPU."""
     correction: float = 1.0
-    """What models took here by experience, as a multiple of what was predicted."""
+    """What earlier loads of the model took here, as a multiple of the prediction."""
 
     def usable_bytes(self, settings: config.Model) -> int:
         """What the model may take."""
@@ -319,7 +319,7 @@ def estimate_compute(sizes: ModelSizes) -> Compute:
 
 @attrs.frozen
 class _Stage:
-    """How much of the choice is given up."""
+    """Settings of one attempt to fit.  Each attempt gives up more than the one before."""
 
     type_k: Literal["auto", "f16", "q8_0", "q4_0"]
     type_v: Literal["auto", "f16", "q8_0", "q4_0"]
@@ -330,7 +330,7 @@ class _Stage:
 
 @attrs.frozen(slots=False)
 class _Search:
-    """Looks for settings that fit."""
+    """Looks for settings that fit: for each number of layers on GPUs, each stage, the most context."""
 
     sizes: ModelSizes
     wanted: config.Model
@@ -409,8 +409,8 @@ class _Search:
             batch_tokens=stage.batch_tokens,
             gpu_layers=self._gpu_setting(n_gpu),
         )
-        if n_gpu == 0 != self.wanted.gpu_layers and len(self.memories) > 1:
-            settings = _on_the_cpu_alone(settings)
+        if n_gpu == 0 and self.wanted.gpu_layers != 0 and len(self.memories) > 1:
+            settings = _without_gpus(settings)
         try:
             layout = self.layout(settings, n_gpu)
             needs = self.needs(settings, layout, n_gpu)
@@ -516,12 +516,12 @@ class _Search:
             yield "all layers on the GPU"
 
 
-# -- what does not fit ------------------------------------------------------------------------------
+def _without_gpus(settings: config.Model) -> config.Model:
+    """``settings`` without any GPU, for a model whose layers are all on the CPU.
 
-
-def _on_the_cpu_alone(settings: config.Model) -> config.Model:
-    """``settings`` without any device.  For a device without layers llama.cpp would still allocate buffers, in which it
-    computes large products, and a device that has no room for a single layer has none for them."""
+    On a GPU without layers llama.cpp would still allocate buffers, to compute large products there.  A GPU that has no
+    room for a single layer has none for these buffers either, and the load would fail.
+    """
     plain = config.Model()
     return attrs.evolve(
         settings,
@@ -532,6 +532,9 @@ def _on_the_cpu_alone(settings: config.Model) -> config.Model:
         n_cpu_moe=plain.n_cpu_moe,
         override_tensor=plain.override_tensor,
     )
+
+
+# -- what does not fit ------------------------------------------------------------------------------
 
 
 def _refusal(search: _Search) -> DoesNotFit:

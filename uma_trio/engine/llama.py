@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 import llama_abi
 from uma_trio import config, sampling
-from uma_trio.engine.adapter_calls import calls_of_adapters
+from uma_trio.engine.adapter_calls import split_by_adapters
 from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
@@ -153,12 +153,12 @@ class LlamaEngine:
         self._abort = llama_abi.AbortFlag()
         in_order = self._options.kv_unified and not (self._model.is_recurrent or self._model.is_hybrid)
         self._rows_in_order = self._context.n_ubatch if in_order else None
-        """How many rows of a batch llama.cpp computes together and in their order; ``None``: this depends on the batch."""
+        """How many rows of a call llama.cpp computes together and in their order; ``None``: this depends on the call."""
         self._context.set_abort_flag(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._checkpoints: dict[int, bytearray] = {}
         self.masks: Masks | None = None
-        self.is_async = self._place.on_gpu and not adapters  # llama.cpp waits for the device where it asks a callback
+        self.is_async = self._place.on_gpu and not adapters  # with adapters llama.cpp waits for the device in each call
         self._device_s = 0.0
         """How long the device computed after the latest ``llama_decode`` call had returned."""
         self.tokenizer = Tokenizer(self._model.vocab)
@@ -329,7 +329,7 @@ class LlamaEngine:
         decode_ms = -changes.copied_ms - changes.checkpoints_ms
         sample_ms = 0.0
         for inputs in itertools.chain.from_iterable(
-            calls_of_adapters(inputs, self._rows_in_order, self._fillers) for inputs in step.calls
+            split_by_adapters(inputs, self._rows_in_order, self._fillers) for inputs in step.calls
         ):
             samples = [sample for each in inputs for sample in each.samples]
             wanted = _constrained(inputs)
@@ -514,7 +514,7 @@ class LlamaEngine:
             else:
                 _add(batch, inputs[at])
                 at += 1
-        self._adapters.choose_by_row(self._context, [(each.adapters, len(each.tokens)) for each in rows])
+        self._adapters.apply_by_row(self._context, [(each.adapters, len(each.tokens)) for each in rows])
         try:
             code = self._context.decode(batch)
         finally:  # a device may still compute: it takes the cells in the order of the calls

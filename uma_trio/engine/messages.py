@@ -237,7 +237,7 @@ class StepInput(msgspec.Struct, array_like=True, gc=False):
     grammar: GrammarState | None = None
     """Only tokens that it allows are sampled; its answer ends before the first sample."""
     adapters: Scales = ()
-    """What it is computed with."""
+    """LoRA adapters that all of its tokens are computed with."""
 
 
 class EmbeddingInput(msgspec.Struct, array_like=True, gc=False):

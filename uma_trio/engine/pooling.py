@@ -219,7 +219,7 @@ class PoolingEngine:
         """Compute one ``llama_decode`` call; returns a vector of length 1 for each text, or its score."""
         n_tokens = sum([each.length for each in texts])
         context = self._context_for(n_tokens, is_narrow=not self._on_gpu and texts[0].length < MIN_CALL)
-        self._adapters.choose(context, adapters)
+        self._adapters.apply(context, adapters)
         batch = llama_abi.Batch(n_tokens)
         for seq_id, each in enumerate(texts):
             batch.add(each.tokens, pos=0, seq=seq_id, logits="all")

@@ -1,4 +1,6 @@
-"""Stack LoRA adapters of one model into one adapter, of which each row of a call uses its own part.
+"""Stack the LoRA adapters of a model into one adapter, so that each row of a call can use another part of it.
+
+llama.cpp applies the same adapters to all rows of a call; ``llama_abi.row_scales`` says how rows get different ones.
 
 Source: llama_abi.StackedAdapters; llama-adapter.cpp, ``llama_adapter_lora_init_impl``.
 """
@@ -18,21 +20,22 @@ import llama_abi
 from uma_trio.engine.messages import EngineError
 
 EMBEDDING: Final = "token_embd.weight"
-"""Its matrix A has a row for each token, and not one for each rank."""
+"""Its matrix A has one row for each token of the vocabulary.  Those of other weights have one row for each rank."""
 
-ONE_BLOCK_RANKS: Final = 32
-"""A stacked rank that is a multiple of this gets ``MORE_RANKS`` of zeros.  CUDA would compute the whole product with A in a
-block for each 32 ranks: with a 7B model and rank 32 a tick of 16 rows took 6 ms longer on an H200."""
-MORE_RANKS: Final = 8
+SLOW_RANK_MULTIPLE: Final = 32
+PADDING_RANKS: Final = 8
+"""Where the total rank is a multiple of ``SLOW_RANK_MULTIPLE``, ``PADDING_RANKS`` ranks of zeros are added.  Otherwise CUDA
+would divide the product with A into a few large blocks, one for each 32 ranks: on an H200 with a 7B model and rank 32, a
+tick of 16 rows took 6 ms longer."""
 
 Matrix: TypeAlias = npt.NDArray[np.float16] | npt.NDArray[np.float32]
 
 
 def stack_adapters(model: llama_abi.Model, paths: Sequence[Path]) -> llama_abi.StackedAdapters:
-    """Load adapters as one.  Blocks while it reads them and writes a temporary file of their size.
+    """Load adapters as one.  Blocks while it reads them, and writes and loads a temporary file of about their size.
 
     Args:
-        paths: checked GGUF files.
+        paths: checked GGUF files, at least one.  The place of a path is the number of its adapter.
 
     Raises:
         EngineError: there is no room for the temporary file.
@@ -45,7 +48,11 @@ def stack_adapters(model: llama_abi.Model, paths: Sequence[Path]) -> llama_abi.S
 
 
 def write_stacked(out: Path, paths: Sequence[Path]) -> list[llama_abi.StackedPart]:
-    """Write the adapters of ``paths`` as one into ``out``; returns what its parts are."""
+    """Write the adapters of ``paths`` into the file ``out``; returns the part of each adapter.  Blocks.
+
+    Raises:
+        EngineError, OSError: see ``stack_adapters``.
+    """
     readers = [gguf.GGUFReader(path) for path in paths]
     alphas = [_alpha(reader) for reader in readers]
     found = [{tensor.name: tensor for tensor in reader.tensors} for reader in readers]
@@ -62,14 +69,14 @@ def write_stacked(out: Path, paths: Sequence[Path]) -> list[llama_abi.StackedPar
         for tensors, part, alpha in zip(found, parts, alphas, strict=True):
             if name in tensors:
                 matrices.append(_matrix(tensors[name]))
-                rank = part.ranks[weight] = matrices[-1].shape[axis]
+                rank = part.n_ranks[weight] = matrices[-1].shape[axis]
                 part.factors[weight] = alpha / rank if alpha else 1.0
                 last = part
-        if sum([matrix.shape[axis] for matrix in matrices]) % ONE_BLOCK_RANKS == 0:
+        if sum([matrix.shape[axis] for matrix in matrices]) % SLOW_RANK_MULTIPLE == 0:
             shape = [*matrices[-1].shape]
-            shape[axis] = MORE_RANKS
+            shape[axis] = PADDING_RANKS
             matrices.append(np.zeros(shape, matrices[-1].dtype))
-            last.ranks[weight] += MORE_RANKS
+            last.n_ranks[weight] += PADDING_RANKS
         writer.add_tensor(name, np.ascontiguousarray(np.concatenate(matrices, axis)))
     try:
         writer.write_header_to_file()
@@ -85,12 +92,13 @@ def write_stacked(out: Path, paths: Sequence[Path]) -> list[llama_abi.StackedPar
 
 
 def _matrix(tensor: gguf.ReaderTensor) -> Matrix:
-    """As it is if it is float16, and as float32 otherwise."""
+    """The matrix in float16 if it is stored so, and otherwise in float32."""
     if tensor.tensor_type is gguf.GGMLQuantizationType.F16:
         return np.asarray(tensor.data, np.float16)
     return np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
 
 
 def _alpha(reader: gguf.GGUFReader) -> float:
+    """``alpha`` of an adapter; 0 if it has none."""
     field = reader.fields.get(gguf.Keys.Adapter.LORA_ALPHA)
     return 0.0 if field is None else float(field.contents())

@@ -1,7 +1,9 @@
 """The engine's side of the link: one loop that reads messages, computes steps and answers.
 
 The worker is single-threaded.  It reads the socket when it has nothing to compute, while a GPU computes, and between two
-steps, so that a ``Revoke`` acts up to the moment at which its step begins.
+steps.  So a ``Revoke`` takes effect until its step begins.
+
+Source: docs/design/engine-process.md.
 """
 
 from __future__ import annotations
@@ -66,38 +68,41 @@ class LoadedEngine(Engine, Protocol):
 
 
 OpenEngine = Callable[[Start, Callable[[float], bool]], LoadedEngine]
-"""Loads a model; is given a callback for its progress, and raises ``LoadError``."""
+"""Loads a model; blocks, and raises ``LoadError``.  It calls the function with the loaded share, 0 to 1; ``False`` ends the load."""
 
 
 class StepRunner:
-    """Computes steps in order, and makes a step that ran ahead fit what the step before sampled.
+    """Computes steps in order.  Completes a run-ahead step with what the step before has sampled.
 
     Args:
-        engine: computes; used from one thread.
+        engine: used from one thread.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._sampled: dict[int, tuple[StepInput, Sequence[int]]] = {}
-        """Sequence -> what the last step computed of it, and the tokens that it got: accepted drafts and one more."""
+        """Sequence id -> its input of the last step, and the tokens that it got: accepted draft tokens and one more."""
         self._rejected: list[Truncate] = []
-        """Remove the drafts of the last step that were not accepted."""
+        """For the next step: they remove the draft tokens that the last step rejected."""
         self._end_ids = frozenset(engine.info.eog_ids)
         self._last_number = 0
-        """Number of the last step; 0 if it failed."""
+        """Number of the last step; 0 if it failed, or before the first one."""
 
     def is_stale(self, step: SubmittedStep) -> bool:
-        """Whether ``step`` ran ahead of another step than the last one, or of one that failed."""
+        """Whether ``step`` ran ahead of a step that was not the last one, or that failed: it cannot be computed."""
         return step.follows not in (0, self._last_number)
 
     def run(self, step: SubmittedStep, **options: Any) -> StepOutput:
-        """Compute ``step``.
+        """Compute ``step``, which is not stale.  Blocks until it is complete.
 
         Args:
-            options: for the engine's ``step``.
+            options: for ``Engine.step``.
+
+        Returns:
+            The output, with ``DROPPED`` for each sequence that ended in the step before.
 
         Raises:
-            EngineError: what the KV cache holds is unknown.
+            EngineError: the step failed, and it is unknown what the KV cache holds.
         """
         calls = self.inputs(step)
         kept = [inputs for inputs in calls if inputs]
@@ -125,14 +130,18 @@ class StepRunner:
         return self._with_dropped(step, kept, output) if dropped else output
 
     def inputs(self, step: SubmittedStep) -> list[list[StepInput]]:
-        """What ``step``, the next one, computes in each call; sequences that have ended are left out."""
+        """The inputs of each call of ``step``, without sequences that ended in the step before."""
         return [
             [known for each in inputs if (known := each if isinstance(each, StepInput) else self._continue(each))]
             for inputs in step.calls
         ]
 
     def _note(self, each: StepInput, sampled: Sequence[int]) -> None:
-        """Remember what ``each`` sampled."""
+        """Remember the tokens that ``each`` got: draft tokens up to the first rejected one, and the token after them.
+
+        Args:
+            sampled: one token for each sample of ``each``.
+        """
         n = 0
         for n, draft in enumerate(each.tokens[len(each.tokens) - len(sampled) + 1 :], 1):
             if sampled[n - 1] != draft:
@@ -143,7 +152,7 @@ class StepRunner:
             self._rejected.append(Truncate(each.seq_id, _end(each, n + 1)))
 
     def _continue(self, seq_id: int) -> StepInput | None:
-        """The input after one that sampled tokens; ``None`` where these ended the sequence."""
+        """The next input of a sequence, after the tokens of the last step; ``None`` if they ended it, or it got none."""
         if seq_id not in self._sampled:
             return None
         last, tokens = self._sampled[seq_id]
@@ -157,7 +166,7 @@ class StepRunner:
         return StepInput(seq_id, position, tokens[-1:], (following,), stop_ids, grammar, adapters)
 
     def _draft_inputs(self, step: SubmittedStep) -> list[DraftInput]:
-        """The inputs of the draft model, with the tokens that the last step gave to sequences that go on from it."""
+        """The inputs of the draft model.  Those of continued sequences get the tokens of the last step."""
         goes_on = {each for inputs in step.calls for each in inputs if not isinstance(each, StepInput)}
         found = []
         for each in step.drafts:
@@ -170,6 +179,7 @@ class StepRunner:
 
     @staticmethod
     def _with_dropped(step: SubmittedStep, kept: list[list[StepInput]], output: StepOutput) -> StepOutput:
+        """``output`` of the inputs ``kept``, with ``DROPPED`` in the places of the other inputs of ``step``."""
         ran = {each.seq_id: len(each.samples) for inputs in kept for each in inputs}
         found = iter(zip(output.tokens, output.scores or [None] * len(output.tokens), strict=True))
         both: list[tuple[int, TokenLogprobs | None]] = []
@@ -181,12 +191,12 @@ class StepRunner:
 
 
 def _end(each: StepInput, n: int) -> int:
-    """Tokens that a sequence holds after ``each``, if only its first ``n`` samples count."""
+    """Number of tokens that a sequence holds after ``each``, if only the first ``n`` samples are accepted."""
     return each.position + len(each.tokens) - len(each.samples) + n
 
 
 def _following(sample: SampleRequest, token: int) -> SampleRequest:
-    """How to sample after ``token``, which came of ``sample``."""
+    """The request to sample what follows ``token``, which ``sample`` gave."""
     past = sample.past
     if past is not None:
         past = Past(np.append(past.tokens, np.int32(token)), past.n_prompt)
@@ -206,7 +216,8 @@ def _with_drafts(each: StepInput, drafts: Sequence[int]) -> StepInput:
 
 
 def _launches_quickly(step: SubmittedStep) -> bool:
-    """Whether it only decodes: a device repeats such calls from a record, all kernels at once."""
+    """Whether ``step`` computes one token of each sequence.  A device repeats such calls from a recording, which starts all
+    kernels at once."""
     return all(not isinstance(each, StepInput) or len(each.tokens) == 1 for inputs in step.calls for each in inputs)
 
 
@@ -214,7 +225,7 @@ class Worker:
     """Serves one daemon.
 
     Args:
-        sock: connected to the daemon; closed when the worker ends.
+        sock: a blocking stream socket that is connected to the daemon.  The worker closes it when it ends.
         open_engine: loads the model that ``Start`` names.
     """
 
@@ -225,21 +236,22 @@ class Worker:
         self._fds: deque[int] = deque()
         self._start: Start | None = None
         self._masks_ready: MasksReady | None = None
-        """The latest step whose late masks are there."""
+        """The latest message that late masks of a step are written."""
         self._steps: deque[SubmittedStep] = deque()
         self._revoked: list[Revoked] = []
         self._unsent: list[FromEngine] = []
-        """Answers that go out as soon as the next step computes, so that the device does not wait for the socket.  Only if that
-        is soon: with prefill, CUDA takes 6 ms to begin all kernels of a 7B model."""
+        """Answers that are sent when the next step has been launched, so that the device does not wait for the socket.  Only a
+        step without prefill delays them: with prefill, CUDA takes 6 ms to launch all kernels of a 7B model."""
         self._closed = False
+        """Whether the daemon has closed its end."""
         self.engine: LoadedEngine | None = None
 
     def run(self) -> None:
-        """Serve until the daemon closes its end.  Blocks."""
+        """Serve until the daemon closes its end.  Blocks.  Closes the socket and the engine."""
         try:
             self._serve()
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the daemon has gone, and with it everybody who waits for an answer
+            pass  # the daemon has ended, and nobody else waits for an answer
         except EngineError as error:
             log.error("the engine cannot go on: %s", error)
         finally:
@@ -264,7 +276,7 @@ class Worker:
         while True:
             if not self._steps:  # otherwise the socket was read when the last step was complete
                 self._read(wait=True)
-                self._report_revoked()
+                self._answer()
             if self._steps:
                 self._compute(runner, engine, self._steps.popleft())
             elif self._closed:
@@ -276,10 +288,10 @@ class Worker:
         return not self._closed
 
     def _compute(self, runner: StepRunner, engine: LoadedEngine, step: SubmittedStep) -> None:
-        """Compute one step and answer."""
+        """Compute one step and answer.  After a failure the engine is reset, and the steps that wait are revoked."""
         if runner.is_stale(step):
             self._close_fds_of([step])
-            self._report_revoked(Revoked(step.number))
+            self._answer(Revoked(step.number))
             return
         try:
             output = runner.run(step, callbacks=self)
@@ -289,15 +301,18 @@ class Worker:
             self._revoked += [Revoked(each.number) for each in self._steps]
             self._close_fds_of(self._steps)
             self._steps.clear()
-            self._report_revoked(StepFailed(step.number, str(error)))
+            self._answer(StepFailed(step.number, str(error)))
             return
         finally:
             self._close_fds_of([step])
         self._read(wait=False)
-        self._report_revoked(output)
+        self._answer(output)
 
-    def _report_revoked(self, *before: FromEngine) -> None:
-        """Send ``before``, and the answers for revoked steps whose turn has come, in one write."""
+    def _answer(self, *before: FromEngine) -> None:
+        """Send ``before``, and then ``Revoked`` for each withdrawn step whose turn has come, in one write.
+
+        The write may be delayed: see ``_unsent``.
+        """
         waiting = self._steps[0].number if self._steps else math.inf
         turn = [each for each in self._revoked if each.number < waiting]
         self._revoked = [each for each in self._revoked if each.number > waiting]
@@ -337,7 +352,7 @@ class Worker:
     # -- reading --------------------------------------------------------------------------------
 
     def _read(self, *, wait: bool = False) -> None:
-        """Take in what the daemon has sent; with ``wait``, block until there is something."""
+        """Read and handle what the daemon has sent; with ``wait``, block until there is something."""
         while True:
             try:
                 data, ancillary, _, _ = self._sock.recvmsg(READ_BYTES, FDS_BYTES, 0 if wait else socket.MSG_DONTWAIT)
@@ -379,7 +394,7 @@ class Worker:
                 self._masks_ready = message
 
     def _attach_masks(self, file: MaskFile) -> None:
-        """Map the masks.  Without them, all samples that wait for one get ``MASK_LATE``."""
+        """Map the masks.  If that fails, all samples that wait for a mask get ``MASK_LATE``."""
         assert self.engine is not None
         self.engine.masks = None
         try:
@@ -390,7 +405,7 @@ class Worker:
             os.close(file.fd)
 
     def _with_fd(self, op: Any) -> Any:
-        """``op`` with the descriptor as it is called in this process."""
+        """``op`` with the number that its file descriptor has in this process."""
         if isinstance(op, SaveState | LoadState):
             return msgspec.structs.replace(op, fd=self._fds.popleft())
         return op

@@ -11,7 +11,8 @@ from typing import Final, TypeAlias
 import attrs
 
 Scales: TypeAlias = tuple[tuple[int, float], ...]
-"""LoRA adapters by their number in the engine, ascending, each with its scale; empty: the model as it is."""
+"""The LoRA adapters of a sequence: pairs (number of the adapter in ``ModelInfo.adapters``, scale), in ascending order of numbers.
+Empty: the model as it is."""
 
 
 @attrs.frozen

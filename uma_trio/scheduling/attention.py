@@ -1,6 +1,9 @@
 """How many KV cells the attention of a call scans.
 
-The time of attention grows with the cells that it scans, and these are not always the cells that it needs.
+The time of attention grows with the cells that it scans.  It may scan more cells than it needs: those of other sequences
+too.  Which ones depends on the backend, on flash attention and on the layout of the KV cache.
+
+Source: docs/design/scheduler.md, "What attention scans".
 """
 
 from __future__ import annotations
@@ -14,28 +17,28 @@ class AttentionScan(enum.Enum):
     """Which KV cells the attention of one row scans."""
 
     SEQUENCE = "sequence"
-    """Those of its own sequence: what is masked is skipped."""
+    """The cells of its own sequence.  Masked cells are skipped."""
     LONGEST = "longest"
-    """As many as the longest sequence of its call has."""
+    """As many cells as the longest sequence of its call has: shorter ones are padded."""
     CACHE = "cache"
-    """All cells in use, of whichever sequence, also of idle ones that are kept for reuse."""
+    """All cells in use, of every sequence, also of idle ones that are kept for reuse."""
 
 
 @attrs.frozen
 class Attention:
-    """What attention scans now."""
+    """What attention scans in one tick."""
 
     scan: AttentionScan = AttentionScan.SEQUENCE
     cells_in_use: int = 0
-    """Cells that hold tokens before the tick.  Needed only if all of them are scanned."""
+    """Cells that hold tokens before the tick.  Used only with ``AttentionScan.CACHE``."""
 
     def decode_context(self, rows: int, total: int, longest: int) -> int:
-        """Cells that the decode rows of one call scan together.
+        """Cells that the decode rows of one call scan, summed over the rows.
 
         Args:
             rows: number of rows.
-            total: sum of their context lengths.
-            longest: the longest of these.
+            total: sum of their context lengths, in tokens.
+            longest: the longest of their context lengths.
         """
         match self.scan:
             case AttentionScan.SEQUENCE:
@@ -46,9 +49,9 @@ class Attention:
                 return rows * self.cells_in_use
 
     def prefill_context(self, mean: float) -> float:
-        """Cells that each token of prefill chunks scans, without those of the chunk.
+        """Cells that each token of the prefill chunks scans, without those of its chunk.
 
         Args:
-            mean: tokens before the chunks, averaged over their tokens.
+            mean: tokens before a chunk, averaged over all tokens of the chunks.
         """
         return self.cells_in_use if self.scan is AttentionScan.CACHE else mean

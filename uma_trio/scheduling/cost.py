@@ -4,18 +4,23 @@ The time of a tick is close to linear in what it computes::
 
     t = a * n_calls + b * prefill_tokens + c * decode_rows + d * context_tokens + e * prefill_attention
 
-``context_tokens`` is what the attention of the decode rows reads.  ``prefill_attention`` is what the attention of the
-prefill chunks reads: a chunk of n tokens after m tokens reads n * m + n * n / 2.  The last chunks of a long prompt
-take several times as long as its first ones, and a model without this term notices too late.  Where attention scans all
-cells in use (``AttentionScan.CACHE``), m is their number, for decode rows as well.
+================= ========================================================================================
+context_tokens    KV cells that the attention of the decode rows scans
+prefill_attention KV cells that the attention of the prefill chunks scans: n * m + n * n / 2 for a chunk of
+                  n tokens after m tokens
+================= ========================================================================================
+
+The last chunks of a long prompt take several times as long as its first ones.  A model without ``prefill_attention``
+notices that too late.  Where attention scans all cells in use (``AttentionScan.CACHE``), m is their number, and each
+decode row scans as many.
 
 Decode-only ticks run other kernels than ticks with prefill, so each kind has coefficients of its own.  Both are fitted
 by recursive least squares with a forgetting factor: old ticks fade, and the model follows a machine that gets warm or
 busy.  A kind of tick that does not occur does not fade.
 
-Where the time of ticks by their rows was measured (``PrefillCurves``), the measured time takes the place of the first two
-terms, and the regression finds by what it must be multiplied.  If it was measured next to decodes, one kernel computes
-the attention of all rows, so ``prefill_attention`` has the context of the decode rows as well.
+Where the time of ticks by their rows was measured (``PrefillCurves``), the measured time replaces the first two terms,
+and the regression finds a factor for it.  Where the curve was measured next to decodes, one kernel computes the attention
+of all rows.  So ``prefill_attention`` then includes ``context_tokens``.
 
 A line fits the first few decode rows poorly; ``decode_split`` has measured times of these.
 
@@ -63,14 +68,15 @@ MAX_MARGIN: Final = 0.1
 """Bounds of the share of the time before a deadline that is kept free: without it, half of the ticks would be late."""
 
 TICKS_IN_TIME: Final = 0.9
-"""Share of the ticks that should take no longer than predicted and the margin."""
+"""Share of the ticks that should take no longer than the prediction plus the margin."""
 
 MARGIN_STEP: Final = 0.5
-"""How fast a margin follows.  A tick that took longer than predicted and the margin raises it by about this share.  The
-nine of ten ticks that did not lower it by about as much together."""
+"""How fast a margin follows.  A tick that took longer than the prediction plus the margin raises the margin by about this
+share.  The nine of ten other ticks together lower it by about as much."""
 
 N_MARGINS: Final = 12
-"""Ticks of different duration have margins of their own: each twice as long as the one before, from 1 ms on."""
+"""Number of classes of ticks by duration, each with a margin of its own.  The first class ends at 1 ms, and each of the
+next ends at twice as much."""
 
 CONTEXT_ALIGNMENT: Final = 256
 """llama.cpp rounds the context of a call up to a multiple of this (``llama_kv_cache::get_n_kv``)."""
@@ -90,26 +96,28 @@ CURVE_SCALE: Final = 10.0
 """Unit of the measured time of a tick's rows, which is the second feature where there are curves."""
 
 TILE_ROWS: Final = 16
-"""Predictions are corrected for each tile of this many rows: all row counts of a tile take the same time."""
+"""Rows of a tile.  All row counts of a tile take the same time, so they share a correction of the prediction."""
 
 CORRECTION_STEP: Final = 0.5
 CORRECTION_DECAY: Final = 0.01
 MAX_CORRECTION: Final = 1.25
-"""A tick moves the correction of its tile by half of the error in logarithms, within these bounds.  The corrections of all
-tiles fade, because the conditions of a tick change: on an H100 the step from 128 to 160 rows took 3 ms with a short KV
-cache and 7 ms with 24,000 cells, since attention has tiles of its own."""
+"""A correction is a factor on the prediction, from 1 / ``MAX_CORRECTION`` to ``MAX_CORRECTION``.  A tick moves the
+correction of its tile by ``CORRECTION_STEP`` of the error, in logarithms.  The corrections of all tiles fade by
+``CORRECTION_DECAY``, because the conditions of a tick change: on an H100 the step from 128 to 160 rows took 3 ms with a
+short KV cache and 7 ms with 24,000 cells, since attention has tiles of its own."""
 
 STAIR_RATE: Final = 0.99
-"""The plan takes the longest prefill chunk in time that reaches this share of the best speed, in tokens a millisecond.  So a
-chunk ends just before a stair."""
+"""The plan takes, of the prefill chunks that end in time, the longest one that reaches this share of the best speed, in
+tokens a millisecond.  So a chunk ends just before a stair."""
 
 PREFILL_SPEED: Final = 0.77
-"""A chunk is the shortest one that reaches this share of the speed of the fastest chunk, in prompt tokens a millisecond.
-On an H200 with a 7B model, 248 tokens take 29 ms and 504 take 47: streams wait little more than half as long."""
+"""Share of the speed of the fastest chunk, in prompt tokens a millisecond.  Next to streams, a chunk is no longer than the
+shortest one that reaches it (``CostModel.worthwhile_prefill_tokens``).  On an H200 with a 7B model, 248 tokens take 29 ms
+and 504 take 47: streams wait little more than half as long."""
 
-PREFILL_SHARES: Final = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0)
-"""The chunks that are compared where there is no curve, as shares of the longest one.  With a curve they are the
-measured ones."""
+CHUNK_SHARES: Final = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0)
+"""Lengths of the chunks whose speeds are compared without a curve, as shares of the longest one.  With a curve the measured
+row counts are compared."""
 
 
 @attrs.frozen
@@ -141,18 +149,18 @@ class LinearModel:
     )
     """Information matrix: the sum of x times x transposed over the observed ticks, recent ticks counting most."""
     n_observed: int = 0
-    """Ticks that the model has learned from."""
+    """Number of ticks that the model has learned from."""
     error: float = 0.0
     """Mean of |predicted - measured| / measured, recent ticks counting most.  Each tick adds ``MAX_TICK_ERROR`` at
     most."""
     unconstrained: Features | None = None
     """The coefficients before negative ones were set to 0.  The recursion continues from these."""
     margins: tuple[float, ...] = (0.0,) * N_MARGINS
-    """By how much a tick may take longer than predicted, as a share: a quantile of what was observed, by duration."""
+    """By which share a tick may take longer than predicted, by class of duration: a quantile of what was observed."""
     curves: PrefillCurves | None = None
-    """The measured time of ticks with prefill by their rows."""
+    """The measured time of ticks with prefill by their rows; ``None`` if there is none, or it has no stairs."""
     corrections: Mapping[int, float] = attrs.field(factory=dict)
-    """With curves: what ticks took lately, as multiples of what the coefficients say, by their tiles of rows."""
+    """With curves: factor on the prediction of the coefficients, by the number of tiles of rows; 1 for other tiles."""
 
     def predict(self, work: Work) -> float:
         """Predicted milliseconds of ``work``, at least 0."""
@@ -165,7 +173,7 @@ class LinearModel:
         return self.corrections.get(math.ceil(rows / TILE_ROWS), 1.0) if self.corrections else 1.0
 
     def observed(self, work: Work, ms: float) -> LinearModel:
-        """Learn from a tick: ``work`` took ``ms`` milliseconds."""
+        """The model after a tick: ``work`` took ``ms`` milliseconds."""
         x = self._features(work)
         predicted = self.predict(work)
         tick_error = min(abs(predicted - ms) / max(ms, 0.01), MAX_TICK_ERROR)
@@ -217,8 +225,11 @@ class LinearModel:
     def max_prefill_tokens(self, ms: float, work: Work) -> float:
         """Prefill tokens with which ``work`` is predicted to take ``ms``; negative if it takes longer with none.
 
-        With curves, tokens that would begin an expensive stair are left out.  The prefill tokens of
-        ``work`` itself are ignored.
+        ``math.inf`` if any number fits.  With curves, tokens that would begin an expensive stair are left out.
+
+        Args:
+            ms: milliseconds, or ``math.inf``.
+            work: its own prefill tokens are ignored.
         """
         if self.curves is not None:
             return self._up_to_a_stair(ms, work, self.curves)
@@ -243,14 +254,18 @@ class LinearModel:
             without = self._linear(self._features(attrs.evolve(work, prefill_tokens=0)))
             token_ms = self.coefficients[1] / FEATURE_SCALES[1]
             token_ms += self.coefficients[4] / FEATURE_SCALES[4] * work.mean_prefill_context
-            sizes = [(n, without + n * token_ms) for n in [max(1, int(share * most)) for share in PREFILL_SHARES]]
+            sizes = [(n, without + n * token_ms) for n in [max(1, int(share * most)) for share in CHUNK_SHARES]]
         speeds = [n / max(t, 1e-9) for n, t in sizes]
         enough = PREFILL_SPEED * max(speeds)
         return next(n for (n, _), speed in zip(sizes, speeds, strict=True) if speed >= enough)
 
     def _measured_chunks(self, work: Work, curves: PrefillCurves) -> tuple[list[float], list[float], list[float]]:
-        """Chunks next to the decode rows of ``work``, for each measured row count: their tokens, the milliseconds of the
-        tick without corrections, and with them."""
+        """The chunks with which a tick has a measured number of rows, next to the decode rows of ``work``.
+
+        Returns:
+            Three lists, ``[row counts of the curve]``: tokens of the chunk, not positive where the decodes have more rows;
+            milliseconds of the tick without corrections; the same with corrections.
+        """
         curve, n_other, _ = curves.of(work.decode_rows)
         scale = self.coefficients[1] / CURVE_SCALE
         token_ms = self.coefficients[4] / FEATURE_SCALES[4] * work.mean_prefill_context
@@ -261,6 +276,7 @@ class LinearModel:
         return tokens, linear_ms, tick_ms
 
     def _up_to_a_stair(self, ms: float, work: Work, curves: PrefillCurves) -> float:
+        """See ``max_prefill_tokens``: the longest chunk in time whose speed is near the best one."""
         curve, _, _ = curves.of(work.decode_rows)
         scale = self.coefficients[1] / CURVE_SCALE
         token_ms = self.coefficients[4] / FEATURE_SCALES[4] * work.mean_prefill_context
@@ -354,21 +370,24 @@ class CostModel:
     """Ticks with prefill."""
     call_times: DecodeCallTimes = attrs.field(factory=DecodeCallTimes)
     knows_stairs: bool = False
-    """It was measured whether the time of ticks by their rows is a staircase."""
+    """Whether calibration has measured if the time of ticks by their rows is a staircase."""
 
     def predict(self, work: Work) -> float:
         """Predicted milliseconds of a tick."""
         return (self.mixed if work.prefill_tokens else self.decode_only).predict(work)
 
     def observed(self, work: Work, ms: float) -> CostModel:
-        """Learn from a tick: ``work`` took ``ms`` milliseconds."""
+        """The model after a tick: ``work`` took ``ms`` milliseconds."""
         if work.prefill_tokens:
             return CostModel(self.decode_only, self.mixed.observed(work, ms), self.call_times, self.knows_stairs)
         call_times = self.call_times.observed(work.decode_rows, work.n_calls, ms)
         return CostModel(self.decode_only.observed(work, ms), self.mixed, call_times, self.knows_stairs)
 
     def with_curves(self, curves: PrefillCurves) -> CostModel:
-        """Use the measured time of ticks with prefill.  Curves without stairs are ignored: a learned line is as good."""
+        """The model with the measured time of ticks with prefill.  Of such ticks it keeps the margins only.
+
+        Curves without stairs are ignored: a learned line is as good.
+        """
         if not curves.has_stairs:
             return attrs.evolve(self, knows_stairs=True)
         call_ms, _, row_ms, *others = self.decode_only.coefficients
@@ -377,20 +396,26 @@ class CostModel:
         return attrs.evolve(self, mixed=mixed, knows_stairs=True)
 
     def max_prefill_tokens(self, ms: float, work: Work) -> float:
-        """Prefill tokens that fit into a tick of ``ms`` together with the decode rows of ``work``; may be negative."""
+        """Prefill tokens that fit into a tick of ``ms`` milliseconds together with the decode rows of ``work``.
+
+        Negative if the decodes alone take longer, and ``math.inf`` if any number fits.
+        """
         return self.mixed.max_prefill_tokens(ms, work)
 
     def worthwhile_prefill_tokens(self, work: Work, most: int) -> int:
-        """The fewest prefill tokens, next to the decode rows of ``work``, with which prompts advance nearly as fast as
-        the fastest chunk of up to ``most`` tokens.
+        """The fewest prefill tokens with which prompts advance nearly as fast as possible, next to the decodes of ``work``.
 
-        More would make all streams wait longer, and gain little.  The fuller the KV cache is, the more of a tick is
-        attention, which takes about as long for each token of any chunk.  So shorter chunks are enough.
+        "Nearly" is ``PREFILL_SPEED`` of the speed of the fastest chunk of up to ``most`` tokens.  More tokens would make
+        all streams wait longer, and gain little.  The fuller the KV cache, the more of a tick is attention, which takes
+        about as long for each token of a short chunk as of a long one.  So shorter chunks are enough there.
         """
         return self.mixed.worthwhile_prefill_tokens(work, most)
 
     def decode_call_ms(self, rows: int, context_tokens: int) -> float:
-        """Predicted milliseconds of one decode call, measured times included.  Compare it only with its own results."""
+        """Predicted milliseconds of one call of decodes, from the measured time of its rows where there is one.
+
+        Compare only results of this method: it and ``predict`` rest on different measurements.
+        """
         if rows > self.call_times.max_rows:
             return self.decode_only.predict(Work(0, rows, context_tokens))
         return self.call_times.ms[rows] + self.decode_only.coefficients[3] * context_tokens / FEATURE_SCALES[3]

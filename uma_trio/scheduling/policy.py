@@ -36,7 +36,7 @@ PREFILL_ONLY_MIN_CHUNKS: Final = 4
 """A tick without decodes has room for at least this many of the smallest chunks, however slow the device is."""
 
 LATE_PREFILL_SHARE: Final = 0.5
-"""Where decoding alone misses the targets of its streams, prompts may make a tick longer by this share."""
+"""Where decoding alone misses the earliest deadline, prompts may make a tick longer by this share."""
 
 DRAFT_LENGTHS: Final = (1, 2, 4, 8, 16, 32)
 """Draft tokens for each sequence that the policy considers."""
@@ -45,15 +45,15 @@ DRAFT_PROBABILITIES: Final = (0.1, 0.9)
 """Bounds of ``Plan.min_draft_probability``."""
 
 MIN_DRAFT_SPEEDUP: Final = 1.05
-"""Draft tokens are verified only if that gives this many times as many tokens a millisecond."""
+"""Draft tokens are verified only if the tick then gives at least this many times as many tokens a millisecond."""
 
 STEPS_WITHOUT_DRAFTS: Final = 64
-"""After this many ticks in a row that could have had draft tokens and had none, one has some, although that is predicted
-not to pay: otherwise the cost model would not learn that they have become cheaper or better."""
+"""After this many ticks in a row that could have had draft tokens and had none, one tick has some, although it is predicted to
+give fewer tokens a millisecond.  Otherwise the cost model would not learn that drafts have become cheaper or better."""
 
 
 OWN_CONTEXTS: Final = Attention()
-"""Each row scans the cells of its own sequence."""
+"""``AttentionScan.SEQUENCE``: each row scans the cells of its own sequence."""
 
 
 @attrs.frozen
@@ -83,7 +83,10 @@ class PolicyState:
         return attrs.evolve(self, service=self.service.decoded(views), prefill_rows=0)
 
     def undo(self, before: PolicyState, after: PolicyState) -> PolicyState:
-        """The state without a plan that led from ``before`` to ``after``.  Principals that came or went since stay so."""
+        """The state as if the plan that led from ``before`` to ``after`` had not been made.
+
+        Principals that became active or idle since then remain so.
+        """
         return attrs.evolve(before, service=self.service.refunded(before.service, after.service))
 
     def without(self, principal: str) -> PolicyState:
@@ -102,7 +105,9 @@ class Plan:
     state: PolicyState
     """Pass it to the next ``plan``."""
     work: Work
+    """What ``predicted_ms`` is predicted for."""
     predicted_ms: float
+    """Milliseconds of the tick, those of the draft model included."""
     call_widths: tuple[int, ...]
     """How many of ``decodes``, in order, go into each ``llama_decode`` call."""
     prefill_separately: bool = False
@@ -110,7 +115,7 @@ class Plan:
     drafts: Sequence[int] = ()
     """Draft tokens to verify with each of ``decodes``; empty if there are none.  The draft model may propose fewer."""
     min_draft_probability: float = 0.0
-    """The draft model ends a draft when all of it is right with less than this probability: more would not pay."""
+    """The draft model ends a draft when the probability that all of it is right falls below this: more would not pay."""
 
 
 def plan(
@@ -137,30 +142,30 @@ def plan(
     Prefill gets as many tokens as the tick is predicted to have time for before the earliest deadline of the decodes.
     If not even the smallest chunk fits, every other tick has such a chunk and is late: neither prefill nor decoding
     starves.  Where decoding alone is late, prompts get a share of its time in every tick.  Without decodes, prefill can
-    take ``prefill_tick_ms``.
+    take ``prefill_tick_ms``.  All rules for the length of chunks are in ``_prefill_budget`` and ``_choose_prefill``.
 
-    Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time, and now and then
-    to learn whether it does.
+    Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time.  Now and then
+    they are verified anyway, to learn whether they pay by now.
 
     Args:
         decodes: sequences in the decode phase that are ready, by ``seq_id``.  A sequence that waits for a slow client
             is not ready.
         prefills: sequences in the prefill phase that are ready.
         state: ``Plan.state`` of the previous plan.
-        now_s: current time, on the clock of the views' ``due_s``.
+        now_s: the time in seconds at which the tick begins, on the clock of the views' ``due_s``.
         cost: predicts the time of a tick.
         max_tokens: rows of the largest batch.  ``config.load`` ensures that it exceeds ``len(decodes)`` by a burst.
         mixes_prefill: one call computes all of its rows together (unified KV).  With per-sequence KV, llama.cpp
             splits a batch: it computes decodes together only if their sequence ids are consecutive, and prefill
             separately.  The plan then splits the batch itself, into the calls that suit the device.
-        attention: the cells that a row scans.  If they are as many as the longest sequence of its call has, sequences
-            with very different context lengths go into separate calls where that is faster.
+        attention: the cells that a row scans.  With ``AttentionScan.LONGEST``, sequences with very different context
+            lengths go into separate calls where that is faster.
         records_calls: the device records a call that is like the one before, to repeat it (CUDA graphs).
-        fillers: the sequences that can get a filler row (``ModelInfo.fills_gaps``): the tokens that each holds, by
-            sequence id.  A call with gaps stays one call if that is predicted to be faster than one call for each run
-            of consecutive ids.
-        draft_cost: predicts the time of the draft model, if there is one.
-        gap_ms: how long the device waits before a tick.  Draft tokens make fewer ticks, and so fewer gaps.
+        fillers: the sequences that can get a filler row (``ModelInfo.fills_gaps``): by sequence id, the number of tokens
+            that the sequence holds.  A call with gaps stays one call if that is predicted to be faster than one call for
+            each run of consecutive ids.
+        draft_cost: predicts the time of the draft model; ``None`` without one.
+        gap_ms: milliseconds for which the device waits before a tick.  Draft tokens make fewer ticks, and so fewer gaps.
 
     Returns:
         A plan of at most ``max_tokens`` rows.  It is empty only if nothing is ready.
@@ -239,7 +244,7 @@ def estimated_work(decodes: Sequence[SequenceView], attention: Attention = OWN_C
 
 
 def _context(views: Sequence[SequenceView], attention: Attention) -> int:
-    """Cells that the rows of ``views`` scan, in calls of equal contexts."""
+    """Cells that the rows of ``views`` scan.  With ``AttentionScan.LONGEST`` this assumes calls of equal contexts."""
     if attention.scan is AttentionScan.CACHE:
         return len(views) * attention.cells_in_use
     return sum([view.n_context for view in views])
@@ -257,11 +262,11 @@ def _split(
     *,
     consecutive_ids: bool,
 ) -> tuple[int, ...]:
-    """Split ``views``, in order, into the fastest sequence of calls.
+    """Split ``views``, in order, into the calls that are predicted to be fastest; returns the views of each call.
 
     Args:
         fillers: see ``plan``.
-        consecutive_ids: llama.cpp computes only rows with consecutive sequence ids together.
+        consecutive_ids: whether llama.cpp computes only rows with consecutive sequence ids together (per-sequence KV).
     """
     at, calls, is_padded = 0, [], attention.scan is AttentionScan.LONGEST
     for run in runs_of_consecutive_ids(views) if consecutive_ids else (len(views),):
@@ -274,7 +279,7 @@ def _split(
 def _decode_work(
     views: Sequence[SequenceView], widths: Sequence[int], fillers: Mapping[int, int], attention: Attention
 ) -> Work:
-    """Rows and context of ``views`` in calls of ``widths``."""
+    """The work of decoding ``views`` in calls of ``widths``, filler rows included; counted as one call."""
     if attention.scan is not AttentionScan.LONGEST and not fillers:
         return Work(0, len(views), _context(views, attention))
     rows = total = at = 0
@@ -302,16 +307,27 @@ def _choose_prefill(
     separately: bool,
     records_calls: bool,
 ) -> tuple[list[tuple[SequenceView, int]], Work, Service]:
-    """The prompts that advance together with ``work``, their tokens, the work with them, and the service after it."""
-    # Attention over the context before a chunk takes time, too.  Which prompts advance is not known yet, so start from
-    # the mean over all of them.
+    """Choose which prompts advance next to the decodes, and by how many tokens.
+
+    The budget (``_prefill_budget``) is what prompts get together.  It is rounded down so that the rows of the call fill
+    tiles (``ROW_ALIGNMENT``), then divided between prompts (``fairness.divide``).  On a device that records calls, one
+    token is left out where the call would be like the one before.
+
+    Args:
+        work: of the decodes alone.
+
+    Returns:
+        Each prompt that advances with its number of tokens, ``work`` with these tokens, and the service after them.
+    """
+    # The budget depends on the context before the chunks, and which prompts advance is not known yet.  So start from the
+    # mean over all of them.
     mean_context = attention.prefill_context(sum([view.n_context for view in prefills]) / len(prefills))
     work = attrs.evolve(work, mean_prefill_context=mean_context)
     budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits, attention)
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
         aligned = budget - (budget if separately else budget + len(decodes)) % ROW_ALIGNMENT
         budget = aligned if aligned >= limits.min_chunk_tokens else budget
-    while True:  # A smaller budget can leave other prompts, with more context.  Mostly one round is enough.
+    while True:  # the chosen prompts may have more context than the mean, so less fits; mostly one round is enough
         given, service = _divide(prefills, budget, state.service, limits)
         work = _with_prefill(work, given, attention)
         budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits, attention)
@@ -322,10 +338,10 @@ def _choose_prefill(
 
 
 def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int, state: PolicyState) -> bool:
-    """Whether the call is like the call before.  With one token fewer it is not.
+    """Whether the call would be like the call before, so that the device records it.  With one token fewer it is not.
 
-    Recording takes several milliseconds, which the calls after it do not give back: with prefill, the KV cache is soon
-    256 cells longer, and then all is recorded anew.
+    Recording takes several milliseconds.  The calls that repeat a recording save less: during prefill the KV cache is soon
+    256 cells longer, and then the device records again.
     """
     n = sum([n for _, n in given])
     completes = any(n == view.n_pending for view, n in given)
@@ -342,7 +358,22 @@ def _prefill_budget(
     limits: Scheduling,
     attention: Attention,
 ) -> int:
-    """Prefill tokens that this tick has time and rows for; not positive if there is no room."""
+    """Prefill tokens that this tick has time and rows for; not positive if there is no room.
+
+    =========================================  ================================================================
+    situation                                  tokens
+    =========================================  ================================================================
+    no decodes                                 what ``prefill_tick_ms`` allows, and at least
+                                               ``PREFILL_ONLY_MIN_CHUNKS`` of the smallest chunks
+    decodes leave time                         what fits before the earliest deadline, less the margin; not more
+                                               than is worthwhile (``CostModel.worthwhile_prefill_tokens``)
+    they leave less than the smallest chunk    the smallest chunk in every other tick
+    they are late even alone                   what makes the tick longer by ``LATE_PREFILL_SHARE``, in every tick
+    always                                     at most ``max_tokens`` rows together with the decodes
+    =========================================  ================================================================
+
+    The smallest chunk is ``min_chunk_tokens``.
+    """
     if decodes:
         due_ms = _ms_until_due(decodes, now_s)
         in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
@@ -365,12 +396,14 @@ def _prefill_budget(
 def _divide(
     prefills: Sequence[SequenceView], budget: int, service: Service, limits: Scheduling
 ) -> tuple[list[tuple[SequenceView, int]], Service]:
+    """The prompts that get ``budget`` tokens, with the tokens of each, and the service after that."""
     if budget <= 0:
         return [], service
     return fairness.divide(prefills, budget, service, burst=limits.prefill_burst_tokens)
 
 
 def _with_prefill(work: Work, given: Sequence[tuple[SequenceView, int]], attention: Attention) -> Work:
+    """``work`` with the prefill tokens ``given`` in place of its own."""
     n = sum([n for _, n in given])
     mean_context = sum([view.n_context * n for view, n in given]) / n if n else 0.0
     mean_context = attention.prefill_context(mean_context) if n else 0.0
@@ -392,12 +425,15 @@ def _choose_drafts(
     *,
     tries: bool,
 ) -> tuple[Sequence[int], Work, float]:
-    """How many draft tokens of each sequence to verify, the work with them, and the milliseconds of the draft model.
-
-    Empty if ``work``, which has none, gives more tokens a millisecond.
+    """Choose how many draft tokens of each sequence to verify, so that the tick gives the most tokens a millisecond.
 
     Args:
-        tries: have some even if that is predicted not to pay, as far as the deadlines allow.
+        work: of the decodes without draft tokens.
+        tries: verify some even if that is predicted not to pay, as far as the deadlines allow.
+
+    Returns:
+        Draft tokens of each decode, empty if none are to be verified; the work with them; the milliseconds of the draft
+        model.
     """
     work = attrs.evolve(work, n_calls=1)  # more calls are as fast at least
     best_rate = 0.0 if tries else MIN_DRAFT_SPEEDUP * len(decodes) / max(cost.predict(work) + gap_ms, 1e-6)
