@@ -208,7 +208,7 @@ class RowScales:
                 if product is not None:
                     product.move_to(node)
         except BaseException as error:  # noqa: BLE001  it cannot pass through C; ``end`` raises it
-            self._failure = error
+            self._failure = self._failure or error
         return False
 
     def _owners_of(self, name: bytes) -> RankOwners | None:
