@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, STAIRS, Device, SimulatedServer, calibrated, measured_curves
@@ -120,6 +120,7 @@ def test_the_regression_finds_the_scale_and_the_context(factor: float) -> None:
     st.integers(0, 64),
     st.integers(0, 8000),
 )
+@example(RowCurve((4, 7), (1.0, 2.0)), (0.0, 2**-7, 0.0, 0.0, 0.0), 1.0, 0, 0)
 def test_a_chunk_is_in_time_and_as_good_as_any_other(
     curve: RowCurve, coefficients: tuple[float, ...], ms: float, decodes: int, context: int
 ) -> None:
@@ -133,7 +134,9 @@ def test_a_chunk_is_in_time_and_as_good_as_any_other(
         return model.predict(attrs.evolve(work, prefill_tokens=math.floor(tokens)))
 
     assert predicted(n) <= ms * (1 + 1e-6) + 1e-6
-    rate = n / max(predicted(n), 1e-3)
+    if predicted(n) < 1e-3:
+        return  # rates of such short ticks are differences of rounding
+    rate = n / predicted(n)
     for rows in curve.rows:
         tokens = rows - decodes if decodes else rows
         if tokens > 0 and predicted(tokens) <= ms:
