@@ -51,12 +51,12 @@ need an output."""
 ALIGNMENT: Final = 256
 """Addresses of masks are multiples of this many bytes, which suits every device."""
 
-MAX_MATRICES: Final = 100_000
-"""First factors of products that are remembered by their name."""
+MAX_NAMES: Final = 100_000
+"""First factors of products that are remembered, by their name."""
 
 COPY = re.compile(r"[^#]*#(?P<name>[^#]*)(?P<number>#\d*)?")
-"""The name of a tensor's copy on another device. A copy has no address of its own: other tensors were there before. llama.cpp
-cuts long names, so the number may be missing."""
+"""The name of a tensor's copy on another device. It may lie at an address where another tensor was before, so
+only the name identifies it. llama.cpp cuts long names, so the number may be missing."""
 
 NAME_OFFSET = ggml_tensor.name.offset
 OP_OFFSET, SRC_OFFSET, POINTER_BYTES = ggml_tensor.op.offset, ggml_tensor.src.offset, ctypes.sizeof(ctypes.c_void_p)
@@ -217,7 +217,7 @@ class RowScales:
         Raises:
             LlamaError: it may be a copy of a matrix B, but its name was cut.
         """
-        if len(self._owners_by_name) >= MAX_MATRICES:
+        if len(self._owners_by_name) >= MAX_NAMES:
             self._owners_by_name.clear()
         original = name.decode(errors="replace")
         if copy := COPY.fullmatch(original):

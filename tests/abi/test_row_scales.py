@@ -158,7 +158,7 @@ def test_what_is_refused_changes_nothing(model: Model, stacked: StackedAdapters,
         np.testing.assert_array_equal(decode(context, [0]), plain)
     with Context(model, OPTIONS) as context:
         context.set_adapter_scales(None)
-        with pytest.raises(LlamaError, match="made without adapters"):
+        with pytest.raises(LlamaError, match="created without adapters"):
             context.set_adapter_scales(rows([1, 0]))
     with Model(library, model.path) as other, pytest.raises(LlamaError, match="another model"):
         Context(other, OPTIONS, stacked)
@@ -186,5 +186,5 @@ def test_a_graph_without_their_products_is_noticed(
     monkeypatch.setattr(row_scales_module, "MUL_MAT", -1)
     with Context(model, OPTIONS, stacked) as context:
         context.set_adapter_scales(np.ones(2, np.float32))
-        with pytest.raises(LlamaError, match="no product has a matrix of them"):
+        with pytest.raises(LlamaError, match="no product has one of their matrices"):
             decode(context, [0, 1])

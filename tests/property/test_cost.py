@@ -383,7 +383,7 @@ def test_a_split_comes_back_when_it_pays_again() -> None:
 
 
 def test_ticks_that_other_reasons_split_are_no_trial() -> None:
-    """Adapters or gaps between sequence ids: the ticks are in two calls, whatever the trial wants."""
+    """Because of gaps between sequence ids the ticks are in two calls, whatever the trial wants."""
     times = MEASURED
     for _ in range(200):
         times = times.observed(4, 2, 3.8)

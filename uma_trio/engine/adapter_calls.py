@@ -54,7 +54,7 @@ def split_into_passes(inputs: Sequence[StepInput], n_rows: int) -> list[list[Ste
     """Split a call after every ``n_rows`` tokens.
 
     The tokens of an input that are sampled from stay in one pass, since they are verified together.  So the pass before
-    may have fewer tokens.  An input that samples after more than ``n_rows`` tokens makes a longer pass.
+    may have fewer tokens.  If they are more than ``n_rows``, they are a longer pass of their own.
     """
     found: list[list[StepInput]] = [[]]
     left = n_rows
@@ -67,9 +67,9 @@ def split_into_passes(inputs: Sequence[StepInput], n_rows: int) -> list[list[Ste
                 rest = msgspec.structs.replace(rest, position=rest.position + n, tokens=rest.tokens[n:])
             if found[-1]:
                 found.append([])
-            if len(rest.samples) > n_rows:
-                break  # nothing can be split off
             left = n_rows
+            if len(rest.tokens) == len(rest.samples) > n_rows:
+                break  # nothing more can be split off
         found[-1].append(rest)
         left -= len(rest.tokens)
     return found
