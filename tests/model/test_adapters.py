@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 
@@ -9,10 +11,11 @@ from llama_abi import Placement
 from tests.support.adapters import merged_model, random_adapter
 from tests.support.engine_contract import GREEDY
 from tests.support.placements import answers
-from tests.support.random_models import random_model
+from tests.support.random_models import bench_script, random_model
 from tests.support.rpc_server import rpc_server
 from uma_trio import config
 from uma_trio.engine.messages import EngineError, SampleRequest, Step, StepInput
+from uma_trio.engine.stacked_adapters import write_stacked
 from uma_trio.kv.ops import Truncate
 from uma_trio.models.adapters import check_adapters
 from uma_trio.models.loaded import EMBEDDED
@@ -91,6 +94,27 @@ def test_adapters_of_a_model_that_is_partly_on_a_device():
     assert [each.error for each in placed] == ["", ""]
     assert len(placed[0].tokens) > 8
     assert placed[1].tokens == placed[0].tokens
+
+
+def test_a_large_alpha_with_matrices_of_float16(open_engine, tmp_path):
+    """llama.cpp multiplies them with float16 numbers, which end at 65504."""
+    model, path = random_model("4x128x4x2x256", "f16"), tmp_path / "a.gguf"
+    bench_script("make_adapter").make_adapter(path, model, rank=1, alpha=2.0**15, dtype="f16")
+    found = teacher_forced(open_engine(merged_model(model, ()), [path]), PROMPT, ((0, 1.0),))
+    expected = teacher_forced(open_engine(merged_model(model, ((path, 1.0),))), PROMPT)
+    assert largest_difference(found, expected) < 0.02
+
+
+def test_a_full_folder_for_temporary_files_is_named(tmp_path):
+    adapter = random_adapter(EMBEDDED)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for room in (0, 10_000, adapter.stat().st_size - 1):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+            with pytest.raises(EngineError, match=r"cannot write the adapters to .*a\.gguf: (?!None).*set TMPDIR"):
+                write_stacked(tmp_path / "a.gguf", [adapter])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_file_that_has_changed_since_it_was_checked_is_not_loaded(library, tmp_path):

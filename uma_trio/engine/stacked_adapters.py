@@ -7,6 +7,8 @@ Source: llama_abi.StackedAdapters; llama-adapter.cpp, ``llama_adapter_lora_init_
 
 from __future__ import annotations
 
+import contextlib
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +29,9 @@ PADDING_RANKS: Final = 8
 """Where the total rank is a multiple of ``SLOW_RANK_MULTIPLE``, ``PADDING_RANKS`` ranks of zeros are added.  Otherwise CUDA
 would divide the product with A into a few large blocks, one for each 32 ranks: on an H200 with a 7B model and rank 32, a
 tick of 16 rows took 6 ms longer."""
+
+FLOAT16_BITS: Final = 16
+"""Powers of two in front of the point of the largest float16 number."""
 
 Matrix: TypeAlias = npt.NDArray[np.float16] | npt.NDArray[np.float32]
 
@@ -68,9 +73,11 @@ def write_stacked(out: Path, paths: Sequence[Path]) -> list[llama_abi.StackedPar
         matrices: list[Matrix] = []
         for tensors, part, alpha in zip(found, parts, alphas, strict=True):
             if name in tensors:
-                matrices.append(_matrix(tensors[name]))
-                rank = part.n_ranks[weight] = matrices[-1].shape[axis]
-                part.factors[weight] = alpha / rank if alpha else 1.0
+                matrix = _matrix(tensors[name])
+                rank = part.n_ranks[weight] = matrix.shape[axis]
+                if half == "lora_b":
+                    matrix, part.factors[weight] = _with_less_factor(matrix, alpha / rank if alpha else 1.0)
+                matrices.append(matrix)
                 last = part
         if sum([matrix.shape[axis] for matrix in matrices]) % SLOW_RANK_MULTIPLE == 0:
             shape = [*matrices[-1].shape]
@@ -79,16 +86,27 @@ def write_stacked(out: Path, paths: Sequence[Path]) -> list[llama_abi.StackedPar
             last.n_ranks[weight] += PADDING_RANKS
         writer.add_tensor(name, np.ascontiguousarray(np.concatenate(matrices, axis)))
     try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    except OSError as error:
+        with contextlib.closing(writer):
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+    except OSError as error:  # of numpy it has no strerror
         raise EngineError(
-            f"cannot write the adapters to {out}: {error.strerror}; make room there, or set TMPDIR"
+            f"cannot write the adapters to {out}: {error.strerror or error}; make room there, or set TMPDIR"
         ) from error
-    finally:
-        writer.close()
     return parts
+
+
+def _with_less_factor(b: Matrix, factor: float) -> tuple[Matrix, float]:
+    """A matrix B and the factor of what it multiplies, where possible with a factor below 2.
+
+    llama.cpp rounds what it multiplies with a float16 matrix to float16.  After the scale that could be infinite.
+    """
+    room = FLOAT16_BITS - math.frexp(float(np.abs(b).max()))[1]
+    shift = min(math.frexp(factor)[1] - 1, room)
+    if shift <= 0 or b.dtype != np.float16:
+        return b, factor
+    return np.ldexp(b, shift), math.ldexp(factor, -shift)
 
 
 def _matrix(tensor: gguf.ReaderTensor) -> Matrix:
