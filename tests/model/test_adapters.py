@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import resource
 
+import gguf
 import numpy as np
 import pytest
 
-from llama_abi import Placement
-from tests.support.adapters import merged_model, random_adapter
+import llama_abi
+from llama_abi import OK, Batch, Context, ContextOptions, LoraAdapter, Model, Placement
+from tests.support.adapters import adapter_of_all_matrices, merged_model, random_adapter
 from tests.support.engine_contract import GREEDY
 from tests.support.placements import answers
 from tests.support.random_models import bench_script, random_model
 from tests.support.rpc_server import rpc_server
 from uma_trio import config
 from uma_trio.engine.messages import EngineError, SampleRequest, Step, StepInput
-from uma_trio.engine.stacked_adapters import write_stacked
+from uma_trio.engine.stacked_adapters import stack_adapters, write_stacked
 from uma_trio.kv.ops import Truncate
 from uma_trio.models.adapters import check_adapters
 from uma_trio.models.loaded import EMBEDDED
@@ -94,6 +98,43 @@ def test_adapters_of_a_model_that_is_partly_on_a_device():
     assert [each.error for each in placed] == ["", ""]
     assert len(placed[0].tokens) > 8
     assert placed[1].tokens == placed[0].tokens
+
+
+def test_stacked_adapters_of_all_matrices_compute_what_llama_cpp_computes_with_each(library, tmp_path):
+    """Matrices of experts, of the embeddings and of the output; all types; a rank of 1; alpha 0, negative and missing."""
+    path = random_model("tiny-moe", "f16")
+    quants = gguf.GGMLQuantizationType
+    kinds = [(32, -8.0, quants.Q8_0), (1, 0.0, quants.F16), (4, 16.0, quants.BF16), (27, None, quants.F32)]
+    reader = gguf.GGUFReader(path)  # takes a second
+    files = [
+        adapter_of_all_matrices(tmp_path / f"{n}.gguf", reader, rank=rank, alpha=alpha, dtype=dtype, seed=n)
+        for n, (rank, alpha, dtype) in enumerate(kinds)
+    ]
+    assert check_adapters([config.Adapter(name=each.stem, path=str(each)) for each in files], path)
+    options = ContextOptions(n_ctx=256, n_seq_max=4, n_batch=64, kv_unified=True)
+    tokens = PROMPT[:7]
+    with Model(llama_abi.load(), path) as model, contextlib.ExitStack() as stack:
+        expected = []
+        batch = Batch(64)
+        batch.add(tokens, pos=0, seq=0)
+        for each in files:
+            with LoraAdapter(model, each) as adapter, Context(model, options) as context:
+                context.set_adapters([(adapter, -0.5)])
+                assert context.decode(batch) == OK
+                expected.append(context.logits().array[0].copy())
+        stacked = stack.enter_context(stack_adapters(model, files))
+        context = stack.enter_context(Context(model, options, stacked))
+        batch.clear()
+        for n in range(len(files)):
+            batch.add(tokens, pos=0, seq=n)
+        context.set_adapter_scales(
+            np.repeat(np.float32(-0.5) * np.eye(len(files), dtype=np.float32), len(tokens), axis=0)
+        )
+        assert context.decode(batch) == OK
+        found = context.logits().array
+        for one, other in itertools.combinations(expected, 2):
+            assert abs(one - other).max() > 1
+        np.testing.assert_allclose(found, expected, atol=0.3)
 
 
 def test_a_large_alpha_with_matrices_of_float16(open_engine, tmp_path):
