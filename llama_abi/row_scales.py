@@ -278,9 +278,9 @@ class RowScales:
             return ALL_ROWS
         if n_rows == len(self._places[OUTPUT_ROWS]):
             return OUTPUT_ROWS
-        if self._scales.ndim == 1:
-            return ALL_ROWS
         all_rows, outputs = map(len, self._places)
+        if self._scales.ndim == 1 and n_rows < all_rows:
+            return ALL_ROWS
         raise LlamaError(f"llama.cpp computes {n_rows} rows together, of a call of {all_rows} with {outputs} outputs")
 
     def _masks_for(self, buffer: Any, owners: RankOwners, n_experts: int) -> _Masks:

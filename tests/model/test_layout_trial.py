@@ -103,7 +103,7 @@ def test_the_default_is_used_if_the_choice_does_not_fit_into_memory(choice_of, m
     )
     real = llama_abi.Context
 
-    def refusing(model, options):
+    def refusing(model, options, adapters=None):
         if options.kv_unified:
             raise llama_abi.LlamaError("no memory")
         return real(model, options)
