@@ -22,12 +22,13 @@ def make(library):
 
     made = []
 
-    def make(*, n_ctx, n_seq_max, n_batch, adapters=False):
+    def make(*, n_ctx, n_seq_max, n_batch, adapters=None):
+        # rows with different adapters share calls; quantized, their last bits would depend on who is in the call
+        path = random_model("tiny-hybrid", "q8_0" if adapters is None else "f32")
         settings = config.Model(
             ctx=n_ctx, parallel=n_seq_max, batch_tokens=n_batch, threads=1, flash_attn="off", embedding_ctx=256
         )
-        found = two_adapters(random_model("tiny-hybrid")) if adapters else ()
-        made.append(LlamaEngine(random_model("tiny-hybrid"), settings, adapters=found))
+        made.append(LlamaEngine(path, settings, adapters=two_adapters(path) if adapters else ()))
         return made[-1]
 
     yield make

@@ -3,7 +3,7 @@
 The importing file has two fixtures:
 
 - ``make(n_ctx, n_seq_max, n_batch)`` opens an engine.  Its ``info`` may promise more cells than ``n_ctx``.  With
-  ``adapters=True`` it has two LoRA adapters.
+  ``adapters=True`` it has two LoRA adapters, and with ``adapters=False`` the same model without them.
 - ``prompts`` is a list of distinct lists of token ids.
 
 Source: ``uma_trio.engine.messages``.
@@ -672,9 +672,10 @@ def test_adapters_change_what_is_computed_and_nothing_after_it(adapting, prompts
     assert with_adapters(adapting, BOTH, prompts[0], 8) == answers[4]
 
 
-def test_an_engine_with_adapters_computes_the_model_as_one_without(adapting, engine, prompts):
+def test_an_engine_with_adapters_computes_the_model_as_one_without(adapting, make, prompts):
+    without = make(n_ctx=1024, n_seq_max=4, n_batch=64, adapters=False)
     for prompt in prompts:
-        assert alone(adapting, prompt, 8) == alone(engine, prompt, 8)
+        assert alone(adapting, prompt, 8) == alone(without, prompt, 8)
 
 
 @pytest.mark.parametrize("in_one_call", [True, False])
