@@ -82,7 +82,7 @@ def test_an_answer_with_adapters_is_that_of_the_merged_weights(open_engine, name
     with_adapters = open_engine(merged_model(model, ()), adapters, kv_unified=unified)
     found = teacher_forced(with_adapters, PROMPT, scales)
     expected = teacher_forced(whole, PROMPT)
-    assert largest_difference(found, expected) < 0.02
+    assert largest_difference(found, expected) < 0.05  # keys and values are F16: 0.03 was seen with AVX2 alone
     plain = teacher_forced(with_adapters, PROMPT)
     assert largest_difference(plain, teacher_forced(exact, PROMPT)) == 0, "without adapters the model is as it is"
     assert any(one.keys() != other.keys() for one, other in zip(plain, found, strict=True)), "adapters change the text"
@@ -143,7 +143,7 @@ def test_a_large_alpha_with_matrices_of_float16(open_engine, tmp_path):
     bench_script("make_adapter").make_adapter(path, model, rank=1, alpha=2.0**15, dtype="f16")
     found = teacher_forced(open_engine(merged_model(model, ()), [path]), PROMPT, ((0, 1.0),))
     expected = teacher_forced(open_engine(merged_model(model, ((path, 1.0),))), PROMPT)
-    assert largest_difference(found, expected) < 0.02
+    assert largest_difference(found, expected) < 0.05  # keys and values are F16: 0.03 was seen with AVX2 alone
 
 
 def test_a_full_folder_for_temporary_files_is_named(tmp_path):
