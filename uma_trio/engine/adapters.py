@@ -25,7 +25,7 @@ from uma_trio.kv.adapters import Scales
 
 CALLS_WITH_ZERO_SCALES: Final = 64
 """The engine turns the adapters off after this many calls in a row that need none: llama.cpp then plans its graphs again, which
-takes 3 to 20 ms.  Until then all scales are 0, and a call takes about a tenth longer than without adapters."""
+takes 3 to 20 ms.  Until then all scales are 0, and a call takes about a fifth longer than without adapters."""
 
 
 class Adapters:
@@ -36,13 +36,14 @@ class Adapters:
     Args:
         files: checked files; the place of a file is the number of its adapter.  Each is compared with its fingerprint,
             because it may have changed since the check, for instance before a restart of the engine.
+        on_gpu: layers of the model are on a GPU.
 
     Raises:
         EngineError: the file of an adapter has changed, or there is no room for the temporary file.
         OSError, llama_abi.LlamaError: an adapter cannot be loaded.
     """
 
-    def __init__(self, model: llama_abi.Model, files: Sequence[AdapterFile]) -> None:
+    def __init__(self, model: llama_abi.Model, files: Sequence[AdapterFile], *, on_gpu: bool) -> None:
         self.files = tuple(files)
         self._model = model
         self._stacked: llama_abi.StackedAdapters | None = None
@@ -54,7 +55,7 @@ class Adapters:
         if files:
             from uma_trio.engine.stacked_adapters import stack_adapters  # imports gguf, which takes 0.1 s
 
-            self._stacked = stack_adapters(model, [each.path for each in files])
+            self._stacked = stack_adapters(model, [each.path for each in files], on_gpu=on_gpu)
 
     def open_context(self, options: llama_abi.ContextOptions) -> llama_abi.Context:
         """Create a context of the model for ``apply`` and ``apply_by_row``.  Blocks.

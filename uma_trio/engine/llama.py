@@ -143,7 +143,7 @@ class LlamaEngine:
             stack.callback(self._model.close)
             loaded_s = time.perf_counter() - began
             self._shape = _shape(self._model, settings)
-            self._adapters = Adapters(self._model, adapters)
+            self._adapters = Adapters(self._model, adapters, on_gpu=self._place.on_gpu)
             stack.callback(self._adapters.close)
             self._choice = _choice(
                 self._model, self._place, self._shape, settings, layout_cache, layouts, loaded_s=loaded_s

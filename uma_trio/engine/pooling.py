@@ -96,7 +96,7 @@ class PoolingEngine:
         """How the settings were chosen; set by who chose them."""
         with contextlib.ExitStack() as stack:
             stack.callback(model.close)
-            self._adapters = Adapters(model, adapters)
+            self._adapters = Adapters(model, adapters, on_gpu=self._place.on_gpu)
             stack.pop_all()
         self.masks: Masks | None = None
         self.is_async = False

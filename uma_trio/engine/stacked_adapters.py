@@ -24,11 +24,12 @@ from uma_trio.engine.messages import EngineError
 EMBEDDING: Final = "token_embd.weight"
 """Its matrix A has one row for each token of the vocabulary.  Those of other weights have one row for each rank."""
 
+RANK_MULTIPLE: Final = 16
+"""Ranks of zeros make the total rank a multiple of this, which the CPU's kernels need to be fast: with a rank of 40 a tick of
+16 rows of the embedded model took 16 ms, with 48 it took 13."""
 SLOW_RANK_MULTIPLE: Final = 32
-PADDING_RANKS: Final = 8
-"""Where the total rank is a multiple of ``SLOW_RANK_MULTIPLE``, ``PADDING_RANKS`` ranks of zeros are added.  Otherwise CUDA
-would divide the product with A into a few large blocks, one for each 32 ranks: on an H200 with a 7B model and rank 32, a
-tick of 16 rows took 6 ms longer."""
+"""On a GPU the total rank is no multiple of this.  Otherwise CUDA would divide the product with A into a few large blocks, one
+for each 32 ranks: on an H200 with a 7B model and rank 32, a tick of 16 rows took 6 ms longer."""
 
 FLOAT16_BITS: Final = 16
 """Powers of two in front of the point of the largest float16 number."""
@@ -36,11 +37,12 @@ FLOAT16_BITS: Final = 16
 Matrix: TypeAlias = npt.NDArray[np.float16] | npt.NDArray[np.float32]
 
 
-def stack_adapters(model: llama_abi.Model, paths: Sequence[Path]) -> llama_abi.StackedAdapters:
+def stack_adapters(model: llama_abi.Model, paths: Sequence[Path], *, on_gpu: bool = False) -> llama_abi.StackedAdapters:
     """Load adapters as one.  Blocks while it reads them, and writes and loads a temporary file of about their size.
 
     Args:
         paths: checked GGUF files, at least one.  The place of a path is the number of its adapter.
+        on_gpu: layers of the model are on a GPU.
 
     Raises:
         EngineError: there is no room for the temporary file.
@@ -49,10 +51,10 @@ def stack_adapters(model: llama_abi.Model, paths: Sequence[Path]) -> llama_abi.S
     """
     with tempfile.TemporaryDirectory(prefix="uma-trio-") as folder:
         out = Path(folder, "adapters.gguf")
-        return llama_abi.StackedAdapters(model, out, write_stacked(out, paths))
+        return llama_abi.StackedAdapters(model, out, write_stacked(out, paths, on_gpu=on_gpu))
 
 
-def write_stacked(out: Path, paths: Sequence[Path]) -> list[llama_abi.StackedPart]:
+def write_stacked(out: Path, paths: Sequence[Path], *, on_gpu: bool = False) -> list[llama_abi.StackedPart]:
     """Write the adapters of ``paths`` into the file ``out``; returns the part of each adapter.  Blocks.
 
     Raises:
@@ -79,11 +81,11 @@ def write_stacked(out: Path, paths: Sequence[Path]) -> list[llama_abi.StackedPar
                     matrix, part.factors[weight] = _with_less_factor(matrix, alpha / rank if alpha else 1.0)
                 matrices.append(matrix)
                 last = part
-        if sum([matrix.shape[axis] for matrix in matrices]) % SLOW_RANK_MULTIPLE == 0:
-            shape = [*matrices[-1].shape]
-            shape[axis] = PADDING_RANKS
-            matrices.append(np.zeros(shape, matrices[-1].dtype))
-            last.n_ranks[weight] += PADDING_RANKS
+        padding = _padding(sum([matrix.shape[axis] for matrix in matrices]), on_gpu=on_gpu)
+        shape = [*matrices[-1].shape]
+        shape[axis] = padding
+        matrices.append(np.zeros(shape, matrices[-1].dtype))
+        last.n_ranks[weight] += padding
         writer.add_tensor(name, np.ascontiguousarray(np.concatenate(matrices, axis)))
     try:
         with contextlib.closing(writer):
@@ -107,6 +109,12 @@ def _with_less_factor(b: Matrix, factor: float) -> tuple[Matrix, float]:
     if shift <= 0 or b.dtype != np.float16:
         return b, factor
     return np.ldexp(b, shift), math.ldexp(factor, -shift)
+
+
+def _padding(rank: int, *, on_gpu: bool) -> int:
+    """How many ranks of zeros to add to this total rank."""
+    padding = -rank % RANK_MULTIPLE
+    return padding + RANK_MULTIPLE if on_gpu and (rank + padding) % SLOW_RANK_MULTIPLE == 0 else padding
 
 
 def _matrix(tensor: gguf.ReaderTensor) -> Matrix:
