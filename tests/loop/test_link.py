@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import trio
 
 from tests.support.fake_engine import FakeEngine, fake_vocabulary
 from tests.support.link_contract import *  # noqa: F403
+from tests.support.link_contract import prefill
 from uma_trio import config
 from uma_trio.engine.link import ThreadLauncher
-from uma_trio.engine.messages import LoadError, Start
+from uma_trio.engine.messages import LoadError, Start, Step
 from uma_trio.grammar import GrammarCompiler, LocalChecker
 from uma_trio.protocol.requests import Constraint
 
@@ -51,6 +53,38 @@ async def link(request, nursery):
     assert await link.load(START, lambda share: None, lambda: True)
     yield link
     await link.aclose()
+
+
+class WaitingEngine(FakeEngine):
+    """A device whose step with a prompt waits before it computes: CUDA takes milliseconds to launch one."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.is_async = True
+        self.both_submitted, self.may_launch = threading.Event(), threading.Event()
+
+    def step(self, step, callbacks=None):
+        event = self.both_submitted if step.number == 1 else self.may_launch
+        assert event.wait(60)
+        return super().step(step, callbacks)
+
+
+async def test_an_answer_does_not_wait_for_the_launch_of_a_prompt(nursery, prompts):
+    engine = WaitingEngine(n_ctx=4096, n_seq_max=4, n_batch=64)
+    link = ThreadLauncher(nursery, lambda start, progress: engine).launch("fake")
+    assert await link.load(START, lambda share: None, lambda: True)
+    link.submit(Step((), [[prefill(0, prompts[0])]], 1))
+    link.submit(Step((), [[0, prefill(1, prompts[1])]], 2, 1))
+    engine.both_submitted.set()
+    try:
+        with trio.fail_after(60):
+            assert [each.number for each in await link.receive()] == [1]
+        engine.may_launch.set()
+        with trio.fail_after(60):
+            assert [each.number for each in await link.receive()] == [2]
+    finally:
+        engine.may_launch.set()
+        await link.aclose()
 
 
 async def test_progress_is_reported(nursery):
@@ -101,7 +135,7 @@ async def test_a_defect_of_the_engine_ends_the_worker(nursery, caplog):
 
     link = ThreadLauncher(nursery, lambda start, progress: Broken()).launch("fake")
     assert await link.load(START, lambda share: None, lambda: True)
-    link.submit(Step((), [[prefill(0, [1])]], 1))  # noqa: F405
+    link.submit(Step((), [[prefill(0, [1])]], 1))
     with trio.fail_after(60), pytest.raises(EngineDied):  # noqa: F405
         await link.receive()
     assert "a defect" in caplog.text

@@ -146,6 +146,20 @@ def test_a_large_alpha_with_matrices_of_float16(open_engine, tmp_path):
     assert largest_difference(found, expected) < 0.05  # keys and values are F16: 0.03 was seen with AVX2 alone
 
 
+@pytest.mark.parametrize(
+    ("n", "rank", "on_gpu", "total"),
+    [(1, 8, False, 16), (2, 16, False, 32), (1, 5, True, 8), (2, 8, True, 16), (2, 16, True, 40)],
+)
+def test_ranks_of_zeros_make_the_total_rank_one_that_the_kernels_like(tmp_path, n, rank, on_gpu, total):
+    paths = [random_adapter(EMBEDDED, seed, rank) for seed in range(n)]
+    parts = write_stacked(tmp_path / "a.gguf", paths, on_gpu=on_gpu)
+    weights = parts[0].n_ranks.keys()
+    assert {weight: sum(part.n_ranks[weight] for part in parts) for weight in weights} == dict.fromkeys(weights, total)
+    assert [set(part.factors.values()) for part in parts] == [{16.0 / rank}] * n, (
+        "alpha is 16; zeros have no part in it"
+    )
+
+
 def test_a_full_folder_for_temporary_files_is_named(tmp_path):
     adapter = random_adapter(EMBEDDED)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -25,9 +25,11 @@ EMBEDDING: Final = "token_embd.weight"
 """Its matrix A has one row for each token of the vocabulary.  Those of other weights have one row for each rank."""
 
 CPU_RANK_MULTIPLE: Final = 16
+"""On a CPU ranks of zeros make the total rank a multiple of this, which its float32 kernels need to be fast: a tick of 16 rows
+of the embedded model took 16 ms with a rank of 40, and 10 ms with 32."""
 GPU_RANK_MULTIPLE: Final = 8
-"""Ranks of zeros make the total rank a multiple of this, which suits the kernels: on a CPU a tick of 16 rows of the embedded
-model took 16 ms with a rank of 40, and 10 ms with 32."""
+"""The same on a GPU.  More ranks cost more there: with four adapters of rank 8, a tick of a 7B model on an H200 took 1.56 times
+a plain one with 40 ranks, and 1.63 times with 48."""
 GPU_SLOW_RANK_MULTIPLE: Final = 32
 """On a GPU the total rank is no multiple of this.  Otherwise CUDA would divide the product with A into a few large blocks, one
 for each 32 ranks: on an H200 with a 7B model and rank 32, a tick of 16 rows took 6 ms longer."""
