@@ -239,4 +239,4 @@ async def test_a_long_chat_keeps_the_maximum_number_of_checkpoints(library: None
         story = words(1, 100)
         for turn in range(MAX_PER_SEQUENCE):
             story += (await ask(story, 70)).tokens + words(turn, 70)
-        assert len(ask.engine._checkpoints) == MAX_PER_SEQUENCE
+        assert ask.engine._kv_operations.n_checkpoints == MAX_PER_SEQUENCE

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, Literal, assert_never
+from typing import Final, Literal
 
 import attrs
 import msgspec
@@ -29,6 +27,7 @@ from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
 from uma_trio.engine.fillers import add_filled, is_decode, missing_ids
 from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import devices_of_model
+from uma_trio.engine.kv_operations import NO_OUTCOME, KvOperations
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
     KV_CELL_MULTIPLE,
@@ -62,19 +61,8 @@ from uma_trio.engine.messages import (
     StepOutput,
 )
 from uma_trio.engine.placement import Place, PlacementError, open_library, place
-from uma_trio.engine.state_check import DamagedState, StateCheck
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import AppliedMasks, GrammarState, Matchers, PendingMasks
-from uma_trio.kv.ops import (
-    CopyPrefix,
-    DropCheckpoint,
-    KvOp,
-    LoadState,
-    MeasureState,
-    SaveCheckpoint,
-    SaveState,
-    Truncate,
-)
 from uma_trio.scheduling.attention import AttentionScan
 
 LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall, ContextTooLarge, PlacementError)
@@ -88,10 +76,6 @@ SHARE_OF_LOADING = 0.1
 
 PROBE_TOKENS = 32
 """In one batch of the context that measures how large a token's keys and values are; as few as may be configured."""
-
-
-MAX_STATE_THREADS: Final = 4
-"""Most threads that verify a state next to its copy."""
 
 READ_SHARE: Final = 0.5
 """The engine waits for the next message of the daemon for this fraction of the time that a GPU computes."""
@@ -156,7 +140,6 @@ class LlamaEngine:
         """How many rows of a call llama.cpp computes together and in their order; ``None``: this depends on the call."""
         self._context.set_abort_flag(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
-        self._checkpoints: dict[int, bytearray] = {}
         self.masks: Masks | None = None
         self.is_async = self._place.on_gpu and not adapters  # with adapters llama.cpp waits for the device in each call
         self._device_s = 0.0
@@ -212,7 +195,7 @@ class LlamaEngine:
             spare_cores=spare_cores(self._options.n_threads, on_gpu=self._place.on_gpu),
             adapters=self._adapters.files,
         )
-        self._threads = ThreadPoolExecutor(min(MAX_STATE_THREADS, self._info.spare_cores), "uma-state")
+        self._kv_operations = KvOperations(unified=self._info.unified, n_threads=self._info.spare_cores)
 
     def _open_drafter(self) -> Drafter | None:
         settings = self._settings
@@ -320,13 +303,13 @@ class LlamaEngine:
             self._embedder.embed(step.embeddings, step.embedding_adapters) if step.embeddings else NOTHING_EMBEDDED
         )
         began += embedded.ms / 1e3
-        changes = self._change_kv(step.ops) if step.ops else NO_CHANGES
+        outcome = self._kv_operations.apply(step.ops, self._context) if step.ops else NO_OUTCOME
         tokens: list[int] = []
         scores: list[sampling.TokenLogprobs | None] = []
         applied: list[AppliedMasks] = []
         forced: dict[int, Sequence[int]] = {}
         copied = 0
-        decode_ms = -changes.copied_ms - changes.checkpoints_ms
+        decode_ms = -outcome.copied_ms - outcome.checkpoints_ms
         sample_ms = 0.0
         for inputs in itertools.chain.from_iterable(
             split_by_adapters(inputs, self._rows_in_order, self._fillers) for inputs in step.calls
@@ -364,134 +347,19 @@ class LlamaEngine:
             ended_s=time.perf_counter(),
             copied_rows=copied,
             scores=scores if any(score is not None for score in scores) else (),
-            copied_ms=changes.copied_ms,
-            saved_bytes=changes.saved_bytes,
-            refused=changes.refused,
+            copied_ms=outcome.copied_ms,
+            saved_bytes=outcome.saved_bytes,
+            refused=outcome.refused,
             mask_wait_ms=sum([each.wait_ms for each in applied]) if applied else None,
             forced=[*forced.items()],
             grammar_failures=[found for each in applied for found in each.failures.items()],
-            state_sizes=changes.state_sizes,
+            state_sizes=outcome.state_sizes,
             embeddings=embedded.vectors,
             embedding_ms=embedded.ms,
             embedding_bytes=embedded.n_bytes,
             embedding_failure=embedded.failure,
-            verify_ms=changes.verify_ms,
+            verify_ms=outcome.verify_ms,
         )
-
-    # -- changes of the KV cache ----------------------------------------------------------------
-
-    def _change_kv(self, ops: Sequence[KvOp]) -> _Changes:
-        changes = _Changes()
-        context = self._context
-        for op in ops:
-            began = time.perf_counter()
-            match op:
-                case Truncate():
-                    self._truncate(op.seq_id, op.length, op.checkpoint)
-                case CopyPrefix() if self._info.unified and op.checkpoint is None:
-                    context.seq_copy(op.source, op.target, 0, op.length)
-                case CopyPrefix():  # between streams llama.cpp copies all, and a recurrent state is that of the whole
-                    context.seq_copy(op.source, op.target)
-                    self._truncate(op.target, op.length, op.checkpoint)
-                case SaveCheckpoint():
-                    state = bytearray(context.state_size(op.seq_id, flags=llama_abi.PARTIAL_ONLY))
-                    context.save_state_into(op.seq_id, state, flags=llama_abi.PARTIAL_ONLY)
-                    self._checkpoints[op.checkpoint] = state
-                    changes.checkpoints_ms += 1e3 * (time.perf_counter() - began)
-                case DropCheckpoint():
-                    self._checkpoints.pop(op.checkpoint, None)
-                case MeasureState():
-                    sizes = [len(self._checkpoints.get(number, b"")) for number in op.checkpoints]
-                    changes.state_sizes.append((op.seq_id, [context.state_size(op.seq_id), *sizes]))
-                case SaveState() | LoadState():
-                    try:
-                        if isinstance(op, SaveState):
-                            changes.saved_bytes += self._save_state(op)
-                        else:
-                            changes.verify_ms += self._load_state(op)
-                    except (llama_abi.LlamaError, DamagedState, OSError, ValueError) as error:
-                        changes.refused.append((op.seq_id, str(error)))
-                    changes.copied_ms += 1e3 * (time.perf_counter() - began)
-                case _:  # without this, an operation without a case would be skipped in silence
-                    assert_never(op)
-        return changes
-
-    def _truncate(self, seq_id: int, length: int, checkpoint: int | None) -> None:
-        """Load the checkpoint first, then remove the tail: before that a recurrent memory refuses."""
-        if checkpoint is not None:
-            self._context.load_state_from(seq_id, self._checkpoints[checkpoint], flags=llama_abi.PARTIAL_ONLY)
-        if not self._context.seq_remove(seq_id, length or -1):
-            raise EngineError(f"the model's memory cannot remove the end of sequence {seq_id}")
-
-    def _save_state(self, op: SaveState) -> int:
-        """Write a state into a file; returns the number of bytes.
-
-        Raises:
-            llama_abi.LlamaError, OSError, ValueError: the state was not saved.
-        """
-        total = op.n_bytes + sum([size for _, size in op.checkpoints])
-        with mapped(op.fd, op.offset, total, self._threads, write=True) as view:
-            written: int = self._context.save_state_into(op.seq_id, view[: op.n_bytes])
-            if op.checkpoints and written != op.n_bytes:
-                raise ValueError(f"the state has {written} bytes, so its checkpoints would not follow it")
-            at = op.n_bytes
-            for number, size in op.checkpoints:
-                state = self._checkpoints.get(number, b"")
-                if not state or len(state) != size:
-                    raise ValueError(f"checkpoint {number} has {len(state)} bytes, its place in the file {size}")
-                view[at : at + size] = state
-                at += size
-        return total if op.checkpoints else written
-
-    def _load_state(self, op: LoadState) -> float:
-        """Load a state; returns the milliseconds in which only verifying it was left to do.
-
-        Raises:
-            llama_abi.LlamaError, DamagedState, OSError, ValueError: the state was not loaded, and the sequence is empty.
-            EngineError: damaged keys and values were copied.
-        """
-        total = op.n_bytes + sum([size for _, size in op.checkpoints])
-        with (
-            mapped(op.fd, op.offset, total, self._threads, populate=not op.hashes) as view,
-            StateCheck(view, op.hashes, self._threads) as check,
-        ):
-            began = time.perf_counter()
-            try:
-                check.begin(op.n_bytes)
-                waited_s = time.perf_counter() - began
-                self._context.load_state_from(op.seq_id, view[: op.n_bytes])
-                began = time.perf_counter()
-                self._wait_for_rest(check)
-                waited_s += time.perf_counter() - began
-                n_tokens = self._context.seq_pos_max(op.seq_id) + 1
-                if n_tokens != op.length:
-                    raise ValueError(f"the state has {n_tokens} tokens instead of {op.length}")
-            except (llama_abi.LlamaError, DamagedState, ValueError):
-                self._context.seq_remove(op.seq_id)
-                raise
-            at = op.n_bytes
-            for number, size in op.checkpoints:
-                if number is not None:
-                    self._checkpoints[number] = bytearray(view[at : at + size])
-                at += size
-        return 1e3 * waited_s
-
-    @staticmethod
-    def _wait_for_rest(check: StateCheck) -> None:
-        """Wait until the whole state is verified.
-
-        Damaged keys and values stay in cells that are free again.  Attention reads free cells, and one NaN in them is
-        enough to spoil other sequences.  Only a new context clears such cells.
-
-        Raises:
-            EngineError: the state was damaged, and had been copied.
-        """
-        try:
-            check.wait()
-        except DamagedState as error:
-            raise EngineError(f"a saved state was damaged and had been copied: {error}") from error
-
-    # -- computing ------------------------------------------------------------------------------
 
     def _launch(self, inputs: Sequence[StepInput]) -> float:
         """Call ``llama_decode``; returns when it came back."""
@@ -608,7 +476,7 @@ class LlamaEngine:
 
     def reset(self) -> None:
         self._context.close()
-        self._checkpoints.clear()
+        self._kv_operations.drop_checkpoints()
         try:
             self._context = self._adapters.open_context(self._options)
             if self._drafter is not None:
@@ -621,7 +489,7 @@ class LlamaEngine:
         self._abort.set()
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._kv_operations.close()
         self._matchers.close()
         self._embedder.close()
         if self._drafter is not None:
@@ -654,51 +522,6 @@ class _Masks:
             elif late_masks is not None:
                 late_masks.add_to(logits[at], row)
         return late
-
-
-@attrs.define
-class _Changes:
-    """The time and the results of changes to the KV cache."""
-
-    copied_ms: float = 0.0
-    checkpoints_ms: float = 0.0
-    verify_ms: float = 0.0
-    saved_bytes: int = 0
-    refused: list[tuple[int, str]] = attrs.field(factory=list)
-    state_sizes: list[tuple[int, list[int]]] = attrs.field(factory=list)
-
-
-NO_CHANGES: Final = _Changes()
-
-
-@contextlib.contextmanager
-def mapped(
-    fd: int, offset: int, n_bytes: int, threads: Executor, *, write: bool = False, populate: bool = False
-) -> Iterator[memoryview]:
-    """``n_bytes`` of an open file from ``offset`` on, as memory.
-
-    Args:
-        threads: one of them unmaps it, which takes some 30 ms for each GB.
-        populate: one system call instead of a page fault every 4 KiB.  For writing it would fault every page in twice.
-
-    Raises:
-        OSError, ValueError: the file cannot be mapped, or is shorter.
-    """
-    start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-    mapping = mmap.mmap(fd, offset - start + n_bytes, flags, protection, offset=start)
-    view = memoryview(mapping)[offset - start :]
-    try:
-        yield view
-    finally:
-        view.release()
-        threads.submit(_unmap, mapping)
-
-
-def _unmap(mapping: mmap.mmap) -> None:
-    with contextlib.suppress(BufferError):  # an error's traceback refers to a part of it, and unmaps it when it goes
-        mapping.close()
 
 
 def _constrained(inputs: Sequence[StepInput]) -> list[tuple[int, int, GrammarState, Sequence[int]]]:
