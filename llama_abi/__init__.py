@@ -14,12 +14,12 @@ This package knows C. It knows nothing of requests, schedulers or sockets, and n
 from __future__ import annotations
 
 from llama_abi.abort import AbortFlag
-from llama_abi.adapters import LoraAdapter, StackedAdapters, StackedPart
 from llama_abi.batch import Batch
 from llama_abi.context import ABORTED, NO_KV_SLOT, OK, PARTIAL_ONLY, Context, LogitsView
 from llama_abi.errors import HandleClosed, LibraryError, LlamaError, StaleLogits, TooManyTokens
 from llama_abi.library import Device, DeviceType, Library, load
 from llama_abi.logs import Buffer
+from llama_abi.lora import LoraAdapter, StackedAdapters, StackedPart
 from llama_abi.model import Model
 from llama_abi.options import ContextOptions
 from llama_abi.placement import SPLIT_MODES, Placement

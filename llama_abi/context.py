@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_abi.abort import AbortFlag
-from llama_abi.adapters import LoraAdapter, StackedAdapters
 from llama_abi.batch import Batch
 from llama_abi.errors import LlamaError, StaleLogits
 from llama_abi.handles import Handle
+from llama_abi.lora import LoraAdapter, StackedAdapters
 from llama_abi.model import Model
 from llama_abi.options import ContextOptions
 from llama_abi.row_scales import RowScales

@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from tests.gateway.conftest import Gateway
-from tests.support.adapters import random_adapter
 from tests.support.commands import run_process
+from tests.support.random_adapters import random_adapter
 from tests.support.real_daemon import missing, real_daemon
 from uma_trio.models.loaded import EMBEDDED
 

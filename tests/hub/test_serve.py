@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.adapters import random_adapter
 from tests.support.hub_server import FakeHub
 from tests.support.model_home import Home
+from tests.support.random_adapters import random_adapter
 from tests.support.real_daemon import missing, real_daemon
 from uma_trio.models.loaded import EMBEDDED
 

@@ -12,16 +12,16 @@ import pytest
 
 import llama_abi
 from llama_abi import OK, Batch, Context, ContextOptions, LoraAdapter, Model, Placement
-from tests.support.adapters import adapter_of_all_matrices, merged_model, random_adapter
 from tests.support.engine_contract import GREEDY
 from tests.support.placements import answers
+from tests.support.random_adapters import adapter_of_all_matrices, merged_model, random_adapter
 from tests.support.random_models import bench_script, random_model
 from tests.support.rpc_server import rpc_server
 from uma_trio import config
 from uma_trio.engine.messages import EngineError, SampleRequest, Step, StepInput
 from uma_trio.engine.stacked_adapters import stack_adapters, write_stacked
 from uma_trio.kv.ops import Truncate
-from uma_trio.models.adapters import check_adapters
+from uma_trio.models.adapter_check import check_adapters
 from uma_trio.models.loaded import EMBEDDED
 
 N = 24

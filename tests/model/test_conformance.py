@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.adapters import two_adapters
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
+from tests.support.random_adapters import two_adapters
 from uma_trio import config
 from uma_trio.models.loaded import EMBEDDED
 

@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from tests.support.adapters import two_adapters
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
+from tests.support.random_adapters import two_adapters
 from tests.support.random_models import random_model
 from uma_trio import config
 

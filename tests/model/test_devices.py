@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import llama_abi
-from tests.support.adapters import random_adapter
+from tests.support.random_adapters import random_adapter
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 from tests.support.rpc_server import rpc_server

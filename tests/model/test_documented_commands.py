@@ -21,10 +21,10 @@ from pathlib import Path
 import attrs
 import pytest
 
-from tests.support.adapters import random_adapter
 from tests.support.documents import ROOT, blocks, commands, fenced, help_examples, help_texts, section, tables
 from tests.support.hub_server import fake_hub
 from tests.support.perf_runs import encode_run, simulated
+from tests.support.random_adapters import random_adapter
 from tests.support.random_models import random_model
 from tests.support.real_daemon import Daemon, real_daemon, wait_ready
 from tests.support.terminal import terminal

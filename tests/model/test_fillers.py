@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import trio
 
-from tests.support.adapters import two_adapters
 from tests.support.asking import Client
 from tests.support.engine_contract import alone, greedy, prefill_input, state_sizes, step
+from tests.support.random_adapters import two_adapters
 from tests.support.random_models import random_model
 from tests.support.serving import settings
 from tests.support.state_files import memory_file

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.gguf_files import ARRAY, F32, STRING, U32, array, gguf, pair, tensor, text
 from uma_trio import config
-from uma_trio.models.adapters import check_adapters
+from uma_trio.models.adapter_check import check_adapters
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.gguf_header import GgufError
 from uma_trio.models.load_errors import ModelError

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 import llama_abi
-from uma_trio.engine.adapters import Adapters
+from uma_trio.engine.loaded_adapters import LoadedAdapters
 from uma_trio.engine.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput
 from uma_trio.engine.purpose import POOLING
 from uma_trio.kv.adapters import Scales
@@ -70,7 +70,7 @@ class Embedder:
     def __init__(
         self,
         model: llama_abi.Model,
-        adapters: Adapters,
+        adapters: LoadedAdapters,
         options: llama_abi.ContextOptions,
         abort: llama_abi.AbortFlag,
         *,

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.adapter_calls import split_by_adapters
-from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.devices import Devices
@@ -41,6 +40,7 @@ from uma_trio.engine.layout import (
     max_checkpoints,
 )
 from uma_trio.engine.layout_trial import try_layouts
+from uma_trio.engine.loaded_adapters import LoadedAdapters
 from uma_trio.engine.masks import Masks
 from uma_trio.engine.memory import free_memory_bytes, machine_memory_bytes
 from uma_trio.engine.messages import (
@@ -127,7 +127,7 @@ class LlamaEngine:
             stack.callback(self._model.close)
             loaded_s = time.perf_counter() - began
             self._shape = _shape(self._model, settings)
-            self._adapters = Adapters(self._model, adapters, on_gpu=self._place.on_gpu)
+            self._adapters = LoadedAdapters(self._model, adapters, on_gpu=self._place.on_gpu)
             stack.callback(self._adapters.close)
             self._choice = _choice(
                 self._model, self._place, self._shape, settings, layout_cache, layouts, loaded_s=loaded_s

@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 import llama_abi
 from uma_trio import config
-from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.embedding import MAX_BATCH, MIN_BATCH, MIN_CALL, NOTHING_EMBEDDED, Embedded, normalized
 from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.llama import described, library_environment
+from uma_trio.engine.loaded_adapters import LoadedAdapters
 from uma_trio.engine.masks import Masks
 from uma_trio.engine.memory import free_memory_bytes
 from uma_trio.engine.messages import (
@@ -96,7 +96,7 @@ class PoolingEngine:
         """How the settings were chosen; set by who chose them."""
         with contextlib.ExitStack() as stack:
             stack.callback(model.close)
-            self._adapters = Adapters(model, adapters, on_gpu=self._place.on_gpu)
+            self._adapters = LoadedAdapters(model, adapters, on_gpu=self._place.on_gpu)
             stack.pop_all()
         self.masks: Masks | None = None
         self.is_async = False

@@ -26,7 +26,7 @@ from uma_trio.engine.purpose import IN_WORDS
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
-from uma_trio.models.adapters import check_adapters
+from uma_trio.models.adapter_check import check_adapters
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.chosen_template import TemplateSource, choose_template
 from uma_trio.models.context import explain_context, is_short, max_prompt_bytes, more_context

@@ -129,7 +129,7 @@ def _card(path: Path, embedded: Path) -> Iterator[Finding]:
 
 def _adapters(settings: Config, path: Path) -> Iterator[Finding]:
     """Check each adapter against the model."""
-    from uma_trio.models.adapters import check_adapters
+    from uma_trio.models.adapter_check import check_adapters
     from uma_trio.models.gguf_header import GgufError
     from uma_trio.models.load_errors import ModelError
 

@@ -2,10 +2,11 @@
 
 How a row gets its adapters::
 
+    loading      files that are safe -> LoadedAdapters            models/adapter_check.py
     request      names and scales -> Scales                       serving/request.py (adapters_of)
     daemon       Sequence.adapters -> StepInput.adapters          serving/sequence.py
     engine       which rows can be in one call                    engine/adapter_calls.py
-                 Scales of each input -> scales of each row       Adapters.apply_by_row
+                 Scales of each input -> scales of each row       LoadedAdapters.apply_by_row
     llama_abi    scales of each row -> masks in llama.cpp's graph Context.set_adapter_scales, row_scales.py
 """
 
@@ -28,7 +29,7 @@ CALLS_WITH_ZERO_SCALES: Final = 64
 takes 3 to 20 ms.  Until then all scales are 0, and a call takes about a fifth longer than without adapters."""
 
 
-class Adapters:
+class LoadedAdapters:
     """The adapters of one model.  Create it before the first context, and close it after the last one.
 
     Creating it blocks: it reads each file twice, and writes a temporary file of about their size.

@@ -12,7 +12,7 @@ from tests.support.random_models import bench_script
 from tests.support.run import locked, run_folder
 from uma_trio import config
 from uma_trio.engine.messages import AdapterFile
-from uma_trio.models.adapters import check_adapters
+from uma_trio.models.adapter_check import check_adapters
 
 
 @functools.cache
