@@ -15,7 +15,6 @@ import pytest
 
 pytestmark = pytest.mark.benches
 pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
-pytest.importorskip("gguf", reason="the benches need the dev extra: ./build_llama.sh --dev")
 
 ROOT = Path(__file__).parents[2]
 PEERS = Path(os.environ.get("LLAMA_PEERS_DIR") or ROOT / "build" / "peers" / "bin")

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 
+import gguf
 import numpy as np
 import pytest
 import trio
@@ -116,7 +117,6 @@ def test_texts_of_any_length_up_to_the_context(encoder):
 
 def unigram_vocabulary(folder):
     """A vocabulary like that of XLM-RoBERTa: pieces with scores, and a table that makes capitals small."""
-    gguf = pytest.importorskip("gguf")
     letters = "abcdefghijklmnopqrstuvwxyz"
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "\u2581", *letters, *(f"\u2581{word}" for word in sorted({*WORDS}))]
     kinds = [3, 3, 3, 2, *[1] * (len(pieces) - 4)]

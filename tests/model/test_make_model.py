@@ -6,9 +6,11 @@ import itertools
 import subprocess
 import sys
 
+import gguf
 import numpy as np
 import pytest
 
+import llama_abi
 from tests.support.random_models import bench_script, random_model
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
@@ -16,8 +18,6 @@ from uma_trio.engine.messages import SampleRequest, Step, StepInput
 from uma_trio.kv.ops import Truncate
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.sampling import SamplingParams
-
-gguf = pytest.importorskip("gguf")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,6 @@ def test_without_a_vocabulary_it_says_what_to_run(tmp_path, bench):
 
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0", "f16"])
 def test_llama_cpp_computes_with_it(made, quant):
-    llama_abi = pytest.importorskip("llama_abi")
     try:
         library = llama_abi.load()
     except llama_abi.LibraryError as error:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-llama_abi = pytest.importorskip("llama_abi")
-
-from uma_trio.sampling import Bias, Past, SamplingParams, distribution  # noqa: E402
+import llama_abi
+from uma_trio.sampling import Bias, Past, SamplingParams, distribution
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import llama_abi
 from uma_trio.engine.fillers import FILLER_TOKEN, add_filled, missing_ids
 from uma_trio.engine.messages import SampleRequest, StepInput
 from uma_trio.sampling import SamplingParams
-
-llama_abi = pytest.importorskip("llama_abi")
 
 
 def decode(seq_id: int, n_tokens: int = 1, n_samples: int = 1) -> StepInput:

@@ -6,6 +6,7 @@ import math
 import os
 import struct
 
+import gguf as gguf_package
 import pytest
 
 from tests.support.gguf_files import (
@@ -380,7 +381,6 @@ def test_a_header_in_several_reads_is_read_as_one(check, monkeypatch):
 
 
 def test_type_sizes_are_those_of_the_gguf_package():
-    gguf_package = pytest.importorskip("gguf")
     for kind, (block, size) in gguf_package.GGML_QUANT_SIZES.items():
         name, our_block, our_size = gguf_header.TENSOR_TYPES[int(kind)]
         if kind.name == "Q8_1":  # the package counts two floats where the C struct has two halves

@@ -24,15 +24,16 @@ Train the embedded model from scratch.  One command does everything, from fixed 
   samples    print some training text (needs nothing)
   tokenizer  learn the byte-level BPE                     -> tokenizer.json
   train      train, on a GPU if available (needs torch)   -> weights.npz, run.json
-  export     write the model file (needs gguf)            -> embedded.gguf
+  export     write the model file                         -> embedded.gguf
   evaluate   answer held-out questions through libllama
              (needs the built library)                    -> card.json
   all        tokenizer, train, export, evaluate
 
-With `--draft` it is the draft model of the embedded one, with the tokenizer of that file (needs gguf for `tokenizer`).
+With `--draft` it is the draft model of the embedded one, with the tokenizer of that file.
 
-torch and gguf come with `pip install -e '.[train]'`.  `train` takes about nine minutes on one NVIDIA
-H200 and would take weeks on two CPU cores.  With `--seconds` a slower machine trains for that time.  `--smoke` runs every step with a toy model in under a minute.
+`pip install -e '.[train]'` brings torch.  `train` takes about nine minutes on one NVIDIA H200, and would take weeks
+on two CPU cores.  With `--seconds` a slower machine trains for that time.  `--smoke` runs every step with a toy model
+in under a minute.
 """
 
 
