@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import llama_abi
 from uma_trio import config
 from uma_trio.engine.fit import (
+    ANY_GPU,
     FLOOR_TOKENS,
+    GPU_WINDOW,
     LEAST_TOKENS,
     PLAIN,
     Arrangement,
@@ -27,7 +29,7 @@ from uma_trio.engine.fit import (
     place_layers,
 )
 from uma_trio.engine.fitting import arrangement_of, measure
-from uma_trio.engine.layout import Layout
+from uma_trio.engine.layout import DEFAULT_WINDOW, Circumstances, Layout
 from uma_trio.engine.placement import Place, place_on
 
 GIB = 1 << 30
@@ -85,9 +87,15 @@ def memories(ram: int, gpus: list[int]) -> list[Memory]:
     return [Memory("RAM", ram), *(Memory(f"GPU{n}", free) for n, free in enumerate(gpus))]
 
 
-def fitted(sizes: ModelSizes, settings: config.Model, ram: int, gpus: list[int]) -> Fit | None:
+CUDA = Circumstances(on_gpu=True, scans_masked_cells=True)
+CIRCUMSTANCES = st.sampled_from([ANY_GPU, CUDA, attrs.evolve(CUDA, target_tbt_ms=18.0)])
+
+
+def fitted(
+    sizes: ModelSizes, settings: config.Model, ram: int, gpus: list[int], where: Circumstances = ANY_GPU
+) -> Fit | None:
     try:
-        return fit(sizes, settings, memories(ram, gpus), compute)
+        return fit(sizes, settings, memories(ram, gpus), compute, circumstances=where)
     except DoesNotFit:
         return None
 
@@ -110,9 +118,9 @@ def rank(found: Fit | None) -> tuple[object, ...]:
     )
 
 
-@given(MODELS, SETTINGS, FREE, GPUS)
-def test_never_more_than_is_free_and_what_is_set_is_kept(sizes, settings, ram, gpus):
-    found = fitted(sizes, settings, ram, gpus)
+@given(MODELS, SETTINGS, FREE, GPUS, CIRCUMSTANCES)
+def test_never_more_than_is_free_and_what_is_set_is_kept(sizes, settings, ram, gpus, where):
+    found = fitted(sizes, settings, ram, gpus, where)
     if found is None:
         return
     for need, each in zip(found.needs, found.memories, strict=True):
@@ -138,10 +146,36 @@ def test_more_memory_is_never_worse(sizes, settings, ram, more):
     assert rank(fitted(sizes, settings, ram, [])) <= rank(fitted(sizes, settings, ram + more, []))
 
 
-@given(MODELS, SETTINGS, st.integers(MIB, 32 * GIB), st.integers(0, 32 * GIB))
-def test_more_memory_on_a_gpu_is_never_worse(sizes, settings, free, more):
+@given(MODELS, SETTINGS, st.integers(MIB, 32 * GIB), st.integers(0, 32 * GIB), CIRCUMSTANCES)
+def test_more_memory_on_a_gpu_is_never_worse(sizes, settings, free, more, where):
     settings = attrs.evolve(settings, memory_limit_mb=0)
-    assert rank(fitted(sizes, settings, 64 * GIB, [free])) <= rank(fitted(sizes, settings, 64 * GIB, [free + more]))
+    less, enough = (fitted(sizes, settings, 64 * GIB, [n_bytes], where) for n_bytes in (free, free + more))
+    assert rank(less) <= rank(enough)
+
+
+@pytest.mark.parametrize(
+    ("gib", "parallel", "unified", "tokens"),
+    [
+        (140, 8, False, GPU_WINDOW),
+        (80, 8, False, 20_480),
+        (24, 8, False, DEFAULT_WINDOW),
+        (8, 8, True, 0),  # less than 8,192 tokens for each would fit: all of them for the one that needs them
+        (140, 64, False, DEFAULT_WINDOW),
+        (140, 256, True, 0),
+    ],
+)
+def test_with_per_sequence_kv_a_request_gets_more_where_there_is_room(gib, parallel, unified, tokens):
+    """A quarter of the memory: 131,072 bytes a token."""
+    settings = config.Model(parallel=parallel)
+    found = fitted(a_model(), settings, 64 * GIB, [gib * GIB], CUDA)
+    assert found is not None
+    assert found.layout.unified == unified
+    if not unified:
+        assert found.settings.ctx == tokens * parallel
+    tight = fitted(a_model(), settings, 64 * GIB, [gib * GIB], attrs.evolve(CUDA, target_tbt_ms=18.0))
+    assert tight is not None
+    assert tight.layout.unified
+    assert tight.settings.ctx <= DEFAULT_WINDOW * parallel
 
 
 def test_the_order_of_giving_up():

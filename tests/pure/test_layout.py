@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from uma_trio import config
 from uma_trio.engine.layout import (
     CLEARLY_FASTER,
+    TIGHT_TARGET_MS,
+    Circumstances,
     KvCacheTooSmall,
     Layout,
     MeasuredLayout,
@@ -25,12 +27,21 @@ SHAPE = Shape(n_ctx_train=8192, kv_bytes_per_token=2048)
 PER_SEQUENCE_OFF = "per-sequence KV, flash attention off"
 PER_SEQUENCE = "per-sequence KV, flash attention auto"
 UNIFIED = "unified KV, flash attention auto"
+CUDA = Circumstances(on_gpu=True, scans_masked_cells=True)
+TIGHT = attrs.evolve(CUDA, target_tbt_ms=TIGHT_TARGET_MS - 1)
 
 
 def names(
-    *, on_gpu: bool = False, windowed: bool = False, shape: Shape = SHAPE, memory_gib: int = 64, **settings
+    *,
+    on_gpu: bool = False,
+    where: Circumstances | None = None,
+    windowed: bool = False,
+    shape: Shape = SHAPE,
+    memory_gib: int = 64,
+    **settings,
 ) -> list[str]:
-    found = candidates(shape, config.Model(**settings), on_gpu=on_gpu, memory_bytes=memory_gib << 30, windowed=windowed)
+    where = where or Circumstances(on_gpu=on_gpu)
+    found = candidates(shape, config.Model(**settings), where, memory_bytes=memory_gib << 30, windowed=windowed)
     assert len(set(found)) == len(found)
     return [each.name for each in found]
 
@@ -55,8 +66,9 @@ def test_candidates_follow_the_settings(on_gpu: bool) -> None:
 def test_the_first_candidate_is_the_default_for_all_settings() -> None:
     for unified, flash, on_gpu in itertools.product(("auto", "on", "off"), ("auto", "on", "off"), (False, True)):
         settings = config.Model(kv_unified=unified, flash_attn=flash)
-        default = default_layout(SHAPE, settings, on_gpu=on_gpu, memory_bytes=64 << 30)
-        assert candidates(SHAPE, settings, on_gpu=on_gpu, memory_bytes=64 << 30, windowed=False)[0] == default
+        for where in (Circumstances(on_gpu=on_gpu), CUDA, TIGHT):
+            default = default_layout(SHAPE, settings, where, memory_bytes=64 << 30)
+            assert candidates(SHAPE, settings, where, memory_bytes=64 << 30, windowed=False)[0] == default
 
 
 def test_a_quantized_v_needs_flash_attention() -> None:
@@ -86,6 +98,25 @@ def test_a_layout_above_the_memory_limit_is_no_candidate() -> None:
     with pytest.raises(KvCacheTooSmall):
         names(**small)
     assert names(on_gpu=True, **small) == [UNIFIED]
+
+
+def test_where_attention_scans_all_cells_the_target_decides() -> None:
+    """Unified KV makes a tick with a prompt shorter, and all ticks longer the more cells are in use."""
+    assert names(where=CUDA) == [PER_SEQUENCE, PER_SEQUENCE_OFF]
+    assert names(where=TIGHT) == [UNIFIED], "a trial with little context does not know what a full cache costs"
+    assert names(where=attrs.evolve(CUDA, target_tbt_ms=TIGHT_TARGET_MS)) == names(where=CUDA)
+    assert names(where=attrs.evolve(TIGHT, on_gpu=False)) == names(), "on a CPU it decides nothing"
+    assert names(where=CUDA, kv_unified="on") == [UNIFIED]
+    assert names(where=TIGHT, kv_unified="off") == [PER_SEQUENCE, PER_SEQUENCE_OFF]
+
+
+def test_on_a_gpu_no_request_loses_context_to_per_sequence_kv() -> None:
+    """32,768 cells, or memory for as many, serve a request of 8,192 tokens; an eighth of them does not."""
+    assert names(where=CUDA, ctx=32_768) == [UNIFIED]
+    assert names(where=CUDA, ctx=65_536) == [PER_SEQUENCE, PER_SEQUENCE_OFF]
+    assert names(where=CUDA, kv_mem_limit_mb=100) == [UNIFIED]
+    assert names(where=CUDA, kv_mem_limit_mb=1, parallel=8) == [UNIFIED], "per-sequence KV would not start at all"
+    assert names(where=CUDA, ctx=32_768, kv_unified="off") == [PER_SEQUENCE, PER_SEQUENCE_OFF], "if set, it is kept"
 
 
 def measured(*costs: tuple[float, float]) -> list[MeasuredLayout]:

@@ -25,12 +25,23 @@ import msgspec
 
 from uma_trio import config
 from uma_trio.engine.devices import MIB, size
-from uma_trio.engine.layout import DEFAULT_WINDOW, KV_CELL_MULTIPLE, KvCacheTooSmall, Layout, Shape, default_layout
+from uma_trio.engine.layout import (
+    DEFAULT_WINDOW,
+    KV_CELL_MULTIPLE,
+    KV_MEMORY_SHARE,
+    Circumstances,
+    KvCacheTooSmall,
+    Layout,
+    Shape,
+    default_layout,
+)
 from uma_trio.engine.placement import CPU_ALONE
 from uma_trio.errors import ErrorWithRemedy
 
 FLOOR_TOKENS: Final = 2048
 """Context of a request that is worth a smaller KV type, and layers off the GPU."""
+GPU_WINDOW: Final = 32_768
+"""Context of a request that is chosen at most, on a GPU with per-sequence KV, where a quarter of the memory has room."""
 LEAST_TOKENS: Final = 512
 """Context of a request below which a model is of no use."""
 SMALL_BATCH: Final = 128
@@ -168,6 +179,7 @@ class Arrangement:
 
 
 PLAIN: Final = Arrangement()
+ANY_GPU: Final = Circumstances(on_gpu=True)
 
 
 class Unsupported(Exception):
@@ -254,6 +266,7 @@ def fit(
     min_batch: int = SMALL_BATCH,
     companions: Companions = NO_COMPANIONS,
     arrangement: Arrangement = PLAIN,
+    circumstances: Circumstances = ANY_GPU,
 ) -> Fit:
     """Choose what ``settings`` leave open, so that the model fits.
 
@@ -262,12 +275,13 @@ def fit(
         min_batch: tokens that a batch must have at least.
         companions: what must fit with the model.
         arrangement: where weights go, whatever else is chosen.
+        circumstances: decide the layout of the KV cache, if the model goes to GPUs.
 
     Raises:
         DoesNotFit: nothing fits.  The error has numbers, and names a setting that would help if there is one.
         KvCacheTooSmall: ``kv_mem_limit_mb`` is too small.
     """
-    search = _Search(sizes, settings, tuple(memories), compute, min_batch, companions, arrangement)
+    search = _Search(sizes, settings, tuple(memories), compute, min_batch, companions, arrangement, circumstances)
     found = search.best()
     if found is not None:
         return found
@@ -339,6 +353,7 @@ class _Search:
     min_batch: int
     companions: Companions
     arrangement: Arrangement
+    circumstances: Circumstances
 
     def best(self) -> Fit | None:
         """The first choice that fits, in the order of giving up."""
@@ -380,7 +395,7 @@ class _Search:
         least = self._fit(stage, n_gpu, lower := self._ctx(stage.floor_tokens))
         if least is None:
             return None
-        upper = self._ctx(DEFAULT_WINDOW)
+        upper = self._ctx(self._most_tokens(stage, n_gpu))
         step = KV_CELL_MULTIPLE * (1 if least.layout.unified else self.wanted.parallel)
         if upper == lower or (most := self._fit(stage, n_gpu, upper)) is not None:
             return least if upper == lower else most
@@ -394,6 +409,19 @@ class _Search:
             else:
                 low, found = middle, tried
         return found
+
+    def _most_tokens(self, stage: _Stage, n_gpu: int) -> int:
+        """The longest context of a request that is chosen where nobody has set it.
+
+        With per-sequence KV on a GPU, where no request can have more than its share, that may be more than by default.
+        """
+        plain = attrs.evolve(self.wanted, type_k=stage.type_k, type_v=stage.type_v)
+        ctx = self._ctx(DEFAULT_WINDOW)
+        if n_gpu < self.sizes.n_layers or self.layout(attrs.evolve(plain, ctx=ctx), n_gpu).unified:
+            return DEFAULT_WINDOW
+        affordable = KV_MEMORY_SHARE * sum([each.free_bytes for each in self.memories[1:]])
+        tokens = int(affordable / max(1.0, self.sizes.kv_bytes_per_token(plain)) / self.wanted.parallel)
+        return min(max(DEFAULT_WINDOW, tokens - tokens % KV_CELL_MULTIPLE), GPU_WINDOW)
 
     def _ctx(self, tokens: int) -> int:
         """The setting ``ctx`` for this many tokens of each request."""
@@ -438,7 +466,7 @@ class _Search:
         """The layout by rule, with which the model is fitted."""
         n_bytes = self.sizes.kv_bytes_per_token(settings)
         shape = Shape(n_ctx_train=self.sizes.n_ctx_train, kv_bytes_per_token=n_bytes)
-        return default_layout(shape, settings, on_gpu=n_gpu > 0, memory_bytes=0)
+        return default_layout(shape, settings, attrs.evolve(self.circumstances, on_gpu=n_gpu > 0), memory_bytes=0)
 
     def needs(self, settings: config.Model, layout: Layout, n_gpu: int) -> tuple[int, ...]:
         """Bytes that the model takes on each memory."""

@@ -31,8 +31,8 @@ from uma_trio.engine.fit import (
     estimate_compute,
     fit,
 )
-from uma_trio.engine.layout import ContextTooLarge, Layout, LayoutCache, Shape, candidates
-from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, context_options, library_environment
+from uma_trio.engine.layout import Circumstances, ContextTooLarge, Layout, LayoutCache, Shape, candidates
+from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, circumstances, context_options, library_environment
 from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
 from uma_trio.engine.messages import NO_MEMORY, AdapterFile, EngineError, LoadError, Start
 from uma_trio.engine.placement import Place, open_library, place
@@ -70,6 +70,7 @@ def open_fitted(
     adapters: Sequence[AdapterFile] = (),
     draft: ModelSizes | None = None,
     layouts: Collection[str] = (),
+    target_tbt_ms: float = config.Scheduling().target_tbt_ms,
 ) -> LlamaEngine:
     """Load the model with settings with which it fits.  Blocks until it is loaded.
 
@@ -80,6 +81,7 @@ def open_fitted(
         adapters: loaded with it.
         draft: sizes of its draft model.
         layouts: names of the layouts to choose from if ``fit`` is off; empty for all.
+        target_tbt_ms: see ``Circumstances``.
 
     Raises:
         DoesNotFit: the model cannot fit; nothing was loaded.
@@ -87,7 +89,9 @@ def open_fitted(
         KvCacheTooSmall, llama_abi.LlamaError, llama_abi.LibraryError: see ``LlamaEngine``.
     """
     if settings.fit == "off" or sizes is None:
-        return LlamaEngine(path, settings, on_progress, layout_cache, adapters, layouts=layouts or None)
+        return LlamaEngine(
+            path, settings, on_progress, layout_cache, adapters, layouts=layouts or None, target_tbt_ms=target_tbt_ms
+        )
     library = open_library(settings)
     where = place(settings, library)
     name = tuning_cache.model_fingerprint(path, "memory", *library_environment(library))
@@ -101,9 +105,21 @@ def open_fitted(
         for each in measure(library, where)
     ]
     companions = Companions(draft=draft, adapter_bytes=sum([file.size_bytes for file in adapters]))
-    found, fitting = choose(library, path, settings, sizes, memories, where, min_batch=min_batch, companions=companions)
+    found, fitting = choose(
+        library,
+        path,
+        settings,
+        sizes,
+        memories,
+        where,
+        min_batch=min_batch,
+        companions=companions,
+        target_tbt_ms=target_tbt_ms,
+    )
     before, anonymous = measure(library, where), anonymous_bytes()
-    engine = LlamaEngine(path, found.settings, on_progress, layout_cache, adapters, layouts=fitting)
+    engine = LlamaEngine(
+        path, found.settings, on_progress, layout_cache, adapters, layouts=fitting, target_tbt_ms=target_tbt_ms
+    )
     after = measure(library, where)
     taken = {old.name: max(0, old.free_bytes - new.free_bytes) for old, new in zip(before, after, strict=True)}
     taken[RAM] = max(0, anonymous_bytes() - anonymous)
@@ -190,6 +206,7 @@ def choose(
     *,
     min_batch: int = SMALL_BATCH,
     companions: Companions = NO_COMPANIONS,
+    target_tbt_ms: float = config.Scheduling().target_tbt_ms,
 ) -> tuple[Fit, frozenset[str] | None]:
     """Choose settings with which the model fits, and the names of the layouts that fit; ``None`` for all of them.
 
@@ -198,16 +215,24 @@ def choose(
         llama_abi.LlamaError: llama.cpp refuses the file.
     """
     where = place(settings, library) if where is None else where
-    fitted = functools.partial(fit, sizes, settings, min_batch=min_batch, arrangement=arrangement_of(where, memories))
+    facts = circumstances(where, target_tbt_ms)
+    fitted = functools.partial(
+        fit,
+        sizes,
+        settings,
+        min_batch=min_batch,
+        arrangement=arrangement_of(where, memories),
+        circumstances=facts,
+    )
     try:
         fitted(memories, lambda settings, layout: (0,) * len(memories), companions=companions)
     except DoesNotFit:  # without compute buffers either, for which llama.cpp takes seconds where a context is huge
         return fitted(memories, estimate_compute(sizes), companions=companions), None
-    halved = [msgspec.structs.replace(each, free_bytes=int(CLEARLY * each.free_bytes)) for each in memories]
     with contextlib.suppress(DoesNotFit):
-        found = fitted(halved, estimate_compute(sizes), companions=companions)
-        if not found.gave_up:
-            return attrs.evolve(found, memories=tuple(memories)), None
+        found = fitted(memories, estimate_compute(sizes), companions=companions)
+        room = [CLEARLY * each.free_bytes for each in memories]
+        if not found.gave_up and all(need <= most for need, most in zip(found.needs, room, strict=True)):
+            return found, None
     with contextlib.ExitStack() as stack:
         compute = stack.enter_context(ComputeSizes(library, path, memories, where))
         if companions.draft is not None and settings.draft_model is not None:
@@ -216,16 +241,17 @@ def choose(
             )
             companions = attrs.evolve(companions, draft_compute=of_draft)
         found = fitted(memories, compute, companions=companions)
-        return found, frozenset(_fitting_layouts(found, sizes, compute))
+        return found, frozenset(_fitting_layouts(found, sizes, compute, facts))
 
 
-def _fitting_layouts(found: Fit, sizes: ModelSizes, compute: Compute) -> Iterator[str]:
+def _fitting_layouts(found: Fit, sizes: ModelSizes, compute: Compute, facts: Circumstances) -> Iterator[str]:
     """The layouts that may replace the one by rule, because their compute buffers fit as well."""
     shape = Shape(n_ctx_train=sizes.n_ctx_train, kv_bytes_per_token=sizes.kv_bytes_per_token(found.settings))
     room = [each.usable_bytes(found.settings) - need for each, need in zip(found.memories, found.needs, strict=True)]
     own = compute(found.settings, found.layout)
     # whether a layout suits a model with a sliding window is decided when the model is loaded
-    layouts = candidates(shape, found.settings, on_gpu=found.on_gpu > 0, memory_bytes=0, windowed=False)
+    facts = attrs.evolve(facts, on_gpu=found.on_gpu > 0)
+    layouts = candidates(shape, found.settings, facts, memory_bytes=0, windowed=False)
     for each in layouts:
         with contextlib.suppress(Unsupported):
             others = compute(found.settings, each)
@@ -364,6 +390,7 @@ def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngi
             adapters=start.adapters,
             draft=start.draft_sizes,
             layouts=start.layouts,
+            target_tbt_ms=start.target_tbt_ms,
         )
     except (OSError, MemoryError, EngineError, DoesNotFit, *LOAD_ERRORS) as error:
         raise LoadError(str(error), is_about_memory=is_about_memory(error)) from error

@@ -1,19 +1,22 @@
 """Choose the layout of a context's memory: unified or per-sequence KV cache, with or without flash attention.
 
-The default by rule: per-sequence KV without flash attention on a CPU, unified KV with flash attention on a GPU.
+The default by rule: per-sequence KV without flash attention on a CPU; on a GPU flash attention, and the KV cache that
+``Circumstances.prefers_unified`` names.
 
 - llama.cpp's CPU flash attention processes queries in tiles of 64 and smaller batches row by row.  That made a decode
   at 1,600 tokens 2.4 times slower and a prefill chunk of 16 tokens seven times slower.
-- With unified KV on a CPU, every row scans the cells of all sequences.
-- With per-sequence KV on a GPU, a mixed batch is split by sequence, and each split reads the weights again.
+- With unified KV on a CPU or with CUDA, every row scans the cells of all sequences.
+- With per-sequence KV, a mixed batch is split by sequence, and each split reads the weights again.
 
-docs/benchmarks/kv-layout.md has the figures.  They come from two devices, so the rule is only the
-default: ``candidates`` lists the layouts that the settings allow, ``layout_trial`` measures them on this machine, and
-``choose`` takes the fastest if it is clearly faster than the default.
+docs/design/layout.md has the reasons and docs/benchmarks/kv-layout.md the figures.  They come from a few devices, so the
+rule is only the default: ``candidates`` lists the layouts that the settings allow, ``layout_trial`` measures them on this
+machine, and ``choose`` takes the fastest if it is clearly faster than the default.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Final, Literal, Protocol
 
@@ -44,6 +47,10 @@ MIXED_SHARE: Final = 0.2
 """Assumed share of ticks with prefill.  Example: eight chats, turns of 120 new tokens, answers of 100 tokens.  Per 100
 ticks, the next prompts take 8 * 120 / 48 = 20 ticks."""
 
+TIGHT_TARGET_MS: Final = 50.0
+"""With a shorter target for the time between tokens, a tick has no time for two calls: on an H200 with a 7B model and a
+target of 30 ms, a mixed load took 7.3 s with per-sequence KV and 6.3 s with unified KV.  At 50 ms both took as long."""
+
 CLEARLY_FASTER: Final = 0.9
 """Another layout replaces the default only below this share of the default's cost.  Two measurements of one layout
 differ by some percent, and each start should choose the same."""
@@ -73,6 +80,31 @@ class Shape:
     n_ctx_train: int
     kv_bytes_per_token: float
     """Over all layers.  0 for a model without a KV cache."""
+
+
+@attrs.frozen(kw_only=True)
+class Circumstances:
+    """What the layout by rule depends on, besides the model and the settings."""
+
+    on_gpu: bool
+    """Layers of the model are on a GPU."""
+    scans_masked_cells: bool = False
+    """With unified KV, attention on this device scans the cells of all sequences (``llama.attention_scan``)."""
+    target_tbt_ms: float = config.Scheduling().target_tbt_ms
+    """Target for the time between the tokens of a stream, in milliseconds."""
+
+    @property
+    def prefers_unified(self) -> bool:
+        """Whether unified KV is the rule."""
+        return self.on_gpu and (not self.scans_masked_cells or self.target_tbt_ms < TIGHT_TARGET_MS)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the rule decides between unified and per-sequence KV.
+
+        The price of scanning all cells grows with the cells in use, and a trial has only a few thousand.
+        """
+        return self.on_gpu and self.scans_masked_cells
 
 
 @attrs.frozen(kw_only=True)
@@ -155,25 +187,35 @@ class LayoutCache(Protocol):
         """Keep a choice for the next run.  Returns whether that succeeded."""
 
 
-def default_layout(shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: int) -> Layout:
+def default_layout(shape: Shape, settings: config.Model, circumstances: Circumstances, *, memory_bytes: int) -> Layout:
     """The layout by rule, for ``settings.parallel`` sequences.
 
+    On a GPU it is unified KV where sequences would have fewer tokens than a request has by default.
+
     Args:
-        on_gpu: layers of the model are on a GPU.
         memory_bytes: the machine's memory.
 
     Raises:
         KvCacheTooSmall: ``kv_mem_limit_mb`` is too small.
     """
-    unified = on_gpu if settings.kv_unified == "auto" else settings.kv_unified == "on"
+    unified = circumstances.prefers_unified if settings.kv_unified == "auto" else settings.kv_unified == "on"
     flash_attn = settings.flash_attn
-    if flash_attn == "auto" and not on_gpu and not unified and not _quantised(settings):
+    if flash_attn == "auto" and not circumstances.on_gpu and not unified and not _quantised(settings):
         flash_attn = "off"
-    return _sized(shape, settings, unified, flash_attn, on_gpu=on_gpu, memory_bytes=memory_bytes)
+    sized = functools.partial(
+        _sized, shape, settings, flash_attn=flash_attn, on_gpu=circumstances.on_gpu, memory_bytes=memory_bytes
+    )
+    if settings.kv_unified == "auto" and circumstances.on_gpu and not unified:
+        with contextlib.suppress(KvCacheTooSmall):
+            found = sized(unified=False)
+            if _has_room_for_requests(found, shape, settings):
+                return found
+        unified = True
+    return sized(unified=unified)
 
 
 def candidates(
-    shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: int, windowed: bool
+    shape: Shape, settings: config.Model, circumstances: Circumstances, *, memory_bytes: int, windowed: bool
 ) -> tuple[Layout, ...]:
     """The layouts that ``settings`` allow, the default first.
 
@@ -187,22 +229,28 @@ def candidates(
     Raises:
         KvCacheTooSmall: as ``default_layout``.
     """
-    default = default_layout(shape, settings, on_gpu=on_gpu, memory_bytes=memory_bytes)
+    default = default_layout(shape, settings, circumstances, memory_bytes=memory_bytes)
     found = [default]
     for unified, flash_attn in ((False, "off"), (False, "auto"), (True, "auto")):
-        if settings.kv_unified != "auto" and unified != default.unified:
+        if unified != default.unified and (settings.kv_unified != "auto" or circumstances.is_settled):
             continue
         if settings.flash_attn != "auto":
             flash_attn = settings.flash_attn
         elif flash_attn == "off" and _quantised(settings):
             continue
         try:
-            other = _sized(shape, settings, unified, flash_attn, on_gpu=on_gpu, memory_bytes=memory_bytes)
+            other = _sized(
+                shape,
+                settings,
+                unified=unified,
+                flash_attn=flash_attn,
+                on_gpu=circumstances.on_gpu,
+                memory_bytes=memory_bytes,
+            )
         except KvCacheTooSmall:
             continue
         if unified != default.unified:
-            share = min(shape.n_ctx_train, DEFAULT_WINDOW)
-            less = windowed if unified else other.n_ctx < share * settings.parallel
+            less = windowed if unified else not _has_room_for_requests(other, shape, settings)
             if less or settings.parallel == 1:  # with one sequence both are the same
                 continue
         if other not in found:
@@ -222,8 +270,13 @@ def _quantised(settings: config.Model) -> bool:
     return settings.type_v not in ("auto", "f16")
 
 
+def _has_room_for_requests(layout: Layout, shape: Shape, settings: config.Model) -> bool:
+    """Whether each sequence has the tokens that a request has by default."""
+    return layout.n_ctx >= min(shape.n_ctx_train, DEFAULT_WINDOW) * settings.parallel
+
+
 def _sized(
-    shape: Shape, settings: config.Model, unified: bool, flash_attn: str, *, on_gpu: bool, memory_bytes: int
+    shape: Shape, settings: config.Model, *, unified: bool, flash_attn: str, on_gpu: bool, memory_bytes: int
 ) -> Layout:
     window = min(shape.n_ctx_train, DEFAULT_WINDOW)
     affordable = int(KV_MEMORY_SHARE * memory_bytes / max(1.0, shape.kv_bytes_per_token))

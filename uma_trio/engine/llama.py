@@ -30,6 +30,7 @@ from uma_trio.engine.kv_operations import NO_OUTCOME, KvOperations
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
     KV_CELL_MULTIPLE,
+    Circumstances,
     ContextTooLarge,
     KvCacheTooSmall,
     Layout,
@@ -107,6 +108,7 @@ class LlamaEngine:
         adapters: Sequence[AdapterFile] = (),
         *,
         layouts: Collection[str] | None = None,
+        target_tbt_ms: float = config.Scheduling().target_tbt_ms,
     ) -> None:
         settings = with_defaults(settings)
         library = open_library(settings)
@@ -129,8 +131,17 @@ class LlamaEngine:
             self._shape = _shape(self._model, settings)
             self._adapters = LoadedAdapters(self._model, adapters, on_gpu=self._place.on_gpu)
             stack.callback(self._adapters.close)
+            layouts_by_rule = _candidates(self._model, self._place, self._shape, settings, target_tbt_ms)
+            self._default_layout = layouts_by_rule[0]
             self._choice = _choice(
-                self._model, self._place, self._shape, settings, layout_cache, layouts, loaded_s=loaded_s
+                self._model,
+                self._place,
+                self._shape,
+                settings,
+                layout_cache,
+                layouts_by_rule,
+                layouts,
+                loaded_s=loaded_s,
             )
             self._context = self._open()
             stack.pop_all()
@@ -242,7 +253,7 @@ class LlamaEngine:
         try:
             return self._adapters.open_context(self._options)
         except llama_abi.LlamaError:
-            rule = _candidates(self._model, self._place, self._shape, self._settings)[0]
+            rule = self._default_layout
             if rule == self._choice.layout:
                 _check_memory(self._model, self._place, self._shape, rule.n_ctx, failed=True)
                 raise
@@ -605,11 +616,13 @@ def library_environment(library: llama_abi.Library) -> tuple[object, ...]:
     return library.stamp.pin, library.stamp.backend, devices
 
 
-def _candidates(model: llama_abi.Model, where: Place, shape: Shape, settings: config.Model) -> tuple[Layout, ...]:
+def _candidates(
+    model: llama_abi.Model, where: Place, shape: Shape, settings: config.Model, target_tbt_ms: float
+) -> tuple[Layout, ...]:
     return candidates(
         shape,
         settings,
-        on_gpu=where.on_gpu,
+        circumstances(where, target_tbt_ms),
         memory_bytes=machine_memory_bytes(),
         windowed=model.n_swa > 0,
     )
@@ -654,8 +667,18 @@ def attention_scan(options: llama_abi.ContextOptions, devices: Iterable[str]) ->
     """
     if options.flash_attn == "off":
         return AttentionScan.CACHE if options.kv_unified else AttentionScan.LONGEST
-    scans_all = any(name.startswith(SCANS_MASKED_CELLS) for name in devices)
-    return AttentionScan.CACHE if options.kv_unified and scans_all else AttentionScan.SEQUENCE
+    return AttentionScan.CACHE if options.kv_unified and _scans_masked_cells(devices) else AttentionScan.SEQUENCE
+
+
+def _scans_masked_cells(devices: Iterable[str]) -> bool:
+    return any(name.startswith(SCANS_MASKED_CELLS) for name in devices)
+
+
+def circumstances(where: Place, target_tbt_ms: float) -> Circumstances:
+    """What the layout by rule depends on, for a model that goes to ``where``."""
+    return Circumstances(
+        on_gpu=where.on_gpu, scans_masked_cells=_scans_masked_cells(where.names), target_tbt_ms=target_tbt_ms
+    )
 
 
 def _choice(
@@ -664,6 +687,7 @@ def _choice(
     shape: Shape,
     settings: config.Model,
     layout_cache: LayoutCache | None,
+    layouts: tuple[Layout, ...],
     names: Collection[str] | None,
     *,
     loaded_s: float,
@@ -671,10 +695,10 @@ def _choice(
     """Choose the layout of the KV cache: the cached choice for this environment, or a new measurement.
 
     Args:
-        names: of the layouts that there is memory for; ``None`` for all of them.
+        layouts: the candidates, the default first.
+        names: of those that there is memory for; ``None`` for all of them.
         loaded_s: what loading the weights took; a tenth of it may always go to measuring.
     """
-    layouts = _candidates(model, where, shape, settings)
     if names is not None:
         layouts = tuple(each for each in layouts if each.name in names) or layouts[:1]
     _check_memory(model, where, shape, layouts[0].n_ctx)

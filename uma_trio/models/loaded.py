@@ -142,6 +142,7 @@ async def open_model(
                 min_batch=min_batch(config),
                 adapters=adapters,
                 purpose=summary.purpose,
+                target_tbt_ms=config.scheduling.target_tbt_ms,
             )
             link = await _loaded(launcher, start, on_progress or (lambda share: None), go_on)
         if link is None:
