@@ -20,7 +20,7 @@ from uma_trio import config
 from uma_trio.engine import fitting
 from uma_trio.engine.fit import DoesNotFit, Memory, estimate_compute, fit, with_defaults
 from uma_trio.engine.fitting import ComputeSizes, is_about_memory, measure, open_fitted
-from uma_trio.engine.layout import Circumstances, Shape, candidates
+from uma_trio.engine.layout import Environment, Shape, candidates
 from uma_trio.engine.link import ProcessLauncher
 from uma_trio.engine.llama import LlamaEngine, context_options
 from uma_trio.engine.messages import EngineDied, LoadError, Start
@@ -78,7 +78,7 @@ def test_llama_cpp_tells_its_compute_buffers_without_allocating_them(library: Pa
     settings = with_defaults(config.Model(parallel=4, ctx=16_384, threads=1))
     found = fit(sizes, settings, memories, estimate_compute(sizes))
     shape = Shape(n_ctx_train=sizes.n_ctx_train, kv_bytes_per_token=sizes.kv_bytes_per_token(settings))
-    layouts = candidates(shape, settings, Circumstances(on_gpu=False), memory_bytes=0, windowed=False)
+    layouts = candidates(shape, settings, Environment(on_gpu=False), memory_bytes=0, windowed=False)
     with ComputeSizes(llama_abi.load(), path, memories) as compute, llama_abi.Model(llama_abi.load(), path) as model:
         for layout in layouts:
             with llama_abi.Context(model, context_options(settings, layout)) as context:

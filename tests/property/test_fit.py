@@ -29,7 +29,7 @@ from uma_trio.engine.fit import (
     place_layers,
 )
 from uma_trio.engine.fitting import arrangement_of, measure
-from uma_trio.engine.layout import DEFAULT_WINDOW, Circumstances, Layout
+from uma_trio.engine.layout import DEFAULT_WINDOW, Environment, Layout
 from uma_trio.engine.placement import Place, place_on
 
 GIB = 1 << 30
@@ -87,15 +87,15 @@ def memories(ram: int, gpus: list[int]) -> list[Memory]:
     return [Memory("RAM", ram), *(Memory(f"GPU{n}", free) for n, free in enumerate(gpus))]
 
 
-CUDA = Circumstances(on_gpu=True, scans_masked_cells=True)
-CIRCUMSTANCES = st.sampled_from([ANY_GPU, CUDA, attrs.evolve(CUDA, target_tbt_ms=18.0)])
+CUDA = Environment(on_gpu=True, scans_masked_cells=True)
+ENVIRONMENTS = st.sampled_from([ANY_GPU, CUDA, attrs.evolve(CUDA, target_tbt_ms=18.0)])
 
 
 def fitted(
-    sizes: ModelSizes, settings: config.Model, ram: int, gpus: list[int], where: Circumstances = ANY_GPU
+    sizes: ModelSizes, settings: config.Model, ram: int, gpus: list[int], where: Environment = ANY_GPU
 ) -> Fit | None:
     try:
-        return fit(sizes, settings, memories(ram, gpus), compute, circumstances=where)
+        return fit(sizes, settings, memories(ram, gpus), compute, environment=where)
     except DoesNotFit:
         return None
 
@@ -118,7 +118,7 @@ def rank(found: Fit | None) -> tuple[object, ...]:
     )
 
 
-@given(MODELS, SETTINGS, FREE, GPUS, CIRCUMSTANCES)
+@given(MODELS, SETTINGS, FREE, GPUS, ENVIRONMENTS)
 def test_never_more_than_is_free_and_what_is_set_is_kept(sizes, settings, ram, gpus, where):
     found = fitted(sizes, settings, ram, gpus, where)
     if found is None:
@@ -146,7 +146,7 @@ def test_more_memory_is_never_worse(sizes, settings, ram, more):
     assert rank(fitted(sizes, settings, ram, [])) <= rank(fitted(sizes, settings, ram + more, []))
 
 
-@given(MODELS, SETTINGS, st.integers(MIB, 32 * GIB), st.integers(0, 32 * GIB), CIRCUMSTANCES)
+@given(MODELS, SETTINGS, st.integers(MIB, 32 * GIB), st.integers(0, 32 * GIB), ENVIRONMENTS)
 def test_more_memory_on_a_gpu_is_never_worse(sizes, settings, free, more, where):
     settings = attrs.evolve(settings, memory_limit_mb=0)
     less, enough = (fitted(sizes, settings, 64 * GIB, [n_bytes], where) for n_bytes in (free, free + more))

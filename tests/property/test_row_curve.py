@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, STAIRS, Device, SimulatedServer, calibrated, measured_curves
 from uma_trio.scheduling import cost as cost_module
-from uma_trio.scheduling.cost import PREFILL_SPEED, STAIR_RATE, CostModel, Work
+from uma_trio.scheduling.cost import PREFILL_SPEED, STAIR_RATE, STAIR_TOLERANCE, CostModel, Work
 from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
 
 H200_CURVES = PrefillCurves(
@@ -121,7 +121,7 @@ def test_the_regression_finds_the_scale_and_the_context(factor: float) -> None:
     st.integers(0, 8000),
 )
 @example(RowCurve((4, 7), (1.0, 2.0)), (0.0, 2**-7, 0.0, 0.0, 0.0), 1.0, 0, 0)
-def test_a_chunk_is_in_time_and_as_good_as_any_other(
+def test_a_chunk_is_as_good_as_any_other_and_in_time_or_little_later(
     curve: RowCurve, coefficients: tuple[float, ...], ms: float, decodes: int, context: int
 ) -> None:
     model = attrs.evolve(CostModel().mixed, coefficients=coefficients, curves=PrefillCurves(curve, curve, 0))
@@ -133,15 +133,16 @@ def test_a_chunk_is_in_time_and_as_good_as_any_other(
     def predicted(tokens: float) -> float:
         return model.predict(attrs.evolve(work, prefill_tokens=math.floor(tokens)))
 
-    assert predicted(n) <= ms * (1 + 1e-6) + 1e-6
+    assert predicted(n) <= (1 + STAIR_TOLERANCE) * ms * (1 + 1e-6) + 1e-6
     if predicted(n) < 1e-3:
         return  # rates of such short ticks are differences of rounding
     rate = n / predicted(n)
+    lateness = max(1.0, predicted(n) / ms) if ms else 1.0
     for rows in curve.rows:
         tokens = rows - decodes if decodes else rows
         if tokens > 0 and predicted(tokens) <= ms:
             slack = 1 + 1e-6 if n == int(n) else 1 + 1 / n
-            assert STAIR_RATE * tokens / max(predicted(tokens), 1e-3) <= slack * rate
+            assert STAIR_RATE * lateness * tokens / max(predicted(tokens), 1e-3) <= slack * rate
 
 
 @given(curves(), st.tuples(*[st.floats(0.01, 100)] * 5), st.integers(0, 8), st.integers(0, 30_000), st.integers(1, 512))
@@ -168,7 +169,7 @@ def test_the_more_cells_attention_scans_the_shorter_chunks_are_enough() -> None:
     sizes = [
         model.worthwhile_prefill_tokens(Work(0, 8, 8 * cells, cells), 504) for cells in (0, 10_000, 25_000, 100_000)
     ]
-    assert sizes == [216, 216, 184, 104]
+    assert sizes == [216, 184, 152, 88]
 
 
 def test_chunks_of_one_size_tell_what_others_take_in_a_full_cache() -> None:
@@ -187,9 +188,9 @@ def test_chunks_of_one_size_tell_what_others_take_in_a_full_cache() -> None:
 
 
 def test_a_chunk_ends_at_the_top_of_a_stair() -> None:
-    """64 rows take 10 ms, 65 to 128 take 15 ms."""
+    """64 rows take 10 ms, 65 to 128 take 15 ms, 129 to 192 take 20 ms.  Half a millisecond late is worth a stair."""
     cost = calibrated(STAIRS)
-    for due_ms, rows in ((11.0, 64), (14.9, 64), (15.9, 128), (19.0, 128), (20.9, 192)):
+    for due_ms, rows in ((11.0, 64), (14.0, 64), (14.9, 128), (15.9, 128), (18.9, 128), (20.0, 192), (20.9, 192)):
         n = cost.max_prefill_tokens(due_ms, Work(0, 8, 0))
         assert n + 8 == pytest.approx(rows, abs=1), f"{due_ms} ms"
 

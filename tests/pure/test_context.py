@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.serving import settings
 from uma_trio.config import Limits
-from uma_trio.engine.layout import Circumstances, Shape, candidates
+from uma_trio.engine.layout import Environment, Shape, candidates
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import ContextTooSmall
 from uma_trio.models.context import explain_context, is_short, max_prompt_bytes, more_context
@@ -83,7 +83,7 @@ def test_the_settings_keep_their_promise() -> None:
         ctx = int((more_context(INFO, wanted) or "").split()[1])
         shape = Shape(n_ctx_train=INFO.n_ctx_train, kv_bytes_per_token=1000)
         model = settings(ctx=ctx, parallel=8, kv_unified="off").model
-        (layout, *_) = candidates(shape, model, Circumstances(on_gpu=False), memory_bytes=1 << 40, windowed=False)
+        (layout, *_) = candidates(shape, model, Environment(on_gpu=False), memory_bytes=1 << 40, windowed=False)
         assert layout.n_ctx // 8 >= wanted
 
 

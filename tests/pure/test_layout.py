@@ -13,7 +13,7 @@ from uma_trio import config
 from uma_trio.engine.layout import (
     CLEARLY_FASTER,
     TIGHT_TARGET_MS,
-    Circumstances,
+    Environment,
     KvCacheTooSmall,
     Layout,
     MeasuredLayout,
@@ -27,20 +27,20 @@ SHAPE = Shape(n_ctx_train=8192, kv_bytes_per_token=2048)
 PER_SEQUENCE_OFF = "per-sequence KV, flash attention off"
 PER_SEQUENCE = "per-sequence KV, flash attention auto"
 UNIFIED = "unified KV, flash attention auto"
-CUDA = Circumstances(on_gpu=True, scans_masked_cells=True)
+CUDA = Environment(on_gpu=True, scans_masked_cells=True)
 TIGHT = attrs.evolve(CUDA, target_tbt_ms=TIGHT_TARGET_MS - 1)
 
 
 def names(
     *,
     on_gpu: bool = False,
-    where: Circumstances | None = None,
+    where: Environment | None = None,
     windowed: bool = False,
     shape: Shape = SHAPE,
     memory_gib: int = 64,
     **settings,
 ) -> list[str]:
-    where = where or Circumstances(on_gpu=on_gpu)
+    where = where or Environment(on_gpu=on_gpu)
     found = candidates(shape, config.Model(**settings), where, memory_bytes=memory_gib << 30, windowed=windowed)
     assert len(set(found)) == len(found)
     return [each.name for each in found]
@@ -66,7 +66,7 @@ def test_candidates_follow_the_settings(on_gpu: bool) -> None:
 def test_the_first_candidate_is_the_default_for_all_settings() -> None:
     for unified, flash, on_gpu in itertools.product(("auto", "on", "off"), ("auto", "on", "off"), (False, True)):
         settings = config.Model(kv_unified=unified, flash_attn=flash)
-        for where in (Circumstances(on_gpu=on_gpu), CUDA, TIGHT):
+        for where in (Environment(on_gpu=on_gpu), CUDA, TIGHT):
             default = default_layout(SHAPE, settings, where, memory_bytes=64 << 30)
             assert candidates(SHAPE, settings, where, memory_bytes=64 << 30, windowed=False)[0] == default
 

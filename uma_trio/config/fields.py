@@ -139,7 +139,8 @@ class Model:
         "Size of the KV cache in tokens, for all sequences together, as in llama-server. A request gets ctx / parallel "
         "of them, or with unified KV up to all of them (kv_unified). 0 takes 8192 tokens for each sequence, or the "
         "model's training context if that is smaller, and less where memory is short: what fits, or a quarter of the "
-        "machine's memory if fit is off.",
+        "machine's memory if fit is off. On a GPU with kv_unified off it takes up to 32768 for each, as far as a quarter of "
+        "the GPU's memory has room.",
         short="-c",
         ge=0,
         le=64 * MIB,
@@ -233,8 +234,9 @@ class Model:
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
         "on: all sequences share ctx, and one sequence can use all of it. off: each sequence has ctx / parallel "
-        "tokens. auto: the faster one, measured at the first start together with flash_attn; without a measurement, "
-        "on with a GPU and off without.",
+        "tokens. auto: the faster one. With CUDA, ROCm, MUSA and SYCL that is off, unless target_tbt_ms is below 50 or "
+        "ctx / parallel below 8192; otherwise it is measured at the first start together with flash_attn, and without a "
+        "measurement on with a GPU and off without.",
     )
     flash_attn: Literal["auto", "on", "off"] = setting(
         "auto",

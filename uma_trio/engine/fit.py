@@ -29,7 +29,7 @@ from uma_trio.engine.layout import (
     DEFAULT_WINDOW,
     KV_CELL_MULTIPLE,
     KV_MEMORY_SHARE,
-    Circumstances,
+    Environment,
     KvCacheTooSmall,
     Layout,
     Shape,
@@ -179,7 +179,7 @@ class Arrangement:
 
 
 PLAIN: Final = Arrangement()
-ANY_GPU: Final = Circumstances(on_gpu=True)
+ANY_GPU: Final = Environment(on_gpu=True)
 
 
 class Unsupported(Exception):
@@ -266,7 +266,7 @@ def fit(
     min_batch: int = SMALL_BATCH,
     companions: Companions = NO_COMPANIONS,
     arrangement: Arrangement = PLAIN,
-    circumstances: Circumstances = ANY_GPU,
+    environment: Environment = ANY_GPU,
 ) -> Fit:
     """Choose what ``settings`` leave open, so that the model fits.
 
@@ -275,13 +275,13 @@ def fit(
         min_batch: tokens that a batch must have at least.
         companions: what must fit with the model.
         arrangement: where weights go, whatever else is chosen.
-        circumstances: decide the layout of the KV cache, if the model goes to GPUs.
+        environment: decide the layout of the KV cache, if the model goes to GPUs.
 
     Raises:
         DoesNotFit: nothing fits.  The error has numbers, and names a setting that would help if there is one.
         KvCacheTooSmall: ``kv_mem_limit_mb`` is too small.
     """
-    search = _Search(sizes, settings, tuple(memories), compute, min_batch, companions, arrangement, circumstances)
+    search = _Search(sizes, settings, tuple(memories), compute, min_batch, companions, arrangement, environment)
     found = search.best()
     if found is not None:
         return found
@@ -353,7 +353,7 @@ class _Search:
     min_batch: int
     companions: Companions
     arrangement: Arrangement
-    circumstances: Circumstances
+    environment: Environment
 
     def best(self) -> Fit | None:
         """The first choice that fits, in the order of giving up."""
@@ -466,7 +466,7 @@ class _Search:
         """The layout by rule, with which the model is fitted."""
         n_bytes = self.sizes.kv_bytes_per_token(settings)
         shape = Shape(n_ctx_train=self.sizes.n_ctx_train, kv_bytes_per_token=n_bytes)
-        return default_layout(shape, settings, attrs.evolve(self.circumstances, on_gpu=n_gpu > 0), memory_bytes=0)
+        return default_layout(shape, settings, attrs.evolve(self.environment, on_gpu=n_gpu > 0), memory_bytes=0)
 
     def needs(self, settings: config.Model, layout: Layout, n_gpu: int) -> tuple[int, ...]:
         """Bytes that the model takes on each memory."""

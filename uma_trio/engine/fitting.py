@@ -31,8 +31,8 @@ from uma_trio.engine.fit import (
     estimate_compute,
     fit,
 )
-from uma_trio.engine.layout import Circumstances, ContextTooLarge, Layout, LayoutCache, Shape, candidates
-from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, circumstances, context_options, library_environment
+from uma_trio.engine.layout import ContextTooLarge, Environment, Layout, LayoutCache, Shape, candidates
+from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, context_options, environment_of, library_environment
 from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
 from uma_trio.engine.messages import NO_MEMORY, AdapterFile, EngineError, LoadError, Start
 from uma_trio.engine.placement import Place, open_library, place
@@ -81,7 +81,7 @@ def open_fitted(
         adapters: loaded with it.
         draft: sizes of its draft model.
         layouts: names of the layouts to choose from if ``fit`` is off; empty for all.
-        target_tbt_ms: see ``Circumstances``.
+        target_tbt_ms: see ``Environment``.
 
     Raises:
         DoesNotFit: the model cannot fit; nothing was loaded.
@@ -215,14 +215,14 @@ def choose(
         llama_abi.LlamaError: llama.cpp refuses the file.
     """
     where = place(settings, library) if where is None else where
-    facts = circumstances(where, target_tbt_ms)
+    environment = environment_of(where, target_tbt_ms)
     fitted = functools.partial(
         fit,
         sizes,
         settings,
         min_batch=min_batch,
         arrangement=arrangement_of(where, memories),
-        circumstances=facts,
+        environment=environment,
     )
     try:
         fitted(memories, lambda settings, layout: (0,) * len(memories), companions=companions)
@@ -241,17 +241,17 @@ def choose(
             )
             companions = attrs.evolve(companions, draft_compute=of_draft)
         found = fitted(memories, compute, companions=companions)
-        return found, frozenset(_fitting_layouts(found, sizes, compute, facts))
+        return found, frozenset(_fitting_layouts(found, sizes, compute, environment))
 
 
-def _fitting_layouts(found: Fit, sizes: ModelSizes, compute: Compute, facts: Circumstances) -> Iterator[str]:
+def _fitting_layouts(found: Fit, sizes: ModelSizes, compute: Compute, environment: Environment) -> Iterator[str]:
     """The layouts that may replace the one by rule, because their compute buffers fit as well."""
     shape = Shape(n_ctx_train=sizes.n_ctx_train, kv_bytes_per_token=sizes.kv_bytes_per_token(found.settings))
     room = [each.usable_bytes(found.settings) - need for each, need in zip(found.memories, found.needs, strict=True)]
     own = compute(found.settings, found.layout)
     # whether a layout suits a model with a sliding window is decided when the model is loaded
-    facts = attrs.evolve(facts, on_gpu=found.on_gpu > 0)
-    layouts = candidates(shape, found.settings, facts, memory_bytes=0, windowed=False)
+    environment = attrs.evolve(environment, on_gpu=found.on_gpu > 0)
+    layouts = candidates(shape, found.settings, environment, memory_bytes=0, windowed=False)
     for each in layouts:
         with contextlib.suppress(Unsupported):
             others = compute(found.settings, each)

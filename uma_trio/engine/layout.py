@@ -1,7 +1,7 @@
 """Choose the layout of a context's memory: unified or per-sequence KV cache, with or without flash attention.
 
 The default by rule: per-sequence KV without flash attention on a CPU; on a GPU flash attention, and the KV cache that
-``Circumstances.prefers_unified`` names.
+``Environment.prefers_unified`` names.
 
 - llama.cpp's CPU flash attention processes queries in tiles of 64 and smaller batches row by row.  That made a decode
   at 1,600 tokens 2.4 times slower and a prefill chunk of 16 tokens seven times slower.
@@ -83,7 +83,7 @@ class Shape:
 
 
 @attrs.frozen(kw_only=True)
-class Circumstances:
+class Environment:
     """What the layout by rule depends on, besides the model and the settings."""
 
     on_gpu: bool
@@ -187,7 +187,7 @@ class LayoutCache(Protocol):
         """Keep a choice for the next run.  Returns whether that succeeded."""
 
 
-def default_layout(shape: Shape, settings: config.Model, circumstances: Circumstances, *, memory_bytes: int) -> Layout:
+def default_layout(shape: Shape, settings: config.Model, environment: Environment, *, memory_bytes: int) -> Layout:
     """The layout by rule, for ``settings.parallel`` sequences.
 
     On a GPU it is unified KV where sequences would have fewer tokens than a request has by default.
@@ -198,14 +198,14 @@ def default_layout(shape: Shape, settings: config.Model, circumstances: Circumst
     Raises:
         KvCacheTooSmall: ``kv_mem_limit_mb`` is too small.
     """
-    unified = circumstances.prefers_unified if settings.kv_unified == "auto" else settings.kv_unified == "on"
+    unified = environment.prefers_unified if settings.kv_unified == "auto" else settings.kv_unified == "on"
     flash_attn = settings.flash_attn
-    if flash_attn == "auto" and not circumstances.on_gpu and not unified and not _quantised(settings):
+    if flash_attn == "auto" and not environment.on_gpu and not unified and not _quantised(settings):
         flash_attn = "off"
     sized = functools.partial(
-        _sized, shape, settings, flash_attn=flash_attn, on_gpu=circumstances.on_gpu, memory_bytes=memory_bytes
+        _sized, shape, settings, flash_attn=flash_attn, on_gpu=environment.on_gpu, memory_bytes=memory_bytes
     )
-    if settings.kv_unified == "auto" and circumstances.on_gpu and not unified:
+    if settings.kv_unified == "auto" and environment.on_gpu and not unified:
         with contextlib.suppress(KvCacheTooSmall):
             found = sized(unified=False)
             if _has_room_for_requests(found, shape, settings):
@@ -215,7 +215,7 @@ def default_layout(shape: Shape, settings: config.Model, circumstances: Circumst
 
 
 def candidates(
-    shape: Shape, settings: config.Model, circumstances: Circumstances, *, memory_bytes: int, windowed: bool
+    shape: Shape, settings: config.Model, environment: Environment, *, memory_bytes: int, windowed: bool
 ) -> tuple[Layout, ...]:
     """The layouts that ``settings`` allow, the default first.
 
@@ -229,10 +229,10 @@ def candidates(
     Raises:
         KvCacheTooSmall: as ``default_layout``.
     """
-    default = default_layout(shape, settings, circumstances, memory_bytes=memory_bytes)
+    default = default_layout(shape, settings, environment, memory_bytes=memory_bytes)
     found = [default]
     for unified, flash_attn in ((False, "off"), (False, "auto"), (True, "auto")):
-        if unified != default.unified and (settings.kv_unified != "auto" or circumstances.is_settled):
+        if unified != default.unified and (settings.kv_unified != "auto" or environment.is_settled):
             continue
         if settings.flash_attn != "auto":
             flash_attn = settings.flash_attn
@@ -244,7 +244,7 @@ def candidates(
                 settings,
                 unified=unified,
                 flash_attn=flash_attn,
-                on_gpu=circumstances.on_gpu,
+                on_gpu=environment.on_gpu,
                 memory_bytes=memory_bytes,
             )
         except KvCacheTooSmall:

@@ -30,8 +30,8 @@ from uma_trio.engine.kv_operations import NO_OUTCOME, KvOperations
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
     KV_CELL_MULTIPLE,
-    Circumstances,
     ContextTooLarge,
+    Environment,
     KvCacheTooSmall,
     Layout,
     LayoutCache,
@@ -622,7 +622,7 @@ def _candidates(
     return candidates(
         shape,
         settings,
-        circumstances(where, target_tbt_ms),
+        environment_of(where, target_tbt_ms),
         memory_bytes=machine_memory_bytes(),
         windowed=model.n_swa > 0,
     )
@@ -674,9 +674,9 @@ def _scans_masked_cells(devices: Iterable[str]) -> bool:
     return any(name.startswith(SCANS_MASKED_CELLS) for name in devices)
 
 
-def circumstances(where: Place, target_tbt_ms: float) -> Circumstances:
+def environment_of(where: Place, target_tbt_ms: float) -> Environment:
     """What the layout by rule depends on, for a model that goes to ``where``."""
-    return Circumstances(
+    return Environment(
         on_gpu=where.on_gpu, scans_masked_cells=_scans_masked_cells(where.names), target_tbt_ms=target_tbt_ms
     )
 
