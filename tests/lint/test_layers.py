@@ -29,7 +29,7 @@ PURE = ROOMS[1 : ROOMS.index("store")]
 
 STANDARD_AND_PURE = frozenset(
     {
-        *("__future__", "bisect", "codecs", "collections", "difflib", "enum", "functools", "heapq", "io"),
+        *("__future__", "array", "bisect", "codecs", "collections", "difflib", "enum", "functools", "heapq", "io"),
         *("itertools", "json", "math", "operator", "re", "struct", "textwrap", "types", "typing"),
     }
 )

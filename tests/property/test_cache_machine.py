@@ -31,8 +31,8 @@ from tests.support.kv_cache import (
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.cache import KvCache
+from uma_trio.kv.idle_limit import MAX_GHOSTS, MAX_IDLE_FRACTION, IdleLimit
 from uma_trio.kv.ops import CopyPrefix, DropCheckpoint, KvOp, SaveCheckpoint, Truncate
-from uma_trio.kv.pool import MAX_IDLE_FRACTION
 from uma_trio.kv.prefix import MIN_SHARED_TOKENS
 
 ADAPTERS = {"": NO_ADAPTERS, "x": AdapterSet(((0, 1.0),), "x"), "y": AdapterSet(((0, 0.5),), "y")}
@@ -131,12 +131,19 @@ class CacheMachine(RuleBasedStateMachine):
         can_truncate=st.sampled_from([True, True, False]),
         reuse=st.sampled_from([True] * 5 + [False]),
         checkpoints=st.sampled_from([64, 3, 0]),
+        min_idle=st.sampled_from([None, 60, 20]),
     )
-    def start(self, n: int, cells: int, unified: bool, can_truncate: bool, reuse: bool, checkpoints: int) -> None:
+    def start(
+        self, n: int, cells: int, unified: bool, can_truncate: bool, reuse: bool, checkpoints: int, min_idle: int | None
+    ) -> None:
+        """``min_idle`` is set if attention scans the whole cache."""
         self.whole_only = not can_truncate and not checkpoints
         self.n, self.unified, self.can_truncate, self.reuse = n, unified, can_truncate, reuse
         self.most = cells
         self.n_cells = cells if unified else n * cells
+        self.limit = None
+        if unified and min_idle is not None:
+            self.limit = IdleLimit(self.n_cells, min_cells=min_idle, keep_rows=300)
         self.cache = KvCache(
             n_sequences=n,
             n_cells=self.n_cells,
@@ -145,6 +152,7 @@ class CacheMachine(RuleBasedStateMachine):
             can_truncate=can_truncate,
             max_checkpoints=checkpoints,
             reuse=reuse,
+            idle_limit=self.limit,
         )
         self.engine = Plain(None if can_truncate else checkpoints)
         self.requests: dict[int, Request] = {}
@@ -289,11 +297,16 @@ class CacheMachine(RuleBasedStateMachine):
             request.waits, request.held = False, held
             assert held < request.n_prompt
         self.settle(names)
+        scanned = self.cache.cells_scanned()
+        held = self.engine.after(self.cache._pool.ops).sequences.values()
+        assert self.distinct(held) <= scanned <= self.n_cells or not self.unified
         ops = self.cache.take_ops()
         if not self.unified:
             assert sum(isinstance(op, CopyPrefix) for op in ops) <= 1
         elif self.requests:
-            assert self.cache.statistics().cached_cells <= MAX_IDLE_FRACTION * self.n_cells
+            cached = self.cache.statistics().cached_cells
+            assert cached <= MAX_IDLE_FRACTION * self.n_cells
+            assert self.limit is None or cached <= self.limit.cells
         if self.whole_only:
             assert all(op == Truncate(op.seq_id) for op in ops)
         self.engine = self.engine.after(ops)
@@ -426,6 +439,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert kv.sequences == len(self.requests)
         assert kv.cells_reserved == sum(request.cells for request in self.requests.values())
         assert (kv.cached_sequences, kv.cached_cells) == (len(idle), sum(map(len, idle.values())))
+        if self.limit is not None:
+            assert self.limit.min_cells <= self.limit.cells <= self.limit.max_cells <= MAX_IDLE_FRACTION * self.n_cells
+            assert len(self.limit.ghosts) <= MAX_GHOSTS
+            assert sum(len(ghost.tokens) for ghost in self.limit.ghosts) <= self.limit.max_ghost_tokens
         assert kv.cells_reserved + kv.cached_cells <= kv.cells == self.n_cells
         assert not set(idle) & set(self.requests)
 
@@ -449,7 +466,6 @@ class CacheMachine(RuleBasedStateMachine):
         assert {seq_id: n for seq_id, n in counted.items() if n} == self.cache.held()
         computed = {seq_id: cells[: counted[seq_id]] for seq_id, cells in engine.items()}
         running = [cells for seq_id, cells in computed.items() if seq_id in self.requests]
-        assert self.cache.cells_in_use == self.distinct(computed.values())
         assert self.cache.statistics().cells_used == self.distinct(running)
         assert sum(map(len, engine.values())) <= self.n_cells
         for seq_id, request in self.requests.items():
@@ -500,7 +516,15 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
     for cells in (100, 300, 600):
         machine = CacheMachine()
         can_truncate = checkpoints is None
-        machine.start(n, cells * (n if unified else 1), unified, can_truncate, reuse=True, checkpoints=checkpoints or 0)
+        machine.start(
+            n,
+            cells * (n if unified else 1),
+            unified,
+            can_truncate,
+            reuse=True,
+            checkpoints=checkpoints or 0,
+            min_idle=chance.choice([None, 30]),
+        )
         for _ in range(500):
             some = {chance.randrange(8) for _ in range(chance.choice([0, 0, 0, 1, 2]))}
             rules = {"arrive": 25, "step": 50, "finish": 20, "cancel": 4, "reject": 10, "back": 5, "fail": 0.3}

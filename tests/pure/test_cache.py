@@ -25,8 +25,8 @@ from tests.support.kv_cache import (
     truncate,
 )
 from uma_trio.kv.cache import KvCache
+from uma_trio.kv.idle_limit import MAX_IDLE_FRACTION
 from uma_trio.kv.ops import CopyPrefix, DropCheckpoint, KvOp, LoadState, SaveCheckpoint, SaveState, Truncate
-from uma_trio.kv.pool import MAX_IDLE_FRACTION
 from uma_trio.kv.prefix import MIN_SHARED_TOKENS
 
 # -- reservation ----------------------------------------------------------------------------------------

@@ -76,6 +76,10 @@ class Allocation:
     """The tokens have been saved, or saving was given up."""
     cells_wanted: bool = False
     """A request waits for these cells."""
+    is_reused: bool = False
+    """Its tokens were asked for again lately; see ``IdleLimit``."""
+    used_at: int = 0
+    """``IdleLimit.n_rows`` when a request last used its tokens."""
     is_forgotten: bool = False
     """Nothing may be kept of it, not even a state that is being saved right now."""
     awaits_state: bool = False
@@ -170,13 +174,18 @@ def _cut(runs: Iterable[tuple[CellRun, int]], length: int) -> tuple[tuple[CellRu
     return tuple([(run, min(end, length)) for run, end in runs if run.start < length])
 
 
-def count_cells(allocations: Iterable[Allocation]) -> int:
-    """Cells of a unified cache that hold tokens of ``allocations``; shared ones count once."""
-    n, ends = 0, dict[CellRun, int]()
+def cells_by_run(allocations: Iterable[Allocation]) -> dict[CellRun, int]:
+    """The runs of cells that hold tokens of ``allocations`` in a unified cache, and the number of cells of each."""
+    found = dict[CellRun, int]()
     for allocation in allocations:
         if allocation.shares_cells:
             for run, end in allocation.runs():
-                ends[run] = max(end, ends.get(run, run.start))
+                found[run] = max(end - run.start, found.get(run, 0))
         else:
-            n += allocation.n_tokens
-    return n + sum([end - run.start for run, end in ends.items()])
+            found[allocation._run] = allocation._n_tokens
+    return found
+
+
+def count_cells(allocations: Iterable[Allocation]) -> int:
+    """Cells of a unified cache that hold tokens of ``allocations``; shared ones count once."""
+    return sum(cells_by_run(allocations).values())

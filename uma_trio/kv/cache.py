@@ -17,10 +17,12 @@ import attrs
 
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.kv.allocation import Allocation, count_cells
+from uma_trio.kv.cell_map import CellMap
 from uma_trio.kv.forks import Forks
+from uma_trio.kv.idle_limit import IdleLimit
 from uma_trio.kv.offload import OffloadPlanner
 from uma_trio.kv.offload_index import OffloadIndex, SavedState
-from uma_trio.kv.ops import KvOp
+from uma_trio.kv.ops import KvOp, Truncate
 from uma_trio.kv.pool import Pool
 from uma_trio.kv.prefix import MIN_SHARED_TOKENS, Tokens
 from uma_trio.kv.prefix_sharing import PrefixSharing
@@ -76,6 +78,8 @@ class KvCache:
         state_can_truncate: the last tokens of a loaded state can be removed too.  Not true of a sliding-window memory,
             whose states hold the last window only.
         reuse: share prefixes and keep the tokens of ended requests.
+        idle_limit: how many cells idle sequences of a unified cache may keep.  For caches that attention scans as a
+            whole; otherwise they keep ``MAX_IDLE_FRACTION`` of the cells.
         worth_loading: (tokens that loading saves computing, bytes of the state) -> whether loading is faster.
     """
 
@@ -90,6 +94,7 @@ class KvCache:
         max_checkpoints: int = 0,
         state_can_truncate: bool = True,
         reuse: bool = True,
+        idle_limit: IdleLimit | None = None,
         worth_loading: Callable[[int, int], bool] = lambda tokens, n_bytes: True,
     ) -> None:
         self._pool = Pool(
@@ -98,6 +103,7 @@ class KvCache:
             cells_per_sequence=cells_per_sequence,
             unified=unified,
             max_checkpoints=0 if can_truncate else max_checkpoints,
+            idle_limit=idle_limit,
         )
         self._truncation = Truncation(self._pool, can_truncate=can_truncate, state_can_truncate=state_can_truncate)
         self._sharing = PrefixSharing(self._pool, self._truncation)
@@ -107,6 +113,8 @@ class KvCache:
         self.index: OffloadIndex = self.offload.index
         """The saved states."""
         self._reuse = reuse
+        self._idle_limit = idle_limit
+        self._cell_map = CellMap(n_cells)
 
     @property
     def largest(self) -> int:
@@ -178,6 +186,7 @@ class KvCache:
             return self._take_over(allocation, idle, n_shared)
         if pool.make_room(cells, keep=source, n_sequences=1):
             pool.admit(allocation)
+            self._record_reuse(allocation, source, n_shared)
             if source is not None:
                 sharing.branch(allocation, source, n_shared)
             return Placement(allocation, allocation.n_tokens, waits=allocation.leader is not None)
@@ -191,13 +200,25 @@ class KvCache:
     def _take_over(self, allocation: Allocation, source: Allocation, n_shared: int) -> Placement | None:
         if not self._pool.make_room(allocation.reserved - source.reserved, keep=source, n_sequences=0):
             return None
+        self._record_reuse(allocation, source, n_shared)
         self._sharing.take_over(source, n_shared, allocation)
         return Placement(allocation, n_shared)
+
+    def _record_reuse(self, allocation: Allocation, source: Allocation | None, n_shared: int) -> None:
+        """Have the sequences stay that are used again, or would have been."""
+        limit = self._idle_limit
+        if limit is None or allocation.private:
+            return
+        if source is not None and source.is_idle:
+            source.is_reused, source.used_at = True, limit.n_rows
+        if limit.missed(allocation, n_shared):
+            allocation.is_reused = True
 
     def _allocate_for_state(self, allocation: Allocation, state: SavedState) -> Placement | None:
         if not self._pool.make_room(allocation.reserved, keep=None, n_sequences=1):
             return None
         self._pool.admit(allocation)
+        self._record_reuse(allocation, None, 0)
         allocation.awaits_state = True
         return Placement(allocation, 0, waits=True, saved=state)
 
@@ -218,6 +239,7 @@ class KvCache:
         allocation.tokens = tokens
         source, n_shared, n_in_common = self._sharing.find(allocation)
         self._truncation.plan_pauses(allocation, n_shared, n_in_common)
+        self._record_reuse(allocation, source, n_shared)
         if source is not None:
             self._sharing.branch(allocation, source, n_shared)
 
@@ -246,6 +268,8 @@ class KvCache:
             AssertionError: ``n_tokens`` exceeds the reserved cells.
         """
         self._check(allocation)
+        if self._idle_limit is not None:
+            self._idle_limit.n_rows += n_tokens - allocation.n_tokens
         allocation.resize(n_tokens)
         if n_tokens in allocation.pauses:
             self._truncation.save_checkpoint(allocation)
@@ -365,12 +389,18 @@ class KvCache:
         """Operations for the engine are pending."""
         return bool(self._pool.ops)
 
-    def take_ops(self) -> tuple[KvOp, ...]:
-        """Return the operations since the last call.  The next step must carry them."""
+    def take_ops(self, *, in_flight: bool = False) -> tuple[KvOp, ...]:
+        """Return the operations since the last call.  The next step must carry them.
+
+        Args:
+            in_flight: a step is being computed; see ``cells_scanned``.
+        """
         if self._pool.unified:
             self._pool.trim_idle()
         ops = tuple(self._pool.ops)
         self._pool.ops.clear()
+        if self._idle_limit is not None and any(isinstance(op, Truncate) for op in ops):
+            self._cell_map.follow(self._pool.allocations.values(), in_flight=in_flight)
         return ops
 
     def put_back(self, ops: Sequence[KvOp]) -> None:
@@ -397,10 +427,17 @@ class KvCache:
         """Sequences of ended requests, kept for prefix reuse."""
         return self._pool.idle.values()
 
-    @property
-    def cells_in_use(self) -> int:
-        """Cells that hold a token of any sequence after all operations have run, those of idle sequences included."""
-        return self._n_cells(self._pool.allocations.values())
+    def cells_scanned(self, n_in_flight: int | None = None) -> int:
+        """Cells that attention scans in the next step, without those of its own rows, if it scans the whole cache.
+
+        These are all cells up to the highest one in use, also those that were freed below it.  Call it before each
+        step, after ``advance`` for the previous one and before ``take_ops``.
+
+        Args:
+            n_in_flight: rows of the step in flight, which ``advance`` has not counted yet; ``None`` if none is.
+        """
+        self._cell_map.follow(self._pool.allocations.values(), in_flight=n_in_flight is not None)
+        return self._cell_map.scanned(n_in_flight or 0)
 
     def _n_cells(self, allocations: Collection[Allocation]) -> int:
         return count_cells(allocations) if self._pool.unified else sum([each.n_tokens for each in allocations])
@@ -425,3 +462,4 @@ class KvCache:
         self._pool.check_integrity()
         self._sharing.check_integrity()
         self._forks.check_integrity()
+        self._cell_map.check_integrity()

@@ -107,6 +107,8 @@ class OffloadPlanner:
                 allocation.is_forgotten = True
                 if self.may_save(allocation):
                     self._pool.remove(allocation)
+        if self._pool.idle_limit is not None:
+            self._pool.idle_limit.forget(tokens, principal)
         names = self.index.prefixes_of(tokens, principal=principal, needed=needed)
         for name in names:
             self.index.discard(name)

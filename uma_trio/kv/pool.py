@@ -12,11 +12,9 @@ from typing import Final
 
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.checkpoints import Checkpoint, CheckpointIds, least_useful
+from uma_trio.kv.idle_limit import MAX_IDLE_FRACTION, IdleLimit, excess
 from uma_trio.kv.ops import DropCheckpoint, KvOp, SaveCheckpoint, Truncate
 from uma_trio.kv.prefix import Tokens
-
-MAX_IDLE_FRACTION: Final = 0.25
-"""Maximum fraction of a unified cache that idle allocations may hold.  Attention scans their cells for every token."""
 
 LOW_ROOM_FRACTION: Final = 0.125
 """The pool is low when less than this fraction of its sequences or cells is free.  Idle allocations are then saved
@@ -32,15 +30,24 @@ class Pool:
         cells_per_sequence: maximum number of cells of one sequence.
         unified: whether all sequences share the cells.
         max_checkpoints: maximum number of checkpoints in use.
+        idle_limit: a lower limit than ``MAX_IDLE_FRACTION`` for idle allocations of a unified cache.
     """
 
     def __init__(
-        self, *, n_sequences: int, n_cells: int, cells_per_sequence: int, unified: bool, max_checkpoints: int
+        self,
+        *,
+        n_sequences: int,
+        n_cells: int,
+        cells_per_sequence: int,
+        unified: bool,
+        max_checkpoints: int,
+        idle_limit: IdleLimit | None = None,
     ) -> None:
         self.n_sequences = n_sequences
         self.n_cells = n_cells
         self.cells_per_sequence = cells_per_sequence
         self.unified = unified
+        self.idle_limit = idle_limit
         self.allocations: dict[int, Allocation] = {}
         """All allocations by sequence id."""
         self.idle: dict[int, Allocation] = {}
@@ -85,6 +92,7 @@ class Pool:
         self.reserved += len(tokens) - allocation.reserved
         allocation.tokens, allocation.reserved, allocation.is_idle, allocation.leader = tokens, len(tokens), True, None
         allocation.idle_since, allocation.save_settled = at, False
+        allocation.used_at = 0 if self.idle_limit is None else self.idle_limit.n_rows
         self.idle[allocation.seq_id] = allocation
         self.idle_cells += allocation.reserved
 
@@ -95,6 +103,7 @@ class Pool:
         self.reserved += allocation.reserved - source.reserved
         allocation.seq_id, allocation.truncation_floor = source.seq_id, source.truncation_floor
         allocation.take_cells(source)
+        allocation.is_reused = allocation.is_reused or source.is_reused
         allocation.checkpoints, source.checkpoints = source.checkpoints, ()
         self.allocations[allocation.seq_id] = allocation
 
@@ -187,23 +196,19 @@ class Pool:
         return self._evict(victims)
 
     def trim_idle(self) -> None:
-        """Evict idle allocations until they hold at most ``MAX_IDLE_FRACTION`` of the cells.
+        """Evict idle allocations until they hold at most ``MAX_IDLE_FRACTION`` of the cells, and obey ``idle_limit``.
 
         First evicts sequences that exceed the limit alone.  Does nothing while no request runs, because idle cells then
         slow nobody down.
         """
-        if len(self.allocations) == len(self.idle):
+        if not self.idle or len(self.allocations) == len(self.idle):
             return
-        limit = MAX_IDLE_FRACTION * self.n_cells
-        self._evict_each([allocation for allocation in self.idle.values() if allocation.reserved > limit])
-        excess = self.idle_cells - limit
-        victims = []
-        for allocation in self.idle.values():
-            if excess <= 0:
-                break
-            victims.append(allocation)
-            excess -= allocation.reserved
-        self._evict_each(victims)
+        if self.idle_limit is not None:
+            for allocation in self.idle_limit.victims(self.idle.values()):
+                self._evict_each([allocation])
+                self.idle_limit.evicted(allocation)
+        if self.idle_cells > MAX_IDLE_FRACTION * self.n_cells:
+            self._evict_each(excess(self.idle.values(), MAX_IDLE_FRACTION * self.n_cells))
 
     def _evict(self, victims: Collection[Allocation]) -> bool:
         """Evict all ``victims``, or none while some must be saved; returns whether they are gone."""

@@ -209,7 +209,7 @@ class StepPlanner:
         return PlannedStep(
             plan=chosen,
             sequences=sequences,
-            ops=self._cache.take_ops(),
+            ops=self._cache.take_ops(in_flight=True),
             policy_before=before,
             mask_timeout_ms=self._mask_timeout_ms,
             draft_inputs=draft_inputs,
@@ -365,8 +365,8 @@ class StepPlanner:
         scan = self._info.attention_scan
         if scan is not AttentionScan.CACHE:
             return Attention(scan)
-        n = 0 if step is None else step.plan.work.prefill_tokens + step.plan.work.decode_rows
-        return Attention(scan, self._cache.cells_in_use + n)
+        n = None if step is None else step.plan.work.prefill_tokens + step.plan.work.decode_rows
+        return Attention(scan, self._cache.cells_scanned(n))
 
     def _fillers(self) -> Mapping[int, int]:
         """See ``plan``.  No sequence holds more than a request may have: a model may know no position beyond that."""

@@ -14,9 +14,11 @@ from uma_trio.engine.messages import ModelInfo, TokenIds
 from uma_trio.errors import KvFull, QueueFull
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.cache import KvCache
+from uma_trio.kv.idle_limit import IdleLimit
 from uma_trio.offload import Offloader
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.scheduling import fairness
+from uma_trio.scheduling.attention import AttentionScan
 from uma_trio.scheduling.fairness import Service
 from uma_trio.scheduling.retry_schedule import RetrySchedule
 from uma_trio.scheduling.timings import StepTimings
@@ -35,6 +37,7 @@ def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
         max_checkpoints=info.max_checkpoints,
         state_can_truncate=info.state_can_truncate,
         reuse=reuse,
+        idle_limit=IdleLimit(info.n_ctx) if info.attention_scan is AttentionScan.CACHE else None,
         worth_loading=timings.worth_loading,
     )
 
