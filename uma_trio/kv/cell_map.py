@@ -87,7 +87,7 @@ class CellMap:
             self._free_leaving()
 
     def _grow(self, by_one: list[array[int]], grown: list[tuple[int, array[int]]]) -> None:
-        """Add the lowest free cells: one to each of ``by_one``, then as many to each of ``grown`` as is said there."""
+        """Add the lowest free cells: one to each of ``by_one``, then to each of ``grown`` the number next to it."""
         n = len(by_one) + sum([n for n, _ in grown])
         if self._n_used + n > len(self._is_used):  # the rows of two steps: the second has the cells that leave
             self._free_leaving()
