@@ -400,7 +400,7 @@ class KvCache:
         ops = tuple(self._pool.ops)
         self._pool.ops.clear()
         if self._idle_limit is not None and any(isinstance(op, Truncate) for op in ops):
-            self._cell_map.follow(self._pool.allocations.values(), in_flight=in_flight)
+            self._follow_cells(in_flight=in_flight)
         return ops
 
     def put_back(self, ops: Sequence[KvOp]) -> None:
@@ -436,8 +436,12 @@ class KvCache:
         Args:
             n_in_flight: rows of the step in flight, which ``advance`` has not counted yet; ``None`` if none is.
         """
-        self._cell_map.follow(self._pool.allocations.values(), in_flight=n_in_flight is not None)
+        self._follow_cells(in_flight=n_in_flight is not None)
         return self._cell_map.scanned(n_in_flight or 0)
+
+    def _follow_cells(self, *, in_flight: bool) -> None:
+        in_batch = [allocation for _, allocation in sorted(self._pool.allocations.items())]
+        self._cell_map.follow(in_batch, in_flight=in_flight)
 
     def _n_cells(self, allocations: Collection[Allocation]) -> int:
         return count_cells(allocations) if self._pool.unified else sum([each.n_tokens for each in allocations])

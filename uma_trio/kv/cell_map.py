@@ -56,6 +56,7 @@ class CellMap:
         """Give cells to the tokens that steps have computed since the last call, then free those of removed tokens.
 
         Args:
+            allocations: by sequence id, since a step has its rows in that order.
             in_flight: a step is being computed.  Its rows, which the allocations do not count yet, get their cells
                 before those of removed tokens are free.
         """
