@@ -14,9 +14,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, STAIRS, Device, SimulatedServer, calibrated, measured_curves
+from uma_trio.config import Scheduling
 from uma_trio.scheduling import cost as cost_module
 from uma_trio.scheduling.cost import PREFILL_SPEED, STAIR_RATE, STAIR_TOLERANCE, CostModel, Work
+from uma_trio.scheduling.policy import PolicyState, plan
 from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
+from uma_trio.scheduling.view import SequenceView
 
 H200_CURVES = PrefillCurves(
     RowCurve((16, 64, 128, 256, 512), (9.84, 13.43, 18.61, 28.84, 46.91)),
@@ -169,7 +172,7 @@ def test_the_more_cells_attention_scans_the_shorter_chunks_are_enough() -> None:
     sizes = [
         model.worthwhile_prefill_tokens(Work(0, 8, 8 * cells, cells), 504) for cells in (0, 10_000, 25_000, 100_000)
     ]
-    assert sizes == [216, 184, 152, 88]
+    assert sizes == [184, 184, 152, 88]
 
 
 def test_chunks_of_one_size_tell_what_others_take_in_a_full_cache() -> None:
@@ -279,3 +282,28 @@ def test_streams_on_stairs_meet_tight_targets(target: float, monkeypatch: pytest
         late[has_curve] = gaps[int(0.95 * len(gaps))] / target
     assert late[True] <= 1.02
     assert late[True] <= late[False]
+
+
+def test_with_per_sequence_kv_a_prompt_does_not_begin_behind_the_end_of_a_long_one() -> None:
+    """Two chunks of different lengths are two calls, and on a GPU the second one takes as long as a hundred tokens more."""
+    decodes, on_stairs = [SequenceView(n, n_context=300, due_s=0.1) for n in range(4)], calibrated(STAIRS)
+
+    def chunks(*prompts: int, cost: CostModel = on_stairs, mixes_prefill: bool = False) -> list[int]:
+        prefills = [SequenceView(4 + n, n_pending, due_s=float(n)) for n, n_pending in enumerate(prompts)]
+        chosen = plan(
+            decodes,
+            prefills,
+            PolicyState(),
+            now_s=0.0,
+            cost=cost,
+            max_tokens=512,
+            limits=Scheduling(target_tbt_ms=30.0, prefill_burst_tokens=16),
+            mixes_prefill=mixes_prefill,
+        )
+        return [chunk.n_tokens for chunk in chosen.chunks]
+
+    assert chunks(40, 4000) == [40]
+    assert len(chunks(40, 4000, mixes_prefill=True)) == 2
+    assert len(chunks(40, 4000, cost=calibrated(CPU))) == 2, "on a CPU a call costs little more than its tokens"
+    assert chunks(40, 30) == [40, 30], "both end"
+    assert len(chunks(10, 4000)) == 2, "short prompts may come in every tick, and none may starve behind them"

@@ -115,7 +115,7 @@ STAIR_RATE: Final = 0.99
 """The plan takes, of the prefill chunks that end in time, the longest one that reaches this share of the best speed, in
 tokens a millisecond.  So a chunk ends just before a stair."""
 
-PREFILL_SPEED: Final = 0.74
+PREFILL_SPEED: Final = 0.72
 """Share of the speed of the fastest chunk, in prompt tokens a millisecond.  Next to streams, a chunk is no longer than the
 shortest one that reaches it (``CostModel.worthwhile_prefill_tokens``).  On an H200 with a 7B model, 248 tokens take 29 ms
 and 504 take 47: streams wait little more than half as long."""

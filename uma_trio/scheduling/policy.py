@@ -329,12 +329,28 @@ def _choose_prefill(
         budget = aligned if aligned >= limits.min_chunk_tokens else budget
     while True:  # the chosen prompts may have more context than the mean, so less fits; mostly one round is enough
         given, service = _divide(prefills, budget, state.service, limits)
+        if separately and cost.mixed.curves is not None and (rest := _rest_in_a_call_of_its_own(given, limits)):
+            given, service = _divide(prefills, budget - rest, state.service, limits)
         work = _with_prefill(work, given, attention)
         budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits, attention)
         if records_calls and _would_be_recorded(given, len(decodes), state):
             budget = min(budget, work.prefill_tokens - 1)
         if budget >= work.prefill_tokens:
             return given, work, service
+
+
+def _rest_in_a_call_of_its_own(given: Sequence[tuple[SequenceView, int]], limits: Scheduling) -> int:
+    """Tokens of the last chunk, if it begins a prompt behind the end of another long one; otherwise 0.
+
+    With per-sequence KV, llama.cpp computes chunks of different lengths one after another.  On a GPU the second one takes as
+    long as a hundred tokens more, and it can wait for the next tick.  Behind short prompts, which may come in every tick, it
+    does not wait.
+    """
+    if not given:
+        return 0
+    *others, (last, n) = given
+    waits = any(m > limits.prefill_burst_tokens for _, m in others) and not any(m == n for _, m in others)
+    return n if waits and n < last.n_pending else 0
 
 
 def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int, state: PolicyState) -> bool:
