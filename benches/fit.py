@@ -27,7 +27,8 @@ import click
 import psutil
 import trio
 from machine import machine
-from make_model import SHAPES, make_model, parse_shape
+from make_model import make_model
+from model_shapes import SHAPES, parse_shape
 
 MIB = 1 << 20
 LIMIT_S = 120.0

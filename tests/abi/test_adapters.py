@@ -11,7 +11,7 @@ import pytest
 
 import llama_abi
 from llama_abi import Batch, Context, ContextOptions, HandleClosed, Library, LlamaError, LoraAdapter, Model
-from tests.support.random_models import bench_script
+from tests.support.bench_scripts import bench_script
 
 PROMPT = [464, 3290, 318, 257, 845, 922, 5044, 13]
 

@@ -13,7 +13,7 @@ import pytest
 import llama_abi
 from llama_abi import Batch, Context, ContextOptions, LlamaError, LoraAdapter, Model, StackedAdapters, StackedPart
 from llama_abi import row_scales as row_scales_module
-from tests.support.random_models import bench_script
+from tests.support.bench_scripts import bench_script
 
 TOKENS = [464, 3290, 318, 257, 845, 922, 5044, 13]
 OPTIONS = ContextOptions(n_ctx=512, n_batch=64, n_ubatch=64, n_seq_max=4, kv_unified=True)

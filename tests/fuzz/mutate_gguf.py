@@ -43,7 +43,7 @@ import attrs
 import gguf
 
 import llama_abi
-from tests.support.random_models import bench_script
+from tests.support.bench_scripts import bench_script
 from tests.support.real_daemon import ROOT
 from uma_trio import config
 from uma_trio.engine.llama import open_vocabulary

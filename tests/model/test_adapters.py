@@ -12,10 +12,11 @@ import pytest
 
 import llama_abi
 from llama_abi import OK, Batch, Context, ContextOptions, LoraAdapter, Model, Placement
+from tests.support.bench_scripts import bench_script
 from tests.support.engine_contract import GREEDY
 from tests.support.placements import answers
 from tests.support.random_adapters import adapter_of_all_matrices, merged_model, random_adapter
-from tests.support.random_models import bench_script, random_model
+from tests.support.random_models import random_model
 from tests.support.rpc_server import rpc_server
 from uma_trio import config
 from uma_trio.engine.messages import EngineError, SampleRequest, Step, StepInput

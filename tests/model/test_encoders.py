@@ -16,8 +16,9 @@ import trio
 
 import llama_abi
 from tests.pure.test_charsmap import table
+from tests.support.bench_scripts import bench_script
 from tests.support.gguf_files import U32, pair, with_pairs
-from tests.support.random_models import bench_script, random_model
+from tests.support.random_models import random_model
 from tests.support.real_daemon import asked, real_daemon
 from uma_trio.client import ServerError
 from uma_trio.engine.embedding import MIN_CALL

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import llama_abi
-from tests.support.random_models import bench_script, random_model
+from tests.support.bench_scripts import bench_script
+from tests.support.random_models import random_model
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import SampleRequest, Step, StepInput

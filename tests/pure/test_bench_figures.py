@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 
+from tests.support.bench_scripts import FOLDER, bench_script
 from uma_trio.cli import bench_report
 from uma_trio.cli.bench_gpu import GPU_BENCHES, write_results
 from uma_trio.cli.bench_runs import BENCHES, Bench, Outcome, Settings, chosen
@@ -21,20 +20,12 @@ from uma_trio.engine.devices import Device, Devices
 
 pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
 
-ROOT = Path(__file__).parents[2]
-
-
 NAMES = ("open_load", "lookup", "measure", "command", "recovery", "recovery_load", "held")
 
 
 @pytest.fixture(scope="module")
-def benches() -> Iterator[dict[str, ModuleType]]:
-    """Modules that import each other as scripts do, from their own folder."""
-    sys.path.insert(0, str(ROOT / "benches"))
-    try:
-        yield {name: importlib.import_module(name) for name in NAMES}
-    finally:
-        sys.path.remove(str(ROOT / "benches"))
+def benches() -> dict[str, ModuleType]:
+    return {name: bench_script(name) for name in NAMES}
 
 
 def answer(*token_s: float, reason: str | None = "length", tokens: int = 0) -> Answer:
@@ -112,14 +103,14 @@ def test_tokens_that_came_with_others_count(benches: dict[str, Any]) -> None:
 
 def settings(**changes: Any) -> Settings:
     fields = {"quick": False, "rival": False, "model": Path("/m.gguf"), "threads": 2, "has_matplotlib": True}
-    return Settings(folder=ROOT / "benches", out=Path("/out"), **{**fields, **changes})
+    return Settings(folder=FOLDER, out=Path("/out"), **{**fields, **changes})
 
 
 @pytest.mark.parametrize("benches", [BENCHES, GPU_BENCHES], ids=["all", "gpu"])
 def test_every_bench_is_a_script_with_a_name_of_its_own(benches: tuple[Bench, ...]) -> None:
     assert len({bench.name for bench in benches}) == len(benches)
     for bench in benches:
-        assert (ROOT / "benches" / bench.script).exists()
+        assert (FOLDER / bench.script).exists()
 
 
 def test_a_rival_is_for_those_that_have_one() -> None:
@@ -131,7 +122,7 @@ def test_a_rival_is_for_those_that_have_one() -> None:
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_command_of_a_bench(bench: Any, quick: bool) -> None:
     command = settings(quick=quick).command(bench)
-    assert command[:2] == [sys.executable, str(ROOT / "benches" / bench.script)]
+    assert command[:2] == [sys.executable, str(FOLDER / bench.script)]
     assert ("/m.gguf" in command) is not bench.embedded
     assert (f"/out/{bench.name}.csv" in command) is bench.csv
     assert (f"/out/{bench.name}.png" in command) is bench.has_plot

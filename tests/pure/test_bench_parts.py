@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.support.bench_scripts import FOLDER, bench_script
 from uma_trio.cli import bench, bench_gpu, bench_runs
 from uma_trio.client import BrokenProtocol
 
-BENCHES = Path(__file__).parents[2] / "benches"
-
-
-def load(name: str) -> ModuleType:
-    """A script's module.  The scripts import each other from their own folder."""
-    if str(BENCHES) not in sys.path:
-        sys.path.append(str(BENCHES))
-    spec = importlib.util.spec_from_file_location(name, BENCHES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPTS = sorted(file.name for file in BENCHES.glob("*.py") if "__main__" in file.read_text())
+SCRIPTS = sorted(file.name for file in FOLDER.glob("*.py") if "__main__" in file.read_text())
 
 
 def test_the_help_of_the_command_names_every_bench() -> None:
@@ -42,7 +23,7 @@ def test_the_help_of_the_command_names_every_bench() -> None:
         assert script in bench.command.help
 
 
-llama_http, pinning = load("llama_http"), load("pinning")
+llama_http, pinning = bench_script("llama_http"), bench_script("pinning")
 
 HEAD = b"HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = [

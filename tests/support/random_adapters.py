@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from tests.support.random_models import bench_script
+from tests.support.bench_scripts import bench_script
 from tests.support.run import locked, run_folder
 from uma_trio import config
 from uma_trio.engine.messages import AdapterFile

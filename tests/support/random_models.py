@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.support.real_daemon import ROOT
+from tests.support.bench_scripts import bench_script
 from tests.support.run import locked, run_folder
-
-
-@functools.cache
-def bench_script(name: str) -> ModuleType:
-    """A script of ``benches/`` as a module; it is in no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benches" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @functools.cache
