@@ -5,6 +5,7 @@
     python benches/policy_sim.py --device wide --load 20 --csv policy.csv
     python benches/policy_sim.py --device h100 --mixed-load --target-tbt-ms 18
     python benches/policy_sim.py --device h200 --mixed-load --noise 0.01
+    python benches/policy_sim.py --device h200 --agents 4 --no-rival
 
 The plans come from the daemon's own ``plan()`` with a cost model that learns online.  Only the device and the clock are
 simulated: the time of a tick follows the formula of the device, with noise.  Requests arrive at random (Poisson).
@@ -13,6 +14,13 @@ For comparison, the same arrivals run under the policy of most servers: a token 
 order of their sequence ids until the batch is full.
 
 ``--mixed-load`` has 8 streams of 400 tokens and six prompts of 4,040 tokens instead, one every 0.3 s.
+
+``--agents`` has clients that come back with what they asked before, the answer and more, next to streams and prompts
+that come once.
+
+On a device whose attention scans all cells, the daemon's own ``KvCache`` says which cells these are, which prompts wait
+for cells and which tokens they find there.  ``--idle-limit off`` lets idle sequences keep a quarter of the cells, as on
+other devices.
 
 The exit code is 1 if anything starved under the daemon's policy: a stream was left out of a tick (a background stream
 out of more than four in a row), an admitted prompt did not advance within the bound in docs/ARCHITECTURE.md, or a
@@ -33,12 +41,17 @@ from pathlib import Path
 
 import attrs
 import click
+import numpy as np
 from machine import machine
 from report import cell, quantiles, table
 
 from uma_trio.config import Scheduling
 from uma_trio.demo.recording import percentile
 from uma_trio.engine.calibrate import CURVE_ROUNDS, CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS
+from uma_trio.engine.messages import TokenIds
+from uma_trio.kv.allocation import Allocation
+from uma_trio.kv.cache import KvCache
+from uma_trio.kv.idle_limit import IdleLimit
 from uma_trio.scheduling.attention import Attention, AttentionScan
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
@@ -51,8 +64,8 @@ HOST_MS = 0.3
 
 PRINCIPALS = 8
 
-MAX_IDLE_CELLS = 28_672
-"""Cells of ended requests that are kept for reuse, at most: a quarter of a cache of 114,688."""
+N_CELLS = 114_688
+"""Cells of the cache, on devices whose attention scans all of them."""
 
 
 @attrs.frozen
@@ -168,6 +181,13 @@ class Request:
     last_token_s: float = math.nan
     ttft_ms: float = math.nan
     is_done: bool = False
+    tokens: TokenIds = attrs.field(factory=lambda: np.zeros(0, dtype=np.int32))
+    """Prompt and answer, on devices whose attention scans all cells."""
+    thinking_s: float = 0.0
+    then: Request | None = None
+    """Continues it, ``thinking_s`` after its end."""
+    n_cached: int = 0
+    allocation: Allocation | None = None
 
     def view(self) -> SequenceView:
         return SequenceView(self.seq_id, self.n_pending, self.n_context, self.due_s, self.priority, self.principal)
@@ -197,6 +217,80 @@ def mixed_load(limits: Scheduling) -> list[Request]:
     streams = [Request(20, 400, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(8)]
     prompts = [Request(4040, 64, 0.5 + 0.3 * n, target_s, Priority.NORMAL, "0") for n in range(6)]
     return [*streams, *prompts]
+
+
+AGENT_TURNS, AGENT_PROMPT, AGENT_STEP, AGENT_ANSWER, AGENT_THINKING_S = 8, 6000, 500, 100, 1.0
+"""Requests of an agent; tokens of its first prompt, what it adds to the answer in each turn, and of each answer."""
+
+TOKENS_OF_REQUEST = 100_000
+
+
+def agents(limits: Scheduling, n: int) -> list[Request]:
+    """``n`` agents, next to four streams and prompts that come once, one every 0.8 s."""
+    target_s = limits.target_tbt_ms / 1e3
+    found = [Request(20, 1200, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(4)]
+    found += [Request(4040, 64, 0.5 + 0.8 * n, target_s, Priority.NORMAL, "1") for n in range(20)]
+    for number in range(n):
+        turns = [
+            Request(
+                AGENT_PROMPT + turn * (AGENT_STEP + AGENT_ANSWER),
+                AGENT_ANSWER,
+                math.inf,
+                target_s,
+                Priority.NORMAL,
+                "2",
+            )
+            for turn in range(AGENT_TURNS)
+        ]
+        known = np.arange(turns[-1].n_pending + AGENT_ANSWER, dtype=np.int32) + TOKENS_OF_REQUEST * (number + 1)
+        for turn, request in enumerate(turns):
+            request.tokens = known[: request.n_pending + AGENT_ANSWER]
+            request.thinking_s, request.then = AGENT_THINKING_S, turns[turn + 1] if turn + 1 < AGENT_TURNS else None
+        turns[0].arrived_s = 0.4 * number
+        found.append(turns[0])
+    return sorted(found, key=lambda request: request.arrived_s)
+
+
+class Cells:
+    """The cells of a cache that attention scans as a whole."""
+
+    def __init__(self, device: Device, *, idle_limit: bool) -> None:
+        self.cache = KvCache(
+            n_sequences=device.parallel,
+            n_cells=N_CELLS,
+            cells_per_sequence=N_CELLS,
+            idle_limit=IdleLimit(N_CELLS) if idle_limit else None,
+        )
+        self._next_token = 100 * TOKENS_OF_REQUEST
+
+    def admit(self, request: Request) -> bool:
+        """Reserve the cells of ``request``, and find what is computed already; returns whether there was room."""
+        n_prompt = request.n_pending
+        if not len(request.tokens):
+            n = n_prompt + request.n_to_generate
+            request.tokens = np.arange(self._next_token, self._next_token + n, dtype=np.int32)
+            self._next_token += n
+        placement = self.cache.allocate(request.tokens[:n_prompt], len(request.tokens))
+        if placement is None:
+            return False
+        assert not placement.waits, "requests that run together share nothing"
+        request.allocation = placement.allocation
+        request.n_cached = request.n_context = placement.n_cached
+        request.n_pending -= placement.n_cached
+        return True
+
+    def advance(self, request: Request) -> None:
+        assert request.allocation is not None
+        self.cache.advance(request.allocation, request.n_context)
+
+    def finish(self, request: Request) -> None:
+        assert request.allocation is not None
+        self.cache.release(request.allocation, request.tokens[: request.n_context])
+
+    def scanned(self) -> int:
+        """Cells that the next tick scans."""
+        self.cache.take_ops()
+        return self.cache.cells_scanned()
 
 
 def curves(device: Device, noise: float) -> PrefillCurves | None:
@@ -346,6 +440,10 @@ class Outcome:
     background_waited: int = 0
     sequences: dict[tuple[Priority, str], set[int]] = attrs.field(factory=lambda: defaultdict(set))
     """Sequence ids on which each group had prompts."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the cache."""
+    scanned_cells: int = 0
+    """Cells that attention scanned, summed over the ticks."""
     most_groups: int = 0
     """Most groups with prompts at the same time."""
 
@@ -376,13 +474,15 @@ def simulate(
     noise: float,
     seed: int,
     on_finished: Callable[[int], None],
+    idle_limit: bool = True,
 ) -> Outcome:
     """Serve ``requests`` until all have finished."""
     rng = random.Random(seed)
     outcome = Outcome(policy.name, requests)
     coming = deque(requests)
     n_waiting, n_finished, now, free = 0, 0, 0.0, list(range(device.parallel - 1, -1, -1))
-    idle_cells = 0
+    cells = Cells(device, idle_limit=idle_limit) if device.scan is AttentionScan.CACHE else None
+    blocked: Request | None = None
     running: dict[int, Request] = {}
     decoding: set[int] = set()
     while coming or n_waiting or running:
@@ -393,8 +493,11 @@ def simulate(
             n_waiting += 1
         outcome.most_waiting = max(outcome.most_waiting, n_waiting)
         while free and n_waiting:
-            request = policy.next()
+            request = policy.next() if blocked is None else blocked
             assert request is not None
+            blocked = request if cells is not None and not cells.admit(request) else None
+            if blocked is not None:
+                break
             n_waiting -= 1
             request.seq_id = free.pop()
             running[request.seq_id] = request
@@ -406,9 +509,10 @@ def simulate(
         for view in prefills:
             outcome.sequences[view.priority, view.principal].add(view.seq_id)
         outcome.most_streams = max(outcome.most_streams, len(decodes))
-        used = sum(request.n_context for request in running.values())
+        scanned = 0 if cells is None else cells.scanned()
+        outcome.scanned_cells += scanned
         began = time.thread_time()
-        chosen = policy.plan(decodes, prefills, now, Attention(device.scan, idle_cells + used))
+        chosen = policy.plan(decodes, prefills, now, Attention(device.scan, scanned))
         outcome.plan_ms.append(1e3 * (time.thread_time() - began))
         if not chosen.decodes and not chosen.chunks:
             raise AssertionError("an empty plan although sequences are ready")
@@ -425,6 +529,8 @@ def simulate(
             waited = outcome.ticks - request.advanced_tick
             request.advanced_tick = outcome.ticks
             request.n_context += n
+            if cells is not None:
+                cells.advance(request)
             if seq_id not in decoding:
                 outcome.prefill_waited = max(outcome.prefill_waited, waited)
             elif request.priority is Priority.BACKGROUND:
@@ -445,7 +551,13 @@ def simulate(
             request.n_to_generate -= 1
             if not request.n_to_generate:
                 request.is_done = True
-                idle_cells = min(idle_cells + request.n_context, MAX_IDLE_CELLS)
+                outcome.cached_tokens += request.n_cached
+                if cells is not None:
+                    cells.finish(request)
+                if request.then is not None:
+                    request.then.arrived_s = now + request.thinking_s
+                    requests.append(request.then)
+                    coming = deque(sorted([*coming, request.then], key=lambda each: each.arrived_s))
                 del running[seq_id]
                 decoding.discard(seq_id)
                 free.append(seq_id)
@@ -486,8 +598,9 @@ def report(device: Device, outcomes: Sequence[Outcome]) -> str:
     ]
     whole = [
         [
-            outcome.policy, f"{outcome.ticks:,}", cell(outcome.wall_s), cell(outcome.tokens / outcome.wall_s, 0),
-            cell(outcome.prefill_tokens / outcome.wall_s, 0), f"{outcome.most_streams:,}", f"{outcome.most_waiting:,}",
+            outcome.policy, f"{outcome.ticks:,}", cell(outcome.wall_s, 2), cell(outcome.tokens / outcome.wall_s, 0),
+            cell(outcome.prefill_tokens / outcome.wall_s, 0), f"{outcome.cached_tokens:,}",
+            cell(outcome.scanned_cells / outcome.ticks, 0), f"{outcome.most_streams:,}", f"{outcome.most_waiting:,}",
             f"{outcome.prefill_waited:,}", f"{outcome.stream_waited} / {outcome.background_waited}",
             *(cell(percentile(outcome.plan_ms, at), 3) for at in (50, 99)),
             *(cell(100 * at) if (at := percentile(outcome.errors, each)) is not None else "-" for each in (50, 90)),
@@ -495,7 +608,7 @@ def report(device: Device, outcomes: Sequence[Outcome]) -> str:
         for outcome in outcomes
     ]  # fmt: skip
     names = [
-        "", "ticks", "wall s", "tok/s", "prompt tok/s", "streams at once", "waiting at once",
+        "", "ticks", "wall s", "tok/s", "prompt tok/s", "prompt tokens cached", "cells scanned", "streams at once", "waiting at once",
         "longest wait of a prefill, ticks",
         "of a stream / background", "plan() p50 ms", "p99", "tick error p50 %", "p90",
     ]  # fmt: skip
@@ -569,6 +682,13 @@ def plan_time_ms(n_decodes: int, n_prefills: int, *, calls: int = 500) -> list[f
     help="Target for the time between tokens of a stream.",
 )
 @click.option("--mixed-load", "mixed", is_flag=True, help="8 streams and six long prompts, in place of many requests.")
+@click.option("--agents", "n_agents", type=click.IntRange(0), default=0, help="Agents that come back, next to others.")
+@click.option(
+    "--idle-limit",
+    type=click.Choice(["on", "off"]),
+    default="on",
+    help="Idle sequences stay only if they are used again, where attention scans all cells.",
+)
 @click.option(
     "--curve/--no-curve", default=True, help="Measure the cost of calls by their rows first, where it has stairs."
 )
@@ -584,6 +704,8 @@ def main(
     noise: float,
     target_tbt_ms: float,
     mixed: bool,
+    n_agents: int,
+    idle_limit: str,
     curve: bool,
     rival: bool,
     seed: int,
@@ -598,14 +720,21 @@ def main(
     for name in names:
         device, outcomes = DEVICES[name], []
         for make in (UmaTrio, FillBatch) if rival else (UmaTrio,):
-            these = mixed_load(limits) if mixed else arrivals(device, requests or REQUESTS[name], load, limits, seed)
+            if n_agents:
+                these = agents(limits, n_agents)
+            elif mixed:
+                these = mixed_load(limits)
+            else:
+                these = arrivals(device, requests or REQUESTS[name], load, limits, seed)
             policy = (
                 UmaTrio(device, limits, curves(device, noise) if curve else None)
                 if make is UmaTrio
                 else make(device, limits)
             )
             with click.progressbar(length=len(these), label=f"{name}, {make.name}", file=sys.stderr) as bar:
-                outcome = simulate(device, policy, these, noise=noise, seed=seed, on_finished=bar.update)
+                outcome = simulate(
+                    device, policy, these, noise=noise, seed=seed, on_finished=bar.update, idle_limit=idle_limit == "on"
+                )
             outcomes.append(outcome)
             rows += csv_rows(device, outcome)
         click.echo(report(device, outcomes) + "\n")
