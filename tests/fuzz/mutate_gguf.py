@@ -46,11 +46,11 @@ import llama_abi
 from tests.support.bench_scripts import bench_script
 from tests.support.real_daemon import ROOT
 from uma_trio import config
-from uma_trio.engine.llama import open_vocabulary
 from uma_trio.engine.messages import EmbeddingInput, Step
 from uma_trio.engine.pooling import PoolingEngine
 from uma_trio.engine.purpose import Purpose
 from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.engine.vocab_only import open_vocabulary
 from uma_trio.models.gguf_check import GgufError, check_gguf
 from uma_trio.models.gguf_header import TENSOR_TYPES
 

@@ -18,9 +18,9 @@ from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Script
 from tests.support.steering import Client
 from uma_trio import config
 from uma_trio.engine.link import ProcessLauncher
-from uma_trio.engine.llama import open_vocabulary
 from uma_trio.engine.messages import Start
 from uma_trio.engine.supervisor import SupervisedEngine
+from uma_trio.engine.vocab_only import open_vocabulary
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal

@@ -37,7 +37,7 @@ def drafting(open_engine):
 
 @pytest.fixture(scope="module")
 def prompts(library):
-    from uma_trio.engine.llama import open_vocabulary
+    from uma_trio.engine.vocab_only import open_vocabulary
 
     texts = ("What is the capital of France?\n", "Repeat: one two three\n", "What is 3 + 4?\n")
     with open_vocabulary(EMBEDDED) as vocabulary:

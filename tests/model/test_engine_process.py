@@ -18,8 +18,8 @@ from tests.support.link_contract import answers, prefill
 from uma_trio import config
 from uma_trio.engine.fitting import open_engine
 from uma_trio.engine.link import ProcessLauncher, ThreadLauncher
-from uma_trio.engine.llama import open_vocabulary
 from uma_trio.engine.messages import EngineDied, LoadError, Start, Step, StepInput
+from uma_trio.engine.vocab_only import open_vocabulary
 from uma_trio.grammar import GrammarCompiler, LocalChecker, Vocabulary
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.protocol.requests import Constraint

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -574,28 +574,6 @@ def described(description: str, n_params: int) -> str:
         if (found := n_params / factor) >= 1:
             return description.replace("?B", f"{found:.1f}{unit}" if found < 10 else f"{found:.0f}{unit}")
     return description.replace("?B", str(n_params))
-
-
-@attrs.frozen(eq=False)
-class Vocabulary:
-    """What a model knows without its weights."""
-
-    tokenizer: Tokenizer
-    chat_template: str | None
-    """Jinja source; ``None`` if the file has none."""
-    metadata: Mapping[str, str]
-    """Keys of the file and their values as text, without arrays."""
-
-
-@contextlib.contextmanager
-def open_vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Vocabulary]:
-    """Load the vocabulary of a GGUF, without its weights, until the end of the context.
-
-    Raises:
-        llama_abi.LlamaError, llama_abi.LibraryError: see ``LlamaEngine``.
-    """
-    with llama_abi.Model(llama_abi.load(llama_dir), path, vocab_only=True) as model:
-        yield Vocabulary(Tokenizer(model.vocab), model.chat_template, model.metadata())
 
 
 def _shape(model: llama_abi.Model, settings: config.Model) -> Shape:

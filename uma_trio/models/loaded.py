@@ -20,11 +20,11 @@ from uma_trio.engine.devices import Devices
 from uma_trio.engine.fit import FitReport
 from uma_trio.engine.fitting import SHARES
 from uma_trio.engine.link import EngineLink, Launcher
-from uma_trio.engine.llama import open_vocabulary
 from uma_trio.engine.messages import LayoutReport, LoadError, ModelInfo, Start
 from uma_trio.engine.purpose import IN_WORDS
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.engine.vocab_only import open_vocabulary
 from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
 from uma_trio.models.adapter_check import check_adapters
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate

@@ -160,8 +160,8 @@ def _probe_pooling(engine: Any, path: Path, free: int) -> None:
     """Let a model that embeds or ranks compute a text."""
     import numpy as np
 
-    from uma_trio.engine.llama import open_vocabulary
     from uma_trio.engine.messages import EmbeddingInput, Step
+    from uma_trio.engine.vocab_only import open_vocabulary
 
     _report("model", **_facts(engine, free))
     with open_vocabulary(path) as vocabulary:
