@@ -289,8 +289,9 @@ class Cells:
 
     def scanned(self) -> int:
         """Cells that the next tick scans."""
+        scanned = self.cache.cells_scanned()
         self.cache.take_ops()
-        return self.cache.cells_scanned()
+        return scanned
 
 
 def curves(device: Device, noise: float) -> PrefillCurves | None:

@@ -37,6 +37,8 @@ from uma_trio.kv.prefix import MIN_SHARED_TOKENS
 
 ADAPTERS = {"": NO_ADAPTERS, "x": AdapterSet(((0, 1.0),), "x"), "y": AdapterSet(((0, 0.5),), "y")}
 
+KEEP_ROWS = 300
+
 
 def owner(allocation: Allocation) -> str:
     """The principal with its adapters, as the rules name it."""
@@ -143,7 +145,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.n_cells = cells if unified else n * cells
         self.limit = None
         if unified and min_idle is not None:
-            self.limit = IdleLimit(self.n_cells, min_cells=min_idle, keep_rows=300)
+            self.limit = IdleLimit(self.n_cells, min_cells=min_idle, keep_rows=KEEP_ROWS)
         self.cache = KvCache(
             n_sequences=n,
             n_cells=self.n_cells,
@@ -173,6 +175,7 @@ class CacheMachine(RuleBasedStateMachine):
         rank=st.sampled_from([1, 1, 0, 2]),
         private=st.sampled_from([False] * 7 + [True]),
         late=st.sampled_from([False, False, True]),
+        durable=st.sampled_from([False, False, True]),
     )
     def arrive(
         self,
@@ -186,6 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         rank: int,
         private: bool,
         late: bool,
+        durable: bool,
     ) -> None:
         """``n`` requests that share a prefix with an earlier one and with each other.
 
@@ -197,9 +201,21 @@ class CacheMachine(RuleBasedStateMachine):
         for i in range(n):
             prompt = [*begin, i] if n > 1 else begin
             story = [*prompt, *range(100 + variant, 100 + variant + answer)]
-            self.ask(prompt, story, principal, rank, private, late=late and not self.whole_only)
+            late = late and not self.whole_only
+            durable = durable and self.limit is not None and self.can_truncate
+            self.ask(prompt, story, principal, rank, private, late=late, durable=durable)
 
-    def ask(self, prompt: list[int], story: list[int], principal: str, rank: int, private: bool, *, late: bool) -> None:
+    def ask(
+        self,
+        prompt: list[int],
+        story: list[int],
+        principal: str,
+        rank: int,
+        private: bool,
+        *,
+        late: bool,
+        durable: bool,
+    ) -> None:
         cells = len(story) - 1
         array = np.asarray(prompt, dtype=np.int32)
         if cells > self.most:
@@ -209,15 +225,17 @@ class CacheMachine(RuleBasedStateMachine):
         idle = {seq_id: len(held) for seq_id, held in self.idle().items()}
         best = self.longest_idle(prompt, principal) if self.can_truncate else self.furthest_idle(prompt, principal)
         before, ops = self.cache.held(), list(self.cache._pool.ops)
-        placement = place(
-            self.cache,
-            array[:1] if late else array,
-            cells,
-            principal=principal.partition("+")[0],
-            adapters=ADAPTERS[principal.partition("+")[2]],
-            rank=rank,
-            private=private,
-        )
+        options = {
+            "principal": principal.partition("+")[0],
+            "adapters": ADAPTERS[principal.partition("+")[2]],
+            "rank": rank,
+            "private": private,
+            "durable": durable,
+        }
+        placement = place(self.cache, array[:1] if late else array, cells, **options)
+        if placement is None and self.unsaved():
+            self.save()
+            placement = place(self.cache, array[:1] if late else array, cells, **options)
         free_cells = self.n_cells - sum(request.cells for request in self.requests.values())
         assert (placement is not None) == (cells <= free_cells and len(self.requests) < self.n)
         if placement is None:
@@ -241,6 +259,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.requests[placement.seq_id] = Request(
             next(self.names), story, len(prompt), principal, rank, private, cells, placement.waits, placement.n_cached
         )
+
+    def unsaved(self) -> list[Allocation]:
+        """Idle sequences of sessions that must be saved before they may be evicted."""
+        return [allocation for allocation in self.cache.idle if allocation.needs_save]
+
+    @rule()
+    def save(self) -> None:
+        for allocation in self.unsaved():
+            self.cache.offload.give_up(allocation)
 
     def longest_idle(self, prompt: list[int], principal: str) -> int:
         """Longest prefix of ``prompt`` in an idle sequence of the same principal."""
@@ -304,13 +331,21 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.unified:
             assert sum(isinstance(op, CopyPrefix) for op in ops) <= 1
         elif self.requests:
-            cached = self.cache.statistics().cached_cells
-            assert cached <= MAX_IDLE_FRACTION * self.n_cells
-            assert self.limit is None or cached <= self.limit.cells
+            self.check_limits()
         if self.whole_only:
             assert all(op == Truncate(op.seq_id) for op in ops)
         self.engine = self.engine.after(ops)
         self.check_waiting(stalled, ready, ops)
+
+    def check_limits(self) -> None:
+        """Idle sequences keep no more than they may while a request runs."""
+        cached = self.cache.statistics().cached_cells
+        assert cached <= MAX_IDLE_FRACTION * self.n_cells or any(each.cells_wanted for each in self.unsaved())
+        if self.limit is not None:
+            assert cached - sum(each.reserved for each in self.unsaved()) <= self.limit.cells
+            others = [each for each in self.cache.idle if not each.is_reused and not each.needs_save]
+            assert sum(each.reserved for each in others) <= self.limit.min_cells
+            assert all(self.limit.n_rows - each.used_at <= KEEP_ROWS for each in self.cache.idle if each.is_reused)
 
     def settle(self, names: Collection[int]) -> None:
         """A request that starts may move to another sequence."""
@@ -497,6 +532,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(request.held == request.cells for request in self.requests.values())
         for seq_id in self.requests:
             release(self.cache, seq_id)
+        self.save()
         assert place(self.cache, np.zeros(self.most, dtype=np.int32), self.most, private=True) is not None
 
 
@@ -527,7 +563,16 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
         )
         for _ in range(500):
             some = {chance.randrange(8) for _ in range(chance.choice([0, 0, 0, 1, 2]))}
-            rules = {"arrive": 25, "step": 50, "finish": 20, "cancel": 4, "reject": 10, "back": 5, "fail": 0.3}
+            rules = {
+                "arrive": 25,
+                "step": 50,
+                "finish": 20,
+                "cancel": 4,
+                "reject": 10,
+                "back": 5,
+                "save": 5,
+                "fail": 0.3,
+            }
             match chance.choices([*rules], [*rules.values()])[0]:
                 case "arrive":
                     machine.arrive(
@@ -541,6 +586,7 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                         rank=chance.choice([0, 1, 1, 2]),
                         private=chance.random() < 0.1,
                         late=chance.random() < 0.3,
+                        durable=chance.random() < 0.3,
                     )
                 case "step":
                     machine.step(
@@ -554,6 +600,8 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                     machine.reject_drafts(chance.randrange(8), chance.randint(1, 8))
                 case "back":
                     machine.go_back(chance.randrange(8), chance.randint(1, 60))
+                case "save":
+                    machine.save()
                 case "fail":
                     machine.fail(chance.random() < 0.5)
             machine.adds_up()

@@ -431,11 +431,14 @@ class KvCache:
         """Cells that attention scans in the next step, without those of its own rows, if it scans the whole cache.
 
         These are all cells up to the highest one in use, also those that were freed below it.  Call it before each
-        step, after ``advance`` for the previous one and before ``take_ops``.
+        step, after ``advance`` for the previous one and before ``take_ops``.  Idle sequences beyond their limit are
+        evicted here already, so that their cells do not count.
 
         Args:
             n_in_flight: rows of the step in flight, which ``advance`` has not counted yet; ``None`` if none is.
         """
+        if self._pool.unified:
+            self._pool.trim_idle()
         self._follow_cells(in_flight=n_in_flight is not None)
         return self._cell_map.scanned(n_in_flight or 0)
 
