@@ -606,7 +606,7 @@ def test_calls_together_have_every_decode_once(
 ) -> None:
     decodes, cost, max_tokens = case
     mixes_prefill, scan = kv_layout
-    prompts = [SequenceView(20, pending)] if pending else []
+    prompts = [SequenceView(20, pending), SequenceView(21, pending + 7)] if pending else []
     chosen = plan(
         decodes,
         prompts,
@@ -621,7 +621,9 @@ def test_calls_together_have_every_decode_once(
     assert sum(chosen.call_widths) == len(chosen.decodes) == len(decodes)
     assert all(chosen.call_widths)
     assert chosen.prefill_separately == (bool(chosen.chunks) and not mixes_prefill)
-    assert chosen.work.n_calls == len(chosen.call_widths) + chosen.prefill_separately
+    lengths = {chunk.n_tokens for chunk in chosen.chunks}
+    n_chunk_calls = 0 if mixes_prefill else len(lengths) - (bool(chosen.chunks) and not decodes)
+    assert chosen.work.n_calls == len(chosen.call_widths) + n_chunk_calls
     assert chosen.predicted_ms == cost.predict(chosen.work)
     if mixes_prefill and chosen.chunks:
         assert len(chosen.call_widths) == 1, (

@@ -140,7 +140,8 @@ class Work:
     """KV cells that each prefill token scans, without those of its chunk: the tokens before it on average, or all cells
     in use."""
     n_calls: int = 1
-    """Consecutive calls of ``llama_decode``."""
+    """Consecutive calls of ``llama_decode``, and one more for each further length of chunks with per-sequence KV: llama.cpp
+    computes together only chunks of one length."""
 
 
 @attrs.frozen

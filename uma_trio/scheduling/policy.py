@@ -191,7 +191,7 @@ def plan(
             widths = _split(chosen, cost, fillers, attention, consecutive_ids=True)
         work = attrs.evolve(_decode_work(chosen, widths, fillers, attention), n_calls=len(widths) + separately)
         given, work, service = _choose_prefill(
-            chosen, prefills, work, state, now_s, cost, max_tokens, limits, attention, separately, records_calls
+            chosen, prefills, work, state, now_s, cost, max_tokens, limits, attention, mixes_prefill, records_calls
         )
         state = attrs.evolve(state, service=service)
         if given:
@@ -304,7 +304,7 @@ def _choose_prefill(
     max_tokens: int,
     limits: Scheduling,
     attention: Attention,
-    separately: bool,
+    mixes_prefill: bool,
     records_calls: bool,
 ) -> tuple[list[tuple[SequenceView, int]], Work, Service]:
     """Choose which prompts advance next to the decodes, and by how many tokens.
@@ -325,13 +325,16 @@ def _choose_prefill(
     work = attrs.evolve(work, mean_prefill_context=mean_context)
     budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits, attention)
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
-        aligned = budget - (budget if separately else budget + len(decodes)) % ROW_ALIGNMENT
+        aligned = budget - (budget + len(decodes) if mixes_prefill else budget) % ROW_ALIGNMENT
         budget = aligned if aligned >= limits.min_chunk_tokens else budget
+    n_calls, waits = work.n_calls, bool(decodes) and not mixes_prefill and cost.mixed.curves is not None
     while True:  # the chosen prompts may have more context than the mean, so less fits; mostly one round is enough
         given, service = _divide(prefills, budget, state.service, limits)
-        if separately and cost.mixed.curves is not None and (rest := _rest_in_a_call_of_its_own(given, limits)):
+        if waits and (rest := _rest_in_a_call_of_its_own(given, limits)):
             given, service = _divide(prefills, budget - rest, state.service, limits)
         work = _with_prefill(work, given, attention)
+        if not mixes_prefill:
+            work = attrs.evolve(work, n_calls=n_calls + max(0, len({n for _, n in given}) - 1))
         budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits, attention)
         if records_calls and _would_be_recorded(given, len(decodes), state):
             budget = min(budget, work.prefill_tokens - 1)
