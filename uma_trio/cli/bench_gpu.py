@@ -38,12 +38,12 @@ GPU_BENCHES: Final = (
         name="streams", title="Plain streams", script="throughput.py",
         about="Tokens per second of streams that start together, with default settings.",
         full="--streams 8,32 --tokens 300 --prompt-words 100 --repeat 3",
-        quick="--streams 2 --tokens 16 --prompt-words 10", rival=(f"--rivals {ALL_ON_GPU}", "--no-rivals"),
+        quick="--streams 2 --tokens 16 --prompt-words 10", rival=(f"--rivals {ALL_ON_GPU}", "--no-rivals"), serve="--ctx 0",
     ),
     Bench(
         name="stairs", title="Ticks by their rows", script="stairs.py",
         about="Where are the steps in the cost of a tick, how long does a start measure them, and how well are ticks predicted?",
-        quick="--ticks 40 --kv-unified on", rival=None,
+        full="--kv-unified on", quick="--ticks 40 --kv-unified on", rival=None,
     ),
     Bench(
         name="contexts", title="Long contexts", script="throughput.py",
