@@ -6,6 +6,7 @@
     python benches/policy_sim.py --device h100 --mixed-load --target-tbt-ms 18
     python benches/policy_sim.py --device h200 --mixed-load --noise 0.01
     python benches/policy_sim.py --device h200 --agents 4 --no-rival
+    python benches/policy_sim.py --device cpu --burst 32
 
 The plans come from the daemon's own ``plan()`` with a cost model that learns online.  Only the device and the clock are
 simulated: the time of a tick follows the formula of the device, with noise.  Requests arrive at random (Poisson).
@@ -13,7 +14,8 @@ simulated: the time of a tick follows the formula of the device, with noise.  Re
 For comparison, the same arrivals run under the policy of most servers: a token for each stream, then prompts in the
 order of their sequence ids until the batch is full.
 
-``--mixed-load`` has 8 streams of 400 tokens and six prompts of 4,040 tokens instead, one every 0.3 s.
+``--mixed-load`` has 8 streams of 400 tokens and six prompts of 4,040 tokens instead, one every 0.3 s.  ``--burst`` has
+short prompts that all arrive at once, on a device with a sequence for each.
 
 ``--agents`` has clients that come back with what they asked before, the answer and more, next to streams and prompts
 that come once.
@@ -66,6 +68,8 @@ PRINCIPALS = 8
 
 N_CELLS = 114_688
 """Cells of the cache, on devices whose attention scans all of them."""
+
+TARGET_TTFT_S = Scheduling().target_ttft_ms / 1e3
 
 
 @attrs.frozen
@@ -217,6 +221,12 @@ def mixed_load(limits: Scheduling) -> list[Request]:
     streams = [Request(20, 400, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(8)]
     prompts = [Request(4040, 64, 0.5 + 0.3 * n, target_s, Priority.NORMAL, "0") for n in range(6)]
     return [*streams, *prompts]
+
+
+def burst(n: int, limits: Scheduling, seed: int) -> list[Request]:
+    """``n`` requests of 50 to 200 prompt tokens that arrive at once, each for 100 tokens."""
+    rng, target_s = random.Random(seed), limits.target_tbt_ms / 1e3
+    return [Request(rng.randint(50, 200), 100, 0.0, target_s, Priority.NORMAL, "0") for _ in range(n)]
 
 
 AGENT_TURNS, AGENT_PROMPT, AGENT_STEP, AGENT_ANSWER, AGENT_THINKING_S = 8, 6000, 500, 100, 1.0
@@ -503,7 +513,7 @@ def simulate(
             request.seq_id = free.pop()
             running[request.seq_id] = request
             request.advanced_tick = outcome.ticks
-            request.due_s = request.arrived_s  # the TTFT target would add the same to all
+            request.due_s = request.arrived_s + TARGET_TTFT_S
         decodes = [request.view() for seq_id, request in running.items() if seq_id in decoding]
         prefills = [request.view() for seq_id, request in running.items() if seq_id not in decoding]
         outcome.most_groups = max(outcome.most_groups, len({(view.priority, view.principal) for view in prefills}))
@@ -690,6 +700,7 @@ def plan_time_ms(n_decodes: int, n_prefills: int, *, calls: int = 500) -> list[f
     default="on",
     help="Idle sequences stay only if they are used again, where attention scans all cells.",
 )
+@click.option("--burst", "at_once", type=click.IntRange(0), default=0, help="So many short prompts, all at once.")
 @click.option(
     "--curve/--no-curve", default=True, help="Measure the cost of calls by their rows first, where it has stairs."
 )
@@ -707,6 +718,7 @@ def main(
     mixed: bool,
     n_agents: int,
     idle_limit: str,
+    at_once: int,
     curve: bool,
     rival: bool,
     seed: int,
@@ -720,9 +732,12 @@ def main(
     rows: list[tuple[object, ...]] = []
     for name in names:
         device, outcomes = DEVICES[name], []
+        device = attrs.evolve(device, parallel=max(device.parallel, at_once))
         for make in (UmaTrio, FillBatch) if rival else (UmaTrio,):
             if n_agents:
                 these = agents(limits, n_agents)
+            elif at_once:
+                these = burst(at_once, limits, seed)
             elif mixed:
                 these = mixed_load(limits)
             else:

@@ -39,7 +39,7 @@ from rigs import (
     uma_trio_rig,
 )
 
-from uma_trio.demo.recording import Track, percentile
+from uma_trio.demo.recording import Track, durations_ms, percentile
 from uma_trio.engine.cores import default_threads
 from uma_trio.models.loaded import EMBEDDED
 
@@ -73,6 +73,10 @@ class Figures:
     decode_tokens_per_s: float | None
     """While all streams decode."""
     ttft_p50_ms: float | None = None
+    ttft_max_ms: float | None = None
+    itl_p99_ms: float | None = None
+    """All inter-token latencies; likewise ``itl_max_ms``."""
+    itl_max_ms: float | None = None
     generator_us: float | None = None
     """Processor time of the load generator for each token."""
     server_cpu: float | None = None
@@ -83,12 +87,17 @@ class Figures:
     def of(cls, result: Result) -> Figures:
         answers = [answer for track in result.tracks for answer in track.answers]
         cpu = result.cpu
+        ttft = [answer.ttft_ms for answer in answers if answer.ttft_ms is not None]
+        gaps = durations_ms(gap for answer in answers for gap in answer.gaps)
         return cls(
             prompt_tokens=statistics.fmean(answer.prompt_tokens for answer in answers),
             wall_s=result.wall_s,
             tokens_per_s=result.tokens_per_s,
             decode_tokens_per_s=decode_rate(result.tracks),
-            ttft_p50_ms=percentile([answer.ttft_ms for answer in answers if answer.ttft_ms is not None], 50),
+            ttft_p50_ms=percentile(ttft, 50),
+            ttft_max_ms=max(ttft, default=None),
+            itl_p99_ms=percentile(gaps, 99),
+            itl_max_ms=max(gaps, default=None),
             generator_us=1e6 * cpu.generator / result.n_tokens,
             server_cpu=None if cpu.server is None else cpu.server / result.wall_s,
             others_cpu=cpu.others / result.wall_s,
@@ -190,7 +199,8 @@ class Bench:
 def show(measured: dict[Shape, dict[str, Figures]]) -> str:
     """A row for each program at each number of streams."""
     header = (
-        "program", "streams", "prompt tok", "decode tok/s", "ours / theirs", "tok/s", "ours / theirs", "TTFT p50 ms", "us a token", "others cpu",
+        "program", "streams", "prompt tok", "decode tok/s", "ours / theirs", "tok/s", "ours / theirs", "TTFT p50 ms", "max",
+        "ITL p99 ms", "max", "us a token", "others cpu",
     )  # fmt: skip
     lines = []
     for shape, found in measured.items():
@@ -200,7 +210,8 @@ def show(measured: dict[Shape, dict[str, Figures]]) -> str:
                 program, str(shape.streams), cell(f.prompt_tokens, 0),
                 cell(f.decode_tokens_per_s), _times(ours.decode_tokens_per_s, f.decode_tokens_per_s),
                 cell(f.tokens_per_s), _times(ours.tokens_per_s, f.tokens_per_s),
-                cell(f.ttft_p50_ms), cell(f.generator_us, 0), "-" if f.others_cpu is None else f"{f.others_cpu:.0%}",
+                cell(f.ttft_p50_ms), cell(f.ttft_max_ms), cell(f.itl_p99_ms), cell(f.itl_max_ms),
+                cell(f.generator_us, 0), "-" if f.others_cpu is None else f"{f.others_cpu:.0%}",
             ])  # fmt: skip
     return table(header, lines)
 

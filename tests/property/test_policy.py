@@ -110,8 +110,14 @@ def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
         SequenceView(seq_id, due_s=draw(dues), **{name: draw(values) for name, values in fields.items()})
         for seq_id in seq_ids[:n]
     ]
+    first_dues = st.sampled_from([-5.0, 1.0])
     prefills = [
-        SequenceView(seq_id, draw(st.integers(1, 2000)), **{name: draw(values) for name, values in fields.items()})
+        SequenceView(
+            seq_id,
+            draw(st.integers(1, 2000)),
+            due_s=draw(first_dues),
+            **{name: draw(values) for name, values in fields.items()},
+        )
         for seq_id in seq_ids[n : n + m]
     ]
     burst, chunk = draw(st.integers(1, 64)), draw(st.integers(1, 64))
@@ -181,10 +187,20 @@ def test_prefill_pauses_for_one_tick_at_most(case: Case) -> None:
         assert chosen.work.prefill_tokens >= min(case.least, pending)
 
 
+def first_due(case: Case, due_s: float) -> Case:
+    """``case`` with the first token of every prompt due at ``due_s``."""
+    return attrs.evolve(case, prefills=[msgspec.structs.replace(view, due_s=due_s) for view in case.prefills])
+
+
+def overdue(prefills: Sequence[SequenceView], decodes: Sequence[SequenceView]) -> list[SequenceView]:
+    """The prompts whose first token is overdue, unless a stream has a higher class."""
+    return [p for p in prefills if p.due_s < 0 and all(p.priority <= view.priority for view in decodes)]
+
+
 @given(cases())
 def test_prefill_makes_no_decode_late_unless_it_paused_in_the_tick_before(case: Case) -> None:
     """Such a tick has the smallest chunk and no more.  Where decoding alone is late, prompts get a share of its time."""
-    chosen = case.plan()
+    chosen = first_due(case, 1.0).plan()
     assume(chosen.chunks and chosen.decodes)
     due_ms = 1e3 * min(view.due_s for view in chosen.decodes)
     decode_ms = case.cost.predict(estimated_work(chosen.decodes))
@@ -193,6 +209,49 @@ def test_prefill_makes_no_decode_late_unless_it_paused_in_the_tick_before(case: 
     elif chosen.predicted_ms > due_ms * (1 + 1e-9):
         assert decode_ms > due_ms or not case.state.prefill_rows
         assert chosen.work.prefill_tokens <= case.limits.min_chunk_tokens
+
+
+@given(cases())
+def test_overdue_prompts_make_a_tick_longer_by_what_two_streams_for_each_take(case: Case) -> None:
+    """Between a half and two times what decoding alone takes, the latter up to ``prefill_tick_ms``, and by no more
+    tokens than they have."""
+    late = first_due(case, -5.0)
+    chosen, usual = late.plan(), first_due(case, 1.0).plan()
+    if chosen.work.prefill_tokens <= max(usual.work.prefill_tokens, case.limits.min_chunk_tokens):
+        return
+    waiting = overdue(late.prefills, chosen.decodes)
+    assert waiting
+    assert chosen.work.prefill_tokens <= sum(view.n_pending for view in waiting)
+    due_ms = 1e3 * min(view.due_s for view in chosen.decodes)
+    decode_ms = case.cost.predict(estimated_work(chosen.decodes))
+    share = min(2.0, 2 * len(waiting) / len(chosen.decodes))
+    late_ms = max(1.5 * decode_ms, min((1 + share) * decode_ms, case.limits.prefill_tick_ms))
+    assert chosen.predicted_ms <= max(due_ms, late_ms) * (1 + 1e-9)
+
+
+def next_to_16_streams(prefills: list[SequenceView], priority: Priority = Priority.NORMAL) -> Plan:
+    """The streams take 44 ms of their 50, so not even the smallest chunk is in time.  A prompt token takes 1 ms."""
+    decodes = [SequenceView(seq_id, due_s=0.05, priority=priority) for seq_id in range(16)]
+    cost = known(Device(4.0, 1.0, 2.5))
+    return plan(decodes, prefills, PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS)
+
+
+@pytest.mark.parametrize(("n_waiting", "tokens"), [(1, 22), (8, 44), (12, 64), (16, 80), (30, 80)])
+def test_the_more_prompts_are_overdue_the_longer_is_the_tick(n_waiting: int, tokens: int) -> None:
+    """It may take 44 ms and between a half and two times that for the chunks, in multiples of 16 tokens from 48 on."""
+    chosen = next_to_16_streams([SequenceView(20 + n, 100, due_s=-1.0) for n in range(n_waiting)])
+    assert chosen.work.prefill_tokens == tokens
+
+
+@pytest.mark.parametrize(("due_s", "priority"), [(0.0, Priority.NORMAL), (-1.0, Priority.INTERACTIVE)])
+def test_prompts_in_time_or_of_a_lower_class_get_the_smallest_chunk(due_s: float, priority: Priority) -> None:
+    chosen = next_to_16_streams([SequenceView(20 + n, 100, due_s=due_s) for n in range(16)], priority)
+    assert chosen.work.prefill_tokens == LIMITS.min_chunk_tokens
+
+
+def test_prompts_in_time_gain_nothing_from_an_overdue_one() -> None:
+    chosen = next_to_16_streams([SequenceView(20, 18, due_s=-1.0), SequenceView(21, 100, due_s=1.0)])
+    assert chosen.work.prefill_tokens == 18
 
 
 @given(cases())
@@ -420,6 +479,27 @@ def test_every_request_finishes() -> None:
             if server.running:
                 server.tick()
         assert not server.running
+
+
+@pytest.mark.parametrize("device", [CPU, SLOW])
+def test_of_a_burst_of_prompts_the_last_one_starts_earlier_with_a_deadline(device: Device) -> None:
+    """32 prompts at once.  Without one, streams are late less often, but the last prompts wait far longer."""
+
+    def served(due_s: float) -> tuple[float, float]:
+        """The time when the last prompt is complete, in seconds, and the longest tick with streams, in ms."""
+        server = SimulatedServer(device)
+        prompts = [server.prefill(seq_id, 40 + 5 * seq_id) for seq_id in range(32)]
+        for prompt in prompts:
+            prompt.due_s = due_s
+        server.tick()
+        while not all(prompt.is_decoding for prompt in prompts):
+            server.tick()
+        return server.now_s, max(server.ticks_ms[1:])
+
+    (without_s, _), (with_s, longest_ms) = served(math.inf), served(2.0)
+    assert with_s < 0.8 * without_s
+    decode_ms = device.exact_ms(Work(0, 32, sum(40 + 5 * n for n in range(32)) + 32 * 100))
+    assert longest_ms < 1.1 * max(1.5 * decode_ms, LIMITS.prefill_tick_ms)
 
 
 def test_background_decodes_get_every_fifth_tick_where_others_are_late() -> None:

@@ -38,6 +38,13 @@ PREFILL_ONLY_MIN_CHUNKS: Final = 4
 LATE_PREFILL_SHARE: Final = 0.5
 """Where decoding alone misses the earliest deadline, prompts may make a tick longer by this share."""
 
+OVERDUE_PROMPT_STREAMS: Final = 2
+"""A prompt whose first token is overdue may take as much of a tick as this many streams."""
+
+MAX_OVERDUE_SHARE: Final = 2.0
+"""Overdue prompts may make a tick longer by this share of the time that decoding alone takes, so streams keep at least
+a third of their speed.  The share is at least ``LATE_PREFILL_SHARE``, and more only up to ``prefill_tick_ms``."""
+
 DRAFT_LENGTHS: Final = (1, 2, 4, 8, 16, 32)
 """Draft tokens for each sequence that the policy considers."""
 
@@ -141,8 +148,9 @@ def plan(
 
     Prefill gets as many tokens as the tick is predicted to have time for before the earliest deadline of the decodes.
     If not even the smallest chunk fits, every other tick has such a chunk and is late: neither prefill nor decoding
-    starves.  Where decoding alone is late, prompts get a share of its time in every tick.  Without decodes, prefill can
-    take ``prefill_tick_ms``.  All rules for the length of chunks are in ``_prefill_budget`` and ``_choose_prefill``.
+    starves.  Where decoding alone is late, or prompts are overdue, prompts get a share of the time in every tick.
+    Without decodes, prefill can take ``prefill_tick_ms``.  All rules for the length of chunks are in
+    ``_prefill_budget`` and ``_choose_prefill``.
 
     Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time.  Now and then
     they are verified anyway, to learn whether they pay by now.
@@ -323,7 +331,8 @@ def _choose_prefill(
     # mean over all of them.
     mean_context = attention.prefill_context(sum([view.n_context for view in prefills]) / len(prefills))
     work = attrs.evolve(work, mean_prefill_context=mean_context)
-    budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits, attention)
+    overdue = _overdue(decodes, prefills, now_s)
+    budget = _prefill_budget(decodes, overdue, work, state, now_s, cost, max_tokens, limits, attention)
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
         aligned = budget - (budget + len(decodes) if mixes_prefill else budget) % ROW_ALIGNMENT
         budget = aligned if aligned >= limits.min_chunk_tokens else budget
@@ -335,7 +344,7 @@ def _choose_prefill(
         work = _with_prefill(work, given, attention)
         if not mixes_prefill:
             work = attrs.evolve(work, n_calls=n_calls + max(0, len({n for _, n in given}) - 1))
-        budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits, attention)
+        budget = _prefill_budget(decodes, overdue, work, state, now_s, cost, max_tokens, limits, attention)
         if records_calls and _would_be_recorded(given, len(decodes), state):
             budget = min(budget, work.prefill_tokens - 1)
         if budget >= work.prefill_tokens:
@@ -367,8 +376,15 @@ def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int
     return n > 1 and not completes and n + n_decodes == state.prefill_rows
 
 
+def _overdue(decodes: Sequence[SequenceView], prefills: Sequence[SequenceView], now_s: float) -> Sequence[SequenceView]:
+    """The prompts whose first token is overdue.  A prompt of a lower class than one of the streams is never overdue."""
+    highest = min([view.priority for view in decodes], default=Priority.BACKGROUND)
+    return [view for view in prefills if view.due_s < now_s and view.priority <= highest]
+
+
 def _prefill_budget(
     decodes: Sequence[SequenceView],
+    overdue: Sequence[SequenceView],
     work: Work,
     state: PolicyState,
     now_s: float,
@@ -388,6 +404,9 @@ def _prefill_budget(
                                                than is worthwhile (``CostModel.worthwhile_prefill_tokens``)
     they leave less than the smallest chunk    the smallest chunk in every other tick
     they are late even alone                   what makes the tick longer by ``LATE_PREFILL_SHARE``, in every tick
+    prompts are overdue                        at least what makes the tick longer by ``LATE_PREFILL_SHARE``, or by
+                                               the time of ``OVERDUE_PROMPT_STREAMS`` streams for each of them, up
+                                               to ``MAX_OVERDUE_SHARE`` and ``prefill_tick_ms``
     always                                     at most ``max_tokens`` rows together with the decodes
     =========================================  ================================================================
 
@@ -396,6 +415,13 @@ def _prefill_budget(
     if decodes:
         due_ms = _ms_until_due(decodes, now_s)
         in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
+        if overdue:
+            share = min(MAX_OVERDUE_SHARE, OVERDUE_PROMPT_STREAMS * len(overdue) / len(decodes))
+            decode_ms = cost.predict(estimated_work(decodes, attention))
+            late_ms = max((1 + LATE_PREFILL_SHARE) * decode_ms, min((1 + share) * decode_ms, limits.prefill_tick_ms))
+            late = cost.max_prefill_tokens(late_ms, work)
+            most = max(limits.min_chunk_tokens, sum([view.n_pending for view in overdue]))
+            in_time = max(in_time, min(late, most))
         least = max(limits.min_chunk_tokens, limits.prefill_burst_tokens)
         if in_time > least:
             in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, max_tokens - len(decodes))))
