@@ -343,9 +343,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert cached <= MAX_IDLE_FRACTION * self.n_cells or any(each.cells_wanted for each in self.unsaved())
         if self.limit is not None:
             assert cached - sum(each.reserved for each in self.unsaved()) <= self.limit.cells
-            others = [each for each in self.cache.idle if not each.is_reused and not each.needs_save]
-            assert sum(each.reserved for each in others) <= self.limit.min_cells
-            assert all(self.limit.n_rows - each.used_at <= KEEP_ROWS for each in self.cache.idle if each.is_reused)
+            others = [each.reserved - each.n_reused for each in self.cache.idle if not each.needs_save]
+            assert min(others, default=0) >= 0
+            assert sum(others) <= self.limit.min_cells
+            assert all(self.limit.n_rows - each.used_at <= KEEP_ROWS for each in self.cache.idle if each.n_reused)
 
     def settle(self, names: Collection[int]) -> None:
         """A request that starts may move to another sequence."""

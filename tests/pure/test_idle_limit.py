@@ -100,15 +100,32 @@ def test_nothing_leaves_while_no_request_runs() -> None:
     assert ask(cache, text(1, 7000)) == 6000, "a request of the same client continues it before anything leaves"
 
 
-def test_the_source_of_a_copy_stays_and_the_copy_does_not() -> None:
-    """Requests with one system prompt: one of them keeps it for all."""
-    cache = make_cache(n_cells=N_CELLS, cells_per_sequence=N_CELLS, idle_limit=IdleLimit(N_CELLS, min_cells=1000))
+def test_of_requests_with_one_system_prompt_this_prompt_stays() -> None:
+    cache = limited()
     system = text(1, 1500)
-    done(cache, np.concatenate([system, text(2, 3000)]))
-    assert place(cache, text(0, 20), 2000, principal=NOBODY) is not None
-    for number in range(3, 9):
-        assert ask(cache, np.concatenate([system, text(number, 3000)])) == 1500
-    assert kept(cache) == 4500
+    found = [ask(cache, np.concatenate([system, text(number, 3000)])) for number in range(2, 9)]
+    assert found == [0, 0, 1500, 1500, 1500, 1500, 1500]
+    assert kept(cache) == 1500
+
+
+def test_a_conversation_whose_end_was_cut_loses_it_once() -> None:
+    """Another request shares its system prompt before the conversation comes back."""
+    cache = limited()
+    ask(cache, text(1, 4000))
+    assert ask(cache, np.concatenate([text(1, 1500), text(2, 3000)])) == 0
+    assert kept(cache) == 1500
+    assert ask(cache, text(1, 4500)) == 1500
+    assert ask(cache, text(1, 5000)) == 4500
+
+
+def test_a_conversation_from_which_another_branches_stays_as_a_whole() -> None:
+    cache = limited()
+    for n in (4000, 5000):
+        ask(cache, text(1, n))
+    assert kept(cache) == 5000
+    assert ask(cache, np.concatenate([text(1, 1500), text(2, 3000)])) == 1500
+    assert kept(cache) == 5000
+    assert ask(cache, text(1, 5500)) == 5000
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,10 @@ class Allocation:
     """The tokens have been saved, or saving was given up."""
     cells_wanted: bool = False
     """A request waits for these cells."""
-    is_reused: bool = False
-    """Its tokens were asked for again lately; see ``IdleLimit``."""
+    n_reused: int = 0
+    """Tokens at its beginning that were asked for again lately; see ``IdleLimit``.  While busy, it may exceed ``n_tokens``."""
+    n_uncut: int = 0
+    """Tokens that it held when it became idle."""
     used_at: int = 0
     """``IdleLimit.n_rows`` when a request last used its tokens."""
     is_forgotten: bool = False

@@ -19,7 +19,7 @@ from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.kv.allocation import Allocation, count_cells
 from uma_trio.kv.cell_map import CellMap
 from uma_trio.kv.forks import Forks
-from uma_trio.kv.idle_limit import IdleLimit
+from uma_trio.kv.idle_limit import IdleLimit, expected_tokens
 from uma_trio.kv.offload import OffloadPlanner
 from uma_trio.kv.offload_index import OffloadIndex, SavedState
 from uma_trio.kv.ops import KvOp, Truncate
@@ -201,6 +201,7 @@ class KvCache:
         if not self._pool.make_room(allocation.reserved - source.reserved, keep=source, n_sequences=0):
             return None
         self._record_reuse(allocation, source, n_shared)
+        allocation.n_reused = max(allocation.n_reused, expected_tokens(allocation, source.n_uncut, n_shared))
         self._sharing.take_over(source, n_shared, allocation)
         return Placement(allocation, n_shared)
 
@@ -210,9 +211,8 @@ class KvCache:
         if limit is None or allocation.private:
             return
         if source is not None and source.is_idle:
-            source.is_reused, source.used_at = True, limit.n_rows
-        if limit.missed(allocation, n_shared):
-            allocation.is_reused = True
+            limit.reused(source, n_shared)
+        limit.began(allocation, n_shared)
 
     def _allocate_for_state(self, allocation: Allocation, state: SavedState) -> Placement | None:
         if not self._pool.make_room(allocation.reserved, keep=None, n_sequences=1):
@@ -395,13 +395,30 @@ class KvCache:
         Args:
             in_flight: a step is being computed; see ``cells_scanned``.
         """
-        if self._pool.unified:
-            self._pool.trim_idle()
+        self._trim_idle()
         ops = tuple(self._pool.ops)
         self._pool.ops.clear()
         if self._idle_limit is not None and any(isinstance(op, Truncate) for op in ops):
             self._follow_cells(in_flight=in_flight)
         return ops
+
+    def _trim_idle(self) -> None:
+        """Evict idle sequences beyond their limits, unless no request runs: their cells then slow nobody down."""
+        pool, limit, truncation = self._pool, self._idle_limit, self._truncation
+        if not pool.unified or not pool.idle or len(pool.allocations) == len(pool.idle):
+            return
+        if limit is not None:
+            for allocation in pool.idle.values():
+                if truncation.longest_within(allocation, allocation.n_reused) != allocation.n_reused:
+                    allocation.n_reused = allocation.n_tokens  # it cannot be cut there
+            for allocation in limit.victims(pool.idle.values()):
+                limit.remember(allocation)
+                if allocation.n_reused:
+                    truncation.truncate(allocation, allocation.n_reused)
+                    pool.shorten(allocation)
+                else:
+                    pool.evict_each([allocation])
+        pool.trim_idle()
 
     def put_back(self, ops: Sequence[KvOp]) -> None:
         """Queue operations again that ``take_ops`` returned for a step that was not begun."""
@@ -437,8 +454,7 @@ class KvCache:
         Args:
             n_in_flight: rows of the step in flight, which ``advance`` has not counted yet; ``None`` if none is.
         """
-        if self._pool.unified:
-            self._pool.trim_idle()
+        self._trim_idle()
         self._follow_cells(in_flight=n_in_flight is not None)
         return self._cell_map.scanned(n_in_flight or 0)
 

@@ -4,12 +4,14 @@ An idle cell then costs time in every step, and saves time only if its tokens ar
 as many rows as six times the model's width takes about as long as computing its token anew.  So tokens that nobody asks
 for soon are not worth their cells.  Whether somebody will is not known in advance, but it can be learned:
 
-- A sequence that was used again, or would have been if this limit had not evicted it, probably will be once more.  It
-  stays until the engine has computed ``KEEP_ROWS`` rows without it being used.
-- All other idle sequences share ``MIN_IDLE_CELLS``.
+- Tokens that were used again, or would have been if this limit had not evicted them, probably will be once more.  They
+  stay until the engine has computed ``KEEP_ROWS`` rows without them being used.
+- All other tokens of idle sequences share ``MIN_IDLE_CELLS``.
+
+A request that continues a sequence keeps it as a whole; of one that shares a system prompt, only that prompt stays.
 
 So clients that send every prompt once cost little, and a client that comes back loses its prefix once at most, also next
-to others that send theirs once.  The limit follows: it is the minimum and the cells of sequences that were used again.
+to others that send theirs once.  The limit follows: it is the minimum and the tokens that were used again.
 
 The memory of evicted sequences is that of ARC's ghost lists (Megiddo and Modha, 2003).  ARC moves one limit between
 recent and frequent entries; it has no use here, because a larger cache costs ARC nothing.
@@ -17,7 +19,7 @@ recent and frequent entries; it has no use here, because a larger cache costs AR
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import attrs
@@ -30,10 +32,10 @@ MAX_IDLE_FRACTION: Final = 0.25
 """Maximum fraction of a unified cache that idle allocations may hold."""
 
 MIN_IDLE_CELLS: Final = 2048
-"""Cells for idle sequences that nobody has used again; at most ``MAX_IDLE_FRACTION`` of the cache."""
+"""Cells for idle tokens that nobody has used again; at most ``MAX_IDLE_FRACTION`` of the cache."""
 
 KEEP_ROWS: Final = 65_536
-"""A sequence that was used again loses its place after this many rows of others.  For a model of 7B parameters, 24,576
+"""Tokens that were used again lose their place after this many rows of others.  For a model of 7B parameters, 24,576
 rows cost as much as the tokens; the rest is for the request that would wait for them, while all share the scans."""
 
 MAX_GHOSTS: Final = 64
@@ -56,7 +58,7 @@ class IdleLimit:
 
     Args:
         n_cells: cells of the whole cache.
-        min_cells: cells for sequences that nobody has used again.
+        min_cells: cells for tokens that nobody has used again.
         keep_rows: see ``KEEP_ROWS``.
     """
 
@@ -81,26 +83,25 @@ class IdleLimit:
         return self._ghosts
 
     def victims(self, idle: Iterable[Allocation]) -> list[Allocation]:
-        """Adjust the limit, and choose the sequences that must go.
+        """Adjust the limit, and choose the sequences that must be cut to the tokens that were used again.
 
         Args:
             idle: all idle allocations, the longest idle first.
         """
         n_reused, others = 0, []
         for allocation in idle:
-            if allocation.is_reused and self.n_rows - allocation.used_at > self._keep_rows:
-                allocation.is_reused = False
+            if allocation.n_reused and self.n_rows - allocation.used_at > self._keep_rows:
+                allocation.n_reused = 0
             if allocation.needs_save:  # saving would copy the state in the middle of others' steps
                 continue
-            if allocation.is_reused:
-                n_reused += allocation.reserved
-            else:
+            n_reused += allocation.n_reused
+            if allocation.reserved > allocation.n_reused:
                 others.append(allocation)
         self.cells = min(self.min_cells + n_reused, self.max_cells)
-        return excess(others, self.min_cells)
+        return [others[n] for n in excess([each.reserved - each.n_reused for each in others], self.min_cells)]
 
-    def evicted(self, allocation: Allocation) -> None:
-        """Remember ``allocation``, which was evicted because of this limit."""
+    def remember(self, allocation: Allocation) -> None:
+        """Remember ``allocation``, which this limit cuts or evicts, as a ghost."""
         if len(allocation.tokens) <= self.max_cells:  # a longer one would not stay anyway
             self._ghosts.append(Ghost(allocation.principal, allocation.adapters, allocation.tokens, allocation.used_at))
         n_tokens = sum([len(ghost.tokens) for ghost in self._ghosts])
@@ -113,8 +114,12 @@ class IdleLimit:
             n_old += 1
         del self._ghosts[:n_old]
 
-    def missed(self, allocation: Allocation, n_shared: int) -> bool:
-        """Whether a sequence that was evicted had more of a request's prompt than the cache has; forgets that sequence.
+    def reused(self, source: Allocation, n_shared: int) -> None:
+        """Record that a request uses the first ``n_shared`` tokens of ``source``, which is idle."""
+        source.n_reused, source.used_at = max(source.n_reused, n_shared), self.n_rows
+
+    def began(self, allocation: Allocation, n_shared: int) -> None:
+        """Record the prompt of a request, which an evicted sequence may have had more of than the cache.
 
         Args:
             allocation: that of the request, which is not private.
@@ -129,8 +134,10 @@ class IdleLimit:
                 if n > most:
                     best, most = ghost, n
         if best is not None:
-            self._ghosts.remove(best)
-        return best is not None
+            expected = expected_tokens(allocation, len(best.tokens), most)
+            allocation.n_reused = max(allocation.n_reused, expected)
+            if expected > most:
+                self._ghosts.remove(best)
 
     def forget(self, tokens: Tokens, principal: str) -> None:
         """Forget what ``tokens`` of ``principal`` begin with."""
@@ -141,20 +148,25 @@ class IdleLimit:
         ]
 
 
-def excess(idle: Collection[Allocation], limit: float) -> list[Allocation]:
-    """The allocations to evict so that the others hold at most ``limit`` cells.
+def expected_tokens(allocation: Allocation, n_before: int, n_shared: int) -> int:
+    """How many tokens of a request will be used again, since it uses ``n_shared`` of the ``n_before`` of another one.
 
-    Those that exceed the limit alone go first, then the longest idle.
-
-    Args:
-        idle: the longest idle first.
+    All, if it continues most of that one; otherwise those that both have.
     """
-    victims = [allocation for allocation in idle if allocation.reserved > limit]
-    left = sum([allocation.reserved for allocation in idle]) - sum([allocation.reserved for allocation in victims])
-    for allocation in idle:
+    return allocation.reserved if 2 * n_shared >= n_before else n_shared
+
+
+def excess(sizes: Sequence[int], limit: float) -> list[int]:
+    """The positions of the sizes to remove so that the sum of the others is at most ``limit``.
+
+    Those that exceed the limit alone go first, then the first ones.
+    """
+    removed = [n for n, size in enumerate(sizes) if size > limit]
+    left = sum([size for size in sizes if size <= limit])
+    for n, size in enumerate(sizes):
         if left <= limit:
             break
-        if allocation.reserved <= limit:
-            victims.append(allocation)
-            left -= allocation.reserved
-    return victims
+        if size <= limit:
+            removed.append(n)
+            left -= size
+    return removed

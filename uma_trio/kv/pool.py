@@ -92,9 +92,18 @@ class Pool:
         self.reserved += len(tokens) - allocation.reserved
         allocation.tokens, allocation.reserved, allocation.is_idle, allocation.leader = tokens, len(tokens), True, None
         allocation.idle_since, allocation.save_settled = at, False
+        allocation.n_reused, allocation.n_uncut = min(allocation.n_reused, len(tokens)), len(tokens)
         allocation.used_at = 0 if self.idle_limit is None else self.idle_limit.n_rows
         self.idle[allocation.seq_id] = allocation
         self.idle_cells += allocation.reserved
+
+    def shorten(self, allocation: Allocation) -> None:
+        """Free the cells that ``allocation``, which is idle and was truncated, no longer needs."""
+        n_freed = allocation.reserved - allocation.n_tokens
+        allocation.tokens, allocation.reserved = allocation.tokens[: allocation.n_tokens], allocation.n_tokens
+        self.reserved -= n_freed
+        self.idle_cells -= n_freed
+        self.changes += 1
 
     def hand_over(self, source: Allocation, allocation: Allocation) -> None:
         """Give the sequence of ``source``, which is idle, to ``allocation`` with all its tokens and checkpoints."""
@@ -103,7 +112,6 @@ class Pool:
         self.reserved += allocation.reserved - source.reserved
         allocation.seq_id, allocation.truncation_floor = source.seq_id, source.truncation_floor
         allocation.take_cells(source)
-        allocation.is_reused = allocation.is_reused or source.is_reused
         allocation.checkpoints, source.checkpoints = source.checkpoints, ()
         self.allocations[allocation.seq_id] = allocation
 
@@ -196,19 +204,14 @@ class Pool:
         return self._evict(victims)
 
     def trim_idle(self) -> None:
-        """Evict idle allocations until they hold at most ``MAX_IDLE_FRACTION`` of the cells, and obey ``idle_limit``.
+        """Evict idle allocations until they hold at most ``MAX_IDLE_FRACTION`` of the cells.
 
-        First evicts sequences that exceed the limit alone.  Does nothing while no request runs, because idle cells then
-        slow nobody down.
+        First evicts sequences that exceed the limit alone.
         """
-        if not self.idle or len(self.allocations) == len(self.idle):
-            return
-        if self.idle_limit is not None:
-            for allocation in self.idle_limit.victims(self.idle.values()):
-                self._evict_each([allocation])
-                self.idle_limit.evicted(allocation)
-        if self.idle_cells > MAX_IDLE_FRACTION * self.n_cells:
-            self._evict_each(excess(self.idle.values(), MAX_IDLE_FRACTION * self.n_cells))
+        limit = MAX_IDLE_FRACTION * self.n_cells
+        if self.idle_cells > limit:
+            idle = list(self.idle.values())
+            self.evict_each([idle[n] for n in excess([each.reserved for each in idle], limit)])
 
     def _evict(self, victims: Collection[Allocation]) -> bool:
         """Evict all ``victims``, or none while some must be saved; returns whether they are gone."""
@@ -216,10 +219,11 @@ class Pool:
         for allocation in unsaved:
             allocation.cells_wanted = True
         if not unsaved:
-            self._evict_each(victims)
+            self.evict_each(victims)
         return not unsaved
 
-    def _evict_each(self, victims: Collection[Allocation]) -> None:
+    def evict_each(self, victims: Collection[Allocation]) -> None:
+        """Evict ``victims``, without those that must be saved."""
         for allocation in victims:
             if allocation.needs_save:
                 allocation.cells_wanted = True
