@@ -22,6 +22,10 @@ from uma_trio.scheduling.fairness import Service
 from uma_trio.scheduling.gaps import NO_FILLERS, contexts_with_fillers, join_runs, runs_of_consecutive_ids
 from uma_trio.scheduling.view import Priority, SequenceView
 
+MAX_FURTHER_CALL: Final = 1.1
+"""If a prompt that begins behind the end of another one makes the tick longer than this multiple, it waits for the next
+tick.  On an H200 it takes a quarter longer, on a CPU hardly."""
+
 MAX_BACKGROUND_SKIPS: Final = 4
 """Ticks in a row from which background sequences can be left out."""
 
@@ -336,14 +340,14 @@ def _choose_prefill(
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
         aligned = budget - (budget + len(decodes) if mixes_prefill else budget) % ROW_ALIGNMENT
         budget = aligned if aligned >= limits.min_chunk_tokens else budget
-    n_calls, waits = work.n_calls, bool(decodes) and not mixes_prefill and cost.mixed.curves is not None
+    n_calls = work.n_calls
     while True:  # the chosen prompts may have more context than the mean, so less fits; mostly one round is enough
         given, service = _divide(prefills, budget, state.service, limits)
-        if waits and (rest := _rest_in_a_call_of_its_own(given, limits)):
+        work = _with_prefill(work, given, attention, n_calls=n_calls, mixes_prefill=mixes_prefill)
+        rest = _rest_in_a_call_of_its_own(given, limits) if decodes and not mixes_prefill else 0
+        if rest and cost.predict(work) > MAX_FURTHER_CALL * cost.predict(attrs.evolve(work, n_calls=n_calls)):
             given, service = _divide(prefills, budget - rest, state.service, limits)
-        work = _with_prefill(work, given, attention)
-        if not mixes_prefill:
-            work = attrs.evolve(work, n_calls=n_calls + max(0, len({n for _, n in given}) - 1))
+            work = _with_prefill(work, given, attention, n_calls=n_calls, mixes_prefill=mixes_prefill)
         budget = _prefill_budget(decodes, overdue, work, state, now_s, cost, max_tokens, limits, attention)
         if records_calls and _would_be_recorded(given, len(decodes), state):
             budget = min(budget, work.prefill_tokens - 1)
@@ -354,9 +358,8 @@ def _choose_prefill(
 def _rest_in_a_call_of_its_own(given: Sequence[tuple[SequenceView, int]], limits: Scheduling) -> int:
     """Tokens of the last chunk, if it begins a prompt behind the end of another long one; otherwise 0.
 
-    With per-sequence KV, llama.cpp computes chunks of different lengths one after another.  On a GPU the second one takes as
-    long as a hundred tokens more, and it can wait for the next tick.  Behind short prompts, which may come in every tick, it
-    does not wait.
+    With per-sequence KV, llama.cpp computes chunks of different lengths one after another.  Behind short prompts, which may
+    come in every tick, a long one does not wait.
     """
     if not given:
         return 0
@@ -447,12 +450,19 @@ def _divide(
     return fairness.divide(prefills, budget, service, burst=limits.prefill_burst_tokens)
 
 
-def _with_prefill(work: Work, given: Sequence[tuple[SequenceView, int]], attention: Attention) -> Work:
-    """``work`` with the prefill tokens ``given`` in place of its own."""
+def _with_prefill(
+    work: Work, given: Sequence[tuple[SequenceView, int]], attention: Attention, *, n_calls: int, mixes_prefill: bool
+) -> Work:
+    """``work`` with the prefill tokens ``given`` in place of its own.
+
+    Args:
+        n_calls: with chunks of one length.
+    """
     n = sum([n for _, n in given])
     mean_context = sum([view.n_context * n for view, n in given]) / n if n else 0.0
     mean_context = attention.prefill_context(mean_context) if n else 0.0
-    return attrs.evolve(work, prefill_tokens=n, mean_prefill_context=mean_context)
+    n_calls += 0 if mixes_prefill else max(0, len({n for _, n in given}) - 1)
+    return attrs.evolve(work, prefill_tokens=n, mean_prefill_context=mean_context, n_calls=n_calls)
 
 
 # -- drafts -------------------------------------------------------------------------------------------
