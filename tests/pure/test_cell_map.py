@@ -6,10 +6,12 @@ import numpy as np
 
 from tests.support.kv_cache import advance, make_cache, place, release
 from uma_trio.kv.cache import KvCache
+from uma_trio.kv.idle_limit import IdleLimit
 
 
-def start(cache: KvCache, n: int) -> int:
-    placement = place(cache, np.arange(n, dtype=np.int32), 2000, private=True)
+def start(cache: KvCache, n: int, n_cells: int = 2000) -> int:
+    """Compute ``n`` tokens of a new request, whose id it returns."""
+    placement = place(cache, np.arange(n, dtype=np.int32), n_cells, private=True)
     assert placement is not None
     advance(cache, placement.seq_id, n)
     return placement.seq_id
@@ -70,3 +72,26 @@ def test_an_ended_sequence_at_the_end_is_not_scanned_by_the_step_that_removes_it
     advance(cache, first, 101)
     cache.take_ops()
     assert cache.cells_scanned() == 202, "its row came before"
+
+
+def test_the_rows_of_a_short_request_came_before_those_that_followed() -> None:
+    cache = make_cache(idle_limit=IdleLimit(8000))
+    first = start(cache, 100)
+    assert cache.cells_scanned() == 100
+    short = start(cache, 60)
+    release(cache, short)
+    cache.take_ops(in_flight=True)
+    advance(cache, first, 110)
+    assert cache.cells_scanned() == 170, "these were computed while the cells of the short one were in use"
+    release(cache, first)
+    assert cache.cells_scanned() == 0
+
+
+def test_a_full_cache_is_followed_although_several_steps_passed() -> None:
+    cache = make_cache()
+    first = start(cache, 7000, 7000)
+    assert cache.cells_scanned() == 7000
+    release(cache, first)
+    start(cache, 7500, 7500)
+    assert cache.cells_scanned() == 7500
+    cache.check_integrity()

@@ -17,7 +17,7 @@ import attrs
 
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.kv.allocation import Allocation, count_cells
-from uma_trio.kv.cell_map import CellMap
+from uma_trio.kv.cell_map import MAX_BEHIND, CellMap
 from uma_trio.kv.forks import Forks
 from uma_trio.kv.idle_limit import IdleLimit, expected_tokens
 from uma_trio.kv.offload import OffloadPlanner
@@ -344,6 +344,8 @@ class KvCache:
         self._check(allocation)
         if tokens is not None and len(tokens) > allocation.n_tokens:
             raise AssertionError(f"sequence {allocation.seq_id} holds {allocation.n_tokens} tokens, not {len(tokens)}")
+        if self._idle_limit is not None and self._cell_map.n_behind(allocation) > MAX_BEHIND:
+            self._follow_cells(in_flight=True)
         self._pool.changes += 1
         self._sharing.stop_waiting(allocation)
         if allocation.shared is not None:  # its tokens stay where its forks are

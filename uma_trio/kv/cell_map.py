@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from uma_trio.kv.allocation import Allocation, CellRun, cells_by_run
+
+MAX_BEHIND: Final = 16
+"""Tokens of an ended sequence that may be left out: the rows that followed took cells after theirs."""
 
 Cells: TypeAlias = npt.NDArray[np.intp]
 """``[n]`` numbers of cells."""
@@ -52,6 +55,10 @@ class CellMap:
             staying[cells] = False
         return max(_end_of(staying), n_used - sum(map(len, self._leaving)))
 
+    def n_behind(self, allocation: Allocation) -> int:
+        """Tokens of ``allocation`` that have no cells here yet."""
+        return sum([end - run.start - len(self._cells.get(run, ())) for run, end in allocation.runs()])
+
     def follow(self, allocations: Iterable[Allocation], *, in_flight: bool) -> None:
         """Give cells to the tokens that steps have computed since the last call, then free those of removed tokens.
 
@@ -79,19 +86,25 @@ class CellMap:
         if len(self._cells) > len(lengths):
             for run in self._cells.keys() - lengths.keys():
                 removed.append(np.array(self._cells.pop(run), dtype=np.intp))
-        if by_one or grown:
-            self._grow(by_one, grown)
-        if by_one or grown or not in_flight:
+        removed = [cells for cells in removed if len(cells)]
+        n_grown = len(by_one) + sum([n for n, _ in grown])
+        if self._n_used + n_grown > len(
+            self._is_used
+        ):  # of several steps: the later ones have the cells of the removed
+            self._leaving += removed
+            removed = []
             self._free_leaving()
-        self._leaving += [cells for cells in removed if len(cells)]
+        if n_grown:
+            self._grow(by_one, grown)
+        if n_grown or not in_flight:
+            self._free_leaving()
+        self._leaving += removed
         if not in_flight:
             self._free_leaving()
 
     def _grow(self, by_one: list[array[int]], grown: list[tuple[int, array[int]]]) -> None:
         """Add the lowest free cells: one to each of ``by_one``, then to each of ``grown`` the number next to it."""
         n = len(by_one) + sum([n for n, _ in grown])
-        if self._n_used + n > len(self._is_used):  # the rows of two steps: the second has the cells that leave
-            self._free_leaving()
         holes = self._first_free + np.flatnonzero(~self._is_used[self._first_free : self._end])[:n]
         numbers = np.concatenate([holes, np.arange(self._end, self._end + n - len(holes))])
         self._is_used[numbers] = True
