@@ -405,6 +405,14 @@ class CacheMachine(RuleBasedStateMachine):
     def land(self) -> None:
         self.complete()
 
+    @rule()
+    def plan_ahead(self) -> None:
+        """Plan a step while one is in flight, and drop the plan."""
+        if self.unified and self.requests:
+            n = sum(request.in_flight for request in self.requests.values())
+            assert self.cache.cells_scanned(n) <= self.n_cells
+            self.cache.put_back(self.cache.take_ops(in_flight=True))
+
     @rule(which=st.integers(0, 7), lost=st.sampled_from([0, 0, 0, 5]))
     def finish(self, which: int, lost: int) -> None:
         """End a request; ``lost`` tokens at its end are not kept, such as those behind a stop string."""
@@ -572,6 +580,7 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                 "reject": 10,
                 "back": 5,
                 "save": 5,
+                "ahead": 9,
                 "fail": 0.3,
             }
             match chance.choices([*rules], [*rules.values()])[0]:
@@ -601,6 +610,8 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                     machine.reject_drafts(chance.randrange(8), chance.randint(1, 8))
                 case "back":
                     machine.go_back(chance.randrange(8), chance.randint(1, 60))
+                case "ahead":
+                    machine.plan_ahead()
                 case "save":
                     machine.save()
                 case "fail":

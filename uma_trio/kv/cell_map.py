@@ -49,7 +49,7 @@ class CellMap:
         """
         n_used, end = self._n_used + n_in_flight, self._end
         if not self._leaving or n_used > end:
-            return max(n_used, end)
+            return min(max(n_used, end), len(self._is_used))
         staying = self._is_used[:end].copy()
         for cells in self._leaving:
             staying[cells] = False
