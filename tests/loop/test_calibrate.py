@@ -33,7 +33,7 @@ async def test_stairs_are_measured_once(autojump_clock, n_seq_max):
             work = Work(rows - n_decodes, n_decodes, 0)
             assert cost.predict(work) == pytest.approx(stairs_ms(rows, 0), rel=0.05)
             top = 64 * math.ceil(rows / 64) - n_decodes
-            assert top - 1 <= cost.max_prefill_tokens(cost.predict(work) + 4, work) <= top
+            assert top - 1 <= cost.max_prefill_tokens(cost.predict(work) + 2, work) <= top
     n_steps = len(engine.steps)
     again = await calibrate(VirtualLink(engine), known=cost, budget_s=60)
     assert not any(step.ops and step.calls for step in engine.steps[n_steps:]), "no step of a curve"
