@@ -16,7 +16,7 @@ from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.offload import Offloader
 from uma_trio.principal import Principal
-from uma_trio.protocol.requests import Embed, Generate
+from uma_trio.protocol.requests import Embed, Generate, Slo
 from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.attention import AttentionScan
 from uma_trio.scheduling.bisection import CrashBisection
@@ -282,6 +282,21 @@ async def test_texts_to_embed_are_in_the_next_step_and_in_none_that_runs_ahead(p
     service = found.planner._policy.service
     before = planned.policy_before.service.decoded(planned.plan.decodes)
     assert service.counter("uid:0") == before.counter("uid:0") + planned.embedding.n_tokens, "they are charged"
+
+
+@pytest.mark.parametrize("target_ttft_ms", [None, 5.0, 60_000.0])
+async def test_a_prompt_is_overdue_by_its_own_target_and_the_daemons(planning, target_ttft_ms):
+    request = Generate(id="r", prompt="p", max_tokens=5, slo=Slo(target_ttft_ms=target_ttft_ms))
+    world = planning()
+    [sequence] = admit(
+        request, Prompt(np.ones(9, np.int32), ""), Sink(), SOMEONE, world.info, CONFIG, grammar=None, durable=False
+    )
+    default_ms = CONFIG.scheduling.target_ttft_ms
+    own_ms = default_ms if target_ttft_ms is None else target_ttft_ms
+    now = trio.current_time()
+    assert sequence.due_at == pytest.approx(now + own_ms / 1e3), "for the order of prompts"
+    overdue_at = sequence.view().due_s + sequence.view().grace_s
+    assert overdue_at == pytest.approx(now + max(own_ms, default_ms) / 1e3)
 
 
 async def test_after_a_crash_one_half_of_the_sequences_runs_and_nothing_ahead(planning):

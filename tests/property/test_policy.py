@@ -192,9 +192,10 @@ def first_due(case: Case, due_s: float) -> Case:
     return attrs.evolve(case, prefills=[msgspec.structs.replace(view, due_s=due_s) for view in case.prefills])
 
 
-def overdue(prefills: Sequence[SequenceView], decodes: Sequence[SequenceView]) -> list[SequenceView]:
-    """The prompts whose first token is overdue, unless a stream has a higher class."""
-    return [p for p in prefills if p.due_s < 0 and all(p.priority <= view.priority for view in decodes)]
+def overdue(case: Case, decodes: Sequence[SequenceView]) -> list[SequenceView]:
+    """The prompts whose first token is overdue and at most a batch away, unless a stream has a higher class."""
+    short = [view for view in case.prefills if view.n_pending <= case.max_tokens]
+    return [p for p in short if p.due_s < 0 and all(p.priority <= view.priority for view in decodes)]
 
 
 @given(cases())
@@ -219,7 +220,7 @@ def test_overdue_prompts_make_a_tick_longer_by_what_two_streams_for_each_take(ca
     chosen, usual = late.plan(), first_due(case, 1.0).plan()
     if chosen.work.prefill_tokens <= max(usual.work.prefill_tokens, case.limits.min_chunk_tokens):
         return
-    waiting = overdue(late.prefills, chosen.decodes)
+    waiting = overdue(late, chosen.decodes)
     assert waiting
     assert chosen.work.prefill_tokens <= sum(view.n_pending for view in waiting)
     due_ms = 1e3 * min(view.due_s for view in chosen.decodes)
@@ -247,6 +248,19 @@ def test_the_more_prompts_are_overdue_the_longer_is_the_tick(n_waiting: int, tok
 def test_prompts_in_time_or_of_a_lower_class_get_the_smallest_chunk(due_s: float, priority: Priority) -> None:
     chosen = next_to_16_streams([SequenceView(20 + n, 100, due_s=due_s) for n in range(16)], priority)
     assert chosen.work.prefill_tokens == LIMITS.min_chunk_tokens
+
+
+def test_an_overdue_prompt_of_many_batches_slows_nobody_down() -> None:
+    """It would be late for many seconds more."""
+    assert next_to_16_streams([SequenceView(20, 4000, due_s=-1.0)]).work.prefill_tokens == LIMITS.min_chunk_tokens
+
+
+def test_a_short_target_of_a_request_slows_nobody_down() -> None:
+    """Its first token is due early, and it is overdue when those of others would be."""
+    waiting = [SequenceView(20 + n, 100, due_s=-1.0, grace_s=2.0) for n in range(16)]
+    assert next_to_16_streams(waiting).work.prefill_tokens == LIMITS.min_chunk_tokens
+    late = [msgspec.structs.replace(view, due_s=-2.1) for view in waiting]
+    assert next_to_16_streams(late).work.prefill_tokens > LIMITS.min_chunk_tokens
 
 
 def test_prompts_in_time_gain_nothing_from_an_overdue_one() -> None:

@@ -487,8 +487,8 @@ class Scheduling:
     target_ttft_ms: float = setting(
         2000.0,
         "Target for the time to the first token, for requests without slo.target_ttft_ms. Among the prompts of one "
-        "principal and priority, the one with the earliest deadline goes first. Prompts that are later than this get a "
-        "larger share of the time, and may slow down streams to a third of their speed.",
+        "principal and priority, the one with the earliest deadline goes first. Prompts that are later than this, and have "
+        "at most a batch of tokens left, get a larger share of the time, and may slow down streams to a third of their speed.",
         gt=0,
         le=3_600_000,
     )

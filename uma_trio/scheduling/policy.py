@@ -335,7 +335,7 @@ def _choose_prefill(
     # mean over all of them.
     mean_context = attention.prefill_context(sum([view.n_context for view in prefills]) / len(prefills))
     work = attrs.evolve(work, mean_prefill_context=mean_context)
-    overdue = _overdue(decodes, prefills, now_s)
+    overdue = _overdue(decodes, prefills, now_s, max_tokens)
     budget = _prefill_budget(decodes, overdue, work, state, now_s, cost, max_tokens, limits, attention)
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
         aligned = budget - (budget + len(decodes) if mixes_prefill else budget) % ROW_ALIGNMENT
@@ -379,10 +379,17 @@ def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int
     return n > 1 and not completes and n + n_decodes == state.prefill_rows
 
 
-def _overdue(decodes: Sequence[SequenceView], prefills: Sequence[SequenceView], now_s: float) -> Sequence[SequenceView]:
-    """The prompts whose first token is overdue.  A prompt of a lower class than one of the streams is never overdue."""
+def _overdue(
+    decodes: Sequence[SequenceView], prefills: Sequence[SequenceView], now_s: float, max_tokens: int
+) -> Sequence[SequenceView]:
+    """The prompts whose first token is overdue, and at most a batch away.
+
+    A long prompt would slow down the streams for many seconds, and still be late.  A prompt of a lower class than one of the
+    streams is never overdue.
+    """
     highest = min([view.priority for view in decodes], default=Priority.BACKGROUND)
-    return [view for view in prefills if view.due_s < now_s and view.priority <= highest]
+    waiting = [view for view in prefills if view.n_pending <= max_tokens and view.priority <= highest]
+    return [view for view in waiting if view.due_s + view.grace_s < now_s]
 
 
 def _prefill_budget(

@@ -45,3 +45,5 @@ class SequenceView(msgspec.Struct, frozen=True, gc=False):
     """Recent share of the draft model's tokens that were accepted.  It often proposes fewer tokens than it may."""
     n_missing: int = 0
     """Tokens that the draft model computes before it proposes the first one."""
+    grace_s: float = 0.0
+    """During prefill: how much later than ``due_s`` the first token may be before the prompt is overdue."""

@@ -74,6 +74,7 @@ def admit(
             adapters=adapters,
             arrived_at=now,
             due_at=now + _target_ttft_ms(request.slo, config) / 1e3,
+            grace_s=max(0.0, config.scheduling.target_ttft_ms - _target_ttft_ms(request.slo, config)) / 1e3,
             target_itl_s=_target_itl_ms(request.slo, config) / 1e3,
             durable=durable,
         )

@@ -109,6 +109,9 @@ class Sequence:
     arrived_at: float
     due_at: float
     """When its next token is due."""
+    grace_s: float = 0.0
+    """How much later than ``due_at`` the first token may be before others have to wait for it: a request that sets a short
+    target goes before others of its principal, and does not slow down everybody."""
     target_itl_s: float
     """Inter-token latency that it is promised."""
     durable: bool
@@ -232,6 +235,7 @@ class Sequence:
             n_pending=n_pending,
             n_context=n_context,
             due_s=due_s,
+            grace_s=self.grace_s,
             priority=self.priority,
             principal=self.principal.name,
             weight=self.principal.weight,
