@@ -30,6 +30,7 @@ from uma_trio.engine.fit import (
 )
 from uma_trio.engine.fitting import arrangement_of, measure
 from uma_trio.engine.layout import DEFAULT_WINDOW, Environment, Layout
+from uma_trio.engine.llama import environment_of
 from uma_trio.engine.placement import Place, place_on
 
 GIB = 1 << 30
@@ -410,3 +411,21 @@ def test_devices_that_divide_each_layer_have_one_memory(mode, shares, free_gib):
     arrangement = arrangement_of(where, found)
     assert arrangement.moved == (("ffn", 0),)
     assert arrangement.shares == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "unified"),
+    [
+        ("CUDA0", {}, False),
+        ("CUDA0", {"gpu_layers": 0}, False),
+        ("ROCm0", {}, False),
+        ("Vulkan0", {}, True),
+        ("MTL0", {}, True),
+    ],
+)
+def test_the_device_decides_the_layout_where_nobody_does(name: str, settings: dict[str, Any], unified: bool) -> None:
+    device = attrs.evolve(place_of("layer").devices[0], name=name)
+    where = place_on(config.Model(**settings), [device], 16)
+    usual, tight = environment_of(where, 100.0), environment_of(where, 18.0)
+    assert usual.prefers_unified == unified
+    assert tight.prefers_unified == where.on_gpu
