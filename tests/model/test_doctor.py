@@ -87,7 +87,10 @@ def test_the_context_of_a_request(examine, monkeypatch, tmp_path):
     found = examine("--config", file)["context"]
     assert found["verdict"] == "warning"
     assert found["message"].startswith("512 tokens for a request: a KV cache of 4096 tokens")
-    assert found["fix"] == "serve with --ctx 65536 or --parallel 1, which gives a request more"
+    assert (
+        found["fix"]
+        == "serve with --ctx 65536, --kv-unified on --ctx 8192 or --parallel 1 --ctx 4096, which gives a request more"
+    )
 
 
 def test_a_measurement_that_cannot_be_saved_is_not_promised(examine, monkeypatch, tmp_path):

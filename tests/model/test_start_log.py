@@ -30,7 +30,7 @@ def test_a_start_names_its_device_and_the_context_of_a_request(start: Any) -> No
     context = records["context"]
     assert context["level"] == "warning"
     assert context["context"].startswith("512 tokens for a request")
-    assert context["hint"] == "--ctx 65536 or --parallel 1 gives a request more"
+    assert context["hint"] == "--ctx 65536, --kv-unified on --ctx 8192 or --parallel 1 --ctx 4096 gives a request more"
 
 
 def test_a_start_with_the_default_context_has_nothing_to_say(start: Any) -> None:

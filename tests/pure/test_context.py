@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -50,17 +51,17 @@ LIMITED = info(kv_mem_limited=True)
         (
             INFO,
             "512 tokens for a request: a KV cache of 4096 tokens, divided among 8 sequences",
-            "--ctx 65536 or --parallel 1",
+            "--ctx 65536, --kv-unified on --ctx 8192 or --parallel 1 --ctx 4096",
         ),
         (
             info(n_ctx=32768, n_ctx_seq=4096),
             "4096 tokens for a request: a KV cache of 32768 tokens, divided among 8 sequences",
-            "--ctx 65536 or --parallel 4",
+            "--ctx 65536, --kv-unified on --ctx 32768 or --parallel 4 --ctx 32768",
         ),
-        (SHARED, "4096 tokens for a request, which is the whole KV cache", "--ctx 8192"),
+        (SHARED, "4096 tokens for a request, which is the whole KV cache", "--kv-unified on --ctx 8192"),
         (ALONE, "4096 tokens for a request, which is the whole KV cache", "--ctx 8192"),
         (TRAINED, "8192 tokens for a request, as many as the model was trained with", None),
-        (LIMITED, "512 tokens for a request: a KV cache of 4096 tokens, divided among 8 sequences", "--kv-mem-limit-mb 66 or --parallel 1"),
+        (LIMITED, "512 tokens for a request: a KV cache of 4096 tokens, divided among 8 sequences", "--kv-mem-limit-mb 66 or --parallel 1 --ctx 4096"),
     ],
     ids=["per-sequence", "README", "unified", "one sequence", "trained", "limited in megabytes"],
 )  # fmt: skip
@@ -70,21 +71,30 @@ def test_the_context_and_what_gives_more(model: ModelInfo, words: str, more: str
 
 
 def test_what_gives_a_request_its_context() -> None:
-    assert more_context(INFO, 513) == "--ctx 6144 or --parallel 5"
-    assert more_context(INFO, 4096) == "--ctx 32768 or --parallel 1"
+    assert more_context(INFO, 513) == "--ctx 6144, --kv-unified on --ctx 4096 or --parallel 5 --ctx 4096"
+    assert more_context(INFO, 4096) == "--ctx 32768, --kv-unified on --ctx 4096 or --parallel 1 --ctx 4096"
     assert more_context(INFO, 512) is None
-    assert more_context(INFO, 32768) == "--ctx 262144"
+    assert more_context(INFO, 32768) == "--ctx 262144 or --kv-unified on --ctx 32768"
+    assert more_context(LIMITED, 32768) == "--kv-mem-limit-mb 263"
     assert more_context(INFO, 32769) is None, "no setting helps beyond what the model was trained with"
 
 
 def test_the_settings_keep_their_promise() -> None:
-    """A context of the proposed size has room for the request."""
+    """With each proposal a request has room."""
     for wanted in (513, 768, 4096, 5000, 32768):
-        ctx = int((more_context(INFO, wanted) or "").split()[1])
-        shape = Shape(n_ctx_train=INFO.n_ctx_train, kv_bytes_per_token=1000)
-        model = settings(ctx=ctx, parallel=8, kv_unified="off").model
-        (layout, *_) = candidates(shape, model, Environment(on_gpu=False), memory_bytes=1 << 40, windowed=False)
-        assert layout.n_ctx // 8 >= wanted
+        ways = re.split(", | or ", more_context(INFO, wanted) or "")
+        assert len(ways) == (3 if wanted <= INFO.n_ctx else 2)
+        for way in ways:
+            words = way.split()
+            given = dict(zip(words[::2], words[1::2], strict=True))
+            parallel = int(given.pop("--parallel", "8"))
+            model = settings(
+                ctx=int(given.pop("--ctx")), parallel=parallel, kv_unified=given.pop("--kv-unified", "off")
+            ).model
+            assert not given
+            shape = Shape(n_ctx_train=INFO.n_ctx_train, kv_bytes_per_token=1000)
+            (layout, *_) = candidates(shape, model, Environment(on_gpu=False), memory_bytes=1 << 40, windowed=False)
+            assert layout.n_ctx // (1 if layout.unified else parallel) >= wanted
 
 
 @pytest.mark.parametrize("limits", [Limits(), Limits(default_max_tokens=512)])
@@ -102,12 +112,13 @@ def test_a_refusal_names_the_context_of_a_request_and_the_settings() -> None:
 
     assert refusal(900, None) == (
         "the prompt has 900 tokens, and this model's maximum context length is 512 tokens for a request: a KV cache of "
-        "4096 tokens, divided among 8 sequences; send a shorter one, or start uma-trio serve with --ctx 8192 or --parallel 4"
+        "4096 tokens, divided among 8 sequences; send a shorter one, or start uma-trio serve with --ctx 8192, "
+        "--kv-unified on --ctx 4096 or --parallel 4 --ctx 4096"
     )
     assert refusal(100, 1000) == (
         "100 prompt tokens and max_tokens 1000 are too many; this model's maximum context length is 512 tokens for a "
-        "request: a KV cache of 4096 tokens, divided among 8 sequences; ask for at most 413, or start uma-trio serve with --ctx 10240 or "
-        "--parallel 3"
+        "request: a KV cache of 4096 tokens, divided among 8 sequences; ask for at most 413, or start uma-trio serve with --ctx 10240, "
+        "--kv-unified on --ctx 4096 or --parallel 3 --ctx 4096"
     )
     assert refusal(9000, None, TRAINED).endswith("as many as the model was trained with; send a shorter one")
 

@@ -35,9 +35,12 @@ def explain_context(info: ModelInfo) -> str:
 def more_context(info: ModelInfo, wanted: int | None = None) -> str | None:
     """The settings of ``uma-trio serve`` that give a request more context; ``None`` if the model allows no more.
 
+    Each alternative is complete.  The layout and the number of sequences decide about a default of ``--ctx``, and on
+    some GPUs ``--ctx`` decides about the layout.
+
     Args:
-        wanted: tokens of prompt and answer, for which the settings suffice.  Without it they aim at what a request has
-            by default.
+        wanted: tokens of prompt and answer, for which each alternative suffices.  Without it they aim at what a request
+            has by default.
     """
     target = min(wanted or DEFAULT_WINDOW, info.n_ctx_train)
     target += -target % KV_CELL_MULTIPLE
@@ -48,9 +51,14 @@ def more_context(info: ModelInfo, wanted: int | None = None) -> str | None:
         larger = f"--kv-mem-limit-mb {1 + int(n_sequences * target * info.kv_bytes_per_token / MB)}"
     else:
         larger = f"--ctx {n_sequences * target}"
-    if _is_shared(info) or (wanted and info.n_ctx < target):
-        return larger
-    return f"{larger} or --parallel {max(1, info.n_ctx // target)}"
+    if _is_shared(info):
+        return larger if info.n_seq_max == 1 else f"--kv-unified on {larger}"
+    ways = [larger]
+    if info.n_ctx >= target or not info.kv_mem_limited:
+        ways.append(f"--kv-unified on --ctx {max(info.n_ctx, target)}")
+    if info.n_ctx >= target or not wanted:
+        ways.append(f"--parallel {max(1, info.n_ctx // target)} --ctx {info.n_ctx}")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else larger
 
 
 def is_short(info: ModelInfo, limits: Limits) -> bool:
