@@ -139,8 +139,8 @@ class Model:
         "Size of the KV cache in tokens, for all sequences together, as in llama-server. A request gets ctx / parallel "
         "of them, or with unified KV up to all of them (kv_unified). 0 takes 8192 tokens for each sequence, or the "
         "model's training context if that is smaller, and less where memory is short: what fits, or a quarter of the "
-        "machine's memory if fit is off. On a GPU with kv_unified off it takes up to 32768 for each, as far as a quarter of "
-        "the GPU's memory has room.",
+        "machine's memory if fit is off. With per-sequence KV and all layers on GPUs, fit takes up to 32768 for each, as far "
+        "as a quarter of their free memory has room.",
         short="-c",
         ge=0,
         le=64 * MIB,
@@ -234,9 +234,9 @@ class Model:
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
         "on: all sequences share ctx, and one sequence can use all of it. off: each sequence has ctx / parallel "
-        "tokens. auto: the faster one. With CUDA, ROCm, MUSA and SYCL that is off, unless target_tbt_ms is below 50 or "
-        "ctx / parallel below 8192; otherwise it is measured at the first start together with flash_attn, and without a "
-        "measurement on with a GPU and off without.",
+        "tokens (per-sequence KV). auto: the faster one. With CUDA, ROCm, MUSA and SYCL that is off; but on, if target_tbt_ms "
+        "is below 50, or ctx / parallel below 8192 or the model's smaller training context. On other devices it is measured "
+        "at the first start together with flash_attn; without a measurement it is on with a GPU and off without.",
     )
     flash_attn: Literal["auto", "on", "off"] = setting(
         "auto",
@@ -487,8 +487,9 @@ class Scheduling:
     target_ttft_ms: float = setting(
         2000.0,
         "Target for the time to the first token, for requests without slo.target_ttft_ms. Among the prompts of one "
-        "principal and priority, the one with the earliest deadline goes first. Prompts that are later than this, and have "
-        "at most a batch of tokens left, get a larger share of the time, and may slow down streams to a third of their speed.",
+        "principal and priority, the one with the earliest deadline goes first. Prompts that are later than this and than their "
+        "own target, and have at most a batch of tokens left, get a larger share of the time, and may slow down streams to a "
+        "third of their speed.",
         gt=0,
         le=3_600_000,
     )

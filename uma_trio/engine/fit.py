@@ -41,7 +41,8 @@ from uma_trio.errors import ErrorWithRemedy
 FLOOR_TOKENS: Final = 2048
 """Context of a request that is worth a smaller KV type, and layers off the GPU."""
 GPU_WINDOW: Final = 32_768
-"""Context of a request that is chosen at most, on a GPU with per-sequence KV, where a quarter of the memory has room."""
+"""Longest context of a request that is chosen, with per-sequence KV and all layers on GPUs.  Otherwise, and where
+``KV_MEMORY_SHARE`` of their free memory has no room for more, it is ``DEFAULT_WINDOW``."""
 LEAST_TOKENS: Final = 512
 """Context of a request below which a model is of no use."""
 SMALL_BATCH: Final = 128
@@ -413,7 +414,8 @@ class _Search:
     def _most_tokens(self, stage: _Stage, n_gpu: int) -> int:
         """The longest context of a request that is chosen where nobody has set it.
 
-        With per-sequence KV on a GPU, where no request can have more than its share, that may be more than by default.
+        With per-sequence KV no request can have more than its share.  So with all layers on GPUs that may be more than
+        ``DEFAULT_WINDOW``.
         """
         plain = attrs.evolve(self.wanted, type_k=stage.type_k, type_v=stage.type_v)
         ctx = self._ctx(DEFAULT_WINDOW)

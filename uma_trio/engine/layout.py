@@ -5,7 +5,8 @@ The default by rule: per-sequence KV without flash attention on a CPU; on a GPU 
 
 - llama.cpp's CPU flash attention processes queries in tiles of 64 and smaller batches row by row.  That made a decode
   at 1,600 tokens 2.4 times slower and a prefill chunk of 16 tokens seven times slower.
-- With unified KV on a CPU or with CUDA, every row scans the cells of all sequences.
+- With unified KV, every row scans the cells of all sequences without flash attention, and with that of CUDA, ROCm, MUSA
+  and SYCL.
 - With per-sequence KV, a mixed batch is split by sequence, and each split reads the weights again.
 
 docs/design/layout.md has the reasons and docs/benchmarks/kv-layout.md the figures.  They come from a few devices, so the
@@ -30,7 +31,8 @@ MIB: Final = 1 << 20
 DEFAULT_WINDOW: Final = 8192
 """Tokens of a request for which ``ctx=0`` makes room, if the model was trained for as many."""
 KV_MEMORY_SHARE: Final = 0.25
-"""Upper limit of the KV cache with ``ctx=0``, as a share of the machine's memory."""
+"""Upper limit of the KV cache with ``ctx=0``, as a share of the machine's memory; of the free memory of its GPUs where ``fit``
+chooses a longer context than ``DEFAULT_WINDOW``."""
 
 CHECKPOINTS_MEMORY_SHARE: Final = 1 / 16
 """Upper limit of the checkpoints of recurrent states, as a share of the machine's memory."""
@@ -95,12 +97,12 @@ class Environment:
 
     @property
     def prefers_unified(self) -> bool:
-        """Whether unified KV is the rule."""
+        """Whether unified KV is the rule, if sequences would have enough tokens either way (``default_layout``)."""
         return self.on_gpu and (not self.scans_masked_cells or self.target_tbt_ms < TIGHT_TARGET_MS)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the rule decides between unified and per-sequence KV.
+        """Whether the rule alone decides between unified and per-sequence KV, without a trial.
 
         The price of scanning all cells grows with the cells in use, and a trial has only a few thousand.
         """
@@ -190,7 +192,8 @@ class LayoutCache(Protocol):
 def default_layout(shape: Shape, settings: config.Model, environment: Environment, *, memory_bytes: int) -> Layout:
     """The layout by rule, for ``settings.parallel`` sequences.
 
-    On a GPU it is unified KV where sequences would have fewer tokens than a request has by default.
+    With ``kv_unified`` ``auto`` it is unified KV on a GPU where sequences would have fewer tokens than a request has by
+    default.
 
     Args:
         memory_bytes: the machine's memory.

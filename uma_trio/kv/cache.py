@@ -71,7 +71,7 @@ class KvCache:
         n_sequences: number of sequence ids, ``0`` to ``n_sequences - 1``.
         n_cells: cells of the whole cache.
         cells_per_sequence: maximum number of cells of one sequence; ``n_cells`` if the cache is unified.
-        unified: all sequences share the cells.  Copies are then free, but idle cells slow down attention.
+        unified: all sequences share the cells.  Copies are then free, but idle cells may slow down attention.
         can_truncate: the last tokens of a sequence can be removed.  Not true of a recurrent memory.
         max_checkpoints: maximum number of checkpoints that the engine keeps for a memory that cannot be truncated.
             With 0, such a memory reuses whole sequences only.
@@ -206,7 +206,7 @@ class KvCache:
         return Placement(allocation, n_shared)
 
     def _record_reuse(self, allocation: Allocation, source: Allocation | None, n_shared: int) -> None:
-        """Have the sequences stay that are used again, or would have been."""
+        """Record which tokens are used again, or would be if the limit had not evicted them, so that they stay longer."""
         limit = self._idle_limit
         if limit is None or allocation.private:
             return

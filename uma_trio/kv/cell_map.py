@@ -37,7 +37,7 @@ class CellMap:
         """Cells in use that the next step frees, when the rows of the step in flight have got theirs."""
         self._n_used = 0
         self._end = 0
-        """The highest cell in use, and 1."""
+        """One more than the highest cell in use; 0 if none is."""
         self._first_free = 0
         """All cells below are in use."""
 
@@ -88,9 +88,7 @@ class CellMap:
                 removed.append(np.array(self._cells.pop(run), dtype=np.intp))
         removed = [cells for cells in removed if len(cells)]
         n_grown = len(by_one) + sum([n for n, _ in grown])
-        if self._n_used + n_grown > len(
-            self._is_used
-        ):  # of several steps: the later ones have the cells of the removed
+        if self._n_used + n_grown > len(self._is_used):  # several steps: the later ones use cells of removed tokens
             self._leaving += removed
             removed = []
             self._free_leaving()

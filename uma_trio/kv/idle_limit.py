@@ -35,7 +35,7 @@ MIN_IDLE_CELLS: Final = 2048
 """Cells for idle tokens that nobody has used again; at most ``MAX_IDLE_FRACTION`` of the cache."""
 
 KEEP_ROWS: Final = 65_536
-"""Tokens that were used again lose their place after this many rows of others.  For a model of 7B parameters, 24,576
+"""Tokens that were used again lose their place when they are not used for this many rows.  For a model of 7B parameters, 24,576
 rows cost as much as the tokens; the rest is for the request that would wait for them, while all share the scans."""
 
 MAX_GHOSTS: Final = 64
@@ -50,11 +50,11 @@ class Ghost:
     adapters: AdapterSet
     tokens: Tokens
     used_at: int
-    """``IdleLimit.n_rows`` when it became idle."""
+    """``IdleLimit.n_rows`` when a request last used the tokens."""
 
 
 class IdleLimit:
-    """Decides which idle sequences go before the cache is full.
+    """Decides which idle sequences are evicted, or cut, although the cache is not full.
 
     Args:
         n_cells: cells of the whole cache.
@@ -119,10 +119,12 @@ class IdleLimit:
         source.n_reused, source.used_at = max(source.n_reused, n_shared), self.n_rows
 
     def began(self, allocation: Allocation, n_shared: int) -> None:
-        """Record the prompt of a request, which an evicted sequence may have had more of than the cache.
+        """Record that a request begins.
+
+        If an evicted sequence had more of its prompt than the cache has, tokens of the request count as used again.
 
         Args:
-            allocation: that of the request, which is not private.
+            allocation: of the request; not a private one.
             n_shared: prompt tokens that it gets from the cache.
         """
         prompt = allocation.tokens[:-1]
@@ -140,7 +142,7 @@ class IdleLimit:
                 self._ghosts.remove(best)
 
     def forget(self, tokens: Tokens, principal: str) -> None:
-        """Forget what ``tokens`` of ``principal`` begin with."""
+        """Forget the ghosts of ``principal`` with which ``tokens`` begin."""
         self._ghosts = [
             ghost
             for ghost in self._ghosts

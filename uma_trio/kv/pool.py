@@ -30,7 +30,7 @@ class Pool:
         cells_per_sequence: maximum number of cells of one sequence.
         unified: whether all sequences share the cells.
         max_checkpoints: maximum number of checkpoints in use.
-        idle_limit: a lower limit than ``MAX_IDLE_FRACTION`` for idle allocations of a unified cache.
+        idle_limit: counts the rows that tell how long an allocation was idle; ``KvCache`` applies it.
     """
 
     def __init__(

@@ -382,7 +382,7 @@ def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int
 def _overdue(
     decodes: Sequence[SequenceView], prefills: Sequence[SequenceView], now_s: float, max_tokens: int
 ) -> Sequence[SequenceView]:
-    """The prompts whose first token is overdue, and at most a batch away.
+    """The prompts whose first token is overdue, and that have at most ``max_tokens`` left to compute.
 
     A long prompt would slow down the streams for many seconds, and still be late.  A prompt of a lower class than one of the
     streams is never overdue.
@@ -414,9 +414,10 @@ def _prefill_budget(
                                                than is worthwhile (``CostModel.worthwhile_prefill_tokens``)
     they leave less than the smallest chunk    the smallest chunk in every other tick
     they are late even alone                   what makes the tick longer by ``LATE_PREFILL_SHARE``, in every tick
-    prompts are overdue                        at least what makes the tick longer by ``LATE_PREFILL_SHARE``, or by
-                                               the time of ``OVERDUE_PROMPT_STREAMS`` streams for each of them, up
-                                               to ``MAX_OVERDUE_SHARE`` and ``prefill_tick_ms``
+    prompts are overdue                        also what makes the tick longer by ``LATE_PREFILL_SHARE``, or by the
+                                               time of ``OVERDUE_PROMPT_STREAMS`` streams for each of them, up to
+                                               ``MAX_OVERDUE_SHARE`` and ``prefill_tick_ms``; not more than is
+                                               worthwhile, nor than these prompts have
     always                                     at most ``max_tokens`` rows together with the decodes
     =========================================  ================================================================
 
