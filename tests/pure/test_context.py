@@ -97,6 +97,22 @@ def test_the_settings_keep_their_promise() -> None:
             assert layout.n_ctx // (1 if layout.unified else parallel) >= wanted
 
 
+def test_more_context_on_a_gpu_where_a_larger_one_alone_would_be_divided() -> None:
+    """With CUDA the rule is per-sequence KV from 8192 tokens for each sequence on: a request would get a share only."""
+    proposal = more_context(info(n_ctx=32768, n_ctx_seq=32768, n_ctx_train=131072, unified=True), 100_000)
+    assert proposal == "--kv-unified on --ctx 100096"
+
+    def room(**given: Any) -> int:
+        shape = Shape(n_ctx_train=131072, kv_bytes_per_token=1000)
+        model, cuda = settings(parallel=8, **given).model, Environment(on_gpu=True, scans_masked_cells=True)
+        (layout, *_) = candidates(shape, model, cuda, memory_bytes=1 << 40, windowed=False)
+        return layout.n_ctx if layout.unified else layout.n_ctx // 8
+
+    assert room(ctx=32768) == 32768, "as it runs"
+    assert room(ctx=100_096) < 32768
+    assert room(ctx=100_096, kv_unified="on") >= 100_000
+
+
 @pytest.mark.parametrize("limits", [Limits(), Limits(default_max_tokens=512)])
 @pytest.mark.parametrize(("n_ctx_seq", "short"), [(1023, True), (1024, False)])
 def test_when_the_start_warns(n_ctx_seq: int, short: bool, limits: Limits) -> None:
