@@ -13,9 +13,6 @@ ROOT = Path(uma_trio.__file__).parent.parent
 
 MAX_CHARACTERS = 120
 
-LATER = {ROOT / "docs" / "benchmarks" / "gpu.md"}
-"""Not wrapped yet."""
-
 FENCE = re.compile(r"\s*(```|~~~)")
 UNBREAKABLE = re.compile(r"\s*(\||#{1,6} )")
 """Begins a row of a table or a heading."""
@@ -24,7 +21,7 @@ MARKER = re.compile(r"\s*(?:[-*+] +|\d+\. +|> ?)*")
 
 
 def documents() -> list[Path]:
-    return sorted({*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")} - LATER)
+    return sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 
 
 def long_lines(text: str) -> list[int]:
