@@ -101,7 +101,7 @@ class Environment:
         return self.on_gpu and (not self.scans_masked_cells or self.target_tbt_ms < TIGHT_TARGET_MS)
 
     @property
-    def is_settled(self) -> bool:
+    def rule_decides_kv(self) -> bool:
         """Whether the rule alone decides between unified and per-sequence KV, without a trial.
 
         The price of scanning all cells grows with the cells in use, and a trial has only a few thousand.
@@ -235,7 +235,7 @@ def candidates(
     default = default_layout(shape, settings, environment, memory_bytes=memory_bytes)
     found = [default]
     for unified, flash_attn in ((False, "off"), (False, "auto"), (True, "auto")):
-        if unified != default.unified and (settings.kv_unified != "auto" or environment.is_settled):
+        if unified != default.unified and (settings.kv_unified != "auto" or environment.rule_decides_kv):
             continue
         if settings.flash_attn != "auto":
             flash_attn = settings.flash_attn
