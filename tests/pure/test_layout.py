@@ -21,6 +21,7 @@ from uma_trio.engine.layout import (
     candidates,
     choose,
     default_layout,
+    rule_in_words,
 )
 
 SHAPE = Shape(n_ctx_train=8192, kv_bytes_per_token=2048)
@@ -117,6 +118,20 @@ def test_on_a_gpu_no_request_loses_context_to_per_sequence_kv() -> None:
     assert names(where=CUDA, kv_mem_limit_mb=100) == [UNIFIED]
     assert names(where=CUDA, kv_mem_limit_mb=1, parallel=8) == [UNIFIED], "per-sequence KV would not start at all"
     assert names(where=CUDA, ctx=32_768, kv_unified="off") == [PER_SEQUENCE, PER_SEQUENCE_OFF], "if set, it is kept"
+
+
+def test_the_rule_says_what_the_other_kv_cache_would_give() -> None:
+    def words(where: Environment, **settings) -> str:
+        model = config.Model(**settings)
+        layout = default_layout(SHAPE, model, where, memory_bytes=64 << 30)
+        return rule_in_words(layout, attrs.evolve(SHAPE, n_ctx_train=65_536), model, where)
+
+    assert "with kv_unified on, one could have 65536" in words(CUDA, ctx=131_072, parallel=8)
+    assert "kv_unified" not in words(CUDA, ctx=524_288, parallel=8), "each has what the model was trained for"
+    assert words(TIGHT).startswith("a target_tbt_ms below 50")
+    assert words(CUDA, ctx=32_768).startswith("requests would have only 4096 tokens each")
+    for undecided in (words(CUDA, kv_unified="on"), words(CUDA, parallel=1), words(Environment(on_gpu=True))):
+        assert not undecided
 
 
 def measured(*costs: tuple[float, float]) -> list[MeasuredLayout]:

@@ -164,10 +164,11 @@ class LayoutChoice:
     """The chosen layout and the reason."""
 
     layout: Layout
-    why: Literal["only one", "default", "measured", "measured before", "no time", "no room"]
+    why: Literal["only one", "rule", "default", "measured", "measured before", "no time", "no room"]
     """Why this layout:
 
     - ``only one``: the settings allow no other.
+    - ``rule``: the rule allows no other; see ``rule``.
     - ``default``: measuring is disabled, or impossible with so little context.
     - ``measured``, ``measured before``: the result of this run or of an earlier one.
     - ``no time``: the default; measuring would have taken too long.
@@ -177,6 +178,8 @@ class LayoutChoice:
     """The layouts that could be measured, the default first."""
     is_saved: bool = False
     """A new measurement was saved for later starts."""
+    rule: str = ""
+    """Where the rule decides between unified and per-sequence KV: why, and what the other would give; see ``rule_in_words``."""
 
 
 class LayoutCache(Protocol):
@@ -215,6 +218,23 @@ def default_layout(shape: Shape, settings: config.Model, environment: Environmen
                 return found
         unified = True
     return sized(unified=unified)
+
+
+def rule_in_words(layout: Layout, shape: Shape, settings: config.Model, environment: Environment) -> str:
+    """Why the rule has chosen unified or per-sequence KV for ``layout``, and what the other would give, for people.
+
+    Empty where the rule does not decide.
+    """
+    if settings.kv_unified != "auto" or not environment.rule_decides_kv or settings.parallel == 1:
+        return ""
+    share, most = (min(n, shape.n_ctx_train) for n in (layout.n_ctx // settings.parallel, layout.n_ctx))
+    if not layout.unified:
+        more = f"; with kv_unified on, one could have {most}" if most > share else ""
+        return f"attention on this device scans all cells of a unified cache, and {share} tokens suffice for most requests{more}"
+    why = f"requests would have only {share} tokens each"
+    if environment.prefers_unified:
+        why = f"a target_tbt_ms below {TIGHT_TARGET_MS:g} leaves no time to read the weights twice in a tick"
+    return f"{why}; with kv_unified off, streams would decode faster while no prompt is computed"
 
 
 def candidates(

@@ -39,6 +39,7 @@ from uma_trio.engine.layout import (
     Shape,
     candidates,
     max_checkpoints,
+    rule_in_words,
 )
 from uma_trio.engine.layout_trial import try_layouts
 from uma_trio.engine.loaded_adapters import LoadedAdapters
@@ -133,7 +134,7 @@ class LlamaEngine:
             stack.callback(self._adapters.close)
             layouts_by_rule = _candidates(self._model, self._place, self._shape, settings, target_tbt_ms)
             self._default_layout = layouts_by_rule[0]
-            self._choice = _choice(
+            choice = _choice(
                 self._model,
                 self._place,
                 self._shape,
@@ -143,6 +144,9 @@ class LlamaEngine:
                 layouts,
                 loaded_s=loaded_s,
             )
+            rule = rule_in_words(choice.layout, self._shape, settings, environment_of(self._place, target_tbt_ms))
+            why = "rule" if rule and choice.why == "only one" else choice.why
+            self._choice = attrs.evolve(choice, rule=rule, why=why)
             self._context = self._open()
             stack.pop_all()
         self._abort = llama_abi.AbortFlag()
@@ -281,6 +285,7 @@ class LlamaEngine:
                 reason=choice.why,
                 measured={each.layout.name: str(each) for each in choice.measured},
                 is_saved=choice.is_saved,
+                rule=choice.rule,
             ),
             devices=self.devices(),
             settings=self._settings,

@@ -401,6 +401,8 @@ class LayoutReport(msgspec.Struct):
     measured: dict[str, str] = {}
     is_saved: bool = False
     """A new measurement was saved for later starts."""
+    rule: str = ""
+    """See ``LayoutChoice.rule``."""
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):

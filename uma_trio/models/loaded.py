@@ -293,7 +293,7 @@ def _log_layout(layout: LayoutReport) -> None:
         hint = "this cannot be saved, so the next start measures again; uma-trio doctor says why"
     for name, ticks in layout.measured.items():
         log.info("measured a layout of the KV cache", layout=name, ticks=ticks)
-    log.info("layout of the KV cache", layout=layout.name, why=layout.reason, hint=hint)
+    log.info("layout of the KV cache", layout=layout.name, why=layout.reason, rule=layout.rule or None, hint=hint)
 
 
 def _recommended_sampling(metadata: Mapping[str, str]) -> dict[str, float]:

@@ -180,6 +180,7 @@ def _memory(found: dict[str, Any]) -> Finding:
 
 LAYOUT_WHY: Final = {
     "only one": "fixed by the settings",
+    "rule": "the rule for this device",
     "default": "the default, not measured",
     "measured": "measured now",
     "measured before": "measured by an earlier start",
@@ -195,7 +196,8 @@ def _layout(found: dict[str, Any]) -> Finding:
     if found["layout_why"] == "measured":
         why += ", for the next starts too" if found["layout_is_saved"] else ", but not saved; see cache above"
     ticks = f"; the mean tick counts: {'; '.join(shown)}" if shown else ""
-    return Finding("layout", "ok", f"KV cache: {found['layout']} ({why}){ticks}")
+    rule = f"; {found['layout_rule']}" if found["layout_rule"] else ""
+    return Finding("layout", "ok", f"KV cache: {found['layout']} ({why}){ticks}{rule}")
 
 
 def _draft_model(found: dict[str, Any]) -> Finding:

@@ -126,6 +126,7 @@ def _probe_model(settings: Config) -> None:
         draft_token_ms=info.draft_token_ms,
         layout_why=choice.why,
         layout_is_saved=choice.is_saved,
+        layout_rule=choice.rule,
         layouts={each.layout.name: str(each) for each in choice.measured},
         context=explain_context(info),
         context_is_short=is_short(info, settings.limits),
