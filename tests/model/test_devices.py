@@ -44,7 +44,7 @@ EXPERTS_OF_TWO = r"blk\.[01]\.ffn_.*_exps=CPU"
 def test_layout_and_device_say_which_cells_attention_scans(
     kv_unified: bool, flash_attn: str, devices: tuple[str, ...], expected: str
 ) -> None:
-    from uma_trio.engine.llama import attention_scan
+    from uma_trio.engine.layout_choice import attention_scan
 
     options = llama_abi.ContextOptions(kv_unified=kv_unified, flash_attn=flash_attn)
     assert attention_scan(options, devices).value == expected

@@ -21,8 +21,9 @@ from uma_trio.engine import fitting
 from uma_trio.engine.fit import DoesNotFit, Memory, estimate_compute, fit, with_defaults
 from uma_trio.engine.fitting import ComputeSizes, is_about_memory, measure, open_fitted
 from uma_trio.engine.layout import Environment, Shape, candidates
+from uma_trio.engine.layout_choice import context_options
 from uma_trio.engine.link import ProcessLauncher
-from uma_trio.engine.llama import LlamaEngine, context_options
+from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import EngineDied, LoadError, Start
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.models import loaded
@@ -136,8 +137,8 @@ def test_a_failed_allocation_counts_as_short_memory(library: Path) -> None:
         "import llama_abi; llama_abi.load()\n"
         "used = psutil.Process().memory_info().data\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (used + (100 << 20),) * 2)\n"
-        "import uma_trio.engine.llama as llama\n"
-        "llama.free_memory_bytes = lambda: 1 << 40\n"  # a machine whose memory is taken between the look and the load
+        "import uma_trio.engine.layout_choice as choice\n"
+        "choice.free_memory_bytes = lambda: 1 << 40\n"  # a machine whose memory is taken between the look and the load
         "try:\n"
         "    open_engine(Start(Path(sys.argv[1]), config.Model(fit='off', ctx=1 << 18)), lambda share: True)\n"
         "except LoadError as error:\n"

@@ -13,8 +13,7 @@ import llama_abi
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio import config
-from uma_trio.engine import layout_trial
-from uma_trio.engine import llama as llama_engine
+from uma_trio.engine import layout_choice, layout_trial
 from uma_trio.engine.layout import Layout, LayoutChoice, MeasuredLayout, choose
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
@@ -99,7 +98,7 @@ def test_nothing_is_measured_if_disabled_or_impossible(choice_of, tmp_path):
 def test_the_default_is_used_if_the_choice_does_not_fit_into_memory(choice_of, monkeypatch):
     """The trial's small contexts fit, the real one does not."""
     monkeypatch.setattr(
-        llama_engine, "try_layouts", lambda model, layouts, *_, **__: LayoutChoice(layout=layouts[-1], why="measured")
+        layout_choice, "try_layouts", lambda model, layouts, *_, **__: LayoutChoice(layout=layouts[-1], why="measured")
     )
     real = llama_abi.Context
 

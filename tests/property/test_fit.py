@@ -30,7 +30,7 @@ from uma_trio.engine.fit import (
 )
 from uma_trio.engine.fitting import arrangement_of, measure
 from uma_trio.engine.layout import DEFAULT_WINDOW, Environment, Layout
-from uma_trio.engine.llama import environment_of
+from uma_trio.engine.layout_choice import environment_of
 from uma_trio.engine.placement import Place, place_on
 
 GIB = 1 << 30

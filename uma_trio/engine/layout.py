@@ -91,7 +91,7 @@ class Environment:
     on_gpu: bool
     """Layers of the model are on a GPU."""
     scans_masked_cells: bool = False
-    """With unified KV, attention on this device scans the cells of all sequences (``llama.attention_scan``)."""
+    """With unified KV, attention on this device scans the cells of all sequences (``layout_choice.attention_scan``)."""
     target_tbt_ms: float = config.Scheduling().target_tbt_ms
     """Target for the time between the tokens of a stream, in milliseconds."""
 

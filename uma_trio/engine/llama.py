@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -19,7 +18,7 @@ import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.adapter_calls import split_by_adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
-from uma_trio.engine.cores import default_threads, spare_cores
+from uma_trio.engine.cores import spare_cores
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.draft import Drafter
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
@@ -27,21 +26,21 @@ from uma_trio.engine.fillers import add_filled, is_decode, missing_ids
 from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.kv_operations import NO_OUTCOME, KvOperations
-from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
-    KV_CELL_MULTIPLE,
     ContextTooLarge,
-    Environment,
     KvCacheTooSmall,
-    Layout,
     LayoutCache,
     LayoutChoice,
-    Shape,
-    candidates,
     max_checkpoints,
-    rule_in_words,
 )
-from uma_trio.engine.layout_trial import try_layouts
+from uma_trio.engine.layout_choice import (
+    attention_scan,
+    check_memory,
+    choose_layout,
+    context_options,
+    layout_candidates,
+    shape_of,
+)
 from uma_trio.engine.loaded_adapters import LoadedAdapters
 from uma_trio.engine.masks import Masks
 from uma_trio.engine.memory import free_memory_bytes, machine_memory_bytes
@@ -62,22 +61,12 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
-from uma_trio.engine.placement import Place, PlacementError, open_library, place
+from uma_trio.engine.placement import PlacementError, compute_environment, open_library, place
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import AppliedMasks, GrammarState, Matchers, PendingMasks
-from uma_trio.scheduling.attention import AttentionScan
 
 LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall, ContextTooLarge, PlacementError)
 """What opening an engine raises: about the model, or about the library."""
-
-SCANS_MASKED_CELLS: Final = ("CUDA", "ROCm", "MUSA", "SYCL")
-"""How the names of devices begin whose flash attention does not skip masked cells of a unified cache."""
-
-SHARE_OF_LOADING = 0.1
-"""Layout measurements may always take this fraction of the time that loading the weights took."""
-
-PROBE_TOKENS = 32
-"""In one batch of the context that measures how large a token's keys and values are; as few as may be configured."""
 
 READ_SHARE: Final = 0.5
 """The engine waits for the next message of the daemon for this fraction of the time that a GPU computes."""
@@ -129,12 +118,12 @@ class LlamaEngine:
         with contextlib.ExitStack() as stack:
             stack.callback(self._model.close)
             loaded_s = time.perf_counter() - began
-            self._shape = _shape(self._model, settings)
+            self._shape = shape_of(self._model, settings)
             self._adapters = LoadedAdapters(self._model, adapters, on_gpu=self._place.on_gpu)
             stack.callback(self._adapters.close)
-            layouts_by_rule = _candidates(self._model, self._place, self._shape, settings, target_tbt_ms)
+            layouts_by_rule = layout_candidates(self._model, self._place, self._shape, settings, target_tbt_ms)
             self._default_layout = layouts_by_rule[0]
-            choice = _choice(
+            self._choice = choose_layout(
                 self._model,
                 self._place,
                 self._shape,
@@ -142,11 +131,9 @@ class LlamaEngine:
                 layout_cache,
                 layouts_by_rule,
                 layouts,
+                target_tbt_ms=target_tbt_ms,
                 loaded_s=loaded_s,
             )
-            rule = rule_in_words(choice.layout, self._shape, settings, environment_of(self._place, target_tbt_ms))
-            why = "rule" if rule and choice.why == "only one" else choice.why
-            self._choice = attrs.evolve(choice, rule=rule, why=why)
             self._context = self._open()
             stack.pop_all()
         self._abort = llama_abi.AbortFlag()
@@ -259,7 +246,7 @@ class LlamaEngine:
         except llama_abi.LlamaError:
             rule = self._default_layout
             if rule == self._choice.layout:
-                _check_memory(self._model, self._place, self._shape, rule.n_ctx, failed=True)
+                check_memory(self._model, self._place, self._shape, rule.n_ctx, failed=True)
                 raise
             self._choice = attrs.evolve(self._choice, layout=rule, why="no room")
             self._options = context_options(self._settings, rule)
@@ -291,7 +278,7 @@ class LlamaEngine:
             settings=self._settings,
             fit=self.fit,
             environment=repr(
-                (*_environment(self._model.library, self._place, self._settings), attrs.evolve(options, n_ctx=0))
+                (*compute_environment(self._model.library, self._place, self._settings), attrs.evolve(options, n_ctx=0))
             ),
             state_format=repr(
                 (stamp.pin, stamp.backend, options.type_k, options.type_v, options.kv_unified, options.flash_attn)
@@ -579,144 +566,3 @@ def described(description: str, n_params: int) -> str:
         if (found := n_params / factor) >= 1:
             return description.replace("?B", f"{found:.1f}{unit}" if found < 10 else f"{found:.0f}{unit}")
     return description.replace("?B", str(n_params))
-
-
-def _shape(model: llama_abi.Model, settings: config.Model) -> Shape:
-    alone = attrs.evolve(settings, parallel=1, batch_tokens=PROBE_TOKENS)
-    layout = Layout(n_ctx=KV_CELL_MULTIPLE, unified=True, flash_attn=settings.flash_attn, n_ubatch=PROBE_TOKENS)
-    n_bytes = kv_bytes_per_token(model, settings, context_options(alone, layout))
-    return Shape(n_ctx_train=model.n_ctx_train, kv_bytes_per_token=n_bytes)
-
-
-def _environment(library: llama_abi.Library, where: Place, settings: config.Model) -> tuple[object, ...]:
-    """What computes, and with what."""
-    return *library_environment(library), os.cpu_count(), settings.gpu_layers, where.options
-
-
-def library_environment(library: llama_abi.Library) -> tuple[object, ...]:
-    """The library and its devices."""
-    devices = tuple((device.name, device.description) for device in library.devices())
-    return library.stamp.pin, library.stamp.backend, devices
-
-
-def _candidates(
-    model: llama_abi.Model, where: Place, shape: Shape, settings: config.Model, target_tbt_ms: float
-) -> tuple[Layout, ...]:
-    return candidates(
-        shape,
-        settings,
-        environment_of(where, target_tbt_ms),
-        memory_bytes=machine_memory_bytes(),
-        windowed=model.n_swa > 0,
-    )
-
-
-def _check_memory(model: llama_abi.Model, where: Place, shape: Shape, n_ctx: int, *, failed: bool = False) -> None:
-    """Compare the KV cache with the free memory, before the kernel ends a process to make room for it.
-
-    Args:
-        failed: llama.cpp could not create the context.  Before that, only the machine's own memory is compared: how
-            much of a GPU's is free depends on what the backend counts.
-
-    Raises:
-        ContextTooLarge: the KV cache does not fit.
-    """
-    if where.on_gpu and not failed:
-        return
-    gpus = [
-        each.memory_free
-        for each in model.library.devices()
-        if each.name in where.names and each.type is llama_abi.DeviceType.GPU
-    ]
-    free = sum(gpus) if where.on_gpu and gpus else free_memory_bytes()
-    if n_ctx * shape.kv_bytes_per_token > free:
-        raise ContextTooLarge(n_ctx, shape.kv_bytes_per_token, free)
-
-
-def attention_scan(options: llama_abi.ContextOptions, devices: Iterable[str]) -> AttentionScan:
-    """Which KV cells the attention of a row scans.
-
-    | | unified KV | per-sequence KV |
-    |---|---|---|
-    | without flash attention | all in use: scores of masked cells are computed, too | the longest sequence of the call |
-    | flash attention of CUDA, also as ROCm or MUSA, and SYCL | all in use | those of the row's sequence |
-    | flash attention of others | those of the row's sequence | those of the row's sequence |
-
-    In a unified cache a call has the cells up to the last one in use, of whichever sequence, rounded up to 256
-    (``llama_kv_cache::get_n_kv``).  llama.cpp puts tokens into free cells before that, so these are little more than
-    those in use.  The kernels of the CPU, Metal and Vulkan skip blocks that are masked for all of their rows.  CUDA
-    looks for the last block that is not masked (``flash_attn_mask_to_KV_max``), but only with several KV streams, or
-    from 1,024 rows on, where it skips little.
-    """
-    if options.flash_attn == "off":
-        return AttentionScan.CACHE if options.kv_unified else AttentionScan.LONGEST
-    return AttentionScan.CACHE if options.kv_unified and _scans_masked_cells(devices) else AttentionScan.SEQUENCE
-
-
-def _scans_masked_cells(devices: Iterable[str]) -> bool:
-    return any(name.startswith(SCANS_MASKED_CELLS) for name in devices)
-
-
-def environment_of(where: Place, target_tbt_ms: float) -> Environment:
-    """What the layout by rule depends on, for a model that goes to ``where``."""
-    return Environment(
-        on_gpu=where.on_gpu, scans_masked_cells=_scans_masked_cells(where.names), target_tbt_ms=target_tbt_ms
-    )
-
-
-def _choice(
-    model: llama_abi.Model,
-    where: Place,
-    shape: Shape,
-    settings: config.Model,
-    layout_cache: LayoutCache | None,
-    layouts: tuple[Layout, ...],
-    names: Collection[str] | None,
-    *,
-    loaded_s: float,
-) -> LayoutChoice:
-    """Choose the layout of the KV cache: the cached choice for this environment, or a new measurement.
-
-    Args:
-        layouts: the candidates, the default first.
-        names: of those that there is memory for; ``None`` for all of them.
-        loaded_s: what loading the weights took; a tenth of it may always go to measuring.
-    """
-    if names is not None:
-        layouts = tuple(each for each in layouts if each.name in names) or layouts[:1]
-    _check_memory(model, where, shape, layouts[0].n_ctx)
-    if len(layouts) == 1:
-        return LayoutChoice(layout=layouts[0], why="only one")
-    if layout_cache is None or settings.layout_trial_s == 0:
-        return LayoutChoice(layout=layouts[0], why="default")
-    # what a tick costs depends on the cells in use, not on the size of the KV cache, which varies with the free memory
-    options = (attrs.evolve(context_options(settings, each), n_ctx=0) for each in layouts)
-    facts = (*_environment(model.library, where, settings), *options)
-    known = layout_cache.load(facts)
-    for each in layouts:
-        if each.name == known:
-            return LayoutChoice(layout=each, why="measured before")
-    budget_s = max(settings.layout_trial_s, SHARE_OF_LOADING * loaded_s)
-    found = try_layouts(model, layouts, lambda each: context_options(settings, each), budget_s=budget_s)
-    return attrs.evolve(found, is_saved=layout_cache.save(facts, found)) if found.why == "measured" else found
-
-
-def context_options(settings: config.Model, layout: Layout) -> llama_abi.ContextOptions:
-    """The options of a context that serves in ``layout``.
-
-    Args:
-        settings: without ``auto``.
-    """
-    threads = settings.threads or default_threads()
-    return llama_abi.ContextOptions(
-        n_ctx=layout.n_cells(settings.parallel),
-        n_batch=settings.batch_tokens,
-        n_ubatch=layout.n_ubatch,
-        n_seq_max=settings.parallel,
-        n_threads=threads,
-        n_threads_batch=threads,
-        kv_unified=layout.unified,
-        flash_attn=layout.flash_attn,
-        type_k=settings.type_k,
-        type_v=settings.type_v,
-    )

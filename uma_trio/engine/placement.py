@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -198,3 +199,14 @@ def _are(devices: Sequence[llama_abi.Device]) -> str:
     if not devices:
         return "are no devices"
     return f"is {names}" if len(devices) == 1 else f"are {names}"
+
+
+def compute_environment(library: llama_abi.Library, where: Place, settings: config.Model) -> tuple[object, ...]:
+    """What computes, and with what."""
+    return *library_environment(library), os.cpu_count(), settings.gpu_layers, where.options
+
+
+def library_environment(library: llama_abi.Library) -> tuple[object, ...]:
+    """The library and its devices."""
+    devices = tuple((device.name, device.description) for device in library.devices())
+    return library.stamp.pin, library.stamp.backend, devices

@@ -22,7 +22,7 @@ from uma_trio.engine.devices import Devices
 from uma_trio.engine.embedding import MAX_BATCH, MIN_BATCH, MIN_CALL, NOTHING_EMBEDDED, Embedded, normalized
 from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import devices_of_model
-from uma_trio.engine.llama import described, library_environment
+from uma_trio.engine.llama import described
 from uma_trio.engine.loaded_adapters import LoadedAdapters
 from uma_trio.engine.masks import Masks
 from uma_trio.engine.memory import free_memory_bytes
@@ -43,7 +43,7 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
-from uma_trio.engine.placement import open_library, place
+from uma_trio.engine.placement import library_environment, open_library, place
 from uma_trio.engine.purpose import POOLING, Purpose
 from uma_trio.kv.adapters import Scales
 

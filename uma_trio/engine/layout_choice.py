@@ -1,0 +1,176 @@
+"""The layout of a model's context on this machine: what is known of the device, and the choice, or a measurement.
+
+``layout`` has the rule, ``layout_trial`` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Final
+
+import attrs
+
+import llama_abi
+from uma_trio import config
+from uma_trio.engine.cores import default_threads
+from uma_trio.engine.kv_size import kv_bytes_per_token
+from uma_trio.engine.layout import (
+    KV_CELL_MULTIPLE,
+    ContextTooLarge,
+    Environment,
+    Layout,
+    LayoutCache,
+    LayoutChoice,
+    Shape,
+    candidates,
+    rule_in_words,
+)
+from uma_trio.engine.layout_trial import try_layouts
+from uma_trio.engine.memory import free_memory_bytes, machine_memory_bytes
+from uma_trio.engine.placement import Place, compute_environment
+from uma_trio.scheduling.attention import AttentionScan
+
+SCANS_MASKED_CELLS: Final = ("CUDA", "ROCm", "MUSA", "SYCL")
+"""How the names of devices begin whose flash attention does not skip masked cells of a unified cache."""
+
+SHARE_OF_LOADING: Final = 0.1
+"""Layout measurements may always take this fraction of the time that loading the weights took."""
+
+PROBE_TOKENS: Final = 32
+"""In one batch of the context that measures how large a token's keys and values are; as few as may be configured."""
+
+
+def shape_of(model: llama_abi.Model, settings: config.Model) -> Shape:
+    """The properties of ``model`` that determine the size of its KV cache.  Creates a small context to measure them."""
+    alone = attrs.evolve(settings, parallel=1, batch_tokens=PROBE_TOKENS)
+    layout = Layout(n_ctx=KV_CELL_MULTIPLE, unified=True, flash_attn=settings.flash_attn, n_ubatch=PROBE_TOKENS)
+    n_bytes = kv_bytes_per_token(model, settings, context_options(alone, layout))
+    return Shape(n_ctx_train=model.n_ctx_train, kv_bytes_per_token=n_bytes)
+
+
+def layout_candidates(
+    model: llama_abi.Model, where: Place, shape: Shape, settings: config.Model, target_tbt_ms: float
+) -> tuple[Layout, ...]:
+    """The layouts in which ``model`` may serve, the default first."""
+    return candidates(
+        shape,
+        settings,
+        environment_of(where, target_tbt_ms),
+        memory_bytes=machine_memory_bytes(),
+        windowed=model.n_swa > 0,
+    )
+
+
+def check_memory(model: llama_abi.Model, where: Place, shape: Shape, n_ctx: int, *, failed: bool = False) -> None:
+    """Compare the KV cache with the free memory, before the kernel ends a process to make room for it.
+
+    Args:
+        failed: llama.cpp could not create the context.  Before that, only the machine's own memory is compared: how
+            much of a GPU's is free depends on what the backend counts.
+
+    Raises:
+        ContextTooLarge: the KV cache does not fit.
+    """
+    if where.on_gpu and not failed:
+        return
+    gpus = [
+        each.memory_free
+        for each in model.library.devices()
+        if each.name in where.names and each.type is llama_abi.DeviceType.GPU
+    ]
+    free = sum(gpus) if where.on_gpu and gpus else free_memory_bytes()
+    if n_ctx * shape.kv_bytes_per_token > free:
+        raise ContextTooLarge(n_ctx, shape.kv_bytes_per_token, free)
+
+
+def attention_scan(options: llama_abi.ContextOptions, devices: Iterable[str]) -> AttentionScan:
+    """Which KV cells the attention of a row scans.
+
+    | | unified KV | per-sequence KV |
+    |---|---|---|
+    | without flash attention | all in use: scores of masked cells are computed, too | the longest sequence of the call |
+    | flash attention of CUDA, also as ROCm or MUSA, and SYCL | all in use | those of the row's sequence |
+    | flash attention of others | those of the row's sequence | those of the row's sequence |
+
+    In a unified cache a call has the cells up to the last one in use, of whichever sequence, rounded up to 256
+    (``llama_kv_cache::get_n_kv``).  llama.cpp puts tokens into free cells before that, so these are little more than
+    those in use.  The kernels of the CPU, Metal and Vulkan skip blocks that are masked for all of their rows.  CUDA
+    looks for the last block that is not masked (``flash_attn_mask_to_KV_max``), but only with several KV streams, or
+    from 1,024 rows on, where it skips little.
+    """
+    if options.flash_attn == "off":
+        return AttentionScan.CACHE if options.kv_unified else AttentionScan.LONGEST
+    return AttentionScan.CACHE if options.kv_unified and _scans_masked_cells(devices) else AttentionScan.SEQUENCE
+
+
+def _scans_masked_cells(devices: Iterable[str]) -> bool:
+    return any(name.startswith(SCANS_MASKED_CELLS) for name in devices)
+
+
+def environment_of(where: Place, target_tbt_ms: float) -> Environment:
+    """What the layout by rule depends on, for a model that goes to ``where``."""
+    return Environment(
+        on_gpu=where.on_gpu, scans_masked_cells=_scans_masked_cells(where.names), target_tbt_ms=target_tbt_ms
+    )
+
+
+def choose_layout(
+    model: llama_abi.Model,
+    where: Place,
+    shape: Shape,
+    settings: config.Model,
+    layout_cache: LayoutCache | None,
+    layouts: tuple[Layout, ...],
+    names: Collection[str] | None,
+    *,
+    target_tbt_ms: float,
+    loaded_s: float,
+) -> LayoutChoice:
+    """Choose the layout of the KV cache: the cached choice for this environment, or a new measurement.
+
+    Args:
+        layouts: the candidates, the default first.
+        names: of those that there is memory for; ``None`` for all of them.
+        target_tbt_ms: see ``Environment``.
+        loaded_s: what loading the weights took; a tenth of it may always go to measuring.
+    """
+    if names is not None:
+        layouts = tuple(each for each in layouts if each.name in names) or layouts[:1]
+    check_memory(model, where, shape, layouts[0].n_ctx)
+    rule = rule_in_words(layouts[0], shape, settings, environment_of(where, target_tbt_ms))
+    if len(layouts) == 1:
+        return LayoutChoice(layout=layouts[0], why="rule" if rule else "only one", rule=rule)
+    if layout_cache is None or settings.layout_trial_s == 0:
+        return LayoutChoice(layout=layouts[0], why="default", rule=rule)
+    # what a tick costs depends on the cells in use, not on the size of the KV cache, which varies with the free memory
+    options = (attrs.evolve(context_options(settings, each), n_ctx=0) for each in layouts)
+    facts = (*compute_environment(model.library, where, settings), *options)
+    known = layout_cache.load(facts)
+    for each in layouts:
+        if each.name == known:
+            return LayoutChoice(layout=each, why="measured before", rule=rule)
+    budget_s = max(settings.layout_trial_s, SHARE_OF_LOADING * loaded_s)
+    found = try_layouts(model, layouts, lambda each: context_options(settings, each), budget_s=budget_s)
+    is_saved = found.why == "measured" and layout_cache.save(facts, found)
+    return attrs.evolve(found, is_saved=is_saved, rule=rule)
+
+
+def context_options(settings: config.Model, layout: Layout) -> llama_abi.ContextOptions:
+    """The options of a context that serves in ``layout``.
+
+    Args:
+        settings: without ``auto``.
+    """
+    threads = settings.threads or default_threads()
+    return llama_abi.ContextOptions(
+        n_ctx=layout.n_cells(settings.parallel),
+        n_batch=settings.batch_tokens,
+        n_ubatch=layout.n_ubatch,
+        n_seq_max=settings.parallel,
+        n_threads=threads,
+        n_threads_batch=threads,
+        kv_unified=layout.unified,
+        flash_attn=layout.flash_attn,
+        type_k=settings.type_k,
+        type_v=settings.type_v,
+    )
