@@ -307,3 +307,39 @@ def test_with_per_sequence_kv_a_prompt_does_not_begin_behind_the_end_of_a_long_o
     assert len(chunks(40, 4000, cost=calibrated(CPU))) == 2, "on a CPU a call costs little more than its tokens"
     assert chunks(40, 30) == [40, 30], "both end"
     assert len(chunks(10, 4000)) == 2, "short prompts may come in every tick, and none may starve behind them"
+
+
+def test_a_tick_in_which_the_decode_call_is_recorded_takes_longer_and_says_nothing_of_others() -> None:
+    cost, work = calibrated(STAIRS), Work(56, 8, 3000, n_calls=2)
+    plain_ms, recorded = cost.predict(work), attrs.evolve(work, is_recorded=True)
+    for _ in range(8):
+        cost = cost.observed(recorded, plain_ms + 5)
+    assert cost.predict(work) == plain_ms
+    assert cost.predict(recorded) == pytest.approx(plain_ms + 5, abs=0.1)
+    assert cost.max_prefill_tokens(plain_ms + 5, recorded) == cost.max_prefill_tokens(
+        plain_ms + 5 - cost.recording_ms, work
+    )
+    for ms in (0.0, 1e6):
+        assert cost.predict(work) <= cost.observed(recorded, ms).predict(recorded) <= cost.predict(work) + 50
+
+
+@pytest.mark.parametrize(("mixes_prefill", "records_calls"), [(False, True), (True, True), (False, False)])
+def test_the_second_tick_with_as_many_decodes_is_recorded(mixes_prefill: bool, records_calls: bool) -> None:
+    state, found = PolicyState(), []
+    for n in (3, 3, 3, 4, 3, 3, 3):
+        chosen = plan(
+            [SequenceView(seq_id, n_context=300, due_s=0.1) for seq_id in range(n)],
+            [SequenceView(8, 4000, due_s=1.0)],
+            state,
+            now_s=0.0,
+            cost=calibrated(STAIRS),
+            max_tokens=512,
+            limits=Scheduling(),
+            mixes_prefill=mixes_prefill,
+            records_calls=records_calls,
+        )
+        assert chosen.chunks
+        state = chosen.state
+        found.append(chosen.work.is_recorded)
+    second = [False, True, False, False, False, True, False]
+    assert found == (second if records_calls and not mixes_prefill else [False] * 7)

@@ -120,6 +120,10 @@ PREFILL_SPEED: Final = 0.72
 shortest one that reaches it (``CostModel.worthwhile_prefill_tokens``).  On an H200 with a 7B model, 248 tokens take 29 ms
 and 504 take 47: streams wait little more than half as long."""
 
+RECORDING_WEIGHT: Final = 0.5
+"""Weight of the latest recording in their mean."""
+MAX_RECORDING_MS: Final = 50.0
+
 CHUNK_SHARES: Final = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0)
 """Lengths of the chunks whose speeds are compared without a curve, as shares of the longest one.  With a curve the measured
 row counts are compared."""
@@ -142,6 +146,8 @@ class Work:
     n_calls: int = 1
     """Consecutive calls of ``llama_decode``, and one more for each further length of chunks with per-sequence KV: llama.cpp
     computes together only chunks of one length."""
+    is_recorded: bool = False
+    """The device records the decode call, to repeat it (CUDA graphs)."""
 
 
 @attrs.frozen
@@ -379,17 +385,29 @@ class CostModel:
     call_times: DecodeCallTimes = attrs.field(factory=DecodeCallTimes)
     knows_stairs: bool = False
     """Whether calibration has measured if the time of ticks by their rows is a staircase."""
+    recording_ms: float = 0.0
+    """How much longer a tick with prefill takes in which the device records the decode call."""
 
     def predict(self, work: Work) -> float:
         """Predicted milliseconds of a tick."""
-        return (self.mixed if work.prefill_tokens else self.decode_only).predict(work)
+        return (self.mixed if work.prefill_tokens else self.decode_only).predict(work) + self._recording_ms(work)
+
+    def _recording_ms(self, work: Work) -> float:
+        return self.recording_ms if work.is_recorded else 0.0
 
     def observed(self, work: Work, ms: float) -> CostModel:
-        """The model after a tick: ``work`` took ``ms`` milliseconds."""
+        """The model after a tick: ``work`` took ``ms`` milliseconds.
+
+        From a tick in which the device recorded it learns the time of that alone.
+        """
+        if work.is_recorded:
+            latest_ms = min(MAX_RECORDING_MS, max(0.0, ms - self.mixed.predict(work)))
+            step_ms = RECORDING_WEIGHT * (latest_ms - self.recording_ms)
+            return attrs.evolve(self, recording_ms=self.recording_ms + step_ms)
         if work.prefill_tokens:
-            return CostModel(self.decode_only, self.mixed.observed(work, ms), self.call_times, self.knows_stairs)
+            return attrs.evolve(self, mixed=self.mixed.observed(work, ms))
         call_times = self.call_times.observed(work.decode_rows, work.n_calls, ms)
-        return CostModel(self.decode_only.observed(work, ms), self.mixed, call_times, self.knows_stairs)
+        return attrs.evolve(self, decode_only=self.decode_only.observed(work, ms), call_times=call_times)
 
     def with_curves(self, curves: PrefillCurves) -> CostModel:
         """The model with the measured time of ticks with prefill.  Of such ticks it keeps the margins only.
@@ -408,7 +426,7 @@ class CostModel:
 
         Negative if the decodes alone take longer, and ``math.inf`` if any number fits.
         """
-        return self.mixed.max_prefill_tokens(ms, work)
+        return self.mixed.max_prefill_tokens(ms - self._recording_ms(work), work)
 
     def worthwhile_prefill_tokens(self, work: Work, most: int) -> int:
         """The fewest prefill tokens with which prompts advance nearly as fast as possible, next to the decodes of ``work``.

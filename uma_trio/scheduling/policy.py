@@ -88,10 +88,16 @@ class PolicyState:
     """Ticks in a row that left background sequences out."""
     n_without_drafts: int = 0
     """Ticks in a row that could have had draft tokens and had none."""
+    n_decodes: int = 0
+    """Decodes of the previous tick."""
+    n_alike: int = 0
+    """Ticks in a row that had as many decodes as the previous one."""
 
     def after_decode(self, views: Sequence[SequenceView]) -> PolicyState:
         """The state after a tick that decoded one token for each of ``views`` and nothing else."""
-        return attrs.evolve(self, service=self.service.decoded(views), prefill_rows=0)
+        n_alike = self.n_alike + 1 if len(views) == self.n_decodes else 1
+        service = self.service.decoded(views)
+        return attrs.evolve(self, service=service, prefill_rows=0, n_decodes=len(views), n_alike=n_alike)
 
     def undo(self, before: PolicyState, after: PolicyState) -> PolicyState:
         """The state as if the plan that led from ``before`` to ``after`` had not been made.
@@ -201,7 +207,10 @@ def plan(
         widths: tuple[int, ...] = (len(chosen),)
         if separately:
             widths = _split(chosen, cost, fillers, attention, consecutive_ids=True)
-        work = attrs.evolve(_decode_work(chosen, widths, fillers, attention), n_calls=len(widths) + separately)
+        # the second of several decode calls that are alike; a prompt of its own call does not come between them
+        is_recorded = records_calls and separately and len(chosen) == state.n_decodes and state.n_alike == 1
+        work = _decode_work(chosen, widths, fillers, attention)
+        work = attrs.evolve(work, n_calls=len(widths) + separately, is_recorded=is_recorded)
         given, work, service = _choose_prefill(
             chosen, prefills, work, state, now_s, cost, max_tokens, limits, attention, mixes_prefill, records_calls
         )
