@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -288,8 +289,17 @@ def test_with_per_sequence_kv_a_prompt_does_not_begin_behind_the_end_of_a_long_o
     """Two chunks of different lengths are two calls, and on a GPU the second one takes as long as a hundred tokens more."""
     decodes, on_stairs = [SequenceView(n, n_context=300, due_s=0.1) for n in range(4)], calibrated(STAIRS)
 
-    def chunks(*prompts: int, cost: CostModel = on_stairs, mixes_prefill: bool = False) -> list[int]:
-        prefills = [SequenceView(4 + n, n_pending, due_s=float(n)) for n, n_pending in enumerate(prompts)]
+    def chunks(
+        *prompts: int,
+        cost: CostModel = on_stairs,
+        mixes_prefill: bool = False,
+        principals: Sequence[str] = ("", ""),
+        min_chunk_tokens: int = 16,
+    ) -> list[int]:
+        prefills = [
+            SequenceView(4 + n, n_pending, due_s=float(n), principal=principal)
+            for n, (n_pending, principal) in enumerate(zip(prompts, principals, strict=True))
+        ]
         chosen = plan(
             decodes,
             prefills,
@@ -297,7 +307,7 @@ def test_with_per_sequence_kv_a_prompt_does_not_begin_behind_the_end_of_a_long_o
             now_s=0.0,
             cost=cost,
             max_tokens=512,
-            limits=Scheduling(target_tbt_ms=30.0, prefill_burst_tokens=16),
+            limits=Scheduling(target_tbt_ms=30.0, prefill_burst_tokens=16, min_chunk_tokens=min_chunk_tokens),
             mixes_prefill=mixes_prefill,
         )
         return [chunk.n_tokens for chunk in chosen.chunks]
@@ -307,6 +317,8 @@ def test_with_per_sequence_kv_a_prompt_does_not_begin_behind_the_end_of_a_long_o
     assert len(chunks(40, 4000, cost=calibrated(CPU))) == 2, "on a CPU a call costs little more than its tokens"
     assert chunks(40, 30) == [40, 30], "both end"
     assert len(chunks(10, 4000)) == 2, "short prompts may come in every tick, and none may starve behind them"
+    assert len(chunks(40, 4000, min_chunk_tokens=41)) == 2, "a tick has at least the smallest chunk"
+    assert len(chunks(40, 4000, principals=("a", "b"))) == 2, "each principal has its own share of the tick"
 
 
 def test_a_tick_in_which_the_decode_call_is_recorded_takes_longer_and_says_nothing_of_others() -> None:

@@ -186,6 +186,8 @@ def encoder(*tensors, **values):
 
 
 DEADLY = {
+    "no context": (with_values(context_length=0), "a context of 0 tokens"),
+    "a context of more than 31 bits": (with_values(context_length=1 << 31), "a context of 2147483648 tokens"),
     "no layers": (with_values(block_count=0), "0 layers"),
     "too many layers": (with_values(block_count=513), "513 layers"),
     "layers without end": (with_values(block_count=2690366077), "2690366077 layers"),

@@ -10,8 +10,9 @@ for soon are not worth their cells.  Whether somebody will is not known in advan
 
 A request that continues a sequence keeps it as a whole; of one that shares a system prompt, only that prompt stays.
 
-So clients that send every prompt once cost little, and a client that comes back loses its prefix once at most, also next
-to others that send theirs once.  The limit follows: it is the minimum and the tokens that were used again.
+So clients that send every prompt once cost little, and a client that comes back loses its prefix to this limit once at
+most, also next to others that send theirs once.  The limit follows: it is the minimum and the tokens that were used again.
+Where sequence ids or cells run out, the longest idle sequence goes, as always, whether it was used again or not.
 
 The memory of evicted sequences is that of ARC's ghost lists (Megiddo and Modha, 2003).  ARC moves one limit between
 recent and frequent entries; it has no use here, because a larger cache costs ARC nothing.
@@ -103,7 +104,9 @@ class IdleLimit:
     def remember(self, allocation: Allocation) -> None:
         """Remember ``allocation``, which this limit cuts or evicts, as a ghost."""
         if len(allocation.tokens) <= self.max_cells:  # a longer one would not stay anyway
-            self._ghosts.append(Ghost(allocation.principal, allocation.adapters, allocation.tokens, allocation.used_at))
+            self._ghosts.append(
+                Ghost(allocation.principal, allocation.adapters, allocation.tokens.copy(), allocation.used_at)
+            )
         n_tokens = sum([len(ghost.tokens) for ghost in self._ghosts])
         n_old = 0
         for ghost in self._ghosts:

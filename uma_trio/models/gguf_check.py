@@ -28,6 +28,8 @@ __all__ = ["GgufError", "GgufSummary", "check_gguf", "check_gguf_parts"]
 
 MAX_LAYERS = 512
 """``LLAMA_MAX_LAYERS``"""
+MAX_CONTEXT = 1 << 30
+"""Tokens that a model was trained with; positions have 32 bits."""
 MAX_EXPERTS = 1024
 """``LLAMA_MAX_EXPERTS``"""
 MAX_WINDOW = 1 << 23
@@ -287,6 +289,12 @@ def _check_normalisation(header: GgufHeader) -> None:
 # -- hyperparameters ----------------------------------------------------------------------------
 
 
+def _check_context(header: GgufHeader) -> None:
+    n_tokens = _integer(header, "context_length")
+    if n_tokens is not None and not 1 <= n_tokens <= MAX_CONTEXT:
+        raise GgufError(f"it claims a context of {n_tokens} tokens, not 1 to {MAX_CONTEXT}")
+
+
 def _check_layers(header: GgufHeader) -> None:
     """llama-model.cpp, ``load_hparams``: ``n_layer_all`` and ``n_layer_nextn``."""
     n_layers = _integer(header, "block_count")
@@ -499,6 +507,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     _check_architecture,
     _check_pooling,
     _check_encoder,
+    _check_context,
     _check_layers,
     _check_experts,
     _check_layers_with_experts,

@@ -299,7 +299,7 @@ class LinearModel:
         last_ms = scale * curve.slope(n) + token_ms
         if ms == math.inf or not last_ms:
             return math.inf
-        measured = [(n, t) for n, t in zip(tokens, tick_ms, strict=True) if t <= (1 + STAIR_TOLERANCE) * ms]
+        measured = [(n, t) for n, t in zip(tokens, tick_ms, strict=True) if t <= max(ms, (1 + STAIR_TOLERANCE) * ms)]
         in_time = [(n, t) for n, t in measured if t <= ms]
         more = (ms / self._correction(tokens[n - 1] + work.decode_rows + 1) - linear_ms[n - 1]) / last_ms
         if more > 0 and not curve.may_hide_a_stair(n):

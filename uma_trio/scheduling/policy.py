@@ -365,16 +365,20 @@ def _choose_prefill(
 
 
 def _rest_in_a_call_of_its_own(given: Sequence[tuple[SequenceView, int]], limits: Scheduling) -> int:
-    """Tokens of the last chunk, if it begins a prompt behind the end of another long one; otherwise 0.
+    """Tokens of the last chunk, if it begins a prompt behind the end of another long one of its group; otherwise 0.
 
     With per-sequence KV, llama.cpp computes chunks of different lengths one after another.  Behind short prompts, which may
-    come in every tick, a long one does not wait.
+    come in every tick, a long one does not wait.  Nor does that of another principal, or of another class: each has its own
+    share of the tick, and would get it in a chunk of another length.
     """
     if not given:
         return 0
     *others, (last, n) = given
-    waits = any(m > limits.prefill_burst_tokens for _, m in others) and not any(m == n for _, m in others)
-    return n if waits and n < last.n_pending else 0
+    is_long = any(m > limits.prefill_burst_tokens for _, m in others)
+    end = all(m == view.n_pending and m != n for view, m in others)
+    one_group = len({(view.priority, view.principal) for view, _ in given}) == 1
+    enough = sum([m for _, m in others]) >= limits.min_chunk_tokens
+    return n if n < last.n_pending and is_long and end and one_group and enough else 0
 
 
 def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int, state: PolicyState) -> bool:
@@ -533,7 +537,7 @@ def _choose_drafts(
             break
         tokens = sum([_expected_tokens(view.acceptance_rate, n) for n, view in zip(drafts, decodes, strict=True)])
         if tokens > best_rate * (ms + gap_ms):
-            best_rate, best, best_draft_ms = tokens / (ms + gap_ms), tuple(drafts), draft_ms + missing_ms
+            best_rate, best, best_draft_ms = tokens / max(ms + gap_ms, 1e-6), tuple(drafts), draft_ms + missing_ms
             verified = with_drafts
         if max(view.n_drafts for view in decodes) <= length:
             break
