@@ -285,7 +285,7 @@ def test_streams_on_stairs_meet_tight_targets(target: float, monkeypatch: pytest
     assert late[True] <= late[False]
 
 
-def test_with_per_sequence_kv_a_prompt_does_not_begin_behind_the_end_of_a_long_one() -> None:
+def test_with_per_sequence_kv_a_prompt_does_not_begin_after_the_end_of_a_long_one() -> None:
     """Two chunks of different lengths are two calls, and on a GPU the second one takes as long as a hundred tokens more."""
     decodes, on_stairs = [SequenceView(n, n_context=300, due_s=0.1) for n in range(4)], calibrated(STAIRS)
 

@@ -21,7 +21,7 @@ class AttentionScan(enum.Enum):
     LONGEST = "longest"
     """As many cells as the longest sequence of its call has: shorter ones are padded."""
     CACHE = "cache"
-    """All cells in use, of every sequence, also of idle ones that are kept for reuse."""
+    """All cells up to the highest one in use, of whichever sequence, also of idle ones that are kept for reuse."""
 
 
 @attrs.frozen
@@ -29,8 +29,8 @@ class Attention:
     """What attention scans in one tick."""
 
     scan: AttentionScan = AttentionScan.SEQUENCE
-    cells_in_use: int = 0
-    """Cells that hold tokens before the tick.  Used only with ``AttentionScan.CACHE``."""
+    cells_scanned: int = 0
+    """Cells up to the highest one that holds a token before the tick.  Used only with ``AttentionScan.CACHE``."""
 
     def decode_context(self, rows: int, total: int, longest: int) -> int:
         """Cells that the decode rows of one call scan, summed over the rows.
@@ -46,7 +46,7 @@ class Attention:
             case AttentionScan.LONGEST:
                 return rows * longest
             case AttentionScan.CACHE:
-                return rows * self.cells_in_use
+                return rows * self.cells_scanned
 
     def prefill_context(self, mean: float) -> float:
         """Cells that each token of the prefill chunks scans, without those of its chunk.
@@ -54,4 +54,4 @@ class Attention:
         Args:
             mean: tokens before a chunk, averaged over all tokens of the chunks.
         """
-        return self.cells_in_use if self.scan is AttentionScan.CACHE else mean
+        return self.cells_scanned if self.scan is AttentionScan.CACHE else mean

@@ -11,8 +11,8 @@ prefill_attention KV cells that the attention of the prefill chunks scans: n * m
 ================= ========================================================================================
 
 The last chunks of a long prompt take several times as long as its first ones.  A model without ``prefill_attention``
-notices that too late.  Where attention scans all cells in use (``AttentionScan.CACHE``), m is their number, and each
-decode row scans as many.
+notices that too late.  Where attention scans the whole cache (``AttentionScan.CACHE``), m is the number of its cells up to
+the highest one in use, and each decode row scans as many.
 
 Decode-only ticks run other kernels than ticks with prefill, so each kind has coefficients of its own.  Both are fitted
 by recursive least squares with a forgetting factor: old ticks fade, and the model follows a machine that gets warm or
@@ -123,6 +123,7 @@ and 504 take 47: streams wait little more than half as long."""
 RECORDING_WEIGHT: Final = 0.5
 """Weight of the latest recording in their mean."""
 MAX_RECORDING_MS: Final = 50.0
+"""A recording counts as this long at most, so that a hiccup does not count for long."""
 
 CHUNK_SHARES: Final = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0)
 """Lengths of the chunks whose speeds are compared without a curve, as shares of the longest one.  With a curve the measured

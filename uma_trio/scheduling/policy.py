@@ -23,7 +23,7 @@ from uma_trio.scheduling.gaps import NO_FILLERS, contexts_with_fillers, join_run
 from uma_trio.scheduling.view import Priority, SequenceView
 
 MAX_FURTHER_CALL: Final = 1.1
-"""If a prompt that begins behind the end of another one makes the tick longer than this multiple, it waits for the next
+"""If a prompt that begins after the end of another one makes the tick longer than this multiple, it waits for the next
 tick.  On an H200 it takes a quarter longer, on a CPU hardly."""
 
 MAX_BACKGROUND_SKIPS: Final = 4
@@ -267,7 +267,7 @@ def estimated_work(decodes: Sequence[SequenceView], attention: Attention = OWN_C
 def _context(views: Sequence[SequenceView], attention: Attention) -> int:
     """Cells that the rows of ``views`` scan.  With ``AttentionScan.LONGEST`` this assumes calls of equal contexts."""
     if attention.scan is AttentionScan.CACHE:
-        return len(views) * attention.cells_in_use
+        return len(views) * attention.cells_scanned
     return sum([view.n_context for view in views])
 
 
@@ -365,9 +365,9 @@ def _choose_prefill(
 
 
 def _rest_in_a_call_of_its_own(given: Sequence[tuple[SequenceView, int]], limits: Scheduling) -> int:
-    """Tokens of the last chunk, if it begins a prompt behind the end of another long one of its group; otherwise 0.
+    """Tokens of the last chunk, if it begins a prompt after the end of another long one of its group; otherwise 0.
 
-    With per-sequence KV, llama.cpp computes chunks of different lengths one after another.  Behind short prompts, which may
+    With per-sequence KV, llama.cpp computes chunks of different lengths one after another.  After short prompts, which may
     come in every tick, a long one does not wait.  Nor does that of another principal, or of another class: each has its own
     share of the tick, and would get it in a chunk of another length.
     """
