@@ -35,6 +35,7 @@ from tests.support.programs import (
 )
 from tests.support.steering import Client, Steering, steering
 from uma_trio.engine.messages import EngineDied, EngineError
+from uma_trio.principal import Principal
 
 EXPLORE = "UMA_TEST_EXPLORE" in os.environ
 N_EXAMPLES = 1000 if EXPLORE else 25
@@ -148,15 +149,21 @@ class World:
 
 
 async def play(
-    programs: list[Script], n_plain: int, events: list[tuple[int, str, int]], engine: FakeEngine, max_tokens: int
+    programs: list[Script],
+    n_plain: int,
+    events: list[tuple[int, str, int]],
+    engine: FakeEngine,
+    max_tokens: int,
+    n_principals: int,
 ) -> World:
-    """Run ``programs`` next to plain streams, while ``events`` happen."""
+    """Run ``programs`` next to plain streams, while ``events`` happen.  Principals take places from each other."""
     runtime = FakeRuntime({"program": Program}, exchange_ms=lambda name: world.exchange_ms)
     async with steering({}, engine, runtime) as harness:
         world = World(harness)
         for i, script in enumerate(programs):
             client = Client()
-            sequences = await harness.steer("program", client, max_tokens, argument=script, id=f"{i}")
+            principal = Principal(f"uid:{i % n_principals}")
+            sequences = await harness.steer("program", client, max_tokens, script, principal, id=f"{i}")
             world.programs.append((script, client, sequences))
         for i in range(n_plain):
             client = Client()
@@ -183,9 +190,11 @@ def run(*arguments: Any) -> World:
     programs=st.lists(scripts(), min_size=1, max_size=3),
     n_plain=st.integers(0, 2),
     events=st.lists(EVENTS, max_size=6),
+    n_principals=st.integers(1, 3),
     options=st.sampled_from(
         [
             {},
+            {"n_seq_max": 2},
             {"n_ctx": 500},
             {"n_ctx": 1000, "n_seq_max": 3},
             {"unified": False, "n_ctx": 8 * 400},
@@ -194,9 +203,9 @@ def run(*arguments: Any) -> World:
         ]
     ),
 )
-@example([[Gen(9)]], 0, [], {"draft_errors": 5})  # has a draft model
-@example([[Gen(5)]] * 2, 0, [(20, "stall", 1)], {"n_ctx": 500})  # the second gets room when nothing else runs
+@example([[Gen(9)]], 0, [], 1, {"draft_errors": 5})  # has a draft model
+@example([[Gen(5)]] * 2, 0, [(20, "stall", 1)], 1, {"n_ctx": 500})  # the second gets room when nothing else runs
 def test_random_programs_and_events(
-    programs: list[Script], n_plain: int, events: list[tuple[int, str, int]], options: dict[str, Any]
+    programs: list[Script], n_plain: int, events: list[tuple[int, str, int]], n_principals: int, options: dict[str, Any]
 ) -> None:
-    run(programs, n_plain, events, FakeEngine(**options), 300)
+    run(programs, n_plain, events, FakeEngine(**options), 300, n_principals)

@@ -216,7 +216,7 @@ async def test_text_does_not_depend_on_other_requests(autojump_clock):
 # -- the queue ----------------------------------------------------------------------------------------
 
 
-async def test_the_queue_is_ordered_by_priority_then_principal_then_arrival(autojump_clock):
+async def test_the_queue_is_ordered_by_principal_then_priority_then_arrival(autojump_clock):
     async with running(FakeEngine(n_seq_max=1)) as harness:
         ended: list[str] = []
 
@@ -232,7 +232,7 @@ async def test_the_queue_is_ordered_by_priority_then_principal_then_arrival(auto
         ask("interactive", principal="uid:1", slo=INTERACTIVE)
         while len(ended) < 6:
             await trio.sleep(0.1)
-        assert ended == ["first", "interactive", "principal 2", "principal 1, a", "principal 1, b", "background"]
+        assert ended == ["first", "principal 2", "interactive", "principal 1, a", "principal 1, b", "background"]
 
 
 async def test_a_request_rises_in_priority_while_it_waits(autojump_clock):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.support.device import CPU, SimulatedServer
 from uma_trio.scheduling.fairness import (
     AGING_INTERVAL_S,
+    MAX_LEAD,
     MAX_SKIPPED_TICKS,
     ROTATION_PERIOD,
     Service,
@@ -134,12 +135,35 @@ def test_principals_are_charged_for_their_tokens_by_weight(
 
 
 @given(some_prefills(), st.integers(1, 2000), st.integers(1, 100))
-def test_a_higher_class_takes_all_that_it_can_use(prefills: list[SequenceView], tokens: int, burst: int) -> None:
+def test_a_higher_class_takes_all_that_its_principal_is_given(
+    prefills: list[SequenceView], tokens: int, burst: int
+) -> None:
     shares = {view.seq_id: n for view, n in divide(prefills, tokens, Service(), burst=burst)[0]}
-    highest = min(view.priority for view in prefills)
-    wanted = sum(view.n_pending for view in prefills if view.priority is highest)
-    given = sum(shares.get(view.seq_id, 0) for view in prefills if view.priority is highest)
-    assert given == min(tokens, wanted)
+    for principal in {view.principal for view in prefills}:
+        own = [view for view in prefills if view.principal == principal]
+        left = sum(shares.get(view.seq_id, 0) for view in own)
+        for priority in Priority:
+            views = [view for view in own if view.priority is priority]
+            given = sum(shares.get(view.seq_id, 0) for view in views)
+            assert given == min(left, sum(view.n_pending for view in views))
+            left -= given
+
+
+@given(some_prefills(), st.integers(1, 2000), st.integers(1, 100))
+def test_background_prompts_get_what_all_others_leave(prefills: list[SequenceView], tokens: int, burst: int) -> None:
+    shares = {view.seq_id: n for view, n in divide(prefills, tokens, Service(), burst=burst)[0]}
+    others = [view for view in prefills if view.priority is not Priority.BACKGROUND]
+    given = sum(shares.get(view.seq_id, 0) for view in others)
+    assert given == min(tokens, sum(view.n_pending for view in others))
+
+
+def test_a_class_is_no_claim_to_more_than_others_get() -> None:
+    prefills = [
+        SequenceView(0, 1000, principal="a", priority=Priority.INTERACTIVE),
+        SequenceView(1, 1000, principal="b", priority=Priority.NORMAL),
+    ]
+    shares, _ = divide(prefills, 200, Service(), burst=10)
+    assert {view.seq_id: n for view, n in shares} == {0: 100, 1: 100}
 
 
 def test_the_least_served_principal_goes_first() -> None:
@@ -152,20 +176,34 @@ def test_the_least_served_principal_goes_first() -> None:
 # -- the queue --------------------------------------------------------------------------------------
 
 
-def test_the_queue_is_ordered_by_priority_then_by_service() -> None:
-    service = Service({"a": 50.0, "b": 20.0})
-    views = [
-        SequenceView(-1, priority=Priority.NORMAL, principal="a"),
-        SequenceView(-1, priority=Priority.NORMAL, principal="b"),
-        SequenceView(-1, priority=Priority.INTERACTIVE, principal="a"),
+def test_the_queue_is_ordered_by_who_holds_a_place_then_by_service_then_by_priority() -> None:
+    service = Service({"a": 50.0, "b": 20.0, "c": 90.0})
+    waiting = {
+        "background": rank(Priority.BACKGROUND, "c", 0.0, service, holds_place=False),
+        "nothing yet": rank(Priority.NORMAL, "c", 0.0, service, holds_place=False),
+        "less served": rank(Priority.NORMAL, "b", 0.0, service, holds_place=True),
+        "interactive": rank(Priority.INTERACTIVE, "a", 0.0, service, holds_place=True),
+        "normal": rank(Priority.NORMAL, "a", 0.0, service, holds_place=True),
+    }
+    assert sorted(waiting, key=waiting.__getitem__) == [
+        "nothing yet",
+        "less served",
+        "interactive",
+        "normal",
+        "background",
     ]
-    assert [rank(view, 0.0, service) for view in views] == [(1, 50.0), (1, 20.0), (0, 50.0)]
 
 
 def test_a_queued_request_rises_by_a_class_each_interval_up_to_the_highest() -> None:
-    view = SequenceView(-1, priority=Priority.BACKGROUND)
     waits = [0.0, 0.9 * AGING_INTERVAL_S, AGING_INTERVAL_S, 2 * AGING_INTERVAL_S, 9 * AGING_INTERVAL_S]
-    assert [rank(view, waited_s, Service())[0] for waited_s in waits] == [2, 2, 1, 0, 0]
+    ranks = [rank(Priority.BACKGROUND, "a", waited_s, Service(), holds_place=True) for waited_s in waits]
+    assert [(is_background, risen) for is_background, _, _, risen in ranks] == [
+        (True, 2),
+        (True, 2),
+        (False, 1),
+        (False, 0),
+        (False, 0),
+    ]
 
 
 # -- within one group -------------------------------------------------------------------------------
@@ -459,14 +497,20 @@ def test_nobody_saves_up_service_while_idle() -> None:
 
 def test_leaving_does_not_clear_a_high_counter() -> None:
     """The counter is kept until the others have caught up, and dropped then."""
-    service = Service({"a": 100.0, "b": 900.0, "c": 400.0}).without("b")
-    assert service.counter("b") == 900.0
+    service = Service({"a": 100.0, "b": 200.0, "c": 150.0}).without("b")
+    assert service.counter("b") == 200.0
     assert service.counter("new") == pytest.approx(100.0)
-    assert service.charged({"b": 5.0}) == Service({"a": 100.0, "b": 905.0, "c": 400.0})
+    assert service.charged({"b": 5.0}) == Service({"a": 100.0, "b": 205.0, "c": 150.0})
     later = service.charged({"a": 1000.0, "c": 1000.0}).without("c")
     assert later.counter("b") == pytest.approx(1100.0)
-    assert later.departed == {"c": 1400.0}
+    assert later.departed == {"c": 1150.0}
     assert later.without("a") == Service(), "without active principals nothing is kept"
+
+
+def test_a_returning_principal_waits_for_a_bounded_lead_only() -> None:
+    """It had the model for itself, so others did not want what it got."""
+    service = Service({"a": 100.0, "b": 90_000.0}).without("b")
+    assert service.counter("b") == 100.0 + MAX_LEAD
 
 
 def test_nobody_saves_up_service_with_a_slow_stream() -> None:

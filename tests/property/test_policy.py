@@ -193,9 +193,15 @@ def first_due(case: Case, due_s: float) -> Case:
 
 
 def overdue(case: Case, decodes: Sequence[SequenceView]) -> list[SequenceView]:
-    """The prompts whose first token is overdue and at most a batch away, unless a stream has a higher class."""
-    short = [view for view in case.prefills if view.n_pending <= case.max_tokens]
-    return [p for p in short if p.due_s < 0 and all(p.priority <= view.priority for view in decodes)]
+    """The prompts whose first token is overdue and at most a batch away, unless a stream of their principal has a higher
+    class.  Those of class ``background`` wait for all others."""
+    short = [view for view in case.prefills if view.n_pending <= case.max_tokens and view.due_s < 0]
+
+    def goes_after(prompt: SequenceView, stream: SequenceView) -> bool:
+        same = prompt.principal == stream.principal
+        return prompt.priority > stream.priority and (same or prompt.priority is Priority.BACKGROUND)
+
+    return [prompt for prompt in short if not any(goes_after(prompt, stream) for stream in decodes)]
 
 
 @given(cases())

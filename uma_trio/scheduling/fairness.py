@@ -1,4 +1,6 @@
-"""Divides prefill tokens among waiting prompts: by priority, then by least-served principal, then by deadline.
+"""Divides prefill tokens among waiting prompts: by least-served principal, then by priority, then by deadline.
+
+Classes order the prompts of one principal.  Only ``background`` counts among principals too: it gets what others leave.
 
 Fairness between principals is VTC (virtual token counter).  Each principal has a counter, which rises with every
 token that it is given: prefill tokens count once, generated tokens twice, and both are divided by the principal's
@@ -32,6 +34,11 @@ DECODE_TOKEN_COST: Final = 2.0
 
 AGING_INTERVAL_S: Final = 30.0
 """A queued request rises by one priority class each time it has waited this long."""
+
+MAX_LEAD: Final = 128.0
+"""Virtual tokens by which a principal may be ahead of another one.  A returning principal does not wait for more than these: it
+gets further ahead only while others ask for less than their share.  A principal that runs further ahead loses places
+(``places.py``)."""
 
 MAX_SKIPPED_TICKS: Final = 8
 """Prefill ticks in a row in which a group may be skipped.  Then the group gets a burst, after the groups that have
@@ -78,13 +85,14 @@ class Service:
         """Virtual token counter of ``principal``.
 
         A new principal counts as slightly less served than the least-served active one, so it goes next.  A returning
-        principal keeps its old counter if that is higher.
+        principal keeps its old counter if that is higher, up to ``MAX_LEAD``.
         """
         found = self.counters.get(principal)
         if found is not None:
             return found
+        lowest = min(self.counters.values(), default=0.0)
         old = self.departed.get(principal, -math.inf)
-        return max(old, math.nextafter(min(self.counters.values(), default=0.0), -math.inf))
+        return max(min(old, lowest + MAX_LEAD), math.nextafter(lowest, -math.inf))
 
     def decoded(self, views: Sequence[SequenceView]) -> Service:
         """Charge one generated token to each of ``views``."""
@@ -135,14 +143,20 @@ class Service:
         return Service(counters, self.histories, {p: c for p, c in idle.items() if c > lowest})
 
 
-def rank(view: SequenceView, waited_s: float, service: Service) -> tuple[int, float]:
-    """Sort key of a queued request, lowest first: its priority, raised by waiting, then its principal's counter.
+def rank(
+    priority: Priority, principal: str, waited_s: float, service: Service, *, holds_place: bool
+) -> tuple[bool, bool, float, int]:
+    """Sort key of a queued request, lowest first.
+
+    ``background`` goes last, then principals that hold no place go first, then the least served one.  The other classes
+    order the requests of one principal only, so no principal gets ahead of another by its choice of a class.
 
     Args:
-        waited_s: seconds since the request arrived.
+        waited_s: seconds since the request arrived; they raise its class.
+        holds_place: whether a request of ``principal`` runs.
     """
-    boost = int(waited_s / AGING_INTERVAL_S)
-    return max(0, view.priority - boost), service.counter(view.principal)
+    risen = max(0, priority - int(waited_s / AGING_INTERVAL_S))
+    return risen >= Priority.BACKGROUND, holds_place, service.counter(principal), risen
 
 
 def divide(
@@ -150,9 +164,9 @@ def divide(
 ) -> tuple[list[tuple[SequenceView, int]], Service]:
     """Divide the prefill tokens of one tick among ``prefills``.
 
-    Higher priority classes take all that they can use.  Within a class, the principal with the lowest counter is given
-    a burst at a time, or all that is left if no other principal has prompts.  A group that was skipped for
-    ``MAX_SKIPPED_TICKS`` gets a burst before everything else.
+    The principal with the lowest counter is given a burst at a time, or all that is left if no other principal has
+    prompts.  Of its prompts, those of higher classes take all that they can use.  Prompts of class ``background`` get what
+    all others leave.  A group that was skipped for ``MAX_SKIPPED_TICKS`` gets a burst before everything else.
 
     Within a group, prompts that fit into a burst go first and the others follow, both by deadline.  Each prompt gets
     all that it can use before the next one gets any.  Every ``ROTATION_PERIOD``-th division that serves the group
@@ -246,14 +260,20 @@ def _divide_among_groups(groups: Sequence[_Group], tokens: int, counters: dict[s
     for group in sorted(overdue, key=lambda group: -group.history.n_skipped):
         if left >= full_turn:
             left -= group.take(full_turn, counters)
-    for priority in sorted({group.priority for group in groups}):
-        candidates = [group for group in groups if group.priority == priority and group.n_wanted]
-        heap = [(counters[group.principal], group.principal, group) for group in candidates]
+    for is_background in (False, True):
+        wanting: defaultdict[str, list[_Group]] = defaultdict(list)
+        for group in sorted(groups, key=attrgetter("priority")):
+            if group.n_wanted and (group.priority is Priority.BACKGROUND) is is_background:
+                wanting[group.principal].append(group)
+        heap = [(counters[principal], principal) for principal in wanting]
         heapify(heap)
         while left and heap:
-            _, principal, group = heap[0]
-            left -= group.take(min(left, burst) if len(heap) > 1 else left, counters)
-            if group.n_wanted:
-                heapreplace(heap, (counters[principal], principal, group))
+            _, principal = heap[0]
+            own = wanting[principal]
+            left -= own[0].take(min(left, burst) if len(heap) > 1 else left, counters)
+            if not own[0].n_wanted:
+                del own[0]
+            if own:
+                heapreplace(heap, (counters[principal], principal))
             else:
                 heappop(heap)

@@ -397,12 +397,22 @@ def _overdue(
 ) -> Sequence[SequenceView]:
     """The prompts whose first token is overdue, and that have at most ``max_tokens`` left to compute.
 
-    A long prompt would slow down the streams for many seconds, and still be late.  A prompt of a lower class than one of the
-    streams is never overdue.
+    A long prompt would slow down the streams for many seconds, and still be late.  A prompt is never overdue next to a
+    stream of a higher class of its own principal, nor one of class ``background`` next to any stream of another class.
     """
-    highest = min([view.priority for view in decodes], default=Priority.BACKGROUND)
-    waiting = [view for view in prefills if view.n_pending <= max_tokens and view.priority <= highest]
-    return [view for view in waiting if view.due_s + view.grace_s < now_s]
+    found = [view for view in prefills if view.n_pending <= max_tokens and view.due_s + view.grace_s < now_s]
+    if not found:
+        return found
+    highest: dict[str, Priority] = {}
+    for view in decodes:
+        highest[view.principal] = min(highest.get(view.principal, Priority.BACKGROUND), view.priority)
+    only_background = all(priority is Priority.BACKGROUND for priority in highest.values())
+    return [
+        view
+        for view in found
+        if view.priority <= highest.get(view.principal, Priority.BACKGROUND)
+        and (view.priority is not Priority.BACKGROUND or only_background)
+    ]
 
 
 def _prefill_budget(

@@ -71,6 +71,7 @@ class NoStep(enum.Enum):
     OUTLIER = "the last step was predicted badly, so a chunk of a prompt could delay all streams"
     CONTROLLER = "a controller says what is sampled next, or may say so before this step is complete"
     SUSPECTS = "the sequence that makes the engine fail is searched, so what runs next depends on this step"
+    PREEMPTION = "a sequence loses its place to a request that waits, and the step in flight computes it"
     CANNOT_TRUNCATE = "a prompt begins or goes on, and its sequence cannot be cut to what it turns out to hold"
 
 
@@ -138,7 +139,7 @@ class StepPlanner:
 
     def next_step(self) -> PlannedStep | NoStep:
         """What to compute now; no step is in flight."""
-        self._admit()
+        self._admit(may_preempt=True)
         self._timings.attention = self._attention()
         starts_at = trio.current_time()
         decodes, prefills = self._views()
@@ -185,7 +186,7 @@ class StepPlanner:
         obstacle = self._obstacle(step)
         if obstacle is not None:
             return obstacle
-        self._admit()
+        self._admit(may_preempt=False)
         self._timings.attention = self._attention(step)
         decodes, prefills = step.views_after(chain(*self._running.ready(step.rows)))
         sequences: Mapping[int, Sequence] = self._running.by_seq_id()
@@ -234,6 +235,8 @@ class StepPlanner:
             return NoStep.UNKNOWN_DURATION
         if self._bisection.is_active:
             return NoStep.SUSPECTS
+        if self._waiting and self.preempts_at <= trio.current_time():
+            return NoStep.PREEMPTION
         if self._controllers and self._controllers.prevents_run_ahead(step):
             return NoStep.CONTROLLER
         if not self._info.can_truncate and (
@@ -242,8 +245,15 @@ class StepPlanner:
             return NoStep.CANNOT_TRUNCATE
         return None
 
-    def _admit(self) -> None:
-        for sequence in self._waiting.admit(self._policy.service):
+    @property
+    def preempts_at(self) -> float:
+        """When a running sequence will lose its place, on trio's clock; infinite if none will."""
+        return self._waiting.preempts_at(self._policy.service)
+
+    def _admit(self, *, may_preempt: bool) -> None:
+        for sequence in self._waiting.admit(self._policy.service, may_preempt=may_preempt):
+            if sequence.control is not None:
+                self._controllers.preempted(sequence)
             if self.drafts is not None:
                 self.drafts.leave(sequence)
             self._bisection.discard(sequence)

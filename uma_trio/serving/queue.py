@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Items
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,7 @@ from uma_trio.kv.cache import KvCache
 from uma_trio.kv.idle_limit import IdleLimit
 from uma_trio.offload import Offloader
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
-from uma_trio.scheduling import fairness
+from uma_trio.scheduling import fairness, places
 from uma_trio.scheduling.attention import AttentionScan
 from uma_trio.scheduling.fairness import Service
 from uma_trio.scheduling.retry_schedule import RetrySchedule
@@ -42,6 +43,8 @@ def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
     )
 
 
+NO_SERVICE: Final = Service()
+
 PREEMPT_AFTER_S: Final = 0.5
 """A sequence loses its place to a waiting one if its client has not read for this long."""
 
@@ -58,7 +61,8 @@ class RunningSet:
         self._offloader = offloader
         self._telemetry = telemetry
         self._sequences: dict[Allocation, Sequence] = {}
-        self._keeps_room = False
+        self._keeps_room_for: Sequence | None = None
+        """The sequence whose forks wait for room."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -75,7 +79,7 @@ class RunningSet:
 
     def allocate(self, sequence: Sequence) -> bool:
         """Reserve all the cells that ``sequence`` can need, if there are as many."""
-        if self._keeps_room:
+        if self._is_behind_forks(sequence):
             return False
         placement = self.cache.allocate(
             _known_tokens(sequence),
@@ -90,9 +94,11 @@ class RunningSet:
             self._offloader.check_for_work()  # something may have to be saved to make room
             return False
         sequence.allocation = allocation = placement.allocation
-        sequence.state = State.PREFILL
+        sequence.state, sequence.placed_at, sequence.generating_since = State.PREFILL, trio.current_time(), None
+        if sequence.was_preempted:
+            sequence.due_at = sequence.placed_at + sequence.target_itl_s
         if sequence.admitted_at is None:
-            sequence.admitted_at = trio.current_time()
+            sequence.admitted_at = sequence.placed_at
             self._telemetry.record_admission(1e3 * (sequence.admitted_at - sequence.arrived_at))
         self._sequences[allocation] = sequence
         if not placement.waits:
@@ -109,11 +115,24 @@ class RunningSet:
             self._start_prefill(sequence, sequence.n_computed)
         sequence.go_on()
 
-    def keep_room(self, *, for_forks: bool) -> None:
-        """Whether all room that becomes free is kept for forks, so that no request in the queue gets it."""
-        if self._keeps_room and not for_forks:
+    def keep_room(self, sequence: Sequence | None) -> None:
+        """Keep all room that becomes free for forks of ``sequence``, before the requests of its principal that wait.
+
+        Other principals go before the forks as long as they have a smaller share of the places.
+
+        Args:
+            sequence: ``None``: no forks wait.
+        """
+        if self._keeps_room_for is not None and sequence is None:
             self.cache.try_again()
-        self._keeps_room = for_forks
+        self._keeps_room_for = sequence
+
+    def _is_behind_forks(self, sequence: Sequence) -> bool:
+        """Whether room that becomes free is for forks, and not for ``sequence``."""
+        parent = self._keeps_room_for
+        return parent is not None and not places.goes_before(
+            self._claimant(sequence, NO_SERVICE), parent.principal.name, self._places(NO_SERVICE), self._room()
+        )
 
     def allocate_forks(self, sequence: Sequence, n: int) -> list[Allocation] | None:
         """Copy what ``sequence`` has computed for ``n`` forks, if there is room for all of them."""
@@ -126,7 +145,7 @@ class RunningSet:
     def begin_forks(self, forks: Items[Sequence], allocations: Items[Allocation]) -> None:
         """Let ``forks`` run, in the places that were allocated for them."""
         for fork, allocation in zip(forks, allocations, strict=True):
-            fork.allocation = allocation
+            fork.allocation, fork.placed_at = allocation, trio.current_time()
             self._sequences[allocation] = fork
             fork.go_on()
 
@@ -216,16 +235,58 @@ class RunningSet:
         sequence.allocation = None
         self._offloader.check_for_work()
 
-    def preemptible(self) -> Sequence | None:
-        """The sequence whose client has not read for the longest time, if a request that waits may get its place.
+    def claim(self, sequence: Sequence, service: Service) -> tuple[list[Sequence], float]:
+        """Choose the sequences that lose their places to ``sequence``, which waits, and when they do.
 
-        A controller may have shared its cells with forks, so its sequences keep their places.
+        That is the sequence whose client has not read for the longest time, or those of principals above their shares.
+
+        Returns:
+            No sequences and infinity if ``sequence`` waits until a place becomes free.
         """
-        stalled = [each for each in self if _is_stalled(each)]
-        return min(stalled, key=lambda each: each.stalled_at, default=None)
+        stalled = min([each for each in self if _is_stalled(each)], key=lambda each: each.stalled_at, default=None)
+        found = ([stalled], stalled.stalled_at + PREEMPT_AFTER_S) if stalled is not None else ([], math.inf)
+        if all(each.principal.name == sequence.principal.name for each in self):
+            return found
+        claim = places.claim(self._claimant(sequence, service), self._places(service), self._room())
+        if claim is None or claim.due_s >= found[1]:
+            return found
+        running = [*self]
+        return [running[index] for index in claim.victims], claim.due_s
+
+    def _claimant(self, sequence: Sequence, service: Service) -> places.Claimant:
+        principal = sequence.principal
+        return places.Claimant(
+            principal=principal.name,
+            weight=principal.weight,
+            priority=sequence.priority,
+            cells=sequence.max_cells,
+            service=service.counter(principal.name),
+        )
+
+    def _places(self, service: Service) -> list[places.Place]:
+        """What the sequences hold, in their order."""
+        return [
+            places.Place(
+                principal=each.principal.name,
+                weight=each.principal.weight,
+                priority=each.priority,
+                cells=allocation.own_cells,
+                n_tokens=allocation.n_tokens,
+                service=service.counter(each.principal.name),
+                turn_ends_s=each.turn_ends_at,
+                can_yield=each.can_yield,
+            )
+            for allocation, each in self._sequences.items()
+        ]
+
+    def _room(self) -> places.Room:
+        kv = self.cache.statistics()
+        n = self.cache.n_sequences
+        return places.Room(n, kv.cells, n - kv.sequences, kv.cells - kv.cells_reserved)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take the place of a preemptible sequence.  While there is room, its tokens stay in the KV cache."""
+        """Take the place of a sequence that no step in flight computes.  While there is room, its tokens stay in the KV
+        cache."""
         self.release(sequence, keep=True)
         sequence.state, sequence.queued_at, sequence.stalled_at = State.WAITING, trio.current_time(), math.inf
         sequence.was_preempted = True
@@ -288,11 +349,11 @@ def _is_stalled(sequence: Sequence) -> bool:
 class WaitingQueue:
     """Requests that wait for KV cells, in the order of arrival.
 
-    A sequence whose client does not read loses its place to a request that waits.  It is prefilled again from its tokens
-    when its client has read, and there is a place.
+    A sequence loses its place to a request that waits if its client does not read, or if its principal has more than its
+    share of the places (``scheduling/places.py``).  It is prefilled again from its tokens when there is a place again.
 
     Args:
-        max_length: more are refused.
+        max_length: more are refused, unless their principal has less than its share of the queue.
         telemetry: knows how long requests take.
     """
 
@@ -340,7 +401,7 @@ class WaitingQueue:
             self._retries.clear()
         for n, sequence in enumerate(sequences):
             if self._sequences or not self._running.allocate(sequence):
-                if len(self._sequences) >= self._max_length:
+                if not self._may_wait(sequence):
                     refusal = self._full()
                     for entered in sequences[:n]:
                         if entered in self._running:
@@ -349,6 +410,18 @@ class WaitingQueue:
                             self._sequences.remove(entered)
                     raise refusal
                 self._sequences.append(sequence)
+
+    def _may_wait(self, sequence: Sequence) -> bool:
+        """Whether the queue has room for ``sequence``: a principal may have its share of a queue that others have filled."""
+        if len(self._sequences) < self._max_length:
+            return True
+        principal = sequence.principal
+        present = {each.principal.name: each.principal.weight for each in chain(self._running, self._sequences)}
+        present[principal.name] = principal.weight
+        if len(present) == 1:
+            return False
+        own = sum([each.principal.name == principal.name for each in self._sequences])
+        return own < max(1.0, self._max_length * principal.weight / sum(present.values()))
 
     def remove(self, sequence: Sequence) -> None:
         """Remove ``sequence``, which no longer waits."""
@@ -359,39 +432,53 @@ class WaitingQueue:
         """The sequences that could run if there were room."""
         return [each for each in self._sequences if each.sink.has_room]
 
-    @property
-    def preempts_at(self) -> float:
-        """When a sequence whose client does not read will lose its place, on trio's clock; infinite if none will."""
-        stalled = self._running.preemptible() if self._candidates else None
-        return math.inf if stalled is None else stalled.stalled_at + PREEMPT_AFTER_S
+    def _first(self, service: Service) -> Sequence | None:
+        """The sequence that gets the next place."""
+        holders = {each.principal.name for each in self._running}
+        now = trio.current_time()
+        return min(
+            self._candidates,
+            key=lambda each: fairness.rank(
+                each.priority,
+                each.principal.name,
+                now - each.queued_at,
+                service,
+                holds_place=each.principal.name in holders,
+            ),
+            default=None,
+        )
 
-    def admit(self, service: Service) -> list[Sequence]:
-        """Admit waiting sequences while there is room, in the order class, least served principal, arrival.
+    def preempts_at(self, service: Service) -> float:
+        """When a running sequence will lose its place, on trio's clock; infinite if none will."""
+        first = self._first(service)
+        return math.inf if first is None else self._running.claim(first, service)[1]
 
-        The first in line blocks the others until it fits, and waiting raises the class: no request is overtaken for
-        ever.
+    def admit(self, service: Service, *, may_preempt: bool) -> list[Sequence]:
+        """Admit waiting sequences while there is room.
+
+        Principals that hold no place go first, then the least served one; within a principal, class and arrival decide.
+        Requests of class ``background`` go last.  The first in line blocks the others until it fits, and waiting raises
+        the class: no request is overtaken for ever.
+
+        Args:
+            may_preempt: no step is in flight, so sequences can lose their places.
 
         Returns:
             The sequences that lost their places.
         """
         preempted: list[Sequence] = []
-        while candidates := self._candidates:
-            now = trio.current_time()
-            first = min(
-                candidates,
-                key=lambda waiting: fairness.rank(waiting.view(), now - waiting.queued_at, service),
-            )
+        while (first := self._first(service)) is not None:
             if self._blocked != (first, self._cache.changes) and self._running.allocate(first):
                 self._sequences.remove(first)
                 continue
             self._blocked = (first, self._cache.changes)
-            if self.preempts_at > now:
+            victims, due_at = self._running.claim(first, service)
+            if not may_preempt or due_at > trio.current_time():
                 break
-            stalled = self._running.preemptible()
-            assert stalled is not None
-            self._running.preempt(stalled)
-            self._sequences.append(stalled)
-            preempted.append(stalled)
+            for victim in victims:
+                self._running.preempt(victim)
+            self._sequences += victims
+            preempted += victims
         return preempted
 
     def _full(self) -> QueueFull | KvFull:

@@ -579,7 +579,7 @@ class Scheduler:
                 self._wake.set()
 
             nursery.start_soon(wake_when_engine_ends)
-            with trio.move_on_at(min(self._controllers.ask_at, self._waiting.preempts_at)):
+            with trio.move_on_at(min(self._controllers.ask_at, self._planner.preempts_at)):
                 await self._wake.wait()
             nursery.cancel_scope.cancel()
         self._wake = trio.Event()

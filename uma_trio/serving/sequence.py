@@ -25,8 +25,9 @@ from uma_trio.protocol.events import Eos, FinishReason, Logprobs, Timings, Usage
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
 from uma_trio.sampling import Bias, PromptLookup, RegionAssembler, SamplingParams, TextAssembler, TokenHistory
+from uma_trio.scheduling.places import MIN_TURN_S
 from uma_trio.scheduling.view import Priority, SequenceView
-from uma_trio.serving.controllers.state import Control
+from uma_trio.serving.controllers.state import Control, Phase
 
 EWMA_WEIGHT: Final = 0.2
 
@@ -157,7 +158,11 @@ class Sequence:
     stalled_at: float = math.inf
     """Since when its client has not read; infinite if it reads, or if a step in flight computes its next token."""
     was_preempted: bool = False
-    """It has lost its place once, because its client did not read.  What it finds in the KV cache then is its own."""
+    """It has lost its place once.  What it finds in the KV cache then is its own."""
+    placed_at: float = -math.inf
+    """When it got its place."""
+    generating_since: float | None = None
+    """When it got the first token in that place."""
     queued_at: float = attrs.field(default=attrs.Factory(lambda self: self.arrived_at, takes_self=True))
     """Since when it has been waiting for a place, if it is: its arrival, or the time at which it lost its place."""
     keep_computed: bool = True
@@ -266,6 +271,29 @@ class Sequence:
             return 1.0
         return 0.0 if self.lookup is None else self.lookup.acceptance_rate
 
+    @property
+    def can_yield(self) -> bool:
+        """Whether it can lose its place between two steps, and go on later.
+
+        A sequence that waits for another one or for a saved state computes soon.  A mask of its controller is for the next
+        step.
+        """
+        if self.state not in (State.PREFILL, State.DECODE) or self.is_blocked:
+            return False
+        return self.control is None or self.control.phase not in (Phase.AWAITING_MASK, Phase.MASK_READY)
+
+    @property
+    def turn_ends_at(self) -> float:
+        """When it may lose the only place of its principal.
+
+        After it has lost its place once, it has a turn that is as long as the prefill before it, so that at least half of
+        the time is well spent.
+        """
+        if self.generating_since is not None:
+            return self.generating_since + max(MIN_TURN_S, self.generating_since - self.placed_at)
+        is_suspended = self.control is not None and self.control.phase is Phase.SUSPENDED
+        return self.placed_at + MIN_TURN_S if is_suspended or not self.was_preempted else math.inf
+
     # -- what a step computes of it -------------------------------------------------------------
 
     def prefill_input(self, start: int, n: int) -> StepInput:
@@ -366,6 +394,8 @@ class Sequence:
     def record_token_time(self, now: float, *, paused: bool) -> float | None:
         """Note that tokens came; returns the milliseconds since the ones before, if that time was the server's."""
         gap_ms = None
+        if self.generating_since is None:
+            self.generating_since = now
         if self.last_token_at is None:
             self.first_token_at = now
         elif not paused:

@@ -445,7 +445,8 @@ def append_inserted(sequence: Sequence, tokens: Items[int], n_removed: int = 0) 
     new.paused, new.by_controller, new.n_removed = True, True, n_removed
     sequence.control.n_sampled_in_row = 0
     sequence.control.n_inserted += len(new.tokens)
-    sequence.go_on()
+    if sequence.allocation is not None:
+        sequence.go_on()
     return new
 
 

@@ -154,6 +154,11 @@ class ControllerDriver:
         elif self._is_current(control.request):
             self._freed.append(control.id)
 
+    def preempted(self, sequence: Sequence) -> None:
+        """``sequence`` has lost its place in the KV cache, and gets another one later."""
+        control_of(sequence).is_permitted = False
+        self._forking.give_up(sequence)
+
     def _is_current(self, request: ControlledRequest) -> bool:
         runtime = self._runtime
         return runtime is not None and runtime.is_usable and runtime.generation == request.generation
@@ -432,7 +437,7 @@ class ControllerDriver:
             self._hooks.deliver(append_inserted(sequence, result.ff_tokens), trio.current_time())
             if sequence.state is State.FINISHED:
                 return
-            if not sequence.n_computed:
+            if sequence.allocation is not None and not sequence.n_computed:
                 self._running.share_prefix(sequence)
         if control.phase is Phase.SUSPENDED and not result.suspend:  # the time until its next token begins now
             sequence.due_at, sequence.paused = trio.current_time() + sequence.target_itl_s, True

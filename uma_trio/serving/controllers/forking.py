@@ -99,7 +99,7 @@ class Forking:
     def _keep_room(self, sequence: Sequence | None) -> None:
         """All room that becomes free is for the forks of ``sequence``; ``None``: for requests that wait."""
         self._found_no_room = None if sequence is None else (sequence, self._running.cache.changes)
-        self._running.keep_room(for_forks=sequence is not None)
+        self._running.keep_room(sequence)
 
     def _waits(self, sequence: Sequence) -> bool:
         """Whether ``sequence`` has found no room, and nothing has changed in the KV cache."""

@@ -1,0 +1,177 @@
+"""Principals that hold many places, and those that wait for one: over a fake engine in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from tests.support.asking import Client, Harness, asking
+from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.fake_runtime import FakeRuntime
+from tests.support.programs import Back, Fork, Gen, Insert, Program, Set, Wait
+from tests.support.steering import Client as SteeredClient
+from tests.support.steering import steering
+from uma_trio import errors
+from uma_trio.principal import Principal
+from uma_trio.protocol.requests import Slo
+
+LAYOUTS = [{}, {"unified": False, "n_ctx": 8000}, {"can_truncate": False}]
+
+
+def right(client: Client) -> bool:
+    return client.tokens == expected_continuation(client.prompt, len(client.tokens))
+
+
+async def first_token(harness: Harness, client: Client) -> float:
+    """Seconds until the client has a token."""
+    began = trio.current_time()
+    with trio.fail_after(100):
+        while not client.tokens:
+            await trio.sleep(0.001)
+    return trio.current_time() - began
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=str)
+@pytest.mark.parametrize("waiting", [0, 50])
+async def test_one_that_holds_nothing_gets_a_place_at_once(autojump_clock, options, waiting) -> None:
+    async with asking(FakeEngine(n_seq_max=4, **options)) as harness:
+        alone = await first_token(harness, harness.ask([5], 3, principal="b"))
+        greedy = [harness.ask([n % 7], 300, principal="a") for n in range(4 + waiting)]
+        await trio.sleep(0.5)
+        client = harness.ask([9], 3, principal="b")
+        assert await first_token(harness, client) < 2 * alone + 1
+        await harness.ended(client)
+        assert client.tokens == expected_continuation([9], 3)
+        assert harness.scheduler.telemetry.preemptions_total == 1
+        await harness.ended(*greedy)
+        assert all(each.reason == "length" and right(each) for each in greedy)
+        await harness.clean()
+
+
+async def test_two_principals_that_want_all_places_have_half_of_them_each(autojump_clock) -> None:
+    async with asking(FakeEngine(n_seq_max=8, n_ctx=100_000)) as harness:
+        everybody = [harness.ask([n], 500 + 50 * n, principal="a") for n in range(20)]
+        await trio.sleep(0.5)
+        everybody += [harness.ask([n], 500 + 50 * n, principal="b") for n in range(20)]
+        await trio.sleep(1)
+        held = []
+        for _ in range(50):
+            running = [each.principal for each in harness.scheduler.describe_sequences() if each.state != "cached"]
+            held.append(running.count("a"))
+            await trio.sleep(0.1)
+        assert held[0] == 4
+        assert 3.5 < sum(held) / len(held) < 4.5
+        await harness.ended(*everybody)
+        assert harness.scheduler.telemetry.preemptions_total < 20, "they take places from each other"
+        assert all(right(each) for each in everybody)
+        await harness.clean()
+
+
+async def test_more_principals_than_places_take_turns(autojump_clock) -> None:
+    """Each goes on within a few turns, and the time for computing tokens again stays below half."""
+    async with asking(FakeEngine(n_seq_max=2, n_ctx=100_000)) as harness:
+        clients = [harness.ask([n], 800, principal=f"tenant {n}") for n in range(5)]
+        for client in clients:
+            assert await first_token(harness, client) < 3
+        await harness.ended(*clients)
+        assert all(right(each) for each in clients)
+        assert harness.scheduler.telemetry.preemptions_total > 5
+        await harness.clean()
+
+
+async def test_a_class_does_not_keep_others_out(autojump_clock) -> None:
+    async with asking(FakeEngine(n_seq_max=2)) as harness:
+        for n in range(30):
+            harness.ask([n % 7], 400, principal="a", slo=Slo(priority="interactive"))
+        await trio.sleep(0.5)
+        client = harness.ask([9], 3, principal="b")
+        assert await first_token(harness, client) < 1
+        harness.scheduler.stop()
+
+
+async def test_background_waits_for_others(autojump_clock) -> None:
+    async with asking(FakeEngine(n_seq_max=2)) as harness:
+        others = [harness.ask([n], 200, principal="a") for n in range(2)]
+        await trio.sleep(0.1)
+        client = harness.ask([9], 3, principal="b", slo=Slo(priority="background"))
+        await harness.ended(*others)
+        assert not client.tokens
+        assert harness.scheduler.telemetry.preemptions_total == 0
+        await harness.ended(client)
+        await harness.clean()
+
+
+async def test_a_queue_that_another_principal_has_filled_has_room(autojump_clock) -> None:
+    async with asking(FakeEngine(n_seq_max=2), max_queue=10) as harness:
+        for n in range(12):
+            harness.ask([n % 7], 100, principal="a")
+        with pytest.raises(errors.QueueFull):
+            harness.ask([1], 100, principal="a")
+        clients = [harness.ask([9], 100, principal="b") for _ in range(5)]
+        with pytest.raises(errors.QueueFull):
+            harness.ask([9], 100, principal="b")
+        await harness.ended(*clients)
+        harness.scheduler.stop()
+
+
+async def test_a_prompt_that_is_prefilled_again_and_again_is_finished(autojump_clock) -> None:
+    """Others with short requests keep coming, and there is one place."""
+    engine = FakeEngine(n_seq_max=1, n_ctx=100_000, cost_ms=lambda prompt, decodes: 1 + 0.5 * prompt + decodes)
+    async with asking(engine) as harness:
+        long = harness.ask([n % 7 for n in range(5000)], 40, principal="a")
+        while not long.sequence.done.is_set():
+            await harness.answer([9], 3, principal="b")
+            assert harness.scheduler.telemetry.preemptions_total < 20
+        assert right(long)
+        await harness.clean()
+
+
+async def test_sessions_that_lose_their_places_are_saved_as_ever(autojump_clock) -> None:
+    from tests.support.state_files import MemoryFiles  # noqa: PLC0415
+
+    files = MemoryFiles()
+    async with asking(FakeEngine(n_seq_max=2, n_ctx=4000), files) as harness:
+        held = [harness.ask([n] * 300, 300, principal="a", durable=True) for n in range(2)]
+        await trio.sleep(0.6)
+        client = harness.ask([9], 3, principal="b")
+        assert await first_token(harness, client) < 2
+        await harness.ended(*held)
+        assert all(right(each) for each in held)
+        await harness.clean()
+
+
+LOOP = [step for _ in range(30) for step in (Gen(2), Insert([5, 6]), Back(1, [4]))]
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=str)
+@pytest.mark.parametrize("exchange_ms", [0.7, 13.0])
+@pytest.mark.parametrize(
+    "script",
+    [LOOP, [Gen(2), Fork([LOOP, LOOP, LOOP])], [Gen(2), Fork([[Gen(3), Wait("x"), Gen(1)], [*LOOP, Set("x")]])]],
+)
+async def test_controllers_lose_places_too(autojump_clock, script, exchange_ms, options) -> None:
+    runtime = FakeRuntime({"program": Program}, exchange_ms=lambda name: exchange_ms)
+    other = Principal("b")
+
+    async def texts(*, crowded: bool) -> list[dict[int, list[int]]]:
+        async with steering({}, FakeEngine(n_seq_max=4, **options), runtime) as harness:
+            clients = [SteeredClient() for _ in range(4 if crowded else 1)]
+            answers = []
+            for n, client in enumerate(clients):
+                answers.append(await harness.steer("program", client, 300, argument=script, id=f"{crowded}{n}"))
+            if crowded:
+                await trio.sleep(0.1)
+                plain = await harness.steer("program", visitor := SteeredClient(), 9, [Gen(3)], other, id="visitor")
+                with trio.fail_after(2):
+                    await plain[0].done.wait()
+                assert visitor.reasons == {0: "stop"}
+                assert harness.scheduler.telemetry.preemptions_total >= 1
+            await harness.done(*answers)
+            reasons = {reason for client in clients for reason in client.reasons.values()}
+            assert "stop" in reasons <= {"stop", "E_LIMIT_KV"}, "forks of all wait for places of each other"
+            await harness.clean()
+            return [client.tokens for client in clients if {*client.reasons.values()} == {"stop"}]
+
+    runtime_alone = await texts(crowded=False)
+    runtime = FakeRuntime({"program": Program}, exchange_ms=lambda name: exchange_ms)
+    assert all(sorted(each.values()) == sorted(runtime_alone[0].values()) for each in await texts(crowded=True))
