@@ -23,6 +23,7 @@ from uma_trio.config import MB, Config, Sampling
 from uma_trio.engine import tuning_cache
 from uma_trio.engine.purpose import IN_WORDS
 from uma_trio.errors import BadRequest, ControllerUnavailable, RequestTimeout, ShuttingDown, UmaError
+from uma_trio.fair_limiter import FairLimiter
 from uma_trio.grammar import AnswerShape, Grammar
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
@@ -93,8 +94,9 @@ class ModelService:
         self._scheduler = Scheduler(model.engine, model.token_to_bytes, config, model.cost, perf, in_thread, runtime)
         self._sessions = Sessions(config, self._scheduler, model.prompts, in_thread=in_thread)
         self._in_thread = in_thread
-        self._checking = trio.CapacityLimiter(1)
-        """One constraint is checked at a time: hostile ones wait for each other and take no more than one thread."""
+        self._checking = FairLimiter(1)
+        """One constraint is checked at a time: hostile ones wait for each other, take no more than one thread, and principals
+        take turns."""
         self._draining = False
 
     # -- requests -------------------------------------------------------------------------------
@@ -148,13 +150,13 @@ class ModelService:
             raise ControllerUnavailable("this daemon runs no controllers")
         return await library.answer(self.runtime, query, wasm, library.auth_of(principal, is_admin=is_admin))
 
-    async def tokenize(self, query: TokenizeQuery) -> TokenList:
+    async def tokenize(self, query: TokenizeQuery, principal: str) -> TokenList:
         """Tokens of a text or of a chat, or the text of tokens.
 
         Raises:
             UmaError: it cannot be done; see ``PromptMaker.tokenize``.
         """
-        return await self._prompts.tokenize(query)
+        return await self._prompts.tokenize(query, principal=principal)
 
     def description(self) -> ModelDescription:
         """What a client may want to know of the model."""
@@ -371,7 +373,9 @@ class Generation:
             if sessions.does_without(self.request, self._principal.name):
                 self.request = attrs.evolve(self.request, session_id=None)
             if self.request.session_id is None:
-                prompt = await self._prepare(self.service._prompts.make(self.request), began)
+                prompt = await self._prepare(
+                    self.service._prompts.make(self.request, principal=self._principal.name), began
+                )
                 await self._stream(prompt, self._sink, began)
             else:
                 turn = await self._prepare(sessions.begin(self.request, self._principal.name, self._sink), began)
@@ -416,7 +420,7 @@ class Generation:
         async def compiled() -> Grammar:
             grammar: Grammar | None = await service._in_thread(grammars.find, shape)
             if grammar is None:
-                async with service._checking:
+                async with service._checking.of(self._principal.name):
                     grammar = await service._in_thread(grammars.compile, shape)
             return grammar
 
@@ -572,7 +576,9 @@ class Embedding:
                 raise ShuttingDown("the server is shutting down")
             check_pooling(self.request, scheduler.info)
             try:
-                texts = await self.service._prompts.texts(self.request, scheduler.info.embedding_ctx)
+                texts = await self.service._prompts.texts(
+                    self.request, scheduler.info.embedding_ctx, principal=self._principal.name
+                )
             except trio.Cancelled:
                 self._sink.send(cancelled(self.request, began, Usage(prompt_tokens=0, completion_tokens=0)))
                 raise

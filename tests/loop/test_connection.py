@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ import trio
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import BrokenProtocol, Eos, Metrics, ServerError, Token, open_client
-from uma_trio.daemon import connection, listener
+from uma_trio.daemon import connection, listener, server
+from uma_trio.daemon.peers import OWN_PRINCIPAL
 from uma_trio.engine.messages import EngineDied
+from uma_trio.principal import Principal
 from uma_trio.protocol import framing
 from uma_trio.protocol.codec import ClientCodec
 
@@ -311,6 +314,27 @@ async def test_too_many_connections_are_refused(autojump_clock):
             async with harness.client() as third:
                 assert [event.code for event in await until_closed(third)] == ["E_LIMIT_CONNECTIONS"]
         await harness.settled()
+
+
+async def test_a_user_who_opens_many_connections_leaves_some_to_others(autojump_clock, monkeypatch):
+    user = "uid:60001"
+    monkeypatch.setattr(connection, "principal_of", lambda sock: Principal(user))
+    monkeypatch.setattr(server, "principal_of", lambda sock: Principal(user))
+    async with serving(max_connections=4) as harness, contextlib.AsyncExitStack() as stack:
+
+        async def connects() -> bool:
+            client = await stack.enter_async_context(harness.client())
+            try:
+                await all_of(client.generate(prompt="hello", max_tokens=1, keep_alive=True))
+            except ServerError as error:
+                return error.code != "E_LIMIT_CONNECTIONS"
+            return True
+
+        assert [await connects() for _ in range(3)] == [True, True, False]
+        user = "uid:60002"
+        assert [await connects() for _ in range(2)] == [True, False]
+        user = OWN_PRINCIPAL
+        assert [await connects() for _ in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ async def test_a_prompt_that_is_prefilled_again_and_again_is_finished(autojump_c
 
 
 async def test_sessions_that_lose_their_places_are_saved_as_ever(autojump_clock) -> None:
-    from tests.support.state_files import MemoryFiles  # noqa: PLC0415
+    from tests.support.state_files import MemoryFiles
 
     files = MemoryFiles()
     async with asking(FakeEngine(n_seq_max=2, n_ctx=4000), files) as harness:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import psutil
 import pytest
@@ -349,7 +350,7 @@ async def test_prompts_that_their_clients_have_left_take_no_thread_from_the_rest
     try:
         async with trio.open_nursery() as nursery:
             for _ in range(100):
-                nursery.start_soon(maker.make, request)
+                nursery.start_soon(partial(maker.make, request, principal="a"))
             await trio.testing.wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
         assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0

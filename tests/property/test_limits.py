@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections import Counter
 
 import pytest
@@ -47,10 +48,12 @@ class Memory:
 class World:
     """A limiter in virtual time."""
 
-    def __init__(self) -> None:
+    def __init__(self, connections: float = math.inf) -> None:
         self.ns = 0
         self.usage = Memory()
-        self.limiter = Limiter(self.usage, now_ns=lambda: self.ns, unix_s=lambda: BEGIN + self.ns / NS)
+        self.limiter = Limiter(
+            self.usage, now_ns=lambda: self.ns, unix_s=lambda: BEGIN + self.ns / NS, connections=connections
+        )
 
     def admit(self, tenant: Tenant, tokens: int = 0, answers: int = 1) -> Admission | HttpError:
         try:
@@ -190,6 +193,19 @@ def test_more_than_a_quota_is_refused_for_good() -> None:
     error = World().admit(Tenant(name="a", token_quota=100, tokens_per_minute=1), 101)
     assert isinstance(error, HttpError)
     assert (error.status, error.code, error.retry_after_ms) == (400, TOO_LARGE, None)
+
+
+def test_one_tenant_leaves_connections_to_others() -> None:
+    world, tenants = World(connections=16), [Tenant(name=name) for name in "abc"]
+    held = {tenant.name: 0 for tenant in tenants}
+    for tenant in tenants:
+        while isinstance(found := world.admit(tenant), Admission):
+            held[tenant.name] += 1
+            last = found
+        assert (found.status, found.retry_after_ms) == (429, 1000)
+    assert held == {"a": 8, "b": 4, "c": 2}
+    last.settle(0)
+    assert isinstance(world.admit(tenants[2]), Admission)
 
 
 def test_answers_in_flight() -> None:

@@ -84,18 +84,18 @@ class FakeChat:
 class FakePrompts(PromptMaker):
     """``PromptMaker`` without threads, which do not exist in virtual time."""
 
-    async def make(self, request: Generate, before: History | None = None) -> Prompt:
+    async def make(self, request: Generate, before: History | None = None, *, principal: str) -> Prompt:
         await trio.lowlevel.checkpoint()
         check_prompt_size(request, self.limits)
         return self._make(request, before)
 
-    async def texts(self, request: Embed | Rerank, max_tokens: int) -> list[TokenIds]:
+    async def texts(self, request: Embed | Rerank, max_tokens: int, *, principal: str) -> list[TokenIds]:
         await trio.lowlevel.checkpoint()
         return self._texts(request, max_tokens)
 
-    async def tokenize(self, query: TokenizeQuery) -> TokenList:
+    async def tokenize(self, query: TokenizeQuery, *, principal: str) -> TokenList:
         await trio.lowlevel.checkpoint()
-        return self._tokenize(query) if query.messages is None else await super().tokenize(query)
+        return self._tokenize(query) if query.messages is None else await super().tokenize(query, principal=principal)
 
 
 def token_to_bytes(token: int) -> bytes:

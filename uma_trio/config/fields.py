@@ -420,7 +420,13 @@ class Http:
 class Limits:
     """What clients may ask for. A request beyond a limit gets an E_LIMIT_* error and is never cut silently."""
 
-    max_connections: int = setting(256, "Maximum number of open connections.", ge=1, le=100_000)
+    max_connections: int = setting(
+        512,
+        "Maximum number of open connections. A Unix user or a tenant gets another one only if more are free than it has; the "
+        "user who runs the daemon gets all.",
+        ge=1,
+        le=100_000,
+    )
     max_queue: int = setting(256, "Maximum number of requests that wait for a sequence.", ge=0, le=1_000_000)
     max_frame_bytes: int = setting(
         2 * MIB, "Largest payload of a frame. Checked before memory is allocated for it.", ge=256, le=64 * MIB

@@ -81,6 +81,8 @@ class Connection:
         self._owner = owner
         self._limits = owner.limits
         self._principal = principal_of(sock)
+        self.peer = self._principal.name
+        """The Unix user at the other end."""
         self._log = log.bind(connection=name)
         self._outbox = Outbox(
             sock,
@@ -236,7 +238,7 @@ class Connection:
                 return
             case TokenizeQuery():
                 async with models.use(query.model) as service:
-                    events = [await service.tokenize(query)]
+                    events = [await service.tokenize(query, principal.name)]
             case ControllersQuery():
                 wasm = None
                 if query.action == "upload" and (wasm := self._upload.add(query)) is None:

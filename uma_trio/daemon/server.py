@@ -34,6 +34,7 @@ from uma_trio.daemon.connection import Connection
 from uma_trio.daemon.gateway import Gateway, listening
 from uma_trio.daemon.loading import CurrentPerfLog, Opener, limits_of, specs_of
 from uma_trio.daemon.notifier import Notifier
+from uma_trio.daemon.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.daemon.uploads import Uploads
 from uma_trio.engine.fitting import open_engine
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
@@ -145,6 +146,13 @@ class Server:
         """End all requests and engines at once."""
         self.models.stop()
 
+    def _may_connect(self, sock: socket.socket) -> bool:
+        """Whether another connection may be open: one user who opens many leaves half of them to others."""
+        principal, n_free = principal_of(sock).name, self.limits.max_connections - len(self._connections)
+        if principal == OWN_PRINCIPAL:
+            return n_free > 0
+        return sum([connection.peer == principal for connection in self._connections]) < n_free
+
     async def _serve_client(self, sock: socket.socket) -> None:
         codec = server_codec(
             self.config.listen.protocol,
@@ -152,7 +160,7 @@ class Server:
             chat=self.models.has_chat_template,
         )
         try:
-            if len(self._connections) >= self.limits.max_connections:
+            if not self._may_connect(sock):
                 error = TooManyConnections(f"{len(self._connections)} connections are open")
                 default = self.models.loaded()
                 error.retry_after_ms = None if default is None else default.retry_after_ms()

@@ -101,7 +101,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None]]:
     daemon = Daemon(config.listen.socket)
     endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS), *PAGES)
     usage = UsageFile(usage_path(config))
-    limiter = Limiter(usage, now_ns=time.monotonic_ns, unix_s=time.time)
+    limiter = Limiter(usage, now_ns=time.monotonic_ns, unix_s=time.time, connections=config.limits.max_connections)
     routes = [endpoint.route(config, daemon, limiter) for endpoint in endpoints]
     app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method, Exception: _bug})
     app.state.http_metrics = http_metrics = HttpMetrics()

@@ -11,6 +11,7 @@ after ``wait_s`` is admitted if its tenant did nothing in between.
 from __future__ import annotations
 
 import datetime
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -132,6 +133,8 @@ class _State:
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
         self.in_flight = 0
+        self.open = 0
+        """Requests in flight."""
         self.promised = 0
         """Tokens that answers in flight may take of a quota, besides their estimates."""
         self.estimated = 0
@@ -155,12 +158,19 @@ class Limiter:
 
     Memory is bounded by the number of tenants that were ever configured, since nobody else gets here.
 
+    Each request takes one of the daemon's connections.  A tenant gets another one only if more are free than it has, so one
+    that takes all that it can leaves half of them to others.
+
     Args:
         now_ns: a clock that never goes backwards.
         unix_s: the clock that quotas go by.
+        connections: that the daemon accepts.
     """
 
-    def __init__(self, usage: Usage, *, now_ns: Callable[[], int], unix_s: Callable[[], float]) -> None:
+    def __init__(
+        self, usage: Usage, *, now_ns: Callable[[], int], unix_s: Callable[[], float], connections: float = math.inf
+    ) -> None:
+        self._connections, self._open = connections, 0
         self._usage = usage
         self._now_ns = now_ns
         self._unix_s = unix_s
@@ -185,12 +195,15 @@ class Limiter:
             *self._rate_refusals(tenant, state, tokens, now),
             *self._quota_refusals(tenant, state, tokens),
             *_in_flight_refusals(tenant, state, answers),
+            *self._connection_refusals(tenant, state),
         ]
         if refusals:
             raise max(refusals, key=lambda error: error.retry_after_ms or float("inf"))
         if state.requests is not None:
             state.requests.take(1, now)
         state.in_flight += answers
+        state.open += 1
+        self._open += 1
         state.promised += promised
         state.estimated += tokens
         return Admission(self, tenant, state, self._charge(tenant, state, tokens, now), tokens, promised, answers)
@@ -249,6 +262,12 @@ class Limiter:
         could_fit = tokens <= left + state.promised + state.estimated  # when the answers in flight have ended
         return [_later(QUOTA, message, round((IN_FLIGHT_RETRY_S if could_fit else period.ends_in_s) * NS))]
 
+    def _connection_refusals(self, tenant: Tenant, state: _State) -> list[HttpError]:
+        if state.open < max(1, self._connections - self._open):
+            return []
+        message = f"{tenant.name} has {state.open} requests in flight, and as many connections of the daemon are free for others"
+        return [_later(IN_FLIGHT, message, round(IN_FLIGHT_RETRY_S * NS))]
+
     def _charge(self, tenant: Tenant, state: _State, tokens: int, now: int) -> str:
         """Charge tokens; returns the period of the quota, in which a later difference belongs."""
         if state.tokens is not None:
@@ -265,6 +284,8 @@ class Limiter:
         if admission.tenant.token_quota is not None and difference:
             self._usage.add(admission.tenant.name, admission.period, difference)
         admission.state.in_flight -= admission.answers
+        admission.state.open -= 1
+        self._open -= 1
         admission.state.promised -= admission.promised
         admission.state.estimated -= admission.reserved
 

@@ -70,7 +70,7 @@ LOAD: Final = (
         label="code",
         of_model=False,
     ),
-    _counter("preemptions", "preemptions_total", "Streams that lost their places, because nobody read them."),
+    _counter("preemptions", "preemptions_total", "Streams that lost their places to requests that waited."),
     _gauge("connections", "connections", "Open connections of the Unix socket.", of_model=False),
     _gauge("send_queue_bytes", "send_queue_bytes", "Data for clients that do not read.", of_model=False),
     _gauge("uptime_seconds", "uptime_s", "Time since the model was loaded.", of_model=False),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import attrs
 import msgspec
@@ -16,6 +16,7 @@ from uma_trio.config import Limits
 from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, PromptTooLarge
+from uma_trio.fair_limiter import FairLimiter, PrincipalLimiter
 from uma_trio.models.chat import ChatTemplate
 from uma_trio.models.context import MIN_PROMPT_BYTES, SHORT_ANSWER, explain_context, more_context
 from uma_trio.models.pairs import PairFormat
@@ -25,6 +26,8 @@ from uma_trio.protocol.chat import ChatMessage, Tool
 from uma_trio.protocol.queries import TokenizeQuery
 from uma_trio.protocol.requests import Embed, Generate, Rerank
 from uma_trio.sampling import ReasoningMarkers, ToolCalling
+
+T = TypeVar("T")
 
 INLINE_BYTES: Final = 4096
 """Up to this size a prompt is tokenized on the event loop, in well under a millisecond.  A thread would cost more."""
@@ -124,16 +127,15 @@ class PromptMaker:
     """How a query and a document become one text; ``None`` for a model that does not rank."""
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
-    _rendering: trio.CapacityLimiter = attrs.field(init=False, factory=partial(trio.CapacityLimiter, RENDERING_THREADS))
-    _querying: trio.CapacityLimiter = attrs.field(init=False, factory=partial(trio.CapacityLimiter, 1))
-    _tokenizing: trio.CapacityLimiter = attrs.field(
-        init=False, factory=partial(trio.CapacityLimiter, TOKENIZING_THREADS)
-    )
+    _rendering: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, RENDERING_THREADS))
+    _querying: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, 1))
+    _tokenizing: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, TOKENIZING_THREADS))
 
-    async def make(self, request: Generate, history: History | None = None) -> Prompt:
+    async def make(self, request: Generate, history: History | None = None, *, principal: str) -> Prompt:
         """Build the prompt of ``request``.  Messages and long prompts are processed in a thread; can be cancelled.
 
         Args:
+            principal: for whom; principals take turns.
             history: earlier turns of the session.  The prompt continues its tokens, the messages continue its messages.
 
         Raises:
@@ -146,7 +148,7 @@ class PromptMaker:
         if size <= INLINE_BYTES and request.messages is None:
             return self._make(request, history)
         limiter = self._tokenizing if request.messages is None else self._rendering
-        return await trio.to_thread.run_sync(self._make, request, history, abandon_on_cancel=True, limiter=limiter)
+        return await _in_thread(self._make, request, history, limiter=limiter.of(principal))
 
     def start(self) -> Prompt:
         """The prompt of an answer that a controller makes: BOS, or a line break if the model has none."""
@@ -199,7 +201,7 @@ class PromptMaker:
             )
         return self.chat.parts(*template_chat(messages, tools, self.tools), variables)
 
-    async def tokenize(self, query: TokenizeQuery) -> TokenList:
+    async def tokenize(self, query: TokenizeQuery, *, principal: str) -> TokenList:
         """Tokens of a text or of a chat, or the text of tokens.  Can be cancelled.
 
         Raises:
@@ -209,12 +211,12 @@ class PromptMaker:
         if query.messages is not None:
             kwargs = query.chat_template_kwargs
             chat = Generate(id="tokenize", messages=query.messages, tools=query.tools, chat_template_kwargs=kwargs)
-            prompt = await self.make(chat)
+            prompt = await self.make(chat, principal=principal)
             return TokenList(tokens=prompt.tokens.tolist(), text=prompt.text, id=query.id)
         if len(query.text or query.tokens or ()) <= INLINE_QUERY_LENGTH:
             return self._tokenize(query)
         tokenize = partial(self._tokenize, query, pauses=True)
-        return await trio.to_thread.run_sync(tokenize, abandon_on_cancel=True, limiter=self._querying)
+        return await _in_thread(tokenize, limiter=self._querying.of(principal))
 
     def _tokenize(self, query: TokenizeQuery, *, pauses: bool = False) -> TokenList:
         if query.text is None:
@@ -232,7 +234,7 @@ class PromptMaker:
         spelled = [[*each] for each in self.tokenizer.tokens_to_bytes(tokens)]
         return TokenList(tokens=tokens, offsets=offsets, bytes=spelled, byte_ranges=ranges, id=query.id)
 
-    async def texts(self, request: Embed | Rerank, max_tokens: int) -> list[TokenIds]:
+    async def texts(self, request: Embed | Rerank, max_tokens: int, *, principal: str) -> list[TokenIds]:
         """Tokens of each text to embed, or of the query with each document.  Control tokens that a text spells stay text.
 
         Can be cancelled.
@@ -252,7 +254,7 @@ class PromptMaker:
         if size <= INLINE_BYTES:
             return self._texts(request, max_tokens)
         tokenize = partial(self._texts, request, max_tokens)
-        return await trio.to_thread.run_sync(tokenize, abandon_on_cancel=True, limiter=self._tokenizing)
+        return await _in_thread(tokenize, limiter=self._tokenizing.of(principal))
 
     def _texts(self, request: Embed | Rerank, max_tokens: int) -> list[TokenIds]:
         if isinstance(request, Rerank):
@@ -335,6 +337,12 @@ class PromptMaker:
         if not rest:
             return kept
         return np.concatenate([kept, self.tokenizer.encode(rest, parse_special=False, continues=True)])
+
+
+async def _in_thread(function: Callable[..., T], *args: Any, limiter: PrincipalLimiter) -> T:
+    """Run ``function`` in a thread.  The wait for it can be cancelled; it then goes on, and counts until it ends."""
+    like_trios = cast(trio.CapacityLimiter, limiter)  # trio uses two of its methods, which this one has
+    return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=like_trios)
 
 
 def _chars_before(offsets: npt.NDArray[np.int64], text: str) -> npt.NDArray[np.int64]:

@@ -185,9 +185,9 @@ class Sessions:
         """
         if request.history == "replace":
             past = None if request.messages is None else History(session.tokens)
-            return await self._prompts.make(request, past), ()
+            return await self._prompts.make(request, past, principal=session.principal), ()
         history = session.messages[: len(session.messages) - request.drop_messages]
-        prompt = await self._prompts.make(request, History(session.tokens, history))
+        prompt = await self._prompts.make(request, History(session.tokens, history), principal=session.principal)
         info, limits, n_whole = self._scheduler.info, self._limits, len(prompt.tokens)
         n_drop = surplus_tokens(n_whole, request, info, limits)
         if request.messages is None or not n_drop:
@@ -203,7 +203,7 @@ class Sessions:
             if len(shorter) == len(history):
                 break
             history = shorter
-            prompt = await self._prompts.make(request, History(session.tokens, history))
+            prompt = await self._prompts.make(request, History(session.tokens, history), principal=session.principal)
         return attrs.evolve(prompt, dropped=n_whole - len(prompt.tokens)), history
 
     async def end(self, turn: SessionTurn, answer: Answer | None) -> ServerEvent | None:
