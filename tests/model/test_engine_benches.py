@@ -103,3 +103,13 @@ def test_stairs(library):
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^measured in \d+\.\d\d s$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^\| line +\| +[\d.,]+ \| +[\d.,]+ \| +[\d.,]+ \|$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_crowding(library, tmp_path):
+    out = tmp_path / "crowding.csv"
+    done = run("crowding.py", "--threads", 1, "--attack", "long", "--seconds", 2, "--csv", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    none, long = rows(out)
+    assert (none["attack"], long["attack"]) == ("none", "long")
+    assert int(none["preemptions"]) == 0
+    assert int(long["preemptions"]) >= 1

@@ -1,0 +1,41 @@
+"""A tenant that holds all places of the real engine gives one up, and its texts stay what they are alone."""
+
+from __future__ import annotations
+
+import trio
+
+from tests.support.real_daemon import Answer, real_daemon
+from uma_trio.client import Token
+
+COUNTING = [[{"role": "user", "content": f"Count from {n} to {n + 55}."}] for n in (1, 20, 100)]
+
+
+async def answer(daemon, principal: str, begun: trio.Event | None = None, **fields) -> Answer:
+    events = []
+    async with daemon.client() as client:
+        async for event in client.generate(principal=principal, **fields):
+            events.append(event)
+            if begun is not None and isinstance(event, Token):
+                begun.set()
+    return Answer.of(events)
+
+
+async def test_a_stream_that_loses_its_place_goes_on_with_the_same_text(library) -> None:
+    with real_daemon("--parallel", "2", "--threads", "1", "--ctx", "4096") as daemon:
+        alone = [(await answer(daemon, "alone", messages=chat)).text for chat in COUNTING]
+        crowded: list[Answer] = []
+
+        async def greedy(chat: object, begun: trio.Event) -> None:
+            crowded.append(await answer(daemon, "greedy", begun, messages=chat))
+
+        async with trio.open_nursery() as nursery:
+            began = [trio.Event() for _ in COUNTING]
+            for chat, begun in zip(COUNTING, began, strict=True):
+                nursery.start_soon(greedy, chat, begun)
+            for begun in began[:2]:
+                await begun.wait()
+            for _ in range(3):  # one after another, so each takes a place again
+                visitor = await answer(daemon, "visitor", prompt="Hello", max_tokens=3)
+                assert visitor.last["usage"]["completion_tokens"] == 3
+        assert sorted(each.text for each in crowded) == sorted(alone)
+        assert daemon.metrics()["preemptions_total"] >= 1
