@@ -66,7 +66,6 @@ class ModelService:
     """Serves one model.
 
     Args:
-        perf: gets a record of each step and each request.
         in_thread: runs a blocking call.
         runtime: of controllers; ``None``: requests cannot have one.
     """
@@ -76,7 +75,6 @@ class ModelService:
         config: Config,
         model: LoadedModel,
         *,
-        perf: PerfSink | None = None,
         in_thread: InThread = trio.to_thread.run_sync,
         runtime: ControllerRuntime | None = None,
     ) -> None:
@@ -91,7 +89,7 @@ class ModelService:
         """Whether requests can have ``messages``."""
         self.runtime: ControllerRuntime | None = runtime
         """Runs controllers; ``None``: this daemon runs none."""
-        self._scheduler = Scheduler(model.engine, model.token_to_bytes, config, model.cost, perf, in_thread, runtime)
+        self._scheduler = Scheduler(model.engine, model.token_to_bytes, config, model.cost, in_thread, runtime)
         self._sessions = Sessions(config, self._scheduler, model.prompts, in_thread=in_thread)
         self._in_thread = in_thread
         self._checking = FairLimiter(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -83,7 +84,11 @@ async def test_requests_that_wait_for_cells(autojump_clock):
         assert (await asking.health(keep_alive=True)).ready, "nobody waits"
         await second.send({"id": "b", "prompt": "hello", "max_tokens": 900})
         await trio.sleep(0.1)
-        assert failing(await asking.health()) == [("memory", "904 of 1000 KV cells are in use")]
+        [(name, reason)] = failing(await asking.health())
+        found = re.fullmatch(r"running requests reserve 904 of 1000 KV cells and use (\d+)", reason)
+        assert name == "memory"
+        assert found is not None, reason
+        assert 4 < int(found[1]) < 904, "a cell is reserved long before it holds a token"
 
 
 @pytest.mark.parametrize("available", [0, 1_000_000_000])

@@ -48,7 +48,8 @@ class NullClient:
 @contextlib.asynccontextmanager
 async def recorded(engine: FakeEngine | None = None, **values: Any) -> AsyncIterator[tuple[Scheduler, Records]]:
     engine, records = engine or FakeEngine(), Records()
-    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, settings(**values), perf=records)
+    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, settings(**values))
+    scheduler.sinks.append(records)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scheduler.run)
         yield scheduler, records

@@ -51,7 +51,7 @@ NOT_RUN = {
     r"python -m uma_trio\.training all .*": "trains a model on a GPU",
     r"python docs/pictures\.py": "changes the pictures of the checkout; tests/model/test_pictures.py runs it",
     r".*jupyter execute --inplace .*": (
-        "changes the notebooks of the checkout; tests/model/test_notebook.py and tests/pictures run them"
+        "changes the notebooks of the checkout; tests/model/test_notebook.py runs them"
     ),
     r"echo .* \| nc -U lines\.sock": "needs nc, and the daemon of the line before it",
     r"curl .*": "needs the gateway; tests/gateway/test_curl.py runs it",

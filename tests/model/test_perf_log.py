@@ -9,6 +9,8 @@ import sys
 import threading
 from itertools import pairwise
 
+import pytest
+
 from tests.support.real_daemon import real_daemon
 from uma_trio.telemetry.perf_records import decode
 from uma_trio.telemetry.perf_summary import summarise
@@ -53,8 +55,22 @@ def test_the_log_agrees_with_clients_and_counters(library, tmp_path):
         assert found.ttft_ms is not None
         assert abs(found.ttft_ms - timings["ttft_ms"]) < 0.01
         assert abs(1e3 * (found.finished_s - found.arrived_s) - timings["total_ms"]) < 0.01
+        gaps_ms = found.inter_token_ms
+        assert 0 < len(gaps_ms) < found.completion_tokens
+        assert abs(sum(gaps_ms) - (timings["total_ms"] - timings["ttft_ms"])) < 0.1 * timings["total_ms"] + 50
     assert requests["left"].finish_reason == "cancelled"
     figures = summarise(run)
+    inter_token = figures["latency_ms"]["inter_token"]
+    assert inter_token["n"] == metrics["histograms"]["inter_token_ms"]["count"]
+    assert [inter_token[name] for name in ("p50", "p95", "p99")] == pytest.approx(
+        [metrics[f"inter_token_{name}_ms"] for name in ("p50", "p95", "p99")], abs=0.01
+    )
+    assert inter_token["p50"] > 0
+    assert figures["latency_ms"]["queue"]["n"] == metrics["histograms"]["request_queue_ms"]["count"]
+    assert figures["latency_ms"]["ttft"]["n"] == metrics["histograms"]["ttft_ms"]["count"] == len(requests)
+    assert figures["avg_batch"] == pytest.approx(metrics["avg_batch"], abs=0.001)
+    assert figures["cached_tokens"] == metrics["cached_tokens_total"]
+    assert sum(answer.last["usage"]["cached_tokens"] for answer in answers.values()) == figures["cached_tokens"]
     assert figures["ticks"] > 20
     assert figures["decode_calls"] == metrics["decode_calls_total"]
     assert figures["tokens"] == metrics["tokens_total"]

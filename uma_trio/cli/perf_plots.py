@@ -25,7 +25,7 @@ MAX_POINTS: Final = 20_000
 """More points are thinned out evenly, which keeps the file small."""
 
 MIN_MS: Final = 0.1
-"""Lower end of logarithmic axes: accepted draft tokens arrive 0 ms after the token before them."""
+"""Lower end of logarithmic axes."""
 
 
 def draw(run: Run, *, at_s: float | None = None) -> Figure:
@@ -43,7 +43,7 @@ def draw(run: Run, *, at_s: float | None = None) -> Figure:
 
 def inter_token_cdf(run: Run, axes: Axes) -> None:
     """The cumulative distribution of inter-token latencies, with p50, p95, p99 and the target."""
-    _frame(axes, "Inter-token latency", "ms", "share of tokens")
+    _frame(axes, "Inter-token latency", "ms", "share of gaps")
     values = np.maximum(np.sort(inter_token_ms(run.requests)), MIN_MS)
     if not len(values):
         _no_data(axes, "no finished request with two tokens")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar.calls import AnswerShape, answer_rules
 from uma_trio.grammar.checker import MAX_SOURCE_BYTES, Checker, Refused
 from uma_trio.grammar.explain import explain_constraint, explain_shape
+from uma_trio.grammar.regex import in_lark, in_slashes
 from uma_trio.grammar.terms import json_expression
 from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.protocol.requests import Constraint
@@ -151,7 +151,7 @@ class GrammarCompiler:
                 raise InvalidConstraint(
                     "constraint.after goes with json_schema, json_object, regex and choice", field="constraint.after"
                 )
-            rules = own
+            rules = own if constraint.lark is None else in_lark(own)
         elif constraint.after is not None:
             rules = f"{self._free_text_until(constraint.after)}\nanswer: {_expression(constraint)}"
         else:
@@ -175,7 +175,7 @@ def _expression(constraint: Constraint) -> str:
     if constraint.json_object:
         return _json({"type": "object"})
     if constraint.regex is not None:
-        return f"/{_escape_slashes(constraint.regex)}/"
+        return in_slashes(constraint.regex)
     assert constraint.choice is not None
     return "(" + " | ".join([json.dumps(each, ensure_ascii=False) for each in constraint.choice]) + ")"
 
@@ -187,9 +187,3 @@ def _json(schema: dict[str, Any]) -> str:
         raise InvalidConstraint(
             f"constraint.json_schema is not valid JSON: {error}", field="constraint.json_schema"
         ) from None
-
-
-def _escape_slashes(regex: str) -> str:
-    r"""``regex`` for between two slashes: ``/`` becomes ``\/``, and a line break its escape."""
-    instead = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-    return re.sub(r"\\.|/|\n", lambda found: instead.get(found[0], found[0]), regex, flags=re.DOTALL)

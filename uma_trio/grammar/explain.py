@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from uma_trio.grammar.calls import AnswerShape
+from uma_trio.grammar.regex import own_column, own_position, own_regex
 from uma_trio.protocol.field_errors import FieldError
 from uma_trio.protocol.requests import Constraint
 from uma_trio.protocol.types import MAX_ERROR_CHARS
@@ -99,11 +100,15 @@ def _place(error: str, constraint: Constraint) -> str:
     in_regex = _REGEX_ERROR.search(error)
     if constraint.regex is not None:
         if in_regex is not None:
-            return f", character {_own_position(constraint.regex, len(in_regex[2])) + 1}"
+            return f", character {own_position(constraint.regex, len(in_regex[2])) + 1}"
         return ""
     if in_regex is not None:
-        text = in_regex[1] if len(in_regex[1]) < 80 else f"{in_regex[1][:80]}…"
-        return f", regex {text}, character {len(in_regex[2]) + 1}"
+        regex, position = in_regex[1], len(in_regex[2])
+        if constraint.lark is not None:
+            regex = own_regex(constraint.lark, regex)
+            position = own_position(regex, position)
+        text = regex if len(regex) < 80 else f"{regex[:80]}…"
+        return f", regex {text}, character {position + 1}"
     if constraint.json_schema is not None:
         keywords = (
             re.findall(r'"(.*?)"', found[1]) if (found := re.search(r"Unimplemented keys: \[(.*)\]", error)) else []
@@ -111,18 +116,10 @@ def _place(error: str, constraint: Constraint) -> str:
         if keywords:
             return next((f", {place}" for place in _places(constraint.json_schema, keywords[0]) if place), "")
     if constraint.lark is not None and (position := _POSITION.match(error)) is not None:
-        return f", line {position[1]}, column {position[2]}"
+        line, column = int(position[1]), int(position[2])
+        lines = constraint.lark.split("\n")
+        return f", line {line}, column {own_column(lines[line - 1], column) if 0 < line <= len(lines) else column}"
     return ""
-
-
-def _own_position(regex: str, position: int) -> int:
-    """A position in the escaped regex, as a position in ``regex``: a slash and a line break have become two characters."""
-    before = 0
-    for n, (previous, character) in enumerate(zip(" " + regex, regex, strict=False)):
-        if before >= position:
-            return n
-        before += 2 if character == "\n" or (character == "/" and previous != "\\") else 1
-    return min(position, len(regex))
 
 
 def _places(schema: Any, keyword: str, place: str = "") -> Iterator[str]:

@@ -14,7 +14,7 @@ import trio
 from uma_trio.engine.messages import ModelInfo, TokenIds
 from uma_trio.errors import KvFull, QueueFull
 from uma_trio.kv.allocation import Allocation
-from uma_trio.kv.cache import KvCache
+from uma_trio.kv.cache import CacheStatistics, KvCache
 from uma_trio.kv.idle_limit import IdleLimit
 from uma_trio.offload import Offloader
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
@@ -388,7 +388,7 @@ class WaitingQueue:
         short = n_waiting > 0 and kv.sequences < self._n_sequences  # a sequence is free, so cells are what is missing
         return [
             HealthCheck(name="queue", ok=not full, reason=f"{n_waiting} of {self._max_length} requests wait"),
-            HealthCheck(name="memory", ok=not short, reason=f"{kv.cells_reserved} of {kv.cells} KV cells are in use"),
+            HealthCheck(name="memory", ok=not short, reason=describe_cells(kv)),
         ]
 
     def enter(self, sequences: Items[Sequence]) -> None:
@@ -486,7 +486,7 @@ class WaitingQueue:
         waiting = f"{len(self._sequences)} requests wait already"
         kv = self._cache.statistics()
         if kv.sequences < self._n_sequences:  # a sequence is free, so cells are what is missing
-            error: QueueFull | KvFull = KvFull(f"{kv.cells_reserved} of {kv.cells} KV cells are in use, and {waiting}")
+            error: QueueFull | KvFull = KvFull(f"{describe_cells(kv)}; {waiting}")
         else:
             error = QueueFull(waiting)
         error.retry_after_ms = self.retry_after_ms()
@@ -504,3 +504,8 @@ class WaitingQueue:
         turns = 1 + len(self._sequences) // at_a_time
         served_s = 1e-3 * served_ms
         return round(1e3 * self._retries.wait_s(trio.current_time(), turns * served_s, served_s / at_a_time))
+
+
+def describe_cells(kv: CacheStatistics) -> str:
+    """How full the KV cache is, for people: a cell is reserved long before it holds a token."""
+    return f"running requests reserve {kv.cells_reserved} of {kv.cells} KV cells and use {kv.cells_used}"

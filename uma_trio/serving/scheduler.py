@@ -64,7 +64,6 @@ class Scheduler:
         token_to_bytes: of the model's vocabulary.
         config: limits and scheduling.
         cost: what is known of the engine's speed at the start.
-        perf: gets a record of each step and each request.
         in_thread: runs a blocking call.
         runtime: of controllers; ``None``: requests cannot have one.
     """
@@ -75,7 +74,6 @@ class Scheduler:
         token_to_bytes: TokenToBytes,
         config: Config,
         cost: CostModel | None = None,
-        perf: PerfSink | None = None,
         in_thread: InThread = trio.to_thread.run_sync,
         runtime: ControllerRuntime | None = None,
     ) -> None:
@@ -83,7 +81,7 @@ class Scheduler:
         self._engine = engine
         self._token_to_bytes = token_to_bytes
         self._config = config
-        self._stats = Stats(self.info, perf, debug=config.operations.debug)
+        self._stats = Stats(self.info, debug=config.operations.debug)
         self.telemetry = self._stats.telemetry
         self.timings = StepTimings(cost or CostModel(), self.info.n_batch)
         self.cache = cache_for(self.info, self.timings, reuse=config.scheduling.prefix_reuse)

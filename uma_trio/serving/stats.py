@@ -55,15 +55,13 @@ class Stats:
     """Counts for one scheduler.  Called while the next step computes.
 
     Args:
-        perf: also gets a record of each step and each request.
         debug: log each step.
     """
 
-    def __init__(self, info: ModelInfo, perf: PerfSink | None, *, debug: bool) -> None:
+    def __init__(self, info: ModelInfo, *, debug: bool) -> None:
         self.telemetry = Telemetry()
         self._info = info
-        self._perf = perf
-        self.sinks: list[PerfSink] = [] if perf is None else [perf]
+        self.sinks: list[PerfSink] = []
         """Receivers of records.  Without receivers, no record is made."""
         self._debug = debug
         self._model_size = ModelSize(info.size_bytes, info.kv_bytes_per_token, info.n_layer, info.n_embd, info.n_vocab)
@@ -182,7 +180,7 @@ class Stats:
         if gap_ms is not None:
             telemetry.inter_token_ms.add(gap_ms)
             telemetry.histograms.inter_token_ms.add(gap_ms)
-            if self._perf is not None:
+            if self.sinks:
                 sequence.gaps_ms.append(gap_ms)
         elif is_first:
             assert sequence.admitted_at is not None

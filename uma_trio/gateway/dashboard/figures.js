@@ -88,9 +88,10 @@ export class Figures {
 
   showCache(update) {
     const { kv } = update.metrics;
-    const held = kv.cells_reserved + kv.cached_cells;
-    setText(byId("kv-facts"), `${Math.round((100 * held) / kv.cells)} %`);
-    byId("kv-facts").title = `${count(held)} of ${count(kv.cells)} cells`;
+    const parts = [["used", kv.cells_used], ["reserved", kv.cells_reserved], ["cached", kv.cached_cells]];
+    const shares = parts.map(([name, n]) => `${Math.round((100 * n) / kv.cells)} % ${name}`);
+    setText(byId("kv-facts"), shares.join(" · "));
+    byId("kv-facts").title = `${parts.map(([name, n]) => `${count(n)} ${name}`).join(", ")}, of ${count(kv.cells)} cells; reserved cells include used ones`;
     const rows = update.sequences.map((each) => [
       String(each.seq_id),
       [shortened(each.session_id ?? each.request_id ?? ""), "", each.session_id ?? each.request_id],
