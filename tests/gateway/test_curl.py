@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.gateway.conftest import Gateway
 from tests.support.documents import ROOT, blocks, commands
+from tests.support.real_daemon import missing, real_daemon
+from uma_trio.aici.controllers import shipped
 
 COMMANDS = [
     command
@@ -21,6 +26,18 @@ COMMANDS = [
 ]
 
 
+GATEWAYS = {"/rerank": "ranking_gateway", "/v1/controllers": "controller_gateway"}
+"""Fixtures for paths that need more than the embedded model, or leave something behind."""
+
+
+@pytest.fixture(scope="module")
+def controller_gateway() -> Iterator[Gateway]:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with real_daemon("--http", "0") as daemon:
+        yield Gateway.of(daemon)
+
+
 def test_the_documents_have_curl_commands() -> None:
     assert any("/v1/chat/completions" in command for command in COMMANDS)
     assert all("localhost:8080/" in command for command in COMMANDS)
@@ -28,14 +45,21 @@ def test_the_documents_have_curl_commands() -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl; install it")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_curl_command(command: str, request: pytest.FixtureRequest) -> None:
-    gateway: Gateway = request.getfixturevalue("ranking_gateway" if "/rerank" in command else "gateway")
+def test_a_curl_command(command: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    gateway: Gateway = request.getfixturevalue(
+        next((name for path, name in GATEWAYS.items() if path in command), "gateway")
+    )
+    (tmp_path / "mine.wasm").write_bytes(shipped()["yesno"])
+    if "module_id" in command:
+        with gateway.http() as client:
+            stored = client.post("/v1/controllers", content=shipped()["yesno"]).json()
+        command = re.sub(r"[0-9a-f]{64}", stored["module_id"], command)
     if "/v1/session/close" in command:  # the command that begins the session may run in another process
         gateway.daemon.ask(session_id="s1", prompt="Once upon a time", max_tokens=2)
     shown = command.replace("localhost:8080", gateway.url.removeprefix("http://"))
     shown = shown.replace("curl ", "curl --silent --show-error --fail-with-body --max-time 60 ", 1)
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    found = subprocess.run(shown, shell=True, capture_output=True, text=True, env=environment, check=False)
+    found = subprocess.run(shown, shell=True, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     data = [json.loads(each) for each in _json_of(found.stdout)]
     assert data

@@ -99,6 +99,8 @@ def test_streams_appear_while_a_load_runs(page: Page, gateway: Gateway) -> None:
         expect(page.locator("#sequences")).to_contain_text("decode")
         expect(page.locator("#sessions")).to_contain_text("chat-3")
         expect(page.locator("#tick")).to_contain_text("streams decoded")
+        for name in ("used", "reserved", "cached"):
+            expect(page.locator(f"#kv-{name}")).to_have_text(re.compile(rf"{name} \d+ %"))
         expect(page.locator("#itl-p50")).to_contain_text("ms")
         page.wait_for_function("() => Number(document.getElementById('tokens-rate').textContent.replace(',', '')) > 0")
         for canvas, colour, least in (
@@ -119,6 +121,16 @@ def test_streams_appear_while_a_load_runs(page: Page, gateway: Gateway) -> None:
     with gateway.http() as client:
         for i in (0, 3):
             client.post("/v1/session/close", json={"session_id": f"chat-{i}"})
+
+
+@needs_browser
+def test_cells_that_are_reserved_are_not_shown_as_used(page: Page, gateway: Gateway) -> None:
+    with gateway.daemon.wire() as wire:
+        wire.send(id="long", prompt="Tell me a story.", max_tokens=4000, ignore_eos=True)
+        expect(page.locator("#kv-reserved")).to_have_text("reserved 6 %")
+        shown = re.fullmatch(r"used (\d+) %", page.inner_text("#kv-used"))
+        assert shown is not None
+        assert int(shown[1]) < 6
 
 
 @needs_browser

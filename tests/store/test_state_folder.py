@@ -430,6 +430,13 @@ def test_a_path_that_cannot_be_a_folder_is_reported(tmp_path: Path) -> None:
             opened(path)
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
+def test_a_folder_that_cannot_be_created_was_not_removed() -> None:
+    with pytest.raises(StateFileError, match="choose a folder that can be created") as error:
+        opened(Path("/proc/x/states"))
+    assert "removed" not in str(error.value)
+
+
 def test_a_removed_folder_is_created_again(path: Path, folder: StateFolder) -> None:
     state, draft = save(folder), folder.begin(1000)
     shutil.rmtree(path)

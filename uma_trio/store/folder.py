@@ -81,7 +81,12 @@ class PrivateFolder:
     def _open(self) -> tuple[int, int]:
         """Opens the folder at the path, created if missing, and takes its lock; returns both descriptors."""
         with self.os_errors("use"), contextlib.ExitStack() as on_error:
-            _create(self.path)
+            try:
+                _create(self.path)
+            except FileNotFoundError as error:  # as in /proc, where nobody can create anything
+                raise self._error(
+                    f"cannot create {self.path}: {error.strerror}; choose a folder that can be created"
+                ) from error
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             on_error.callback(os.close, descriptor)
             self._check(os.fstat(descriptor))

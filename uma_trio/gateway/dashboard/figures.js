@@ -89,9 +89,10 @@ export class Figures {
   showCache(update) {
     const { kv } = update.metrics;
     const parts = [["used", kv.cells_used], ["reserved", kv.cells_reserved], ["cached", kv.cached_cells]];
-    const shares = parts.map(([name, n]) => `${Math.round((100 * n) / kv.cells)} % ${name}`);
-    setText(byId("kv-facts"), shares.join(" · "));
-    byId("kv-facts").title = `${parts.map(([name, n]) => `${count(n)} ${name}`).join(", ")}, of ${count(kv.cells)} cells; reserved cells include used ones`;
+    for (const [name, n] of parts) {
+      setText(byId(`kv-${name}`), `${name} ${Math.round((100 * n) / kv.cells)} %`);
+      byId(`kv-${name}`).title = `${count(n)} of ${count(kv.cells)} cells${name === "reserved" ? ", used ones included" : ""}`;
+    }
     const rows = update.sequences.map((each) => [
       String(each.seq_id),
       [shortened(each.session_id ?? each.request_id ?? ""), "", each.session_id ?? each.request_id],
