@@ -59,7 +59,9 @@ def test_a_curl_command(command: str, request: pytest.FixtureRequest, tmp_path: 
     shown = command.replace("localhost:8080", gateway.url.removeprefix("http://"))
     shown = shown.replace("curl ", "curl --silent --show-error --fail-with-body --max-time 60 ", 1)
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    found = subprocess.run(shown, shell=True, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    found = subprocess.run(
+        shown, shell=True, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     data = [json.loads(each) for each in _json_of(found.stdout)]
     assert data

@@ -44,7 +44,13 @@ def started(source: str) -> LLMatcher:
 
 
 def matches(constraint: Constraint, text: str) -> bool:
-    matcher = started(compiler().compile(constraint).source).deep_copy()
+    try:
+        source = compiler().compile(constraint).source
+    except InvalidConstraint as error:
+        if "no text matches it" not in str(error):
+            raise
+        return False
+    matcher = started(source).deep_copy()
     tokens = [*text.encode()]
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
@@ -55,7 +61,9 @@ def atom(chance: random.Random) -> str:
         return chance.choice(LITERALS)
     if kind == 1:
         return chance.choice(CLASSES)
-    items = [chance.choice(("a-f", "0-3", "é", "_", r"\\", r"\]", "/", " ", *CLASSES)) for _ in range(chance.randint(1, 3))]
+    items = [
+        chance.choice(("a-f", "0-3", "é", "_", r"\\", r"\]", "/", " ", *CLASSES)) for _ in range(chance.randint(1, 3))
+    ]
     hyphen = chance.choice(("", "", "-"))
     return f"[{chance.choice(('', '^'))}{hyphen}{''.join(items)}{chance.choice(('', '', '-'))}]"
 
@@ -78,11 +86,8 @@ def test_as_in_python(seed):
     lark = "start: /" + regex.replace("/", r"\/").replace("\n", r"\n") + "/"
     for text in texts:
         wanted = expected.fullmatch(text) is not None
-        try:
-            assert matches(Constraint(regex=regex), text) == wanted, (regex, text)
-            assert matches(Constraint(lark=lark), text) == wanted, (lark, text)
-        except InvalidConstraint as error:
-            assert "no text matches" in str(error), (regex, str(error))
+        assert matches(Constraint(regex=regex), text) == wanted, (regex, text)
+        assert matches(Constraint(lark=lark), text) == wanted, (lark, text)
 
 
 @pytest.mark.parametrize(

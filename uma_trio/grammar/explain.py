@@ -103,12 +103,12 @@ def _place(error: str, constraint: Constraint) -> str:
             return f", character {own_position(constraint.regex, len(in_regex[2])) + 1}"
         return ""
     if in_regex is not None:
-        regex, position = in_regex[1], len(in_regex[2])
+        regex, at = in_regex[1], len(in_regex[2])
         if constraint.lark is not None:
             regex = own_regex(constraint.lark, regex)
-            position = own_position(regex, position)
+            at = own_position(regex, at)
         text = regex if len(regex) < 80 else f"{regex[:80]}…"
-        return f", regex {text}, character {position + 1}"
+        return f", regex {text}, character {at + 1}"
     if constraint.json_schema is not None:
         keywords = (
             re.findall(r'"(.*?)"', found[1]) if (found := re.search(r"Unimplemented keys: \[(.*)\]", error)) else []
