@@ -49,7 +49,14 @@ from uma_trio.protocol.answers import (
 )
 from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.codec import ClientCodec
-from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, ControllerTag, Fork
+from uma_trio.protocol.controllers import (
+    Backtrack,
+    ControllerModule,
+    ControllerOutput,
+    Controllers,
+    ControllerTag,
+    Fork,
+)
 from uma_trio.protocol.events import (
     Embeddings,
     Eos,
@@ -80,6 +87,7 @@ __all__ = [
     "Client",
     "ClientError",
     "ControlledAnswer",
+    "ControllerModule",
     "ControllerOutput",
     "ControllerTag",
     "Controllers",
@@ -376,7 +384,10 @@ class Client:
         return await self._ask({"type": "rerank", "query": query, "documents": [*documents], **fields}, Ranking)
 
     async def controller_tags(self, **fields: Any) -> list[ControllerTag]:
-        """Return the tags of all controllers, the most recently changed first; ``fields`` are those of a controllers query.
+        """Return the tags of the controllers that the client can run, the most recently changed first.
+
+        Args:
+            fields: those of a controllers query.
 
         Raises:
             ServerError: the daemon answered with an error.
@@ -387,6 +398,37 @@ class Client:
             answer = await self._expect(Controllers)
             tags += answer.tags or ()
         return tags
+
+    async def controller_modules(self, **fields: Any) -> list[ControllerModule]:
+        """Return the client's modules, also those without a tag, the most recently used first; an administrator gets all.
+
+        Args:
+            fields: further fields of a controllers query, such as ``owner``.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        answer = await self._ask({"type": "controllers", "action": "modules", **fields}, Controllers)
+        modules = [*(answer.modules or ())]
+        while answer.more:
+            answer = await self._expect(Controllers)
+            modules += answer.modules or ()
+        return modules
+
+    async def delete_controller(
+        self, module_id: str | None = None, tags: Sequence[str] | None = None, **fields: Any
+    ) -> list[str]:
+        """Delete a module with its tags, or tags alone, and return what is gone.  Give one of the two.
+
+        Args:
+            fields: further fields of a controllers query, such as ``owner``.
+
+        Raises:
+            ServerError: there is no such module or tag, or it is somebody else's.
+        """
+        named = {"module_id": module_id} if tags is None else {"tags": [*tags]}
+        query = {"type": "controllers", "action": "delete", **named, **fields}
+        return (await self._ask(query, Controllers)).deleted or []
 
     async def upload_controller(self, binary: bytes, **fields: Any) -> Controllers:
         """Store a Wasm module, and return its ``module_id`` and sizes.

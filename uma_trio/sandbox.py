@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import select
+import signal
 import subprocess
 import threading
 import time
@@ -30,6 +31,11 @@ LEAST_WAIT_S: Final = 0.05
 
 LAST: Final = "last"
 
+ENDED_FROM_OUTSIDE: Final = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+"""How a child ends that has done nothing wrong: by a user, or by a system that is short of memory."""
+END_S: Final = 5.0
+"""Longest wait for the end of a child that has closed its stdout."""
+
 
 class CannotStart(Exception):
     """The child refuses its setup, or the system starts no process; says why."""
@@ -37,6 +43,10 @@ class CannotStart(Exception):
 
 class NoAnswer(Exception):
     """The child died, or took too long; says which."""
+
+
+class Interrupted(NoAnswer):
+    """Not the question's fault: somebody else has ended the child, or the machine has left it no time."""
 
 
 class Sandbox:
@@ -78,7 +88,7 @@ class Sandbox:
         """The answer to ``question``.  Blocks for ``seconds`` or ``busy_seconds``, plus a start and the turns of other threads.
 
         Raises:
-            CannotStart, NoAnswer: see there.
+            CannotStart, NoAnswer, Interrupted: see there.
         """
         with self._lock:
             self._ensure_started()
@@ -162,7 +172,7 @@ class _Child:
             while not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 left_s = min(computed_s + seconds - self._cpu_s, began + busy_seconds - time.monotonic())
                 if left_s <= 0:
-                    raise NoAnswer(f"it takes longer than {seconds:g} s")
+                    raise self._too_slow(computed_s, seconds, busy_seconds)
                 deadline = time.monotonic() + max(left_s, LEAST_WAIT_S)
 
         left = memoryview(json.dumps(question, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
@@ -175,10 +185,24 @@ class _Child:
             wait_for(stdout, select.POLLIN)
             chunk = stdout.read(1 << 20)
             if not chunk:
-                raise NoAnswer("its process died: it takes too much memory or time")
+                raise self._died()
             answer += chunk
         found: dict[str, Any] = json.loads(answer.decode("utf-8", "surrogatepass"))
         return found
+
+    def _too_slow(self, computed_s: float, seconds: float, busy_seconds: float) -> NoAnswer:
+        if busy_seconds and (used_s := self._cpu_s - computed_s) < seconds:
+            return Interrupted(
+                f"the machine is busy: in {busy_seconds:g} s its process got {max(0, used_s):.1f} s of CPU time"
+            )
+        return NoAnswer(f"it takes longer than {seconds:g} s")
+
+    def _died(self) -> NoAnswer:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if (code := self._process.wait(END_S)) in ENDED_FROM_OUTSIDE:
+                return Interrupted(f"its process was ended by {signal.Signals(-code).name}")
+        return NoAnswer("its process died: it takes too much memory or time")
 
 
 def limit_memory(n_bytes: int) -> None:

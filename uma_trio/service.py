@@ -135,11 +135,11 @@ class ModelService:
     async def answer_controllers(
         self, query: ControllersQuery, wasm: bytes | bytearray | None, principal: Principal, *, is_admin: bool
     ) -> Iterable[Controllers]:
-        """Upload, tag or list controllers; returns the events of the answer.
+        """Upload, tag, list or delete controllers; returns the events of the answer.
 
         Args:
             wasm: the whole module of an upload.
-            is_admin: whether the principal may set any tag.
+            is_admin: whether the principal is an administrator.
 
         Raises:
             UmaError: it cannot be done.

@@ -227,13 +227,34 @@ def test_upload_tag_and_list(daemon: RunningDaemon, tmp_path: Path) -> None:
     assert daemon.cli("controllers", "tag", "mine", "other").exit_code == 0
     assert daemon.cli("controllers", "tag", module_id, "third").exit_code == 0
     listed = daemon.cli("controllers", "list").stdout.splitlines()
-    assert [line.split()[0] for line in listed] == ["TAG", "third", "other", "mine"]
+    assert [line.split()[0] for line in listed] == ["TAG", "mine", "other", "third"]
     assert module_id[:12] in listed[1]
     as_json = [json.loads(line) for line in daemon.cli("controllers", "list", "--json").stdout.splitlines()]
-    assert next((tag["tag"], tag["module_id"]) for tag in as_json) == ("third", module_id)
+    assert next((tag["tag"], tag["module_id"]) for tag in as_json) == ("mine", module_id)
     result = daemon.cli("controllers", "tag", "nobody", "x")
     assert result.exit_code == 2
     assert "no controller has the tag nobody; tags are: mine, other, third" in result.stderr
+
+
+def test_delete_controllers(daemon: RunningDaemon, tmp_path: Path) -> None:
+    module_ids = []
+    for n in range(2):
+        (file := tmp_path / "mine.wasm").write_bytes(WASM + bytes([n]))
+        module_ids.append(daemon.cli("controllers", "upload", file, "--tag", f"t{n}", "--tag", f"u{n}").stdout.strip())
+    listed = daemon.cli("controllers", "list", "--modules").stdout.splitlines()
+    assert listed[0].split() == ["MODULE", "OWNER", "SIZE", "CODE", "USED", "TAGS"]
+    assert {line.split()[0] for line in listed[1:]} == {*module_ids}
+    result = daemon.cli("controllers", "rm", "t0", "nobody")
+    assert result.exit_code == 2
+    assert "tag nobody not found" in result.stderr
+    result = daemon.cli("controllers", "rm", module_ids[1], "t0", module_ids[1])
+    assert (result.exit_code, result.stdout) == (0, f"deleted t0\ndeleted {module_ids[1]}\ndeleted t1\ndeleted u1\n")
+    [left] = [json.loads(line) for line in daemon.cli("controllers", "list", "--modules", "--json").stdout.splitlines()]
+    assert left["module_id"] == module_ids[0]
+    assert daemon.cli("controllers", "rm", module_ids[0], "--owner", "alice").exit_code == 2
+    assert daemon.cli("controllers", "rm", module_ids[0], "--owner", left["owner"]).exit_code == 0
+    assert "no modules are stored" in daemon.cli("controllers", "list", "--modules").stdout
+    assert "no controllers yet" in daemon.cli("controllers", "list").stdout
 
 
 def test_what_is_no_controller_is_refused(daemon: RunningDaemon, tmp_path: Path) -> None:

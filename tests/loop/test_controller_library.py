@@ -36,21 +36,21 @@ async def refused(client: Client, **fields: object) -> Failure:
 
 @pytest.mark.parametrize("encoding", ["json", "cbor"])
 async def test_an_upload_in_parts_gets_tags_and_is_listed(encoding: str) -> None:
-    async with library() as (running, found), running.client(encoding=encoding) as client:
+    async with library() as (running, _), running.client(encoding=encoding) as client:
         uploaded = await client.upload_controller(WASM, keep_alive=True)
         assert uploaded.module_id == hashlib.sha256(WASM).hexdigest()
         assert (uploaded.wasm_size, uploaded.compiled_size) == (len(WASM), 2 * len(WASM))
-        assert found.modules == {uploaded.module_id: WASM}
+        assert [each.module_id for each in await client.controller_modules(keep_alive=True)] == [uploaded.module_id]
         tags = await client.tag_controller(uploaded.module_id, ["mine", "other"], keep_alive=True)
         assert [tag.tag for tag in tags] == ["mine", "other"]
-        assert await client.controller_tags() == tags[::-1]
+        assert await client.controller_tags() == tags
 
 
 async def test_bytes_of_cbor_need_no_base64() -> None:
-    async with library() as (running, found), running.client(encoding="cbor") as client:
+    async with library() as (running, _), running.client(encoding="cbor") as client:
         await client.send({"type": "controllers", "action": "upload", "binary": WASM[:1000]})
-        assert (await client.receive()).wasm_size == 1000
-        assert [*found.modules.values()] == [WASM[:1000]]
+        answer = await client.receive()
+        assert (answer.wasm_size, answer.module_id) == (1000, hashlib.sha256(WASM[:1000]).hexdigest())
 
 
 async def test_a_long_list_takes_several_events() -> None:
@@ -113,27 +113,84 @@ async def test_what_is_no_wasm_is_refused_and_the_connection_goes_on() -> None:
         assert await client.controller_tags() == []
 
 
-async def test_who_may_set_which_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with library() as (running, found), running.client() as client:
-        module_id = (await client.upload_controller(WASM, keep_alive=True)).module_id
-        tag = {"action": "tag", "module_id": module_id}
-        assert "permission denied" in (await refused(client, **tag, tags=["any"], principal="tenant:alice")).message
-        for tags, more in (
-            (["alice.x"], {"principal": "tenant:alice"}),
-            (["any"], {"principal": "tenant:ops", "principal_is_admin": True}),
-            (["own"], {}),
-        ):
-            await client.tag_controller(module_id, tags, keep_alive=True, **more)
-        assert [(info.tag, info.updated_by) for info in found.tags.values()][:2] == [
-            ("alice.x", "alice"),
-            ("any", "ops"),
-        ]
+ALICE, BOB = {"principal": "tenant:alice"}, {"principal": "tenant:bob"}
+
+
+async def test_a_principal_has_its_own_controllers_and_those_of_administrators() -> None:
+    async with library() as (running, _), running.client() as client:
+        ours = (await client.upload_controller(WASM, keep_alive=True, **ALICE)).module_id
+        assert "not found" in (await refused(client, action="tag", module_id=ours, tags=["t"], **BOB)).message
+        assert (await client.upload_controller(WASM, keep_alive=True, **BOB)).module_id == ours
+        await client.tag_controller(ours, ["mine"], keep_alive=True, **ALICE)
+        admin = {"principal": "tenant:ops", "principal_is_admin": True}
+        shared = (await client.upload_controller(WASM + b"x", keep_alive=True, **admin)).module_id
+        await client.tag_controller(shared, ["ours"], keep_alive=True, **admin)
+
+        async def sees(**who: object) -> tuple[list[str], list[tuple[str, list[str]]]]:
+            tags = await client.controller_tags(keep_alive=True, **who)
+            modules = await client.controller_modules(keep_alive=True, **who)
+            return sorted(tag.tag for tag in tags), sorted((each.owner, each.tags) for each in modules)
+
+        assert await sees(**ALICE) == (["mine", "ours"], [("alice", ["mine"])])
+        assert await sees(**BOB) == (["ours"], [("bob", [])])
+        everybody = [("alice", ["mine"]), ("bob", []), ("ops", ["ours"])]
+        assert await sees(**admin) == (["ours"], everybody)
+        assert await sees() == (["ours"], everybody)
+        assert "only an administrator" in (await refused(client, action="modules", owner="alice", **BOB)).message
+        assert [each.owner for each in await client.controller_modules(owner="bob", keep_alive=True)] == ["bob"]
+
+
+async def test_deleting_takes_only_what_is_named_and_only_from_its_owner() -> None:
+    async with library() as (running, _), running.client() as client:
+        for who in (ALICE, BOB):
+            module_id = (await client.upload_controller(WASM, keep_alive=True, **who)).module_id
+            assert module_id is not None
+            await client.tag_controller(module_id, ["a", "b"], keep_alive=True, **who)
+        delete = {"action": "delete"}
+        gone = await refused(client, **delete, tags=["a", "nothing"], **ALICE)
+        assert (gone.code, gone.message) == ("E_CONTROLLER_NOT_FOUND", "tag nothing not found")
+        assert await client.delete_controller(tags=["a"], keep_alive=True, **ALICE) == ["a"], "none was deleted before"
+        assert await client.delete_controller(module_id, keep_alive=True, **ALICE) == [module_id, "b"]
+        assert (await refused(client, **delete, module_id=module_id, **ALICE)).code == "E_CONTROLLER_NOT_FOUND"
+        assert "only an administrator" in (await refused(client, **delete, tags=["a"], owner="bob", **ALICE)).message
+        [left] = await client.controller_modules(keep_alive=True, **BOB)
+        assert (left.module_id, left.tags) == (module_id, ["a", "b"])
+        assert (await refused(client, **delete, module_id=module_id)).code == "E_CONTROLLER_NOT_FOUND", "it is bob's"
+        assert await client.delete_controller(tags=["a"], owner="bob", keep_alive=True) == ["a"]
+        assert await client.delete_controller(module_id, owner="bob", keep_alive=True) == [module_id, "b"]
+        assert await client.controller_modules() == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"action": "delete"},
+        {"action": "delete", "module_id": "0" * 64, "tags": ["a"]},
+        {"action": "delete", "tags": []},
+        {"action": "delete", "tags": ["../a"]},
+        {"action": "delete", "module_id": "../../etc"},
+        {"action": "tag", "module_id": "0" * 64},
+        {"action": "modules", "module_id": "0" * 64},
+        {"action": "list", "owner": "alice"},
+    ],
+)
+async def test_wrong_queries(fields: dict[str, object]) -> None:
+    async with library() as (running, _), running.client() as client:
+        assert (await refused(client, **fields)).code == "E_PROTO_BAD_REQUEST"
+
+
+async def test_only_the_user_who_runs_the_daemon_acts_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with library() as (running, _), running.client() as client:
+        await client.upload_controller(WASM, keep_alive=True)
         monkeypatch.setattr("uma_trio.daemon.connection.principal_of", lambda _: Principal("uid:4711"))
         async with running.client() as other:
-            assert "permission denied" in (await refused(other, **tag, tags=["any"])).message
-            wrong = await refused(other, **tag, tags=["any"], principal_is_admin=True)
+            wrong = await refused(other, action="modules", principal_is_admin=True)
             assert "only the user who runs the daemon" in wrong.message
-            await other.tag_controller(module_id, ["uid4711.x"])
+            await refused(other, action="modules", **ALICE)
+            assert await other.controller_modules(keep_alive=True) == []
+            module_id = (await other.upload_controller(WASM, keep_alive=True)).module_id
+            await other.tag_controller(module_id, ["any"])
+        assert [tag.tag for tag in await client.controller_tags()] == []
 
 
 async def test_a_daemon_without_a_runtime_says_so() -> None:

@@ -1,37 +1,68 @@
-"""A side channel of a runtime in memory, with the rules of a real one."""
+"""The side channel of a runtime without its process: the real store of modules, and a compiler that compiles nothing."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from uma_trio.aici.messages import Auth, ModuleInfo, TagInfo
-from uma_trio.errors import BadRequest, ControllerNotFound
+from uma_trio.aici.messages import Auth, ModuleInfo, ModuleRecord, Removal, RemoveModule, TagInfo
+from uma_trio.aici.runtime.interface import BadModule
+from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
+from uma_trio.aici.supervisor import NO_MODULE
+from uma_trio.errors import ControllerFailed, ControllerNotFound
+
+T = TypeVar("T")
+
+
+class NoWasmHost:
+    """Machine code is twice the module."""
+
+    def compile(self, wasm: bytes, *, is_ours: bool = False) -> bytes:
+        if not wasm.startswith(b"\0asm"):
+            raise BadModule("this is no Wasm module: it does not begin with \\0asm")
+        return bytes(wasm) * 2
+
+    def load(self, compiled: bytes) -> bytes:
+        return compiled
+
+    def new_variables(self) -> None: ...
+    def instantiate(self, module: Any, argument: str, variables: Any) -> Any: ...
+    def close(self) -> None: ...
 
 
 class MemoryLibrary:
-    """Keeps modules and tags."""
+    """Keeps modules and tags in a folder that is removed with it."""
 
-    def __init__(self) -> None:
-        self.modules: dict[str, bytes] = {}
-        self.tags: dict[str, TagInfo] = {}
+    def __init__(self, shipped: Mapping[str, bytes] | None = None) -> None:
+        folder = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, folder)
+        self.store = ModuleStore(folder, NoWasmHost(), shipped=shipped)
 
     async def make_module(self, wasm: bytes, auth: Auth) -> ModuleInfo:
-        if not wasm.startswith(b"\0asm"):
-            raise BadRequest("this is no Wasm module: it does not begin with \\0asm")
-        module_id = hashlib.sha256(wasm).hexdigest()
-        self.modules[module_id] = wasm
-        return ModuleInfo(module_id=module_id, wasm_size=len(wasm), compiled_size=2 * len(wasm), time=7)
+        return _do(lambda: self.store.add(wasm, auth))
 
     async def set_tags(self, module_id: str, tags: Sequence[str], auth: Auth) -> list[TagInfo]:
-        if module_id not in self.modules:
-            raise ControllerNotFound(f"there is no module {module_id}")
-        if not auth.is_admin and not all(tag.rpartition(".")[0] == auth.user for tag in tags):
-            raise BadRequest("permission denied for tag name")
-        size = len(self.modules[module_id])
-        found = [TagInfo(tag, module_id, 1767225600, auth.user, size, 2 * size) for tag in tags]
-        self.tags |= {info.tag: info for info in found}
-        return found
+        return _do(lambda: self.store.set_tags(module_id, tags, auth))
 
     async def get_tags(self, auth: Auth) -> list[TagInfo]:
-        return [*reversed(self.tags.values())]
+        return _do(lambda: self.store.tags(auth))
+
+    async def get_modules(self, owner: str | None, auth: Auth) -> list[ModuleRecord]:
+        return _do(lambda: self.store.modules(auth, owner))
+
+    async def remove(self, removal: Removal, auth: Auth) -> list[str]:
+        if isinstance(removal, RemoveModule):
+            return _do(lambda: self.store.remove_module(removal.module_id, auth, removal.owner))
+        return _do(lambda: self.store.remove_tags(removal.tags, auth, removal.owner))
+
+
+def _do(act: Callable[[], T]) -> T:
+    try:
+        return act()
+    except (StoreError, BadModule) as error:
+        kind = ControllerNotFound if NO_MODULE.match(str(error)) else ControllerFailed
+        raise kind(str(error)) from None

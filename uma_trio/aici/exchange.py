@@ -17,11 +17,13 @@ from uma_trio.aici.messages import (
     MidOp,
     MidResult,
     ModuleInfo,
+    ModuleRecord,
     PostOp,
     PostPreAnswer,
     PostResult,
     PreOp,
     PreResult,
+    Removal,
     SequenceResult,
     TagInfo,
     error_and_logs,
@@ -153,7 +155,13 @@ class ControllerRuntime(Protocol):
         """Give names to a module; raises as ``instantiate``."""
 
     async def get_tags(self, auth: Auth | None = None) -> list[TagInfo]:
-        """All names of modules; raises as ``instantiate``."""
+        """The names of modules that ``auth`` can run; raises as ``instantiate``."""
+
+    async def get_modules(self, owner: str | None = None, auth: Auth | None = None) -> list[ModuleRecord]:
+        """Modules of ``owner``, by default those of ``auth``, and for an administrator all; raises as ``instantiate``."""
+
+    async def remove(self, removal: Removal, auth: Auth | None = None) -> list[str]:
+        """Remove a module or names; returns what is gone; raises as ``instantiate``."""
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics: the process and its restarts."""

@@ -1,20 +1,23 @@
-"""Answers what clients ask about controllers: to upload, tag and list them."""
+"""Answers what clients ask about controllers: to upload, tag, list and delete them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
 
 from uma_trio.aici.exchange import ControllerRuntime
-from uma_trio.aici.messages import Auth, TagInfo
+from uma_trio.aici.messages import Auth, ModuleRecord, Removal, RemoveModule, RemoveTags, TagInfo
 from uma_trio.principal import Principal
-from uma_trio.protocol.controllers import Controllers, ControllersQuery, ControllerTag
+from uma_trio.protocol.controllers import ControllerModule, Controllers, ControllersQuery, ControllerTag
 
-TAGS_PER_EVENT: Final = 128
+T = TypeVar("T")
+
+PER_EVENT: Final = 128
+"""Tags or modules."""
 
 
 def auth_of(principal: Principal, *, is_admin: bool) -> Auth:
-    """Who asks, in the runtime's words.  Tags of others than administrators begin with this name and a dot."""
+    """Who asks, in the runtime's words."""
     return Auth(principal.name.removeprefix("tenant:").replace(":", ""), is_admin)
 
 
@@ -40,18 +43,39 @@ async def answer(
                 time_ms=info.time,
             )
         ]
+    match query.action:
+        case "delete":
+            removal: Removal = RemoveTags(query.tags or [], query.owner)
+            if query.module_id is not None:
+                removal = RemoveModule(query.module_id, query.owner)
+            return [Controllers(id=query.id, deleted=await runtime.remove(removal, auth))]
+        case "modules":
+            modules = await runtime.get_modules(query.owner, auth)
+            return _events(
+                modules, lambda part, more: Controllers(id=query.id, modules=[*map(_module, part)], more=more)
+            )
     if query.module_id is not None:
-        return _events(query, await runtime.set_tags(query.module_id, query.tags or [], auth))
-    return _events(query, await runtime.get_tags(auth))
+        tags = await runtime.set_tags(query.module_id, query.tags or [], auth)
+    else:
+        tags = await runtime.get_tags(auth)
+    return _events(tags, lambda part, more: Controllers(id=query.id, tags=[*map(_tag, part)], more=more))
 
 
-def _events(query: ControllersQuery, tags: Sequence[TagInfo]) -> Iterator[Controllers]:
-    left = [*tags]
-    while True:
-        part, left = left[:TAGS_PER_EVENT], left[TAGS_PER_EVENT:]
-        yield Controllers(id=query.id, tags=[_tag(info) for info in part], more=bool(left))
-        if not left:
-            return
+def _events(infos: Sequence[T], make: Callable[[Sequence[T], bool], Controllers]) -> Iterator[Controllers]:
+    """Events with some of ``infos`` each; at least one."""
+    for at in range(0, max(1, len(infos)), PER_EVENT):
+        yield make(infos[at : at + PER_EVENT], at + PER_EVENT < len(infos))
+
+
+def _module(record: ModuleRecord) -> ControllerModule:
+    return ControllerModule(
+        module_id=record.module_id,
+        owner=record.owner,
+        wasm_size=record.wasm_size,
+        compiled_size=record.compiled_size,
+        used_at=record.used_at,
+        tags=record.tags,
+    )
 
 
 def _tag(info: TagInfo) -> ControllerTag:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -110,7 +111,9 @@ class RuntimeStart:
         else:
             program = [*python_module("uma_trio"), "aicirt"]
             flags["uma-expire-s"] = self.expire_s
+            flags["uma-folder"] = str(self.folder.absolute())
             flags["uma-max-modules"] = settings.max_modules_mb
+            flags["uma-max-principal-modules"] = settings.max_principal_modules_mb
             if settings.skip_ms:
                 flags["uma-skip-slow-ms"] = settings.skip_ms
             if self.llama_dir is not None:
@@ -180,13 +183,13 @@ class RuntimeLink:
         layout = start.layout
         channels = await trio.to_thread.run_sync(_create, start, layout)
         try:
-            start.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = await trio.to_thread.run_sync(_working_directory, start)
             process = ChildProcess(
                 start.command(layout),
                 name="runtime of controllers",
                 logger="uma_trio.aici.runtime",
                 environment={**package_environment(), LOG_VARIABLE: "1"},
-                folder=start.folder,
+                folder=folder,
                 keep_stdout=True,
             )
         except BaseException:
@@ -442,6 +445,25 @@ class RuntimeLink:
             thread.join()
         with self._side_lock:
             self._channels.close()
+
+
+def _working_directory(start: RuntimeStart) -> Path:
+    """Make the folder of the modules.  Our own runtime also works without it, for example on a full disk.
+
+    Raises:
+        OSError: it cannot be made, and the runtime is another one.
+    """
+    try:
+        start.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.listdir(start.folder)
+    except OSError as error:
+        if start.settings.executable is not None:
+            raise
+        log.warning(
+            "the folder of controllers cannot be used: only those that come with uma-trio run", reason=str(error)
+        )
+        return Path("/")
+    return start.folder
 
 
 def _create(start: RuntimeStart, layout: Layout) -> Channels:

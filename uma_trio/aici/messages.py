@@ -115,6 +115,29 @@ class GetTags(Struct, frozen=True, tag_field="op", tag="get_tags"):
     """Asks for all names of modules."""
 
 
+class GetModules(Struct, frozen=True, tag_field="op", tag="uma_get_modules", omit_defaults=True):
+    """Asks for modules, also for those without a name.  An extension, as ``RemoveModule`` and ``RemoveTags``."""
+
+    owner: str | None = None
+    """Whose; for administrators.  ``None``: those of the one who asks, and for administrators all."""
+
+
+class RemoveModule(Struct, frozen=True, tag_field="op", tag="uma_remove_module", omit_defaults=True):
+    """Removes a module of one owner, with its names."""
+
+    module_id: str
+    owner: str | None = None
+    """Whose; for administrators.  ``None``: that of the one who asks."""
+
+
+class RemoveTags(Struct, frozen=True, tag_field="op", tag="uma_remove_tags", omit_defaults=True):
+    """Removes names of modules."""
+
+    tags: list[str]
+    owner: str | None = None
+    """Whose; for administrators.  ``None``: those of the one who asks, and for administrators those for everybody."""
+
+
 class Instantiate(Struct, frozen=True, tag_field="op", tag="instantiate"):
     """Starts the controller of a request, before the request has a sequence."""
 
@@ -132,8 +155,9 @@ class Instantiate(Struct, frozen=True, tag_field="op", tag="instantiate"):
 
 
 MainRequest: TypeAlias = Ping | Tokens | PostPreProcess | MidProcess | Stop
-SideRequest: TypeAlias = Ping | MakeModule | SetTags | GetTags | Instantiate | Stop
-Request: TypeAlias = Ping | Tokens | PostPreProcess | MidProcess | MakeModule | SetTags | GetTags | Instantiate | Stop
+Removal: TypeAlias = RemoveModule | RemoveTags
+SideRequest: TypeAlias = Ping | MakeModule | SetTags | GetTags | GetModules | Removal | Instantiate | Stop
+Request: TypeAlias = Tokens | PostPreProcess | MidProcess | SideRequest
 
 
 # Answers ----------------------------------------------------------------------------------------------------------
@@ -259,6 +283,27 @@ class TagList(Struct, frozen=True):
     tags: list[TagInfo]
 
 
+class ModuleRecord(Struct, frozen=True):
+    """A module that is stored."""
+
+    module_id: str
+    owner: str
+    wasm_size: int
+    compiled_size: int
+    used_at: int
+    """When it was uploaded or instantiated last, in seconds since 1970."""
+    tags: list[str]
+
+
+class ModuleList(Struct, frozen=True):
+    modules: list[ModuleRecord]
+
+
+class Removed(Struct, frozen=True):
+    names: list[str]
+    """Modules and tags that are gone."""
+
+
 class Empty(Struct, frozen=True):
     """The answer to ``instantiate``."""
 
@@ -315,7 +360,10 @@ class _Header(Struct, frozen=True):
 
 _REQUESTS: Final[Mapping[str, msgspec.json.Decoder[Request]]] = {
     str(kind.__struct_config__.tag): msgspec.json.Decoder(kind)
-    for kind in (Ping, Tokens, PostPreProcess, MidProcess, MakeModule, SetTags, GetTags, Instantiate, Stop)
+    for kind in (
+        *(Ping, Tokens, PostPreProcess, MidProcess, MakeModule, SetTags, GetTags, Instantiate, Stop),
+        *(GetModules, RemoveModule, RemoveTags),
+    )
 }
 _HEADER: Final = msgspec.json.Decoder(_Header)
 _ENCODER: Final = msgspec.json.Encoder()

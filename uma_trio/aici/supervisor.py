@@ -17,6 +17,7 @@ from uma_trio.aici.messages import (
     Auth,
     Empty,
     Error,
+    GetModules,
     GetTags,
     Instantiate,
     MakeModule,
@@ -24,11 +25,15 @@ from uma_trio.aici.messages import (
     MidOp,
     MidProcess,
     ModuleInfo,
+    ModuleList,
+    ModuleRecord,
     Ok,
     PostOp,
     PostPreAnswer,
     PostPreProcess,
     PreOp,
+    Removal,
+    Removed,
     SetTags,
     SideRequest,
     TagInfo,
@@ -54,7 +59,7 @@ PATIENCE_S: Final = 2.0
 US: Final = Auth("uma-trio", is_admin=True)
 """Who tags the controllers that come with uma-trio."""
 
-_NO_MODULE: Final = re.compile(r"(tag|module) \S+ not found|invalid module_id|gh:|No such file")
+NO_MODULE: Final = re.compile(r"(tag|module) \S+ not found|invalid module_id|gh:|No such file")
 
 
 class SupervisedRuntime:
@@ -70,6 +75,8 @@ class SupervisedRuntime:
         self._check = AnswerCheck(start.n_vocab, start.settings.max_forks, max_tokens)
         self._limit_s = start.settings.step_ms / 1e3
         self._link: RuntimeLink | None = None
+        self._missing: set[str] = set()
+        """Controllers that come with uma-trio and that the runtime does not have yet: a request that names one tries again."""
         self._wanted = trio.Event()
         """Somebody needs a runtime."""
         self._attempt = trio.Event()
@@ -110,7 +117,7 @@ class SupervisedRuntime:
                 await self._prepare(link)
                 self._began(link)
                 await link.ended.wait()
-            except (RuntimeDied, ControllerUnavailable) as death:
+            except RuntimeDied as death:
                 link.kill(str(death))
             finally:
                 is_steady = trio.current_time() - began > STEADY_S or link.was_killed
@@ -120,19 +127,32 @@ class SupervisedRuntime:
         """Shake hands, and see to it that the controllers that come with uma-trio are there.
 
         Raises:
-            RuntimeDied, ControllerUnavailable: it cannot be used.
+            RuntimeDied: it cannot be used.
         """
         await link.shake_hands()
-        tags = {info.tag: info for info in (await _ask(link, GetTags(), TagList, US)).tags}
-        for name, wasm in (await trio.to_thread.run_sync(shipped)).items():
-            known = tags.get(name)
-            if known is not None and known.module_id == hashlib.sha256(wasm).hexdigest():
-                continue
+        self._missing = {*NAMES}
+        for name in NAMES:
             try:
-                info = await _ask(link, MakeModule(wasm), ModuleInfo, US)
-                await _ask(link, SetTags(info.module_id, [name]), TagList, US)
-            except (ControllerFailed, ControllerNotFound) as error:
-                log.error("a controller that comes with uma-trio cannot be used", name=name, reason=str(error))
+                await self._add_shipped(link, name)
+            except (ControllerFailed, ControllerNotFound, ControllerUnavailable, OSError) as error:
+                if link.reason:
+                    raise RuntimeDied(link.reason) from None
+                log.error("a controller that comes with uma-trio cannot be used now", name=name, reason=str(error))
+
+    async def _add_shipped(self, link: RuntimeLink, name: str) -> None:
+        """See to it that the runtime has a controller that comes with uma-trio.  Our own runtime has all.
+
+        Raises:
+            ControllerFailed, ControllerNotFound, ControllerUnavailable: it cannot be added now.
+            OSError: the controller cannot be read.
+        """
+        wasm = (await trio.to_thread.run_sync(shipped))[name]
+        module_id = hashlib.sha256(wasm).hexdigest()
+        tags = (await _ask(link, GetTags(), TagList, US)).tags
+        if not any((info.tag, info.module_id) == (name, module_id) for info in tags):
+            info = await _ask(link, MakeModule(wasm), ModuleInfo, US)
+            await _ask(link, SetTags(info.module_id, [name]), TagList, US)
+        self._missing.discard(name)
 
     def _began(self, link: RuntimeLink) -> None:
         self._link, self.masks = link, link.masks
@@ -201,6 +221,8 @@ class SupervisedRuntime:
             if self.generation == generation:
                 self.on_unused(req_id)
 
+        if module in self._missing:
+            await self._add_shipped(link, module)
         request = Instantiate(req_id, [*prompt], module, argument)
         await _ask(link, request, Empty, auth, self._start.settings.init_ms / 1e3, late)
         return generation
@@ -220,6 +242,14 @@ class SupervisedRuntime:
     async def get_tags(self, auth: Auth | None = None) -> list[TagInfo]:
         """See ``ControllerRuntime``."""
         return (await _ask(await self._running(), GetTags(), TagList, auth)).tags
+
+    async def get_modules(self, owner: str | None = None, auth: Auth | None = None) -> list[ModuleRecord]:
+        """See ``ControllerRuntime``."""
+        return (await _ask(await self._running(), GetModules(owner), ModuleList, auth)).modules
+
+    async def remove(self, removal: Removal, auth: Auth | None = None) -> list[str]:
+        """See ``ControllerRuntime``."""
+        return (await _ask(await self._running(), removal, Removed, auth)).names
 
     async def _running(self) -> RuntimeLink:
         """The runtime, which is started if there is none.
@@ -253,7 +283,7 @@ async def _ask(
     found: Ok[T] | Error = await link.call(request, kind, auth, limit_s, late)
     if isinstance(found, Ok):
         return found.data
-    if _NO_MODULE.match(found.error):
+    if NO_MODULE.match(found.error):
         raise ControllerNotFound(found.error, field="controller")
     if not found.is_user_error:
         raise ControllerUnavailable(f"the runtime of controllers: {found.error}")

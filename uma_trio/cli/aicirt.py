@@ -83,8 +83,23 @@ import click
     type=click.IntRange(1),
     default=1024,
     show_default=True,
-    help="Most MiB of all modules on disk. Above that, the least recently used modules without a tag are removed "
-    "first. Not in the reference implementation.",
+    help="Most MiB of all modules on disk. To make room, the least recently used modules without a tag are removed, "
+    "first those of the user who uploads. Not in the reference implementation.",
+)
+@click.option(
+    "--uma-max-principal-modules",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Most MiB of the modules of one user on disk; administrators may have all. Not in the reference "
+    "implementation.",
+)
+@click.option(
+    "--uma-folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path(),
+    help="Folder with the folder cache, for modules.  [default: the working directory]  Not in the reference "
+    "implementation.",
 )
 @click.option(
     "--module",
@@ -117,6 +132,8 @@ def command(
     uma_skip_slow_ms: int | None,
     uma_expire_s: int,
     uma_max_modules: int,
+    uma_max_principal_modules: int,
+    uma_folder: Path,
     module: Path | None,
     save_tokenizer: Path | None,
     run: bool,
@@ -128,7 +145,7 @@ def command(
     """Run Wasm controllers for an engine, over shared memory.
 
     An engine starts this command.  It ends when the engine asks it to, or ends itself.  Modules are kept in the folder
-    cache of the working directory.  docs/AICI.md describes the protocol; flags, names and messages are those of
+    cache of the working directory, or of --uma-folder.  docs/AICI.md describes the protocol; flags, names and messages are those of
     Microsoft's aicirt.
 
     Exit codes: 0 stopped by the engine, 1 a flag, the shared memory or the model cannot be used.
@@ -145,7 +162,8 @@ def command(
     from uma_trio.aici.channel import Layout
     from uma_trio.aici.runtime.command import Options, add_module, serve
     from uma_trio.aici.runtime.command import save_tokenizer as save
-    from uma_trio.aici.runtime.interface import BadModule, Limits
+    from uma_trio.aici.runtime.interface import BadModule, CannotCompile, Limits
+    from uma_trio.aici.runtime.module_space import Space
     from uma_trio.aici.runtime.module_store import StoreError
     from uma_trio.aici.runtime.vocabulary import NoVocabulary
     from uma_trio.models.load_errors import ModelError
@@ -164,7 +182,8 @@ def command(
         uma_expire_s,
         uma_skip_slow_ms,
         llama_dir,
-        uma_max_modules,
+        Space(uma_max_modules << 20, uma_max_principal_modules << 20),
+        uma_folder,
     )
     try:
         if save_tokenizer is not None:
@@ -173,7 +192,7 @@ def command(
             click.echo(add_module(options, module))
         if server:
             serve(options)
-    except (OSError, NoVocabulary, ModelError, BadModule, StoreError) as error:
+    except (OSError, NoVocabulary, ModelError, BadModule, CannotCompile, StoreError) as error:
         _fail(str(error))
 
 

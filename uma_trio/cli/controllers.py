@@ -1,4 +1,4 @@
-"""``uma-trio controllers``: upload, tag, list and run controllers."""
+"""``uma-trio controllers``: upload, tag, list, run and delete controllers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_
 from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
 
 if TYPE_CHECKING:
-    from uma_trio.client import Client, ControllerTag
+    from uma_trio.client import Client, ControllerModule, ControllerTag
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 @click.group("controllers", cls=SuggestingGroup)
 def command() -> None:
-    """Upload, tag, list and run controllers: Wasm modules that steer an answer token by token.
+    """Upload, tag, list, run and delete controllers: Wasm modules that steer an answer token by token.
 
     A controller can allow and forbid tokens, insert text, remove some, fork the answer and let the forks share
     variables.  jsctrl comes with the daemon and runs JavaScript.  docs/AICI-CONTROLLERS.md says how to write programs
@@ -44,6 +44,7 @@ def command() -> None:
       uma-trio controllers upload mine.wasm --tag mine
       uma-trio controllers run mine --arg "what the controller gets"
       uma-trio controllers list
+      uma-trio controllers rm mine
 
     Exit codes: 0 success, 2 the daemon refused, or no daemon, 3 protocol error.
     """
@@ -96,6 +97,8 @@ def upload(file: Path, tags: tuple[str, ...], as_json: bool, socket: str | None)
 def tag(controller: str, names: tuple[str, ...], as_json: bool, socket: str | None) -> None:
     """Give CONTROLLER, a module id or a tag, further names.  A name that another module has moves to this one.
 
+    The names of the user who runs the daemon are for everybody; those of others are for themselves.
+
     \b
       uma-trio controllers tag mine-2 mine
     """
@@ -115,11 +118,46 @@ def tag(controller: str, names: tuple[str, ...], as_json: bool, socket: str | No
 
 
 @command.command("list")
+@click.option("--modules", is_flag=True, help="List modules with their owners, also those without a tag.")
 @_json
 @socket_option()
-def list_(as_json: bool, socket: str | None) -> None:
-    """List the tags of all controllers, the most recently changed first."""
-    _print(_run(socket, lambda client: client.controller_tags()), as_json)
+def list_(modules: bool, as_json: bool, socket: str | None) -> None:
+    """List the tags of the controllers that you can run, the most recently changed first.
+
+    With --modules: the modules that you have uploaded; the user who runs the daemon sees those of everybody.
+    """
+    if modules:
+        _print_modules(_run(socket, lambda client: client.controller_modules()), as_json)
+    else:
+        _print(_run(socket, lambda client: client.controller_tags()), as_json)
+
+
+@command.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.option("--owner", help="Whose: a name that list --modules shows. For the user who runs the daemon.")
+@_json
+@socket_option()
+def rm(names: tuple[str, ...], owner: str | None, as_json: bool, socket: str | None) -> None:
+    """Delete each NAME: a module id, with the module and its tags, or a tag.  Controllers that run go on.
+
+    \b
+      uma-trio controllers rm mine
+      uma-trio controllers rm 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+    """
+    fields = {} if owner is None else {"owner": owner}
+
+    async def do(client: Client) -> list[str]:
+        deleted = []
+        tags = [name for name in names if not MODULE_ID.fullmatch(name)]
+        if tags:
+            deleted += await client.delete_controller(tags=tags, keep_alive=True, **fields)
+        for name in dict.fromkeys(names):
+            if MODULE_ID.fullmatch(name):
+                deleted += await client.delete_controller(name, keep_alive=True, **fields)
+        return deleted
+
+    for name in _run(socket, do):
+        click.echo(json.dumps({"deleted": name}) if as_json else f"deleted {name}")
 
 
 @command.command()
@@ -292,9 +330,36 @@ def _print(tags: Sequence[ControllerTag], as_json: bool) -> None:
         (each.tag, each.module_id[:SHOWN_ID_CHARACTERS], _kib(each.wasm_size), _when(each.updated_at), each.updated_by)
         for each in tags
     ]
-    widths = [max(len(row[n]) for row in rows) for n in range(4)]
+    _print_table(rows)
+
+
+def _print_modules(modules: Sequence[ControllerModule], as_json: bool) -> None:
+    if as_json:
+        import attrs
+
+        for each in modules:
+            click.echo(json.dumps(attrs.asdict(each)))
+        return
+    if not modules:
+        click.echo("no modules are stored; store one with: uma-trio controllers upload FILE --tag NAME")
+        return
+    rows = [("MODULE", "OWNER", "SIZE", "CODE", "USED", "TAGS")]
+    rows += [
+        (
+            *(each.module_id, each.owner, _kib(each.wasm_size), _kib(each.compiled_size), _when(each.used_at)),
+            ", ".join(each.tags),
+        )
+        for each in modules
+    ]
+    _print_table(rows)
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print columns; the last one may be of any width."""
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]) - 1)]
     for row in rows:
-        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip())
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        click.echo("  ".join([*cells, row[-1]]).rstrip())
 
 
 def _kib(size: int) -> str:

@@ -666,9 +666,16 @@ class Aici:
     max_modules_mb: int = setting(
         1024,
         "Modules on disk with their machine code, in MiB. To make room for another one, the least recently used modules "
-        "without a tag are removed first. Only with uma-trio's own runtime.",
+        "without a tag are removed, first those of the principal who uploads. Only with uma-trio's own runtime.",
         name="aici_max_modules_mb",
         ge=16,
+        le=1_000_000,
+    )
+    max_principal_modules_mb: int = setting(
+        256,
+        "Modules on disk of one principal who is not an administrator, in MiB. Only with uma-trio's own runtime.",
+        name="aici_max_principal_modules_mb",
+        ge=1,
         le=1_000_000,
     )
 

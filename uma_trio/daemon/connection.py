@@ -296,7 +296,7 @@ class Connection:
         nursery.start_soon(self._run, self._running)
 
     def _is_admin(self, query: ControllersQuery) -> bool:
-        """Whether the query may set any tag: one of the user who runs the daemon, unless it acts for somebody else."""
+        """Whether an administrator asks: the user who runs the daemon, unless it acts for somebody else."""
         is_own = self._principal.name == OWN_PRINCIPAL
         if query.principal_is_admin and not is_own:
             raise BadRequest("only the user who runs the daemon may set principal_is_admin", field="principal_is_admin")

@@ -18,7 +18,7 @@ from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.field_names import FieldNames, field_renamer
-from uma_trio.gateway.guard import check_admin
+from uma_trio.gateway.guard import check_admin, is_admin
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.request_record import RequestRecord
 from uma_trio.gateway.tenants import Tenant
@@ -41,6 +41,9 @@ MAX_ADAPTERS: Final = 64
 
 PROMPTS: Final = ("prompt", "messages", "input", "content")
 """What the prompt is called in bodies: the first one that a body has."""
+
+UNKNOWN_PRINCIPAL: Final = "http"
+"""Who uploads and runs controllers if there are no API keys and the client is on another machine."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -138,6 +141,11 @@ class Call:
         return found
 
     @property
+    def is_unknown(self) -> bool:
+        """Whether the client is on another machine and has no key, because the gateway asks for none."""
+        return self.daemon.account is None and not is_admin(self.request.scope)
+
+    @property
     def dialect(self) -> Dialect:
         """The dialect of the client."""
         return self.endpoint.dialect_of(self.request.headers)
@@ -189,8 +197,13 @@ class Call:
         return found
 
     def for_daemon(self, **fields: Any) -> dict[str, Any]:
-        """A request for the daemon: ``fields`` without those that are ``None``, on behalf of the client."""
+        """A request for the daemon: ``fields`` without those that are ``None``, on behalf of the client.
+
+        A client on another machine without a key has its own controllers, as it is not the user who runs the daemon.
+        """
         found = {"id": self.id, **{name: value for name, value in fields.items() if value is not None}}
+        if "controller" in found and self.is_unknown:
+            found["principal"] = UNKNOWN_PRINCIPAL
         self.record.fields = found
         return found
 

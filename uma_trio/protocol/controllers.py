@@ -7,6 +7,7 @@ three more events: ``Fork``, ``ControllerOutput`` and ``Backtrack``.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -37,17 +38,26 @@ ModuleId = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 of the Wasm module, in hex."""
 
 
+_TAG: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_TAG_CHARACTERS - 1}}}")
+_LOOKS_LIKE_ID: Final = re.compile(r"[0-9a-fA-F]{21,}")
+
+TAG_RULE: Final = (
+    f"a tag has 1 to {MAX_TAG_CHARACTERS} characters: the letters A to Z and a to z, digits, dots, dashes and "
+    "underscores, the first a letter or a digit; it must not look like a module id"
+)
+
+
 def is_tag(text: str) -> bool:
-    """Whether ``text`` can be the name of a module: letters, digits and ``_-.``, and a letter first."""
-    is_short = len(text) <= MAX_TAG_CHARACTERS
-    return is_short and text[:1].isalpha() and all(each.isalnum() or each in "_-." for each in text)
+    """Whether ``text`` can be the name of a module; ``TAG_RULE`` says which can."""
+    return _TAG.fullmatch(text) is not None and not _LOOKS_LIKE_ID.fullmatch(text)
 
 
 @attrs.frozen(kw_only=True)
 class ControllersQuery:
-    """Uploads, tags or lists controllers."""
+    """Uploads, tags, lists or deletes controllers."""
 
-    action: Literal["list", "upload", "tag"] = "list"
+    action: Literal["list", "modules", "upload", "tag", "delete"] = "list"
+    """``list`` asks for tags, ``modules`` for modules, also those without a tag."""
     binary: bytes | None = None
     """The Wasm module, or the next part of it; set for ``upload`` alone.  In JSON it is base64."""
     part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)] = 0
@@ -55,9 +65,11 @@ class ControllersQuery:
     of: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
     """Number of parts."""
     module_id: ModuleId | None = None
-    """The module that gets the tags; set for ``tag`` alone."""
+    """The module that gets the tags, or is deleted."""
     tags: Annotated[list[Name], Meta(min_length=1, max_length=MAX_TAGS)] | None = None
-    """Names for a module; set for ``tag`` alone."""
+    """Names for a module, or names that are deleted."""
+    owner: Name | None = None
+    """For ``modules`` and ``delete``, by an administrator: whose modules and tags these are."""
     model: Name | None = None
     """The model whose controllers these are; ``None``: the daemon's first."""
     id: Name | None = None
@@ -65,7 +77,7 @@ class ControllersQuery:
     principal: Name | None = None
     """Principal on whose behalf the client asks.  This and the next one are for the user that runs the daemon."""
     principal_is_admin: bool = False
-    """Whether the principal may set any tag.  The user that runs the daemon may, if it names no principal."""
+    """Whether the principal is an administrator.  The user that runs the daemon is one, if it names no principal."""
 
 
 @attrs.frozen(kw_only=True)
@@ -85,13 +97,34 @@ class ControllerTag:
 
 
 @attrs.frozen(kw_only=True)
+class ControllerModule:
+    """A module that is stored."""
+
+    module_id: str
+    owner: str
+    """Principal that has uploaded it."""
+    wasm_size: int
+    """Bytes of the module."""
+    compiled_size: int
+    """Bytes of its machine code."""
+    used_at: float
+    """When it was uploaded or run last, in seconds since 1970."""
+    tags: list[str] = attrs.field(factory=list)
+
+
+@attrs.frozen(kw_only=True)
 class Controllers:
-    """Answer to a ``ControllersQuery``.  A long list of tags takes several events."""
+    """Answer to a ``ControllersQuery``.  A long list takes several events."""
 
     tags: list[ControllerTag] | None = None
-    """For ``list``: all tags, the most recently changed first.  For ``tag``: those that were set."""
+    """For ``list``: the tags that the principal can run, the most recently changed first.  For ``tag``: those that were
+    set."""
+    modules: list[ControllerModule] | None = None
+    """For ``modules``: the principal's, and for an administrator all, the most recently used first."""
+    deleted: list[str] | None = None
+    """For ``delete``: modules and tags that are gone."""
     more: bool = False
-    """Whether another event follows, with the next tags."""
+    """Whether another event follows, with the next tags or modules."""
     received_bytes: int | None = None
     """For a part of an upload that is not the last one: size of all parts up to here."""
     module_id: str | None = None
@@ -180,14 +213,16 @@ def parse_query(fields: dict[str, Any]) -> ControllersQuery:
     action = query.action
     if (query.binary is None) == (action == "upload"):
         raise BadRequest("binary is required to upload a controller, and not allowed otherwise", field="binary")
-    if (query.module_id is None or query.tags is None) if action == "tag" else (query.module_id or query.tags):
-        raise BadRequest("module_id and tags are required to tag a controller, and not allowed otherwise")
+    n_named = (query.module_id is not None) + (query.tags is not None)
+    if n_named != {"tag": 2, "delete": 1}.get(action, 0):
+        raise BadRequest(
+            "to tag a controller, give module_id and tags; to delete one, give module_id or tags; otherwise neither"
+        )
+    if query.owner is not None and action not in ("modules", "delete"):
+        raise BadRequest("owner goes with the actions modules and delete only", field="owner")
     for tag in query.tags or ():
         if not is_tag(tag):
-            raise BadRequest(
-                f"{tag!r} cannot be a tag: a tag has at most {MAX_TAG_CHARACTERS} letters, digits and _.-, the first a letter",
-                field="tags",
-            )
+            raise BadRequest(f"{tag[:100]!r} cannot be a tag: {TAG_RULE}", field="tags")
     if query.part >= query.of:
         raise BadRequest(f"part is {query.part}, but there are {query.of} parts; the first one is 0", field="part")
     return query

@@ -18,10 +18,12 @@ import setproctitle
 
 from uma_trio import parent_process
 from uma_trio.aici.channel import Channels, Layout
+from uma_trio.aici.controllers import shipped
 from uma_trio.aici.futex import continue_when_parent_ends
 from uma_trio.aici.runtime.host import WasmHost
 from uma_trio.aici.runtime.interface import Limits
-from uma_trio.aici.runtime.module_store import DEFAULT_MAX_MIB, FOLDER, ModuleStore
+from uma_trio.aici.runtime.module_space import Space
+from uma_trio.aici.runtime.module_store import DEFAULT_SPACE, FOLDER, ModuleStore
 from uma_trio.aici.runtime.server import Server
 from uma_trio.aici.runtime.vocabulary import open_vocabulary
 from uma_trio.aici.shared_memory import remove_stale
@@ -46,7 +48,13 @@ class Options:
     expire_s: int = 60
     skip_slow_ms: int | None = None
     llama_dir: Path | None = None
-    max_modules_mib: int = DEFAULT_MAX_MIB
+    space: Space = DEFAULT_SPACE
+    folder: Path = Path()
+    """Modules are in the folder ``cache`` in it."""
+
+    def store(self, host: WasmHost) -> ModuleStore:
+        """The modules."""
+        return ModuleStore(self.folder / FOLDER, host, self.space, _shipped())
 
 
 def serve(options: Options) -> NoReturn:
@@ -75,7 +83,7 @@ def serve(options: Options) -> NoReturn:
         host = WasmHost(vocabulary, options.limits)
         threading.Thread(target=host.prepare, name="prepare", daemon=True).start()
         skip_slow_s = None if options.skip_slow_ms is None else options.skip_slow_ms / 1000
-        modules = ModuleStore(Path(FOLDER), host, options.max_modules_mib)
+        modules = options.store(host)
         Server(channels, host, vocabulary, options.limits, modules, ending.exit, options.expire_s, skip_slow_s).run()
 
 
@@ -86,13 +94,17 @@ def add_module(options: Options, path: Path) -> str:
     with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
         host = WasmHost(vocabulary, options.limits)
         try:
-            return (
-                ModuleStore(Path(FOLDER), host, options.max_modules_mib)
-                .add(path.read_bytes(), Auth(is_admin=True))
-                .module_id
-            )
+            return options.store(host).add(path.read_bytes(), Auth(is_admin=True)).module_id
         finally:
             host.close()
+
+
+def _shipped() -> dict[str, bytes]:
+    try:
+        return shipped()
+    except OSError as error:
+        log.error("the controllers that come with uma-trio are missing: %s; install uma-trio again", error)
+        return {}
 
 
 def save_tokenizer(options: Options, path: Path) -> None:

@@ -1,17 +1,21 @@
 """Compiles modules: in a child process, because a module from anywhere may take all memory and minutes.
 
-The child gets and leaves files, since its pipes carry JSON.
+The child gets and leaves files, since its pipes carry JSON.  The files are in memory where the system can do that, so
+that a full disk stops no compilation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import psutil
 import wasmtime
@@ -19,9 +23,9 @@ from wasmtime import _ffi as ffi
 
 from uma_trio.aici.runtime.binary import NotReadable
 from uma_trio.aici.runtime.instrument import instrument
-from uma_trio.aici.runtime.interface import BadModule
+from uma_trio.aici.runtime.interface import BadModule, CannotCompile
 from uma_trio.aici.runtime.interface_check import check_interface
-from uma_trio.sandbox import LAST, CannotStart, NoAnswer, Sandbox, limit_memory
+from uma_trio.sandbox import LAST, CannotStart, Interrupted, NoAnswer, Sandbox, limit_memory
 
 MAX_WASM_BYTES: Final = 128 << 20
 STACK_BYTES: Final = 512 << 10
@@ -31,6 +35,8 @@ MAX_TABLE_ELEMENTS: Final = 100_000
 MAX_ERROR_CHARS: Final = 1000
 BUSY_SECONDS: Final = 50.0
 """Longest wait for a module on a busy machine, where a compiler gets what others leave.  A daemon waits for a minute."""
+TURN_SECONDS: Final = 10.0
+"""Longest wait for the modules before it: less than what the daemon's minute leaves."""
 
 N_THREADS: Final = 4
 ADDRESS_BYTES: Final = 512 << 20
@@ -82,40 +88,62 @@ class Compiler:
     def __init__(self, seconds: float, memory_mb: int, max_memory_mb: int) -> None:
         setup = {"memory_bytes": memory_mb << 20, "max_memory_bytes": max_memory_mb << 20}
         self._sandbox = Sandbox([sys.executable, "-m", __name__], lambda: setup, seconds, BUSY_SECONDS)
-        self._seconds = seconds
+        self._turn = threading.Lock()
 
     def compile(self, wasm: bytes) -> bytes:
         """Machine code.  Blocks.
 
         Raises:
             BadModule: it cannot be a controller; says why.
+            CannotCompile: not the module's fault; it may succeed later.
             OSError: no room for a temporary file.
         """
         if not wasm.startswith(b"\0asm"):
             raise BadModule("this is not Wasm: it does not begin with \\0asm")
         if len(wasm) > MAX_WASM_BYTES:
             raise BadModule(f"the module has {len(wasm)} bytes; at most {MAX_WASM_BYTES}")
-        with tempfile.TemporaryDirectory(prefix="uma-trio-wasm-") as folder:
-            source, compiled = Path(folder, "module.wasm"), Path(folder, "module.compiled")
+        if not self._turn.acquire(timeout=TURN_SECONDS):
+            raise CannotCompile("other modules are being compiled; try again later")
+        try:
+            return self._compile(wasm)
+        finally:
+            self._turn.release()
+
+    def _compile(self, wasm: bytes) -> bytes:
+        with _file_for_child() as (source, source_path), _file_for_child() as (compiled, compiled_path):
             try:
-                source.write_bytes(wasm)
+                source.write(wasm)
+                source.flush()
             except OSError as error:
                 raise OSError(error.errno, f"the module cannot be written for the compiler: {error.strerror}") from None
             try:
-                answer = self._sandbox.ask({"source": str(source), "compiled": str(compiled)})
+                answer = self._sandbox.ask({"source": source_path, "compiled": compiled_path})
             except CannotStart as error:
-                raise BadModule(f"the process that compiles modules cannot start: {error}") from None
+                raise CannotCompile(f"the process that compiles modules cannot start: {error}; try again") from None
+            except Interrupted as error:
+                raise CannotCompile(f"the module could not be compiled: {error}; try again") from None
             except NoAnswer as error:
                 raise BadModule(f"the module cannot be compiled: {error}") from None
             if "not_written" in answer:
                 raise OSError(f"the machine code cannot be written: {answer['not_written']}")
             if "error" in answer:
                 raise BadModule(answer["error"])
-            return compiled.read_bytes()
+            return compiled.read()
 
     def close(self) -> None:
         """Kill a compilation that goes on."""
         self._sandbox.stop()
+
+
+@contextlib.contextmanager
+def _file_for_child() -> Iterator[tuple[IO[bytes], str]]:
+    """A temporary file, and the path by which a child can open it."""
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("uma-trio-wasm"), "w+b") as file:
+            yield file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        with tempfile.NamedTemporaryFile(prefix="uma-trio-wasm-") as named:
+            yield named.file, named.name
 
 
 def compile_module(wasm: bytes, engine: wasmtime.Engine, max_memory_bytes: int) -> bytes:

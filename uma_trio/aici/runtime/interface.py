@@ -94,6 +94,10 @@ class BadModule(Exception):
     """The module cannot be used; says why.  The one who uploaded it can fix it."""
 
 
+class CannotCompile(Exception):
+    """The module cannot be compiled now, which is not its fault; says why.  Nothing remembers this: it may succeed later."""
+
+
 class ControllerError(Exception):
     """The controller failed in this call; every later call fails with ``PREVIOUS_ERROR``."""
 
@@ -161,11 +165,16 @@ class Controller(Protocol):
 class Host(Protocol):
     """Runs Wasm; one in a process.  Thread-safe."""
 
-    def compile(self, wasm: bytes) -> bytes:
+    def compile(self, wasm: bytes, *, is_ours: bool = False) -> bytes:
         """Machine code for ``load``.  May take seconds.
+
+        Args:
+            is_ours: the module comes with uma-trio, and does not wait for those that others upload.
 
         Raises:
             BadModule: no Wasm, exports are missing, imports are unknown, too large, or it takes too long.
+            CannotCompile: something else than the module is the reason.
+            OSError: no room for temporary files.
         """
         ...
 

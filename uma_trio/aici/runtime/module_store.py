@@ -1,54 +1,58 @@
-"""Modules on disk: Wasm, compiled code and tags, all of which survive a restart."""
+"""Modules and their tags: those that come with uma-trio, in memory, and those that were uploaded, on disk.
+
+::
+
+    owners/HASH/     the modules and tags of one owner: nobody else sees them (owner_files.py)
+    shared/          tags that administrators have set: everybody sees them
+    shipped/         machine code of the controllers that come with uma-trio; they also run without it
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import fcntl
 import hashlib
 import logging
 import os
-import re
-import stat
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import attrs
-import msgspec
 
-from uma_trio.aici.messages import Auth, ModuleInfo, TagInfo
+from uma_trio.aici.messages import Auth, ModuleInfo, ModuleRecord, TagInfo
 from uma_trio.aici.runtime.interface import Host, Module
-from uma_trio.aici.runtime.module_space import NoRoom, StoredModule, to_remove
-from uma_trio.files import read_text, replace_text
-from uma_trio.protocol.controllers import MAX_TAG_CHARACTERS, is_tag
+from uma_trio.aici.runtime.module_space import MIB, NoRoom, Space, StoredModule, to_remove
+from uma_trio.aici.runtime.owner_files import OwnerFiles, all_owners
+from uma_trio.aici.runtime.shipped_modules import ShippedModules
+from uma_trio.aici.runtime.store_files import read_compiled, replace_compiled
+from uma_trio.aici.runtime.tag_files import MODULE_ID, OwnedTag, TagFiles, warn_once
+from uma_trio.protocol.controllers import TAG_RULE, is_tag
 
 log = logging.getLogger(__name__)
 
 FOLDER: Final = "cache"
 """Relative to the working directory, as in the reference implementation."""
+_KNOWN: Final = {"owners", "shared", "shipped", "lock"}
 
 MAX_LOADED: Final = 32
 """The most recently used modules stay in memory."""
 
-MAX_TAGS: Final = 10_000
-MAX_TAGS_OF_USER: Final = 1000
-"""Tags of one user who is not an administrator, so that nobody takes those of all others."""
-_ID: Final = re.compile(r"[0-9a-f]{64}")
-_LOOKS_HEX: Final = re.compile(r"[0-9a-fA-F]{21,}")
+MAX_TAGS: Final = 1000
+"""Tags of one owner, and tags that administrators share."""
+MAX_LISTED: Final = 10_000
+"""Modules in a list of those of all owners."""
 
+DEFAULT_SPACE: Final = Space(max_bytes=1024 * MIB, max_owner_bytes=256 * MIB)
 
-DEFAULT_MAX_MIB: Final = 1024
-"""All modules together, with their compiled code."""
-
-ABANDONED_S: Final = 3600.0
-"""A file that was begun so long ago, and is not whole, belongs to a process that was killed."""
-
-DIGEST_BYTES: Final = 32
-"""Behind compiled code stands its SHA-256: code that the disk has damaged must not run."""
+LOCK_S: Final = 10.0
+"""Longest wait for another runtime that changes the same folder."""
+LOCK_POLL_S: Final = 0.02
 
 
 class StoreError(Exception):
@@ -56,295 +60,349 @@ class StoreError(Exception):
 
 
 class ModuleStore:
-    """The modules of a folder.  Thread-safe.
+    """The modules of a folder.  Thread-safe; several processes may use the folder.
+
+    Users own what they upload: only they list it, run it and give it tags.  Tags of administrators are for everybody.
 
     Args:
         folder: made when it is needed.  Compiled code is read from it only if no other user can write to it.
-        max_mib: what modules may take on disk.  To make room, the least recently used modules
-            without a tag are removed first.
+        shipped: the controllers that come with uma-trio, by name: everybody has them, whatever happens to the folder.
     """
 
-    def __init__(self, folder: Path, host: Host, max_mib: int = DEFAULT_MAX_MIB) -> None:
+    def __init__(
+        self, folder: Path, host: Host, space: Space = DEFAULT_SPACE, shipped: Mapping[str, bytes] | None = None
+    ) -> None:
         self._folder = folder
         self._host = host
-        self._max_bytes = max_mib << 20
+        self._space = space
+        self._shipped = ShippedModules(shipped or {}, host, folder / "shipped")
+        self._shared = TagFiles(folder / "shared")
         self._lock = threading.Lock()
-        self._of_module: weakref.WeakValueDictionary[str, _ModuleLock] = weakref.WeakValueDictionary()
-        self._tags_lock = threading.Lock()
-        self._room_lock = threading.Lock()
-        """Held while a module is written, and others leave for it."""
-        self._loaded: OrderedDict[str, Module] = OrderedDict()
+        self._of_module: weakref.WeakValueDictionary[tuple[str, str], _ModuleLock] = weakref.WeakValueDictionary()
+        self._change_lock = threading.Lock()
+        """Held while the folder changes, with the file ``lock``."""
+        self._loaded: OrderedDict[tuple[str, str], Module] = OrderedDict()
+        if unknown := sorted({*_names_in(folder)} - _KNOWN):
+            log.warning(
+                "%s has %d files that this version does not know, such as %s; they are ignored and can be removed",
+                folder,
+                len(unknown),
+                unknown[0],
+            )
+
+    # -- modules ----------------------------------------------------------------------------------
 
     def add(self, wasm: bytes, auth: Auth) -> ModuleInfo:
-        """Compile and keep a module.
+        """Compile and keep a module for its owner.
 
         Raises:
             BadModule: it is none.
-            StoreError: there is no room for it among those that have tags.
+            CannotCompile: it cannot be compiled now.
+            StoreError: there is no room for it.
             OSError: it cannot be written.
         """
         module_id = hashlib.sha256(wasm).hexdigest()
         started = time.monotonic()
-        with self._module_lock(module_id):
-            compiled_size = self._compiled_size(module_id)
-            if compiled_size is None:
-                compiled = self._host.compile(wasm)
-                compiled_size = len(compiled)
-                about = {"created": int(time.time()), "auth": msgspec.to_builtins(auth)}
-                self._keep(module_id, wasm, compiled, msgspec.json.encode(about).decode())
-            else:
-                self._note_use(module_id)
-        duration_ms = int((time.monotonic() - started) * 1000)
-        return ModuleInfo(module_id, len(wasm), compiled_size, duration_ms)
+        if self._shipped.has(module_id):
+            self._shipped.open(module_id)
+            compiled_size = self._shipped.compiled_size(module_id)
+        else:
+            files = self._files(auth.user)
+            with self._module_lock(files, module_id):
+                if files.is_whole(module_id):
+                    _note_use(files, module_id)
+                else:
+                    self._keep(files, module_id, wasm, self._host.compile(wasm), auth)
+                compiled_size = files.sizes(module_id)[1]
+        return ModuleInfo(module_id, len(wasm), compiled_size, int((time.monotonic() - started) * 1000))
 
-    def open(self, name: str) -> Module:
+    def open(self, name: str, auth: Auth) -> Module:
         """The module with an id or a tag.
 
         Raises:
-            StoreError: there is none.
-            BadModule: it cannot be compiled any more.
+            StoreError: the user has none of this name, or it is damaged.
+            BadModule, CannotCompile: it cannot be compiled again.
+            OSError: it cannot be read.
         """
-        module_id = self._resolve(name)
-        with self._module_lock(module_id):
-            module = self._loaded.get(module_id)
+        if name.startswith("gh:"):
+            raise StoreError(f"{name}: this runtime downloads nothing; upload the module")
+        module_id, files = self._resolve(name, auth)
+        if files is None:
+            return self._shipped.open(module_id)
+        key = files.owner, module_id
+        with self._module_lock(files, module_id):
+            module = self._loaded.get(key)
             if module is None:
-                module = self._load(module_id)
-        self._note_use(module_id)
-        with self._lock:
-            self._loaded[module_id] = module
-            self._loaded.move_to_end(module_id)
-            while len(self._loaded) > MAX_LOADED:
-                self._loaded.popitem(last=False)
+                module = self._load(files, module_id)
+            _note_use(files, module_id)
+            with self._lock:
+                self._loaded[key] = module
+                self._loaded.move_to_end(key)
+                while len(self._loaded) > MAX_LOADED:
+                    self._loaded.popitem(last=False)
         return module
 
-    def set_tags(self, module_id: str, tags: list[str], auth: Auth) -> list[TagInfo]:
-        """Let ``tags`` mean a module.
+    def modules(self, auth: Auth, owner: str | None = None) -> list[ModuleRecord]:
+        """The modules of ``owner``, the most recently used first.  ``None``: the user's, and for administrators all.
 
         Raises:
-            StoreError: a tag is not allowed, or there is no such module.
+            StoreError: they are somebody else's.
         """
-        if not _ID.fullmatch(module_id):
-            raise StoreError("invalid module_id")
+        if owner is None and auth.is_admin:
+            owners = self._owners()
+        else:
+            owners = [self._files(_owner(auth, owner))]
+        shared = self._shared.all()
+        found = [record for files in owners for record in files.records(shared)]
+        return sorted(found, key=lambda each: (-each.used_at, each.module_id))[:MAX_LISTED]
+
+    def remove_module(self, module_id: str, auth: Auth, owner: str | None = None) -> list[str]:
+        """Remove a module of ``owner``, and its tags; returns the names that are gone.  What runs goes on.
+
+        Args:
+            owner: ``None``: the user's own.
+
+        Raises:
+            StoreError: it is not there, or somebody else's.
+            OSError: it cannot be removed.
+        """
+        files = self._files(_owner(auth, owner))
+        if self._shipped.has(module_id):
+            raise StoreError("this controller comes with uma-trio; it cannot be deleted")
+        if not MODULE_ID.fullmatch(module_id) or not files.has(module_id):
+            raise StoreError(f"module {module_id} not found{_among(files.owner, owner)}")
+        with self._module_lock(files, module_id), self._changing():
+            gone = [module_id]
+            for tags in (files.tags, self._shared):
+                for info in tags.all():
+                    if info.module_id == module_id and info.owner == files.owner:
+                        tags.remove(info.tag)
+                        gone.append(info.tag)
+            self._remove(files, module_id)
+        return gone
+
+    # -- tags -------------------------------------------------------------------------------------
+
+    def set_tags(self, module_id: str, tags: Sequence[str], auth: Auth) -> list[TagInfo]:
+        """Let ``tags`` mean a module: for the user, and if that is an administrator, for everybody.
+
+        Raises:
+            StoreError: a tag is not allowed, there are too many, or the user has no such module.
+            OSError: they cannot be written.
+        """
         for tag in tags:
-            check_tag(tag, auth)
-        compiled_size = self._compiled_size(module_id)
-        if compiled_size is None:
-            raise StoreError(f"module {module_id} not found; upload it first")
-        wasm_size = self._wasm(module_id).stat().st_size
-        with self._tags_lock:
-            now = int(time.time())
-            folder = self._make_folder("tags")
-            known = [name.removesuffix(".json") for name in os.listdir(folder)]
-            n_new = len({*tags} - {*known})
-            n_own = sum([_owner_of(tag) == auth.user for tag in known])
-            if n_new and not auth.is_admin and n_own + n_new > MAX_TAGS_OF_USER:
-                raise StoreError(f"{auth.user} has {n_own} tags and may have {MAX_TAGS_OF_USER}")
-            if n_new and len(known) + n_new > MAX_TAGS:
-                raise StoreError(f"there are {MAX_TAGS} tags already; remove some from {folder}")
-            found = [TagInfo(tag, module_id, now, auth.user, wasm_size, compiled_size) for tag in tags]
-            for info in found:
-                replace_text(folder / f"{info.tag}.json", msgspec.json.encode(info).decode(), new_mode=0o600)
-        return found
+            self._check_tag(tag)
+        if not MODULE_ID.fullmatch(module_id):
+            raise StoreError("invalid module_id")
+        files = self._find(module_id, auth.user)
+        sizes = self._shipped.sizes(module_id) if files is None else files.sizes(module_id)
+        place = self._shared if auth.is_admin else self._files(auth.user).tags
+        owner = auth.user if files is None else files.owner
+        found = [OwnedTag(tag, module_id, int(time.time()), auth.user, *sizes, owner) for tag in tags]
+        with self._changing():
+            known = {*place.names()}
+            if {*tags} - known and len(known | {*tags}) > MAX_TAGS:
+                raise StoreError(f"there are {len(known)} tags, at most {MAX_TAGS} are possible; delete some")
+            if files is not None and not files.has(module_id):
+                raise StoreError(f"module {module_id} not found; it was deleted")
+            place.write(found)
+        return [each.info for each in found]
 
-    def tags(self) -> list[TagInfo]:
-        """All tags, the last updated one first."""
-        found = []
-        for path in (self._folder / "tags").glob("*.json"):
-            if (info := _read_tag(path)) is not None:
-                found.append(info)
-        return sorted(found, key=lambda info: (-info.updated_at, info.tag))
+    def tags(self, auth: Auth) -> list[TagInfo]:
+        """The tags that the user can run, the last updated one first."""
+        found = {each.tag: each.info for place in (self._shared, self._files(auth.user).tags) for each in place.all()}
+        found |= {info.tag: info for info in self._shipped.tags()}
+        return sorted(found.values(), key=lambda info: (-info.updated_at, info.tag))
 
-    # -- room on disk -----------------------------------------------------------------------------
+    def remove_tags(self, tags: Sequence[str], auth: Auth, owner: str | None = None) -> list[str]:
+        """Remove tags of ``owner``, all or none; returns them.
 
-    def _keep(self, module_id: str, wasm: bytes, compiled: bytes, about: str) -> None:
-        """Write the files of a module, all or none.
+        Args:
+            owner: ``None``: the user's own, and for administrators also those for everybody.
+
+        Raises:
+            StoreError: one of them is not there, or somebody else's.
+            OSError: they cannot be removed.
+        """
+        files = self._files(_owner(auth, owner))
+        may_remove_shared = auth.is_admin and owner is None
+        with self._changing():
+            places = []
+            for tag in tags:
+                if tag in files.tags.names():
+                    places.append(files.tags)
+                elif tag in self._shared.names() and may_remove_shared:
+                    places.append(self._shared)
+                elif self._shipped.id_of(tag) is not None:
+                    raise StoreError(f"{tag} is a controller that comes with uma-trio; it cannot be deleted")
+                elif tag in self._shared.names():
+                    raise StoreError(f"the tag {tag} is for everybody; only an administrator can delete it")
+                else:
+                    raise StoreError(f"tag {tag} not found{_among(files.owner, owner)}")
+            for tag, place in zip(tags, places, strict=True):
+                place.remove(tag)
+        return [*tags]
+
+    def _check_tag(self, tag: str) -> None:
+        if not is_tag(tag):
+            raise StoreError(f"{tag[:100]!r} cannot be a tag: {TAG_RULE}")
+        if self._shipped.id_of(tag) is not None:
+            raise StoreError(f"{tag} is a controller that comes with uma-trio; choose another tag")
+
+    # -- which module is meant --------------------------------------------------------------------
+
+    def _files(self, owner: str) -> OwnerFiles:
+        return OwnerFiles(self._folder / "owners", owner)
+
+    def _owners(self) -> list[OwnerFiles]:
+        return [*all_owners(self._folder / "owners")]
+
+    def _resolve(self, name: str, auth: Auth) -> tuple[str, OwnerFiles | None]:
+        """Id and place of a module; without a place, it comes with uma-trio."""
+        if MODULE_ID.fullmatch(name):
+            return name, self._find(name, auth.user)
+        if not is_tag(name):
+            raise StoreError("invalid module_id")
+        if (shipped := self._shipped.id_of(name)) is not None:
+            return shipped, None
+        if (own := self._files(auth.user).tags.find(name)) is not None:
+            return own.module_id, self._find(own.module_id, auth.user)
+        if (shared := self._shared.find(name)) is None:
+            close = difflib.get_close_matches(name, [info.tag for info in self.tags(auth)], n=1)
+            raise StoreError(f"tag {name} not found{f'; did you mean {close[0]}?' if close else ''}")
+        return shared.module_id, self._find(shared.module_id, shared.owner)
+
+    def _find(self, module_id: str, user: str) -> OwnerFiles | None:
+        """Where the user's module of this id is: with uma-trio, among the user's, or where a tag for everybody points."""
+        if self._shipped.has(module_id):
+            return None
+        files = self._files(user)
+        if files.has(module_id):
+            return files
+        for info in self._shared.all():
+            if info.module_id == module_id and (files := self._files(info.owner)).has(module_id):
+                return files
+        raise StoreError(f"module {module_id} not found; upload it first")
+
+    # -- loading and room -------------------------------------------------------------------------
+
+    def _load(self, files: OwnerFiles, module_id: str) -> Module:
+        try:
+            return self._host.load(read_compiled(files.compiled(module_id)))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:  # compiled by another version, or damaged
+            log.info("%s is compiled again: %s", module_id, error)
+        try:
+            wasm = files.read(module_id)
+        except FileNotFoundError:
+            raise StoreError(f"module {module_id} not found; upload it first") from None
+        if wasm is None:
+            raise StoreError(f"the file of module {module_id} is damaged; upload it again")
+        compiled = self._host.compile(wasm)
+        try:
+            replace_compiled(files.compiled(module_id), compiled)
+        except OSError as error:
+            log.warning("cannot keep the compiled module %s: %s", module_id, error)
+        return self._host.load(compiled)
+
+    def _keep(self, files: OwnerFiles, module_id: str, wasm: bytes, compiled: bytes, auth: Auth) -> None:
+        """Write a module, for which others leave.
 
         Raises:
             StoreError, OSError: as ``add``.
         """
-        with self._room_lock:
-            self._make_folder()
-            self._make_room(module_id, len(wasm) + len(compiled) + DIGEST_BYTES + len(about))
+        space = attrs.evolve(self._space, max_owner_bytes=self._space.max_bytes) if auth.is_admin else self._space
+        with self._changing():
+            others = [each for each in self._stored() if (each.owner, each.module_id) != (files.owner, module_id)]
             try:
-                _replace(self._wasm(module_id), wasm)
-                _replace(self._compiled(module_id), compiled, _digest(compiled))
-                replace_text(self._about(module_id), about, new_mode=0o600)
-            except OSError as error:
-                self._remove(module_id)
-                raise OSError(error.errno, f"the module cannot be stored: {error.strerror}") from None
-
-    def _make_room(self, module_id: str, n_bytes: int) -> None:
-        """Remove modules, so that one more has room."""
-        stored = [each for each in self._stored() if each.module_id != module_id]
-        tagged = {info.module_id for info in self.tags()}
-        try:
-            leaving = to_remove(stored, tagged, n_bytes, self._max_bytes)
-        except NoRoom as refusal:
-            raise StoreError(str(refusal)) from None
-        for each in leaving:
-            log.info("removed module %s: it has no tag, and another module needs the space", each)
-            self._remove(each)
+                leaving = to_remove(others, files.owner, len(wasm) + len(compiled), space)
+            except NoRoom as refusal:
+                raise StoreError(str(refusal)) from None
+            for each in leaving:
+                log.info("removed module %s: it has no tag, and another module needs the space", each.module_id)
+                self._remove(self._files(each.owner), each.module_id)
+            files.write(module_id, wasm, compiled)
+            with self._lock:
+                self._loaded.pop((files.owner, module_id), None)
 
     def _stored(self) -> Iterator[StoredModule]:
-        """The modules on disk."""
-        sizes: dict[str, int] = {}
-        used_at: dict[str, float] = {}
-        for entry in os.scandir(self._folder):
-            found = entry.stat(follow_symlinks=False)
-            if entry.name.endswith(".tmp") and time.time() - found.st_mtime > ABANDONED_S:
-                Path(entry.path).unlink(missing_ok=True)
-            elif _ID.fullmatch(name := entry.name[:64]):
-                sizes[name] = sizes.get(name, 0) + found.st_size
-                if entry.name == f"{name}.wasm":
-                    used_at[name] = found.st_mtime
-        for name, n_bytes in sizes.items():
-            yield StoredModule(name, n_bytes, used_at.get(name, 0.0))
-
-    def _note_use(self, module_id: str) -> None:
-        """Note a use: the least recently used modules are removed first."""
-        try:
-            os.utime(self._wasm(module_id))
-        except OSError as error:  # it is in memory, so it can be used all the same
-            log.info("cannot note that module %s was used: %s", module_id, error)
-
-    def _remove(self, module_id: str) -> None:
-        with self._lock:
-            self._loaded.pop(module_id, None)
-        for path in (self._wasm(module_id), self._compiled(module_id), self._about(module_id)):
-            path.unlink(missing_ok=True)
-
-    # -- files ------------------------------------------------------------------------------------
-
-    def _resolve(self, name: str) -> str:
-        if _ID.fullmatch(name):
-            return name
-        if name.startswith("gh:"):
-            raise StoreError(f"{name}: this runtime downloads nothing; upload the module")
-        if not is_tag(name):
-            raise StoreError("invalid module_id")
-        info = _read_tag(self._folder / "tags" / f"{name}.json")
-        if info is None or not _ID.fullmatch(info.module_id):
-            raise StoreError(f"tag {name} not found{self._similar(name)}")
-        return info.module_id
-
-    def _similar(self, name: str) -> str:
-        """A question that names the tag that was probably meant, if there is one."""
-        close = difflib.get_close_matches(name, [info.tag for info in self.tags()], n=1)
-        return f"; did you mean {close[0]}?" if close else ""
-
-    def _load(self, module_id: str) -> Module:
-        if self._is_private():
+        shared = {(info.owner, info.module_id) for info in self._shared.all()}
+        for files in self._owners():
             try:
-                return self._host.load(_without_digest(self._compiled(module_id).read_bytes()))
-            except FileNotFoundError:
-                pass
-            except (OSError, ValueError) as error:  # compiled by another version, or damaged
-                log.info("%s is compiled again: %s", module_id, error)
-        try:
-            wasm = self._wasm(module_id).read_bytes()
-        except OSError as error:
-            raise StoreError(f"module {module_id} not found: {error.strerror}; upload it first") from None
-        if hashlib.sha256(wasm).hexdigest() != module_id:
-            raise StoreError(f"the file of module {module_id} is damaged; upload it again")
-        compiled = self._host.compile(wasm)
-        if self._is_private():
-            try:
-                _replace(self._compiled(module_id), compiled, _digest(compiled))
+                for each in files.stored():
+                    yield attrs.evolve(each, has_tag=each.has_tag or (each.owner, each.module_id) in shared)
             except OSError as error:
-                log.warning("cannot keep the compiled module %s: %s", module_id, error)
-        return self._host.load(compiled)
+                warn_once(files.wasm(""), f"the modules of {files.owner} cannot be read: {error}")
 
-    def _compiled_size(self, module_id: str) -> int | None:
-        """Size of the compiled module; ``None`` if the module is not whole on disk."""
-        try:
-            if hashlib.sha256(self._wasm(module_id).read_bytes()).hexdigest() == module_id:
-                return max(0, self._compiled(module_id).stat().st_size - DIGEST_BYTES)
-        except OSError:
-            pass
-        return None
+    def _remove(self, files: OwnerFiles, module_id: str) -> None:
+        with self._lock:
+            self._loaded.pop((files.owner, module_id), None)
+        files.remove(module_id)
+
+    # -- one at a time ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _module_lock(self, module_id: str) -> Iterator[None]:
+    def _module_lock(self, files: OwnerFiles, module_id: str) -> Iterator[None]:
         """Held while a module is compiled, so that two uploads of the same module compile it once."""
         with self._lock:
-            found = self._of_module.setdefault(module_id, _ModuleLock())
+            found = self._of_module.setdefault((files.owner, module_id), _ModuleLock())
         with found.lock:
             yield
 
-    def _make_folder(self, name: str = "") -> Path:
-        folder = self._folder / name
-        self._folder.mkdir(mode=0o700, exist_ok=True, parents=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Alone in changing the folder, among all threads and processes.  Raises ``OSError``."""
+        with self._change_lock:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise OSError(error.errno, f"the stored modules cannot be changed: {error.strerror}") from None
+            try:
+                _lock_file(descriptor)
+                yield
+            finally:
+                os.close(descriptor)
 
-    def _is_private(self) -> bool:
-        """Compiled code runs as it is, so nobody else may have written it."""
+
+def _lock_file(descriptor: int) -> None:
+    until = time.monotonic() + LOCK_S
+    while True:
         try:
-            found = self._folder.stat()
-        except OSError:
-            return False
-        return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-    def _wasm(self, module_id: str) -> Path:
-        return self._folder / f"{module_id}.wasm"
-
-    def _compiled(self, module_id: str) -> Path:
-        return self._folder / f"{module_id}.elf"
-
-    def _about(self, module_id: str) -> Path:
-        return self._folder / f"{module_id}-sys.json"
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                raise OSError(error.errno, "another runtime is changing the modules; try again") from None
+            time.sleep(LOCK_POLL_S)
+        else:
+            return
 
 
-def check_tag(tag: str, auth: Auth) -> None:
-    """Raises ``StoreError`` if ``auth`` may not set ``tag``."""
-    if len(tag) > MAX_TAG_CHARACTERS:
-        raise StoreError("tag name too long")
-    if _LOOKS_HEX.fullmatch(tag):
-        raise StoreError("tag name looks too hex")
-    if not is_tag(tag):
-        raise StoreError("tag name not identifier")
-    if not auth.is_admin and _owner_of(tag) != auth.user:
-        raise StoreError("permission denied for tag name")
+def _owner(auth: Auth, owner: str | None) -> str:
+    if owner is not None and owner != auth.user and not auth.is_admin:
+        raise StoreError("only an administrator may name an owner")
+    return auth.user if owner is None else owner
 
 
-def _owner_of(tag: str) -> str:
-    """The user whose tag this is.  Names of users may have dots: a tag of ``alice.b`` is none of ``alice``."""
-    return tag.rpartition(".")[0]
+def _among(owner: str, named: str | None) -> str:
+    return "" if named is None else f" among those of {owner}"
 
 
-def _read_tag(path: Path) -> TagInfo | None:
+def _note_use(files: OwnerFiles, module_id: str) -> None:
     try:
-        return msgspec.json.decode(read_text(path), type=TagInfo)
-    except (OSError, ValueError) as error:
-        if not isinstance(error, FileNotFoundError):
-            log.warning("cannot read the tag %s: %s", path, error)
-        return None
+        files.note_use(module_id)
+    except OSError as error:  # a store that cannot be written can be read all the same
+        log.info("cannot note that module %s was used: %s", module_id, error)
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(folder) if not name.endswith(".tmp")]
+    except OSError:
+        return []
 
 
 @attrs.define(eq=False)
 class _ModuleLock:
     lock: threading.Lock = attrs.field(factory=threading.Lock)
-
-
-def _digest(compiled: bytes) -> bytes:
-    return hashlib.sha256(compiled).digest()
-
-
-def _without_digest(data: bytes) -> bytes:
-    """Raises ``ValueError`` if the code is not whole."""
-    compiled, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
-    if _digest(compiled) != digest:
-        raise ValueError("the compiled module is damaged")
-    return compiled
-
-
-def _replace(path: Path, *parts: bytes) -> None:
-    """Write a file, or leave it as it is."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.writelines(parts)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -14,15 +14,18 @@ import msgspec
 from uma_trio.aici.biases import TooManyRows
 from uma_trio.aici.channel import BrokenChannel, Channel, Channels, ChannelTimeout, MessageTooLarge
 from uma_trio.aici.messages import (
+    Auth,
     BadMessage,
     Empty,
     Error,
+    GetModules,
     GetTags,
     Instantiate,
     JsonError,
     MakeModule,
     MidAnswer,
     MidProcess,
+    ModuleList,
     NotJson,
     Ok,
     Ping,
@@ -30,6 +33,9 @@ from uma_trio.aici.messages import (
     PostPreAnswer,
     PostPreProcess,
     ReceivedRequest,
+    Removed,
+    RemoveModule,
+    RemoveTags,
     SetTags,
     Stop,
     TagList,
@@ -40,7 +46,15 @@ from uma_trio.aici.messages import (
     rid_of_answer,
 )
 from uma_trio.aici.runtime.answer_size import FRAME_BYTES, shorten_to_fit
-from uma_trio.aici.runtime.interface import BadModule, ControllerError, ControllerTimeout, Host, Limits, Vocabulary
+from uma_trio.aici.runtime.interface import (
+    BadModule,
+    CannotCompile,
+    ControllerError,
+    ControllerTimeout,
+    Host,
+    Limits,
+    Vocabulary,
+)
 from uma_trio.aici.runtime.live_sequence import controller_error
 from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
 from uma_trio.aici.runtime.sequences import Sequences
@@ -55,7 +69,7 @@ SIDE_THREADS: Final = 8
 MAX_SIDE_REQUESTS: Final = 64
 """Requests of the side channel at once, but for uploads.  Others wait in the channel."""
 MAX_UPLOADS: Final = 8
-"""Uploads at once.  They are compiled one after the other, and nothing else waits for them."""
+"""Uploads at once.  They are compiled one after the other; those whose turn does not come soon are refused."""
 
 
 class UserError(Exception):
@@ -113,7 +127,7 @@ class Server:
     def _run_side(self) -> NoReturn:
         with (
             ThreadPoolExecutor(SIDE_THREADS, "side request") as threads,
-            ThreadPoolExecutor(1, "upload") as upload_thread,
+            ThreadPoolExecutor(MAX_UPLOADS, "upload") as upload_threads,
         ):
             while True:
                 data = self._receive(self._channels.side)
@@ -126,7 +140,7 @@ class Server:
                     self._side_room.acquire()
                     threads.submit(self._answer_side, received, self._side_room)
                 elif self._upload_room.acquire(blocking=False):
-                    upload_thread.submit(self._answer_side, received, self._upload_room)
+                    upload_threads.submit(self._answer_side, received, self._upload_room)
                 else:
                     why = f"{MAX_UPLOADS} modules are being uploaded already; try again later"
                     self._send_side(encode(Error(why, rid=received.rid)))
@@ -175,7 +189,7 @@ class Server:
             return encode(Error(str(error), is_user_error=True, rid=received.rid))
         except OSError as error:
             return encode(Error(error.strerror or str(error), rid=received.rid))
-        except (EngineError, TooManyRows, TooManyWaiting) as error:
+        except (CannotCompile, EngineError, TooManyRows, TooManyWaiting) as error:
             return encode(Error(str(error), rid=received.rid))
         except Exception as error:  # a bug must not end the runtime
             log.exception("%s", type(received.request).__name__)
@@ -215,21 +229,27 @@ class Server:
             case SetTags(module_id, tags):
                 return TagList(self._modules.set_tags(module_id, tags, auth))
             case GetTags():
-                return TagList(self._modules.tags())
+                return TagList(self._modules.tags(auth))
+            case GetModules(owner):
+                return ModuleList(self._modules.modules(auth, owner))
+            case RemoveModule(module_id, owner):
+                return Removed(self._modules.remove_module(module_id, auth, owner))
+            case RemoveTags(tags, owner):
+                return Removed(self._modules.remove_tags(tags, auth, owner))
             case Instantiate() as request:
-                self._instantiate(request)
+                self._instantiate(request, auth)
                 return Empty()
             case Stop():
                 self._on_stop()
         raise EngineError("bad op")
 
-    def _instantiate(self, request: Instantiate) -> None:
+    def _instantiate(self, request: Instantiate, auth: Auth) -> None:
         prompt = request.prompt
         tokens = self._vocabulary.tokenize_prompt(prompt) if isinstance(prompt, str) else prompt
         if any(token >= self._vocabulary.n_vocab for token in tokens):
             raise EngineError(f"a token of the prompt is not in [0, {self._vocabulary.n_vocab})")
         self._waiting.check_room()
-        module = self._modules.open(request.module_id)
+        module = self._modules.open(request.module_id, auth)
         deadline = time.monotonic() + self._limits.max_init_ms / 1000
         controller = self._host.instantiate(module, request.argument, self._host.new_variables())
         try:

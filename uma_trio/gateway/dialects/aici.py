@@ -1,4 +1,4 @@
-"""AICI's API over HTTP: ``POST /v1/controllers``, ``GET`` and ``POST /v1/controllers/tags``, ``POST /v1/run``.
+"""AICI's API over HTTP: ``/v1/controllers``, ``/v1/controllers/tags`` and ``POST /v1/run``.
 
 Source: docs/REST.md of microsoft/aici.  Its servers take the user's name and role from headers of a proxy; here both come
 from the API key.
@@ -31,8 +31,8 @@ from uma_trio.client import (
     Token,
 )
 from uma_trio.gateway.answer import EVENT_STREAM, StreamedAnswer, json_response, sse
-from uma_trio.gateway.dialects.starling_shapes import RunEvent, TagList, Uploaded
-from uma_trio.gateway.endpoint import Call, Dialect, Endpoint
+from uma_trio.gateway.dialects.starling_shapes import ControllerList, Deleted, RunEvent, TagList, Uploaded
+from uma_trio.gateway.endpoint import UNKNOWN_PRINCIPAL, Call, Dialect, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_admin
 from uma_trio.protocol.controllers import MAX_TAGS, ModuleId, StorageWrite
@@ -46,9 +46,6 @@ BACKTRACKED: Final = " ↩ "
 """Stands in the text where a controller has removed some."""
 
 DONE: Final = b"data: [DONE]\n\n"
-
-UNKNOWN_PRINCIPAL: Final = "http"
-"""Who uploads and tags if there are no API keys and the client is on another machine."""
 
 FINISH_REASONS: Final = {"stop": "aici-stop", "length": "length", "deadlock": "deadlock", "cancelled": "abort"}
 
@@ -76,7 +73,7 @@ async def upload(call: Call) -> Response:
 
 
 async def list_tags(call: Call) -> Response:
-    """All tags, the most recently changed first."""
+    """The tags that the client can run, the most recently changed first."""
     tags = await call.ask(lambda client: client.controller_tags(**_on_behalf(call)), counts=True)
     return json_response({"tags": [_tag(tag) for tag in tags]})
 
@@ -89,7 +86,7 @@ class TagRequest(msgspec.Struct):
 
 
 async def set_tags(call: Call) -> Response:
-    """Give a controller names.  Only administrators may use any name; others begin theirs with their own and a dot."""
+    """Give a controller names: for the client, and if it is an administrator, for everybody."""
     request, _ = await call.read(TagRequest)
     tags = await call.ask(
         lambda client: client.tag_controller(request.module_id, request.tags, **_on_behalf(call)),
@@ -98,12 +95,41 @@ async def set_tags(call: Call) -> Response:
     return json_response({"tags": [_tag(tag) for tag in tags]})
 
 
+async def list_modules(call: Call) -> Response:
+    """The client's controllers, also those without a tag; for an administrator all, or those of ``owner``."""
+    modules = await call.ask(lambda client: client.controller_modules(**_owner(call), **_on_behalf(call)), counts=True)
+    return json_response({"controllers": [{**attrs.asdict(each), "used_at": round(each.used_at)} for each in modules]})
+
+
+async def delete_module(call: Call) -> Response:
+    """Delete a controller and its tags."""
+    module_id = call.request.path_params["module_id"]
+    return await _deleted(call, module_id=module_id)
+
+
+async def delete_tag(call: Call) -> Response:
+    """Delete a name."""
+    return await _deleted(call, tags=[call.request.path_params["tag"]])
+
+
+async def _deleted(call: Call, **names: Any) -> Response:
+    deleted = await call.ask(
+        lambda client: client.delete_controller(**names, **_owner(call), **_on_behalf(call)), counts=True
+    )
+    return json_response({"deleted": deleted})
+
+
+def _owner(call: Call) -> dict[str, str]:
+    """The field that says whose controllers are meant."""
+    owner = call.request.query_params.get("owner")
+    return {} if owner is None else {"owner": owner}
+
+
 def _on_behalf(call: Call) -> dict[str, Any]:
     """The fields of a query that say who asks."""
-    may_tag_all = is_admin(call.request.scope)
     if principal := call.daemon.principal:
-        return {**principal, "principal_is_admin": may_tag_all}
-    return {} if may_tag_all else {"principal": UNKNOWN_PRINCIPAL}
+        return {**principal, "principal_is_admin": is_admin(call.request.scope)}
+    return {"principal": UNKNOWN_PRINCIPAL} if call.is_unknown else {}
 
 
 def _tag(tag: ControllerTag) -> dict[str, Any]:
@@ -130,18 +156,18 @@ class RunRequest(msgspec.Struct):
 async def run(call: Call) -> Response:
     """Run a controller, and stream the text of its forks."""
     request, _ = await call.read(RunRequest)
+    steered = {"controller": request.controller, "controller_arg": request.controller_arg}
     fields = call.for_daemon(
+        **(steered if request.controller != NO_CONTROLLER else {}),
         model=request.model,
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=max(0, request.top_k),
         max_tokens=request.max_tokens,
     )
-    if request.controller != NO_CONTROLLER:
-        fields |= {"controller": request.controller, "controller_arg": request.controller_arg}
-    elif isinstance(request.controller_arg, str):
+    if request.controller == NO_CONTROLLER and isinstance(request.controller_arg, str):
         fields |= {"prompt": request.controller_arg, "progress": True}
-    else:
+    elif request.controller == NO_CONTROLLER:
         raise invalid("controller_arg must be a prompt if there is no controller", parameter="controller_arg")
     models = await call.ask(lambda client: client.models())
     renderer = RunRenderer(request.model or models[0].name, has_controller=request.controller != NO_CONTROLLER)
@@ -288,11 +314,19 @@ ENDPOINTS = (
     ),
     Endpoint(
         method="GET",
+        path="/v1/controllers",
+        dialect=AICI,
+        answer=list_modules,
+        shapes=(ControllerList,),
+        summary="Stored controllers, also those without a name",
+    ),
+    Endpoint(
+        method="GET",
         path="/v1/controllers/tags",
         dialect=AICI,
         answer=list_tags,
         shapes=(TagList,),
-        summary="The names of all controllers",
+        summary="The names of controllers",
     ),
     Endpoint(
         method="POST",
@@ -302,6 +336,22 @@ ENDPOINTS = (
         shapes=(TagList,),
         summary="Give a controller names",
         body=TagRequest,
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/controllers/{module_id}",
+        dialect=AICI,
+        answer=delete_module,
+        shapes=(Deleted,),
+        summary="Delete a controller and its names",
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/controllers/tags/{tag}",
+        dialect=AICI,
+        answer=delete_tag,
+        shapes=(Deleted,),
+        summary="Delete a name of a controller",
     ),
     Endpoint(
         method="POST",

@@ -93,6 +93,18 @@ class TagList(Shape):
     tags: list[Object]
 
 
+class ControllerList(Shape):
+    """Controllers that are stored."""
+
+    controllers: list[Object]
+
+
+class Deleted(Shape):
+    """Controllers and names that are gone."""
+
+    deleted: list[str]
+
+
 class RunEvent(msgspec.Struct):
     """An event of a run.  The last one is the text ``[DONE]``."""
 

@@ -1,0 +1,106 @@
+"""The controllers that come with uma-trio.  They are in memory, and need no file but those of the package."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import attrs
+
+from uma_trio.aici.messages import TagInfo
+from uma_trio.aici.runtime.interface import Host, Module
+from uma_trio.aici.runtime.store_files import DIGEST_BYTES, read_compiled, replace_compiled
+
+log = logging.getLogger(__name__)
+
+BY: Final = "uma-trio"
+"""Who has set the tags of these controllers."""
+
+
+@attrs.define(eq=False)
+class _Shipped:
+    name: str
+    wasm: bytes
+    compiled_size: int = 0
+    module: Module | None = None
+    """Once it was needed."""
+    lock: threading.Lock = attrs.field(factory=threading.Lock)
+    """Held while it is compiled."""
+
+
+class ShippedModules:
+    """Controllers by name and by id.  Thread-safe.
+
+    Args:
+        modules: name -> Wasm.
+        folder: keeps machine code, so that the next process need not compile again.  Failures with it change nothing else.
+    """
+
+    def __init__(self, modules: Mapping[str, bytes], host: Host, folder: Path) -> None:
+        self._host = host
+        self._folder = folder
+        self._of_id = {hashlib.sha256(wasm).hexdigest(): _Shipped(name, wasm) for name, wasm in modules.items()}
+        self._id_of = {each.name: module_id for module_id, each in self._of_id.items()}
+        for module_id, each in self._of_id.items():
+            with contextlib.suppress(OSError):
+                each.compiled_size = max(0, self._path(module_id).stat().st_size - DIGEST_BYTES)
+
+    def has(self, module_id: str) -> bool:
+        """Whether a module comes with uma-trio."""
+        return module_id in self._of_id
+
+    def id_of(self, name: str) -> str | None:
+        """The id of the controller with a name."""
+        return self._id_of.get(name)
+
+    def sizes(self, module_id: str) -> tuple[int, int]:
+        """Bytes of the module and of its machine code; 0 if it was never compiled."""
+        each = self._of_id[module_id]
+        return len(each.wasm), each.compiled_size
+
+    def compiled_size(self, module_id: str) -> int:
+        """Bytes of the machine code."""
+        return self._of_id[module_id].compiled_size
+
+    def tags(self) -> list[TagInfo]:
+        """The names of all."""
+        return [TagInfo(each.name, id, 0, BY, len(each.wasm), each.compiled_size) for id, each in self._of_id.items()]
+
+    def open(self, module_id: str) -> Module:
+        """A controller, compiled when it is first needed, and again if that failed.
+
+        Raises:
+            CannotCompile, BadModule, OSError: see ``Host.compile``.
+        """
+        each = self._of_id[module_id]
+        with each.lock:
+            if each.module is None:
+                each.module = self._load(module_id, each)
+            return each.module
+
+    def _load(self, module_id: str, each: _Shipped) -> Module:
+        path = self._path(module_id)
+        try:
+            return self._host.load(read_compiled(path))
+        except (OSError, ValueError) as error:
+            if not isinstance(error, FileNotFoundError):
+                log.info("%s is compiled again: %s", each.name, error)
+        compiled = self._host.compile(each.wasm, is_ours=True)
+        each.compiled_size = len(compiled)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for old in self._folder.iterdir():
+                if old.stem not in self._of_id:
+                    old.unlink()
+            replace_compiled(path, compiled)
+        except OSError as error:
+            log.warning("cannot keep the machine code of %s: %s", each.name, error)
+        return self._host.load(compiled)
+
+    def _path(self, module_id: str) -> Path:
+        return self._folder / f"{module_id}.elf"
