@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import resource
 from collections.abc import Iterator
@@ -36,7 +37,11 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 def ids_on_disk(folder: Path) -> set[str]:
     """Modules of which anything is on disk."""
-    return {path.name[:64] for path in (folder / "cache").iterdir() if path.name != "tags"}
+    return {path.stem for path in files_on_disk(folder) if path.suffix in (".wasm", ".elf")}
+
+
+def files_on_disk(folder: Path) -> set[Path]:
+    return {path for path in (folder / "cache").rglob("*") if path.is_file()}
 
 
 def refusal(engine: Engine, wasm: bytes) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def test_modules_without_a_tag_leave_and_those_that_were_used_last_stay(engine: 
 def test_a_module_that_has_no_room_is_refused_with_numbers(engine: Engine, tmp_path: Path) -> None:
     answer = refusal(engine, module(0, 1_200_000))
     assert answer["is_user_error"] is True
-    for word in ("the module takes 1.2 MiB", "may take 1.0 MiB", "aici_max_modules_mb", "have tags take 0.0 MiB"):
+    for word in ("the module takes 1.2 MiB", "may have 1.0 MiB", "(aici_max_modules_mb)", "have tags take 0.0 MiB"):
         assert word in answer["error"]
     first = engine.upload(module(1))
     engine.side_ok("set_tags", module_id=first, tags=["first"])
@@ -88,7 +93,7 @@ def test_a_module_that_has_no_room_is_refused_with_numbers(engine: Engine, tmp_p
 @pytest.mark.parametrize("part", ["module", "machine code", "its digest"])
 def test_a_full_disk_is_an_error_and_leaves_nothing(engine: Engine, tmp_path: Path, part: str) -> None:
     kept = engine.side_ok("mk_module", binary=base64.b64encode(GOOD).decode())
-    before = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    before = files_on_disk(tmp_path)
     wasm = module(0, 10)
     assert len(wasm) < kept["compiled_size"]
     largest = {"module": 0, "machine code": len(wasm), "its digest": kept["compiled_size"] + 16}[part]
@@ -98,14 +103,15 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(engine: Engine, tmp_path: Pa
     assert answer["is_user_error"] is False
     assert "File too large" in answer["error"]
     assert str(tmp_path) not in answer["error"]
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == before
+    assert files_on_disk(tmp_path) == before
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert engine.upload(wasm) == engine.upload_id(wasm)
 
 
 def test_what_a_killed_process_has_begun_is_removed(engine: Engine, tmp_path: Path) -> None:
     engine.upload(GOOD)
-    abandoned, recent = tmp_path / "cache" / ".a.wasm-1.tmp", tmp_path / "cache" / ".b.wasm-1.tmp"
+    [owner] = (tmp_path / "cache" / "owners").iterdir()
+    abandoned, recent = owner / ".a.wasm-1.tmp", owner / ".b.wasm-1.tmp"
     for path in (abandoned, recent):
         path.write_bytes(b"half")
     os.utime(abandoned, (1, 1))
@@ -114,22 +120,129 @@ def test_what_a_killed_process_has_begun_is_removed(engine: Engine, tmp_path: Pa
     assert recent.exists()
 
 
-def test_one_user_cannot_take_the_tags_of_all_others(engine: Engine, tmp_path: Path) -> None:
-    module_id = engine.upload(module(0))
+ALICE, BOB = ({"user": name, "is_admin": False} for name in ("alice", "bob"))
 
-    def error_of(tag: str, user: str) -> str | None:
-        auth = ADMIN if user == "root" else {"user": user, "is_admin": False}
-        answer = engine.side({"op": "set_tags", "module_id": module_id, "tags": [tag], "$auth": auth})
-        return answer.get("error") or None
 
-    assert error_of("alice.first", "alice") is None
-    for n in range(999):
-        (tmp_path / "cache" / "tags" / f"alice.t{n}.json").touch()
-    assert error_of("alice.more", "alice") == "alice has 1000 tags and may have 1000"
-    assert error_of("alice.first", "alice") is None, "it is none more"
-    assert error_of("alice.b.first", "alice.b") is None
-    assert error_of("latest", "root") is None
-    for n in range(10_000 - 1002):
-        (tmp_path / "cache" / "tags" / f"bob{n}.t.json").touch()
-    assert "there are 10000 tags already" in (error_of("other", "root") or "")
-    assert error_of("latest", "root") is None, "it moves to another module"
+def ask(engine: Engine, op: str, auth: object = ADMIN, **fields: Any) -> Any:
+    """The data of an answer, or the text of its error."""
+    answer = engine.side({"op": op, "$rid": "r", "$auth": auth, **fields})
+    return answer["data"] if answer["type"] == "ok" else answer["error"]
+
+
+def upload(engine: Engine, wasm: bytes, auth: object) -> Any:
+    return ask(engine, "mk_module", auth, binary=base64.b64encode(wasm).decode())
+
+
+def runs(engine: Engine, name: str, auth: object) -> bool:
+    found = ask(engine, "instantiate", auth, req_id="r", prompt=[1], module_id=name, module_arg="")
+    assert found == {} or "not found" in found, found
+    return found == {}
+
+
+def owners_of(engine: Engine) -> list[str]:
+    return sorted(each["owner"] for each in ask(engine, "uma_get_modules")["modules"])
+
+
+def test_one_owner_cannot_fill_the_store_also_after_a_restart(tmp_path: Path) -> None:
+    flags = ("--uma-max-modules=3", "--uma-max-principal-modules=1")
+    with contextlib.closing(Engine(tmp_path, *flags, json_mb=4)) as first:
+        first.shake_hands()
+        bobs = upload(first, module(100), BOB)["module_id"]
+        for n in range(2):
+            found = upload(first, module(n), ALICE)
+            ask(first, "set_tags", ALICE, module_id=found["module_id"], tags=[f"t{n}"])
+    with contextlib.closing(Engine(tmp_path, *flags, json_mb=4)) as second:
+        second.shake_hands()
+        assert "you may have 1.0 MiB (aici_max_principal_modules_mb)" in upload(second, module(2), ALICE)
+        assert runs(second, bobs, BOB)
+        assert "module_id" in upload(second, module(101), BOB), "there is room for others"
+        ask(second, "uma_remove_tags", ALICE, tags=["t0"])
+        assert "module_id" in upload(second, module(2), ALICE)
+        assert owners_of(second) == ["alice", "alice", "bob", "bob"]
+        assert not runs(second, Engine.upload_id(module(0)), ALICE), "alice's own was removed"
+        upload(second, module(3, 1_500_000), ADMIN)
+        assert len(owners_of(second)) == 4, "an administrator may have all, and those who have more have made room"
+
+
+def test_the_same_module_of_two_owners(engine: Engine) -> None:
+    wasm = module(0, 10)
+    module_id = upload(engine, wasm, ALICE)["module_id"]
+    assert not runs(engine, module_id, BOB)
+    assert "not found" in ask(engine, "set_tags", BOB, module_id=module_id, tags=["t"])
+    assert "not found" in ask(engine, "uma_remove_module", BOB, module_id=module_id)
+    assert upload(engine, wasm, BOB)["module_id"] == module_id
+    for auth in (ALICE, BOB):
+        ask(engine, "set_tags", auth, module_id=module_id, tags=["t"])
+    assert ask(engine, "uma_remove_module", ALICE, module_id=module_id) == {"names": [module_id, "t"]}
+    assert [runs(engine, name, auth) for name in (module_id, "t") for auth in (ALICE, BOB)] == [False, True] * 2
+    assert not runs(engine, module_id, ADMIN), "an administrator names the owner"
+    assert ask(engine, "uma_remove_module", module_id=module_id, owner="bob") == {"names": [module_id, "t"]}
+    assert owners_of(engine) == []
+
+
+def test_what_runs_goes_on_when_its_module_is_deleted(engine: Engine) -> None:
+    module_id = engine.upload(GOOD)
+    engine.side_ok("set_tags", module_id=module_id, tags=["mine"])
+    engine.begin(1, "mine")
+    other = engine.upload(module(1, 10))
+    engine.side_ok("set_tags", module_id=other, tags=["mine"])
+    assert engine.mid(1)["seqs"]["1"]["error"] == "", "its tag has moved"
+    engine.side_ok("uma_remove_module", module_id=module_id)
+    assert engine.mid(1)["seqs"]["1"]["error"] == ""
+    assert not runs(engine, module_id, ADMIN), "although it was in memory"
+    engine.begin(2, "mine")
+
+
+def test_tags_of_administrators_are_for_everybody(engine: Engine) -> None:
+    module_id = engine.upload(GOOD)
+    assert not runs(engine, module_id, ALICE)
+    engine.side_ok("set_tags", module_id=module_id, tags=["ours"])
+    assert [runs(engine, name, ALICE) for name in ("ours", module_id)] == [True, True]
+    assert "only an administrator" in ask(engine, "uma_remove_tags", ALICE, tags=["ours"])
+    assert "comes with uma-trio" in ask(engine, "uma_remove_tags", tags=["jsctrl"])
+    own = upload(engine, module(1, 10), ALICE)["module_id"]
+    ask(engine, "set_tags", ALICE, module_id=own, tags=["ours"])
+    ask(engine, "uma_remove_module", module_id=module_id)
+    assert [runs(engine, "ours", auth) for auth in (ALICE, BOB)] == [True, False], "one's own come first"
+
+
+def test_tags_have_a_limit_for_each_owner(engine: Engine, tmp_path: Path) -> None:
+    module_id = upload(engine, module(0, 10), ALICE)["module_id"]
+    for n in range(1000 // 50):
+        tags = [f"t{n}-{each}" for each in range(50)]
+        assert len(ask(engine, "set_tags", ALICE, module_id=module_id, tags=tags)["tags"]) == 50
+    assert "there are 1000 tags" in ask(engine, "set_tags", ALICE, module_id=module_id, tags=["more"])
+    assert "tags" in ask(engine, "set_tags", ALICE, module_id=module_id, tags=["t0-0"]), "it is none more"
+    assert len(ask(engine, "get_tags", ALICE)["tags"]) == 1003
+    assert len(ask(engine, "get_tags", BOB)["tags"]) == 3
+    upload(engine, module(0, 10), BOB)
+    assert "tags" in ask(engine, "set_tags", BOB, module_id=module_id, tags=["mine"])
+    assert len(ask(engine, "uma_remove_module", ALICE, module_id=module_id)["names"]) == 1001
+
+
+def test_uploads_deletes_and_runs_at_the_same_time(engine: Engine) -> None:
+    """Each of them works or says that the module is not there; what is left can be used."""
+    wasm = base64.b64encode(module(0, 10)).decode()
+    module_id = engine.upload(module(0, 10))
+    messages = [
+        {"op": "mk_module", "binary": wasm},
+        {"op": "set_tags", "module_id": module_id, "tags": ["mine"]},
+        {"op": "instantiate", "req_id": "r", "prompt": [1], "module_id": module_id, "module_arg": ""},
+        {"op": "instantiate", "req_id": "s", "prompt": [1], "module_id": "mine", "module_arg": ""},
+        {"op": "uma_remove_module", "module_id": module_id},
+        {"op": "uma_get_modules"},
+        {"op": "get_tags"},
+    ] * 6
+    for n, message in enumerate(messages):
+        engine.slots["cmd-side"].send(json.dumps({**message, "$rid": str(n), "$auth": ADMIN}).encode())
+        if n >= 4:  # so many are under way at once
+            check(json.loads(engine.slots["resp-side"].receive()))
+    for _ in range(4):
+        check(json.loads(engine.slots["resp-side"].receive()))
+    assert engine.upload(module(0, 10)) == module_id
+    engine.side_ok("set_tags", module_id=module_id, tags=["mine"])
+    engine.begin(1, "mine")
+
+
+def check(answer: dict[str, Any]) -> None:
+    assert answer["type"] == "ok" or "not found" in answer["error"], answer

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from uma_trio.sandbox import NoAnswer, Sandbox
+from uma_trio.sandbox import Interrupted, NoAnswer, Sandbox
 
 CHILD = """
 import json, sys
@@ -47,6 +47,46 @@ def test_a_child_that_could_not_compute_for_its_limit_is_waited_for(sandbox: San
 def test_a_child_that_computes_longer_is_replaced(sandbox: Sandbox) -> None:
     with pytest.raises(NoAnswer, match=r"it takes longer than 0\.1 s"):
         sandbox.ask({"loops": True})
+    assert sandbox.ask({}) == {"answer": 1}
+
+
+def test_a_child_that_gets_no_time_is_not_to_blame() -> None:
+    sandbox = Sandbox([sys.executable, "-c", CHILD], dict, SECONDS, busy_seconds=0.2)
+    sandbox.start()
+    process = sandbox._child._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(Interrupted, match="the machine is busy"):
+        sandbox.ask({})
+    assert sandbox.ask({}) == {"answer": 1}
+    sandbox.stop()
+
+
+@pytest.mark.parametrize(
+    ("number", "is_interrupted"), [(signal.SIGKILL, True), (signal.SIGTERM, True), (signal.SIGABRT, False)]
+)
+def test_who_has_ended_a_child(sandbox: Sandbox, number: signal.Signals, is_interrupted: bool) -> None:
+    process = sandbox._child._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    failures: list[NoAnswer] = []
+
+    def ask() -> None:
+        try:
+            sandbox.ask({})
+        except NoAnswer as failure:
+            failures.append(failure)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not sandbox._lock.locked():
+        time.sleep(0.001)
+    process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
+    asking.join()
+    [failure] = failures
+    assert isinstance(failure, Interrupted) == is_interrupted
+    assert (number.name in str(failure)) == is_interrupted
     assert sandbox.ask({}) == {"answer": 1}
 
 

@@ -82,9 +82,11 @@ def to_remove(stored: Iterable[StoredModule], owner: str, n_bytes: int, space: S
 
 
 def _refusal(n_bytes: int, kept_bytes: int, n_kept: int, space: Space) -> str:
+    has_all = space.max_owner_bytes >= space.max_bytes
+    setting = "aici_max_modules_mb" if has_all else "aici_max_principal_modules_mb"
     return (
         f"the module takes {_mib(n_bytes)} with its machine code, and yours that have tags take {_mib(kept_bytes)} "
-        f"({n_kept} modules); you may have {_mib(space.max_owner_bytes)} (aici_max_principal_modules_mb) and "
+        f"({n_kept} modules); you may have {_mib(space.max_owner_bytes)} ({setting}) and "
         f"{space.max_owner_modules} modules; delete some"
     )
 

@@ -58,6 +58,7 @@ class OwnerFiles:
                 replace_file(self._folder / _NAME, self.owner.encode())
             replace_compiled(self.compiled(module_id), compiled)
             replace_file(self.wasm(module_id), wasm)
+            self.note_use(module_id)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.remove(module_id)
@@ -70,7 +71,8 @@ class OwnerFiles:
 
     def note_use(self, module_id: str) -> None:
         """Note a use: the least recently used modules are removed first.  Raises ``OSError``."""
-        os.utime(self.wasm(module_id))
+        now = time.time_ns()  # the system's own time of a file has steps of milliseconds
+        os.utime(self.wasm(module_id), ns=(now, now))
 
     def stored(self) -> Iterator[StoredModule]:
         """All modules, with the room that they take."""
