@@ -358,7 +358,14 @@ def test_controllers_that_do_not_start(engine: Engine) -> None:
 def test_the_side_channel_answers_in_any_order(engine: Engine) -> None:
     slow, quick = engine.upload(controller(init=LOOP)), engine.upload(FREE)
     for rid, module_id in (("slow", slow), ("quick", quick)):
-        message = {"$rid": rid, "$auth": ADMIN, "op": "instantiate", "req_id": rid, "prompt": [1], "module_id": module_id}
+        message = {
+            "$rid": rid,
+            "$auth": ADMIN,
+            "op": "instantiate",
+            "req_id": rid,
+            "prompt": [1],
+            "module_id": module_id,
+        }
         engine.slots["cmd-side"].send(json.dumps(message).encode())
     assert [json.loads(engine.slots["resp-side"].receive())["$rid"] for _ in range(2)] == ["quick", "slow"]
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.support.aici_client import ADMIN, PATIENCE_S, Engine
+from tests.support.aici_client import ADMIN, Engine
 from tests.support.hostile_wasm import with_custom_section
 from tests.support.small_disk import fill, make_read_only, small_disk
+from tests.support.wasm_compiler import killing_the_compiler
 from tests.support.wat_controllers import controller
 from uma_trio.aici.controllers import shipped
 
@@ -48,38 +46,9 @@ def upload(engine: Engine, wasm: bytes, auth: object = ADMIN) -> dict[str, Any]:
     return engine.side({"op": "mk_module", "$rid": "r", "$auth": auth, "binary": binary})
 
 
-def compiler_of(engine: Engine) -> psutil.Process | None:
-    """The process that compiles, when it does so: it has threads then."""
-    for child in psutil.Process(engine.process.pid).children():
-        with contextlib.suppress(psutil.Error):
-            if "uma_trio.aici.runtime.compiler" in child.cmdline() and child.num_threads() > 1:
-                return child
-    return None
-
-
-@contextlib.contextmanager
-def killing_the_compiler(engine: Engine) -> Iterator[None]:
-    """Kill it while it compiles, once."""
-    killed = threading.Event()
-
-    def kill() -> None:
-        until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until:
-            if (process := compiler_of(engine)) is not None:
-                process.kill()
-                killed.set()
-                return
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    yield
-    thread.join()
-    assert killed.is_set()
-
-
 def test_a_controller_that_comes_with_uma_trio_survives_its_compiler(tmp_path: Path) -> None:
     with runtime(tmp_path) as engine:
-        with killing_the_compiler(engine):
+        with killing_the_compiler(engine.process.pid):
             answer = start(engine, "jsctrl")
         assert (answer["type"], answer["is_user_error"]) == ("error", False)
         assert "its process was ended by SIGKILL; try again" in answer["error"]
@@ -89,7 +58,7 @@ def test_a_controller_that_comes_with_uma_trio_survives_its_compiler(tmp_path: P
 
 def test_an_upload_whose_compiler_is_killed_may_be_sent_again(tmp_path: Path) -> None:
     with runtime(tmp_path) as engine:
-        with killing_the_compiler(engine):
+        with killing_the_compiler(engine.process.pid):
             answer = upload(engine, SLOW)
         assert (answer["type"], answer["is_user_error"]) == ("error", False)
         assert "try again" in answer["error"]
@@ -103,7 +72,7 @@ def test_a_stored_module_whose_compiler_is_killed_is_still_there(tmp_path: Path)
     [code] = (tmp_path / "cache" / "owners").rglob("*.elf")
     code.write_bytes(b"of another version")
     with runtime(tmp_path) as engine:
-        with killing_the_compiler(engine):
+        with killing_the_compiler(engine.process.pid):
             answer = start(engine, Engine.upload_id(SLOW))
         assert (answer["type"], answer["is_user_error"]) == ("error", False)
         assert start(engine, Engine.upload_id(SLOW))["type"] == "ok"

@@ -294,10 +294,10 @@ async def test_list_and_delete(tmp_path: Path) -> None:
             answer = await client.get(f"/v1/controllers{query}", headers=headers)
             return sorted(each["owner"] for each in answer.json()["controllers"])
 
-        assert await owners() == ["alice"]
-        assert await owners(**admin) == ["alice", "ops"]
-        assert await owners("?owner=alice", **admin) == ["alice"]
-        assert (await client.get("/v1/controllers?owner=ops")).status_code == 400
+        assert await owners() == ["tenant:alice"]
+        assert await owners(**admin) == ["tenant:alice", "tenant:ops"]
+        assert await owners("?owner=tenant:alice", **admin) == ["tenant:alice"]
+        assert (await client.get("/v1/controllers?owner=tenant:ops")).status_code == 400
         for path, status in (
             ("tags/all", 400),
             ("tags/nothing", 404),
@@ -305,15 +305,15 @@ async def test_list_and_delete(tmp_path: Path) -> None:
             ("tags/%C3%A9", 400),
             (f"{'0' * 64}", 404),
             ("..%2f..%2fetc", 404),
-            (f"{module_id}?owner=ops", 400),
+            (f"{module_id}?owner=tenant:ops", 400),
         ):
             answer = await client.delete(f"/v1/controllers/{path}")
             assert (path, answer.status_code) == (path, status), answer.text
             assert "Traceback" not in answer.text
         assert (await client.delete("/v1/controllers/tags/a")).json() == {"deleted": ["a"]}
         assert (await client.delete(f"/v1/controllers/{module_id}")).json() == {"deleted": [module_id, "b"]}
-        assert await owners(**admin) == ["ops"]
-        deleted = await client.delete(f"/v1/controllers/{module_id}?owner=ops", headers=admin)
+        assert await owners(**admin) == ["tenant:ops"]
+        deleted = await client.delete(f"/v1/controllers/{module_id}?owner=tenant:ops", headers=admin)
         assert deleted.json() == {"deleted": [module_id, "all"]}
         assert await owners(**admin) == []
 

@@ -131,13 +131,15 @@ async def test_a_principal_has_its_own_controllers_and_those_of_administrators()
             modules = await client.controller_modules(keep_alive=True, **who)
             return sorted(tag.tag for tag in tags), sorted((each.owner, each.tags) for each in modules)
 
-        assert await sees(**ALICE) == (["mine", "ours"], [("alice", ["mine"])])
-        assert await sees(**BOB) == (["ours"], [("bob", [])])
-        everybody = [("alice", ["mine"]), ("bob", []), ("ops", ["ours"])]
+        assert await sees(**ALICE) == (["mine", "ours"], [("tenant:alice", ["mine"])])
+        assert await sees(**BOB) == (["ours"], [("tenant:bob", [])])
+        everybody = [("tenant:alice", ["mine"]), ("tenant:bob", []), ("tenant:ops", ["ours"])]
         assert await sees(**admin) == (["ours"], everybody)
         assert await sees() == (["ours"], everybody)
-        assert "only an administrator" in (await refused(client, action="modules", owner="alice", **BOB)).message
-        assert [each.owner for each in await client.controller_modules(owner="bob", keep_alive=True)] == ["bob"]
+        assert "only an administrator" in (await refused(client, action="modules", owner="tenant:alice", **BOB)).message
+        assert [each.owner for each in await client.controller_modules(owner="tenant:bob", keep_alive=True)] == [
+            "tenant:bob"
+        ]
 
 
 async def test_deleting_takes_only_what_is_named_and_only_from_its_owner() -> None:
@@ -152,12 +154,15 @@ async def test_deleting_takes_only_what_is_named_and_only_from_its_owner() -> No
         assert await client.delete_controller(tags=["a"], keep_alive=True, **ALICE) == ["a"], "none was deleted before"
         assert await client.delete_controller(module_id, keep_alive=True, **ALICE) == [module_id, "b"]
         assert (await refused(client, **delete, module_id=module_id, **ALICE)).code == "E_CONTROLLER_NOT_FOUND"
-        assert "only an administrator" in (await refused(client, **delete, tags=["a"], owner="bob", **ALICE)).message
+        assert (
+            "only an administrator"
+            in (await refused(client, **delete, tags=["a"], owner="tenant:bob", **ALICE)).message
+        )
         [left] = await client.controller_modules(keep_alive=True, **BOB)
         assert (left.module_id, left.tags) == (module_id, ["a", "b"])
         assert (await refused(client, **delete, module_id=module_id)).code == "E_CONTROLLER_NOT_FOUND", "it is bob's"
-        assert await client.delete_controller(tags=["a"], owner="bob", keep_alive=True) == ["a"]
-        assert await client.delete_controller(module_id, owner="bob", keep_alive=True) == [module_id, "b"]
+        assert await client.delete_controller(tags=["a"], owner="tenant:bob", keep_alive=True) == ["a"]
+        assert await client.delete_controller(module_id, owner="tenant:bob", keep_alive=True) == [module_id, "b"]
         assert await client.controller_modules() == []
 
 

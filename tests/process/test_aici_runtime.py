@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import trio
 
 from tests.support import real_daemon
+from tests.support.documents import ROOT
 from tests.support.runtime_contract import *  # noqa: F403
 from tests.support.runtime_contract import SCRIPTS
 from tests.support.wat_controllers import MID, PRE, controller, returning
@@ -19,7 +21,7 @@ from uma_trio.aici.link import RuntimeStart
 from uma_trio.aici.messages import Auth
 from uma_trio.aici.supervisor import SupervisedRuntime
 from uma_trio.config import Aici
-from uma_trio.errors import ControllerFailed
+from uma_trio.errors import ControllerFailed, ControllerNotFound, ControllerUnavailable
 from uma_trio.models.loaded import EMBEDDED, vocabulary
 
 pytestmark = [
@@ -36,6 +38,37 @@ async def test_tags_of_controllers_that_come_with_uma_trio_stay_theirs(runtime):
     with pytest.raises(ControllerFailed, match="jsctrl is a controller that comes with uma-trio; choose another tag"):
         await runtime.set_tags(tags["yesno"], ["mine", "jsctrl"], ADMIN)
     assert {each.tag: each.module_id for each in await runtime.get_tags(ADMIN)} == tags
+
+
+async def test_a_folder_that_cannot_be_used_takes_only_uploads_away(nursery: trio.Nursery, tmp_path: Path) -> None:
+    (folder := tmp_path / "aici").write_text("no folder")
+    start = runtime_start(folder)
+    runtime = SupervisedRuntime(start, max_tokens=1 << 16)
+    nursery.start_soon(runtime.run)
+    await runtime.instantiate("one", "jsctrl", "start(async () => {})", [1])
+    with pytest.raises(ControllerUnavailable, match="cannot be"):
+        await runtime.make_module(modules(start.n_vocab)["everything"], ADMIN)
+    folder.unlink()
+    module_id = (await runtime.make_module(modules(start.n_vocab)["everything"], ADMIN)).module_id
+    await runtime.instantiate("two", module_id, None, [1], ADMIN)
+    assert runtime.restarts == 0
+
+
+async def test_a_runtime_of_another_make_gets_shipped_controllers_when_it_can_take_them(
+    nursery: trio.Nursery, tmp_path: Path
+) -> None:
+    script = ROOT / "tests" / "support" / "other_runtime.py"
+    program = tmp_path / "aicirt"
+    program.write_text(f'#!/bin/sh\nFAILING_UPLOADS=3 exec "{sys.executable}" "{script}" "$@"\n')
+    program.chmod(0o700)
+    runtime = SupervisedRuntime(runtime_start(tmp_path, executable=program), max_tokens=1 << 16)
+    nursery.start_soon(runtime.run)
+    await runtime.instantiate("one", "digits", [5], [1])
+    assert [each.tag for each in await runtime.get_tags()] == []
+    with pytest.raises(ControllerNotFound):  # its one controller is digits, but the upload has worked
+        await runtime.instantiate("two", "jsctrl", "", [1])
+    assert [(each.tag, each.updated_by) for each in await runtime.get_tags()] == [("jsctrl", "uma-trio")]
+    assert runtime.restarts == 0
 
 
 def splice(backtrack: int, *tokens: int) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
+import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -62,6 +65,12 @@ def test_a_child_that_gets_no_time_is_not_to_blame() -> None:
     sandbox.stop()
 
 
+def unread(process: subprocess.Popen[bytes]) -> int:
+    """Bytes that the child has not read yet."""
+    assert process.stdin is not None
+    return int.from_bytes(fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 @pytest.mark.parametrize(
     ("number", "is_interrupted"), [(signal.SIGKILL, True), (signal.SIGTERM, True), (signal.SIGABRT, False)]
 )
@@ -79,7 +88,7 @@ def test_who_has_ended_a_child(sandbox: Sandbox, number: signal.Signals, is_inte
 
     asking = threading.Thread(target=ask)
     asking.start()
-    while not sandbox._lock.locked():
+    while not unread(process):
         time.sleep(0.001)
     process.send_signal(number)
     process.send_signal(signal.SIGCONT)

@@ -57,7 +57,9 @@ def test_others_leave_only_for_one_who_has_less() -> None:
 
 
 def test_a_share_is_not_exceeded() -> None:
-    with pytest.raises(NoRoom, match=r"takes 8\.0 MiB.*have tags take 3\.0 MiB.*may have 10\.0 MiB \(aici_max_principal_modules_mb\)"):
+    with pytest.raises(
+        NoRoom, match=r"takes 8\.0 MiB.*have tags take 3\.0 MiB.*may have 10\.0 MiB \(aici_max_principal_modules_mb\)"
+    ):
         removed(stored("alice", 1, 2, 3, tagged="c"), 8)
     with pytest.raises(NoRoom):
         removed([], 11)

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import mmap
+import os
 import struct
 import threading
 from collections.abc import Callable
@@ -63,6 +64,7 @@ class Runtime:
         self.texts: dict[int, list[int]] = {}
         """Tokens that each sequence has still to append."""
         self.sampled: dict[int, int] = {}
+        self.failing_uploads = int(os.environ.get("FAILING_UPLOADS", "0"))
 
     def main(self, message: dict[str, Any]) -> Any:
         match message["op"]:
@@ -98,6 +100,9 @@ class Runtime:
 
     def side(self, message: dict[str, Any]) -> Any:
         match message["op"]:
+            case "mk_module" if self.failing_uploads:
+                self.failing_uploads -= 1
+                raise OSError("no space left")
             case "mk_module":
                 wasm = base64.b64decode(message["binary"])
                 return {"module_id": hashlib.sha256(wasm).hexdigest(), "wasm_size": 1, "compiled_size": 1, "time": 1}
@@ -126,8 +131,9 @@ def serve(command: Mailbox, response: Mailbox, answer: Answer) -> None:
         rid = {"$rid": message["$rid"]} if "$rid" in message else {}
         try:
             response.send({"type": "ok", "data": answer(message), **rid})
-        except ValueError as error:
-            response.send({"type": "error", "error": str(error), "is_user_error": True, **rid})
+        except (ValueError, OSError) as error:
+            is_user_error = isinstance(error, ValueError)
+            response.send({"type": "error", "error": str(error), "is_user_error": is_user_error, **rid})
 
 
 def main() -> None:

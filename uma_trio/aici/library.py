@@ -18,7 +18,7 @@ PER_EVENT: Final = 128
 
 def auth_of(principal: Principal, *, is_admin: bool) -> Auth:
     """Who asks, in the runtime's words."""
-    return Auth(principal.name.removeprefix("tenant:").replace(":", ""), is_admin)
+    return Auth(principal.name, is_admin)
 
 
 async def answer(

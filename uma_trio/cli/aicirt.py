@@ -96,7 +96,7 @@ import click
 )
 @click.option(
     "--uma-folder",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=click.Path(path_type=Path),
     default=Path(),
     help="Folder with the folder cache, for modules.  [default: the working directory]  Not in the reference "
     "implementation.",

@@ -38,8 +38,6 @@ MAX_KEYS: Final = 100
 PREFIX: Final = "uma"
 KEY: Final = re.compile(rf"{PREFIX}-([0-9a-f]{{8}})-[\w-]{{43}}", re.ASCII)
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-RESERVED: Final = re.compile(r"uid(\d+|unknown)|http|local", re.ASCII | re.IGNORECASE)
-"""Names of Unix users, and of clients without a key, as owners of controllers: a tenant with one of these would set their tags."""
 NAME_RULE: Final = "1 to 64 letters, digits, dots, dashes and underscores, the first a letter or a digit"
 
 NOBODY: Final = hashlib.sha256(b"").digest()
@@ -172,10 +170,6 @@ def make(name: object, fields: object) -> Tenant:
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise TenantsError(f"{str(name)[:100]!r} is not a valid tenant name: use {NAME_RULE}")
-    if RESERVED.fullmatch(name):
-        raise TenantsError(
-            f"{name!r} cannot be a tenant's name: Unix users have such names, and those without a key; choose another one"
-        )
     if not isinstance(fields, dict) or "name" in fields:
         raise TenantsError(f"{name}: expected limits such as requests_per_minute, and keys")
     try:

@@ -148,10 +148,8 @@ class ModuleStore:
         Raises:
             StoreError: they are somebody else's.
         """
-        if owner is None and auth.is_admin:
-            owners = self._owners()
-        else:
-            owners = [self._files(_owner(auth, owner))]
+        wants_all = owner is None and auth.is_admin
+        owners = self._owners() if wants_all else [self._files(_owner(auth, owner))]
         shared = self._shared.all()
         found = [record for files in owners for record in files.records(shared)]
         return sorted(found, key=lambda each: (-each.used_at, each.module_id))[:MAX_LISTED]
