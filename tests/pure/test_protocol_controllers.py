@@ -73,13 +73,13 @@ def test_fields_that_say_what_holds_anyway_are_allowed() -> None:
     parse(LEAST | harmless)
 
 
-@pytest.mark.parametrize("tag", ["1a", "a/b", "../a", "_a", "a" * 51, "a b"])
+@pytest.mark.parametrize("tag", [".", "..", "a/b", "../a", "_a", "z" * 51, "a b", "é", "a\n", "a" * 21])
 def test_a_tag_that_cannot_be_is_named_with_the_rule(tag: str) -> None:
     why = refused(QUERY | {"action": "tag", "module_id": MODULE, "tags": ["good.one-1_", tag]})
-    assert why == f"{tag!r} cannot be a tag: a tag has at most 50 letters, digits and _.-, the first a letter"
+    assert why.startswith(f"{tag!r} cannot be a tag: a tag has 1 to 50 characters: the letters A to Z")
 
 
-@pytest.mark.parametrize("tag", ["a", "a" * 50, "alice.v1-2_x", "é1"])
+@pytest.mark.parametrize("tag", ["a", "1", "z" * 50, "a" * 20, "alice.v1-2_x"])
 def test_tags_that_can_be(tag: str) -> None:
     parse(QUERY | {"action": "tag", "module_id": MODULE, "tags": [tag]})
 
@@ -139,7 +139,7 @@ def test_queries() -> None:
         ({"action": "upload", "binary": "A"}, "binary"),
         ({"action": "upload", "binary": "AAAA", "part": 1}, "there are 1 parts"),
         ({"action": "upload", "binary": "AAAA", "of": MAX_PARTS + 1}, "of"),
-        ({"action": "upload", "binary": "AAAA", "tags": ["x"]}, "not allowed otherwise"),
+        ({"action": "upload", "binary": "AAAA", "tags": ["x"]}, "otherwise neither"),
         ({"action": "tag", "module_id": MODULE}, "module_id and tags"),
         ({"action": "tag", "tags": ["x"]}, "module_id and tags"),
         ({"action": "tag", "module_id": "jsctrl", "tags": ["x"]}, "module_id"),

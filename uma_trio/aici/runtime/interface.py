@@ -173,7 +173,7 @@ class Host(Protocol):
 
         Raises:
             BadModule: no Wasm, exports are missing, imports are unknown, too large, or it takes too long.
-            CannotCompile: something else than the module is the reason.
+            CannotCompile: not the module's fault; it may succeed later.
             OSError: no room for temporary files.
         """
         ...

@@ -30,9 +30,9 @@ class Space:
     """What modules may take on disk."""
 
     max_bytes: int
-    """Of all owners together."""
+    """Most bytes, all owners together."""
     max_owner_bytes: int
-    """Of one owner."""
+    """Most bytes of one owner."""
     max_owner_modules: int = 1000
 
 
