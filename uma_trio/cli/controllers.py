@@ -367,4 +367,4 @@ def _kib(size: int) -> str:
 
 
 def _when(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "unknown"
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"

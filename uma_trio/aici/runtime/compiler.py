@@ -23,7 +23,7 @@ from wasmtime import _ffi as ffi
 
 from uma_trio.aici.runtime.binary import NotReadable
 from uma_trio.aici.runtime.instrument import instrument
-from uma_trio.aici.runtime.interface import BadModule, CannotCompile
+from uma_trio.aici.runtime.interface import TURN_SECONDS, BadModule, CannotCompile
 from uma_trio.aici.runtime.interface_check import check_interface
 from uma_trio.sandbox import LAST, CannotStart, Interrupted, NoAnswer, Sandbox, limit_memory
 
@@ -35,8 +35,6 @@ MAX_TABLE_ELEMENTS: Final = 100_000
 MAX_ERROR_CHARS: Final = 1000
 BUSY_SECONDS: Final = 50.0
 """Longest wait for a module on a busy machine, where a compiler gets what others leave.  A daemon waits for a minute."""
-TURN_SECONDS: Final = 10.0
-"""Longest wait for the modules before it: less than what the daemon's minute leaves."""
 
 N_THREADS: Final = 4
 ADDRESS_BYTES: Final = 512 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import attrs
@@ -41,9 +42,10 @@ class WasmHost:
         self._trie = build_trie([vocabulary.token_bytes(n) for n in range(vocabulary.n_vocab)], vocabulary.eos)
         self._engine = make_engine()
         self._epochs = Epochs(self._engine)
-        self._compiler, self._own_compiler = (
-            Compiler(limits.max_compile_s, limits.max_compile_memory_mb, limits.max_memory_mb) for _ in range(2)
+        self._new_compiler = functools.partial(
+            Compiler, limits.max_compile_s, limits.max_compile_memory_mb, limits.max_memory_mb
         )
+        self._compiler = self._new_compiler()
         self._constraints = Constraints(lambda: _for_constraints(vocabulary))
         self._functions = HostFunctions(
             self._engine,
@@ -56,7 +58,7 @@ class WasmHost:
         self._constraints.prepare()
 
     def compile(self, wasm: bytes, *, is_ours: bool = False) -> bytes:
-        compiled = (self._own_compiler if is_ours else self._compiler).compile(wasm)
+        compiled = (self._new_compiler() if is_ours else self._compiler).compile(wasm)
         self._check_instance(compiled)
         return compiled
 
@@ -91,7 +93,6 @@ class WasmHost:
 
     def close(self) -> None:
         self._compiler.close()
-        self._own_compiler.close()
         self._constraints.close()
         self._epochs.close()
 

@@ -25,6 +25,9 @@ StorageCommand: TypeAlias = dict[str, Any]
 ALLOWED: Final = 0.0
 DISALLOWED: Final = -100.0
 
+TURN_SECONDS: Final = 5.0
+"""Longest wait for another compilation.  The daemon's minute has room for two of these waits."""
+
 UNASSIGNED: Final = 424242
 """Id of a controller that no sequence has yet."""
 

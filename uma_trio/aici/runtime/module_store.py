@@ -26,7 +26,7 @@ from typing import Final
 import attrs
 
 from uma_trio.aici.messages import Auth, ModuleInfo, ModuleRecord, TagInfo
-from uma_trio.aici.runtime.interface import Host, Module
+from uma_trio.aici.runtime.interface import TURN_SECONDS, CannotCompile, Host, Module
 from uma_trio.aici.runtime.module_space import MIB, NoRoom, Space, StoredModule, to_remove
 from uma_trio.aici.runtime.owner_files import OwnerFiles, all_owners
 from uma_trio.aici.runtime.shipped_modules import ShippedModules
@@ -50,7 +50,7 @@ MAX_LISTED: Final = 10_000
 
 DEFAULT_SPACE: Final = Space(max_bytes=1024 * MIB, max_owner_bytes=256 * MIB)
 
-LOCK_S: Final = 10.0
+LOCK_S: Final = 5.0
 """Longest wait for another runtime that changes the same folder."""
 LOCK_POLL_S: Final = 0.02
 
@@ -162,6 +162,7 @@ class ModuleStore:
 
         Raises:
             StoreError: it is not there, or somebody else's.
+            CannotCompile: it is being compiled.
             OSError: it cannot be removed.
         """
         files = self._files(_owner(auth, owner))
@@ -342,11 +343,19 @@ class ModuleStore:
 
     @contextlib.contextmanager
     def _module_lock(self, files: OwnerFiles, module_id: str) -> Iterator[None]:
-        """Held while a module is compiled, so that two uploads of the same module compile it once."""
+        """Held while a module is compiled, so that two uploads of the same module compile it once.
+
+        Raises:
+            CannotCompile: it takes long.
+        """
         with self._lock:
             found = self._of_module.setdefault((files.owner, module_id), _ModuleLock())
-        with found.lock:
+        if not found.lock.acquire(timeout=TURN_SECONDS):
+            raise CannotCompile(f"module {module_id} is being compiled; try again later")
+        try:
             yield
+        finally:
+            found.lock.release()
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

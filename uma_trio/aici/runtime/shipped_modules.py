@@ -13,7 +13,7 @@ from typing import Final
 import attrs
 
 from uma_trio.aici.messages import TagInfo
-from uma_trio.aici.runtime.interface import Host, Module
+from uma_trio.aici.runtime.interface import CannotCompile, Host, Module
 from uma_trio.aici.runtime.store_files import DIGEST_BYTES, read_compiled, replace_compiled
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class _Shipped:
     """Once it was needed."""
     lock: threading.Lock = attrs.field(factory=threading.Lock)
     """Held while it is compiled."""
+    failures: int = 0
 
 
 class ShippedModules:
@@ -78,9 +79,16 @@ class ShippedModules:
             CannotCompile, BadModule, OSError: see ``Host.compile``.
         """
         each = self._of_id[module_id]
+        failures = each.failures
         with each.lock:
             if each.module is None:
-                each.module = self._load(module_id, each)
+                if each.failures > failures:  # so that nobody waits for more than one attempt
+                    raise CannotCompile(f"{each.name} could not be compiled; try again")
+                try:
+                    each.module = self._load(module_id, each)
+                except BaseException:
+                    each.failures += 1
+                    raise
             return each.module
 
     def _load(self, module_id: str, each: _Shipped) -> Module:
@@ -95,7 +103,7 @@ class ShippedModules:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for old in self._folder.iterdir():
-                if old.stem not in self._of_id:
+                if old.suffix == ".elf" and old.stem not in self._of_id:
                     old.unlink()
             replace_compiled(path, compiled)
         except OSError as error:

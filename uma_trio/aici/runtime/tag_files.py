@@ -52,7 +52,7 @@ class TagFiles:
             info = msgspec.json.decode(read_text(path), type=OwnedTag)
             if info.tag != tag or not MODULE_ID.fullmatch(info.module_id):
                 raise ValueError("it is about something else")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RecursionError) as error:
             warn_once(path, f"the tag {tag} is ignored, its file is damaged: {error}")
