@@ -128,6 +128,7 @@ def command(
     adapters.py              ticks with several LoRA adapters
     drafts.py                what a draft model gains
     two_models.py            how two models share the cores
+    crowding.py              how long a tenant waits while another one takes all places
     constrained.py           what a constraint costs
     controllers.py           what a controller costs
     controllers_recovery.py  the runtime of controllers is killed under load
