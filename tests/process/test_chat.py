@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import gc
 import signal
 import subprocess
@@ -112,6 +113,17 @@ def test_variables_of_the_client():
     assert template(source).render(TALK[:1], variables=variables) == "highBe brief."
     [part] = template(source).parts(TALK[:1], variables=variables)
     assert part.text == "highBe brief."
+
+
+def test_variables_that_are_there_if_the_client_sets_none():
+    source = "{{ enable_thinking }}, {{ date_string }}, {{ datetime }}, {{ functions }}"
+    now = {"now": lambda: datetime.datetime(2024, 7, 26)}
+    assert template(source, **now).render(TALK) == "True, 26 Jul 2024, Jul 26 2024, "
+    variables = {"enable_thinking": False, "date_string": "x", "datetime": "y", "functions": 0}
+    assert template(source, **now).render(TALK, variables=variables) == "False, x, y, 0"
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    text = template("{{ functions }}").render(TALK, tools)
+    assert json.loads(text) == tools
 
 
 def test_a_template_that_fails_for_a_clients_variable_is_the_clients_fault():

@@ -26,7 +26,7 @@ FOLDER = ROOT / "build" / "llama.cpp" / "models" / "templates"
         ("Qwen-Qwen3-0.6B", "<think>", False),
         ("Qwen3.5-4B", "<think>", True),
         ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "<think>", True),
-        ("deepseek-ai-DeepSeek-V3.1", "<think>", False),
+        ("deepseek-ai-DeepSeek-V3.1", "<think>", True),
         ("google-gemma-4-31B-it", "<|channel>thought", False),
         ("ibm-granite-granite-3.3-2B-Instruct", "<think>", False),
         ("meta-llama-Llama-3.1-8B-Instruct", None, False),

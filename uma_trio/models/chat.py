@@ -8,6 +8,7 @@ the round trip adds 0.03 ms to a rendering.
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,7 @@ class ChatTemplate:
     Blocks for about 50 ms, while the process starts.
 
     Source: the variables and functions of a template are those of ``apply_chat_template`` in Hugging Face's
-    transformers.
+    transformers.  Those of ``_defaults`` are set as in llama.cpp, so that a template that was made for it works here.
     """
 
     def __init__(
@@ -146,8 +147,10 @@ class ChatTemplate:
         if tools:
             fixed["tools"] = tools
         sent = (given, tools)
+        now = self._now()
         try:
-            answer = self._sandbox.ask({"now": self._now().isoformat(), "variables": {**variables, **fixed}})
+            all_variables = {**_defaults(now, tools), **variables, **fixed}
+            answer = self._sandbox.ask({"now": now.isoformat(), "variables": all_variables})
         except CannotStart as error:
             raise self._does_not_start(error) from None
         except NoAnswer as error:
@@ -171,6 +174,16 @@ class ChatTemplate:
 
     def _does_not_start(self, error: CannotStart) -> BrokenTemplate:
         return BrokenTemplate(f"{self._name} does not compile: {_without_new_surrogates(str(error))}")
+
+
+def _defaults(now: datetime.datetime, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Variables that a client may set.  Other programs set them too, so templates use them without asking for them."""
+    return {
+        "enable_thinking": True,
+        "date_string": now.strftime("%d %b %Y"),
+        "datetime": now.strftime("%b %d %Y"),
+        "functions": json.dumps(tools, indent=4, ensure_ascii=False) if tools else "",
+    }
 
 
 def _without_new_surrogates(text: str, sent: object = ()) -> str:
