@@ -248,7 +248,8 @@ def flags(server: Any, folder: Path) -> list[str]:
         "--temp": server.temperature,
         "--seed": server.seed,
         "--default-max-tokens": server.n_predict if (server.n_predict or 0) > 0 else None,
-        "--http-origins": server.cors_origins if server.cors_origins != "localhost" else None,
+        "--http-origins": server.cors_origins or "*",  # llama-server's default
+        "--metrics-compat": "llama-server",
         "--chat-template": template(server, folder),
     }
     return [str(part) for flag, value in found.items() if value is not None for part in (flag, value)]

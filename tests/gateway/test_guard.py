@@ -106,7 +106,9 @@ def test_pages_that_may_not_use_the_gateway(guarded: Gateway, origin: str) -> No
     assert "access-control-allow-origin" not in answer.headers
     with guarded.http() as client:
         headers = {"origin": origin, "access-control-request-method": "POST"}
-        assert client.options(CHAT, headers=headers).status_code == 403
+        answer = client.options(CHAT, headers=headers)
+    assert (answer.status_code, answer.content) == (200, b"")  # which tells the browser that the page may not
+    assert not any(name.startswith("access-control") for name in answer.headers)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,7 @@ def test_pages_that_may(guarded: Gateway, origin: str) -> None:
     assert answer.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert answer.headers["access-control-allow-private-network"] == "true"
+    assert b"Access-Control-Allow-Origin" in [name for name, _ in answer.headers.raw]
 
 
 def test_a_name_that_was_rebound_to_this_machine_is_refused_whatever_its_origin(guarded: Gateway) -> None:

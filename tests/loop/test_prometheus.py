@@ -106,10 +106,11 @@ async def test_the_numbers_are_those_of_the_snapshot_in_seconds_and_bytes(snapsh
     assert buckets == [(ms / 1e3, n) for ms, n in zip(ttft["bounds"], ttft["counts"], strict=True)]
 
 
-async def test_names_are_as_prometheus_wants_them(snapshot):
-    for family in DaemonMetrics(snapshot, for_vllm=True).collect():
+@pytest.mark.parametrize("compat", ["vllm", "llama-server"])
+async def test_names_are_as_prometheus_wants_them(snapshot, compat):
+    for family in DaemonMetrics(snapshot, compat=compat).collect():
         assert family.documentation.endswith("."), family.name
-        assert re.fullmatch(r"(uma_|vllm:)[a-z0-9_]+", family.name)
+        assert re.fullmatch(r"(uma_|vllm:|llamacpp:)[a-z0-9_]+", family.name)
         assert "_ms" not in family.name
         for sample in family.samples:
             assert sample.name.endswith(("_total", "_bucket", "_count", "_sum", "_info")) == (
@@ -118,12 +119,12 @@ async def test_names_are_as_prometheus_wants_them(snapshot):
 
 
 def test_without_a_daemon_only_its_absence_is_exported():
-    assert samples(DaemonMetrics(None, for_vllm=True)) == {"uma_up": [({}, 0.0)]}
+    assert samples(DaemonMetrics(None, compat="vllm")) == {"uma_up": [({}, 0.0)]}
 
 
 async def test_dashboards_for_vllm_find_their_names(snapshot):
     assert not any(name.startswith("vllm:") for name in samples(DaemonMetrics(snapshot)))
-    found = samples(DaemonMetrics(snapshot, for_vllm=True))
+    found = samples(DaemonMetrics(snapshot, compat="vllm"))
     model = {"model_name": "fake"}
     assert value(found, "vllm:prompt_tokens_total", **model) == (
         snapshot["prompt_tokens_total"] + snapshot["cached_tokens_total"]
@@ -137,6 +138,20 @@ async def test_dashboards_for_vllm_find_their_names(snapshot):
         assert value(found, f"vllm:{name}", **model) >= 0
     for name in VLLM_HISTOGRAMS:
         assert value(found, f"vllm:{name}_bucket", le="+Inf", **model) == value(found, f"vllm:{name}_count")
+
+
+async def test_dashboards_for_llama_server_find_their_names(snapshot):
+    assert not any(name.startswith("llamacpp:") for name in samples(DaemonMetrics(snapshot)))
+    found = samples(DaemonMetrics(snapshot, compat="llama-server"))
+    embedded = snapshot["embeddings"]["tokens_total"]
+    assert value(found, "llamacpp:prompt_tokens_total") == snapshot["prompt_tokens_total"] + embedded > 0
+    assert value(found, "llamacpp:prompt_tokens_cached_total") == snapshot["cached_tokens_total"] > 0
+    assert value(found, "llamacpp:tokens_predicted_total") == snapshot["tokens_total"] > 0
+    assert value(found, "llamacpp:n_decode_total") == snapshot["decode_calls_total"] > 0
+    seconds = snapshot["histograms"]["request_decode_ms"]["sum"] / 1e3
+    assert value(found, "llamacpp:tokens_predicted_seconds_total") == pytest.approx(seconds)
+    for name in ("prompt_tokens_seconds", "predicted_tokens_seconds", "requests_processing", "requests_deferred"):
+        assert value(found, f"llamacpp:{name}") >= 0
 
 
 async def test_the_dashboard_shows_only_what_is_exported(snapshot):

@@ -405,8 +405,8 @@ class Http:
         "Log one line for every HTTP request: id, session, route, status, duration, tokens.",
         name="http_access_log",
     )
-    metrics_compat: Literal["none", "vllm"] = setting(
-        "none", "vllm: /metrics has the names that dashboards for vLLM use as well."
+    metrics_compat: Literal["none", "vllm", "llama-server"] = setting(
+        "none", "vllm, llama-server: /metrics has the names that dashboards for that program use as well."
     )
     otlp_endpoint: str | None = setting(
         None,

@@ -15,6 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from uma_trio.gateway.llama_server_metrics import llama_server_families
 from uma_trio.gateway.metric_names import EXPORTED, MS, PRINCIPALS, Exported, find
 
 Snapshot = Mapping[str, Any]
@@ -27,13 +28,13 @@ class DaemonMetrics(Collector):
 
     Args:
         snapshot: as docs/METRICS.md describes it; ``None`` if the daemon did not answer.
-        for_vllm: also under the names that dashboards for vLLM use.
+        compat: also under the names that dashboards for this program use.
         principals: also by principal, which is for operators.
     """
 
-    def __init__(self, snapshot: Snapshot | None, *, for_vllm: bool = False, principals: bool = True) -> None:
+    def __init__(self, snapshot: Snapshot | None, *, compat: str = "none", principals: bool = True) -> None:
         self._snapshot = snapshot
-        self._for_vllm = for_vllm
+        self._compat = compat
         self._exported = [each for each in EXPORTED if principals or each not in PRINCIPALS]
 
     def collect(self) -> Iterator[Metric]:
@@ -55,8 +56,10 @@ class DaemonMetrics(Collector):
             if found:
                 yield family(each, found)
         yield _errors(snapshot)
-        if self._for_vllm:
+        if self._compat == "vllm":
             yield from vllm_families(snapshot)
+        elif self._compat == "llama-server":
+            yield from llama_server_families(snapshot)
 
 
 def model_name(snapshot: Snapshot) -> str:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uma_trio.errors import TooManyConnections
 from uma_trio.gateway.body import Body, BodyLimits, replayed
 from uma_trio.gateway.errors import HttpError, try_again_in
+from uma_trio.gateway.header_names import HeaderName
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import ANY, Origins, is_loopback
@@ -31,7 +32,8 @@ MAX_HEADER_BYTES: Final = 32 * 1024
 OVERLOADED_RETRY_MS: Final = 1000
 
 CORS_MAX_AGE_S: Final = 600
-METHODS: Final = "GET, POST, OPTIONS"
+ALLOW_ORIGIN: Final = HeaderName(b"Access-Control-Allow-Origin")
+METHODS: Final = "GET, POST, DELETE, OPTIONS"
 EXPOSED: Final = (
     "x-request-id, retry-after, retry-after-ms, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
     "x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
@@ -78,12 +80,12 @@ class Guard:
             self._check_load(scope)
             _check_headers(scope)
             self._check_host(headers)
+            if origin is not None and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                await _preflight(headers, is_allowed=self._allows_origin(headers, scope))(scope, receive, send)
+                return
             self._check_origin(headers, scope)
             if origin is not None:
                 send = _with_cors(send, origin)
-                if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-                    await Response(headers=_preflight(headers))(scope, receive, send)
-                    return
             tenant = state["tenant"] = self._tenant_of(headers, scope)
             if tenant is not None:
                 send = self._with_rates(send, tenant)
@@ -112,14 +114,17 @@ class Guard:
                 403, "E_GATEWAY_HOST", f"the host {name!r} is not served here; its operator can add it to http_hosts"
             )
 
+    def _allows_origin(self, headers: Headers, scope: Scope) -> bool:
+        allows = self.origins.allows_origin
+        return all(allows(origin, headers["host"], scope["scheme"]) for origin in headers.getlist("origin"))
+
     def _check_origin(self, headers: Headers, scope: Scope) -> None:
-        for origin in headers.getlist("origin"):
-            if not self.origins.allows_origin(origin, headers["host"], scope["scheme"]):
-                raise HttpError(
-                    403,
-                    "E_GATEWAY_ORIGIN",
-                    f"pages of {origin[:200]!r} may not use this gateway; its operator can add it to http_origins",
-                )
+        if not self._allows_origin(headers, scope):
+            raise HttpError(
+                403,
+                "E_GATEWAY_ORIGIN",
+                f"pages of {headers['origin'][:200]!r} may not use this gateway; its operator can add it to http_origins",
+            )
 
     # -- who --
 
@@ -225,22 +230,25 @@ def _with_cors(send: Send, origin: str) -> Send:
     async def send_with_cors(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
-            headers["access-control-allow-origin"] = origin
             headers["access-control-expose-headers"] = EXPOSED
             headers.add_vary_header("origin")
+            headers.raw.append((ALLOW_ORIGIN, origin.encode("latin-1")))
         await send(message)
 
     return send_with_cors
 
 
-def _preflight(headers: Headers) -> dict[str, str]:
-    found = {
-        "access-control-allow-methods": METHODS,
-        "access-control-allow-headers": headers.get("access-control-request-headers", ANY)[:1000],
-        "access-control-max-age": str(CORS_MAX_AGE_S),
-    }
-    if (
-        "access-control-request-private-network" in headers
-    ):  # a page of the internet asks for an address of this network
-        found["access-control-allow-private-network"] = "true"
-    return found
+def _preflight(headers: Headers, *, is_allowed: bool) -> Response:
+    """The answer to a browser that asks whether a page may send a request.  Without headers it is no."""
+    response = Response(headers={"vary": "origin"})
+    if is_allowed:
+        found = {
+            ALLOW_ORIGIN: headers["origin"],
+            HeaderName(b"Access-Control-Allow-Methods"): METHODS,
+            HeaderName(b"Access-Control-Allow-Headers"): headers.get("access-control-request-headers", ANY)[:1000],
+            HeaderName(b"Access-Control-Max-Age"): str(CORS_MAX_AGE_S),
+        }
+        if "access-control-request-private-network" in headers:  # a page of the internet asks for this network
+            found[HeaderName(b"Access-Control-Allow-Private-Network")] = "true"
+        response.raw_headers.extend((name, value.encode("latin-1")) for name, value in found.items())
+    return response

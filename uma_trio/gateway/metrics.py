@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import Final
 
 import attrs
 from prometheus_client.core import Metric
@@ -14,7 +16,12 @@ from uma_trio.gateway.daemon_metrics import DaemonMetrics
 from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.header_names import HeaderName
 from uma_trio.gateway.http_metrics import HttpMetrics
+
+
+PROCESS_START: Final = HeaderName(b"Process-Start-Time-Unix")
+"""llama-server's header for when counters were 0, in seconds since 1970."""
 
 
 @attrs.frozen
@@ -38,12 +45,17 @@ async def metrics(call: Call) -> Response:
     tenant = call.request.scope["state"].get("tenant")
     of_daemon = DaemonMetrics(
         snapshot,
-        for_vllm=call.config.http.metrics_compat == "vllm",
+        compat=call.config.http.metrics_compat,
         principals=tenant is None or tenant.admin,
     )
     own: HttpMetrics = call.request.app.state.http_metrics
     encode, content_type = choose_encoder(call.request.headers.get("accept", ""))
-    return Response(encode(CombinedCollector((of_daemon, own.registry))), headers={"content-type": content_type})
+    content = encode(CombinedCollector((of_daemon, own.registry)))
+    response = Response(content, headers={"content-type": content_type})
+    if call.config.http.metrics_compat == "llama-server" and snapshot is not None:
+        began_at = round(time.time() - snapshot["uptime_s"])
+        response.raw_headers.append((PROCESS_START, str(began_at).encode()))
+    return response
 
 
 ENDPOINTS = (
