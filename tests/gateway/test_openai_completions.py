@@ -134,7 +134,7 @@ def test_an_answer_may_be_constrained(gateway: Gateway) -> None:
     [
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": ["a", None]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"suffix": " the end"}, "suffix"),

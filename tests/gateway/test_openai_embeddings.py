@@ -36,6 +36,18 @@ def test_a_text_a_list_and_their_tokens_are_the_same(gateway: Gateway) -> None:
     assert sum(a * b for a, b in zip(*together, strict=True)) < 0.999
 
 
+def test_the_forms_of_llama_server_are_the_same_text(gateway: Gateway) -> None:
+    first, rest = TEXTS[0][:12], TEXTS[0][12:]
+    [alone] = embed(gateway, TEXTS[0])
+    for form in ({"prompt_string": TEXTS[0]}, {"content": [{"type": "text", "text": each} for each in (first, rest)]}):
+        assert embed(gateway, form) == [alone]
+        assert embed(gateway, [form, TEXTS[1]])[0] == pytest.approx(alone, abs=1e-3)
+    with gateway.http() as client:
+        of_first = client.post("/v1/tokenize", json={"text": first}).json()["tokens"]
+        of_rest = client.post("/v1/tokenize", json={"text": rest, "add_special": False}).json()["tokens"]
+    assert embed(gateway, [*of_first, rest]) == embed(gateway, [*of_first, *of_rest])
+
+
 def test_fewer_dimensions(gateway: Gateway) -> None:
     [short], [whole] = embed(gateway, TEXTS[0], dimensions=8), embed(gateway, TEXTS[0])
     assert len(short) == 8 < len(whole)
@@ -47,7 +59,9 @@ def test_fewer_dimensions(gateway: Gateway) -> None:
     [
         {"input": []},
         {"input": [[]]},
-        {"input": ["a", 1]},
+        {"input": ["a", None]},
+        {"input": {"content": "a"}},
+        {"input": {"content": [{"type": "image_url", "image_url": {"url": "a"}}]}},
         {"input": ["a"] * 2049},
         {"input": "a", "dimensions": 0},
         {"input": "a", "dimensions": 10**6},

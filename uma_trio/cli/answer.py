@@ -123,6 +123,7 @@ class PrefillBar:
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
+        self._has_begun = False
 
     def __enter__(self) -> PrefillBar:
         return self
@@ -138,8 +139,10 @@ class PrefillBar:
             self._remove()
         elif self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=event.prefilled_tokens, refresh=True)
-        elif event.prefilled_tokens < event.prompt_tokens:  # otherwise the answer begins at once
+        elif self._has_begun and event.prefilled_tokens < event.prompt_tokens:  # otherwise the answer begins soon
             self._bar = _new_bar(event)
+        else:
+            self._has_begun = True
 
     def _remove(self) -> None:
         if self._bar is not None:

@@ -12,7 +12,7 @@ import msgspec
 from uma_trio.aici.messages import SequenceResult
 from uma_trio.errors import UmaError
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, StorageWrite
-from uma_trio.protocol.events import FinishReason, Logprob, Logprobs, PrefillProgress, Reasoning, Token, ToolCallDelta
+from uma_trio.protocol.events import FinishReason, Logprob, Logprobs, Reasoning, Token, ToolCallDelta
 from uma_trio.sampling import TextAssembler, TokenLogprobs
 from uma_trio.sampling.regions import Split
 from uma_trio.serving.sequence import Sequence
@@ -36,21 +36,6 @@ def send_prompt(sequence: Sequence) -> None:
         sequence.sink.send(event)
     else:
         sequence.texts.append(sequence.prompt.text)
-
-
-def send_progress(sequence: Sequence, n_prefilled: int) -> None:
-    """Report that ``n_prefilled`` tokens of the prompt are in the KV cache, if the request asks for that.
-
-    Prefill of an answer that goes on after the engine was restarted is not reported.
-    """
-    if sequence.request.progress and sequence.first_token_at is None:
-        event = PrefillProgress(
-            id=sequence.request.id,
-            prefilled_tokens=n_prefilled,
-            prompt_tokens=len(sequence.prompt.tokens),
-            index=sequence.index,
-        )
-        sequence.sink.send(event)
 
 
 def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:

@@ -113,6 +113,8 @@ class RunningSet:
         self.cache.share_prefix(sequence.allocation, _known_tokens(sequence))
         if sequence.n_computed:
             self._start_prefill(sequence, sequence.n_computed)
+        else:
+            sequence.report_prefill(0)
         sequence.go_on()
 
     def keep_room(self, sequence: Sequence | None) -> None:
@@ -220,6 +222,7 @@ class RunningSet:
         """``sequence`` need not compute its first ``n_cached`` tokens."""
         if not sequence.was_preempted:
             sequence.n_cached = n_cached
+        sequence.report_prefill(n_cached)
         self._telemetry.record_prefix_reuse(n_cached)
 
     def release(self, sequence: Sequence, *, keep: bool) -> None:

@@ -44,7 +44,7 @@ from uma_trio.serving.controllers.driver import ControllerDriver
 from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.drafting import DraftModel
 from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
-from uma_trio.serving.output import TokenToBytes, send_progress, send_prompt, send_tokens
+from uma_trio.serving.output import TokenToBytes, send_prompt, send_tokens
 from uma_trio.serving.planning import NoStep, StepPlanner, delays_requests
 from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.serving.request import adapters_of, admit
@@ -498,7 +498,7 @@ class Scheduler:
         if completed.step.plan.chunks:
             for sequence, row in completed.step.rows.items():
                 if sequence.state is not State.FINISHED and row.end <= len(sequence.prompt.tokens):
-                    send_progress(sequence, row.end)
+                    sequence.report_prefill(row.end)
         self._deliver_tokens(completed, controlled=False)
 
     def _deliver_tokens(self, completed: CompletedStep, *, controlled: bool) -> None:

@@ -21,7 +21,7 @@ from uma_trio.kv.allocation import Allocation
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.chat import ToolCall
-from uma_trio.protocol.events import Eos, FinishReason, Logprobs, Timings, Usage
+from uma_trio.protocol.events import Eos, FinishReason, Logprobs, PrefillProgress, Timings, Usage
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
 from uma_trio.sampling import Bias, PromptLookup, RegionAssembler, SamplingParams, TextAssembler, TokenHistory
@@ -390,6 +390,20 @@ class Sequence:
             return self.prompt.tokens[:n]
         answer = np.asarray(self.tokens[: n - n_prompt][: self.n_tokens_before_stop], dtype=np.int32)
         return np.concatenate([self.prompt.tokens, answer])
+
+    def report_prefill(self, n_prefilled: int) -> None:
+        """Report that ``n_prefilled`` tokens of the prompt are in the KV cache, if the request asks for that.
+
+        Prefill of an answer that goes on after the engine was restarted is not reported.
+        """
+        if self.request.progress and self.first_token_at is None:
+            event = PrefillProgress(
+                id=self.request.id,
+                prefilled_tokens=n_prefilled,
+                prompt_tokens=len(self.prompt.tokens),
+                index=self.index,
+            )
+            self.sink.send(event)
 
     def record_token_time(self, now: float, *, paused: bool) -> float | None:
         """Note that tokens came; returns the milliseconds since the ones before, if that time was the server's."""

@@ -25,6 +25,7 @@ from uma_trio.gateway.dialects.openai import (
     length_fields,
     model_name,
 )
+from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
 from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Props
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
@@ -82,9 +83,8 @@ class LlamaRequest(Sampling, kw_only=True):
 async def complete_as_llama_server(call: Call) -> Response:
     """Continue prompts, streamed or whole, in llama-server's own format."""
     request, warnings = await call.read(LlamaRequest)
-    async with call.daemon.connect() as client:
-        translation = Translation(client, request.model)
-        prompts = await translation.prompts(request.prompt)
+    async with Translation(call, request.model) as translation:
+        prompts = await translation.prompts(request.prompt, "prompt", most=MAX_PROMPTS)
         check_session(request.session_id, prompts)
         bias = await translation.logit_bias(request.logit_bias)
     logprobs = request.n_probs or (0 if request.return_tokens and not request.stream else None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Final
 
 from uma_trio.client import Client
-from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.requests import BANNED
 
@@ -23,35 +24,47 @@ def is_several(prompt: Any) -> bool:
 
 
 class Translation:
-    """Turns texts into tokens where llama-server allows either.
+    """Turns texts into tokens where llama-server allows either.  Asks the daemon only if it has to.
 
     Args:
-        client: a connection to the daemon.
         model: whose tokens.
+        parse_special: whether a text among tokens may spell control tokens.
     """
 
-    def __init__(self, client: Client, model: str | None) -> None:
-        self._client = client
-        self._model: dict[str, Any] = {} if model is None else {"model": model}
+    def __init__(self, call: Call, model: str | None, *, parse_special: bool = True) -> None:
+        self._call = call
+        self._fields: dict[str, Any] = {"keep_alive": True, "parse_special": parse_special}
+        if model is not None:
+            self._fields["model"] = model
+        self._connection = contextlib.AsyncExitStack()
+        self._client: Client | None = None
         self._parts = 0
 
-    async def prompts(self, given: Any) -> list[str | Tokens]:
-        """All prompts of a request.
+    async def __aenter__(self) -> Translation:
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._connection.__aexit__(*error)
+
+    async def prompts(self, given: Any, parameter: str, *, most: int) -> list[str | Tokens]:
+        """All prompts, or texts to embed, of a request.
 
         Raises:
-            HttpError: they are neither texts nor tokens, or too many.
+            HttpError: they are neither texts nor tokens, or more than ``most``.
         """
         each = given if is_several(given) else [given]
-        if len(each) > MAX_PROMPTS:
-            raise invalid(f"prompt has {len(each)} prompts; send at most {MAX_PROMPTS}", parameter="prompt")
-        return [await self._prompt(prompt) for prompt in each]
+        if len(each) > most:
+            raise invalid(f"{parameter} has {len(each)} texts; send at most {most}", parameter=parameter)
+        return [await self._prompt(prompt, parameter) for prompt in each]
 
-    async def _prompt(self, given: Any) -> str | Tokens:
+    async def _prompt(self, given: Any, parameter: str) -> str | Tokens:
         match given:
             case str() as text:
                 return text
             case {"prompt_string": str() as text, **others} if not others.get("multimodal_data"):
                 return text
+            case {"content": [*parts]} if all(_is_text_part(part) for part in parts):
+                return "".join(part["text"] for part in parts)
             case [_, *_] if all(type(part) is int for part in given):
                 return list(given)
             case [_, *_] if all(type(part) in (int, str) for part in given):
@@ -59,7 +72,12 @@ class Translation:
                 for part in given:
                     tokens += [part] if type(part) is int else await self._tokens(part, add_special=not tokens)
                 return tokens
-        raise invalid("prompt must be a text, tokens with texts among them, or a list of these", parameter="prompt")
+            case []:
+                raise invalid(f"{parameter} must have at least one text; it is an empty list", parameter=parameter)
+        raise invalid(
+            f"{parameter} must be a text, a list of token ids with texts among them, or a list of these",
+            parameter=parameter,
+        )
 
     async def logit_bias(self, given: Any) -> dict[str, float] | None:
         """The bias of each token.  That of a text is the bias of each of its tokens.
@@ -86,4 +104,10 @@ class Translation:
         self._parts += 1
         if self._parts > MAX_PARTS:
             raise invalid(f"more than {MAX_PARTS} texts would have to become tokens; send tokens")
-        return (await self._client.tokenize(text, add_special=add_special, keep_alive=True, **self._model)).tokens
+        if self._client is None:
+            self._client = await self._connection.enter_async_context(self._call.daemon.connect())
+        return (await self._client.tokenize(text, add_special=add_special, **self._fields)).tokens
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

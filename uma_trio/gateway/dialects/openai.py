@@ -302,32 +302,6 @@ def arguments_of(text: str, parameter: str) -> dict[str, Any]:
     return found
 
 
-def texts_or_tokens(given: str | list[Any], parameter: str, *, most: int) -> list[str | list[int]]:
-    """One text or several, or their tokens, as a list.
-
-    Raises:
-        HttpError: they are neither texts nor tokens, or more than ``most``.
-    """
-    if isinstance(given, str):
-        return [given]
-    if given and all(type(each) is int for each in given):
-        return [given]
-    if len(given) > most:
-        raise invalid(f"{parameter} has {len(given)} texts; send at most {most}", parameter=parameter)
-    if not given:
-        raise invalid(f"{parameter} must have at least one text; it is an empty list", parameter=parameter)
-    if not all(isinstance(each, str) or _are_tokens(each) for each in given):
-        raise invalid(
-            f"{parameter} must be a text, a list of token ids, or a list of texts and such lists",
-            parameter=parameter,
-        )
-    return given
-
-
-def _are_tokens(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
-
-
 def check_session(session_id: str | None, prompts: Sequence[object]) -> None:
     """
     Raises:

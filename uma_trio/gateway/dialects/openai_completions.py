@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
+from uma_trio.gateway.dialects.llama_tokens import Translation
 from uma_trio.gateway.dialects.openai import (
     FIELD_NAMES,
     OPENAI,
@@ -20,7 +21,6 @@ from uma_trio.gateway.dialects.openai import (
     finish_reason,
     length_fields,
     model_name,
-    texts_or_tokens,
     usage_body,
 )
 from uma_trio.gateway.dialects.openai_shapes import Completion
@@ -39,8 +39,8 @@ MAX_PROMPTS: Final = 128
 class CompletionRequest(Sampling, kw_only=True):
     """A request for text that continues one prompt or several."""
 
-    prompt: str | list[Any]
-    """A text, a list of texts, a list of token ids, or a list of texts and such lists."""
+    prompt: Any
+    """A text, a list of texts, a list of token ids, or a list of texts and such lists.  llama-server's forms too."""
     max_tokens: int | None = None
     logprobs: int | None = None
     """How many alternatives of each token to report."""
@@ -65,7 +65,8 @@ async def complete(call: Call) -> Response:
     """Continue prompts, streamed or whole."""
     request, warnings = await call.read(CompletionRequest)
     request.check()
-    prompts = texts_or_tokens(request.prompt, "prompt", most=MAX_PROMPTS)
+    async with Translation(call, request.model) as translation:
+        prompts = await translation.prompts(request.prompt, "prompt", most=MAX_PROMPTS)
     given = request.n_predict if request.max_tokens is None else request.max_tokens
     limit = DEFAULT_MAX_TOKENS if given is None else given
     n = request.n or 1

@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.openai import OPENAI, model_name, texts_or_tokens
+from uma_trio.gateway.dialects.llama_tokens import Translation
+from uma_trio.gateway.dialects.openai import OPENAI, model_name
 from uma_trio.gateway.dialects.openai_shapes import EmbeddingList
 from uma_trio.gateway.endpoint import Call, Endpoint
 
@@ -23,8 +24,8 @@ MAX_TEXTS: Final = 2048
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
     """A request for the embeddings of texts."""
 
-    input: str | list[Any]
-    """A text, a list of texts, a list of token ids, or a list of texts and such lists."""
+    input: Any
+    """A text, a list of texts, a list of token ids, or a list of texts and such lists.  llama-server's forms too."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
@@ -35,8 +36,10 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
 async def embed(call: Call) -> Response:
     """Embed texts: a vector of length 1 for each."""
     request, warnings = await call.read(EmbeddingRequest)
+    async with Translation(call, request.model, parse_special=False) as translation:
+        texts = await translation.prompts(request.input, "input", most=MAX_TEXTS)
     fields = call.for_daemon(
-        input=texts_or_tokens(request.input, "input", most=MAX_TEXTS),
+        input=texts,
         model=request.model,
         dimensions=request.dimensions,
     )
