@@ -242,6 +242,19 @@ async def test_a_request_replaces_the_last_messages(autojump_clock, tmp_path):
         assert list(after_a_crash(tmp_path, tmp_path / "copy")["a"].messages) == after
 
 
+async def test_a_session_keeps_a_continued_message_as_one(autojump_clock):
+    begun = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two "}]
+    async with serving() as harness:
+        async with harness.client() as client:
+            rest = await client.complete(
+                messages=begun, max_tokens=4, session_id="a", continue_final_message=True, keep_alive=True
+            )
+            assert [each.content for each in (await client.transcript("a")).messages] == ["one", f"two {rest.text}"]
+        async with harness.client() as client:
+            await client.complete(messages=begun, max_tokens=4, session_id="b", keep_alive=True)
+            assert len((await client.transcript("b")).messages) == 3
+
+
 def chat(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 

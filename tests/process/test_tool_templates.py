@@ -231,3 +231,22 @@ def test_ids_that_a_template_does_not_take_are_replaced() -> None:
     assert [message["tool_call_id"] for message in messages[2:]] == ids
     assert len({*ids}) == 2
     assert all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+WITHOUT_TOOLS = [
+    path
+    for path in (*FOLDER.glob("*.jinja"), *BUILT_IN.glob("*.jinja"))
+    if "tool_use" not in path.stem and path.stem != "fireworks-ai-llama-3-firefunction-v2"
+]
+
+
+@pytest.mark.parametrize("path", sorted(WITHOUT_TOOLS), ids=lambda path: path.stem)
+def test_an_answer_continues_the_last_message(path):
+    chat = ChatTemplate(path.read_text(), bos="<s>", eos="</s>")
+    given = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two,"}]
+    try:
+        [part] = chat.parts(given, continue_final=True)
+        assert part.text.endswith("One, two,")
+        assert "Count." in part.text
+    finally:
+        chat.close()

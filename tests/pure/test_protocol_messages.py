@@ -202,6 +202,7 @@ FLAGS = {
 }
 
 AT_THE_BOUNDS = [
+    ("continue_final_message", False),
     ("speculate", None),
     ("speculate", False),
     ("id", "x" * 256),
@@ -291,6 +292,24 @@ def test_variables_of_a_template_go_with_messages() -> None:
         parse(fields | {"chat_template_kwargs": {"tools": "x"}})
 
 
+@pytest.mark.parametrize("query", [{}, {"type": "tokenize"}])
+def test_only_a_text_of_the_assistant_is_continued(query: dict[str, str]) -> None:
+    def asked(*messages: dict[str, object], **fields: object) -> dict[str, object]:
+        return {"id": "r", "messages": list(messages), "continue_final_message": True, **query, **fields}
+
+    question, begun = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "a", "arguments": {}}]}
+    assert parse(asked(question, begun)).continue_final_message
+    assert parse(asked(begun)).continue_final_message
+    for messages in ([question], [begun, question], [question, call]):
+        with pytest.raises(BadRequest, match="end messages with one of role assistant") as caught:
+            parse(asked(*messages))
+        assert caught.value.field == "continue_final_message"
+    text = {"text": "Hi"} if query else {"prompt": "Hi"}
+    with pytest.raises(BadRequest, match="continue_final_message"):
+        parse({"id": "r", "continue_final_message": True, **query, **text})
+
+
 NOT_TAKEN = [
     ("id", ["", "x" * 257, 1, None, True, [], {}]),
     ("model", ["", "x" * 257, 1, True, [], b"x"]),
@@ -354,6 +373,7 @@ NOT_TAKEN = [
     ("echo", [0, "true", None]),
     ("progress", [0, 1, "true", None]),
     ("separate_reasoning", [0, 1, "true", None]),
+    ("continue_final_message", [0, 1, "true", None]),
     ("parallel_tool_calls", [0, 1, "true", None]),
     ("fit_max_tokens", [0, 1, "true", None]),
     (

@@ -76,7 +76,12 @@ class FakeChat:
     """Joins messages with bars.  The text never equals that of the chat's tokens, so each turn is tokenized again."""
 
     def parts(
-        self, messages: list[dict[str, str]], tools: Sequence[object] = (), variables: object = None
+        self,
+        messages: list[dict[str, str]],
+        tools: Sequence[object] = (),
+        variables: object = None,
+        *,
+        continue_final: bool = False,
     ) -> tuple[PromptPart, ...]:
         return (PromptPart("|".join(message["content"] for message in messages)),)
 

@@ -19,7 +19,7 @@ import attrs
 
 from uma_trio.engine.messages import PromptPart
 from uma_trio.errors import BadRequest, InternalError
-from uma_trio.models.control_tokens import ControlTokens, texts_of
+from uma_trio.models.control_tokens import FINAL_CUT, ControlTokens, texts_of
 from uma_trio.sandbox import CannotStart, NoAnswer, Sandbox
 
 LONE_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
@@ -105,20 +105,46 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = {},
+        *,
+        continue_final: bool = False,
     ) -> tuple[PromptPart, ...]:
         """The prompt text of a conversation, cut where a message or a tool spells a control token.
 
         Renders up to three times, each time with the full ``limits``.  See ``models.control_tokens``.
 
+        Args:
+            continue_final: end the text where the content of the last message ends, for an answer that continues it.
+
         Raises:
-            BadRequest, BrokenTemplate: as ``render``.
+            BadRequest: as ``render``, or the template leaves out the last message.
+            BrokenTemplate: as ``render``.
         """
+        render = self._render_open if continue_final else self.render
         if not tools:
-            return self._controls.parts(messages, lambda given: self.render(given, variables=variables))
+            return self._controls.parts(messages, lambda given: render(given, variables=variables))
         offered = {"role": "tools", "content": tools}  # like a message that somebody has written
         return self._controls.parts(
-            [*messages, offered], lambda given: self.render(given[:-1], given[-1]["content"], variables=variables)
+            [*messages, offered], lambda given: render(given[:-1], given[-1]["content"], variables=variables)
         )
+
+    def _render_open(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        variables: Mapping[str, Any] = {},
+    ) -> str:
+        """``render``, up to the end of the last message's content.  The template writes what comes before it."""
+        *before, final = messages
+        marked = {**final, "content": f"{final['content']}{FINAL_CUT}"}
+        text, cut, _ = self.render(
+            [*before, marked], tools, variables=variables, add_generation_prompt=False
+        ).rpartition(FINAL_CUT)
+        if not cut:
+            raise BadRequest(
+                f"{self._name} leaves out the last message, so no answer can continue it", field="messages"
+            )
+        return text
 
     def render(
         self,

@@ -20,7 +20,9 @@ from typing import Any, Final
 from uma_trio.engine.messages import PromptPart
 from uma_trio.errors import UmaError
 
-MASK_CHARS: Final = range(0xD800, 0xE000)
+MASK_CHARS: Final = range(0xD800, 0xDFFF)
+FINAL_CUT: Final = "\udfff"
+"""Marks where the text of a message ends that an answer is to continue.  Like a mask, it is in no client's text."""
 _MASK_CHAR: Final = re.compile("[\ud800-\udfff]")
 
 STRUCTURE: Final = frozenset(
@@ -54,7 +56,7 @@ class ControlTokens:
             split.  The assistant's messages may contain them: the model generated them, and clients saw them.
 
     Raises:
-        ValueError: the texts begin with more different characters than there are mask characters (2048).
+        ValueError: the texts begin with more different characters than there are mask characters (2047).
     """
 
     def __init__(self, texts: Iterable[str] = (), user_defined: Iterable[str] = ()) -> None:

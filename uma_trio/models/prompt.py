@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
@@ -176,7 +176,7 @@ class PromptMaker:
             return self._continue(past, [part]), request.prompt
         messages = [*(history.messages if history is not None else ()), *(request.messages or ())]
         tools = request.tools if request.tool_choice != "none" else ()
-        parts = self._parts(messages, tools, request.chat_template_kwargs)
+        parts = self._parts(messages, tools, request)
         text = "".join(part.text for part in parts)
         if len(past):
             past_text = self.tokenizer.decode(past, special=True).removeprefix(
@@ -191,15 +191,16 @@ class PromptMaker:
             return self.tokenizer.encode_parts(parts)
         return np.concatenate([past, self.tokenizer.encode_parts(parts, continues=True)])
 
-    def _parts(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], variables: Mapping[str, Any]
-    ) -> Sequence[PromptPart]:
+    def _parts(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], request: Generate) -> Sequence[PromptPart]:
         if self.chat is None:
             raise NoChatTemplate(
                 "this model has no chat template: send prompt instead of messages, or start the daemon with --chat-template",
                 field="messages",
             )
-        return self.chat.parts(*template_chat(messages, tools, self.tools), variables)
+        chat, offered = template_chat(messages, tools, self.tools)
+        return self.chat.parts(
+            chat, offered, request.chat_template_kwargs, continue_final=request.continue_final_message
+        )
 
     async def tokenize(self, query: TokenizeQuery, *, principal: str) -> TokenList:
         """Tokens of a text or of a chat, or the text of tokens.  Can be cancelled.
@@ -209,8 +210,13 @@ class PromptMaker:
             UmaError: as ``make``.
         """
         if query.messages is not None:
-            kwargs = query.chat_template_kwargs
-            chat = Generate(id="tokenize", messages=query.messages, tools=query.tools, chat_template_kwargs=kwargs)
+            chat = Generate(
+                id="tokenize",
+                messages=query.messages,
+                continue_final_message=query.continue_final_message,
+                tools=query.tools,
+                chat_template_kwargs=query.chat_template_kwargs,
+            )
             prompt = await self.make(chat, principal=principal)
             return TokenList(tokens=prompt.tokens.tolist(), text=prompt.text, id=query.id)
         if len(query.text or query.tokens or ()) <= INLINE_QUERY_LENGTH:

@@ -120,6 +120,19 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
             check_json(call.arguments, f"{place}.tool_calls[{i}].arguments", MAX_TOOL_DEPTH)
 
 
+def check_final_message(messages: Sequence[ChatMessage] | None) -> None:
+    """
+    Raises:
+        BadRequest: the last message is not one that an answer can continue.
+    """
+    if not messages or messages[-1].role != "assistant" or messages[-1].tool_calls:
+        raise BadRequest(
+            "continue_final_message continues a text of the assistant: end messages with one of role assistant, "
+            "without tool_calls",
+            field="continue_final_message",
+        )
+
+
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
     """
     Raises:

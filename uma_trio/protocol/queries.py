@@ -13,6 +13,7 @@ from uma_trio.protocol.chat import (
     Messages,
     TemplateKwargs,
     Tool,
+    check_final_message,
     check_messages,
     check_template_kwargs,
     check_tools,
@@ -54,6 +55,8 @@ class TokenizeQuery:
     text: str | None = None
     messages: Messages | None = None
     """A chat, rendered with the model's chat template: its tokens are those that a request would prefill."""
+    continue_final_message: bool = False
+    """As in ``Generate``."""
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = attrs.field(factory=list)
     """Tools of the chat, as in ``Generate.tools``."""
     chat_template_kwargs: TemplateKwargs = attrs.field(factory=dict)
@@ -143,6 +146,8 @@ def parse_tokenize_query(fields: dict[str, Any]) -> TokenizeQuery:
     if sum(given is not None for given in (query.text, query.messages, query.tokens)) != 1:
         raise BadRequest("give exactly one of text, messages and tokens")
     check_messages(query.messages or ())
+    if query.continue_final_message:
+        check_final_message(query.messages)
     check_template_kwargs(query.chat_template_kwargs)
     check_tools(query.tools, "auto")
     if query.tools and query.messages is None:

@@ -16,6 +16,7 @@ from uma_trio.protocol.chat import (
     TemplateKwargs,
     Tool,
     ToolChoice,
+    check_final_message,
     check_json,
     check_messages,
     check_template_kwargs,
@@ -109,6 +110,8 @@ class Generate:
     """A text to continue, or its tokens."""
     messages: Messages | None = None
     """A chat, rendered with the model's chat template."""
+    continue_final_message: bool = False
+    """The answer continues the text of the last message, which is the assistant's, instead of being a new message."""
     controller: Name | None = None
     """A controller that steers the answer token by token: its module id, or a tag.  There is no prompt then."""
     controller_arg: Any = None
@@ -265,6 +268,8 @@ def parse_generate(fields: dict[str, Any]) -> Generate:
     elif (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt, messages and controller")
     check_messages(request.messages or ())
+    if request.continue_final_message:
+        check_final_message(request.messages)
     check_template_kwargs(request.chat_template_kwargs)
     check_tools(request.tools, request.tool_choice)
     if request.tools and request.messages is None:

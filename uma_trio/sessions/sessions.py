@@ -79,6 +79,16 @@ class SessionTurn:
         calls = self.last.tool_calls if isinstance(self.last, Eos) else None
         return ChatMessage(role="assistant", content=self.text, reasoning=reasoning or None, tool_calls=calls)
 
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """The messages of the request and the answer, which may be the rest of the last one."""
+        given, reply = self.request.messages or [], self.reply
+        if not self.request.continue_final_message:
+            return (*given, reply)
+        *before, begun = given
+        reasoning = f"{begun.reasoning or ''}{reply.reasoning or ''}" or None
+        return (*before, attrs.evolve(reply, content=f"{begun.text}{reply.text}", reasoning=reasoning))
+
     def send(self, event: ServerEvent) -> None:
         """Pass an event on; keep the last one."""
         if isinstance(event, Eos | Failure):
@@ -233,7 +243,7 @@ class Sessions:
             self._forget(before, session.principal)
         session.messages = ()
         if turn.request.messages is not None:
-            session.messages = (*turn.history, *turn.request.messages, turn.reply)
+            session.messages = (*turn.history, *turn.messages)
         self._table.record_turn(session, self._clock(), self._monotonic())
         await self._write(session)
 
