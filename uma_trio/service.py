@@ -82,7 +82,9 @@ class ModelService:
         self._model = model
         self._sampling = sampling_defaults(config.sampling, model.recommended_sampling)
         values: dict[str, Any] = {name: each.value for name, each in self._sampling.items()}
-        config = attrs.evolve(config, sampling=Sampling(seed=config.sampling.seed, **values))
+        seed = config.sampling.seed
+        self._defaults = {**values, **({} if seed is None else {"seed": seed})}
+        config = attrs.evolve(config, sampling=Sampling(**self._defaults))
         self._limits = config.limits
         self._prompts: PromptMaker = model.prompts
         self.has_chat_template = model.prompts.chat is not None
@@ -184,6 +186,8 @@ class ModelService:
                 AdapterDescription(name=each.name, scale=each.scale, rank=each.rank, size_bytes=each.size_bytes)
                 for each in info.adapters
             ],
+            sampling=self._defaults,
+            eog_tokens=[*info.eog_ids],
             created_at=model.written_at,
         )
 

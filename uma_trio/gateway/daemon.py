@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -20,7 +21,9 @@ from uma_trio.client import (
     Embeddings,
     Eos,
     Event,
+    ModelDescription,
     OpenStream,
+    PrefillProgress,
     Ranking,
     Reasoning,
     Token,
@@ -36,6 +39,18 @@ REQUESTS_AT_A_TIME: Final = 16
 """How many requests of one client request run together."""
 
 
+KNOWN_S: Final = 1.0
+"""How old a list of models may be that only describes an answer."""
+
+
+@attrs.define
+class KnownModels:
+    """The latest list of models."""
+
+    models: list[ModelDescription] = attrs.Factory(list)
+    asked_at: float = -math.inf
+
+
 @attrs.frozen
 class Daemon:
     """Where the daemon listens.  Each request has a connection of its own, and closing it cancels the request."""
@@ -44,6 +59,7 @@ class Daemon:
     """``None`` is the default path."""
     account: Account | None = None
     """Who is charged for requests; ``None``: the user who runs the daemon, without limits."""
+    _known: KnownModels = attrs.Factory(KnownModels)
     _snapshots: Snapshots = attrs.Factory(lambda self: Snapshots(self.socket), takes_self=True)
 
     @property
@@ -167,6 +183,19 @@ class Daemon:
                 charge.count([found])
                 return found
 
+    async def models(self) -> list[ModelDescription]:
+        """What the daemon serves, the default model first, as it was at most a second ago.
+
+        Raises:
+            HttpError: the daemon cannot be reached.
+        """
+        known, now = self._known, anyio.current_time()
+        if now - known.asked_at >= KNOWN_S:
+            async with self.connect() as client:
+                known.models = await client.models()
+            known.asked_at = now
+        return known.models
+
     async def metrics(self) -> dict[str, Any]:
         """A snapshot of docs/METRICS.md, at most a tenth of a second old.
 
@@ -178,7 +207,7 @@ class Daemon:
 
 def _moved(event: Event, first_index: int) -> Event:
     """The event with an ``index`` that counts from ``first_index``."""
-    if isinstance(event, Token | Reasoning | ToolCallDelta | Eos):
+    if isinstance(event, Token | Reasoning | ToolCallDelta | PrefillProgress | Eos):
         return attrs.evolve(event, index=first_index + (event.index or 0))
     return event
 

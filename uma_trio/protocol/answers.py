@@ -114,6 +114,10 @@ class ModelDescription:
     chat_template: str | None = None
     """Jinja source.  It may come from the model file: render it in a sandbox only."""
     adapters: list[AdapterDescription] = attrs.field(factory=list)
+    sampling: dict[str, int | float] = attrs.field(factory=dict)
+    """Sampling parameters of requests that give none, by name, while it is loaded; ``seed`` only if there is a setting."""
+    eog_tokens: list[int] = attrs.field(factory=list)
+    """Tokens that end an answer, while it is loaded."""
     created_at: float = 0.0
     """Seconds since 1970, when the model file was last written."""
     aliases: list[str] = attrs.field(factory=list)

@@ -5,7 +5,7 @@ Source: the README of llama.cpp's server.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -14,6 +14,13 @@ from starlette.responses import Response
 from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects import openai_chat, openai_models, openai_responses
+from uma_trio.gateway.dialects.llama_fields import (
+    Description,
+    Telemetry,
+    fingerprint_of,
+    generation_settings,
+    probabilities_of,
+)
 from uma_trio.gateway.dialects.llama_tokens import Tokens, Translation, is_several
 from uma_trio.gateway.dialects.openai import (
     FIELD_NAMES,
@@ -22,19 +29,15 @@ from uma_trio.gateway.dialects.openai import (
     adapters_of,
     check_session,
     error_body,
+    find_model,
     length_fields,
     model_name,
 )
 from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
-from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Props
+from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Props, Slot
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import logprobs_of
-from uma_trio.protocol.events import Logprob, Logprobs, Timings, Usage
-
-STOP_TYPES: Final = {"length": "limit", "stop": "eos"}
-"""Finish reasons of the protocol in llama-server's words, unless a stop string has ended the answer."""
-
 MAX_WINDOW: Final = 4096
 """The protocol's largest ``repeat_last_n``."""
 
@@ -56,8 +59,6 @@ class LlamaRequest(Sampling, kw_only=True):
     """Window of ``repeat_penalty``.  -1 is as long as possible."""
     return_tokens: bool = False
     """Report the tokens of an answer that is not streamed."""
-    return_progress: bool = False
-    """Report in a stream how far the prefill is."""
     response_fields: list[str] | None = None
     """Report only these fields.  A slash leads into an object."""
     id_slot: Any = None
@@ -90,6 +91,10 @@ async def complete_as_llama_server(call: Call) -> Response:
     logprobs = request.n_probs or (0 if request.return_tokens and not request.stream else None)
     adapters = await adapters_of(call, request)
     sampling = {**request.sampling_fields(), "n": request.answers, "logit_bias": bias, "repeat_last_n": request.window}
+    telemetry = Telemetry(
+        progress=bool(request.stream and request.return_progress),
+        per_token=bool(request.stream and request.timings_per_token),
+    )
     requests = [
         call.for_daemon(
             **sampling,
@@ -98,22 +103,24 @@ async def complete_as_llama_server(call: Call) -> Response:
             **length_fields(request.limit),
             logprobs=logprobs,
             constraint=request.constraint,
-            progress=request.return_progress or None,
+            **telemetry.fields,
             session_id=request.session_id,
             history=None if request.session_id is None else "replace",
         )
         for prompt in prompts
     ]
-    settings = {"n_predict": -1 if request.limit is None else request.limit, **sampling}
+    model = await find_model(call, request.model)
     description = Description(
-        {"model": await model_name(call, request.model), **({"warnings": warnings} if warnings else {})},
-        {name: value for name, value in settings.items() if value is not None},
-        [prompt for prompt in prompts for _ in range(request.answers)],
+        head={"model": await model_name(call, request.model), **({"warnings": warnings} if warnings else {})},
+        settings=generation_settings(
+            model, sampling, limit=request.limit, n_probs=request.n_probs, stream=request.stream
+        ),
+        prompts=[prompt for prompt in prompts for _ in range(request.answers)],
         limit=request.limit or call.config.limits.default_max_tokens or None,
         probabilities=bool(request.n_probs),
     )
     if request.stream:
-        return call.stream(requests, LlamaEvents(description, call.id))
+        return call.stream(requests, LlamaEvents(description, telemetry, call.id))
     ends: list[Eos] = await call.unless_disconnected(call.daemon.complete_all(requests))
     found = []
     for eos in ends:
@@ -134,85 +141,6 @@ def _chosen(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-class Description:
-    """What llama-server says about an answer.
-
-    Args:
-        head: fields of all answers.
-        settings: parameters of the request.
-        prompts: the prompt of each answer.
-        limit: the longest answer in tokens, if there is a limit other than the context.
-        probabilities: whether the client wants them.
-    """
-
-    def __init__(
-        self,
-        head: dict[str, Any],
-        settings: dict[str, Any],
-        prompts: Sequence[str | Tokens],
-        *,
-        limit: int | None,
-        probabilities: bool,
-    ) -> None:
-        self._head = head
-        self._settings = settings
-        self._prompts = prompts
-        self._limit = limit
-        self.probabilities = probabilities
-
-    def of(self, eos: Eos, content: str, tokens: Tokens, *, has_new_line: bool) -> dict[str, Any]:
-        """The fields for the end of an answer."""
-        index, usage = eos.index or 0, eos.usage
-        prompt = self._prompts[index]
-        was_cut = eos.reason == "length"
-        body = {
-            "index": index,
-            "content": content,
-            "tokens": tokens,
-            "stop": True,
-            **self._head,
-            "tokens_predicted": usage.completion_tokens,
-            "tokens_evaluated": usage.prompt_tokens,
-            "generation_settings": {**self._settings, **({} if eos.seed is None else {"seed": eos.seed})},
-            **({"prompt": prompt} if isinstance(prompt, str) else {}),
-            "has_new_line": has_new_line,
-            "truncated": was_cut and (self._limit is None or usage.completion_tokens < self._limit),
-            "stop_type": "word" if eos.stop else STOP_TYPES.get(eos.reason, "none"),
-            "stopping_word": eos.stop or "",
-            "tokens_cached": usage.prompt_tokens + usage.completion_tokens,
-            "timings": timings(usage, eos.timings),
-        }
-        if self.probabilities and eos.logprobs is not None:
-            body["completion_probabilities"] = [_probabilities(each) for each in eos.logprobs]
-        return body
-
-
-def timings(usage: Usage, found: Timings) -> dict[str, float]:
-    """Tokens and durations.  The first token costs no decode step, so rates of the answer are those of the others."""
-    prompt_n, predicted_n = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
-    first_ms = found.total_ms if found.ttft_ms is None else found.ttft_ms
-    prompt_ms, predicted_ms, steps = first_ms - found.queue_ms, found.total_ms - first_ms, max(predicted_n - 1, 0)
-    return {
-        "cache_n": usage.cached_tokens,
-        "prompt_n": prompt_n,
-        "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": prompt_ms / prompt_n if prompt_n else 0.0,
-        "prompt_per_second": 1e3 * prompt_n / prompt_ms if prompt_ms > 0 else 0.0,
-        "predicted_n": predicted_n,
-        "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": predicted_ms / steps if steps else 0.0,
-        "predicted_per_second": 1e3 * steps / predicted_ms if predicted_ms > 0 else 0.0,
-    }
-
-
-def _probabilities(of: Logprobs) -> dict[str, Any]:
-    return {**_probability(of), "top_logprobs": [_probability(each) for each in of.top_logprobs]}
-
-
-def _probability(of: Logprob) -> dict[str, Any]:
-    return {"id": of.token_id, "token": of.text, "bytes": of.bytes, "logprob": of.logprob}
-
-
 class LlamaEvents:
     """Writes answers as llama-server does: without names of events, and without a mark of the end.
 
@@ -222,12 +150,12 @@ class LlamaEvents:
     media_type = EVENT_STREAM
     keep_alive_frame = COMMENT
 
-    def __init__(self, description: Description, request_id: str) -> None:
+    def __init__(self, description: Description, telemetry: Telemetry, request_id: str) -> None:
         self._description = description
+        self._telemetry = telemetry
         self._request_id = request_id
         self._held: dict[int, list[Token]] = {}
         self._has_new_line: set[int] = set()
-        self._cached: dict[int, int] = {}
 
     def begin(self) -> bytes:
         """Nothing."""
@@ -235,11 +163,12 @@ class LlamaEvents:
 
     def render(self, event: Event) -> bytes:
         """One event for each that has something new."""
+        found = self._telemetry.of(event)
         match event:
             case Token():
-                return self._text(event)
-            case PrefillProgress():
-                return self._progress(event)
+                return self._text(event, found)
+            case PrefillProgress() if found:
+                return sse({"index": event.index or 0, "content": "", "tokens": [], "stop": False, **found})
             case Eos():
                 has_new_line = (event.index or 0) in self._has_new_line
                 return sse(self._description.of(event, "", [], has_new_line=has_new_line))
@@ -253,7 +182,7 @@ class LlamaEvents:
         """Nothing: the last event of each answer has ``stop``."""
         return b""
 
-    def _text(self, event: Token) -> bytes:
+    def _text(self, event: Token, more: Mapping[str, Any]) -> bytes:
         index = event.index or 0
         held = self._held.setdefault(index, [])
         held.append(event)
@@ -262,19 +191,13 @@ class LlamaEvents:
         if "\n" in event.text:
             self._has_new_line.add(index)
         tokens = [each.token_id for each in held if each.token_id is not None]
-        body: dict[str, Any] = {"index": index, "content": event.text, "tokens": tokens, "stop": False}
+        body: dict[str, Any] = {"index": index, "content": event.text, "tokens": tokens, "stop": False, **more}
         if self._description.probabilities:
             body["completion_probabilities"] = [
-                _probabilities(found) for each in held if (found := logprobs_of(each)) is not None
+                probabilities_of(found) for each in held if (found := logprobs_of(each)) is not None
             ]
         held.clear()
         return sse(body)
-
-    def _progress(self, event: PrefillProgress) -> bytes:
-        index = event.index or 0
-        cached = self._cached.setdefault(index, event.prefilled_tokens)
-        progress = {"total": event.prompt_tokens, "cache": cached, "processed": event.prefilled_tokens}
-        return sse({"index": index, "content": "", "tokens": [], "stop": False, "prompt_progress": progress})
 
 
 async def lora_adapters(call: Call) -> Response:
@@ -286,17 +209,42 @@ async def lora_adapters(call: Call) -> Response:
 
 
 async def props(call: Call) -> Response:
-    """What llama-server says about itself: the context of a request, and the chat template."""
+    """What llama-server says about itself: the context of a request, its default parameters, and the chat template."""
     model = (await call.ask(lambda client: client.models()))[0]
     return json_response(
         {
-            "default_generation_settings": {"n_ctx": model.context_per_request},
+            "default_generation_settings": {
+                "n_ctx": model.context_per_request,
+                "params": generation_settings(model, {}, limit=call.config.limits.default_max_tokens or None),
+            },
             "total_slots": model.parallel,
             "model_alias": model.name,
             "model_path": f"{model.name}.gguf",
             "chat_template": model.chat_template or "",
             "modalities": {"vision": False, "audio": False},
+            "build_info": fingerprint_of(model),
         }
+    )
+
+
+async def slots(call: Call) -> Response:
+    """As many slots as answers are generated at a time; those of the client's own running requests are busy.
+
+    A slot says nothing about a request: there are no slots here, and nobody hears of other people's prompts.
+    """
+    model = (await call.ask(lambda client: client.models()))[0]
+    snapshot = await call.daemon.metrics()
+    account = call.daemon.account
+    if account is None:
+        n_running = snapshot.get("running", 0)
+    else:
+        own = snapshot.get("principals", {}).get(account.tenant.principal.name, {})
+        n_running = own.get("running", 0)
+    return json_response(
+        [
+            {"id": number, "n_ctx": model.context_per_request, "is_processing": number < n_running}
+            for number in range(model.parallel)
+        ]
     )
 
 
@@ -335,5 +283,13 @@ ENDPOINTS = (
         answer=props,
         shapes=(Props,),
         summary="llama-server's description of itself",
+    ),
+    Endpoint(
+        method="GET",
+        path="/slots",
+        dialect=OPENAI,
+        answer=slots,
+        shapes=(list[Slot],),
+        summary="How many answers are generated at a time, and how many are of the client",
     ),
 )

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from uma_trio.client import Eos
+from uma_trio.client import Eos, ModelDescription
 from uma_trio.errors import (
     AdapterNotFound,
     BadRequest,
@@ -177,6 +177,12 @@ class Sampling(Constrained, kw_only=True):
     """llama-server's name for ``max_tokens``."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool = False
+    """llama-server's: report in a stream how far the prefill is."""
+    timings_per_token: bool = False
+    """llama-server's: report timings with each event of a stream, and not only at its end."""
+    verbose: bool = False
+    """llama-server's: describe the request and its answer as ``__verbose``."""
     session_id: str | None = None
     """The session that this conversation is, as ``prompt_cache_key`` but with exactly this name."""
     prompt_cache_key: str | None = None
@@ -336,16 +342,23 @@ def length_fields(max_tokens: int | None) -> dict[str, Any]:
     return {"max_tokens": None if max_tokens == -1 else max_tokens, "fit_max_tokens": True}
 
 
+async def find_model(call: Call, wanted: str | None) -> ModelDescription | None:
+    """The model that answers; ``None`` if there is none of this name.
+
+    Raises:
+        HttpError: the daemon cannot be reached.
+    """
+    models = await call.daemon.models()
+    return models[0] if wanted is None else next((each for each in models if each.is_called(wanted)), None)
+
+
 async def model_name(call: Call, wanted: str | None) -> str:
     """The name of the model that answers.
 
     Raises:
         HttpError: the daemon cannot be reached.
     """
-    if wanted is not None:
-        return wanted
-    models = await call.ask(lambda client: client.models())
-    return models[0].name
+    return wanted or (await call.daemon.models())[0].name
 
 
 def finish_reason(eos: Eos) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
 from starlette.responses import Response
 
-from uma_trio.client import Eos, Event, Reasoning, Token, ToolCallDelta
+from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
-from uma_trio.gateway.conversation import conversation_fields, reasoning_kwargs
+from uma_trio.gateway.conversation import conversation_fields, reasoning_kwargs, without_noise
+from uma_trio.gateway.dialects.llama_fields import Extras, describe, head_of, rendered
 from uma_trio.gateway.dialects.openai import (
     FIELD_NAMES,
     OPENAI,
@@ -22,10 +24,9 @@ from uma_trio.gateway.dialects.openai import (
     error_body,
     finish_reason,
     length_fields,
-    model_name,
     usage_body,
 )
-from uma_trio.gateway.dialects.openai_shapes import ChatChunk, ChatCompletion
+from uma_trio.gateway.dialects.openai_shapes import ChatChunk, ChatCompletion, InputTokens
 from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, call_delta, tool_fields, whole_calls
 from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
@@ -43,6 +44,10 @@ class ChatRequest(Sampling, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    """vLLM's and llama-server's: the answer continues the last message, which is the assistant's."""
+    add_generation_prompt: bool | None = None
+    """vLLM's and llama-server's: the answer is a new message."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's and llama-server's: variables for the chat template."""
     reasoning_effort: str | None = None
@@ -53,6 +58,25 @@ class ChatRequest(Sampling, kw_only=True):
         """Variables for the chat template."""
         return {**reasoning_kwargs(self.reasoning_effort), **(self.chat_template_kwargs or {})} or None
 
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message.
+
+        As in llama-server, it does if that message is a text of the assistant and the client says nothing else.
+
+        Raises:
+            HttpError: the client says both.
+        """
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid(
+                "continue_final_message and add_generation_prompt are both true; leave one of them out",
+                parameter="continue_final_message",
+            )
+        if self.continue_final_message is not None or self.add_generation_prompt:
+            return bool(self.continue_final_message)
+        last = self.messages[-1]
+        return last.role == "assistant" and bool(last.content) and not (last.tool_calls or last.function_call)
+
 
 async def complete_chat(call: Call) -> Response:
     """Answer a chat, streamed or whole."""
@@ -62,29 +86,60 @@ async def complete_chat(call: Call) -> Response:
     limits = (request.max_completion_tokens, request.max_tokens, request.n_predict)
     limit = next((limit for limit in limits if limit is not None), None)
     n = request.n or 1
+    sampling = request.sampling_fields()
+    chat = conversation_fields(
+        [chat_message(index, message) for index, message in enumerate(request.messages)],
+        call.request.headers if n == 1 else {},
+        session_id=request.session_id,
+        cache_key=request.prompt_cache_key if n == 1 else None,
+    )
+    template = {
+        "continue_final_message": request.continues or None,
+        "chat_template_kwargs": request.template_kwargs,
+    }
+    tools = tool_fields(request.tools, request.tool_choice, warnings)
+    head = {"id": f"chatcmpl-{call.id}", "created": int(time.time()), **await head_of(call, request.model)}
+    description = None
+    if request.verbose:
+        offered = {} if tools["tool_choice"] == "none" else {"tools": tools["tools"]}
+        prompt = await rendered(call, model=request.model, messages=chat["messages"], **template, **offered)
+        description = await describe(call, request, head, sampling, [prompt] * n, limit=limit)
+    extras = Extras(request, description)
     fields = call.for_daemon(
-        **request.sampling_fields(),
+        **sampling,
         adapters=await adapters_of(call, request),
-        **conversation_fields(
-            [chat_message(index, message) for index, message in enumerate(request.messages)],
-            call.request.headers if n == 1 else {},
-            session_id=request.session_id,
-            cache_key=request.prompt_cache_key if n == 1 else None,
-        ),
-        **tool_fields(request.tools, request.tool_choice, warnings),
+        **chat,
+        **template,
+        **tools,
         parallel_tool_calls=request.parallel_tool_calls,
         **length_fields(limit),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         constraint=request.constraint,
-        chat_template_kwargs=request.template_kwargs,
         separate_reasoning=True,
+        **extras.fields,
     )
-    head = {"id": f"chatcmpl-{call.id}", "created": int(time.time()), "model": await model_name(call, request.model)}
     if request.stream:
-        renderer = ChatChunks(head, call.id, n=n, usage=request.includes_usage, warnings=warnings)
+        renderer = ChatChunks(head, call.id, extras, n=n, usage=request.includes_usage, warnings=warnings)
         return call.stream(fields, renderer)
     ends = await call.unless_disconnected(call.daemon.complete(fields))
-    return json_response(_completion(head, ends, warnings))
+    return json_response({**_completion(head, ends, warnings), **extras.at_end(ends)})
+
+
+async def count_input(call: Call) -> Response:
+    """Count the tokens of a chat, as a request would prefill it."""
+    request, warnings = await call.read(ChatRequest)
+    messages = without_noise([chat_message(index, message) for index, message in enumerate(request.messages)])
+    tools = tool_fields(request.tools, request.tool_choice, warnings)
+    fields = call.for_daemon(
+        model=request.model,
+        messages=messages,
+        tools=None if tools["tool_choice"] == "none" else tools["tools"],
+        continue_final_message=(bool(messages) and request.continues) or None,
+        chat_template_kwargs=request.template_kwargs,
+    )
+    found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields), counts=True))
+    body = {"object": "response.input_tokens", "input_tokens": len(found.tokens)}
+    return json_response({**body, "warnings": warnings} if warnings else body)
 
 
 def _completion(head: dict[str, Any], ends: list[Eos], warnings: list[str]) -> dict[str, Any]:
@@ -117,6 +172,7 @@ class ChatChunks:
 
     Args:
         head: fields of each chunk.
+        extras: further fields of chunks.
         n: number of answers.
         usage: whether a last chunk has the usage.
         warnings: for the first chunk.
@@ -125,9 +181,12 @@ class ChatChunks:
     media_type = EVENT_STREAM
     keep_alive_frame = COMMENT
 
-    def __init__(self, head: dict[str, Any], request_id: str, *, n: int, usage: bool, warnings: list[str]) -> None:
+    def __init__(
+        self, head: dict[str, Any], request_id: str, extras: Extras, *, n: int, usage: bool, warnings: list[str]
+    ) -> None:
         self._head = {**head, "object": "chat.completion.chunk"}
         self._request_id = request_id
+        self._extras = extras
         self._n = n
         self._usage = usage
         self._warnings = warnings
@@ -142,16 +201,21 @@ class ChatChunks:
 
     def render(self, event: Event) -> bytes:
         """One chunk for each event that has something new."""
+        more = self._extras.of(event)
         match event:
             case Token():
-                return self._delta(event, "content")
+                return self._delta(event, "content", more)
             case Reasoning():
-                return self._delta(event, "reasoning_content")
+                return self._delta(event, "reasoning_content", more)
             case ToolCallDelta():
                 return sse(self._chunk(event.index or 0, {"tool_calls": [call_delta(event)]}))
+            case PrefillProgress() if more:
+                return sse({**self._chunk(event.index or 0, {}), **more})
             case Eos():
                 self._ends.append(event)
-                return sse(self._chunk(event.index or 0, {}, finish_reason=finish_reason(event)))
+                is_last = len(self._ends) == self._n and not self._usage
+                at_end = self._extras.at_end(self._ends) if is_last else {}
+                return sse({**self._chunk(event.index or 0, {}, finish_reason=finish_reason(event)), **at_end})
         return b""
 
     def fail(self, error: HttpError) -> bytes:
@@ -162,16 +226,17 @@ class ChatChunks:
         """The usage, if it is wanted, and the mark of the end."""
         usage = b""
         if self._usage:
-            usage = sse({**self._head, "choices": [], "usage": usage_body(*self._ends)})
+            at_end = self._extras.at_end(self._ends)
+            usage = sse({**self._head, "choices": [], "usage": usage_body(*self._ends), **at_end})
         return usage + b"data: [DONE]\n\n"
 
-    def _delta(self, event: Token | Reasoning, name: str) -> bytes:
+    def _delta(self, event: Token | Reasoning, name: str, more: Mapping[str, Any]) -> bytes:
         if not event.text and event.logprob is None:
             return b""
         chunk = self._chunk(event.index or 0, {name: event.text})
         if (logprobs := logprobs_of(event)) is not None:
             chunk["choices"][0]["logprobs"] = chat_logprobs([logprobs])
-        return sse(chunk)
+        return sse({**chunk, **more} if more else chunk)
 
     def _chunk(self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason}
@@ -190,5 +255,15 @@ ENDPOINTS = (
         body=ChatRequest,
         field_names={**FIELD_NAMES, **TOOL_NAMES},
         media_types=("application/json", EVENT_STREAM),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/chat/completions/input_tokens",
+        dialect=OPENAI,
+        answer=count_input,
+        shapes=(InputTokens,),
+        summary="How many tokens a chat has",
+        body=ChatRequest,
+        field_names={**FIELD_NAMES, **TOOL_NAMES},
     ),
 )

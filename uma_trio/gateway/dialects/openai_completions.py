@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from starlette.responses import Response
 
-from uma_trio.client import Eos, Event, Token
+from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
+from uma_trio.gateway.dialects.llama_fields import Extras, describe, head_of
 from uma_trio.gateway.dialects.llama_tokens import Translation
 from uma_trio.gateway.dialects.openai import (
     FIELD_NAMES,
@@ -20,7 +21,6 @@ from uma_trio.gateway.dialects.openai import (
     error_body,
     finish_reason,
     length_fields,
-    model_name,
     usage_body,
 )
 from uma_trio.gateway.dialects.openai_shapes import Completion
@@ -73,9 +73,21 @@ async def complete(call: Call) -> Response:
     check_session(request.session_id, prompts)
     session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
     adapters = await adapters_of(call, request)
+    sampling = request.sampling_fields()
+    head = {
+        "id": f"cmpl-{call.id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        **await head_of(call, request.model),
+    }
+    description = None
+    if request.verbose:
+        each = [prompt for prompt in prompts for _ in range(n)]
+        description = await describe(call, request, head, sampling, each, limit=limit)
+    extras = Extras(request, description)
     requests = [
         call.for_daemon(
-            **request.sampling_fields(),
+            **sampling,
             adapters=adapters,
             **session,
             prompt=prompt,
@@ -83,17 +95,12 @@ async def complete(call: Call) -> Response:
             logprobs=request.logprobs,
             echo=request.echo,
             constraint=request.constraint,
+            **extras.fields,
         )
         for prompt in prompts
     ]
-    head = {
-        "id": f"cmpl-{call.id}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": await model_name(call, request.model),
-    }
     if request.stream:
-        renderer = TextChunks(head, call.id, n=n, usage=request.includes_usage, warnings=warnings)
+        renderer = TextChunks(head, call.id, extras, n=n, usage=request.includes_usage, warnings=warnings)
         return call.stream(requests, renderer)
     ends: list[Eos] = await call.unless_disconnected(call.daemon.complete_all(requests))
     choices = [
@@ -105,7 +112,7 @@ async def complete(call: Call) -> Response:
         }
         for index, eos in enumerate(ends)
     ]
-    body = {**head, "choices": choices, "usage": _usage(ends, n)}
+    body = {**head, "choices": choices, "usage": _usage(ends, n), **extras.at_end(ends)}
     return json_response({**body, "warnings": warnings} if warnings else body)
 
 
@@ -147,6 +154,7 @@ class TextChunks:
 
     Args:
         head: fields of each chunk.
+        extras: further fields of chunks.
         n: answers of each prompt.
         usage: whether a last chunk has the usage.
         warnings: for the first chunk.
@@ -155,9 +163,12 @@ class TextChunks:
     media_type = EVENT_STREAM
     keep_alive_frame = COMMENT
 
-    def __init__(self, head: dict[str, Any], request_id: str, *, n: int, usage: bool, warnings: list[str]) -> None:
+    def __init__(
+        self, head: dict[str, Any], request_id: str, extras: Extras, *, n: int, usage: bool, warnings: list[str]
+    ) -> None:
         self._head = head
         self._request_id = request_id
+        self._extras = extras
         self._n = n
         self._usage = usage
         self._warnings = warnings
@@ -170,12 +181,16 @@ class TextChunks:
 
     def render(self, event: Event) -> bytes:
         """One chunk for each event that has something new."""
+        more = self._extras.of(event)
         match event:
             case Token():
-                return self._text(event)
+                return self._text(event, more)
+            case PrefillProgress() if more:
+                return sse({**self._chunk(event.index or 0, ""), **more})
             case Eos():
                 self._ends.append(event)
-                return sse(self._chunk(event.index or 0, "", finish_reason=finish_reason(event)))
+                chunk = self._chunk(event.index or 0, "", finish_reason=finish_reason(event))
+                return sse(chunk if self._usage else {**chunk, **self._extras.at_end([event])})
         return b""
 
     def fail(self, error: HttpError) -> bytes:
@@ -187,10 +202,10 @@ class TextChunks:
         usage = b""
         if self._usage:
             ends = sorted(self._ends, key=lambda eos: eos.index or 0)
-            usage = sse({**self._head, "choices": [], "usage": _usage(ends, self._n)})
+            usage = sse({**self._head, "choices": [], "usage": _usage(ends, self._n), **self._extras.at_end(ends)})
         return usage + b"data: [DONE]\n\n"
 
-    def _text(self, event: Token) -> bytes:
+    def _text(self, event: Token, more: Mapping[str, Any]) -> bytes:
         if not event.text and event.logprob is None:
             return b""
         index = event.index or 0
@@ -199,7 +214,7 @@ class TextChunks:
             offset = self._offsets.get(index, 0)
             chunk["choices"][0]["logprobs"] = _text_logprobs([logprobs], offset)
             self._offsets[index] = offset + len(event.text)
-        return sse(chunk)
+        return sse({**chunk, **more} if more else chunk)
 
     def _chunk(self, index: int, text: str, *, finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"text": text, "index": index, "logprobs": None, "finish_reason": finish_reason}

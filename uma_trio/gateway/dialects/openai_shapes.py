@@ -63,6 +63,20 @@ class TextLogprobs(Shape):
     text_offset: list[int]
 
 
+class Extended(Warned, kw_only=True):
+    """An answer with what llama-server adds to OpenAI's API."""
+
+    system_fingerprint: str | UnsetType = UNSET
+    timings: Object | UnsetType = UNSET
+    verbose: Object | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+
+
+class ExtendedChunk(Extended, kw_only=True):
+    """An event of a stream with what llama-server adds."""
+
+    prompt_progress: Object | UnsetType = UNSET
+
+
 # -- chat completions -----------------------------------------------------------------------------------
 
 
@@ -100,7 +114,7 @@ class ChatChoice(Shape):
     finish_reason: str
 
 
-class ChatCompletion(Warned):
+class ChatCompletion(Extended, kw_only=True):
     """All answers to a chat."""
 
     id: str
@@ -145,7 +159,7 @@ class ChunkChoice(Shape):
     logprobs: ChatLogprobs | UnsetType | None = UNSET
 
 
-class ChatChunk(Warned):
+class ChatChunk(ExtendedChunk, kw_only=True):
     """An event of a streamed chat.  The last event is the text ``[DONE]``."""
 
     id: str
@@ -168,7 +182,7 @@ class TextChoice(Shape):
     finish_reason: str | None
 
 
-class Completion(Warned):
+class Completion(ExtendedChunk, kw_only=True):
     """All texts, or an event of a stream.  The last event of a stream is the text ``[DONE]``."""
 
     id: str
@@ -394,6 +408,14 @@ class LlamaAnswer(msgspec.Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
 
 
+class Slot(Shape):
+    """Room for one answer."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
 class LoraAdapter(Shape):
     """A LoRA adapter of the model."""
 
@@ -412,3 +434,4 @@ class Props(Shape):
     model_path: str
     chat_template: str
     modalities: dict[str, bool]
+    build_info: str

@@ -1,0 +1,329 @@
+"""What llama-server says next to an answer in all of its APIs: timings, the progress of the prefill, ``__verbose``.
+
+Source: the README of llama.cpp's server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+import uma_trio
+from uma_trio.client import Eos, Event, ModelDescription, PrefillProgress, Reasoning, Token
+from uma_trio.gateway.dialects.openai import Sampling, find_model
+from uma_trio.gateway.endpoint import Call
+from uma_trio.protocol.events import Logprob, Logprobs, Timings, Usage
+from uma_trio.protocol.requests import BANNED
+
+STOP_TYPES: Final = {"length": "limit", "stop": "eos"}
+"""Finish reasons of the protocol in llama-server's words, unless a stop string has ended the answer."""
+
+ANY_SEED: Final = -1
+NO_LIMIT: Final = -1
+
+SETTINGS: Final = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_last_n": "repeat_last_n",
+    "repetition_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+"""Sampling parameters of the socket protocol in llama-server's words."""
+
+
+async def head_of(call: Call, wanted: str | None) -> dict[str, Any]:
+    """The name of the model that answers, and ``system_fingerprint``, which all answers of OpenAI's API have.
+
+    Raises:
+        HttpError: the daemon cannot be reached.
+    """
+    model = await find_model(call, wanted)
+    if model is None:
+        return {"model": wanted}
+    return {"model": wanted or model.name, "system_fingerprint": fingerprint_of(model)}
+
+
+def fingerprint_of(model: ModelDescription) -> str:
+    """Changes with the version of this program, the model file and its adapters.
+
+    As with llama-server it begins with the letter b, for build.
+    """
+    adapters = [(each.name, each.size_bytes) for each in model.adapters]
+    known = (uma_trio.__version__, model.name, model.description, model.size_bytes, model.created_at, adapters)
+    return f"b{hashlib.sha256(repr(known).encode()).hexdigest()[:12]}"
+
+
+# -- timings and progress ----------------------------------------------------------------------------------
+
+
+def timings(usage: Usage, found: Timings) -> dict[str, float]:
+    """Tokens and durations of an answer that has ended."""
+    first_ms = found.total_ms if found.ttft_ms is None else found.ttft_ms
+    return _timings(
+        cached=usage.cached_tokens,
+        prefilled=usage.prompt_tokens - usage.cached_tokens,
+        prefill_ms=first_ms - found.queue_ms,
+        generated=usage.completion_tokens,
+        decode_ms=found.total_ms - first_ms,
+    )
+
+
+def _timings(*, cached: int, prefilled: int, prefill_ms: float, generated: int, decode_ms: float) -> dict[str, float]:
+    """The first token costs no decode step, so rates of the answer are those of the others."""
+    steps = max(generated - 1, 0)
+    return {
+        "cache_n": cached,
+        "prompt_n": prefilled,
+        "prompt_ms": prefill_ms,
+        "prompt_per_token_ms": prefill_ms / prefilled if prefilled else 0.0,
+        "prompt_per_second": 1e3 * prefilled / prefill_ms if prefill_ms > 0 else 0.0,
+        "predicted_n": generated,
+        "predicted_ms": decode_ms,
+        "predicted_per_token_ms": decode_ms / steps if steps else 0.0,
+        "predicted_per_second": 1e3 * steps / decode_ms if decode_ms > 0 else 0.0,
+    }
+
+
+@attrs.define
+class _Answer:
+    """What the events of one answer have said so far.  Times are those at which they came, in seconds."""
+
+    began_at: float
+    cached: int
+    prefilled: int = 0
+    first_token_at: float | None = None
+    generated: int = 0
+
+    def timings(self, now: float) -> dict[str, float]:
+        first = now if self.first_token_at is None else self.first_token_at
+        return _timings(
+            cached=self.cached,
+            prefilled=self.prefilled,
+            prefill_ms=1e3 * (first - self.began_at),
+            generated=self.generated,
+            decode_ms=1e3 * (now - first),
+        )
+
+
+class Telemetry:
+    """Follows a streamed answer, and says what its events have next to their text.
+
+    Args:
+        progress: whether the client wants to know how far the prefill is.
+        per_token: whether each event has timings, and not only the last one of an answer.
+        now: a clock in seconds.
+    """
+
+    def __init__(self, *, progress: bool, per_token: bool, now: Callable[[], float] = time.monotonic) -> None:
+        self._progress = progress
+        self._per_token = per_token
+        self._now = now
+        self._answers: dict[int, _Answer] = {}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the request needs for it, in the socket protocol."""
+        return {"progress": True} if self._progress or self._per_token else {}
+
+    def of(self, event: Event) -> dict[str, Any]:
+        """The fields for ``event``: ``prompt_progress``, ``timings``, both or none."""
+        match event:
+            case Eos():
+                return {"timings": timings(event.usage, event.timings)}
+            case PrefillProgress():
+                return self._of_prefill(event)
+            case Token() | Reasoning() if self._per_token:
+                now = self._now()
+                answer = self._answers.setdefault(event.index or 0, _Answer(now, 0))
+                if answer.first_token_at is None:
+                    answer.first_token_at = now
+                answer.generated += 1
+                return {"timings": answer.timings(now)}
+        return {}
+
+    def _of_prefill(self, event: PrefillProgress) -> dict[str, Any]:
+        now = self._now()
+        answer = self._answers.setdefault(event.index or 0, _Answer(now, event.prefilled_tokens))
+        answer.prefilled = max(0, event.prefilled_tokens - answer.cached)
+        found: dict[str, Any] = {}
+        if self._progress:
+            found["prompt_progress"] = {
+                "total": event.prompt_tokens,
+                "cache": answer.cached,
+                "processed": event.prefilled_tokens,
+                "time_ms": round(1e3 * (now - answer.began_at)),
+            }
+        if self._per_token:
+            found["timings"] = answer.timings(now)
+        return found
+
+
+# -- the request and its answer in llama-server's words ------------------------------------------------------
+
+
+def generation_settings(
+    model: ModelDescription | None,
+    sampling: Mapping[str, Any],
+    *,
+    limit: int | None,
+    n_probs: int | None = None,
+    stream: bool | None = None,
+) -> dict[str, Any]:
+    """All parameters of a request, those that it does not give included.
+
+    Args:
+        model: which has the defaults; ``None`` if there is no such model.
+        sampling: fields of the socket protocol.
+        limit: the longest answer in tokens; ``None``: there is no limit but the context.
+    """
+    known = {**({} if model is None else model.sampling)}
+    known |= {name: value for name, value in sampling.items() if value is not None}
+    n_predict = NO_LIMIT if limit is None else limit
+    biases = [
+        {"token": int(token), "bias": None if bias <= BANNED else bias}
+        for token, bias in (known.get("logit_bias") or {}).items()
+    ]
+    if known.get("ignore_eos") and model is not None:
+        biases += [{"token": token, "bias": None} for token in model.eog_tokens]
+    stop = known.get("stop") or []
+    return {
+        "seed": known.get("seed", ANY_SEED),
+        **{theirs: known[ours] for ours, theirs in SETTINGS.items() if ours in known},
+        "stop": [stop] if isinstance(stop, str) else stop,
+        "max_tokens": n_predict,
+        "n_predict": n_predict,
+        "ignore_eos": bool(known.get("ignore_eos")),
+        "stream": bool(stream),
+        "logit_bias": biases,
+        "n_probs": n_probs or 0,
+        "n_cmpl": known.get("n") or 1,
+    }
+
+
+@attrs.frozen(kw_only=True)
+class Description:
+    """What llama-server says about an answer in its own API, and as ``__verbose`` in OpenAI's."""
+
+    head: Mapping[str, Any]
+    """Fields of all answers."""
+    settings: Mapping[str, Any]
+    """Parameters of the request."""
+    prompts: Sequence[str | list[int]]
+    """The prompt of each answer."""
+    limit: int | None
+    """The longest answer in tokens, if there is a limit other than the context."""
+    probabilities: bool = False
+    """Whether the client wants them."""
+
+    def of(self, eos: Eos, content: str, tokens: list[int], *, has_new_line: bool) -> dict[str, Any]:
+        """The fields for the end of an answer."""
+        index, usage = eos.index or 0, eos.usage
+        prompt = self.prompts[index]
+        was_cut = eos.reason == "length"
+        body = {
+            "index": index,
+            "content": content,
+            "tokens": tokens,
+            "stop": True,
+            **self.head,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "generation_settings": {**self.settings, **({} if eos.seed is None else {"seed": eos.seed})},
+            **({"prompt": prompt} if isinstance(prompt, str) else {}),
+            "has_new_line": has_new_line,
+            "truncated": was_cut and (self.limit is None or usage.completion_tokens < self.limit),
+            "stop_type": "word" if eos.stop else STOP_TYPES.get(eos.reason, "none"),
+            "stopping_word": eos.stop or "",
+            "tokens_cached": usage.prompt_tokens + usage.completion_tokens,
+            "timings": timings(usage, eos.timings),
+        }
+        if self.probabilities and eos.logprobs is not None:
+            body["completion_probabilities"] = [probabilities_of(each) for each in eos.logprobs]
+        return body
+
+
+async def describe(
+    call: Call,
+    request: Sampling,
+    head: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    prompts: Sequence[str | list[int]],
+    *,
+    limit: int | None,
+) -> Description:
+    """The description of a request of OpenAI's API.
+
+    Raises:
+        HttpError: the daemon cannot be reached.
+    """
+    most = None if limit == NO_LIMIT else limit
+    model = await find_model(call, request.model)
+    settings = generation_settings(model, sampling, limit=most, stream=request.stream)
+    return Description(
+        head={"model": head["model"]},
+        settings=settings,
+        prompts=prompts,
+        limit=most or call.config.limits.default_max_tokens or None,
+    )
+
+
+async def rendered(call: Call, **fields: Any) -> str:
+    """The prompt of a chat, as the chat template writes it.
+
+    Raises:
+        HttpError: the daemon cannot be reached, or refuses.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    return (await call.ask(lambda client: client.tokenize(**given))).text or ""
+
+
+def probabilities_of(of: Logprobs) -> dict[str, Any]:
+    """A token of the answer with its most likely alternatives."""
+    return {**_probability(of), "top_logprobs": [_probability(each) for each in of.top_logprobs]}
+
+
+def _probability(of: Logprob) -> dict[str, Any]:
+    return {"id": of.token_id, "token": of.text, "bytes": of.bytes, "logprob": of.logprob}
+
+
+class Extras:
+    """What llama-server adds to an answer of OpenAI's API.
+
+    Args:
+        description: for ``__verbose``; ``None``: the client does not want it.
+    """
+
+    def __init__(self, request: Sampling, description: Description | None) -> None:
+        self._telemetry = Telemetry(
+            progress=bool(request.stream and request.return_progress),
+            per_token=bool(request.stream and request.timings_per_token),
+        )
+        self._description = description
+        self._texts: dict[int, list[str]] = {}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the request needs for it, in the socket protocol."""
+        return self._telemetry.fields
+
+    def of(self, event: Event) -> dict[str, Any]:
+        """The fields of a chunk for ``event``."""
+        if self._description is not None and isinstance(event, Token):
+            self._texts.setdefault(event.index or 0, []).append(event.text)
+        return self._telemetry.of(event)
+
+    def at_end(self, ends: Sequence[Eos]) -> dict[str, Any]:
+        """The fields for all answers together: those of the first one."""
+        first = min(ends, key=lambda eos: eos.index or 0)
+        found = self._telemetry.of(first)
+        if self._description is not None:
+            text = first.text or "".join(self._texts.get(first.index or 0, ()))
+            found["__verbose"] = self._description.of(first, text, [], has_new_line="\n" in text)
+        return found
