@@ -53,7 +53,6 @@ NO_COUNTERPART: Final = {
     "mcp_servers_json": "MCP",
     "models_dir": "the router",
     "server_reranking": "reranking",
-    "server_slots": "/slots",
     "server_tools": "tools that the server runs",
     "sleep_idle_seconds": "unloading an idle model",
     "slot_save_path": "slots in files; sessions do that",
@@ -252,7 +251,8 @@ def flags(server: Any, folder: Path) -> list[str]:
         "--metrics-compat": "llama-server",
         "--chat-template": template(server, folder),
     }
-    return [str(part) for flag, value in found.items() if value is not None for part in (flag, value)]
+    given = [str(part) for flag, value in found.items() if value is not None for part in (flag, value)]
+    return [*given, *(["--http-verbose"] if server.debug else [])]
 
 
 def template(server: Any, folder: Path) -> str | Path | None:

@@ -24,15 +24,18 @@ SCHEMA = {"name": "weather", "input_schema": TOOL["parameters"]}
 OF_OLLAMA = {"model": "embedded", "tools": [{"function": TOOL}], "logprobs": True, "top_logprobs": 1}
 UNKNOWN = {"nothing": 1}
 RANK = {"query": "a", "documents": ["b", "c"]}
+TELEMETRY = {"return_progress": True, "timings_per_token": True}
+TOLD = {**TELEMETRY, "verbose": True}
 SHORT = {"max_tokens": 3}
 """For prompts without a chat template, whose answers have no end."""
 REQUESTS: dict[str, list[dict[str, Any]]] = {
-    "/v1/chat/completions": [CHAT, {**CHAT, **CALL}, {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, **UNKNOWN}],
-    "/v1/completions": [{"prompt": ["a", [5]], "n": 2, **SHORT}, {"prompt": "a", "logprobs": 1, **SHORT, **UNKNOWN}],
+    "/v1/chat/completions": [CHAT, {**CHAT, **CALL}, {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, **UNKNOWN}, {**CHAT, **TOLD}],
+    "/v1/chat/completions/input_tokens": [CHAT, {**CHAT, **UNKNOWN}],
+    "/v1/completions": [{"prompt": ["a", [5]], "n": 2, **SHORT}, {"prompt": "a", "logprobs": 1, **SHORT, **UNKNOWN}, {"prompt": "a", **SHORT, **TOLD}],
     "/v1/embeddings": [{"input": ["a", [5]]}, {"input": "a", "encoding_format": "base64", **UNKNOWN}],
     "/v1/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}, {"query": "a", "texts": ["b"], "return_text": True}],
     "/v2/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}],
-    "/v1/responses": [{"input": "Hi", **UNKNOWN}, {"input": "Hi", "tools": [{"type": "function", **TOOL}], "top_logprobs": 1}],
+    "/v1/responses": [{"input": "Hi", **UNKNOWN}, {"input": "Hi", "tools": [{"type": "function", **TOOL}], "top_logprobs": 1}, {"input": "Hi", **TELEMETRY}],
     "/v1/responses/input_tokens": [{"input": "Hi"}],
     "/v1/messages": [{**CHAT, "max_tokens": 5, **UNKNOWN}, {**CHAT, "max_tokens": 99, "tools": [SCHEMA], "tool_choice": {"type": "any"}}],
     "/v1/messages/count_tokens": [CHAT],
@@ -44,7 +47,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/v1/models/load": [{"model": "embedded"}],
     "/v1/models/unload": [{"model": "embedded", **UNKNOWN}],
     "/v1/models/reload": [{"model": "embedded"}],
-    "/tokenize": [{"content": "a b"}, CHAT],
+    "/tokenize": [{"content": "a b"}, CHAT, {"content": "a", "with_pieces": True}],
     "/detokenize": [{"tokens": [5]}],
     "/apply-template": [CHAT],
     "/completion": [{"prompt": "a", "n_predict": 3, "n_probs": 2, **UNKNOWN}, {"prompt": ["a", "b"], "n_predict": 3, "return_progress": True}],
@@ -52,6 +55,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/v1/tokenize": [{"text": "a"}, {"tokens": [5]}],
 }  # fmt: skip
 SAME = {"/completions": "/completion", "/chat/completions": "/v1/chat/completions", "/responses": "/v1/responses"}
+SAME["/chat/completions/input_tokens"] = "/v1/chat/completions/input_tokens"
 SAME["/responses/input_tokens"] = "/v1/responses/input_tokens"
 SAME |= dict.fromkeys(("/rerank", "/reranking", "/v1/reranking"), "/v1/rerank")
 SAME |= {f"/models/{action}": f"/v1/models/{action}" for action in ("load", "unload", "reload")}

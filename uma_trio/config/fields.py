@@ -396,6 +396,12 @@ class Http:
         "them.",
         name="http_any_model",
     )
+    verbose: bool = setting(
+        False,
+        "Describe each request of OpenAI's API in its answer, as __verbose, with the prompt that the model got. A request "
+        "gets this also with its own field verbose.",
+        name="http_verbose",
+    )
     tls_certificate: Path | None = setting(
         None, "PEM file with the certificate, and those of its issuers, to serve HTTPS. Needs tls_key."
     )

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,6 +108,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = {},
         *,
         continue_final: bool = False,
+        add_generation_prompt: bool = True,
     ) -> tuple[PromptPart, ...]:
         """The prompt text of a conversation, cut where a message or a tool spells a control token.
 
@@ -114,12 +116,15 @@ class ChatTemplate:
 
         Args:
             continue_final: end the text where the content of the last message ends, for an answer that continues it.
+            add_generation_prompt: as in ``render``.
 
         Raises:
             BadRequest: as ``render``, or the template leaves out the last message.
             BrokenTemplate: as ``render``.
         """
-        render = self._render_open if continue_final else self.render
+        render = (
+            self._render_open if continue_final else partial(self.render, add_generation_prompt=add_generation_prompt)
+        )
         if not tools:
             return self._controls.parts(messages, lambda given: render(given, variables=variables))
         offered = {"role": "tools", "content": tools}  # like a message that somebody has written

@@ -199,7 +199,11 @@ class PromptMaker:
             )
         chat, offered = template_chat(messages, tools, self.tools)
         return self.chat.parts(
-            chat, offered, request.chat_template_kwargs, continue_final=request.continue_final_message
+            chat,
+            offered,
+            request.chat_template_kwargs,
+            continue_final=request.continue_final_message,
+            add_generation_prompt=request.add_generation_prompt,
         )
 
     async def tokenize(self, query: TokenizeQuery, *, principal: str) -> TokenList:
@@ -214,6 +218,7 @@ class PromptMaker:
                 id="tokenize",
                 messages=query.messages,
                 continue_final_message=query.continue_final_message,
+                add_generation_prompt=query.add_generation_prompt,
                 tools=query.tools,
                 chat_template_kwargs=query.chat_template_kwargs,
             )

@@ -56,7 +56,8 @@ class TokenizeQuery:
     messages: Messages | None = None
     """A chat, rendered with the model's chat template: its tokens are those that a request would prefill."""
     continue_final_message: bool = False
-    """As in ``Generate``."""
+    """This and the next field are as in ``Generate``."""
+    add_generation_prompt: bool = True
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = attrs.field(factory=list)
     """Tools of the chat, as in ``Generate.tools``."""
     chat_template_kwargs: TemplateKwargs = attrs.field(factory=dict)

@@ -112,6 +112,8 @@ class Generate:
     """A chat, rendered with the model's chat template."""
     continue_final_message: bool = False
     """The answer continues the text of the last message, which is the assistant's, instead of being a new message."""
+    add_generation_prompt: bool = True
+    """The chat template ends ``messages`` with the beginning of a message of the assistant."""
     controller: Name | None = None
     """A controller that steers the answer token by token: its module id, or a tag.  There is no prompt then."""
     controller_arg: Any = None

@@ -183,7 +183,7 @@ def generation_settings(
         sampling: fields of the socket protocol.
         limit: the longest answer in tokens; ``None``: there is no limit but the context.
     """
-    known = {**({} if model is None else model.sampling)}
+    known: dict[str, Any] = {} if model is None else {**model.sampling}
     known |= {name: value for name, value in sampling.items() if value is not None}
     n_predict = NO_LIMIT if limit is None else limit
     biases = [

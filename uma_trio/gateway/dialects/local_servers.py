@@ -17,7 +17,7 @@ from starlette.responses import Response
 from uma_trio.client import TokenList
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.conversation import without_noise
-from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_message
+from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_message, template_fields
 from uma_trio.gateway.dialects.openai_shapes import Detokenized, Health, Rendered, Tokens
 from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, tool_fields
 from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
@@ -46,12 +46,19 @@ class TokenizeRequest(msgspec.Struct):
     """vLLM's."""
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    """Whether the tokens of a chat end with the beginning of an answer."""
+    continue_final_message: bool | None = None
+    """Whether they end in the last message, which is the assistant's."""
+    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     add_special: bool | None = None
     """llama-server's; its default is ``False``."""
     add_special_tokens: bool | None = None
     """vLLM's; its default is ``True``."""
     parse_special: bool = True
+    with_pieces: bool = False
+    """llama-server's: report each token of a text with what it spells."""
 
 
 async def tokenize(call: Call) -> Response:
@@ -61,13 +68,26 @@ async def tokenize(call: Call) -> Response:
     if (text is None) == (request.messages is None):
         raise invalid("give a text as content or prompt, or messages")
     if text is None:
-        found = await _rendered(call, request.messages or [], request.tools, request.model, warnings)
+        found = await _rendered(call, request, request.messages or [], warnings)
     else:
         given = request.add_special_tokens if request.add_special is None else request.add_special
         add_special = request.content is None if given is None else given
         fields = {"add_special": add_special, "parse_special": request.parse_special, **_model(request.model)}
+        fields["with_bytes"] = request.with_pieces
         found = await call.ask(lambda client: client.tokenize(text, **fields), counts=True)
-    return _answer({"tokens": found.tokens, "count": len(found.tokens)}, warnings)
+    tokens: list[Any] = found.tokens
+    if found.bytes is not None:
+        pieces = [_piece(each) for each in found.bytes]
+        tokens = [{"id": token, "piece": piece} for token, piece in zip(found.tokens, pieces, strict=True)]
+    return _answer({"tokens": tokens, "count": len(tokens)}, warnings)
+
+
+def _piece(spelled: list[int]) -> str | list[int]:
+    """The text of a token; its bytes if they are no whole characters."""
+    try:
+        return bytes(spelled).decode()
+    except UnicodeDecodeError:
+        return spelled
 
 
 class DetokenizeRequest(msgspec.Struct):
@@ -89,22 +109,33 @@ class TemplateRequest(msgspec.Struct):
 
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    """Whether the text ends with the beginning of an answer."""
+    continue_final_message: bool | None = None
+    """Whether it ends in the last message, which is the assistant's."""
+    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
 
 
 async def apply_template(call: Call) -> Response:
     """The text that the chat template makes of a chat."""
     request, warnings = await call.read(TemplateRequest)
-    found = await _rendered(call, request.messages, request.tools, request.model, warnings)
+    found = await _rendered(call, request, request.messages, warnings)
     return _answer({"prompt": found.text or ""}, warnings)
 
 
 async def _rendered(
-    call: Call, messages: list[Message], tools: list[Tool] | None, model: str | None, warnings: list[str]
+    call: Call, request: TokenizeRequest | TemplateRequest, messages: list[Message], warnings: list[str]
 ) -> TokenList:
     given = without_noise([chat_message(index, message) for index, message in enumerate(messages)])
-    offered = tool_fields(tools, None, warnings)["tools"]
-    fields = {**({"tools": offered} if offered else {}), **_model(model)}
+    offered = tool_fields(request.tools, None, warnings)["tools"]
+    template = template_fields(
+        messages,
+        continue_final_message=request.continue_final_message,
+        add_generation_prompt=request.add_generation_prompt,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    fields = {**template, **({"tools": offered} if offered else {}), **_model(request.model)}
     return await call.ask(lambda client: client.tokenize(messages=given, **fields), counts=True)
 
 

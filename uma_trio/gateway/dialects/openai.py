@@ -275,6 +275,38 @@ def chat_message(index: int, message: Message) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def template_fields(
+    messages: Sequence[Message],
+    *,
+    continue_final_message: bool | None,
+    add_generation_prompt: bool | None,
+    chat_template_kwargs: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The fields of the socket protocol that say how the chat template ends a chat, and its variables.
+
+    As in llama-server, the answer continues a last message that is a text of the assistant, if the client says nothing
+    else.
+
+    Raises:
+        HttpError: the answer would be a new message and continue the last one.
+    """
+    if continue_final_message and add_generation_prompt:
+        raise invalid(
+            "continue_final_message and add_generation_prompt are both true; leave one of them out",
+            parameter="continue_final_message",
+        )
+    if continue_final_message is None and not add_generation_prompt:
+        last = messages[-1] if messages else None
+        is_text = last is not None and bool(last.content) and not (last.tool_calls or last.function_call)
+        continue_final_message = is_text and last is not None and last.role == "assistant"
+    given = {
+        "continue_final_message": continue_final_message or None,
+        "add_generation_prompt": add_generation_prompt,
+        "chat_template_kwargs": chat_template_kwargs,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def text_of(content: str | list[TextPart] | None, parameter: str) -> str:
     """The text of a message's content.
 

@@ -24,6 +24,7 @@ from uma_trio.gateway.dialects.openai import (
     error_body,
     finish_reason,
     length_fields,
+    template_fields,
     usage_body,
 )
 from uma_trio.gateway.dialects.openai_shapes import ChatChunk, ChatCompletion, InputTokens
@@ -59,23 +60,14 @@ class ChatRequest(Sampling, kw_only=True):
         return {**reasoning_kwargs(self.reasoning_effort), **(self.chat_template_kwargs or {})} or None
 
     @property
-    def continues(self) -> bool:
-        """Whether the answer continues the last message.
-
-        As in llama-server, it does if that message is a text of the assistant and the client says nothing else.
-
-        Raises:
-            HttpError: the client says both.
-        """
-        if self.continue_final_message and self.add_generation_prompt:
-            raise invalid(
-                "continue_final_message and add_generation_prompt are both true; leave one of them out",
-                parameter="continue_final_message",
-            )
-        if self.continue_final_message is not None or self.add_generation_prompt:
-            return bool(self.continue_final_message)
-        last = self.messages[-1]
-        return last.role == "assistant" and bool(last.content) and not (last.tool_calls or last.function_call)
+    def template_fields(self) -> dict[str, Any]:
+        """See ``openai.template_fields``."""
+        return template_fields(
+            self.messages,
+            continue_final_message=self.continue_final_message,
+            add_generation_prompt=self.add_generation_prompt,
+            chat_template_kwargs=self.template_kwargs,
+        )
 
 
 async def complete_chat(call: Call) -> Response:
@@ -93,14 +85,11 @@ async def complete_chat(call: Call) -> Response:
         session_id=request.session_id,
         cache_key=request.prompt_cache_key if n == 1 else None,
     )
-    template = {
-        "continue_final_message": request.continues or None,
-        "chat_template_kwargs": request.template_kwargs,
-    }
+    template = request.template_fields
     tools = tool_fields(request.tools, request.tool_choice, warnings)
     head = {"id": f"chatcmpl-{call.id}", "created": int(time.time()), **await head_of(call, request.model)}
     description = None
-    if request.verbose:
+    if request.verbose or call.config.http.verbose:
         offered = {} if tools["tool_choice"] == "none" else {"tools": tools["tools"]}
         prompt = await rendered(call, model=request.model, messages=chat["messages"], **template, **offered)
         description = await describe(call, request, head, sampling, [prompt] * n, limit=limit)
@@ -134,8 +123,7 @@ async def count_input(call: Call) -> Response:
         model=request.model,
         messages=messages,
         tools=None if tools["tool_choice"] == "none" else tools["tools"],
-        continue_final_message=(bool(messages) and request.continues) or None,
-        chat_template_kwargs=request.template_kwargs,
+        **request.template_fields,
     )
     found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields), counts=True))
     body = {"object": "response.input_tokens", "input_tokens": len(found.tokens)}

@@ -81,7 +81,7 @@ async def complete(call: Call) -> Response:
         **await head_of(call, request.model),
     }
     description = None
-    if request.verbose:
+    if request.verbose or call.config.http.verbose:
         each = [prompt for prompt in prompts for _ in range(n)]
         description = await describe(call, request, head, sampling, each, limit=limit)
     extras = Extras(request, description)

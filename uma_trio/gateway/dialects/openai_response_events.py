@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from uma_trio.client import Eos
+from uma_trio.client import Eos, Event, PrefillProgress
 from uma_trio.gateway.answer import COMMENT, sse
+from uma_trio.gateway.dialects.llama_fields import Telemetry
 from uma_trio.gateway.dialects.openai import chat_logprobs, error_code
 from uma_trio.gateway.dialects.openai_response_items import custom_input, seal
 from uma_trio.gateway.errors import HttpError
@@ -22,16 +23,28 @@ class ResponseEvents(PartRenderer):
 
     Args:
         head: fields of the response.
+        telemetry: further fields of events.
         custom_tools: names of the tools that take a text in place of arguments.
         seals: whether reasoning comes as ``encrypted_content`` too.
     """
 
     keep_alive_frame = COMMENT
 
-    def __init__(self, head: dict[str, Any], request_id: str, *, custom_tools: frozenset[str], seals: bool) -> None:
+    def __init__(
+        self,
+        head: dict[str, Any],
+        request_id: str,
+        telemetry: Telemetry,
+        *,
+        custom_tools: frozenset[str],
+        seals: bool,
+    ) -> None:
         super().__init__()
         self._head = head
         self._request_id = request_id
+        self._telemetry = telemetry
+        self._more: dict[str, Any] = {}
+        """What the telemetry says of the event that is being written."""
         self._custom_tools = custom_tools
         self._seals = seals
         self._number = 2  # those before are for begin()
@@ -44,6 +57,14 @@ class ResponseEvents(PartRenderer):
             sse({"type": name, "sequence_number": number, "response": response}, name)
             for number, name in enumerate(names)
         )
+
+    def render(self, event: Event) -> bytes:
+        """What the client gets for one event."""
+        self._more = self._telemetry.of(event)
+        written = super().render(event)
+        if isinstance(event, PrefillProgress) and self._more:
+            return self._event("response.in_progress", response=self.response("in_progress"), **self._more)
+        return written
 
     def part_began(self, part: Part) -> bytes:
         """An item that is still empty."""
@@ -60,10 +81,10 @@ class ResponseEvents(PartRenderer):
         """The next piece of an item."""
         match part.kind:
             case "reasoning":
-                return self._content_event("response.reasoning_text.delta", part, delta=text)
+                return self._content_event("response.reasoning_text.delta", part, delta=text, **self._more)
             case "text":
                 found = _logprobs([logprobs] if logprobs is not None else [])
-                return self._content_event("response.output_text.delta", part, delta=text, logprobs=found)
+                return self._content_event("response.output_text.delta", part, delta=text, logprobs=found, **self._more)
             case "call" if part.name in self._custom_tools:
                 return b""  # its input is known when its arguments are complete
             case "call":
@@ -92,7 +113,7 @@ class ResponseEvents(PartRenderer):
     def ended(self, eos: Eos) -> bytes:
         """The whole response."""
         status = _status_of(eos)
-        return self._event(f"response.{status}", response=self.response(status))
+        return self._event(f"response.{status}", response=self.response(status), **self._telemetry.of(eos))
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
 from uma_trio.gateway.conversation import conversation_fields, reasoning_kwargs, without_noise
+from uma_trio.gateway.dialects.llama_fields import Telemetry
 from uma_trio.gateway.dialects.openai import FIELD_NAMES, OPENAI, model_name
 from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai_response_events import ResponseEvents, whole_response
@@ -114,6 +115,10 @@ class ResponsesRequest(Input, kw_only=True):
     """The session that this conversation is.  Not of OpenAI's API."""
     prompt_cache_key: str | None = None
     """Names the client's own session; see ``gateway.conversation``."""
+    return_progress: bool = False
+    """llama-server's: report in a stream how far the prefill is."""
+    timings_per_token: bool = False
+    """llama-server's: report timings with each piece of a stream, and not only at its end."""
     store: bool | None = None
     background: bool | None = None
     prompt: Any = None
@@ -137,6 +142,9 @@ async def respond(call: Call) -> Response:
     include = request.include or []
     has_logprobs = request.top_logprobs is not None or "message.output_text.logprobs" in include
     form = request.text and request.text.format
+    telemetry = Telemetry(
+        progress=request.stream and request.return_progress, per_token=request.stream and request.timings_per_token
+    )
     fields = call.for_daemon(
         model=request.model,
         **conversation_fields(
@@ -154,12 +162,14 @@ async def respond(call: Call) -> Response:
         constraint=constraint_of_format(_chat_format(form)) if form else None,
         chat_template_kwargs=request.template_kwargs,
         separate_reasoning=True,
+        **telemetry.fields,
     )
     head = _head(call.id, request, await model_name(call, request.model))
     if warnings:
         head["warnings"] = warnings
     custom = frozenset(tool.name for tool in request.tools or () if tool.type == "custom" and tool.name)
-    events = ResponseEvents(head, call.id, custom_tools=custom, seals="reasoning.encrypted_content" in include)
+    seals = "reasoning.encrypted_content" in include
+    events = ResponseEvents(head, call.id, telemetry, custom_tools=custom, seals=seals)
     if request.stream:
         return call.stream(fields, events)
     [eos] = await call.unless_disconnected(call.daemon.complete(fields))

@@ -349,7 +349,7 @@ class ResponseEvent(msgspec.Struct):
     sequence_number: int
 
 
-class InputTokens(Shape):
+class InputTokens(Warned):
     """The tokens of a conversation."""
 
     object: Literal["response.input_tokens"]
@@ -365,10 +365,17 @@ class Health(Shape):
     status: Literal["ok"]
 
 
-class Tokens(Warned):
-    """Tokens of a text or of a chat."""
+class Piece(Shape):
+    """A token, and its text; its bytes if they are no whole characters."""
 
-    tokens: list[int]
+    id: int
+    piece: str | list[int]
+
+
+class Tokens(Warned):
+    """Tokens of a text or of a chat, with their texts if the request says ``with_pieces``."""
+
+    tokens: list[int | Piece]
     count: int
 
 
