@@ -61,7 +61,6 @@ REASONS: Final[tuple[tuple[str, str, str], ...]] = (
         "an answer that was cut ends with `response.incomplete`, as in OpenAI's API",
     ),
     ("assistant_prefill", "False", "parts of a text are joined without line breaks between them"),
-    ("test_return_progress", "3 == 4", "prefill and its reports follow the target of ticks, not batches of `-b`"),
     ("test_metrics_disabled", "200 == 501", "`/metrics` cannot be turned off"),
     ("test_no_ui", "", "the dashboard cannot be turned off"),
     ("test_invalid_chat_completion_req", "200 == 400", "two messages of the assistant in a row are allowed"),

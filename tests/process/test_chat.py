@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import json
 import gc
+import json
 import signal
 import subprocess
 import sys

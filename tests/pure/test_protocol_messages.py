@@ -203,6 +203,7 @@ FLAGS = {
 
 AT_THE_BOUNDS = [
     ("continue_final_message", False),
+    ("add_generation_prompt", False),
     ("speculate", None),
     ("speculate", False),
     ("id", "x" * 256),
@@ -374,6 +375,7 @@ NOT_TAKEN = [
     ("progress", [0, 1, "true", None]),
     ("separate_reasoning", [0, 1, "true", None]),
     ("continue_final_message", [0, 1, "true", None]),
+    ("add_generation_prompt", [0, 1, "true", None]),
     ("parallel_tool_calls", [0, 1, "true", None]),
     ("fit_max_tokens", [0, 1, "true", None]),
     (

@@ -19,7 +19,6 @@ from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.header_names import HeaderName
 from uma_trio.gateway.http_metrics import HttpMetrics
 
-
 PROCESS_START: Final = HeaderName(b"Process-Start-Time-Unix")
 """llama-server's header for when counters were 0, in seconds since 1970."""
 

@@ -21,7 +21,7 @@ from uma_trio.gateway.dialects.llama_fields import (
     generation_settings,
     probabilities_of,
 )
-from uma_trio.gateway.dialects.llama_tokens import Tokens, Translation, is_several
+from uma_trio.gateway.dialects.llama_tokens import Translation, is_several
 from uma_trio.gateway.dialects.openai import (
     FIELD_NAMES,
     OPENAI,
@@ -38,6 +38,7 @@ from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Pr
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import logprobs_of
+
 MAX_WINDOW: Final = 4096
 """The protocol's largest ``repeat_last_n``."""
 
