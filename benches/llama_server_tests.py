@@ -168,7 +168,7 @@ def page(rows: Sequence[Row], *, is_resumed: bool) -> str:
         "|---|---|",
         "| both servers | the embedded model, one compute thread. Its answers are short, so tests of long ones fail with both |",
         "| llama-server | `--pooling mean` where a test sets none: the suite's own model for embeddings says it |",
-        "| uma-trio: flags | `--http-any-model`, `--http-origins '*'` and `--metrics-compat llama-server`, which say llama-server's defaults; `--batch-tokens` at least 32; a generated API key in place of the suite's |",
+        "| uma-trio: flags | `--http-any-model`, `--http-origins '*'` and `--metrics-compat llama-server`, which let it answer as llama-server does; `--batch-tokens` at least 32; a generated API key in place of the suite's |",
         "| uma-trio: starts | tests in a row with the same settings share a daemon, except those of caches, metrics and progress |",
         "| uma-trio: settings without a counterpart | `jinja`, `pooling`, `no_ui`, `server_metrics`, `server_slots` are ignored; others skip the test |",
         "",
