@@ -25,13 +25,13 @@ OF_OLLAMA = {"model": "embedded", "tools": [{"function": TOOL}], "logprobs": Tru
 UNKNOWN = {"nothing": 1}
 RANK = {"query": "a", "documents": ["b", "c"]}
 TELEMETRY = {"return_progress": True, "timings_per_token": True}
-TOLD = {**TELEMETRY, "verbose": True}
+VERBOSE = {**TELEMETRY, "verbose": True}
 SHORT = {"max_tokens": 3}
 """For prompts without a chat template, whose answers have no end."""
 REQUESTS: dict[str, list[dict[str, Any]]] = {
-    "/v1/chat/completions": [CHAT, {**CHAT, **CALL}, {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, **UNKNOWN}, {**CHAT, **TOLD}],
+    "/v1/chat/completions": [CHAT, {**CHAT, **CALL}, {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, **UNKNOWN}, {**CHAT, **VERBOSE}],
     "/v1/chat/completions/input_tokens": [CHAT, {**CHAT, **UNKNOWN}],
-    "/v1/completions": [{"prompt": ["a", [5]], "n": 2, **SHORT}, {"prompt": "a", "logprobs": 1, **SHORT, **UNKNOWN}, {"prompt": "a", **SHORT, **TOLD}],
+    "/v1/completions": [{"prompt": ["a", [5]], "n": 2, **SHORT}, {"prompt": "a", "logprobs": 1, **SHORT, **UNKNOWN}, {"prompt": "a", **SHORT, **VERBOSE}],
     "/v1/embeddings": [{"input": ["a", [5]]}, {"input": "a", "encoding_format": "base64", **UNKNOWN}],
     "/v1/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}, {"query": "a", "texts": ["b"], "return_text": True}],
     "/v2/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}],

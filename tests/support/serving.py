@@ -82,6 +82,7 @@ class FakeChat:
         variables: object = None,
         *,
         continue_final: bool = False,
+        add_generation_prompt: bool = True,
     ) -> tuple[PromptPart, ...]:
         return (PromptPart("|".join(message["content"] for message in messages)),)
 

@@ -34,7 +34,7 @@ from uma_trio.gateway.dialects.openai import (
     model_name,
 )
 from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
-from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Props, Slot
+from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import logprobs_of
@@ -231,7 +231,7 @@ async def props(call: Call) -> Response:
 async def slots(call: Call) -> Response:
     """As many slots as answers are generated at a time; those of the client's own running requests are busy.
 
-    A slot says nothing about a request: there are no slots here, and nobody hears of other people's prompts.
+    A slot says nothing about a request: there are no slots here, and nobody sees other people's prompts.
     """
     model = (await call.ask(lambda client: client.models()))[0]
     snapshot = await call.daemon.metrics()
@@ -290,7 +290,7 @@ ENDPOINTS = (
         path="/slots",
         dialect=OPENAI,
         answer=slots,
-        shapes=(list[Slot],),
+        shapes=(list[SlotInfo],),
         summary="How many answers are generated at a time, and how many are of the client",
     ),
 )

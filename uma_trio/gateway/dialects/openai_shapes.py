@@ -415,7 +415,7 @@ class LlamaAnswer(msgspec.Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
 
 
-class Slot(Shape):
+class SlotInfo(Shape):
     """Room for one answer."""
 
     id: int
