@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import attrs
 
@@ -112,6 +112,22 @@ class _Answer:
         )
 
 
+class Streamable(Protocol):
+    """A request whose answer may be streamed."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether it is."""
+
+    @property
+    def return_progress(self) -> bool:
+        """Whether the client wants to know how far the prefill is."""
+
+    @property
+    def timings_per_token(self) -> bool:
+        """Whether the client wants timings with each event."""
+
+
 class Telemetry:
     """Follows a streamed answer, and says what its events have next to their text.
 
@@ -121,11 +137,21 @@ class Telemetry:
         now: a clock in seconds.
     """
 
-    def __init__(self, *, progress: bool, per_token: bool, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, progress: bool = False, per_token: bool = False, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._progress = progress
         self._per_token = per_token
         self._now = now
         self._answers: dict[int, _Answer] = {}
+
+    @classmethod
+    def of_request(cls, request: Streamable) -> Telemetry:
+        """What a client wants to know."""
+        is_streamed = bool(request.stream)
+        return cls(
+            progress=is_streamed and request.return_progress, per_token=is_streamed and request.timings_per_token
+        )
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -300,11 +326,8 @@ class Extras:
         description: for ``__verbose``; ``None``: the client does not want it.
     """
 
-    def __init__(self, request: Sampling, description: Description | None) -> None:
-        self._telemetry = Telemetry(
-            progress=bool(request.stream and request.return_progress),
-            per_token=bool(request.stream and request.timings_per_token),
-        )
+    def __init__(self, telemetry: Telemetry, description: Description | None = None) -> None:
+        self._telemetry = telemetry
         self._description = description
         self._texts: dict[int, list[str]] = {}
 

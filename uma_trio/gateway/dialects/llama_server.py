@@ -92,10 +92,7 @@ async def complete_as_llama_server(call: Call) -> Response:
     logprobs = request.n_probs or (0 if request.return_tokens and not request.stream else None)
     adapters = await adapters_of(call, request)
     sampling = {**request.sampling_fields(), "n": request.answers, "logit_bias": bias, "repeat_last_n": request.window}
-    telemetry = Telemetry(
-        progress=bool(request.stream and request.return_progress),
-        per_token=bool(request.stream and request.timings_per_token),
-    )
+    telemetry = Telemetry.of_request(request)
     requests = [
         call.for_daemon(
             **sampling,

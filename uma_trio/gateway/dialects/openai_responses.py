@@ -142,9 +142,7 @@ async def respond(call: Call) -> Response:
     include = request.include or []
     has_logprobs = request.top_logprobs is not None or "message.output_text.logprobs" in include
     form = request.text and request.text.format
-    telemetry = Telemetry(
-        progress=request.stream and request.return_progress, per_token=request.stream and request.timings_per_token
-    )
+    telemetry = Telemetry.of_request(request)
     fields = call.for_daemon(
         model=request.model,
         **conversation_fields(
