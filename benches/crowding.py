@@ -101,8 +101,19 @@ class Honest:
 
 
 @bench()
-@click.option("--attack", "attacks", multiple=True, type=click.Choice([*ATTACKS]), help="What the greedy tenant does; may be repeated.  [default: all]")
-@click.option("--seconds", type=click.FloatRange(1), default=10.0, help="Duration of each attack, and the longest wait that it can measure.")
+@click.option(
+    "--attack",
+    "attacks",
+    multiple=True,
+    type=click.Choice([*ATTACKS]),
+    help="What the greedy tenant does; may be repeated.  [default: all]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1),
+    default=10.0,
+    help="Duration of each attack, and the longest wait that it can measure.",
+)
 @places()
 @csv_option("a row for each attack")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
