@@ -14,6 +14,7 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Franc
 ANSWER = "The capital of France is Paris."
 ASK: dict[str, Any] = {"model": "embedded", "max_tokens": 100, "messages": QUESTION}
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
+CALL = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 LONG = {"type": "array", "items": {"enum": ["fox"]}, "minItems": 1000}
 """A schema of answers that take a while."""
 
@@ -36,6 +37,17 @@ def test_a_streamed_answer_is_the_same_in_pieces(gateway: Gateway) -> None:
     assert last.stop_reason == whole.stop_reason
     assert last.usage.output_tokens == whole.usage.output_tokens
     assert sum(event.type == "text" for event in events) > 3
+
+
+def test_the_answer_continues_a_last_message_of_the_assistant(gateway: Gateway) -> None:
+    client, start = gateway.anthropic(), ANSWER[:14]
+    begun = {**ASK, "messages": [*QUESTION, {"role": "assistant", "content": start}]}
+    assert start + client.messages.create(**begun).content[0].text == ANSWER
+    with client.messages.stream(**begun) as stream:
+        assert start + "".join(stream.text_stream) == ANSWER
+    counted = client.messages.count_tokens(messages=begun["messages"], model="embedded")
+    usage = client.messages.create(**begun).usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
 def test_the_events_of_a_stream_and_their_order(gateway: Gateway) -> None:
@@ -99,7 +111,7 @@ def test_why_an_answer_ends(gateway: Gateway, stream: bool) -> None:
         ({"model": "claude-0"}, anthropic.NotFoundError, "not_found_error"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, anthropic.BadRequestError, None),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "The"}]}, anthropic.BadRequestError, None),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": [CALL]}]}, anthropic.BadRequestError, None),
     ],
 )
 def test_a_refusal_has_a_type_also_when_a_stream_was_asked_for(

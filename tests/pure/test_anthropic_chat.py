@@ -113,7 +113,7 @@ def test_a_document_that_is_text() -> None:
             "messages[0].content[0].content[1]",
         ),
         (assistant({"type": "tool_use", "name": "f"}), "messages[0].content[0]"),
-        (assistant("x"), "messages"),
+        (assistant({"type": "tool_use", "id": "t", "name": "f"}), "messages"),
     ],
 )
 def test_what_is_not_supported_is_refused_with_its_place(message: Fields, parameter: str) -> None:

@@ -190,11 +190,13 @@ class ChatMessages:
             message_["content"] = PARAGRAPH.join(parts)
         if not self.messages:
             raise invalid("no message has any content; send a text", parameter="messages")
-        if self.messages[-1]["role"] == "assistant":
-            raise invalid(
-                "the last message is of the assistant, and continuing it is not supported; end with one of the user",
-                parameter="messages",
-            )
+        if self.messages[-1].get("tool_calls"):
+            raise invalid("the last message has a tool_use; send its tool_result after it", parameter="messages")
+
+    @property
+    def is_begun(self) -> bool | None:
+        """``True`` if the answer continues the last message; otherwise ``None``."""
+        return True if self.messages[-1]["role"] == "assistant" else None
 
     def _add(self, message: Message, parameter: str) -> None:
         content = message.content

@@ -49,6 +49,7 @@ async def answer_messages(call: Call) -> Response:
     fields = call.for_daemon(
         model=request.model,
         **conversation_fields(chat.messages, call.request.headers, session_id=request.session_id),
+        continue_final_message=chat.is_begun,
         **tools,
         max_tokens=request.max_tokens,
         fit_max_tokens=True,
@@ -81,10 +82,11 @@ async def count_tokens(call: Call) -> Response:
     """Count the tokens of a chat, as a request would prefill it."""
     request, _ = await call.read(Chat)
     tools, _ = tool_fields(request)
-    messages = without_noise(ChatMessages(request).messages)
+    chat = ChatMessages(request)
     fields = call.for_daemon(
         model=request.model,
-        messages=messages,
+        messages=without_noise(chat.messages),
+        continue_final_message=chat.is_begun,
         tools=tools.get("tools"),
         chat_template_kwargs=request.template_kwargs,
     )
