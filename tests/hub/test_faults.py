@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import resource
@@ -320,7 +319,7 @@ def test_starlings_folder_is_used_where_it_exists(hub: FakeHub, home: Home, tiny
     folder = home.folder / ".starling" / "models"
     folder.mkdir(parents=True)
     assert home.run("pull", "--quiet", NAME).stdout.strip() == str(folder / FILE)
-    (listed,) = json.loads(home.run("models", "--json", HF_HUB_OFFLINE="1").stdout)
+    (listed,) = home.listed(HF_HUB_OFFLINE="1")
     assert listed["files"] == [str(folder / FILE)]
     offline = home.run("pull", "other/repo", HF_HUB_OFFLINE="1")
     assert offline.returncode == 1

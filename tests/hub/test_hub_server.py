@@ -54,7 +54,7 @@ def test_what_their_library_downloaded_is_used_where_it_is(hub: FakeHub, home: H
     cache = home.folder / ".cache" / "huggingface" / "hub"
     path = huggingface_hub.hf_hub_download(NAME, FILE, endpoint=hub.url, cache_dir=cache, token=False)
     n_requests = len(hub.file_requests())
-    (listed,) = json.loads(home.run("models", "--json").stdout)
+    (listed,) = home.listed()
     assert (listed["name"], listed["origin"], listed["files"]) == (f"{NAME}:Q8_0", "Hugging Face", [path])
     pulled = json.loads(home.run("pull", "--json", NAME).stdout)
     assert (pulled["path"], pulled["origin"]) == (path, "Hugging Face")
@@ -64,4 +64,4 @@ def test_what_their_library_downloaded_is_used_where_it_is(hub: FakeHub, home: H
     assert refused.returncode == 1
     assert "belongs to Hugging Face; remove it with: hf cache rm" in refused.stderr
     os.unlink(os.path.realpath(path))
-    assert json.loads(home.run("models", "--json").stdout) == [], "a link to nowhere is not a model"
+    assert home.listed() == [], "a link to nowhere is not a model"

@@ -94,7 +94,7 @@ def test_a_model_of_lm_studio_is_used_where_it_is(hub: FakeHub, home: Home, mode
     (folder / "Tiny-Q8_0.gguf").write_bytes(model)
     (folder / "mmproj-Tiny-F16.gguf").write_bytes(b"not a language model")
     (home.folder / ".lmstudio-home-pointer").write_text(str(home.folder / "elsewhere"))
-    (listed,) = json.loads(home.run("models", "--json").stdout)
+    (listed,) = home.listed()
     assert (listed["name"], listed["origin"]) == ("acme/Tiny-GGUF:Q8_0", "LM Studio")
     hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
     pulled = json.loads(home.run("pull", "acme/Tiny-GGUF", "--json").stdout)

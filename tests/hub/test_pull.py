@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
 
@@ -18,7 +16,7 @@ def test_a_model_of_the_hub(hub: FakeHub, home: Home, model: bytes) -> None:
     assert pulled.stdout.strip() == str(home.models / FILE)
     assert (home.models / FILE).read_bytes() == model
     assert home.files() == [FILE, f"{FILE}.json"]
-    (listed,) = json.loads(home.run("models", "--json").stdout)
+    (listed,) = home.listed()
     assert (listed["name"], listed["quantization"], listed["origin"]) == (NAME, "Q8_0", "uma-trio")
     n_requests = len(hub.file_requests())
     assert home.run("pull", NAME).returncode == 0

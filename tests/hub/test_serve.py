@@ -29,7 +29,7 @@ def test_serve_downloads_what_is_not_here_and_clients_see_the_name(
     with real_daemon("--model", "tiny", folder=tmp_path, environment=home.environment) as daemon:
         assert "Paris" in daemon.ask(messages=QUESTION, model="tiny").text
         socket = str(daemon.socket)
-        (listed,) = json.loads(home.run("models", "--json", UMA_SOCKET=socket).stdout)
+        (listed,) = home.listed(UMA_SOCKET=socket)
         assert (listed["name"], listed["aliases"], listed["is_served"]) == (NAME, ["tiny"], True)
         refused = home.run("models", "remove", "--yes", "tiny", UMA_SOCKET=socket)
         assert refused.returncode == 1
@@ -84,7 +84,7 @@ def test_a_model_of_ollama_is_served_where_it_is(hub: FakeHub, home: Home, model
         assert "Paris" in daemon.ask(messages=QUESTION, model="tiny").text
         shown = httpx.post(f"{daemon.http_url()}/api/show", json={"model": "tiny:latest"}, timeout=60)
         assert shown.status_code == 200, shown.text
-        (described,) = json.loads(home.run("models", "--json", UMA_SOCKET=str(daemon.socket)).stdout)
+        (described,) = home.listed(UMA_SOCKET=str(daemon.socket))
         assert (described["name"], described["origin"], described["is_served"]) == ("tiny:latest", "Ollama", True)
     assert home.files() == []
     hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
@@ -128,7 +128,10 @@ def test_a_model_of_this_machine_is_loaded_on_demand(hub: FakeHub, home: Home, m
         assert daemon.ask(prompt="x", model=str(path)).code == "E_MODEL_NOT_FOUND"  # a client names no paths
         assert daemon.ask(prompt="x", model="nothing/there:Q8_0").code == "E_MODEL_NOT_FOUND"
         listed = json.loads(home.run("models", "--json", UMA_SOCKET=socket).stdout)
-        assert [(each["name"], each["state"]) for each in listed] == [(NAME, "unloaded"), ("embedded", "ready")]
+        states = {each["name"]: each["state"] for each in listed}
+        assert states == {"embedded": "ready", "embedded-draft": "unloaded", NAME: "unloaded"}
+        assert f"{NAME}  " in (table := home.run("models", UMA_SOCKET=socket).stdout)
+        assert [line.split()[-1] for line in table.splitlines() if "embedded-draft" in line] == ["unloaded"]
         assert "Paris" in daemon.ask(messages=QUESTION, model="tiny", max_tokens=20).text
         assert daemon.metrics()["models"][NAME]["state"] == "ready"
         assert NAME in home.run("models", UMA_SOCKET=socket).stdout

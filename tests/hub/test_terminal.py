@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 
@@ -41,7 +42,7 @@ def test_shells_complete_names_and_aliases(hub: FakeHub, home: Home, model: byte
     for line in ("uma-trio serve --model ", "uma-trio models show ", "uma-trio tokenize --model "):
         found = home.run(_UMA_TRIO_LINE=line, _UMA_TRIO_COMPLETE="lines_complete")
         names = [each.split("\t")[1] for each in found.stdout.splitlines() if each.startswith("plain\t")]
-        assert names == [NAME, "tiny"], line
+        assert names == ["embedded", "embedded-draft", NAME, "tiny"], line
 
 
 def test_a_short_name_that_is_not_here_brings_suggestions(hub: FakeHub, home: Home, model: bytes) -> None:
@@ -69,7 +70,33 @@ def test_what_cannot_be_pulled_says_what_else_to_do(home: Home, name: str, reaso
     assert "trying again" not in refused.stderr
 
 
-def test_the_embedded_model_is_not_removed(home: Home) -> None:
-    refused = home.run("models", "remove", "--yes", "embedded")
-    assert (refused.returncode, "embedded comes with the package" in refused.stderr) == (1, True)
-    assert "no models besides embedded" in home.run("models").stderr
+def test_the_models_of_the_package_are_listed_and_have_aliases(home: Home) -> None:
+    assert home.run("models", "alias", "small", "embedded").returncode == 0
+    assert home.run("models", "alias", "tiny", "small").returncode == 0
+    listed = json.loads(home.run("models", "--json").stdout)
+    assert [(each["name"], each["origin"], each["aliases"]) for each in listed] == [
+        ("embedded", "the package", ["small", "tiny"]),
+        ("embedded-draft", "the package", []),
+    ]
+    for name in ("small", "tiny", "embedded"):
+        shown = home.run("models", "show", "--json", name)
+        assert json.loads(shown.stdout)["origin"] == "the package", shown.stderr
+        refused = home.run("models", "remove", "--yes", name)
+        assert (refused.returncode, "embedded comes with the package" in refused.stderr) == (1, True)
+    assert "download another model with: uma-trio pull" in home.run("models").stderr
+    home.run("models", "alias", "--remove", "small")
+    assert home.run("models", "show", "tiny").returncode == 0
+    taken = home.run("models", "alias", "Embedded-Draft", "embedded")
+    assert "the name of a model of the package; choose another one" in taken.stderr
+
+
+def test_a_model_takes_its_aliases_with_it(hub: FakeHub, home: Home, model: bytes) -> None:
+    hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
+    assert home.run("pull", NAME).returncode == 0
+    for alias, meaning in (("a", NAME), ("b", "acme/Tiny-GGUF"), ("c", "tiny"), ("other", "embedded")):
+        assert home.run("models", "alias", alias, meaning).returncode == 0
+    [listed] = home.listed()
+    assert listed["aliases"] == ["a", "b", "c"]
+    removed = home.run("models", "remove", "--yes", "b")
+    assert removed.stderr.endswith(" MiB and the aliases a, b, c\n")
+    assert json.loads(home.run("models", "alias", "--json").stdout) == {"other": "embedded"}

@@ -99,6 +99,7 @@ class FakeOpener:
         """What a model takes with the least context."""
         self.rooms: dict[str, int] = {}
         self.n_threads = 5
+        self.on_demand = True
         self.sizes = sizes
         self.storage: dict[str, str] = {}
         self.failures: dict[str, Exception] = {}
@@ -463,6 +464,19 @@ async def test_a_name_of_a_configured_file_is_that_model(autojump_clock) -> None
     opener.others["other"] = attrs.evolve(spec_of("a"), name="other", is_configured=False)
     async with registry(spec_of("a"), opener=opener) as models:
         assert await hold(models, "other", 0) == 1
+
+
+async def test_without_on_demand_another_name_of_a_configured_file_counts_and_no_other_model(autojump_clock) -> None:
+    opener = FakeOpener()
+    opener.on_demand = False
+    opener.others["alias"] = attrs.evolve(spec_of("a"), name="alias", is_configured=False)
+    opener.others["x:Q8_0"] = spec_of("x:Q8_0", is_configured=False)
+    async with registry(spec_of("a"), opener=opener) as models:
+        assert await hold(models, "alias", 0) == 1
+        with pytest.raises(ModelNotFound, match=r"this daemon serves a; x:Q8_0 is on this machine.*--model x:Q8_0$"):
+            await hold(models, "x:Q8_0", 0)
+        with pytest.raises(ModelNotFound, match="this daemon serves a; choose one of these$"):
+            await hold(models, "y", 0)
 
 
 async def test_what_is_configured_now(autojump_clock) -> None:

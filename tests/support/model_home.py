@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -45,6 +47,11 @@ class Home:
         finally:
             process.kill()
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def listed(self, **variables: str) -> list[dict[str, Any]]:
+        """What ``uma-trio models --json`` lists, without the models of the package."""
+        listed = json.loads(self.run("models", "--json", **variables).stdout)
+        return [each for each in listed if each["origin"] != "the package"]
 
     def files(self) -> list[str]:
         """What is in the folder of models."""

@@ -165,6 +165,8 @@ class OneModel:
     async def describe(self, spec: ModelSpec) -> ModelDescription:
         return self.service.description()
 
+    on_demand = False
+
     async def find(self, name: str) -> None:
         return None
 

@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 HINTS: Final = {
     "E_CONTROLLER_NOT_FOUND": "uma-trio controllers list shows the tags",
     "E_LIMIT_MAX_TOKENS": "use a smaller --max-tokens, or serve with a larger one",
-    "E_LIMIT_PROMPT_TOO_LARGE": "shorten the text, or serve with a larger --ctx, or a larger --max-prompt-bytes or --max-prompt-tokens if it is set",
     "E_MODEL_NO_CHAT_TEMPLATE": "use --raw, and the model continues the text",
-    "E_MODEL_NOT_FOUND": "choose one of these with --model",
     "E_SESSION_BUSY": "wait for its answer, or copy it first with: uma-trio sessions fork",
     "E_SESSION_EXISTS": "choose another name",
     "E_SESSION_NOT_FOUND": "uma-trio sessions lists yours",
     "E_RUNTIME_INTERNAL": "the log of uma-trio serve has the details",
 }
-"""What a person at the command line can do about an error, by its code."""
+"""What a person at the command line can do about an error, by its code, where the daemon's message does not say it."""
 
 
 CONTROLLER_FAILED: Final = "E_CONTROLLER_FAILED"

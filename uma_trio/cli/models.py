@@ -25,9 +25,8 @@ MANAGE_S: Final = 3600.0
 """How long the daemon may take to load or to drain a model."""
 SERVED: Final = ("ready", "loading", "draining")
 """States of models that the daemon has in memory."""
-STATES: Final = {"ready": "served", "loading": "loading", "draining": "draining", "failed": "failed"}
-"""What the table says of a model of the daemon."""
-EMBEDDED_NAME: Final = "embedded"
+STATES: Final = {"ready": "served"}
+"""What the table says of a model of the daemon, where it is not the word of the protocol."""
 HOW_TO_REMOVE: Final = {
     "Ollama": "ollama rm {name}",
     "Hugging Face": "hf cache rm model/{place}",
@@ -139,22 +138,21 @@ def show(model: str, as_json: bool) -> None:
 def remove(model: str, yes: bool) -> None:
     """Delete the files of MODEL, which uma-trio downloaded, or an unfinished download.
 
-    Models that another program keeps are for that program to remove.
+    Its aliases go with it.  Models that another program keeps are for that program to remove.
     """
     with _reporting():
         from uma_trio.hub.errors import NotInstalled
         from uma_trio.hub.folder import ModelFolder
         from uma_trio.hub.installed import find
-        from uma_trio.hub.locate import resolve
+        from uma_trio.hub.locate import aliases_of, resolve
         from uma_trio.hub.sizes import format_bytes
 
-        if model == EMBEDDED_NAME:
-            _fail(f"{model} comes with the package, and goes with it")
         places = _places()
         folder = ModelFolder(places.folder)
         reference, _ = resolve(model, places)
+        models = _all(places)
         try:
-            found = find(reference, _all(places), folder.aliases())
+            found = find(reference, models, folder.aliases())
         except NotInstalled:
             unfinished = {state.name.lower(): (state.name, here) for state, here in folder.unfinished()}
             if str(reference).lower() not in unfinished:
@@ -166,17 +164,25 @@ def remove(model: str, yes: bool) -> None:
                 _fail(f"{name} is being downloaded; stop that first")
             click.echo(f"removed what was here of {name}", err=True)
             return
+        aliases = aliases_of(found, models, places)
+        if found.origin == "the package":
+            known = f"; uma-trio models alias --remove {aliases[0]} forgets the alias" if aliases else ""
+            _fail(f"{found.name} comes with the package, and goes with it{known}")
         if found.origin != "uma-trio":
             how = HOW_TO_REMOVE[found.origin].format(name=found.name, place=found.name_without_quantization)
             _fail(f"{found.name} belongs to {found.origin}; remove it with: {how}")
-        if {found.served_name, *_aliases_of(found, folder.aliases())} & {*_served()}:
+        if {found.served_name, *aliases} & {*_served()}:
             _fail(f"a daemon serves {found.name}; stop it first")
+        what = f"{found.name}, {format_bytes(found.size_bytes)}"
+        names = f" and the alias{'es' if len(aliases) > 1 else ''} {', '.join(aliases)}" if aliases else ""
         if not yes:
-            click.confirm(
-                f"Delete {found.name}, {format_bytes(found.size_bytes)}, in {found.path.parent}?", abort=True, err=True
-            )
+            click.confirm(f"Delete {what}, in {found.path.parent}{names}?", abort=True, err=True)
         folder.remove(found)
-        click.echo(f"removed {found.name}, {format_bytes(found.size_bytes)}", err=True)
+        if aliases:
+            with folder.editing_aliases() as kept:
+                for each in aliases:
+                    kept.pop(each, None)
+        click.echo(f"removed {what}{names}", err=True)
 
 
 @command.command()
@@ -197,8 +203,8 @@ def alias(name: str | None, model: str | None, removing: bool, as_json: bool) ->
         import os
 
         from uma_trio.hub.folder import ModelFolder
-        from uma_trio.hub.locate import find_here
-        from uma_trio.hub.names import HubReference, PathReference, UrlReference, check_alias, parse
+        from uma_trio.hub.locate import find_here, resolve
+        from uma_trio.hub.names import HubReference, PathReference, UrlReference, check_alias
 
         places = _places()
         folder = ModelFolder(places.folder)
@@ -213,8 +219,10 @@ def alias(name: str | None, model: str | None, removing: bool, as_json: bool) ->
         if model is None:
             raise click.UsageError("give the model that this name stands for, or --remove")
         check_alias(name)
-        reference = parse(model, places.endpoint)
-        if isinstance(reference, HubReference | UrlReference):
+        reference, other = resolve(model, places)
+        if other is not None:
+            meaning = folder.aliases()[other]  # the same as the other alias, which may go
+        elif isinstance(reference, HubReference | UrlReference):
             meaning = model
         elif isinstance(reference, PathReference):
             meaning = os.path.abspath(find_here(model, places).path)
@@ -257,26 +265,19 @@ def reload(model: str, socket: Path | None) -> None:
 def _list(as_json: bool) -> None:
     with _reporting():
         from uma_trio.hub.folder import ModelFolder
+        from uma_trio.hub.locate import aliases_of
 
         places = _places()
         models = _all(places)
-        folder = ModelFolder(places.folder)
-        aliases = folder.aliases()
-        unfinished = folder.unfinished()
+        unfinished = ModelFolder(places.folder).unfinished()
+        names = [aliases_of(model, models, places) for model in models]
     daemon = _of_daemon()
-    served = {name: model["state"] for model in daemon for name in (model["name"], *model["aliases"])}
-    rows = [_describe(model, served, aliases) for model in models]
-    known = {name for row, model in zip(rows, models, strict=True) for name in (model.served_name, *row["aliases"])}
+    served = {name: model for model in daemon for name in (model["name"], *model["aliases"])}
+    rows = [_describe(model, aliases, served) for model, aliases in zip(models, names, strict=True)]
+    known = {name for model, aliases in zip(models, names, strict=True) for name in (model.served_name, *aliases)}
     rows += [_describe_served(model) for model in daemon if not known & {model["name"], *model["aliases"]}]
     if as_json:
         click.echo(json.dumps(rows))
-        return
-    if not rows and not unfinished:
-        click.echo(
-            "no models besides embedded, which comes with the package; download one with: "
-            "uma-trio pull Qwen/Qwen3-0.6B-GGUF",
-            err=True,
-        )
         return
     from uma_trio.hub.sizes import format_bytes
 
@@ -293,11 +294,13 @@ def _list(as_json: bool) -> None:
                     row["quantization"],
                     context,
                     row["origin"] or "",
-                    STATES.get(row["state"], ""),
+                    STATES.get(row["state"], row["state"] or ""),
                     ", ".join(notes),
                 )
             )
         _print_table(table)
+    if all(row["origin"] == "the package" for row in rows) and not unfinished:
+        click.echo("download another model with: uma-trio pull Qwen/Qwen3-0.6B-GGUF", err=True)
     for state, here in unfinished:
         total = None if None in state.sizes else sum(each or 0 for each in state.sizes)
         of = "" if total is None else f" of {format_bytes(total)}"
@@ -306,7 +309,7 @@ def _list(as_json: bool) -> None:
         )
 
 
-def _describe(model: InstalledModel, served: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, Any]:
+def _describe(model: InstalledModel, aliases: Sequence[str], served: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     from uma_trio.models.gguf_header import GgufError, read_header
 
     context, problem = None, None
@@ -317,31 +320,31 @@ def _describe(model: InstalledModel, served: Mapping[str, str], aliases: Mapping
         problem = error.reason
     except OSError as error:
         problem = error.strerror
-    names = _aliases_of(model, aliases)
-    state = next((served[name] for name in (model.served_name, *names) if name in served), None)
+    found = next((served[name] for name in (model.served_name, *aliases) if name in served), {})
+    state = found.get("state")
     return {
         "name": model.name,
         "size_bytes": model.size_bytes,
-        "quantization": model.quantization,
+        "quantization": model.quantization or found.get("quantization") or "",
         "context_length": context,
         "origin": model.origin,
         "source": model.source,
         "files": [str(file) for file in model.files],
-        "aliases": names,
+        "aliases": [*aliases],
         "is_served": state in SERVED,
         "state": state,
-        "problem": problem,
+        "problem": problem or found.get("reason"),
     }
 
 
 def _describe_served(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A model of the daemon that nobody keeps by a name: the embedded one, or one that was given by its path."""
+    """A model of the daemon that nobody keeps by a name: one that was given by its path."""
     return {
         "name": model["name"],
         "size_bytes": model["size_bytes"],
         "quantization": model.get("quantization") or "",
         "context_length": model["context_per_request"] or None,
-        "origin": "the package" if model["name"] == EMBEDDED_NAME else None,
+        "origin": None,
         "source": None,
         "files": [],
         "aliases": model["aliases"],
@@ -349,11 +352,6 @@ def _describe_served(model: Mapping[str, Any]) -> dict[str, Any]:
         "state": model["state"],
         "problem": model.get("reason"),
     }
-
-
-def _aliases_of(model: InstalledModel, aliases: Mapping[str, str]) -> list[str]:
-    meanings = (model.name.lower(), str(model.path).lower())
-    return [name for name, meaning in aliases.items() if meaning.lower() in meanings]
 
 
 def _manage(action: str, model: str, socket: Path | None) -> None:

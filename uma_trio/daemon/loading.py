@@ -147,14 +147,17 @@ class Opener:
         config: of the daemon.
         launcher: starts engines; what it needs outlives all models.
         default: name of the default model.
-        places: where models of this machine are; ``None``: only configured ones are loaded.
+        places: where models of this machine are; ``None``: only the configured ones are known.
     """
 
     def __init__(self, config: Config, launcher: Launcher, default: str, places: ModelLocations | None = None) -> None:
         self._config = config
         self._launcher = launcher
         self._default = default
-        self._places = places if config.loading.on_demand else None
+        self._places = places
+        self._finding = trio.CapacityLimiter(1)
+        """Requests for unknown models wait for each other, and take no more than one thread."""
+        self.on_demand = config.loading.on_demand
         self.perf = CurrentPerfLog()
         self.budget_bytes = config.loading.models_memory_mb * MB
         self.budget_is_set = config.loading.models_memory_mb > 0
@@ -243,14 +246,14 @@ class Opener:
         if self._places is None:
             return None
         try:
-            found = await trio.to_thread.run_sync(find_installed, name, self._places)
+            found = await trio.to_thread.run_sync(find_installed, name, self._places, limiter=self._finding)
         except (HubError, OSError):
             return None
         return self._on_demand(found.name, str(found.path))
 
     async def installed(self) -> list[ModelSpec]:
         """See ``registry.ModelOpener``."""
-        if self._places is None:
+        if self._places is None or not self.on_demand:
             return []
         at, listed = self._listed
         if trio.current_time() - at > LISTED_S:

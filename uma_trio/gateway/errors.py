@@ -115,7 +115,7 @@ def from_failure(failure: Failure) -> HttpError:
         )
     if status == 429 and retry_after_ms is not None and "again" not in message:
         message = f"{message}; {try_again_in(retry_after_ms)}"
-    if failure.code == ModelNotFound.code:
+    if failure.code == ModelNotFound.code and "--on-demand" not in message:
         message = f"{message}; uma-trio serve --http-any-model answers requests for other names with its first model"
     return HttpError(status, failure.code, message, retry_after_ms=retry_after_ms, parameter=failure.field)
 

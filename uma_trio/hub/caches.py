@@ -23,6 +23,7 @@ from uma_trio.hub.folder import ModelFolder
 from uma_trio.hub.installed import InstalledModel, Origin
 from uma_trio.hub.names import HUB_HOSTS
 from uma_trio.hub.variants import group_parts, quantization_of
+from uma_trio.models.packaged import PACKAGED
 
 OLLAMA_HOST: Final = "registry.ollama.ai"
 OLLAMA_MODEL: Final = "application/vnd.ollama.image.model"
@@ -30,8 +31,17 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 def all_models(places: ModelLocations) -> list[InstalledModel]:
-    """Every model of this machine that has a name, ours first.  Blocks."""
-    return [*ModelFolder(places.folder).models(), *cached_models(places)]
+    """Every model of this machine that has a name: those of the package, ours, those of others.  Blocks."""
+    return [*packaged_models(), *ModelFolder(places.folder).models(), *cached_models(places)]
+
+
+def packaged_models() -> list[InstalledModel]:
+    """The models that come with the package, as far as the installation has them.  Blocks."""
+    there = {name: path for name, path in PACKAGED.items() if path.is_file()}
+    return [
+        InstalledModel(name=name, origin="the package", files=(path,), size_bytes=path.stat().st_size)
+        for name, path in there.items()
+    ]
 
 
 def cached_models(places: ModelLocations) -> list[InstalledModel]:

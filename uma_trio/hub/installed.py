@@ -13,10 +13,10 @@ from uma_trio.hub.errors import HubError, NotInstalled
 from uma_trio.hub.names import HubReference, Reference, ShortName, UrlReference
 from uma_trio.hub.variants import best
 
-Origin = Literal["uma-trio", "Hugging Face", "LM Studio", "Ollama"]
-"""Which program put a model there, and may remove it."""
+Origin = Literal["the package", "uma-trio", "Hugging Face", "LM Studio", "Ollama"]
+"""Which program put a model there, and may remove it; ``the package`` is uma-trio itself."""
 
-ORIGINS: Final[tuple[Origin, ...]] = ("uma-trio", "Hugging Face", "LM Studio", "Ollama")
+ORIGINS: Final[tuple[Origin, ...]] = ("the package", "uma-trio", "Hugging Face", "LM Studio", "Ollama")
 """The first one counts where several have the same model."""
 
 

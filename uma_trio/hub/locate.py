@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -13,16 +14,13 @@ from uma_trio.hub.caches import all_models
 from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import HubError, NotInstalled
 from uma_trio.hub.folder import ModelFolder
-from uma_trio.hub.installed import find
+from uma_trio.hub.installed import InstalledModel, find
 from uma_trio.hub.names import HubReference, PathReference, Reference, UrlReference, parse
 from uma_trio.hub.variants import group_parts
-from uma_trio.models.loaded import EMBEDDED, EMBEDDED_DRAFT
+from uma_trio.models.packaged import PACKAGED
 
 if TYPE_CHECKING:
     from uma_trio.hub.pull import PullReporter
-
-EMBEDDED_NAME: Final = "embedded"
-EMBEDDED_DRAFT_NAME: Final = "embedded-draft"
 
 
 @attrs.frozen
@@ -44,10 +42,8 @@ def find_here(text: str, places: ModelLocations) -> LocatedModel:
         NotInstalled: it could be downloaded, or there is no such name.
         HubError: it means nothing, or several models.
     """
-    if text == EMBEDDED_NAME:
-        return LocatedModel(EMBEDDED, EMBEDDED_NAME)
-    if text == EMBEDDED_DRAFT_NAME:
-        return LocatedModel(EMBEDDED_DRAFT, EMBEDDED_DRAFT_NAME)
+    if text in PACKAGED:
+        return LocatedModel(PACKAGED[text], text)
     try:
         path = Path(text).expanduser()
     except RuntimeError:
@@ -115,6 +111,22 @@ def resolve(text: str, places: ModelLocations) -> tuple[Reference, str | None]:
         name, meaning = aliases[text.lower()]
         return parse(meaning, places.endpoint), name
     return parse(text, places.endpoint), None
+
+
+def aliases_of(model: InstalledModel, models: Iterable[InstalledModel], places: ModelLocations) -> list[str]:
+    """The aliases that mean ``model``, one of ``models``."""
+    models = [*models]
+    found = []
+    for name, meaning in ModelFolder(places.folder).aliases().items():
+        try:
+            reference = parse(meaning, places.endpoint)
+            is_path = isinstance(reference, PathReference)
+            path = Path(meaning) if is_path else find(reference, models, ()).path
+        except HubError:  # nobody has that model, or the alias was written by hand
+            continue
+        if path == model.path:
+            found.append(name)
+    return found
 
 
 def _models_in(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ import attrs
 
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.urls import origin_of, parse_url, without_secrets
+from uma_trio.models.packaged import PACKAGED
 
 HUB: Final = "https://huggingface.co"
 HUB_HOSTS: Final = ("huggingface.co", "hf.co", "www.huggingface.co")
@@ -100,7 +101,9 @@ def parse(text: str, endpoint: str = HUB) -> Reference:
 
 def check_alias(name: str) -> None:
     """Raises HubError if ``name`` cannot be an alias."""
-    if not _SHORT_ALIAS.fullmatch(name) or name.lower().endswith(".gguf") or name == "embedded":
+    if name.lower() in PACKAGED:
+        raise HubError(f"{name} is the name of a model of the package", "choose another one")
+    if not _SHORT_ALIAS.fullmatch(name) or name.lower().endswith(".gguf"):
         raise HubError(
             f"{name[:100]!r} cannot be an alias", "use letters, digits, dots, dashes and underscores, such as qwen3"
         )

@@ -34,6 +34,7 @@ from uma_trio.models.control_tokens import ControlTokens
 from uma_trio.models.gguf_check import GgufError, GgufSummary, check_gguf
 from uma_trio.models.load_errors import explained
 from uma_trio.models.marker_text import MarkerText
+from uma_trio.models.packaged import PACKAGED
 from uma_trio.models.pairs import find_pair_format
 from uma_trio.models.prompt import PromptMaker
 from uma_trio.models.reasoning import find_format, make_markers
@@ -44,10 +45,10 @@ from uma_trio.scheduling.cost import CostModel
 
 log = structlog.get_logger("uma_trio.models")
 
-EMBEDDED: Final = Path(__file__).parent / "embedded" / "embedded.gguf"
+EMBEDDED: Final = PACKAGED["embedded"]
 """The demo and test model that comes with the package; see docs/EMBEDDED_MODEL.md."""
 
-EMBEDDED_DRAFT: Final = EMBEDDED.with_name("draft.gguf")
+EMBEDDED_DRAFT: Final = PACKAGED["embedded-draft"]
 """The draft model of the embedded one, which comes with the package as well."""
 
 OF_THE_MODEL: Final = "of the model file"

@@ -443,7 +443,8 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
         raise BadRequest("the prompt has no tokens", field=_prompt_field(request))
     if n_prompt > limits.max_prompt_tokens:
         raise PromptTooLarge(
-            f"the prompt has {n_prompt} tokens; this daemon takes {limits.max_prompt_tokens} (--max-prompt-tokens)",
+            f"the prompt has {n_prompt} tokens; this daemon takes {limits.max_prompt_tokens}. Shorten it, or serve with a "
+            "larger --max-prompt-tokens",
             field=_prompt_field(request),
         )
     room = info.max_request_tokens - n_prompt + 1

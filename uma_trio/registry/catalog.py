@@ -71,7 +71,7 @@ class Catalog:
         """The model that requests call so; also one of this machine that is not configured.  ``None`` is the default one.
 
         Raises:
-            ModelNotFound: there is none.
+            ModelNotFound: there is none, or only configured ones are loaded.
         """
         found = self.named(name)
         if found is not None:
@@ -80,14 +80,18 @@ class Catalog:
         spec = await self._opener.find(name)
         if spec is None:
             raise self.not_found(name)
-        same = [model for model in self._models.values() if model.spec.config.model.model == spec.config.model.model]
+        same = [model for model in self._models.values() if model.spec.path == spec.path]
         if same:
             return same[0]
+        if not self._opener.on_demand:
+            remedy = f"{name} is on this machine; to serve it, start uma-trio serve with --on-demand or --model {name}"
+            raise self.not_found(name, remedy)
         return self._models.setdefault(spec.name, Model(spec))
 
-    def not_found(self, name: str) -> ModelNotFound:
+    def not_found(self, name: str, remedy: str = "choose one of these") -> ModelNotFound:
         """The error for a request that names an unknown model.  It lists the models of this daemon."""
-        return ModelNotFound(f"no model {name!r}; this daemon serves {', '.join(self._models)}", field="model")
+        served = ", ".join(self._models)
+        return ModelNotFound(f"no model {name!r}; this daemon serves {served}; {remedy}", field="model")
 
     def update(self, specs: Iterable[ModelSpec]) -> tuple[list[Model], list[Model]]:
         """Take over what is configured now.

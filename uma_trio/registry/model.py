@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
 import trio
 
 from uma_trio.config import Config
+from uma_trio.models.loaded import model_path
 from uma_trio.protocol.answers import ModelDescription, ModelState
 from uma_trio.registry.room import Needs
 from uma_trio.service import ModelService
@@ -34,6 +36,11 @@ class ModelSpec:
     """Otherwise a request has found it on this machine."""
     storage: str | None = None
     """Makes the name of its storage differ from that of another model with the same content."""
+
+    @property
+    def path(self) -> Path:
+        """Its file, without links."""
+        return model_path(self.config.model.model).resolve()
 
 
 class OpenModel(Protocol):
@@ -62,6 +69,8 @@ class ModelOpener(Protocol):
     """It is a setting, and not a share of the machine's memory."""
     n_threads: int
     """Compute threads for all models together."""
+    on_demand: bool
+    """Whether models that are not configured are loaded."""
 
     def open(
         self, spec: ModelSpec, room_bytes: int, on_progress: Callable[[float], None], go_on: Callable[[], bool]
@@ -82,10 +91,10 @@ class ModelOpener(Protocol):
         """What its file says about a model that is not loaded."""
 
     async def find(self, name: str) -> ModelSpec | None:
-        """A model of this machine that is not configured; ``None`` if there is none, or they are not to be loaded."""
+        """What ``name`` means among the models of this machine; ``None``: nothing."""
 
     async def installed(self) -> list[ModelSpec]:
-        """All that ``find`` finds."""
+        """All that are loaded on demand."""
 
 
 class Instance:

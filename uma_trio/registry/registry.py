@@ -293,8 +293,8 @@ class ModelRegistry:
         """All models, those of this machine included that a request could load; the default one first."""
         models = self._catalog.models
         known = [await self._description(model) for model in models]
-        names, paths = self.names, {model.spec.config.model.model for model in models}
-        others = [spec for spec in await self._opener.installed() if spec.config.model.model not in paths]
+        names, paths = self.names, {model.spec.path for model in models}
+        others = [spec for spec in await self._opener.installed() if spec.path not in paths]
         return [*known, *[await self._opener.describe(spec) for spec in others if spec.name not in names]]
 
     async def _description(self, model: Model) -> ModelDescription:

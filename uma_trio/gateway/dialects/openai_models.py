@@ -40,7 +40,12 @@ async def retrieve_model(call: Call) -> Response:
         if model.is_called(wanted):
             return json_response((_anthropic_model if call.dialect is ANTHROPIC else _model)(wanted, model))
     names = ", ".join(each for model in models for each in model.names)
-    raise HttpError(404, "E_MODEL_NOT_FOUND", f"no model {name!r}; this daemon serves {names}", parameter="model")
+    raise HttpError(
+        404,
+        "E_MODEL_NOT_FOUND",
+        f"no model {name!r}; this daemon serves {names}; choose one of these",
+        parameter="model",
+    )
 
 
 def _model(name: str, model: ModelDescription) -> dict[str, Any]:
