@@ -107,6 +107,22 @@ def test_each_of_several_answers_is_that_of_its_seed(daemon: Daemon) -> None:
     assert len(set(texts)) > 1
 
 
+def test_a_model_invents_no_keys(daemon: Daemon) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name"],
+    }
+    for seed in range(5):
+        answer = daemon.ask(
+            messages=STORY, max_tokens=300, temperature=1, seed=seed, constraint={"json_schema": schema}
+        )
+        assert {*json.loads(answer.text)} <= {"name", "age"}
+    opened = {"json_schema": {**schema, "required": ["name", "extra"], "additionalProperties": {"type": "null"}}}
+    answer = daemon.ask(messages=STORY, max_tokens=300, temperature=1, seed=0, constraint=opened)
+    assert "extra" in json.loads(answer.text)
+
+
 def test_only_an_answer_that_ends_by_itself_is_complete(daemon: Daemon) -> None:
     for max_tokens, reason, complete in ((1, "length", False), (2, "stop", True)):
         answer = daemon.ask(prompt="a", max_tokens=max_tokens, constraint={"choice": ["a"]})

@@ -142,6 +142,8 @@ def _object(
     if random.random() < 0.1:
         schema["additionalProperties"] = _scalar(random)
         schema["maxProperties"] = len(keys) + 2
+    elif random.random() < 0.2:
+        del schema["additionalProperties"]
     elif random.random() < 0.1:
         schema["patternProperties"] = {"^z[0-9]$": _scalar(random)}
     if "maxProperties" in schema and random.random() < 0.8:

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
+from uma_trio.grammar.closed_objects import close_objects
+
 _CONTROL: Final = re.compile("([\ud800-\udfff])")
 
 
@@ -49,13 +51,13 @@ small model would write line breaks for ever."""
 
 
 def json_expression(schema: dict[str, Any]) -> str:
-    """JSON that ``schema`` describes.
+    """JSON that ``schema`` describes.  Objects have the properties that it names, and others only if it says so.
 
     Raises:
         ValueError: the schema is not JSON.
     """
     try:
-        text = msgspec.json.encode({**schema, "x-guidance": JSON_STYLE}).decode()
+        text = msgspec.json.encode({**close_objects(schema), "x-guidance": JSON_STYLE}).decode()
     except (RecursionError, msgspec.MsgspecError, TypeError) as error:
         raise ValueError(str(error)) from None
     return f"%json {text}"
