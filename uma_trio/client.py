@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import difflib
 import itertools
 import socket as sockets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -74,6 +73,7 @@ from uma_trio.protocol.events import (
     UnknownEvent,
     Usage,
 )
+from uma_trio.protocol.field_errors import did_you_mean
 from uma_trio.protocol.messages import Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
 from uma_trio.protocol.requests import Generate
@@ -505,9 +505,7 @@ class _Request:
     """One request on a connection, and which of its answers have ended."""
 
     def __init__(self, fields: Mapping[str, Any], default_id: str) -> None:
-        for name in fields:
-            if name not in FIELDS:
-                raise TypeError(f"a request has no field {name!r}{_meant(name)}")
+        _check_fields(fields)
         self.fields: dict[str, Any] = {"id": default_id, **fields}
         if isinstance(bias := fields.get("logit_bias"), Mapping):
             self.fields["logit_bias"] = {str(token): value for token, value in bias.items()}
@@ -547,11 +545,18 @@ class _Request:
         return True
 
 
-def _meant(name: str) -> str:
-    """A question for the field that resembles ``name``, as the end of a sentence; empty if none does."""
-    begin_so = [field for field in FIELDS if len(name) > 2 and field.startswith(name)]
-    similar = begin_so or difflib.get_close_matches(name, FIELDS, n=1)
-    return f"; did you mean {similar[0]}?" if similar else "; docs/PROTOCOL.md lists them"
+def _check_fields(fields: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    """
+    Args:
+        others: further names that a function takes.
+
+    Raises:
+        TypeError: a request has no such field.
+    """
+    for name in fields:
+        if name not in FIELDS:
+            meant = did_you_mean(name, (*FIELDS, *others)) or "; docs/PROTOCOL.md lists them"
+            raise TypeError(f"a request has no field {name!r}{meant}")
 
 
 @contextlib.asynccontextmanager
@@ -640,6 +645,9 @@ def stream(
     Leaving the loop early closes the connection, and that cancels the request.  Arguments and errors are those of
     ``ask``.
     """
+    if "messages" in fields:
+        raise TypeError("a chat is the first argument, in place of the question")
+    _check_fields(fields, ("raw", "socket", "wait_s"))
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError("nothing to ask: the prompt is empty")
     if isinstance(prompt, str) and not raw:

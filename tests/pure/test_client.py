@@ -327,3 +327,24 @@ def test_the_package_offers_the_client() -> None:
     assert isinstance(Client, type)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         uma_trio.nothing  # noqa: B018
+
+
+def test_the_package_shows_what_is_in_it() -> None:
+    assert {*uma_trio.__all__, "__version__"} <= {*dir(uma_trio)}
+    assert not {"Any", "annotations", "TYPE_CHECKING"} & {*dir(uma_trio)}
+    with pytest.raises(AttributeError) as caught:
+        uma_trio.aks  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("aks", uma_trio)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("session", "session_id"), ("sokcet", "socket"), ("temprature", "temperature")]
+)
+def test_an_unknown_argument_brings_the_nearest_one(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"no field {name!r}; did you mean {meant}\\?"):
+        uma_trio.ask("x", **{name: "y"})
+
+
+def test_a_chat_is_the_first_argument() -> None:
+    with pytest.raises(TypeError, match="a chat is the first argument"):
+        uma_trio.ask("x", messages=[{"role": "user", "content": "y"}])

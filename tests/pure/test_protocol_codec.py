@@ -1,6 +1,7 @@
 """Codecs: both ends of the framed protocol, the encoding of answers, and the newline protocol."""
 
 import contextlib
+from typing import Any
 
 import attrs
 import pytest
@@ -14,7 +15,7 @@ from uma_trio.protocol.codec import ClientCodec, NewlineCodec, ServerCodec, serv
 from uma_trio.protocol.events import Eos, Failure, PrefillProgress, Timings, Token, Usage
 from uma_trio.protocol.framing import frame
 from uma_trio.protocol.messages import ClientMessage, ServerEvent
-from uma_trio.protocol.payload import Encoding, encode, encoding_of
+from uma_trio.protocol.payload import Encoding, decode, encode, encoding_of
 from uma_trio.protocol.queries import MetricsQuery
 from uma_trio.protocol.requests import Cancel, Generate
 
@@ -375,3 +376,38 @@ def test_an_end_without_an_index_ends_all_answers(end: ServerEvent) -> None:
     codec = server(request(CBOR, n=3), CANCEL_IN_JSON)
     assert len(drain(codec)) == 2
     assert [encoding_of(codec.encode(event)[4:]) for event in (end, end)] == [CBOR, JSON]
+
+
+@pytest.mark.parametrize(
+    ("fields", "warnings"),
+    [
+        (
+            {"prompt": "x", "session": "s"},
+            ["the field 'session' is not known and had no effect; did you mean session_id?"],
+        ),
+        (
+            {"prompt": "x", "slo": {"priorty": "normal"}},
+            ["the field 'slo.priorty' is not known and had no effect; did you mean slo.priority?"],
+        ),
+        ({"prompt": "x", "qqq": 1}, ["the field 'qqq' is not known and had no effect"]),
+        ({"prompt": "x", "metadata": {"a": 1}, "logit_bias": {"1": 1}, "type": "generate"}, None),
+        ({"type": "sessions", "modle": "m"}, ["the field 'modle' is not known and had no effect; did you mean model?"]),
+    ],
+)
+def test_the_last_event_names_fields_that_are_not_known(fields: dict[str, Any], warnings: list[str] | None) -> None:
+    client, server = ClientCodec(), ServerCodec("auto", max_frame_bytes=CAP)
+    server.receive_data(client.encode({"id": "r", **fields}))
+    assert server.next_message() is not None
+    events = [Token(id="r", text="x"), Eos(id="r", reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=1), timings=Timings(queue_ms=1, total_ms=1))]  # fmt: skip
+    told = [decode(server.encode(event)[4:], Encoding.JSON).get("warnings") for event in events]
+    assert told == [None, warnings]
+
+
+def test_many_unknown_fields_are_counted() -> None:
+    server = ServerCodec("auto", max_frame_bytes=1 << 20)
+    server.receive_data(ClientCodec().encode({"id": "r", "prompt": "x"} | {f"{n}" * 300: 1 for n in range(100)}))
+    assert server.next_message() is not None
+    sent = server.encode(Failure(id="r", code="E_X", message="x"))
+    warnings = decode(sent[4:], Encoding.JSON)["warnings"]
+    assert (len(warnings), warnings[-1]) == (21, "80 more of them are not known")
+    assert all(len(each) < 200 for each in warnings)

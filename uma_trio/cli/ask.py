@@ -216,6 +216,8 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
             if options["stats"]:
                 print_stats(event)
             warn_if_in_memory(event)
+            for warning in event.warnings or ():
+                click.echo(f"uma-trio ask: {warning}", err=True)
 
     await say_which_daemon("ask", socket, wait_s)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -22,13 +22,10 @@ from uma_trio.gateway.guard import check_admin, is_admin
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.request_record import RequestRecord
 from uma_trio.gateway.tenants import Tenant
-from uma_trio.protocol.field_errors import explain
+from uma_trio.protocol.field_errors import MAX_NAMED, did_you_mean, explain
 
 COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
 """Statuses that any endpoint may answer with."""
-
-MAX_NAMED: Final = 20
-"""Unknown fields that warnings name."""
 
 MAX_MESSAGES: Final = 1024
 """Messages of a chat, as in the socket protocol, and parts of a message.  The gateway looks at each of them."""
@@ -49,9 +46,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
 
 
-def without_effect(names: Sequence[str], kind: str) -> list[str]:
-    """A warning for each of ``names``, which nobody knows."""
-    found = [f"the {kind} {name[:100]!r} is not known and had no effect" for name in names[:MAX_NAMED]]
+def without_effect(names: Sequence[str], kind: str, known: Iterable[str] = ()) -> list[str]:
+    """A warning for each of ``names``, which is not one of ``known``."""
+    found = [
+        f"the {kind} {name[:100]!r} is not known and had no effect{did_you_mean(name, known)}"
+        for name in names[:MAX_NAMED]
+    ]
     more = len(names) - len(found)
     return [*found, f"{more} more of them are not known"] if more else found
 
@@ -169,7 +169,7 @@ class Call:
             wrong = explain(error, cls, fields)
             raise invalid(wrong.message, parameter=wrong.field) from None
         known = {field.encode_name for field in msgspec.structs.fields(cls)}
-        return body, without_effect([name for name in fields if name not in known], "parameter")
+        return body, without_effect([name for name in fields if name not in known], "parameter", known)
 
     async def read_fields(self) -> Mapping[str, Any]:
         """The body as plain values.

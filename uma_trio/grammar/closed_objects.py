@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
-
 ABOUT_OTHERS: Final = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 """Keywords with which a schema says itself which further properties there may be."""
 ABOUT_KEYS: Final = ("properties", "required", "minProperties", "propertyNames", *ABOUT_OTHERS)

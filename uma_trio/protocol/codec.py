@@ -15,6 +15,7 @@ from uma_trio.protocol.answers import Transcript
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, Fork
 from uma_trio.protocol.events import Embeddings, Eos, Failure, LoadProgress, PrefillProgress, Reasoning, Token
+from uma_trio.protocol.field_errors import unknown_fields
 from uma_trio.protocol.messages import ClientMessage, Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
 from uma_trio.protocol.requests import Cancel, Generate
@@ -76,6 +77,8 @@ class ServerCodec:
         self._pending: dict[str | None, tuple[Encoding, int]] = {}
         """Request id to encoding and number of answers that have not ended.  So a cancel in JSON does not change the
         encoding of a CBOR stream."""
+        self._warnings: dict[str | None, list[str]] = {}
+        """Request id to what its last event says of the request."""
 
     @property
     def mid_message(self) -> bool:
@@ -94,10 +97,13 @@ class ServerCodec:
         elif encoding is not self._only:
             wrong = InvalidJson if self._only is Encoding.JSON else InvalidCbor
             raise wrong(f"this daemon runs with --protocol {self._only.value}")
-        message = messages.parse(payload.decode(found, encoding))
+        fields = payload.decode(found, encoding)
+        message = messages.parse(fields)
         if not isinstance(message, Cancel):
             answers = message.n if isinstance(message, Generate) else 1
             self._pending.setdefault(message.id, (encoding, answers))
+            if warnings := unknown_fields(fields, type(message)):
+                self._warnings.setdefault(message.id, warnings)
         return message
 
     def encode(self, event: ServerEvent) -> bytes:
@@ -107,11 +113,14 @@ class ServerCodec:
         in_the_middle = isinstance(
             event, Token | Reasoning | PrefillProgress | LoadProgress | Fork | ControllerOutput | Backtrack
         )
+        fields = messages.to_fields(event)
         if not in_the_middle and not (isinstance(event, Transcript | Embeddings | Controllers) and event.more):
             self._pending.pop(event.id, None)
+            if warnings := self._warnings.pop(event.id, None):
+                fields["warnings"] = warnings
             if isinstance(event, Eos | Failure) and event.index is not None and answers > 1:
                 self._pending[event.id] = encoding, answers - 1
-        return framing.frame(payload.encode(messages.to_fields(event), encoding))
+        return framing.frame(payload.encode(fields, encoding))
 
 
 class ClientCodec:

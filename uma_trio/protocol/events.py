@@ -174,6 +174,8 @@ class Eos:
     """The seed; ``None`` if nothing was drawn at random."""
     session: SessionInfo | None = None
     """The session after this request, if it has one."""
+    warnings: list[str] | None = None
+    """What had no effect: fields of the request that the daemon does not know."""
     metadata: dict[str, Any] | None = None
 
 

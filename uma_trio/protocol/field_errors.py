@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -89,6 +90,46 @@ def explain(error: msgspec.ValidationError, cls: type, given: object) -> FieldEr
     if path.endswith("[...]"):
         return FieldError(field, f"each value of {name} must be {_described(type_)}")
     return FieldError(field, f"{name} must be {_described(type_, value)}, not {_shown(value)}")
+
+
+# -- unknown fields -------------------------------------------------------------------------------------
+
+
+MAX_NAMED: Final = 20
+"""Unknown fields that warnings name."""
+
+
+def unknown_fields(fields: Mapping[str, Any], cls: type) -> list[str]:
+    """A warning for each of ``fields`` that a message of the type ``cls`` does not have, those inside objects included."""
+    found = list(_unknown(fields, _type_info(cls), ""))
+    shown = [
+        f"the field {place + name[:100]!r} is not known and had no effect{did_you_mean(name, known, place)}"
+        for place, name, known in found[:MAX_NAMED]
+    ]
+    more = len(found) - len(shown)
+    return [*shown, f"{more} more of them are not known"] if more else shown
+
+
+def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
+    """A question for the one of ``known`` that resembles ``name``, as the end of a sentence; empty if none does."""
+    known = list(known)
+    begin_so = [each for each in known if len(name) > 2 and each.startswith(name)]
+    similar = begin_so or difflib.get_close_matches(name[:100], known, n=1)
+    return f"; did you mean {place}{similar[0]}?" if similar else ""
+
+
+def _unknown(fields: Mapping[str, Any], type_: inspect.Type, place: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Place, name and known names of each.  Does not look into lists: there may be a million of items."""
+    types = [each for each in _members(type_) if isinstance(each, inspect.StructType | inspect.DataclassType)]
+    if len(types) != 1:
+        return
+    known = {field.encode_name: field.type for field in types[0].fields}
+    for name, value in fields.items():
+        if name not in known:
+            if place or name not in ("type", "event"):
+                yield place, name, list(known)
+        elif isinstance(value, dict):
+            yield from _unknown(value, known[name], f"{place}{name}.")
 
 
 @functools.cache
