@@ -475,7 +475,7 @@ async def test_without_on_demand_another_name_of_a_configured_file_counts_and_no
         assert await hold(models, "alias", 0) == 1
         with pytest.raises(ModelNotFound, match=r"this daemon serves a; x:Q8_0 is on this machine.*--model x:Q8_0$"):
             await hold(models, "x:Q8_0", 0)
-        with pytest.raises(ModelNotFound, match="this daemon serves a; choose one of these$"):
+        with pytest.raises(ModelNotFound, match=r"this daemon serves a; choose one of these$"):
             await hold(models, "y", 0)
 
 

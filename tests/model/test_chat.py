@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.real_daemon import real_daemon
 from tests.support.terminal import Terminal, terminal
+from uma_trio.cli.chat_loop import _wrapped
 
 FRANCE, PERU = "What is the capital of France?", "And of Peru?"
 CTRL_C, CTRL_D, ESCAPE = "\x03", "\x04", "\x1b"
@@ -127,6 +128,16 @@ def test_save_does_not_overwrite_a_file_that_is_not_its_own(chat, tmp_path):
         shown.wait_for(r"Paris.*\n\n" + PROMPT[1:])
         shown.type(f"/save {path}\r")
         shown.wait_for("exists already")
+        own = tmp_path / "own.md"
+        shown.type(f"/save {own}\r")
+        shown.wait_for(r"saved to .*own\.md")
+        shown.type("/new\r")
+        shown.wait_for("a new conversation\n" + PROMPT[1:])
+        shown.type(PERU + "\r")
+        shown.wait_for(r"Lima.*\n\n" + PROMPT[1:])
+        shown.type(f"/save {own}\r")
+        shown.wait_for(r"own\.md exists already: choose another name")
+    assert FRANCE in own.read_text(), "another conversation does not replace it"
     assert not (tmp_path / "empty.md").exists()
     assert path.read_text() == "mine"
 
@@ -172,7 +183,7 @@ def test_a_session_goes_on_in_another_chat(chat, daemon, tmp_path):
         shown.type(PERU + "\r")
         shown.wait_for(r"The capital of Peru is Lima\.")
         shown.type("/retry\r")
-        shown.wait_for(r"Lima\.[^L]*nothing was drawn at random[^L]*Lima\.\n\n" + PROMPT[1:])
+        shown.wait_for(r"with temperature 0\.8, since the answer would be the same without\n[^>]+\n\n" + PROMPT[1:])
         shown.type(f"/save {tmp_path / 'chat.json'}\r")
         shown.wait_for("saved")
     with daemon.wire() as wire:
@@ -309,3 +320,21 @@ def test_ask_without_a_question_begins_a_chat(daemon):
     with terminal(command("--raw"), columns=100, lines=24) as shown:
         shown.wait_for("has no --raw")
         assert shown.wait() == 2
+
+
+def test_retries_differ_also_with_a_seed_of_the_daemon(library: None, tmp_path):
+    with real_daemon("--seed", "7", "--temp", "3", folder=tmp_path) as found:
+        story = "Tell me a story about a fox."
+        command = [sys.executable, "-m", "uma_trio", "chat", "--plain", "--socket", str(found.socket)]
+        lines = f"{story}\n/retry\n/retry\n/save {tmp_path / 'a.json'}\n"
+        done = subprocess.run(command, input=lines, text=True, capture_output=True, timeout=120, check=True)
+        answers = [each for each in done.stdout.splitlines() if each]
+        assert len({*answers}) > 1
+
+
+def test_a_notice_divides_no_word() -> None:
+    text = "the conversation no longer fits the context: its oldest 1,234 tokens were dropped"
+    for width in (20, 33, 79, 200):
+        lines = _wrapped(text, width)
+        assert " ".join(lines) == text
+        assert all(len(line) <= width for line in lines)

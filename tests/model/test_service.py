@@ -138,7 +138,8 @@ class Home:
         file = self.folder / "asked"
         found = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)
-        return [line.removeprefix("--user ") for line in found]
+        asked = [line.removeprefix("--user ") for line in found]
+        return [each for each in asked if each != "is-system-running"]
 
     def run(
         self, *arguments: object, under: Sequence[str] = (), **environment: str
@@ -344,6 +345,31 @@ def test_a_systemctl_that_fails(home: Home) -> None:
     assert [*home.units.iterdir()] == [], "the files go all the same"
     nothing = home.run("status")
     assert (nothing.returncode, "not installed" in nothing.stdout) == (1, True)
+
+
+@linux
+@pytest.mark.parametrize("prints", ["offline", "unknown", None])
+def test_without_systemd_nothing_is_installed_and_what_was_can_go(home: Home, prints: str | None) -> None:
+    def is_gone() -> None:
+        if prints is None:
+            (home.folder / "bin" / "systemctl").unlink()
+        else:
+            home.systemctl(code=1, prints=prints)
+
+    search = {} if prints is not None else {"PATH": str(home.folder / "bin")}
+    is_gone()
+    for flags in ([], ["--now"]):
+        found = home.run("install", *flags, **search)
+        assert (found.returncode, found.stdout, home.units.exists()) == (1, "", False)
+        assert "nothing was installed: " in found.stderr
+        assert "Start the daemon yourself with uma-trio serve" in found.stderr
+    home.systemctl(code=0)
+    assert home.run("install").returncode == 0
+    is_gone()
+    shown = home.run("status", **search)
+    assert (shown.returncode, "is installed and cannot run: " in shown.stderr) == (1, True)
+    removed = home.run("uninstall", **search)
+    assert (removed.returncode, removed.stderr, [*home.units.iterdir()]) == (0, "", [])
 
 
 @linux

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +22,8 @@ from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json,
 from uma_trio.cli.generation import connected, generate
 from uma_trio.cli.run_trio import run
 from uma_trio.client import ClientError, Eos, Event, NoServer, Reasoning, ServerError, Token, Transcript
+from uma_trio.files import read_text, replace_text
+from uma_trio.protocol.requests import MAX_SEED
 
 COMMANDS: Final = {
     "/new": ("", "begin another conversation; a session stays with the daemon"),
@@ -39,6 +43,12 @@ CHAT_HINTS: Final = {
     "with a smaller --max-tokens the answer needs less room, and with --n-keep the oldest messages are dropped",
     "E_LIMIT_PROMPT_TOO_LARGE": "the conversation has become too long for this daemon: /new begins another one",
 }
+
+
+RETRY_TEMPERATURE: Final = 0.8
+"""Of /retry where answers are greedy; llama-server's and Ollama's default."""
+MIN_COLUMNS: Final = 20
+"""A terminal that says to be narrower gets lines of this width."""
 
 
 class Quit(Exception):
@@ -78,7 +88,10 @@ class Chat:
         self._last: Eos | None = None
         self._restarts = 0
         """Restarts of the engine that are known of."""
-        self._saved: set[Path] = set()
+        self._is_greedy = False
+        """Whether nothing is drawn at random unless a request says so."""
+        self._saved: dict[Path, str] = {}
+        """Files of this conversation, and what was written into them."""
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -148,6 +161,8 @@ class Chat:
 
     def _begin(self, conversation: Conversation) -> None:
         self._conversation, self._unanswered, self._last = conversation, None, None
+        self._is_greedy = False
+        self._saved.clear()
 
     def _session(self, name: str) -> None:
         if name:
@@ -208,11 +223,15 @@ class Chat:
             _note("there is no question to ask again")
             return
         self._n_retries += 1
-        if "seed" in self._fields:
-            more["seed"] = self._fields["seed"] + self._n_retries
-        is_greedy = self._unanswered is None and self._last is not None and self._last.seed is None
-        if is_greedy and not more.get("temperature"):
-            _note("nothing was drawn at random, so the answer is the same; try /retry 0.8")
+        seed = self._fields.get("seed") if self._last is None else self._last.seed
+        if seed is not None:  # of the flags or of the daemon: it would give the same answer
+            more["seed"] = (seed + 1) % (MAX_SEED + 1)
+        if self._is_greedy and self._unanswered is None and "temperature" not in more:
+            if "temperature" in self._fields:
+                _note("nothing was drawn at random, so the answer is the same; try /retry 0.8")
+            else:
+                more["temperature"] = RETRY_TEMPERATURE
+                _note(f"with temperature {RETRY_TEMPERATURE:g}, since the answer would be the same without")
         self._ask(question, retry=self._unanswered is None, more=more)
 
     def _save(self, name: str) -> None:
@@ -224,15 +243,19 @@ class Chat:
         if not self._conversation.transcript():
             _note("there is nothing to save yet")
             return
+        text = writers[path.suffix](self._conversation.transcript())
         try:
-            with path.open("w" if path in self._saved else "x") as file:
-                file.write(writers[path.suffix](self._conversation.transcript()))
-        except FileExistsError:
+            if path in self._saved and path.is_file() and read_text(path) == self._saved[path]:
+                replace_text(path, text)
+            else:
+                with path.open("x") as file:
+                    file.write(text)
+        except (FileExistsError, UnicodeDecodeError):
             _note(f"{path} exists already: choose another name")
         except OSError as error:
             _note(f"cannot write {path}: {error.strerror}")
         else:
-            self._saved.add(path)
+            self._saved[path] = text
             _note(f"saved to {path}")
 
     def _stats(self, _: str) -> None:
@@ -275,6 +298,8 @@ class Chat:
             return
         view.finish()
         self._last = eos
+        if not retry:
+            self._is_greedy = eos.seed is None
         if eos.usage.completion_tokens:
             self._conversation.answered(question, answer, retry=retry)
             self._unanswered = None
@@ -362,5 +387,15 @@ class Chat:
 
 
 def _note(text: str, colour: str | None = None) -> None:
-    """Tell the user something that is not part of the answer."""
+    """Tell the user something that is not part of the answer.  On a terminal no word is divided at the end of a line."""
+    if sys.stderr.isatty():
+        width = max(MIN_COLUMNS, shutil.get_terminal_size().columns)
+        lines = [line for each in text.splitlines() for line in _wrapped(each, width) or [""]]
+        text = "\n".join(lines)
     click.echo(click.style(text, fg=colour, dim=colour is None), err=True)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        line, width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True
+    )

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from uma_trio.cli.service_units import Manager, Service
     from uma_trio.config import Config
 
+INSTEAD: Final = (
+    "Start the daemon yourself with uma-trio serve, or have it started by what starts other programs here, such as a "
+    "container's command"
+)
 LINGERING: Final = Path("/var/lib/systemd/linger")
 """Has a file for each user whose services run without a login."""
 
@@ -56,7 +60,7 @@ def _complete_flags(context: click.Context, _: click.Parameter, incomplete: str)
 def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
     """Write the units, and print the command that starts them.
 
-    Everything after -- is passed to uma-trio serve.  The flags are checked now, and relative paths become absolute.  The
+    Where no service manager runs, as in most containers, nothing is written.  Everything after -- is passed to uma-trio serve.  The flags are checked now, and relative paths become absolute.  The
     service runs this installation of uma-trio.  Variables of this shell do not reach it.
 
     \b
@@ -79,6 +83,9 @@ def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
             click.echo(f"# {path}\n{text}")
         _print_commands(commands)
         return
+    if (missing := _missing(manager)) is not None:
+        click.echo(f"uma-trio service: nothing was installed: {missing}", err=True)
+        sys.exit(FAILED)
     if now and not any(before.values()) and can_connect(service.socket):
         raise click.UsageError(f"a daemon serves on {service.socket} already; stop it, and install the service again")
     for path, text in files.items():
@@ -116,14 +123,15 @@ def uninstall() -> None:
     if not ours:
         click.echo("the service is not installed")
         return
-    succeeded = [_run(each) for each in manager.stop(ours)]
+    is_there = _missing(manager) is None  # otherwise the service does not run
+    succeeded = [_run(each) for each in manager.stop(ours)] if is_there else []
     for path in ours:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise click.UsageError(f"cannot remove {path}: {error.strerror}") from None
         click.echo(f"removed {path}")
-    succeeded += [_run(each) for each in manager.forget()]
+    succeeded += [_run(each) for each in manager.forget()] if is_there else []
     for reason in foreign:
         click.echo(f"uma-trio service: this unit stays: {reason}", err=True)
     sys.exit(0 if all(succeeded) and not foreign else FAILED)
@@ -139,6 +147,9 @@ def status() -> None:
     missing = [path for path in manager.paths if not path.exists()]
     if missing:
         click.echo(f"not installed: there is no {missing[0]}; uma-trio service install writes it")
+        sys.exit(FAILED)
+    if (reason := _missing(manager)) is not None:
+        click.echo(f"uma-trio service: the service is installed and cannot run: {reason}", err=True)
         sys.exit(FAILED)
     found = _output(manager.status())
     click.echo(found.stdout or found.stderr, nl=False)
@@ -322,12 +333,15 @@ def _run(argv: Sequence[str]) -> bool:
     return found.returncode == 0
 
 
+def _missing(manager: Manager) -> str | None:
+    """Why the service manager cannot run the service, and what to do instead; ``None`` if it can."""
+    [program, *arguments] = manager.probe()
+    if shutil.which(program) is None:
+        return f"there is no {program} here. {INSTEAD}"
+    found = _output([program, *arguments])
+    return None if manager.answers(found.stdout, found.stderr) else f"{manager.silent}. {INSTEAD}"
+
+
 def _output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    if shutil.which(argv[0]) is None:
-        click.echo(
-            f"uma-trio service: there is no {argv[0]} here; run uma-trio serve under the service manager that there is",
-            err=True,
-        )
-        sys.exit(FAILED)
     environment: Mapping[str, str] = {**os.environ, "LC_ALL": "C"}
     return subprocess.run(argv, capture_output=True, text=True, errors="replace", env=environment)

@@ -63,6 +63,16 @@ class Manager(Protocol):
     """A service manager: where its files are, and which commands it has."""
 
     @property
+    def silent(self) -> str:
+        """What to say if it does not answer."""
+
+    def probe(self) -> Sequence[str]:
+        """The command that it answers if it runs."""
+
+    def answers(self, shown: str, error: str) -> bool:
+        """Whether that command was answered."""
+
+    @property
     def paths(self) -> Sequence[Path]: ...
     def files(self, service: Service) -> Mapping[Path, str]: ...
     def start(self, service: Service, *, replaced: bool) -> Sequence[Sequence[str]]:
@@ -93,6 +103,19 @@ class Systemd:
 
     SOCKET = "uma-trio.socket"
     SERVICE = "uma-trio.service"
+
+    @property
+    def silent(self) -> str:
+        return (
+            "the systemd of this user does not run: this may be a container, a shell without a login, or WSL without "
+            "systemd=true in /etc/wsl.conf"
+        )
+
+    def probe(self) -> Sequence[str]:
+        return ("systemctl", "--user", "is-system-running")
+
+    def answers(self, shown: str, error: str) -> bool:
+        return shown.strip() not in ("offline", "unknown") and "Failed to connect" not in error
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -226,6 +249,16 @@ class Launchd:
 
     def forget(self) -> Sequence[Sequence[str]]:
         return []
+
+    @property
+    def silent(self) -> str:
+        return f"launchd has no domain gui/{self.uid}: log in at the screen of this Mac first"
+
+    def probe(self) -> Sequence[str]:
+        return ("launchctl", "print", f"gui/{self.uid}")
+
+    def answers(self, shown: str, error: str) -> bool:
+        return bool(shown.strip()) or not error.strip()
 
     def status(self) -> Sequence[str]:
         return ("launchctl", "print", f"gui/{self.uid}/{self.LABEL}")

@@ -38,7 +38,8 @@ def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
     Raises:
         RecursionError: it is nested too deep.
     """
-    return _closed(schema, _described_together(schema))
+    closed: dict[str, Any] = _closed(schema, _described_together(schema))
+    return closed
 
 
 def _closed(node: Any, together: frozenset[int]) -> Any:
