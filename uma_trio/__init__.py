@@ -6,7 +6,6 @@ is first used.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from uma_trio import client
 
     return getattr(client, name)

@@ -332,9 +332,6 @@ def test_the_package_offers_the_client() -> None:
 def test_the_package_shows_what_is_in_it() -> None:
     assert {*uma_trio.__all__, "__version__"} <= {*dir(uma_trio)}
     assert not {"Any", "annotations", "TYPE_CHECKING"} & {*dir(uma_trio)}
-    with pytest.raises(AttributeError) as caught:
-        uma_trio.aks  # noqa: B018
-    assert (caught.value.name, caught.value.obj) == ("aks", uma_trio)
 
 
 @pytest.mark.parametrize(

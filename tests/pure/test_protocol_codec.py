@@ -399,8 +399,8 @@ def test_the_last_event_names_fields_that_are_not_known(fields: dict[str, Any], 
     server.receive_data(client.encode({"id": "r", **fields}))
     assert server.next_message() is not None
     events = [Token(id="r", text="x"), Eos(id="r", reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=1), timings=Timings(queue_ms=1, total_ms=1))]  # fmt: skip
-    told = [decode(server.encode(event)[4:], Encoding.JSON).get("warnings") for event in events]
-    assert told == [None, warnings]
+    found = [decode(server.encode(event)[4:], Encoding.JSON).get("warnings") for event in events]
+    assert found == [None, warnings]
 
 
 def test_many_unknown_fields_are_counted() -> None:

@@ -46,7 +46,7 @@ CHAT_HINTS: Final = {
 
 
 RETRY_TEMPERATURE: Final = 0.8
-"""Of /retry where answers are greedy; llama-server's and Ollama's default."""
+"""What /retry has where answers are greedy; llama-server's and Ollama's default."""
 MIN_COLUMNS: Final = 20
 """A terminal that says to be narrower gets lines of this width."""
 
