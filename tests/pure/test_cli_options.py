@@ -300,12 +300,17 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [value if kind == "plain" else kind for kind, value, *_ in (f"{each}\t".split("\t") for each in lines)]
 
 
+PACKAGED = ("embedded", "embedded-draft")
+"""Models that every machine has."""
+
+
 def test_every_setting_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting in config.settings():
         if setting.type is bool:
             continue
-        path = "model" if setting.name == "model" else "dir" if setting.name.endswith("_dir") else "file"
-        expected = [path] if setting.metavar.endswith(("PATH", "FILE")) else [*setting.choices]
+        path = ["dir"] if setting.name.endswith("_dir") else ["file"]
+        paths = [*PACKAGED, "model"] if setting.name == "model" else path
+        expected = paths if setting.metavar.endswith(("PATH", "FILE")) else [*setting.choices]
         for line in (f"serve {setting.flag} ", f"serve {setting.flag}=", f"service install -- {setting.flag} "):
             assert completed(line, monkeypatch) == expected, line
 
@@ -320,9 +325,9 @@ def test_every_setting_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ask --priority b", ["background"]),
         ("chat --priority=n", ["normal"]),
         ("perf report ", ["file"]),
-        ("tokenize --model ", ["model"]),
+        ("tokenize --model ", [*PACKAGED, "model"]),
         ("ask --json-schema ", ["file"]),
-        ("doctor --model ", ["model"]),
+        ("doctor --model ", [*PACKAGED, "model"]),
         ("completion ", ["bash", "zsh", "fish"]),
         ("sessions e", ["export"]),
         ("sessions export name ", ["file"]),
