@@ -523,6 +523,121 @@ def test_stop_ends_the_program(controllers: Controllers) -> None:
     assert run_js(controllers, "await $`a`\nstop()\nawait $`b`").only.text == "a"
 
 
+# The language, and modules
+
+
+def test_an_async_function_has_functions_inside(controllers: Controllers) -> None:
+    program = "function text(n) { return `${n}!` }\nawait $`a`\nawait $`${text(1)}`"
+    assert run_js(controllers, program).only.text == "a1!"
+
+
+def test_the_language_is_that_of_2023(controllers: Controllers) -> None:
+    program = """
+        class Counter {
+          static #made = 0
+          static { Counter.#made = 1 }
+          static get made() { return Counter.#made }
+          static has(object) { return #own in object }
+          #own = 1
+        }
+        print([3, 1, 2].toSorted(), [1, 2].at(-1), [1, 2, 3].findLast((n) => n < 3), [1, 2].with(0, 9))
+        print(Object.groupBy([1, 2, 3], (n) => (n % 2 ? "odd" : "even")), Counter.made, Counter.has(new Counter()))
+        print("aXbX".replaceAll("X", ""), Object.hasOwn({ a: 1 }, "a"))
+        """
+    assert run_js(controllers, program).only.logs.splitlines() == [
+        "[1,2,3] 2 2 [9,2]",
+        '{"odd":[1,3],"even":[2]} 1 true',
+        "ab true",
+    ]
+
+
+def test_a_program_may_import_what_is_also_global(controllers: Controllers) -> None:
+    program = """
+        import { Label, checkVars, gen, getVar, setVar, start as begin } from "aici"
+        import * as aici from "aici"
+        begin(async () => {
+          setVar("a", await gen({ choice: ["x"] }))
+          await aici.$`${getVar("a")}`
+          checkVars({ a: "x" })
+          print(Object.keys(aici).filter((name) => aici[name] !== globalThis[name]), aici.gen === gen, typeof Label)
+        })
+        """
+    sequence = run(controllers, "jsctrl", program).only
+    assert (sequence.text, sequence.logs) == ("xx", "[] true function\n")
+
+
+LIBRARY = {
+    "main.js": "import { twice } from './lib/text.js'\nimport { start, $ } from 'aici'\nstart(async () => { await $`${twice('ab')}` })",
+    "lib/text.js": "import { n } from '../numbers'\nexport const twice = (text) => text.repeat(n)",
+    "numbers.js": "import './main.js'\nexport const n = 2",
+}
+
+
+def test_a_program_of_several_files(controllers: Controllers) -> None:
+    assert run(controllers, "jsctrl", json.dumps(LIBRARY)).only.text == "abab"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("numbers.js", "\nexport const = 2", ["SyntaxError", "numbers.js, line 2"]),
+        ("lib/text.js", "export const twice = 0\nthrow new Error('oh')", ["Error: oh", "lib/text.js, line 2"]),
+        ("lib/text.js", "", ["SyntaxError", "twice", "lib/text.js"]),
+        ("lib/text.js", "\nimport '../no.js'", ["no file no.js is given", "./numbers.js", "lib/text.js, line 2"]),
+        ("lib/text.js", "import '../../no.js'", ["no file ../no.js is given"]),
+        ("lib/text.js", "import 'numbers.js'", ['there is no module "numbers.js"']),
+        ("main.js", 5, ["controller_arg is the text of a program, or a text for each file"]),
+    ],
+)
+def test_errors_in_several_files_name_the_file(
+    controllers: Controllers, file: str, text: object, words: list[str]
+) -> None:
+    error = error_of(controllers, json.dumps({**LIBRARY, file: text}))
+    for word in words:
+        assert word in error
+    assert "<jsctrl>" not in error
+
+
+def test_a_module_may_await_before_it_starts(controllers: Controllers) -> None:
+    assert run(controllers, "jsctrl", "const a = await Promise.resolve('b')\nstart(() => $`${a}`)").only.text == "b"
+
+
+def test_labels(controllers: Controllers) -> None:
+    program = """
+        await $`ab`
+        const l = new Label()
+        await $`cd`
+        print(l.textSince(), l.tokensSince().length)
+        await l.fixedAfter("é")
+        print(l.textSince(), getTokens().length - l.tokensSince().length === l.ptr)
+        """
+    sequence = run_js(controllers, program).only
+    assert (sequence.text, sequence.logs.splitlines()) == ("abé", ["cd 2", "é true"])
+
+
+def test_programs_of_aici_that_know_bytes(controllers: Controllers) -> None:
+    program = """
+        setVar("a", "é".toBuffer())
+        print(getVar("a").decode(), "é".toBuffer().decode(), String.fromBuffer("é".toBuffer()))
+        print(tokenize("é".toBuffer()).join() === tokenize("é").join(), detokenize(tokenize("é")).decode())
+        print(detokenize(await genTokens({ choice: ["yes"] })), eosToken())
+        await fixed("!")
+        await gen({ maxTokens: 1 })
+        assert(false, "so it is")
+        """
+    [sequence] = run_js(controllers, program).sequences
+    assert sequence.logs.splitlines() == ["é é é", "true é", f"yes {EOS}"]
+    assert "AssertionError: so it is" in sequence.error
+
+
+def test_a_test_says_whether_it_passed(controllers: Controllers) -> None:
+    program = "import { test, checkVar } from 'aici'\ntest(async () => {\n  setVar('a', 'b')\n  checkVar('a', '%s')\n})"
+    assert run(controllers, "jsctrl", program % "b").only.logs == "TEST OK\n"
+    error = error_of(controllers, program % "c")
+    assert 'the variable a is "b", not "c"' in error
+    assert "line 4" in error
+
+
 # Errors
 
 
@@ -532,7 +647,7 @@ def test_stop_ends_the_program(controllers: Controllers) -> None:
         ("start(async () => {\n  let x = ;\n})", ["SyntaxError", "line 2"]),
         (
             "start(async () => {\n  await $`a`\n  nothing()\n})",
-            ["ReferenceError", "'nothing' is not defined", "line 3"],
+            ["ReferenceError", "nothing is not defined", "line 3"],
         ),
         ("\nwhile (true);", ["endless loop"]),
         ("start(async () => {\n  await $`a`\n  for (let i = 0; ; i++) getVar(i)\n})", ["endless loop", "line 3"]),
@@ -557,15 +672,20 @@ def test_stop_ends_the_program(controllers: Controllers) -> None:
         ("start(async () => {\n  await gen({ regexp: /a/ })\n})", ["gen has no option regexp", "line 2"]),
         ("start(async () => {\n  await gen({ regex: /a/, choice: ['b'] })\n})", ["one of regex and choice"]),
         ("start(async () => { throw 'text' })", ["the program threw text"]),
-        ("await $`a`", ["SyntaxError: await works only in an async function", "line 1"]),
+        ("await $`a`", ["only inside the function that is given to start()", "line 1"]),
+        ("function f() {\n  await $`a`\n}", ["SyntaxError", "await works only in an async function", "line 2"]),
+        ("start(async () => {\n  function f(n) { return f(n + 1) + 1 }\n  f(0)\n})", ["RangeError", "at f (line 2"]),
+        ("start(async () => {\n  JSON.parse('['.repeat(1e5))\n})", ["calls are nested too deeply"]),
+        ("start(async () => {\n  const all = []\n  for (;;) all.push({ a: [{}] })\n})", ["out of memory"]),
         ("start(async () => {\n  await $`a\n})", ["SyntaxError: unexpected end of string"]),
-        ("\nimport { a } from 'b'", ["SyntaxError: a program has no modules", "line 2"]),
-        ("const a = await import('b')", ["SyntaxError: a program has no modules", "line 1"]),
-        ("start(async () => { await import('b') })", ["ReferenceError: a program has no modules"]),
-        ("export const a = 3", ["SyntaxError: a program has no modules", "put all code into the program"]),
-        ("require('b')", ["'require' is not defined: a program has no modules", "line 1"]),
-        ("start(async () => { setTimeout(f, 1) })", ["'setTimeout' is not defined: there is no clock"]),
-        ("start(async () => { await fetch('a') })", ["'fetch' is not defined: there is no network"]),
+        ("\nimport { a } from 'b'", ['there is no module "b"; a program can import aici', "line 2"]),
+        ("const a = await import('b')", ['there is no module "b"', "line 1"]),
+        ("start(async () => {\n  await import('./b.js')\n})", ["no file b.js is given with the program", "line 2"]),
+        ("import { generate } from 'aici'", ["SyntaxError", "generate", "aici"]),
+        ("export const a = 3", ["the program does not call start(main)"]),
+        ("require('b')", ["require is not defined", "import { gen }", "line 1"]),
+        ("start(async () => { setTimeout(f, 1) })", ["setTimeout is not defined: there is no clock"]),
+        ("start(async () => { await fetch('a') })", ["fetch is not defined: there is no network"]),
         ("gen()", ["only inside the function that is given to start()"]),
         ("", ["no program was given"]),
         ("null", ["no program was given"]),
@@ -587,4 +707,5 @@ def test_errors_of_programs_are_clear(controllers: Controllers, program: str, wo
     for word in words:
         assert word in error
     assert "program.js" not in error, "the file may have any name"
+    assert "wasm function" not in error
     assert "<jsctrl>" not in error, "lines of the SDK mean nothing to its user"

@@ -128,6 +128,21 @@ def test_what_the_controller_gets(daemon: RunningDaemon, args: list[str], input:
     assert requests[0].controller_arg == expected
 
 
+def test_several_files_are_named_by_their_paths(daemon: RunningDaemon, tmp_path: Path) -> None:
+    (tmp_path / "app" / "lib").mkdir(parents=True)
+    files = {"app/main.js": "a", "app/lib/text.js": "é", "other.js": "c"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    requests = daemon.play([eos(0)])
+    result = daemon.cli("controllers", "run", "jsctrl", *(tmp_path / name for name in files))
+    assert result.exit_code == 0, result.stderr
+    argument = requests[0].controller_arg
+    assert argument == {"main.js": "a", "lib/text.js": "é", "../other.js": "c"}
+    assert list(argument)[0] == "main.js", "the first one runs"
+    refused = daemon.cli("controllers", "run", "jsctrl", tmp_path / "app/main.js", "--arg", "x")
+    assert "one of FILE, --arg and --arg-json" in refused.stderr
+
+
 def test_a_file_that_was_meant_is_named(daemon: RunningDaemon, tmp_path: Path) -> None:
     (file := tmp_path / "program.js").write_text(PROGRAM)
     daemon.play([eos(0)])

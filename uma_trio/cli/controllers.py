@@ -162,7 +162,9 @@ def rm(names: tuple[str, ...], owner: str | None, as_json: bool, socket: str | N
 
 @command.command()
 @click.argument("controller")
-@click.argument("file", required=False, type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
+@click.argument(
+    "files", metavar="[FILE]...", nargs=-1, type=click.Path(dir_okay=False, allow_dash=True, path_type=Path)
+)
 @click.option("--arg", help="The argument of the controller: a text.")
 @click.option("--arg-json", help="The argument of the controller: a JSON value.")
 @click.option("--model", help="Name of the model that answers.  [default: the daemon's first]")
@@ -174,8 +176,12 @@ def rm(names: tuple[str, ...], owner: str | None, as_json: bool, socket: str | N
 @click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
 @click.option("--stats", is_flag=True, help="Print on stderr how many tokens each answer has.")
 @socket_option(verbose="Print on stderr what the controllers print, and which daemon answers.")
-def run(controller: str, file: Path | None, as_json: bool, stats: bool, socket: str | None, **options: Any) -> None:
+def run(
+    controller: str, files: tuple[Path, ...], as_json: bool, stats: bool, socket: str | None, **options: Any
+) -> None:
     """Run CONTROLLER, a module id or a tag, and stream its text.  FILE is its argument, such as a program; - is stdin.
+
+    Of several files, jsctrl runs the first one, which can import the others by their paths.
 
     The text of one answer comes as it is generated; where the controller removes some, an arrow follows.  An answer that
     forks is printed at the end, as a tree.
@@ -183,6 +189,7 @@ def run(controller: str, file: Path | None, as_json: bool, stats: bool, socket: 
     \b
       uma-trio controllers run jsctrl program.js
       uma-trio controllers run jsctrl program.js -v
+      uma-trio controllers run jsctrl main.js lib.js
       uma-trio controllers run yesno --arg "Is 7 greater than 3?"
       uma-trio controllers run jsctrl program.js --json | jq -r "select(.event == \\"fork\\")"
 
@@ -196,7 +203,7 @@ def run(controller: str, file: Path | None, as_json: bool, stats: bool, socket: 
     """
     from uma_trio.cli.run_trio import run as run_trio
 
-    argument = _argument(file, options.pop("arg"), options.pop("arg_json"))
+    argument = _argument(files, options.pop("arg"), options.pop("arg_json"))
     fields = {name: value for name, value in options.items() if value is not None}
     request = {"temperature": 0.0, "controller": controller, **argument, **fields}
     code = SERVER_ERROR
@@ -263,11 +270,9 @@ def note_if_file(text: str, note: str) -> None:
         click.echo(f"note: {note}", err=True)
 
 
-def _argument(file: Path | None, text: str | None, as_json: str | None) -> dict[str, Any]:
+def _argument(files: Sequence[Path], text: str | None, as_json: str | None) -> dict[str, Any]:
     """The field of the request for what the controller gets; without any, there is none."""
-    from uma_trio.protocol.controllers import MAX_ARG_BYTES
-
-    if sum(each is not None for each in (file, text, as_json)) > 1:
+    if sum((bool(files), text is not None, as_json is not None)) > 1:
         raise click.UsageError("give one of FILE, --arg and --arg-json")
     if text is not None:
         note_if_file(text, f"--arg is the text itself. For what is in {text}, leave --arg out.")
@@ -277,8 +282,18 @@ def _argument(file: Path | None, text: str | None, as_json: str | None) -> dict[
             return {"controller_arg": json.loads(as_json)}
         except ValueError as error:
             raise click.UsageError(f"--arg-json is not JSON: {error}") from None
-    if file is None:
+    if not files:
         return {}
+    if len(files) == 1:
+        return {"controller_arg": _text_of(files[0])}
+    folder = files[0].parent
+    by_path = {Path(os.path.relpath(file, folder)).as_posix(): _text_of(file) for file in files}
+    return {"controller_arg": by_path}
+
+
+def _text_of(file: Path) -> str:
+    from uma_trio.protocol.controllers import MAX_ARG_BYTES
+
     try:
         data = _start_of(file, MAX_ARG_BYTES + 1)
     except FileNotFoundError:
@@ -288,7 +303,7 @@ def _argument(file: Path | None, text: str | None, as_json: str | None) -> dict[
     if len(data) > MAX_ARG_BYTES:
         raise click.UsageError(f"{file} has more than {MAX_ARG_BYTES} bytes, the most that a controller gets")
     try:
-        return {"controller_arg": data.decode()}
+        return data.decode()
     except UnicodeDecodeError:
         raise click.UsageError(f"{file} is not text in UTF-8") from None
 

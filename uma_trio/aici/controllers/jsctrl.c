@@ -4,8 +4,6 @@
  * This file gives QuickJS the functions of the runtime, as the object `host`; jsctrl.js makes the SDK of them.  In each
  * callback it calls begin(phase, argument), lets all promises continue, and returns what answer(phase) says.
  */
-#include <malloc.h>
-
 #include "aici.h"
 #include "quickjs.h"
 
@@ -20,7 +18,7 @@ extern const char jsctrl_sdk[];
 
 static JSRuntime *runtime;
 static JSContext *context;
-static JSValue handlers; /* {begin, answer, describe} of jsctrl.js */
+static JSValue handlers; /* {begin, answer, describe, resolve, source, main} of jsctrl.js */
 static JSValue unhandled_promise, unhandled_reason;
 static int polls;
 static bool ran_too_long;
@@ -55,7 +53,7 @@ static int interrupt(JSRuntime *rt, void *opaque)
 }
 
 /* A rejected promise that nothing handles by the end of the callback is an error. */
-static void rejected(JSContext *ctx, JSValueConst promise, JSValueConst reason, JS_BOOL is_handled, void *opaque)
+static void rejected(JSContext *ctx, JSValueConst promise, JSValueConst reason, bool is_handled, void *opaque)
 {
     (void)opaque;
     bool is_same = JS_VALUE_GET_TAG(unhandled_promise) == JS_TAG_OBJECT &&
@@ -67,51 +65,6 @@ static void rejected(JSContext *ctx, JSValueConst promise, JSValueConst reason, 
     unhandled_promise = is_handled ? JS_UNDEFINED : JS_DupValue(ctx, promise);
     unhandled_reason = is_handled ? JS_UNDEFINED : JS_DupValue(ctx, reason);
 }
-
-/* ---- Memory: QuickJS's own functions do not count it in Wasm ------------------------------------------------------ */
-
-static void *counted(JSMallocState *state, size_t before, size_t wanted, void *pointer)
-{
-    if (state->malloc_size - before + wanted > state->malloc_limit)
-        return NULL;
-    void *memory = realloc(pointer, wanted);
-    if (memory)
-        state->malloc_size += malloc_usable_size(memory) - before;
-    return memory;
-}
-
-static void *count_malloc(JSMallocState *state, size_t size)
-{
-    void *memory = counted(state, 0, size, NULL);
-    state->malloc_count += memory != NULL;
-    return memory;
-}
-
-static void count_free(JSMallocState *state, void *pointer)
-{
-    if (!pointer)
-        return;
-    state->malloc_count--;
-    state->malloc_size -= malloc_usable_size(pointer);
-    free(pointer);
-}
-
-static void *count_realloc(JSMallocState *state, void *pointer, size_t size)
-{
-    if (!pointer)
-        return size ? count_malloc(state, size) : NULL;
-    if (size)
-        return counted(state, malloc_usable_size(pointer), size, pointer);
-    count_free(state, pointer);
-    return NULL;
-}
-
-static size_t usable_size(const void *pointer)
-{
-    return malloc_usable_size((void *)pointer);
-}
-
-static const JSMallocFunctions MEMORY = {count_malloc, count_free, count_realloc, usable_size};
 
 /* ---- Values ---------------------------------------------------------------------------------------------------- */
 
@@ -191,6 +144,26 @@ HOST_FUNCTION(host_detokenize)
     struct aici_text text = aici_detokenize(tokens.ids, tokens.n);
     free(tokens.ids);
     return from_text(text);
+}
+
+HOST_FUNCTION(host_to_bytes)
+{
+    UNUSED;
+    size_t size;
+    const char *text = JS_ToCStringLen(ctx, &size, argv[0]);
+    if (!text)
+        return JS_EXCEPTION;
+    JSValue bytes = JS_NewUint8ArrayCopy(ctx, (const uint8_t *)text, size);
+    JS_FreeCString(ctx, text);
+    return bytes;
+}
+
+HOST_FUNCTION(host_from_bytes)
+{
+    UNUSED;
+    size_t size;
+    const uint8_t *bytes = JS_GetUint8Array(ctx, &size, argv[0]);
+    return bytes ? JS_NewStringLen(ctx, (const char *)bytes, size) : JS_EXCEPTION;
 }
 
 HOST_FUNCTION(host_get_variable)
@@ -295,6 +268,8 @@ static const JSCFunctionListEntry HOST[] = {
     JS_CFUNC_DEF("log", 1, host_log),
     JS_CFUNC_DEF("tokenize", 1, host_tokenize),
     JS_CFUNC_DEF("detokenize", 1, host_detokenize),
+    JS_CFUNC_DEF("toBytes", 1, host_to_bytes),
+    JS_CFUNC_DEF("fromBytes", 1, host_from_bytes),
     JS_CFUNC_DEF("getVariable", 1, host_get_variable),
     JS_CFUNC_DEF("writeVariable", 3, host_write_variable),
     JS_CFUNC_DEF("allowAll", 0, host_allow_all),
@@ -307,14 +282,71 @@ static const JSCFunctionListEntry HOST[] = {
     JS_CFUNC_DEF("drop", 1, host_drop),
 };
 
-/* ---- Callbacks ------------------------------------------------------------------------------------------------- */
+/* ---- Modules --------------------------------------------------------------------------------------------------- */
 
 static JSValue call(const char *name, int n, JSValueConst *arguments)
 {
     JSValue function = JS_GetPropertyStr(context, handlers, name);
-    JSValue result = check(JS_Call(context, function, handlers, n, arguments));
+    JSValue result = JS_Call(context, function, handlers, n, arguments);
     JS_FreeValue(context, function);
     return result;
+}
+
+/* The name of the module that `base` imports as `name`. */
+static char *resolve(JSContext *ctx, const char *base, const char *name, void *opaque)
+{
+    (void)opaque;
+    JSValue arguments[] = {JS_NewString(ctx, base), JS_NewString(ctx, name)};
+    JSValue found = call("resolve", 2, arguments);
+    JS_FreeValue(ctx, arguments[0]);
+    JS_FreeValue(ctx, arguments[1]);
+    const char *text = JS_IsException(found) ? NULL : JS_ToCString(ctx, found);
+    char *copy = text ? js_strdup(ctx, text) : NULL;
+    JS_FreeCString(ctx, text);
+    JS_FreeValue(ctx, found);
+    return copy;
+}
+
+/* A module that is compiled, and not run. */
+static JSValue compile(const char *name)
+{
+    JSValue argument = JS_NewString(context, name);
+    JSValue source = call("source", 1, &argument);
+    JS_FreeValue(context, argument);
+    size_t size;
+    const char *text = JS_IsException(source) ? NULL : JS_ToCStringLen(context, &size, source);
+    JS_FreeValue(context, source);
+    if (!text)
+        return JS_EXCEPTION;
+    JSValue module = JS_Eval(context, text, size, name, JS_EVAL_TYPE_MODULE | JS_EVAL_FLAG_COMPILE_ONLY);
+    JS_FreeCString(context, text);
+    return module;
+}
+
+static JSModuleDef *load_module(JSContext *ctx, const char *name, void *opaque)
+{
+    (void)opaque;
+    JSValue module = compile(name);
+    if (JS_IsException(module))
+        return NULL;
+    JSModuleDef *definition = JS_VALUE_GET_PTR(module);
+    JS_FreeValue(ctx, module); /* the context keeps it */
+    return definition;
+}
+
+/* ---- Callbacks ------------------------------------------------------------------------------------------------- */
+
+/* Lets all promises continue. */
+static void run_jobs(void)
+{
+    int left;
+    JSContext *failed;
+    while ((left = JS_ExecutePendingJob(runtime, &failed)) > 0)
+        ;
+    if (left < 0)
+        check(JS_EXCEPTION);
+    if (!JS_IsUndefined(unhandled_promise))
+        fail_with(unhandled_reason);
 }
 
 static void run_callback(const char *phase_name)
@@ -325,17 +357,10 @@ static void run_callback(const char *phase_name)
     JSValue argument = check(JS_ParseJSON(context, json.data, json.size, "<argument>"));
     free(json.data);
     JSValueConst arguments[] = {phase, argument};
-    JS_FreeValue(context, call("begin", 2, arguments));
+    JS_FreeValue(context, check(call("begin", 2, arguments)));
     JS_FreeValue(context, argument);
-    int left;
-    JSContext *failed;
-    while ((left = JS_ExecutePendingJob(runtime, &failed)) > 0)
-        ;
-    if (left < 0)
-        check(JS_EXCEPTION);
-    if (!JS_IsUndefined(unhandled_promise))
-        fail_with(unhandled_reason);
-    JSValue answer = call("answer", 1, arguments);
+    run_jobs();
+    JSValue answer = check(call("answer", 1, arguments));
     size_t size;
     const char *text = JS_ToCStringLen(context, &size, answer);
     if (!text)
@@ -348,33 +373,49 @@ static void run_callback(const char *phase_name)
 
 AICI_EXPORT("aici_init") void aici_init(void) {}
 
+/* All of the language.  JS_NewContext would add `performance`, which aborts without a clock. */
+static JSContext *new_context(void)
+{
+    JSContext *made = JS_NewContextRaw(runtime);
+    bool failed = !made || JS_AddIntrinsicBaseObjects(made) || JS_AddIntrinsicDate(made) || JS_AddIntrinsicEval(made) ||
+                  JS_AddIntrinsicRegExp(made) || JS_AddIntrinsicJSON(made) || JS_AddIntrinsicProxy(made) ||
+                  JS_AddIntrinsicMapSet(made) || JS_AddIntrinsicTypedArrays(made) || JS_AddIntrinsicPromise(made) ||
+                  JS_AddIntrinsicWeakRef(made) || JS_AddIntrinsicAToB(made);
+    return failed ? NULL : made;
+}
+
 /* Everything begins in the first callback whose logs the runtime shows. */
 static void load_program(void)
 {
     handlers = unhandled_promise = unhandled_reason = JS_UNDEFINED;
-    runtime = JS_NewRuntime2(&MEMORY, NULL);
-    context = runtime ? JS_NewContext(runtime) : NULL;
+    runtime = JS_NewRuntime();
+    context = runtime ? new_context() : NULL;
     if (!context)
         aici_fail("out of memory");
     JS_SetMemoryLimit(runtime, MAX_HEAP_BYTES);
     JS_SetMaxStackSize(runtime, MAX_STACK_BYTES);
     JS_SetInterruptHandler(runtime, interrupt, NULL);
     JS_SetHostPromiseRejectionTracker(runtime, rejected, NULL);
+    JS_SetModuleLoaderFunc(runtime, resolve, load_module, NULL);
 
     JSValue host = JS_NewObject(context);
     JS_SetPropertyFunctionList(context, host, HOST, sizeof HOST / sizeof *HOST);
     JS_SetPropertyStr(context, host, "endToken", JS_NewUint32(context, aici_host_eos_token()));
-    struct aici_text program = aici_module_arg();
-    if (!program.size || !strcmp(program.data, "null"))
-        aici_fail("no program was given: controller_arg is the text of a program");
-    JS_SetPropertyStr(context, host, "program", JS_NewStringLen(context, program.data, program.size));
+    JS_SetPropertyStr(context, host, "argument", from_text(aici_module_arg()));
     JSValue sdk = check(JS_Eval(context, jsctrl_sdk, strlen(jsctrl_sdk), "<jsctrl>", JS_EVAL_TYPE_GLOBAL));
     handlers = check(JS_Call(context, sdk, JS_UNDEFINED, 1, &host));
     JS_FreeValue(context, sdk);
     JS_FreeValue(context, host);
 
-    JS_FreeValue(context, check(JS_Eval(context, program.data, program.size, "program.js", JS_EVAL_TYPE_GLOBAL | JS_EVAL_FLAG_STRICT)));
-    free(program.data);
+    JSValue name = check(call("main", 0, NULL));
+    const char *main_module = JS_ToCString(context, name);
+    JSValue program = check(compile(main_module ? main_module : ""));
+    JS_FreeCString(context, main_module);
+    JS_FreeValue(context, name);
+    if (JS_ResolveModule(context, program) < 0)
+        check(JS_EXCEPTION);
+    JS_FreeValue(context, check(JS_EvalFunction(context, program)));
+    run_jobs();
 }
 
 AICI_EXPORT("aici_create") int32_t aici_create(void)

@@ -1,4 +1,4 @@
-// The SDK of jsctrl, in the program's global scope.  docs/AICI-CONTROLLERS.md describes it.
+// The SDK of jsctrl: the module "aici", and its functions in the global scope.  docs/AICI-CONTROLLERS.md describes it.
 //
 // The program waits for one operation at a time (`operation`): text to append, gen, fork or waitVars.  The callbacks of
 // the runtime carry it out, and its promise then lets the program go on to the next one:
@@ -11,17 +11,17 @@
   const MAX_FORCED = 64
   const RAN_TOO_LONG =
     "the program made more than a million jumps and calls without $, gen, fork or waitVars: is there an endless loop?"
-  const NO_MODULES =
-    "a program has no modules, so import and export do not work: put all code into the program; $, gen, fork and the other functions are there without import"
+  const NO_REQUIRE = 'modules are those of the language: import { gen } from "aici", or from "./file.js" that is given with the program'
   const NO_CLOCK = "there is no clock; to wait for other forks, use waitVars"
   const NO_NETWORK = "there is no network; give the program its data as text"
   const NO_NODE = "this is neither a browser nor Node.js; there are only the functions of jsctrl and those of the language"
   const MISSING = {
-    ...{ require: NO_MODULES, module: NO_MODULES, exports: NO_MODULES },
+    ...{ require: NO_REQUIRE, module: NO_REQUIRE, exports: NO_REQUIRE },
     ...{ setTimeout: NO_CLOCK, setInterval: NO_CLOCK, setImmediate: NO_CLOCK, performance: NO_CLOCK },
     ...{ fetch: NO_NETWORK, XMLHttpRequest: NO_NETWORK, WebSocket: NO_NETWORK },
     ...{ process: NO_NODE, Buffer: NO_NODE, window: NO_NODE, document: NO_NODE, Deno: NO_NODE, Bun: NO_NODE },
   }
+  const ONLY_FILE = "program.js"
   const GEN_OPTIONS = ["regex", "schema", "choice", "options", "maxTokens", "stopAt", "stopTokens", "storeVar"]
 
   let main = null
@@ -61,13 +61,21 @@
   }
 
   function $(strings, ...values) {
-    if (!Array.isArray(strings)) return append(host.tokenize(String(strings)))
+    if (!Array.isArray(strings)) return fixed(strings)
     if (strings.raw) return append(host.tokenize(strings.reduce((text, string, i) => text + String(values[i - 1]) + string)))
     if (!strings.every(Number.isInteger)) throw new TypeError("$ takes a text, or a list of token ids")
     return append(strings.slice())
   }
 
-  function gen(options = {}) {
+  function fixed(text) {
+    return append(tokenize(text))
+  }
+
+  function gen(options) {
+    return genTokens(options).then(detokenize)
+  }
+
+  function genTokens(options = {}) {
     if (options instanceof RegExp) throw new TypeError(`gen takes an object: gen({ regex: ${options} })`)
     if (typeof options !== "object" || options === null || Array.isArray(options))
       throw new TypeError("gen takes an object: gen({ regex: /\\d/ })")
@@ -80,9 +88,9 @@
     const wanted = constraintOf(options)
     const constraint = wanted && host.constraint(JSON.stringify(wanted))
     const fields = { constraint, maxTokens, stopAt, stopTokens, storeVar, generated: [], forced: [] }
-    const text = begin("gen", fields)
+    const ids = begin("gen", fields)
     if (constraint !== null && host.isDone(constraint)) finishGen()
-    return text
+    return ids
   }
 
   function select(choice) {
@@ -114,15 +122,34 @@
 
   // ---- The sequence
 
+  class Label {
+    constructor() {
+      if (!isRunning) throw new Error("a label works only inside the function that is given to start()")
+      this.ptr = tokens.length - surplus
+    }
+
+    tokensSince() {
+      return getTokens().slice(this.ptr)
+    }
+
+    textSince() {
+      return detokenize(this.tokensSince())
+    }
+
+    fixedAfter(text) {
+      backtrack(this)
+      return fixed(text)
+    }
+  }
+
   function label() {
-    if (!isRunning) throw new Error("label works only inside the function that is given to start()")
-    return { position: tokens.length - surplus }
+    return new Label()
   }
 
   function backtrack(to) {
     if (operation) throw new Error(`backtrack was called before ${operation.name} had finished: put await before ${operation.name}`)
-    const n = tokens.length - surplus - to.position
-    if (!(n >= 0)) throw new Error("backtrack takes what label() returned, while the text still reaches up to there")
+    const n = tokens.length - surplus - to.ptr
+    if (!(n >= 0)) throw new Error("backtrack takes a label, while the text still reaches up to there")
     surplus += n
     if (n) surplusIsEnd = false
   }
@@ -135,8 +162,12 @@
     return prompt.slice()
   }
 
+  function eosToken() {
+    return host.endToken
+  }
+
   function tokenize(text) {
-    return host.tokenize(String(text))
+    return host.tokenize(textOf(text))
   }
 
   function detokenize(ids) {
@@ -150,11 +181,15 @@
   }
 
   function setVar(name, value) {
-    host.writeVariable(String(name), String(value), false)
+    host.writeVariable(String(name), textOf(value), false)
   }
 
   function appendVar(name, value) {
-    host.writeVariable(String(name), String(value), true)
+    host.writeVariable(String(name), textOf(value), true)
+  }
+
+  function textOf(value) {
+    return value instanceof Uint8Array ? host.fromBytes(value) : String(value)
   }
 
   function print(...values) {
@@ -169,6 +204,32 @@
     } catch {
       return String(value)
     }
+  }
+
+  // ---- Tests
+
+  class AssertionError extends Error {
+    name = "AssertionError"
+  }
+
+  function assert(condition, message = "assertion failed") {
+    if (!condition) throw new AssertionError(message)
+  }
+
+  function checkVar(name, wanted) {
+    const value = getVar(name)
+    assert(value === wanted, `the variable ${name} is ${JSON.stringify(value)}, not ${JSON.stringify(wanted)}`)
+  }
+
+  function checkVars(wanted) {
+    for (const [name, value] of Object.entries(wanted)) checkVar(name, value)
+  }
+
+  function test(program) {
+    start(async () => {
+      await program()
+      print("TEST OK")
+    })
   }
 
   // ---- Constraints
@@ -248,9 +309,8 @@
   function finishGen() {
     const { constraint, generated, storeVar } = operation
     if (constraint !== null) host.drop(constraint)
-    const text = host.detokenize(generated)
-    if (storeVar !== null) setVar(storeVar, text)
-    finish(text)
+    if (storeVar !== null) setVar(storeVar, host.detokenize(generated))
+    finish(generated)
   }
 
   // ---- Callbacks
@@ -356,33 +416,81 @@
     end()
   }
 
+  // ---- Modules
+
+  // Files by name.  The program is a text, or several as {"main.js": text, "lib.js": text}, of which the first one runs.
+  // No text that is a JSON object with a text in it is a program of JavaScript.
+  function filesOf(argument) {
+    if (!argument || argument === "null") throw new Error("no program was given: controller_arg is the text of a program")
+    const several = parsed(argument)
+    if (typeof several !== "object" || !several || !Object.keys(several).length) return { [ONLY_FILE]: argument }
+    if (Array.isArray(several) || !Object.values(several).every((text) => typeof text === "string"))
+      throw new Error('controller_arg is the text of a program, or a text for each file: {"main.js": text, "lib.js": text}')
+    return Object.fromEntries(Object.entries(several).map(([name, text]) => [normal(name), text]))
+  }
+
+  function parsed(json) {
+    try {
+      return JSON.parse(json)
+    } catch {
+      return undefined
+    }
+  }
+
+  // A path without "." and "..", but for those ".." that lead out of the first file's folder.
+  function normal(path) {
+    const parts = []
+    for (const part of path.split("/")) {
+      if (part === ".." && parts.length && parts.at(-1) !== "..") parts.pop()
+      else if (part && part !== ".") parts.push(part)
+    }
+    return parts.join("/")
+  }
+
+  // The module that the file `base` imports as `name`.  tsc leaves out .js.
+  function resolve(base, name) {
+    if (name === "aici" && base !== "aici") return name
+    const path = /^\.\.?\//.test(name) ? normal(`${base}/../${name}`) : null
+    const found = [path, `${path}.js`].find((each) => path !== null && Object.hasOwn(files, each))
+    if (found) return found
+    const what = path === null ? `there is no module "${name}"` : `no file ${path} is given with the program`
+    const known = Object.keys(files).filter((each) => each !== base).map((each) => `./${each}`)
+    const error = new TypeError(`${what}; a program can import ${["aici", ...known].join(", ")}`)
+    const line = files[base].split("\n").findIndex((each) => each.includes(name)) + 1
+    error.stack = `    at ${base}:${line}:1`
+    throw error
+  }
+
+  function source(name) {
+    return name === "aici" ? `export const { ${Object.keys(aici)} } = globalThis` : files[name]
+  }
+
+  // ---- Errors
+
   // An error as the logs show it, with the lines of the program.
   function describe(error, ranTooLong) {
     if (error instanceof Stop) return "stop() was called outside of the function that is given to start()"
+    if (error === null) return "out of memory, or the program threw null"
     if (!(error instanceof Error)) return `the program threw ${shown(error)}`
-    const lines = String(error.stack ?? "").split("\n").filter((line) => line.includes("program.js"))
     const isInterrupt = ranTooLong && error.message === "interrupted"
-    const text = isInterrupt ? RAN_TOO_LONG : `${error.name}: ${unsupported(error, lines) ?? error.message}`
-    return [text, ...lines.map(inItsProgram)].join("\n")
+    const text = isInterrupt ? RAN_TOO_LONG : `${error.name}: ${unsupported(error) ?? error.message}`
+    return [text, ...String(error.stack ?? "").split("\n").map(inProgram).filter(Boolean)].join("\n")
   }
 
-  // A line of a stack: the program has no name here, only lines.
-  function inItsProgram(line) {
-    return line.replace(/<eval> \(program\.js:(\d+)\)|program\.js:(\d+)/, (_, a, b) => `line ${a ?? b}`)
+  // A line of a stack, if it is one of the program.  A file that is alone has no name here.
+  function inProgram(line) {
+    const [, before, file, n, column] = /^(.*?)([^\s()]+):(\d+):(\d+)\)?$/.exec(line) ?? []
+    if (!Object.hasOwn(files, file)) return ""
+    const at = file === ONLY_FILE ? `line ${n}, column ${column}` : `${file}, line ${n}, column ${column}`
+    const name = /^\s*at (.+) \($/.exec(before)?.[1]
+    return name && name !== "<anonymous>" ? `    at ${name} (${at})` : `    at ${at}`
   }
 
   // What a program tried that there is not, and what there is instead.
-  function unsupported({ name, message }, lines) {
-    if (message.startsWith("could not load module")) return NO_MODULES
-    const missing = MISSING[/^'(\w+)' is not defined$/.exec(message)?.[1]]
+  function unsupported({ name, message }) {
+    const missing = MISSING[/^(\w+) is not defined$/.exec(message)?.[1]]
     if (name === "ReferenceError" && missing) return `${message}: ${missing}`
-    if (name !== "SyntaxError") return
-    const n = /program\.js:(\d+)/.exec(lines[0])?.[1]
-    const before = host.program.split("\n").slice(0, n)
-    const line = before.pop() ?? ""
-    if (/^\s*(import|export)\b/.test(line) || /\bimport\s*\(/.test(line)) return NO_MODULES
-    if (/\bawait\b/.test(line) && !/\basync\b/.test(before.join(" ") + line))
-      return "await works only in an async function: put the program into start(async () => { ... })"
+    if (name === "SyntaxError" && message.includes("await")) return `${message}: await works only in an async function`
   }
 
   function start(program) {
@@ -392,8 +500,30 @@
   }
 
   const console = { log: print, info: print, warn: print, error: print, debug: print }
-  Object.assign(globalThis, { $, gen, select, fork, label, backtrack, getVar, setVar, appendVar, waitVars })
-  Object.assign(globalThis, { tokenize, detokenize, getPrompt, getTokens, print, console, stop, start })
+  const aici = {
+    ...{ start, stop, $, fixed, gen, genTokens, select, fork, waitVars, Label, label, backtrack },
+    ...{ getVar, setVar, appendVar, tokenize, detokenize, getPrompt, getTokens, eosToken, print },
+    ...{ test, assert, AssertionError, checkVar, checkVars },
+  }
+  Object.assign(globalThis, aici, { console })
+
+  // AICI's own jsctrl has bytes where there is text here, and its programs call these methods.
+  define(String.prototype, "decode", function () {
+    return String(this)
+  })
+  define(String.prototype, "toBuffer", function () {
+    return host.toBytes(String(this))
+  })
+  define(String, "fromBuffer", textOf)
+  define(Uint8Array.prototype, "decode", function () {
+    return host.fromBytes(this)
+  })
+
+  function define(object, name, value) {
+    Object.defineProperty(object, name, { value, writable: true, configurable: true })
+  }
+
+  const files = filesOf(host.argument)
 
   return {
     begin(phase, argument) {
@@ -405,6 +535,9 @@
       return JSON.stringify(atEnd[phase]())
     },
 
+    main: () => Object.keys(files)[0],
+    resolve,
+    source,
     describe,
   }
 })

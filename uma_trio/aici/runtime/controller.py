@@ -280,8 +280,11 @@ class Controller:
             return ControllerError(f"internal error: {failure!r}")
         if failure is not None:  # such as KeyboardInterrupt
             raise failure
-        if isinstance(error, wasmtime.Trap) and _is_interrupt(error):
+        code = _code_of(error)
+        if code is wasmtime.TrapCode.INTERRUPT:
             return ControllerTimeout(f"{_shown(name)} took too long")
+        if code is wasmtime.TrapCode.STACK_OVERFLOW:
+            return ControllerError(f"{_shown(name)}: call stack exhausted: its calls are nested too deeply")
         if is_out_of_memory:
             return ControllerError(f"{name}: out of memory: it needs more than a controller may have")
         return ControllerError(f"{_shown(name)}: {_short(str(error))}")
@@ -317,11 +320,11 @@ def _shown(name: str) -> str:
     return "the start function" if name == START else name
 
 
-def _is_interrupt(trap: wasmtime.Trap) -> bool:
+def _code_of(error: wasmtime.Trap | wasmtime.WasmtimeError) -> wasmtime.TrapCode | None:
     try:
-        return trap.trap_code is wasmtime.TrapCode.INTERRUPT
+        return error.trap_code if isinstance(error, wasmtime.Trap) else None
     except ValueError:  # a code that this version of the library does not name
-        return False
+        return None
 
 
 def _short(error: str) -> str:
