@@ -566,6 +566,13 @@ def test_a_program_may_import_what_is_also_global(controllers: Controllers) -> N
     assert (sequence.text, sequence.logs) == ("xx", "[] true function\n")
 
 
+def test_the_example_of_the_page_with_import(controllers: Controllers) -> None:
+    page = (ROOT / "docs" / "AICI-CONTROLLERS.md").read_text()
+    [program] = [block for block in page.split("```")[1::2] if block.startswith("js\nimport { Label")]
+    text = run(controllers, "jsctrl", program.removeprefix("js\n"), saying(" Paris")).only.text
+    assert text == "The capital of France is said to be Paris."
+
+
 LIBRARY = {
     "main.js": "import { twice } from './lib/text.js'\nimport { start, $ } from 'aici'\nstart(async () => { await $`${twice('ab')}` })",
     "lib/text.js": "import { n } from '../numbers'\nexport const twice = (text) => text.repeat(n)",

@@ -500,10 +500,13 @@
   }
 
   const console = { log: print, info: print, warn: print, error: print, debug: print }
+  // Programs of AICI call it; the functions of this SDK log nothing by themselves.
+  function setLogLevel() {}
+
   const aici = {
     ...{ start, stop, $, fixed, gen, genTokens, select, fork, waitVars, Label, label, backtrack },
     ...{ getVar, setVar, appendVar, tokenize, detokenize, getPrompt, getTokens, eosToken, print },
-    ...{ test, assert, AssertionError, checkVar, checkVars },
+    ...{ test, assert, AssertionError, checkVar, checkVars, setLogLevel },
   }
   Object.assign(globalThis, aici, { console })
 
