@@ -33,7 +33,7 @@ from uma_trio.aici.controllers import shipped
 from uma_trio.demo.temporary_daemon import temporary_daemon
 
 MAX_TOKENS: Final = 300
-"""Of an answer.  The reference's own tests have 2000, and end where a model of 13 B ends."""
+"""The most of an answer.  The reference's own tests have 2000, and end where a model of 13 B ends."""
 COMMS_S: Final = 120.0
 MAX_STEPS: Final = 50
 MODEL: Final = "depends on the model"
@@ -44,7 +44,9 @@ WANTED: Final = {"hello": r"everything is \d\d$", "hellots": r"^Hello( [A-Z]+)?"
 BEGIN: Final = re.compile(r"^(start|test)\(.*", re.MULTILINE)
 TEST: Final = re.compile(r"^async function (test[A-Z_]\w*)\(", re.MULTILINE)
 WRONG_TEXT: Final = re.compile(r"AssertionError|the variable \w+ is|a list of texts, at least one")
-"""How a program ends whose model has said something else than the model of the sample's author."""
+"""How a program ends whose model writes other text than the model of the sample's author."""
+FOREIGN_ERRORS: Final = (RuntimeError, OSError, LookupError, TypeError, ValueError, AssertionError)
+"""What the reference's clients raise."""
 
 
 @attrs.frozen
@@ -79,7 +81,10 @@ def transpiled(samples: Path, tsc: str | None, target: Path) -> list[Case]:
 
 
 def run_program(rest: Any, name: str, program: str) -> Case:
-    answer = rest.run_controller(controller="jsctrl", controller_arg=program, max_tokens=MAX_TOKENS)
+    try:
+        answer = rest.run_controller(controller="jsctrl", controller_arg=program, max_tokens=MAX_TOKENS)
+    except FOREIGN_ERRORS as error:
+        return Case(f"jsctrl {name}", "FAIL", f"{type(error).__name__}: {error}")
     logs, text, error = "\n".join(answer["logs"]), answer["text"][0], answer["error"] or ""
     ends = {fork.get("finish_reason") for frame in answer["response"] for fork in frame.get("forks", [])} - {None}
     case = f"jsctrl {name}"
@@ -131,7 +136,7 @@ def client_cases(rest: Any, wasm: Path) -> Iterator[Case]:
 def checked(name: str, check: Callable[[], bool]) -> Case:
     try:
         return Case(name, "pass" if check() else "FAIL")
-    except Exception as error:  # whatever a foreign client raises is its result
+    except FOREIGN_ERRORS as error:
         return Case(name, "FAIL", f"{type(error).__name__}: {error}")
 
 

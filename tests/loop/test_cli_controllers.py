@@ -138,7 +138,7 @@ def test_several_files_are_named_by_their_paths(daemon: RunningDaemon, tmp_path:
     assert result.exit_code == 0, result.stderr
     argument = requests[0].controller_arg
     assert argument == {"main.js": "a", "lib/text.js": "é", "../other.js": "c"}
-    assert list(argument)[0] == "main.js", "the first one runs"
+    assert next(iter(argument)) == "main.js", "the first one runs"
     refused = daemon.cli("controllers", "run", "jsctrl", tmp_path / "app/main.js", "--arg", "x")
     assert "one of FILE, --arg and --arg-json" in refused.stderr
 

@@ -132,6 +132,7 @@ def command(
     constrained.py           what a constraint costs
     controllers.py           what a controller costs
     controllers_recovery.py  the runtime of controllers is killed under load
+    aici_reference.py        samples and clients of the AICI reference
     embeddings.py            texts to embed, next to llama-server
     http_probes.py           /healthz and /metrics during prefill
     llama_server_tests.py    llama-server's own tests
