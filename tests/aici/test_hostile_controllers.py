@@ -190,13 +190,14 @@ def test_a_module_that_takes_too_long_to_compile_delays_nobody(engine: Engine, n
     """Others go on, and begin; only uploads wait for each other."""
     hostile = compiles_too_long()
     binary = base64.b64encode(hostile.wasm).decode()
-    engine.slots["cmd-side"].send(json.dumps({"op": "mk_module", "$rid": "slow", "binary": binary}).encode())
+    engine.slots["cmd-side"].send(json.dumps({"op": "mk_module", "$rid": "slow", "$auth": ADMIN, "binary": binary}).encode())
     known = engine.upload_id(COUNTING)
     for n in range(20):
-        request = {"op": "instantiate", "$rid": f"{n}", "req_id": f"meanwhile-{n}", "prompt": [1], "module_id": known}
+        request = {"op": "instantiate", "$rid": f"{n}", "$auth": ADMIN, "req_id": f"meanwhile-{n}"}
+        request |= {"prompt": [1], "module_id": known}
         engine.slots["cmd-side"].send(json.dumps(request).encode())
         answer = json.loads(engine.slots["resp-side"].receive())
-        assert (answer["type"], answer["$rid"]) == ("ok", f"{n}"), "it has not waited for the upload"
+        assert (answer["type"], answer["$rid"]) == ("ok", f"{n}"), answer
         neighbours.step()
     new = {next(ids): f"meanwhile-{n}" for n in range(20)}
     engine.post_pre(new=new, freed=[*new])
