@@ -21,6 +21,7 @@ import trio
 
 import uma_trio
 from uma_trio.parent_process import LAST_WORDS, LOG_MARK, READY
+from uma_trio.stopped import LOOK_S, StopDetector
 
 LogRecord = tuple[int, str, str, dict[str, Any]]
 """Level, logger, message, fields."""
@@ -100,8 +101,9 @@ class ChildProcess:
         self._logger = logger
         self._extra = extra
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.is_ready = False
-        """Whether it has said so."""
+        self._was_stopped = False
+        self.ready = trio.Event()
+        """Set when it says that it can do its work."""
         self.cannot_start: str | None = None
         """Why it could not start."""
 
@@ -132,12 +134,15 @@ class ChildProcess:
                 os.killpg(self._popen.pid, signal.SIGKILL)
 
     async def wait(self) -> str:
-        """Pass the child's log lines on until it ends; returns how it ended."""
+        """Pass the child's log lines on until it ends, and kill it if a signal stops it; returns how it ended."""
         assert self._popen.stdin is not None
         try:
             async with trio.lowlevel.FdStream(self._output) as stream, trio.open_nursery() as nursery:
                 nursery.start_soon(self._pass_lines_on, stream)
-                await self._ended_or_zombie()
+                async with trio.open_nursery() as watch:
+                    watch.start_soon(self._kill_if_stopped)
+                    await self._ended_or_zombie()
+                    watch.cancel_scope.cancel()
                 self.kill()  # its own children may hold its stderr open
                 nursery.cancel_scope.deadline = trio.current_time() + LAST_LINES_S
             code = self._popen.wait()
@@ -160,6 +165,20 @@ class ChildProcess:
             finally:
                 os.close(descriptor)
 
+    async def _kill_if_stopped(self) -> None:
+        """Those who wait for it would wait for ever."""
+        detector = StopDetector(self._popen.pid)
+        while not self._was_stopped:
+            await trio.sleep(LOOK_S)
+            self._was_stopped = detector.look()
+        self.kill()
+
+    def begin(self) -> None:
+        """Let a child begin its work that waits for its turn (``parent_process.wait_for_turn``).  To be called once."""
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or is closed: ``wait`` says why
+            os.write(self._popen.stdin.fileno(), b"\n")
+
     def ask_to_end(self) -> None:
         """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
@@ -173,12 +192,6 @@ class ChildProcess:
     def was_killed(self) -> bool:
         """Whether it has ended by a SIGKILL, which is not its own fault."""
         return self._popen.returncode == -signal.SIGKILL
-
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped it."""
-        with contextlib.suppress(psutil.Error, OSError):
-            return bool(psutil.Process(self._popen.pid).status() == psutil.STATUS_STOPPED)
-        return False
 
     def usage(self) -> dict[str, float]:
         """Resident memory in bytes and CPU time in seconds; empty if it has ended."""
@@ -201,7 +214,7 @@ class ChildProcess:
         level, name, text = logging.WARNING, self._logger, line
         fields: dict[str, Any] = {}
         if line == READY:
-            self.is_ready = True
+            self.ready.set()
             return
         if line.startswith(LAST_WORDS):
             self.cannot_start = line.removeprefix(LAST_WORDS)
@@ -217,7 +230,9 @@ class ChildProcess:
 
     def _ended(self, code: int) -> str:
         said = next((line for line in self._lines if ASSERTION.search(line)), self._lines[-1] if self._lines else "")
-        if code >= 0:
+        if self._was_stopped:
+            how = f"the {self._name} process was stopped by a signal, and killed"
+        elif code >= 0:
             how = f"the {self._name} process ended with exit code {code}"
         else:
             named = [number.name for number in signal.Signals if number == -code]

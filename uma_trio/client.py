@@ -336,13 +336,15 @@ class Client:
         """
         return (await self._ask({"type": "models", **fields}, ModelList)).models
 
-    async def manage_model(self, action: Literal["load", "unload", "reload"], model: str) -> ModelDescription:
-        """Load, unload or reload a model, and return it as it is then.  Only for the user who runs the daemon.
+    async def manage_model(
+        self, action: Literal["load", "unload", "release", "reload"], model: str, **fields: Any
+    ) -> ModelDescription:
+        """Load, unload, release or reload a model, and return it as it is then.  Only for the user who runs the daemon.
 
         Raises:
             ServerError: the daemon answered with an error.
         """
-        [found] = (await self._ask({"type": "models", "action": action, "model": model}, ModelList)).models
+        [found] = (await self._ask({"type": "models", "action": action, "model": model, **fields}, ModelList)).models
         return found
 
     async def health(self, **fields: Any) -> Health:

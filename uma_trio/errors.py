@@ -246,7 +246,7 @@ class DecodeFailed(RuntimeFault):
 
 
 class ModelUnavailable(RuntimeFault):
-    """The model cannot be loaded, or it failed and could not be restarted."""
+    """The model cannot be loaded, it failed and could not be restarted, or a process that it needs was killed twice."""
 
     code = "E_MODEL_UNAVAILABLE"
     http_status = 503

@@ -40,12 +40,18 @@ def fail_to_start(reason: str) -> NoReturn:
     sys.exit(CANNOT_START)
 
 
+def wait_for_turn() -> None:
+    """Wait until the parent needs this process (``ChildProcess.begin``); ends this process if the parent ends before."""
+    if not os.read(0, 1):
+        os._exit(1)
+
+
 def end_with_it() -> None:
     """Start a thread that ends this process when the parent ends, however it ends and whatever this process does then."""
 
     def watch() -> None:
         while os.read(0, 1):
-            """The parent never writes to standard input; the read ends when the parent does."""
+            """The parent writes nothing more to standard input; the read ends when the parent does."""
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -1,5 +1,7 @@
 """A child process that answers one question at a time, within limits of memory and time; replaced after it died.
 
+A child that somebody kills or stops is replaced as well, and gets the question again.
+
 For what cannot be bounded in this process: programs and grammars from anywhere.  The child sets its own limits.
 
 Protocol: one JSON object per line.  The first line on the child's stdin is its setup, every later line a question.  Each
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import resource
 import select
@@ -19,9 +22,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypeVar
 
 import psutil
+
+from uma_trio.stopped import LOOK_S, StopDetector
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 START_SECONDS: Final = 30.0
 """Longest wait for a new child that imports its libraries: 50 to 500 ms on an idle machine."""
@@ -31,7 +40,7 @@ LEAST_WAIT_S: Final = 0.05
 
 LAST: Final = "last"
 
-ENDED_FROM_OUTSIDE: Final = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+ENDED_FROM_OUTSIDE: Final = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGQUIT}
 """How a child ends that has done nothing wrong: by a user, or by a system that is short of memory."""
 END_S: Final = 5.0
 """Longest wait for the end of a child that has closed its stdout."""
@@ -47,6 +56,10 @@ class NoAnswer(Exception):
 
 class Interrupted(NoAnswer):
     """Not the question's fault: somebody else has ended the child, or the machine has left it no time."""
+
+
+class Ended(Interrupted):
+    """Somebody has killed or stopped the child, and the one after it; says how."""
 
 
 class Sandbox:
@@ -79,10 +92,10 @@ class Sandbox:
         """Start the process, unless it runs.
 
         Raises:
-            CannotStart: see there.
+            CannotStart, Ended: see there.
         """
         with self._lock:
-            self._ensure_started()
+            self._try_twice(self._ensure_started)
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to ``question``.  Blocks for ``seconds`` or ``busy_seconds``, plus a start and the turns of other threads.
@@ -90,9 +103,13 @@ class Sandbox:
         Raises:
             CannotStart, NoAnswer, Interrupted: see there.
         """
-        with self._lock:
+
+        def ask() -> dict[str, Any]:
             self._ensure_started()
-            answer = self._child.ask(question, self._seconds, self._busy_seconds)
+            return self._child.ask(question, self._seconds, self._busy_seconds)
+
+        with self._lock:
+            answer = self._try_twice(ask)
             if answer.pop(LAST, False):
                 self._child.stop()
             return answer
@@ -102,6 +119,13 @@ class Sandbox:
         with self._lock:
             self._child.stop()
 
+    def _try_twice(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except Ended as error:
+            log.warning("%s: %s; another one is asked", " ".join(self._command[-2:])[:200], error)
+            return work()
+
     def _ensure_started(self) -> None:
         if self._child.is_running:
             return
@@ -109,6 +133,8 @@ class Sandbox:
         try:
             self._child.start(self._command)
             answer = self._child.ask(self._setup(), START_SECONDS)
+        except Ended:
+            raise
         except (OSError, NoAnswer) as error:  # no memory, no file descriptors
             raise CannotStart(str(error)) from None
         if "error" in answer:
@@ -164,12 +190,17 @@ class _Child:
         assert stdout is not None
         began, computed_s = time.monotonic(), self._cpu_s
         deadline = began + seconds
+        detector = StopDetector(self._process.pid)
 
         def wait_for(pipe: IO[bytes], event: int) -> None:
             nonlocal deadline
             poll = select.poll()
             poll.register(pipe, event)
-            while not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            while not poll.poll(1000 * min(LOOK_S, max(0.0, deadline - time.monotonic()))):
+                if detector.look():
+                    raise Ended("its process was stopped by a signal")
+                if time.monotonic() < deadline:
+                    continue
                 left_s = min(computed_s + seconds - self._cpu_s, began + busy_seconds - time.monotonic())
                 if left_s <= 0:
                     raise self._too_slow(computed_s, seconds, busy_seconds)
@@ -201,7 +232,7 @@ class _Child:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             if (code := self._process.wait(END_S)) in ENDED_FROM_OUTSIDE:
-                return Interrupted(f"its process was ended by {signal.Signals(-code).name}")
+                return Ended(f"its process was ended by {signal.Signals(-code).name}")
         return NoAnswer("its process died: it takes too much memory or time")
 
 

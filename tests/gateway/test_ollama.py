@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ollama
 import pytest
 
 from tests.gateway.conftest import Gateway
+from tests.support.real_daemon import Daemon, missing, real_daemon
 from uma_trio.client import Eos, Timings, ToolCall, Usage
 from uma_trio.gateway.dialects.ollama_generate import _chat, _Lines
 
@@ -160,3 +165,64 @@ def test_refusals(gateway: Gateway, path: str, wrong: dict[str, Any], status: in
         answer = http.post(path, json={"model": "embedded", **messages, "stream": stream, **wrong})
     assert answer.status_code == status, answer.text
     assert isinstance(answer.json()["error"], str)
+
+
+STOP = {"model": "embedded", "keep_alive": 0}
+
+
+def state_of(daemon: Daemon) -> str:
+    return str(daemon.metrics()["models"]["embedded"]["state"])
+
+
+def test_keep_alive_0_unloads_for_an_administrator_alone_and_not_what_others_use(tmp_path: Path) -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    file = tmp_path / "keys.yaml"
+
+    def key(name: str, *flags: str) -> dict[str, str]:
+        command = [sys.executable, "-m", "uma_trio", "keys", "create", name, *flags, "--file", str(file)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return {"authorization": f"Bearer {said.split()[-1]}"}
+
+    boss = key("boss", "--admin")
+    with real_daemon("--http", "0", "--http-keys", str(file), folder=tmp_path) as daemon:
+        gateway = Gateway.of(daemon)
+
+        def stop(headers: dict[str, str], **fields: object) -> str:
+            with gateway.http(headers=headers) as http:
+                answer = http.post("/api/generate", json={**STOP, **fields}).raise_for_status()
+            return str(answer.json()["done_reason"])
+
+        with gateway.http(headers=boss) as http:
+            http.post("/api/chat", json={"model": "embedded", "messages": CHAT, "stream": False}).raise_for_status()
+        assert (stop(boss), state_of(daemon)) == ("unload", "unloaded")
+        assert (stop(boss, keep_alive="0s"), state_of(daemon)) == ("unload", "unloaded"), "it is not loaded for that"
+        assert (stop(boss, keep_alive="5m"), state_of(daemon)) == ("load", "ready")
+        daemon.ask(prompt="Hello", max_tokens=1)
+        assert (stop(boss), state_of(daemon)) == ("stop", "ready"), "a client of the socket has used it"
+        guest = key("guest")
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_until(lambda _: _status(gateway, guest) == 200, "the new key is valid")
+        assert (stop(guest), state_of(daemon)) == ("stop", "ready")
+        with daemon.wire() as wire:
+            wire.send(type="models", action="reload", model="embedded")
+            assert wire.receive()
+        assert (stop(boss), state_of(daemon)) == ("stop", "ready"), "there are several tenants"
+
+
+def _status(gateway: Gateway, headers: dict[str, str]) -> int:
+    with gateway.http(headers=headers) as http:
+        return http.get("/v1/models").status_code
+
+
+def test_keep_alive_0_on_this_machine_without_keys() -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with real_daemon("--http", "0") as daemon, Gateway.of(daemon).http() as http:
+        body = {"model": "embedded", "messages": CHAT, "stream": False, "keep_alive": 0}
+        assert http.post("/api/chat", json=body).json()["message"]["content"] == ANSWER
+        assert state_of(daemon) == "ready", "a request with a prompt unloads nothing"
+        for path, empty in (("/api/generate", {"prompt": ""}), ("/api/chat", {"messages": []})):
+            assert http.post("/api/chat", json={**body, "keep_alive": None}).json()["done"]
+            assert http.post(path, json={**STOP, **empty}).json()["done_reason"] == "unload"
+            assert state_of(daemon) == "unloaded"

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,11 +33,16 @@ EVENT_S = 60.0
 
 
 class Recorder(PullReporter):
-    """Shows nothing."""
+    """Keeps the messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
 
     def start(self, name: str, sizes: Sequence[int | None]) -> None: ...
     def progress(self, number: int, done: int, size: int | None) -> None: ...
-    def message(self, text: str) -> None: ...
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
     def finish(self) -> None: ...
 
 
@@ -45,11 +51,14 @@ class Machine:
     """A folder of models, and pulls into it within this process."""
 
     places: ModelLocations
+    reporter: Recorder = attrs.field(factory=Recorder)
 
     async def pull(self, text: str, sha256: str | None = None) -> InstalledModel:
         reference = parse(text, self.places.endpoint)
         assert isinstance(reference, HubReference | UrlReference)
-        puller = Puller(self.places, Recorder(), delays=Delays(attempts=4, first_s=0, longest_s=0), silence_s=EVENT_S)
+        puller = Puller(
+            self.places, self.reporter, delays=Delays(attempts=4, first_s=0, longest_s=0), silence_s=EVENT_S
+        )
         return await puller.pull(reference, sha256)
 
     def files(self) -> list[str]:
@@ -116,6 +125,60 @@ async def test_what_is_refused_leaves_nothing(
         await machine.pull(NAME)
     assert raised.value.remedy
     assert machine.files() == []
+
+
+def answer(body: bytes, *headers: bytes) -> bytes:
+    return b"\r\n".join([b"HTTP/1.1 200 OK", b"content-length: %d" % len(body), *headers, b"", body])
+
+
+NO_HUB = {
+    "brackets without end": (answer(b"[" * 1_000_000), "does not answer as a hub does"),
+    "brackets in a refusal": (answer(b"[" * 1_000_000).replace(b"200 OK", b"404 No"), "there is no repository"),
+    "objects without end": (answer(b'{"siblings":' * 100_000), "does not answer as a hub does"),
+    "a page": (answer(b"<html>"), "does not answer as a hub does"),
+    "no text": (answer(b"\xff\x00"), "does not answer as a hub does"),
+    "a number": (answer(b"1e999"), "does not answer as a hub does"),
+    "files that are none": (answer(b'{"siblings": [1, null, {"rfilename": 3}, []]}'), "no GGUF"),
+    "a size that no file has": (
+        answer(b'{"siblings": [{"rfilename": "Tiny-Q8_0.gguf", "size": 1%s}]}' % (b"0" * 30)),
+        "needs a login",
+    ),
+    "another protocol": (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "does not answer as an HTTP server does"),
+    "a header that is none": (answer(b"{}", b"\x00\x01"), "does not answer as an HTTP server does"),
+}
+
+
+@pytest.mark.parametrize(("sent", "reason"), NO_HUB.values(), ids=NO_HUB)
+async def test_what_is_no_answer_of_a_hub_is_one_error(
+    hub: FakeHub, machine: Machine, sent: bytes, reason: str
+) -> None:
+    hub.hub_faults.append(Fault(raw=sent))
+    with pytest.raises(HubError, match=reason) as raised:
+        await machine.pull(NAME)
+    assert raised.value.remedy
+    assert machine.reporter.messages == []
+    assert machine.files() == []
+
+
+async def test_a_connection_that_is_refused_is_not_tried_again(tmp_path: Path) -> None:
+    with socket.socket() as nobody:  # bound, and not listening
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        machine = Machine(ModelLocations(folder=tmp_path / "models", endpoint=url))
+        with pytest.raises(HubError, match=r"cannot connect to 127\.0\.0\.1") as raised:
+            await machine.pull(NAME)
+    assert "HF_ENDPOINT another hub" in raised.value.remedy
+    assert machine.reporter.messages == []
+
+
+async def test_a_hub_that_is_busy_is_asked_again_and_each_wait_is_said(
+    hub: FakeHub, machine: Machine, tiny: bytes
+) -> None:
+    hub.hub_faults.extend([Fault(status=503), Fault(status=500)])
+    assert (await machine.pull(NAME)).path.read_bytes() == tiny
+    first, second = machine.reporter.messages
+    assert "the status 503; trying again" in first
+    assert "the status 500; trying again" in second
 
 
 async def test_a_file_that_is_no_model_is_refused_and_removed(hub: FakeHub, machine: Machine, model: bytes) -> None:

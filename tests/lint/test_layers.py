@@ -21,6 +21,7 @@ ROOMS = (
     *(
         "store",
         "fair_limiter",
+        "stopped",
         "sandbox",
         "parent_process",
         "child_process",
@@ -66,6 +67,7 @@ BEHIND_THE_SERVICE = frozenset(
     {
         "scheduling",
         "sampling",
+        "stopped",
         "sandbox",
         "grammar",
         "kv",

@@ -177,9 +177,9 @@ def states(models: ModelRegistry) -> dict[str, str]:
     return {name: found["state"] for name, found in models.snapshot()["models"].items()}
 
 
-async def hold(models: ModelRegistry, name: str, seconds: float, **options: Any) -> int:
+async def hold(models: ModelRegistry, name: str, seconds: float, principal: str = "uid1", **options: Any) -> int:
     """Use a model for a time; returns which load it was."""
-    async with models.use(name, **options) as service:
+    async with models.use(name, principal, **options) as service:
         await trio.sleep(seconds)
         assert service.running, "the model was unloaded while a request used it"  # type: ignore[attr-defined]
         return service.number  # type: ignore[attr-defined,no-any-return]
@@ -219,7 +219,7 @@ async def test_names_aliases_and_endings(autojump_clock) -> None:
     async with registry(spec_of("a"), spec_of("b", aliases=("gpt",)), opener=FakeOpener()) as models:
         assert await hold(models, "gpt", 0) == await hold(models, "b.gguf", 0) == 2
         assert await hold(models, "a.gguf", 0) == 1
-        async with models.use(None) as default:
+        async with models.use(None, "uid1") as default:
             assert default.name == "a"
         with pytest.raises(ModelNotFound, match="no model 'x'; this daemon serves a, b"):
             await hold(models, "x", 0)
@@ -431,6 +431,23 @@ async def test_a_pinned_model_stays_however_long_it_is_idle(autojump_clock) -> N
         assert states(models) == {"a": "ready"}
 
 
+async def test_release_unloads_what_nobody_else_has_used(autojump_clock) -> None:
+    async with registry(spec_of("a"), spec_of("p", pinned=True, at_start=True), opener=FakeOpener()) as models:
+        assert (await models.release("p", "uid1")).state == "ready", "pinned"
+        await hold(models, "a", 0)
+        async with models.use("a", "uid1"):
+            assert (await models.release("a", "uid1")).state == "ready", "in use"
+        assert (await models.release("a", "uid2")).state == "ready", "somebody else uses it"
+        assert (await models.release("a", "uid1")).state == "unloaded"
+        assert (await models.release("a", "uid1")).state == "unloaded", "again"
+        assert await hold(models, "a", 0, "uid2") == 3
+        await hold(models, "a", 0, "uid1")
+        assert (await models.release("a", "uid1")).state == "ready"
+        await models.unload("a")
+        await hold(models, "a", 0, "uid1")
+        assert (await models.release("a", "uid1")).state == "unloaded", "another copy, that uid2 has not used"
+
+
 async def test_unload_waits_for_requests_and_the_next_one_loads_again(autojump_clock) -> None:
     opener = FakeOpener()
     async with registry(spec_of("a"), opener=opener) as models, trio.open_nursery() as nursery:
@@ -600,7 +617,7 @@ async def test_a_load_that_finds_too_little_memory_evicts_and_tries_again(autoju
     async with registry(spec_of("a"), spec_of("b", at_start=True), spec_of("c"), opener=opener) as models:
         opener.failures["c"] = too_little
         opener.fails = lambda: len(opener.loaded) > 1
-        async with models.use("a"):
+        async with models.use("a", "uid1"):
             assert await hold(models, "c", 0) == 3
             assert opener.names == ["a", "c"]
             with pytest.raises(ModelUnavailable, match="do not fit"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -337,6 +340,42 @@ def test_a_removed_state_folder_is_created_again(library: None, tmp_path: Path, 
     with real_daemon("--state-dir", str(state)) as victim:
         assert sessions(victim) == before
         assert say(victim, "a", texts[2]).ids == expected[2].ids
+
+
+def test_turns_on_a_full_disk_are_written_when_there_is_room_and_survive_kill_9(library: None, tmp_path: Path) -> None:
+    """The state folder is a disk of its own, which the daemon alone sees, and this test below its ``/proc``."""
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    state.mkdir()
+    inside = ("unshare", "--mount", "--map-root-user")
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*inside, "mount", "-t", "tmpfs", "tmpfs", str(state)], capture_output=True).returncode
+    ):
+        pytest.skip("needs a disk of its own: unshare, and the right to mount in a user namespace")
+    mount = ("sh", "-c", 'mount -t tmpfs -o size=16m tmpfs "$0" && exec "$@"', str(state))
+    command = (*inside, *mount, sys.executable, "-m", "uma_trio", "serve")
+    with real_daemon("--state-dir", str(state), command=command) as victim:
+        disk = Path(f"/proc/{victim.pid}/root") / state.relative_to("/")
+        assert say(victim, "a", "What is the capital of France?").last["session"]["durable"]
+        filler = disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                """Until the disk is full."""
+        say(victim, "a", "And of Italy?")  # the last page of its file may have room
+        assert not say(victim, "new", "What is the capital of Japan?").last["session"]["durable"]
+        filler.unlink()
+        victim.wait_until(lambda found: found["sessions"]["not_durable"] == 0, "all sessions are on disk")
+        victim.logged("wrote sessions that were missing on disk")
+        expected = {each["session_id"]: each["turns"] for each in sessions(victim)["sessions"]}
+        shutil.copytree(disk, copy)
+        victim.process.kill()
+        victim.process.wait()
+    with real_daemon("--state-dir", str(copy)) as daemon:
+        assert (
+            {each["session_id"]: each["turns"] for each in sessions(daemon)["sessions"]}
+            == expected
+            == {"a": 2, "new": 1}
+        )
 
 
 # -- damaged files ----------------------------------------------------------------------------------

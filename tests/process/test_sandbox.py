@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
+import os
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +17,19 @@ import pytest
 from uma_trio.sandbox import Interrupted, NoAnswer, Sandbox
 
 CHILD = """
-import json, sys
+import json, os, sys
 for line in sys.stdin:
-    while json.loads(line).get("loops"):
+    question = json.loads(line)
+    while question.get("loops"):
         pass
-    print(json.dumps({"answer": 1}), flush=True)
+    if "waits" in question:
+        open(question["waits"]).read()
+    if question.get("dies"):
+        os.kill(os.getpid(), question["dies"])
+    print(json.dumps({"pid": os.getpid()}), flush=True)
 """
 SECONDS = 0.1
+ENDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 
 
 @pytest.fixture
@@ -34,77 +40,101 @@ def sandbox() -> Iterator[Sandbox]:
     found.stop()
 
 
-def test_a_child_that_could_not_compute_for_its_limit_is_waited_for(sandbox: Sandbox) -> None:
+def process_of(sandbox: Sandbox) -> subprocess.Popen[bytes]:
     process = sandbox._child._process
     assert process is not None
-    process.send_signal(signal.SIGSTOP)
+    return process
+
+
+def test_a_child_that_could_not_compute_for_its_limit_is_waited_for(sandbox: Sandbox, tmp_path: Path) -> None:
+    """It waits for this test, which looks as on a machine that is busy with something else."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
     answers: list[dict[str, Any]] = []
-    asking = threading.Thread(target=lambda: answers.append(sandbox.ask({})))
+    pid = process_of(sandbox).pid
+    asking = threading.Thread(target=lambda: answers.append(sandbox.ask({"waits": str(gate)})))
     asking.start()
-    time.sleep(3 * SECONDS)  # the machine is busy with something else
-    process.send_signal(signal.SIGCONT)
+    with gate.open("w"):  # the child has begun
+        deadline = time.monotonic() + 3 * SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(SECONDS)
     asking.join()
-    assert answers == [{"answer": 1}]
+    assert answers == [{"pid": pid}]
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_child_that_somebody_ends_between_questions_is_replaced(sandbox: Sandbox, number: signal.Signals) -> None:
+    process = process_of(sandbox)
+    process.send_signal(number)
+    assert sandbox.ask({})["pid"] != process.pid
+    assert process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_child_that_somebody_ends_during_a_question_is_asked_again(
+    sandbox: Sandbox, tmp_path: Path, number: signal.Signals
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    process = process_of(sandbox)
+    answers: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: answers.append(sandbox.ask({"waits": str(gate)})))
+    asking.start()
+    with gate.open("w"):  # the first one has begun
+        process.send_signal(number)
+        process.wait(60)
+    gate.open("w").close()  # the second one has
+    asking.join()
+    assert answers[0]["pid"] != process.pid
+    assert answers == [{"pid": process_of(sandbox).pid}]
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_question_during_which_two_children_were_ended_is_given_up(sandbox: Sandbox, number: signal.Signals) -> None:
+    with pytest.raises(Interrupted, match=r"was (ended|stopped) by"):
+        sandbox.ask({"dies": number})
+    assert sandbox.ask({})["pid"]
+
+
+def test_a_child_that_is_stopped_while_it_starts_is_replaced(tmp_path: Path) -> None:
+    mark = tmp_path / "second"
+    code = f"import os\nif not os.path.exists({str(mark)!r}):\n    open({str(mark)!r}, 'w')\n    os.kill(os.getpid(), {int(signal.SIGSTOP)})\n{CHILD}"  # fmt: skip
+    sandbox = Sandbox([sys.executable, "-c", code], dict, 60)
+    assert sandbox.ask({})["pid"]
+    sandbox.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV])
+def test_a_child_that_its_limits_end_is_not_asked_again(sandbox: Sandbox, number: signal.Signals) -> None:
+    with pytest.raises(NoAnswer, match="too much memory or time"):
+        sandbox.ask({"dies": number})
 
 
 def test_a_child_that_computes_longer_is_replaced(sandbox: Sandbox) -> None:
     with pytest.raises(NoAnswer, match=r"it takes longer than 0\.1 s"):
         sandbox.ask({"loops": True})
-    assert sandbox.ask({}) == {"answer": 1}
+    assert sandbox.ask({})["pid"]
 
 
-def test_a_child_that_gets_no_time_is_not_to_blame() -> None:
+def test_a_child_that_gets_no_time_is_not_to_blame(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
     sandbox = Sandbox([sys.executable, "-c", CHILD], dict, SECONDS, busy_seconds=0.2)
     sandbox.start()
-    process = sandbox._child._process
-    assert process is not None
-    process.send_signal(signal.SIGSTOP)
+    process = process_of(sandbox)
     with pytest.raises(Interrupted, match="the machine is busy"):
-        sandbox.ask({})
-    assert sandbox.ask({}) == {"answer": 1}
+        sandbox.ask({"waits": str(gate)})
+    assert process.returncode == -signal.SIGKILL
+    assert sandbox.ask({})["pid"]
     sandbox.stop()
 
 
-def unread(process: subprocess.Popen[bytes]) -> int:
-    """Bytes that the child has not read yet."""
-    assert process.stdin is not None
-    return int.from_bytes(fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
-@pytest.mark.parametrize(
-    ("number", "is_interrupted"), [(signal.SIGKILL, True), (signal.SIGTERM, True), (signal.SIGABRT, False)]
-)
-def test_who_has_ended_a_child(sandbox: Sandbox, number: signal.Signals, is_interrupted: bool) -> None:
-    process = sandbox._child._process
-    assert process is not None
-    process.send_signal(signal.SIGSTOP)
-    failures: list[NoAnswer] = []
-
-    def ask() -> None:
-        try:
-            sandbox.ask({})
-        except NoAnswer as failure:
-            failures.append(failure)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while not unread(process):
-        time.sleep(0.001)
-    process.send_signal(number)
-    process.send_signal(signal.SIGCONT)
-    asking.join()
-    [failure] = failures
-    assert isinstance(failure, Interrupted) == is_interrupted
-    assert (number.name in str(failure)) == is_interrupted
-    assert sandbox.ask({}) == {"answer": 1}
-
-
-def test_without_a_longer_wait_only_the_time_counts() -> None:
+def test_without_a_longer_wait_only_the_time_counts(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
     sandbox = Sandbox([sys.executable, "-c", CHILD], dict, SECONDS)
     sandbox.start()
-    process = sandbox._child._process
-    assert process is not None
-    process.send_signal(signal.SIGSTOP)
+    process = process_of(sandbox)
     with pytest.raises(NoAnswer):
-        sandbox.ask({})
+        sandbox.ask({"waits": str(gate)})
     assert process.returncode == -signal.SIGKILL

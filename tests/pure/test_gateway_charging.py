@@ -251,7 +251,7 @@ def test_a_request_is_no_longer_in_flight_however_it_ends() -> None:
 )
 def test_who_is_an_administrator(tenant: Tenant | None, has_tenants: bool, address: str | None, allowed: bool) -> None:
     client = None if address is None else (address, 1)
-    scope = {"state": {"tenant": tenant, "has_tenants": has_tenants}, "client": client, "path": "/"}
+    scope = {"state": {"tenant": tenant, "n_tenants": 1 if has_tenants else None}, "client": client, "path": "/"}
     if allowed:
         check_admin(scope)
         return

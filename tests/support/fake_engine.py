@@ -684,7 +684,6 @@ class VirtualLink:
     """Stands for ``EngineLink``: a step takes its simulated time on trio's clock.  It has no thread and no process."""
 
     pid = None
-    is_stopped = staticmethod(lambda: False)
 
     def __init__(self, engine: FakeEngine, start_s: float = 0.0) -> None:
         self.engine = engine

@@ -50,6 +50,8 @@ class Fault:
     hold: tuple[threading.Event, threading.Event] | None = None
     """Sets the first event, and waits for the second one before it goes on behind ``cut_after``."""
     redirect: str | None = None
+    raw: bytes | None = None
+    """What the hub sends instead of an answer."""
     closes: bool = False
     """Ends the connection after the body without a length."""
 
@@ -212,7 +214,11 @@ class _Hub(_Handler):
     def answer(self, headers: dict[str, str]) -> None:
         if self.hub.hub_faults:
             fault = self.hub.hub_faults.popleft()
-            self.send(fault.status or 500, **fault.headers)
+            if fault.raw is not None:
+                self.close_connection = True
+                self.wfile.write(fault.raw)
+            else:
+                self.send(fault.status or 500, **fault.headers)
             return
         parts = urllib.parse.urlsplit(self.path)
         query = urllib.parse.parse_qs(parts.query)

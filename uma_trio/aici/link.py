@@ -428,13 +428,9 @@ class RuntimeLink:
 
         Counts intervals and not wall time, so time in which the daemon itself was stopped does not count.
         """
-        n_stopped = 0
         while True:
             await trio.sleep(WATCH_S)
             calls = [each for each in (self._main_call, *self._side_calls.values()) if each is not None]
-            n_stopped = n_stopped + 1 if calls and self._process.is_stopped() else 0
-            if n_stopped > 1:
-                self.kill("it was stopped by a signal")
             for call in calls:
                 call.waited_s += WATCH_S
                 if call.waited_s > call.limit_s + HANG_S:

@@ -131,6 +131,7 @@ def command(
     crowding.py              how long a tenant waits while another one takes all places
     constrained.py           what a constraint costs
     controllers.py           what a controller costs
+    deaths.py                each process is killed and stopped
     controllers_recovery.py  the runtime of controllers is killed under load
     aici_reference.py        samples and clients of the AICI reference
     embeddings.py            texts to embed, next to llama-server

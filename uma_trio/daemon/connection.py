@@ -229,28 +229,28 @@ class Connection:
                     for _ in range(1)  # when it is sent
                 )
             case ModelsQuery():
-                events = [await self._answer_models(query)]
+                events = [await self._answer_models(query, principal)]
             case HealthQuery():
                 events = [self._owner.health(query.id)]
             case SessionQuery():
-                async with models.use(query.model, session=True) as service:
+                async with models.use(query.model, principal.name, session=True) as service:
                     await self._send_each(await service.answer_sessions(query, principal))
                 return
             case TokenizeQuery():
-                async with models.use(query.model) as service:
+                async with models.use(query.model, principal.name) as service:
                     events = [await service.tokenize(query, principal.name)]
             case ControllersQuery():
                 wasm = None
                 if query.action == "upload" and (wasm := self._upload.add(query)) is None:
                     events = [Controllers(id=query.id, received_bytes=self._upload.received_bytes)]
                 else:
-                    async with models.use(query.model) as service:
+                    async with models.use(query.model, principal.name) as service:
                         is_admin = self._is_admin(query)
                         events = await service.answer_controllers(query, wasm, principal, is_admin=is_admin)
         await self._send_each(events)
 
-    async def _answer_models(self, query: ModelsQuery) -> ModelList:
-        """List models, or load, unload or reload one.
+    async def _answer_models(self, query: ModelsQuery, principal: Principal) -> ModelList:
+        """List models, or load, unload, release or reload one.
 
         Raises:
             UmaError: it cannot be done.
@@ -258,8 +258,10 @@ class Connection:
         models = self._owner.models
         if query.model is None:
             return ModelList(models=await models.descriptions(), id=query.id)
-        if self._principal.name != OWN_PRINCIPAL or query.principal is not None:
-            raise BadRequest("only the user who runs the daemon may load, unload and reload models")
+        if self._principal.name != OWN_PRINCIPAL or (query.principal is not None and query.action != "release"):
+            raise BadRequest("only the user who runs the daemon may load, unload, release and reload models")
+        if query.action == "release":
+            return ModelList(models=[await models.release(query.model, principal.name)], id=query.id)
         actions = {"load": models.load, "unload": models.unload, "reload": models.reload}
         return ModelList(models=[await actions[query.action](query.model)], id=query.id)
 

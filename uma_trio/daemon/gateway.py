@@ -1,7 +1,8 @@
 """The gateway, as the daemon sees it: a child process that is started again when it dies.
 
 The daemon opens the listening socket and keeps it.  So a wrong address is an error before the model is loaded, and
-connections that arrive while there is no gateway wait for the next one.  If no gateway has ever worked, the daemon gives
+connections that arrive while there is no gateway wait for the next one.  While a gateway serves, another one, the
+standby, has imported its libraries and waits: on a busy machine the imports take seconds.  If no gateway has ever worked, the daemon gives
 up: it closes the socket, so that clients are refused, and serves the Unix socket alone.
 """
 
@@ -34,8 +35,8 @@ MAX_BACKOFF_S: Final = 10.0
 """Before the next start of a gateway that keeps dying.  The wait doubles from one to the next."""
 MAX_FAILED_STARTS: Final = 3
 """Gateways in a row that die before the first one works.  One that says why it cannot start is not tried again."""
-WATCH_S: Final = 2.0
-"""A gateway that is stopped twice in a row is killed."""
+STANDBY_PAUSE_S: Final = 10.0
+"""Before the next start of a standby that has died."""
 
 
 class HttpAddressError(Exception):
@@ -79,6 +80,23 @@ def _bind(address: str, *, backlog: int) -> socket.socket:
     return sock
 
 
+@attrs.define(eq=False)
+class _Run:
+    """A gateway process, from its start to its end."""
+
+    process: ChildProcess
+    ended: trio.Event = attrs.field(factory=trio.Event)
+    reason: str = ""
+    """How it has ended."""
+
+    async def watch(self) -> None:
+        try:
+            self.reason = await self.process.wait()
+        finally:
+            self.process.kill()
+            self.ended.set()
+
+
 class Gateway:
     """Keeps a gateway process alive.
 
@@ -93,6 +111,7 @@ class Gateway:
         self._config = config
         self._sock = sock
         self._process: ChildProcess | None = None
+        self._standby: _Run | None = None
         self._is_ending = False
         self.restarts = 0
         host, port, *_ = sock.getsockname()
@@ -106,21 +125,25 @@ class Gateway:
 
     async def run(self) -> None:
         """Run gateways until ``drain`` or cancelled, or until it is clear that none can start."""
+        async with trio.open_nursery() as processes:
+            await self._run(processes)
+            processes.cancel_scope.cancel()
+
+    async def _run(self, processes: trio.Nursery) -> None:
         backoff_s, n_failed, has_worked = 0.0, 0, False
         while not self._is_ending:
             began = trio.current_time()
-            self._process = process = ChildProcess.of_module(MODULE, self._sock, self._settings, name="gateway")
-            try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(_kill_if_stopped, process)
-                    reason = await process.wait()
-                    nursery.cancel_scope.cancel()
-            finally:
-                process.kill()
+            run, self._standby = self._standby or self._start(processes), None
+            self._process = process = run.process
+            process.begin()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._keep_standby, process, processes)
+                await run.ended.wait()
+                nursery.cancel_scope.cancel()
             if self._is_ending:
                 return
-            reason = process.cannot_start or reason
-            has_worked, n_failed = has_worked or process.is_ready, n_failed + 1
+            reason = process.cannot_start or run.reason
+            has_worked, n_failed = has_worked or process.ready.is_set(), n_failed + 1
             if not has_worked and (process.cannot_start is not None or n_failed >= MAX_FAILED_STARTS):
                 self._sock.close()
                 self._process = None
@@ -132,9 +155,25 @@ class Gateway:
             await trio.sleep(backoff_s)
             self.restarts += 1
 
+    def _start(self, processes: trio.Nursery) -> _Run:
+        run = _Run(ChildProcess.of_module(MODULE, self._sock, self._settings, name="gateway"))
+        processes.start_soon(run.watch)
+        return run
+
+    async def _keep_standby(self, serving: ChildProcess, processes: trio.Nursery) -> None:
+        """Keep another process ready for its turn, once ``serving`` works: two starts would take each other's time."""
+        await serving.ready.wait()
+        while not self._is_ending:
+            self._standby = run = self._start(processes)
+            await run.ended.wait()
+            self._standby = None
+            reason = run.process.cannot_start or run.reason
+            log.warning("the standby of the gateway died", reason=reason, next_in_s=STANDBY_PAUSE_S)
+            await trio.sleep(STANDBY_PAUSE_S)
+
     def read_again(self) -> None:
         """Let the gateway read the file of tenants again.  Answers go on."""
-        if self._process is not None and self._process.is_ready:
+        if self._process is not None and self._process.ready.is_set():
             self._process.send_signal(signal.SIGHUP)
 
     def drain(self) -> None:
@@ -148,13 +187,3 @@ class Gateway:
         """Numbers for the metrics."""
         usage = self._process.usage() if self._process is not None else {}
         return {"pid": self._process.pid if self._process else None, "restarts_total": self.restarts, **usage}
-
-
-async def _kill_if_stopped(process: ChildProcess) -> None:
-    """End a gateway that a signal has stopped: its clients, and those in the backlog, would wait for ever."""
-    n_stopped = 0
-    while n_stopped < 2:
-        await trio.sleep(WATCH_S)
-        n_stopped = n_stopped + 1 if process.is_stopped() else 0
-    log.error("the gateway is stopped and is killed")
-    process.kill()

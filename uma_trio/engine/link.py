@@ -82,9 +82,6 @@ class Process(Protocol):
     async def wait(self) -> str:
         """Wait for its end; returns how it ended."""
 
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped it."""
-
     def usage(self) -> dict[str, float]:
         """Resident memory in bytes and CPU time in seconds; empty for a thread."""
 
@@ -265,10 +262,6 @@ class EngineLink:
         """Whether steps can be sent; not if the engine has died."""
         return self.reason == "" and not self._broken
 
-    def is_stopped(self) -> bool:
-        """Whether a signal (``SIGSTOP``) has stopped the engine."""
-        return self._process.is_stopped()
-
     def usage(self) -> dict[str, float]:
         """Resident memory in bytes and CPU time in seconds, where the engine is a process of its own."""
         return self._process.usage()
@@ -434,9 +427,6 @@ class WorkerThread:
     async def wait(self) -> str:
         await self._ended.wait()
         return "the engine thread has ended"
-
-    def is_stopped(self) -> bool:
-        return False
 
     def usage(self) -> dict[str, float]:
         return {}

@@ -1,6 +1,6 @@
 """The gateway process: ``python -m uma_trio.gateway FD CONFIG``, started by the daemon and by nobody else.
 
-Whatever keeps it from starting becomes one sentence for the daemon.
+It imports its libraries, and waits for its turn: the daemon starts the next gateway while this one serves.  Whatever keeps it from starting becomes one sentence for the daemon.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import setproctitle
 
 from uma_trio import parent_process
 from uma_trio.config import Config
@@ -25,11 +26,13 @@ def main() -> None:
     config = msgspec.json.decode(sys.argv[2], type=Config, dec_hook=_path)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    parent_process.end_with_it()
     gc.disable()  # imports leave little to collect, and each collection would look at all that they made
     try:
         from uma_trio.gateway.process import Server
 
+        setproctitle.setproctitle("uma-trio gateway: standby")
+        parent_process.wait_for_turn()
+        parent_process.end_with_it()
         server = Server(config, sock)
     except ErrorWithRemedy as error:
         parent_process.fail_to_start(str(error))

@@ -2,7 +2,8 @@
 
 The guard is an ASGI application around the others.  It reads the whole body, within bounds of size and time, after the
 checks that need no body, and hands it on in one piece.  ``scope["state"]["tenant"]`` is then the tenant who sent the
-request; ``None`` if the gateway has no tenants, or if the path needs no key.
+request; ``None`` if the gateway has no tenants, or if the path needs no key.  ``n_tenants`` is ``None`` without a file of
+tenants.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Guard:
         origin = headers.get("origin")
         state = scope.setdefault("state", {})
         state["tenant"] = None
-        state["has_tenants"] = False
+        state["n_tenants"] = None
         bodies = self.raw_bodies if _path(scope) in self.raw_paths else self.bodies
         body = Body(bodies, headers, receive)
         try:
@@ -141,7 +142,7 @@ class Guard:
         found = next((tenant for tenant in map(tenants.find, keys) if tenant is not None), None)
         if found is None and _path(scope) not in self.open_paths:
             raise self._refused_key(scope) if keys else HttpError(401, "E_GATEWAY_KEY", KEY_MISSING)
-        scope["state"]["has_tenants"] = True
+        scope["state"]["n_tenants"] = len(tenants.by_name)
         return found
 
     def _refused_key(self, scope: Scope) -> HttpError:
@@ -209,10 +210,15 @@ def is_admin(scope: Scope) -> bool:
     """Whether a request that has passed the guard comes from an administrator: by its key, or if there are no keys, from
     this machine."""
     tenant: Tenant | None = scope["state"]["tenant"]
-    if scope["state"]["has_tenants"]:
+    if scope["state"]["n_tenants"] is not None:
         return tenant is not None and tenant.admin
     client = scope.get("client")
     return client is not None and is_loopback(client[0])
+
+
+def is_only_user(scope: Scope) -> bool:
+    """Whether a request comes from an administrator, and the gateway has no other tenant."""
+    return is_admin(scope) and scope["state"]["n_tenants"] in (None, 1)
 
 
 def check_admin(scope: Scope) -> None:

@@ -17,8 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from uma_trio.errors import ModelUnavailable
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
-from uma_trio.sandbox import LAST, CannotStart, NoAnswer, Sandbox, limit_cpu, limit_memory
+from uma_trio.sandbox import LAST, CannotStart, Interrupted, NoAnswer, Sandbox, limit_cpu, limit_memory
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -54,6 +55,7 @@ class Checker(Protocol):
 
         Raises:
             Refused: no matcher can follow it, or it costs too much.
+            ModelUnavailable: somebody has killed or stopped the process that checks twice.
         """
 
 
@@ -116,6 +118,8 @@ class SandboxedChecker:
             answer = self._sandbox.ask({"rules": rules, "is_gbnf": is_gbnf})
         except CannotStart as error:
             raise Refused(f"the process that checks constraints cannot start: {error}") from None
+        except Interrupted as error:
+            raise ModelUnavailable(f"the constraint could not be checked: {error}; send the request again") from None
         except NoAnswer:
             raise Refused("too much memory or time") from None
         if "error" in answer:

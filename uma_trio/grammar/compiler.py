@@ -82,6 +82,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidConstraint: it cannot be followed; the message names the keyword or the position.
+            ModelUnavailable: see ``Checker``.
         """
         grammar = self.find(constraint)
         if grammar is not None:

@@ -136,7 +136,7 @@ def _ollama_model(folder: Path, path: Path, host: str, namespace: str, name: str
         (digest,) = [layer.digest for layer in manifest.layers if layer.mediaType == OLLAMA_MODEL]
         blob = _blob(folder, digest)
         size = blob.stat().st_size
-    except (OSError, UnicodeDecodeError, ValueError):  # msgspec's errors are ValueErrors
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return None
     if config.model_format != "gguf":
         return None

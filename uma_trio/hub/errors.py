@@ -25,5 +25,8 @@ class Interrupted(Exception):
         self.wait_s = wait_s
 
 
-class NameNotResolved(Interrupted):
-    """The server has no address: without a network, or with a proxy that nobody has named."""
+class Unreachable(Interrupted):
+    """There is no connection to be had: the name has no address, nobody listens there, or no network leads there.
+
+    A retry helps only if there was a connection before.
+    """

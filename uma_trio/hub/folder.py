@@ -91,7 +91,7 @@ class ModelFolder:
         """The manifest of the model whose first file is ``path``, if there is one."""
         try:
             return msgspec.json.decode(read_text(manifest_path(path)), type=Manifest)
-        except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
+        except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
             return None
 
     def _model(self, files: list[Path]) -> InstalledModel | None:
@@ -224,7 +224,7 @@ class ModelFolder:
             return msgspec.json.decode(read_text(self._alias_file), type=dict[str, str])
         except FileNotFoundError:
             return {}
-        except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as error:
             raise HubError(f"cannot read {self._alias_file}: {error}", "correct or delete it") from None
 
     @contextlib.contextmanager
@@ -286,7 +286,7 @@ def read_download_state(folder: Path) -> DownloadState | None:
     """What an earlier or another process notes of its download."""
     try:
         return msgspec.json.decode(read_text(folder / "state.json"), type=DownloadState)
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -13,7 +14,7 @@ import httpx2
 import trio
 
 import uma_trio
-from uma_trio.hub.errors import HubError, Interrupted, NameNotResolved
+from uma_trio.hub.errors import HubError, Interrupted, Unreachable
 from uma_trio.hub.urls import is_public, origin_of, parse_url, redirected, without_secrets
 
 CONNECT_S: Final = 15.0
@@ -26,6 +27,9 @@ LONGEST_WAIT_S: Final = 120.0
 REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which the same request may work later."""
+CUT: Final = re.compile("disconnected|closed")
+"""In the text of an error of the protocol: the answer is incomplete, and not wrong."""
+CHECK_ADDRESS: Final = "check HF_ENDPOINT or the URL, and whether a proxy asks for a login"
 
 
 async def addresses_of(host: str) -> list[str]:
@@ -124,7 +128,7 @@ class Http:
                     raise HubError(f"{without_secrets(url)} answers with more than {MAX_TEXT_BYTES >> 20} MiB")
             try:
                 return answer.status_code, answer.headers, msgspec.json.decode(bytes(body))
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):  # also one that is nested without end
                 return answer.status_code, answer.headers, None
 
     def _headers(self, url: str, more: Mapping[str, str]) -> dict[str, str]:
@@ -154,11 +158,15 @@ def _explained(url: str) -> Any:
                 "check the clock, and whether a proxy replaces certificates; SSL_CERT_FILE names those to trust",
             ) from None
         if _is_about_name(error):
-            raise NameNotResolved(f"cannot reach {host}: its name has no address ({_reason(error)})") from None
-        raise Interrupted(f"cannot connect to {host}: {_reason(error)}") from None
+            raise Unreachable(f"cannot reach {host}: its name has no address ({_reason(error)})") from None
+        raise Unreachable(f"cannot connect to {host}: {_reason(error)}") from None
     except httpx2.TimeoutException as error:
         kind = "cannot connect to" if isinstance(error, httpx2.ConnectTimeout) else "nothing comes from"
         raise Interrupted(f"{kind} {host}") from None
+    except (httpx2.RemoteProtocolError, httpx2.DecodingError) as error:
+        if CUT.search(str(error)):
+            raise Interrupted(f"the connection to {host} was cut: {_reason(error)}") from None
+        raise HubError(f"{host} does not answer as an HTTP server does: {_reason(error)}", CHECK_ADDRESS) from None
     except (httpx2.TransportError, ssl.SSLError, trio.BrokenResourceError) as error:
         raise Interrupted(f"the connection to {host} was cut: {_reason(error)}") from None
     except httpx2.InvalidURL as error:

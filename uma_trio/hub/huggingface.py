@@ -10,12 +10,14 @@ from urllib.parse import quote
 import attrs
 
 from uma_trio.hub.errors import HubError, Interrupted
-from uma_trio.hub.http import Http
+from uma_trio.hub.http import CHECK_ADDRESS, Http
 from uma_trio.hub.names import HubReference
 from uma_trio.hub.variants import RemoteFile
 
 LOGIN: Final = "make a token in the settings of your account there, and put it into HF_TOKEN"
 MAX_SUGGESTIONS: Final = 5
+MAX_SIZE: Final = 1 << 63
+"""Bytes that a file may have; a larger number is none."""
 
 
 @attrs.frozen
@@ -40,9 +42,7 @@ async def read_repository(http: Http, endpoint: str, reference: HubReference) ->
     if status != 200:
         raise await _refusal(http, endpoint, reference, status, headers)
     if not isinstance(body, dict) or not isinstance(body.get("siblings"), list):
-        raise HubError(
-            f"{endpoint} does not answer as a hub does", "check HF_ENDPOINT, and whether a proxy asks for a login"
-        )
+        raise HubError(f"{endpoint} does not answer as a hub does", CHECK_ADDRESS)
     commit = body.get("sha")
     files = [_file(entry) for entry in body["siblings"] if isinstance(entry, dict)]
     return Repository(
@@ -122,7 +122,7 @@ def _file(entry: dict[str, Any]) -> RemoteFile | None:
     size = lfs.get("size", size)
     return RemoteFile(
         path,
-        size if isinstance(size, int) and size >= 0 else None,
+        size if isinstance(size, int) and 0 <= size < MAX_SIZE else None,
         _hex(lfs.get("sha256") or lfs.get("oid"), 64),
         None if lfs else _hex(entry.get("blobId"), 40),
     )

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 import attrs
 import trio
 
-from uma_trio.hub.errors import HubError, Interrupted, NameNotResolved
+from uma_trio.hub.errors import HubError, Interrupted, Unreachable
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ async def retrying(
         said: gets a line for people before each wait.
 
     Raises:
-        HubError: too many attempts in a row brought nothing, or the first one found no address of the server.
+        HubError: too many attempts in a row brought nothing, or the first one could not reach the server.
     """
     failures = 0
     while True:
@@ -59,7 +59,7 @@ async def retrying(
         try:
             return await attempt()
         except Interrupted as error:
-            if isinstance(error, NameNotResolved) and not progress():
+            if isinstance(error, Unreachable) and not progress():
                 raise HubError(str(error), CHECK_NETWORK) from None
             failures = 0 if progress() > before else failures + 1
             wait_s = delays.after(failures, error.wait_s)

@@ -7,6 +7,7 @@ the round trip adds 0.03 ms to a rendering.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
@@ -19,9 +20,9 @@ from typing import Any, Final
 import attrs
 
 from uma_trio.engine.messages import PromptPart
-from uma_trio.errors import BadRequest, InternalError
+from uma_trio.errors import BadRequest, InternalError, ModelUnavailable
 from uma_trio.models.control_tokens import FINAL_CUT, ControlTokens, texts_of
-from uma_trio.sandbox import CannotStart, NoAnswer, Sandbox
+from uma_trio.sandbox import CannotStart, Interrupted, NoAnswer, Sandbox
 
 LONE_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 
@@ -93,7 +94,8 @@ class ChatTemplate:
         # By path, with -P: neither the current directory nor this package's files may shadow the child's imports.
         self._sandbox = Sandbox([sys.executable, "-P", str(WORKER)], lambda: setup, limits.answer_seconds)
         try:
-            self._sandbox.start()
+            with contextlib.suppress(Interrupted):  # it has been logged, and the first rendering starts another one
+                self._sandbox.start()
         except CannotStart as error:
             raise self._does_not_start(error) from None
 
@@ -120,7 +122,7 @@ class ChatTemplate:
 
         Raises:
             BadRequest: as ``render``, or the template leaves out the last message.
-            BrokenTemplate: as ``render``.
+            BrokenTemplate, ModelUnavailable: as ``render``.
         """
         render = (
             self._render_open if continue_final else partial(self.render, add_generation_prompt=add_generation_prompt)
@@ -172,6 +174,7 @@ class ChatTemplate:
             BadRequest: the messages are malformed, or the template refuses them (for example because roles do not
                 alternate) and says why, or it fails with ``variables``.
             BrokenTemplate: the template fails or exceeds its limits.
+            ModelUnavailable: somebody has killed or stopped the process twice.
         """
         given = [_checked(index, message) for index, message in enumerate(messages)]
         fixed: dict[str, Any] = {"messages": given, "add_generation_prompt": add_generation_prompt, **self._fixed}
@@ -184,6 +187,8 @@ class ChatTemplate:
             answer = self._sandbox.ask({"now": now.isoformat(), "variables": all_variables})
         except CannotStart as error:
             raise self._does_not_start(error) from None
+        except Interrupted as error:
+            raise ModelUnavailable(f"{self._name} could not be rendered: {error}; send the request again") from None
         except NoAnswer as error:
             answer = {"error": str(error)}
         if "refused" in answer:

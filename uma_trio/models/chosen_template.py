@@ -11,7 +11,7 @@ from typing import Final
 
 import attrs
 
-from uma_trio.errors import BadRequest
+from uma_trio.errors import BadRequest, ModelUnavailable
 from uma_trio.files import read_text
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.load_errors import ModelError
@@ -72,5 +72,7 @@ def _try(source: TemplateSource) -> None:
         ChatTemplate(source.text, bos="", eos="", name=name).render(EXAMPLE)
     except BadRequest:
         pass  # it compiles, and refuses a conversation without a system message
+    except ModelUnavailable as error:
+        raise ModelError(str(error)) from None
     except BrokenTemplate as error:
         raise ModelError(str(error), "correct it, or give --chat-template another one") from None

@@ -76,9 +76,12 @@ class TokenizeQuery:
 
 @attrs.frozen(kw_only=True)
 class ModelsQuery:
-    """Asks which models are served, or loads, unloads or reloads one.  Only the user that runs the daemon may do so."""
+    """Asks which models are served, or changes what is loaded.  Only the user that runs the daemon may do so.
 
-    action: Literal["list", "load", "unload", "reload"] = "list"
+    ``release`` unloads a model only if nobody but the principal has used it since it was loaded.
+    """
+
+    action: Literal["list", "load", "unload", "release", "reload"] = "list"
     """The answer to the others comes when it is done, and has the one model."""
     model: Name | None = None
     """The model to act on; set for every action except ``list``."""

@@ -126,6 +126,8 @@ class Instance:
         self.n_threads = opened.service.n_threads
         """What it computes with now."""
         self.n_leases = 0
+        self.users: set[str] = set()
+        """Names of the principals that have used it."""
         self.loaded_at = self.used_at = trio.current_time()
         """When its last lease ended."""
         self.changed = trio.Event()
@@ -133,8 +135,9 @@ class Instance:
         self._on_change = on_change
 
     @contextlib.contextmanager
-    def lease(self) -> Iterator[ModelService]:
-        """Keep it loaded."""
+    def lease(self, principal: str) -> Iterator[ModelService]:
+        """Keep it loaded for a request of ``principal``."""
+        self.users.add(principal)
         self.n_leases += 1
         if self.n_leases == 1:
             self._announce()

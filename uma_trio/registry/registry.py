@@ -148,12 +148,13 @@ class ModelRegistry:
 
     @contextlib.asynccontextmanager
     async def use(
-        self, name: str | None, *, session: bool = False, on_wait: OnWait | None = None
+        self, name: str | None, principal: str, *, session: bool = False, on_wait: OnWait | None = None
     ) -> AsyncIterator[ModelService]:
         """Have a model loaded, and keep it loaded until the end of the context.
 
         Args:
             name: as requests spell it; ``None`` is the default model.
+            principal: for whom, by name.
             session: it must have its sessions, which a copy that replaces another one gets last.
             on_wait: called at the start of a wait, and with its progress.
 
@@ -167,7 +168,7 @@ class ModelRegistry:
         instance = model.instance
         if instance is None or (session and not instance.has_storage):
             instance = await self._wait_for(model, session=session, on_wait=on_wait)
-        with instance.lease() as service:
+        with instance.lease(principal) as service:
             yield service
 
     def loaded(self, name: str | None = None) -> ModelService | None:
@@ -256,6 +257,26 @@ class ModelRegistry:
             await self._unloader.unload(model, model.instance)
         while model.draining:
             await self._catalog.wait_changed()
+        return await self._description(model)
+
+    async def release(self, name: str, principal: str) -> ModelDescription:
+        """Unload a model for ``principal``, if nobody else has used it since it was loaded.
+
+        A model that is in use, waited for or pinned stays.
+
+        Raises:
+            UmaError: there is no such model.
+        """
+        model = await self._catalog.find(name)
+        instance = model.instance
+        if instance is not None and not (
+            instance.n_leases
+            or instance.spec.pinned
+            or instance.users - {principal}
+            or model.n_waiting
+            or model.attempt
+        ):
+            await self._unloader.unload(model, instance)
         return await self._description(model)
 
     async def reload(self, name: str) -> ModelDescription:

@@ -55,7 +55,9 @@ class ModelRequest:
         on_wait = self._tell if isinstance(request, Generate) and request.progress else None
         try:
             with self._scope:
-                async with self._models.use(request.model, session=has_session, on_wait=on_wait) as service:
+                async with self._models.use(
+                    request.model, self._principal.name, session=has_session, on_wait=on_wait
+                ) as service:
                     if isinstance(request, Generate):
                         self._running = service.generation(request, self._principal, self._sink, began=began)
                     else:

@@ -37,6 +37,10 @@ log = structlog.get_logger("uma_trio.sessions")
 SWEEP_S: Final = 60.0
 """Interval between two searches for expired sessions and for damaged files."""
 
+FIRST_RETRY_S: Final = 0.25
+LONGEST_RETRY_S: Final = 2.0
+"""Before what could not be written is tried again.  The wait doubles from one to the next."""
+
 
 class SessionTurn:
     """One request of a session, and the sink of its events.
@@ -131,6 +135,10 @@ class Sessions:
         self._monotonic = monotonic
         self._in_thread = in_thread
         self.journal_failures = 0
+        self._write_failed = trio.Event()
+        """Something that the journal should hold is not on disk."""
+        self._repair_failure = ""
+        """Why the last repair failed; empty if it did not."""
 
     async def open(self, journal: Journal) -> None:
         """Load the sessions of earlier runs from ``journal``, and write them there from now on.
@@ -267,7 +275,7 @@ class Sessions:
                 log.warning("a session's file was missing or cut; it was written again", session=session.name)
             session.turns_on_disk = session.turns
         except JournalError as error:
-            self.journal_failures += 1
+            self._failed()
             log.warning("a session is not on disk; it stays in memory", session=session.name, reason=str(error))
 
     # -- queries --------------------------------------------------------------------------------
@@ -315,7 +323,7 @@ class Sessions:
             try:
                 await self._in_thread(self._journal.remove, session.key)
             except JournalError as error:
-                self.journal_failures += 1
+                self._failed()
                 log.warning("a closed session is still on disk", session=session.name, reason=str(error))
 
     def _forget(self, tokens: Tokens, principal: str) -> None:
@@ -326,12 +334,24 @@ class Sessions:
 
     # -- housekeeping ---------------------------------------------------------------------------
 
+    def _failed(self) -> None:
+        self.journal_failures += 1
+        self._write_failed.set()
+
     async def sweep_forever(self) -> None:
-        """Close expired sessions and repair the journal once a minute, until cancelled."""
+        """Close expired sessions and repair the journal once a minute, until cancelled; after a failed write, soon."""
+        retry_s = FIRST_RETRY_S
         while True:
             await self._close_expired()
-            await trio.sleep(SWEEP_S)
-            await self.repair()
+            with trio.move_on_after(SWEEP_S):
+                await self._write_failed.wait()
+                await trio.sleep(retry_s)
+            self._write_failed = trio.Event()
+            if await self.repair():
+                retry_s = FIRST_RETRY_S
+            else:
+                self._write_failed.set()
+                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
     async def _close_expired(self) -> None:
         while expired := self._table.expired(self._monotonic()):  # closing one takes time, so look again
@@ -339,27 +359,39 @@ class Sessions:
             log.info("closed an expired session", session=session.name, used_at=session.used_at)
             await self._close(session)
 
-    async def repair(self) -> None:
+    async def repair(self) -> bool:
         """Write turns whose write failed, and files that another program has removed.
 
-        Failures are logged and counted.
+        Failures are counted, and logged if they are new.
+
+        Returns:
+            Whether everything is on disk.
         """
         journal = self._journal
         if journal is None:
-            return
+            return True
+        n_written, failure = 0, ""
         try:
-            keys = await self._in_thread(journal.needs_repair)
-            for key in keys:
-                record = await self._in_thread(journal.repair, key)
+            for key in await self._in_thread(journal.needs_repair):
+                try:
+                    record = await self._in_thread(journal.repair, key)
+                except JournalError as error:  # the others are perhaps luckier
+                    self.journal_failures += 1
+                    failure = str(error)
+                    continue
+                n_written += 1
                 session = self._table.find(key)
                 if record is not None and session is not None and session.created_at == record.created_at:
                     session.turns_on_disk = max(session.turns_on_disk, record.n_turns)
         except JournalError as error:
             self.journal_failures += 1
-            log.warning("some sessions are not on disk", reason=str(error))
-        else:
-            if keys:
-                log.warning("wrote sessions that were missing on disk", sessions=len(keys))
+            failure = str(error)
+        if n_written:
+            log.warning("wrote sessions that were missing on disk", sessions=n_written)
+        if failure and failure != self._repair_failure:
+            log.warning("some sessions are not on disk", reason=failure)
+        self._repair_failure = failure
+        return not failure
 
     def latest(self, n: int) -> list[SessionInfo]:
         """The ``n`` most recently used sessions of all principals, in that order."""

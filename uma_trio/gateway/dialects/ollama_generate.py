@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final
 
@@ -31,13 +32,13 @@ from uma_trio.gateway.dialects.ollama import (
 from uma_trio.gateway.dialects.ollama_shapes import ChatAnswer, Generated
 from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.gateway.guard import is_admin
+from uma_trio.gateway.guard import is_only_user
 from uma_trio.protocol.events import Logprobs
 
 DONE_REASONS: Final = {"tool_calls": "stop", "cancelled": "stop", "error": "stop"}
 """Where the protocol's reason has no counterpart in Ollama's API."""
 
-UNLOADS: Final = ("0", "0.0", "0s", "0m", "0h")
+UNLOADS: Final = re.compile(r"0+(\.0*)?(ns|us|µs|ms|s|m|h)?")
 """Values of ``keep_alive`` that unload a model."""
 
 Shape = Callable[[Event], dict[str, Any]]
@@ -53,8 +54,8 @@ class Common(msgspec.Struct, kw_only=True):
     stream: bool = True
     think: bool | str | None = None
     keep_alive: str | float | None = None
-    """0 without messages or a prompt unloads the model, for an administrator.  Otherwise it has no effect: the settings
-    of the model decide."""
+    """0 without messages or a prompt unloads the model, for an administrator, if nobody else uses it.  Otherwise it has no
+    effect: the settings of the model decide."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -108,15 +109,19 @@ async def generate(call: Call) -> Response:
 
 
 async def _loaded(call: Call, request: Common, empty: dict[str, Any]) -> Response:
-    """Load the model, or unload it."""
+    """Load the model, or unload it if nobody else uses it."""
     model = await find_model(call, request.model)
-    unloads = str(request.keep_alive) in UNLOADS and is_admin(call.request.scope)
-    if unloads:
-        await call.unless_disconnected(call.ask(lambda client: client.manage_model("unload", model.name)))
+    reason = "load"
+    if UNLOADS.fullmatch(str(request.keep_alive)):
+        if is_only_user(call.request.scope):
+            model = await call.unless_disconnected(
+                call.ask(lambda client: client.manage_model("release", model.name, **call.daemon.principal))
+            )
+        reason = "unload" if model.state == "unloaded" else "stop"
     elif model.state != "ready":
         await call.unless_disconnected(call.ask(lambda client: client.tokenize("", model=model.name)))
     head = {"model": ollama_name(model.name), "created_at": iso_time()}
-    return json_response({**head, **empty, "done": True, "done_reason": "unload" if unloads else "load"})
+    return json_response({**head, **empty, "done": True, "done_reason": reason})
 
 
 async def _answer(call: Call, request: Common, shape: Shape, warnings: list[str], **fields: Any) -> Response:
