@@ -74,6 +74,13 @@ class InvalidJson(ProtocolError):
     code = "E_PROTO_INVALID_JSON"
 
 
+class TooManyValues(ProtocolError):
+    """Decoding a JSON document would keep others waiting.  Raised before it is decoded."""
+
+    code = "E_PROTO_TOO_MANY_VALUES"
+    http_status = 413
+
+
 class InvalidCbor(ProtocolError):
     """A CBOR payload is not one valid map with text keys."""
 

@@ -23,6 +23,7 @@ ROOMS = (
         "fair_limiter",
         "stopped",
         "sandbox",
+        "log_limit",
         "parent_process",
         "child_process",
         "grammar",

@@ -349,7 +349,7 @@ class Http:
         1024, "Maximum number of open HTTP connections.", name="http_max_connections", ge=1, le=100_000
     )
     max_body_bytes: int = setting(
-        8 * MIB, "Largest body of an HTTP request.", name="http_max_body_bytes", ge=1024, le=1024 * MIB
+        4 * MIB, "Largest body of an HTTP request.", name="http_max_body_bytes", ge=1024, le=1024 * MIB
     )
     keep_alive_s: float = setting(
         15.0,

@@ -37,6 +37,8 @@ from uma_trio.registry import ModelRegistry, ModelRequest
 log = structlog.get_logger("uma_trio.daemon")
 
 READ_BYTES: Final = 64 * 1024
+LARGE_BYTES: Final = 16 * 1024
+"""A smaller message takes a few milliseconds to decode, whatever it has."""
 MAX_UNREAD_BYTES: Final = 256 * 1024
 """Answers to queries and errors that may wait for the client, in addition to ``max_tx_bytes``.
 
@@ -55,7 +57,7 @@ class ConnectionOwner(Protocol):
     @property
     def draining(self) -> bool: ...
     @property
-    def queries(self) -> trio.Lock: ...
+    def turn(self) -> trio.Lock: ...
     @property
     def uploads(self) -> Uploads: ...
     def snapshot(self, model: str | None = None) -> dict[str, Any]: ...
@@ -151,7 +153,7 @@ class Connection:
             if data is None:
                 continue
             self._codec.receive_data(data)
-            while (message := self._codec.next_message()) is not None:
+            while (message := await self._next_message()) is not None:
                 self._frame_deadline = None  # the next bytes belong to another frame
                 await self._wait_if_answered()
                 if self._codec.queues_requests:
@@ -163,6 +165,18 @@ class Connection:
             if not data:
                 await self._wait_for_hangup()
                 return
+
+    async def _next_message(self) -> ClientMessage | None:
+        """Decode the next message.
+
+        A large one takes up to 50 ms, so all connections together decode one in each turn of the event loop.
+        """
+        if self._codec.next_bytes < LARGE_BYTES:
+            return self._codec.next_message()
+        async with self._owner.turn:
+            message = self._codec.next_message()
+            await trio.lowlevel.checkpoint()
+            return message
 
     async def _receive(self) -> bytes | None:
         """Receive bytes: ``b""`` at the end of the stream, ``None`` if the deadline or the state has changed."""
@@ -273,7 +287,7 @@ class Connection:
         left = iter(events)
         while not self._client_has_gone:
             await self._wait_for_reader()
-            async with self._owner.queries:
+            async with self._owner.turn:
                 event = next(left, None)
                 if event is None:
                     return

@@ -14,6 +14,7 @@ from typing import Any, Final
 import structlog
 
 from uma_trio.config import Operations
+from uma_trio.log_limit import LogLimit
 
 MAX_QUEUED: Final = 10_000
 """Records that wait to be written.  Further ones are dropped and counted."""
@@ -55,6 +56,7 @@ def configure(settings: Operations) -> None:
         )
     )
     handler = BackgroundHandler(writer)
+    handler.addFilter(LogLimit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

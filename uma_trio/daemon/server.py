@@ -70,8 +70,8 @@ class Server:
         self.models = models
         self.draining = False
         self.uploads = Uploads(config.limits.max_controller_bytes)
-        self.queries = trio.Lock()
-        """Held by the connection that makes an event of the answer to a query."""
+        self.turn = trio.Lock()
+        """Held by the connection that decodes a large message, or makes an event of the answer to a query."""
         self._perf = perf
         self._gateway = gateway
         self._connections: set[Connection] = set()

@@ -24,7 +24,7 @@ class Watched(Protocol):
     @property
     def models(self) -> ModelRegistry: ...
     @property
-    def queries(self) -> trio.Lock: ...
+    def turn(self) -> trio.Lock: ...
     def snapshot(self, model: str | None = None) -> dict[str, Any]: ...
     def health(self, id: str | None) -> Health: ...
 
@@ -66,7 +66,7 @@ class Watch:
                     watched = service
                 next_at = trio.current_time() + self.request.interval_ms / 1e3
                 await self._outbox.shrink_to(0)
-                async with self._daemon.queries:
+                async with self._daemon.turn:
                     self._outbox.send(self._event(records, trio.current_time() - began, service))
                 await trio.sleep_until(next_at)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import anyio
 import msgspec
+from anyio import lowlevel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -27,6 +28,9 @@ COMMENT: Final = b": keep-alive\n\n"
 NOT_BUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers for proxies, which would hold a stream back."""
 
+NUMBERS_PER_TURN: Final = 64 * 1024
+"""Numbers of vectors that are encoded at once: about 4 ms."""
+
 encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 
 
@@ -39,6 +43,27 @@ def sse(data: Any, event: str | None = None) -> bytes:
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response whose body is ``content`` as JSON."""
     return Response(encode(content), status, headers, JSON)
+
+
+async def encoded_vectors(
+    vectors: Iterable[Sequence[float]], form: Callable[[Sequence[float]], object] = list
+) -> list[msgspec.Raw]:
+    """Encode vectors as JSON for ``json_response``, which only copies what is encoded.
+
+    Takes turns with other clients: at once, 2,048 vectors of 1,024 numbers would keep the event loop for 0.1 s.
+
+    Args:
+        form: what each vector becomes.
+    """
+    found = []
+    n_numbers = 0
+    for vector in vectors:
+        found.append(msgspec.Raw(encode(form(vector))))
+        n_numbers += len(vector)
+        if n_numbers > NUMBERS_PER_TURN:
+            n_numbers = 0
+            await lowlevel.checkpoint()
+    return found
 
 
 class Renderer(Protocol[Rendered]):

@@ -116,7 +116,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None]]:
         refuse=_refuse,
         bodies=BodyLimits(config.http.max_body_bytes, config.limits.frame_timeout_s, "http_max_body_bytes"),
         raw_bodies=BodyLimits(
-            config.limits.max_controller_bytes, config.limits.frame_timeout_s, "max_controller_bytes"
+            config.limits.max_controller_bytes, config.limits.frame_timeout_s, "max_controller_bytes", are_json=False
         ),
         raw_paths=frozenset(endpoint.path for endpoint in endpoints if endpoint.raw_body is not None),
     )

@@ -1,19 +1,28 @@
-"""Reads the bodies of requests whole, within bounds of size, time and memory."""
+"""Reads the bodies of requests whole, within bounds of size, time, memory and what their decoding costs.
+
+The event loop serves all clients, and decoding keeps it busy.  So each body is cheap to decode, and large ones are handed
+on one at a time, with turns of the loop between them.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
 import anyio
+import anyio.lowlevel
 import attrs
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.errors import InvalidJson, TooManyValues
+from uma_trio.gateway.errors import HttpError, invalid, refused_json
+from uma_trio.protocol.json_cost import SLICE_BYTES, JsonCost
 
 MAX_INCOMPLETE: Final = 16
 """Bodies of the largest size that may be in memory before they are complete.  Smaller ones may be more."""
 BUSY_RETRY_MS: Final = 1000
+LARGE_BYTES: Final = 16 * 1024
+"""A smaller body takes a few milliseconds to decode, whatever it has."""
 DISCARD_S: Final = 1.0
 """How long a refused request may go on sending its body.  A client that cannot finish may not see the answer."""
 
@@ -31,8 +40,12 @@ class BodyLimits:
     max_bytes: int
     timeout_s: float
     setting: str
+    are_json: bool = True
+    """Whether they are decoded."""
     incomplete_bytes: int = 0
     """Bytes in memory of bodies whose end has not arrived."""
+    turn: anyio.Lock = attrs.field(factory=anyio.Lock)
+    """Held before a large body is handed on."""
 
 
 class Body:
@@ -48,7 +61,7 @@ class Body:
         """Read it; ``None`` if the client leaves before its end.
 
         Raises:
-            HttpError: it is too large, comes too slowly, or too many others are being read.
+            HttpError: it is too large, has too many values, is nested too deeply, comes too slowly, or too many others are being read.
         """
         announced = self._headers.get("content-length", "0")
         if not (announced.isascii() and announced.isdigit()):
@@ -57,6 +70,7 @@ class Body:
             raise self._too_large()
         parts: list[bytes] = []
         size = 0
+        cost = JsonCost() if self._bodies.are_json else None
         try:
             with anyio.fail_after(self._bodies.timeout_s):
                 while not self._is_complete:
@@ -68,9 +82,13 @@ class Body:
                     parts.append(part)
                     if size > self._bodies.max_bytes:
                         raise self._too_large()
+                    if cost is not None:
+                        await _count(part, cost)
                     if self._bodies.incomplete_bytes > MAX_INCOMPLETE * self._bodies.max_bytes:
                         message = "too many large requests arrive at once"
                         raise HttpError(503, "E_GATEWAY_BUSY", message, retry_after_ms=BUSY_RETRY_MS)
+        except (InvalidJson, TooManyValues) as error:
+            raise refused_json(error) from None
         except TimeoutError:
             message = f"the body did not arrive within {self._bodies.timeout_s:g} s"
             raise HttpError(408, "E_GATEWAY_BODY_TIMEOUT", message) from None
@@ -107,12 +125,28 @@ class Body:
         )
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
-    """Hand on a body that was read, and then whatever else comes."""
+async def _count(part: bytes, cost: JsonCost) -> None:
+    """Count the values of a part, which may be as large as the system's buffers.
+
+    Raises:
+        TooManyValues: there are too many.
+        InvalidJson: they are nested too deeply.
+    """
+    for start in range(0, len(part), SLICE_BYTES):
+        if start:
+            await anyio.lowlevel.checkpoint()
+        cost.add(part[start : start + SLICE_BYTES])
+
+
+def replayed(body: bytes, receive: Receive, turn: anyio.Lock) -> Receive:
+    """Hand on a body that was read, a large one when it is its turn, and then whatever else comes."""
     parts = [body]
 
     async def replay() -> Message:
         if parts:
+            if len(body) > LARGE_BYTES:
+                async with turn:
+                    await anyio.lowlevel.checkpoint()
             return {"type": "http.request", "body": parts.pop(), "more_body": False}
         return await receive()
 

@@ -100,7 +100,10 @@ def estimated_tokens(content: Any) -> int:
             case Mapping() as mapping:
                 left += mapping.values()
             case list() | tuple() as items:
-                left += items
+                if set(map(type, items)) == {int}:  # up to half a million token ids
+                    tokens += len(items)
+                else:
+                    left += items
             case int():
                 tokens += 1
     return tokens - -n_bytes // BYTES_PER_TOKEN

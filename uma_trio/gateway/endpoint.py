@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 
 import attrs
 import msgspec
+from anyio import lowlevel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -26,6 +27,9 @@ from uma_trio.protocol.field_errors import MAX_NAMED, did_you_mean, explain
 
 COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
 """Statuses that any endpoint may answer with."""
+
+MAX_FIELDS: Final = 1024
+"""Fields of a body, known ones and others."""
 
 MAX_MESSAGES: Final = 1024
 """Messages of a chat, as in the socket protocol, and parts of a message.  The gateway looks at each of them."""
@@ -163,6 +167,7 @@ class Call:
             HttpError: it is not JSON, or a field is of the wrong type or out of bounds.
         """
         fields = await self.read_fields()
+        await lowlevel.checkpoint()  # others' turn: it has taken a while to decode a large body
         try:
             body = msgspec.convert(fields, cls, str_keys=True)
         except msgspec.ValidationError as error:
@@ -175,7 +180,7 @@ class Call:
         """The body as plain values.
 
         Raises:
-            HttpError: it is not a JSON object, or the daemon cannot say which models it serves.
+            HttpError: it is not a JSON object, or has too many fields, or the daemon cannot say which models it serves.
         """
         content = await self.request.body()
         if not content:
@@ -189,6 +194,8 @@ class Call:
             raise invalid("the body is nested too deeply") from None
         if not isinstance(found, dict):
             raise invalid("the body must be a JSON object")
+        if len(found) > MAX_FIELDS:
+            raise invalid(f"the body has {len(found):,} fields; it may have {MAX_FIELDS:,}")
         self.request.scope["state"]["given"] = frozenset(found)
         if self.config.http.any_model and isinstance(found.get("model"), str):
             models = await self.ask(lambda client: client.models())

@@ -13,8 +13,10 @@ from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoSer
 from uma_trio.errors import (
     ControllerNotFound,
     FrameTooLarge,
+    InvalidJson,
     ModelNotFound,
     PromptTooLarge,
+    TooManyValues,
     all_errors,
 )
 
@@ -88,6 +90,13 @@ class HttpError(Exception):
 def invalid(message: str, *, parameter: str | None = None) -> HttpError:
     """The error for a field that is missing, of the wrong type, out of bounds or not supported."""
     return HttpError(400, "E_PROTO_BAD_REQUEST", message, parameter=parameter)
+
+
+def refused_json(error: TooManyValues | InvalidJson, *, parameter: str | None = None) -> HttpError:
+    """The error for JSON that would take too long to decode, or is nested too deeply."""
+    if isinstance(error, InvalidJson):
+        return invalid(str(error), parameter=parameter)
+    return HttpError(error.http_status, error.code, str(error), parameter=parameter)
 
 
 def try_again_in(retry_after_ms: int) -> str:

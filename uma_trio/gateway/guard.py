@@ -98,7 +98,7 @@ class Guard:
             await response(scope, receive, send)
             return
         if content is not None:
-            await self.app(scope, replayed(content, receive), send)
+            await self.app(scope, replayed(content, receive, bodies.turn), send)
 
     def _check_load(self, scope: Scope) -> None:
         if scope["state"].get("is_overloaded") and _path(scope) not in self.open_paths:

@@ -16,6 +16,7 @@ from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, Fork
 from uma_trio.protocol.events import Embeddings, Eos, Failure, LoadProgress, PrefillProgress, Reasoning, Token
 from uma_trio.protocol.field_errors import unknown_fields
+from uma_trio.protocol.json_cost import check_cost
 from uma_trio.protocol.messages import ClientMessage, Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
 from uma_trio.protocol.requests import Cancel, Generate
@@ -32,6 +33,10 @@ class Codec(Protocol):
     @property
     def mid_message(self) -> bool:
         """Whether a message has arrived in part."""
+
+    @property
+    def next_bytes(self) -> int:
+        """Size of the next message, if it has arrived and takes time to decode; otherwise 0."""
 
     def receive_data(self, data: bytes) -> None:
         """Buffer ``data``; ``b""`` means that the peer closed its sending side."""
@@ -84,6 +89,10 @@ class ServerCodec:
     def mid_message(self) -> bool:
         return self._frames.mid_frame
 
+    @property
+    def next_bytes(self) -> int:
+        return self._frames.next_bytes
+
     def receive_data(self, data: bytes) -> None:
         self._frames.receive_data(data)
 
@@ -97,6 +106,8 @@ class ServerCodec:
         elif encoding is not self._only:
             wrong = InvalidJson if self._only is Encoding.JSON else InvalidCbor
             raise wrong(f"this daemon runs with --protocol {self._only.value}")
+        if encoding is Encoding.JSON:
+            check_cost(found)
         fields = payload.decode(found, encoding)
         message = messages.parse(fields)
         if not isinstance(message, Cancel):
@@ -183,6 +194,10 @@ class NewlineCodec:
     @property
     def mid_message(self) -> bool:
         return bool(self._buffer)
+
+    @property
+    def next_bytes(self) -> int:
+        return 0
 
     def receive_data(self, data: bytes) -> None:
         self._buffer += data

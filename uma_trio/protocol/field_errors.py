@@ -124,10 +124,11 @@ def _unknown(fields: Mapping[str, Any], type_: inspect.Type, place: str) -> Iter
     if len(types) != 1:
         return
     known = {field.encode_name: field.type for field in types[0].fields}
+    names = list(known)
     for name, value in fields.items():
         if name not in known:
             if place or name not in ("type", "event"):
-                yield place, name, list(known)
+                yield place, name, names
         elif isinstance(value, dict):
             yield from _unknown(value, known[name], f"{place}{name}.")
 

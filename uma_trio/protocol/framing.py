@@ -29,6 +29,12 @@ class FrameReader:
         return bool(self._buffer)
 
     @property
+    def next_bytes(self) -> int:
+        """Size of the next frame, if all of it has arrived; otherwise 0."""
+        end = HEADER_BYTES + int.from_bytes(self._buffer[:HEADER_BYTES], "little")
+        return end if HEADER_BYTES <= end <= len(self._buffer) else 0
+
+    @property
     def header(self) -> bytes:
         """The first bytes of the frame that arrives."""
         return bytes(self._buffer[:HEADER_BYTES])

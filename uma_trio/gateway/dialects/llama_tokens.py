@@ -6,7 +6,7 @@ import contextlib
 from typing import Any, Final
 
 from uma_trio.client import Client
-from uma_trio.gateway.endpoint import Call
+from uma_trio.gateway.endpoint import MAX_BIASES, Call
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.requests import BANNED
 
@@ -18,9 +18,10 @@ Tokens = list[int]
 
 def is_several(prompt: Any) -> bool:
     """Whether these are several prompts: a list of texts, or one that has a list or an object."""
-    if not isinstance(prompt, list) or not prompt:
+    if not isinstance(prompt, list):
         return False
-    return any(isinstance(part, list | dict) for part in prompt) or all(isinstance(part, str) for part in prompt)
+    kinds = set(map(type, prompt))
+    return kinds == {str} or not kinds.isdisjoint({list, dict})
 
 
 class Translation:
@@ -65,9 +66,9 @@ class Translation:
                 return text
             case {"content": [*parts]} if all(_is_text_part(part) for part in parts):
                 return "".join(part["text"] for part in parts)
-            case [_, *_] if all(type(part) is int for part in given):
-                return list(given)
-            case [_, *_] if all(type(part) in (int, str) for part in given):
+            case list() if set(map(type, given)) == {int}:  # up to half a million
+                return given
+            case [_, *_] if set(map(type, given)) <= {int, str}:
                 tokens: Tokens = []
                 for part in given:
                     tokens += [part] if type(part) is int else await self._tokens(part, add_special=not tokens)
@@ -87,6 +88,8 @@ class Translation:
         """
         if given is None:
             return None
+        if isinstance(given, dict | list) and len(given) > MAX_BIASES:
+            raise invalid(f"logit_bias has {len(given)} pairs; send at most {MAX_BIASES}", parameter="logit_bias")
         found: dict[str, float] = {}
         for pair in given.items() if isinstance(given, dict) else given if isinstance(given, list) else [None]:
             match pair:

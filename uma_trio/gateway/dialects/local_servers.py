@@ -17,7 +17,7 @@ from starlette.responses import Response
 from uma_trio.client import TokenList
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.conversation import without_noise
-from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_message, template_fields
+from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_messages, template_fields
 from uma_trio.gateway.dialects.openai_shapes import Detokenized, Health, Rendered, Tokens
 from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, tool_fields
 from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
@@ -127,7 +127,7 @@ async def apply_template(call: Call) -> Response:
 async def _rendered(
     call: Call, request: TokenizeRequest | TemplateRequest, messages: list[Message], warnings: list[str]
 ) -> TokenList:
-    given = without_noise([chat_message(index, message) for index, message in enumerate(messages)])
+    given = without_noise(chat_messages(messages))
     offered = tool_fields(request.tools, None, warnings)["tools"]
     template = template_fields(
         messages,

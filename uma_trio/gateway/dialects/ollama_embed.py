@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Embeddings
-from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.answer import encoded_vectors, json_response
 from uma_trio.gateway.dialects.ollama import DIALECT, model_name
 from uma_trio.gateway.dialects.ollama_shapes import Embedded, EmbeddedOne
 from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.protocol.requests import MAX_TEXTS
 
 
 class EmbedRequest(msgspec.Struct, kw_only=True):
     """A request for the embeddings of texts."""
 
     model: str
-    input: str | list[str]
+    input: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)]
     dimensions: int | None = None
     truncate: bool | None = None
     """Has no effect: a text that is too long is refused."""
@@ -48,7 +50,7 @@ async def embed(call: Call) -> Response:
     found = await _embeddings(call, request.model, texts, dimensions=request.dimensions)
     body = {
         "model": request.model,
-        "embeddings": found.embeddings,
+        "embeddings": await encoded_vectors(found.embeddings),
         "total_duration": time.monotonic_ns() - began,
         "load_duration": 0,
         "prompt_eval_count": found.usage.prompt_tokens,

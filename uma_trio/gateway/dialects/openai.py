@@ -16,15 +16,18 @@ from uma_trio.errors import (
     AdapterNotFound,
     BadRequest,
     ContextTooSmall,
+    InvalidJson,
     MaxTokensTooLarge,
     ModelNotFound,
     PromptTooLarge,
+    TooManyValues,
 )
 from uma_trio.gateway.dialects.openai_constraints import CONSTRAINT_NAMES, Constrained
 from uma_trio.gateway.endpoint import MAX_ADAPTERS, MAX_BIASES, MAX_MESSAGES, Call, Dialect
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import HttpError, invalid, refused_json
 from uma_trio.gateway.limits import QUOTA
 from uma_trio.protocol.events import Logprobs
+from uma_trio.protocol.json_cost import JsonCost
 
 FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
 """Where the protocol's reason has no counterpart in OpenAI's API."""
@@ -243,8 +246,21 @@ async def adapters_of(call: Call, request: Sampling) -> list[dict[str, Any]] | N
     return found
 
 
-def chat_message(index: int, message: Message) -> dict[str, Any]:
+def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages of the socket protocol.
+
+    Raises:
+        HttpError: one contains something other than text, or nothing.
+    """
+    cost = JsonCost()
+    return [_chat_message(index, message, cost) for index, message in enumerate(messages)]
+
+
+def _chat_message(index: int, message: Message, cost: JsonCost) -> dict[str, Any]:
     """A message of the socket protocol.
+
+    Args:
+        cost: of the arguments of all calls.
 
     Raises:
         HttpError: it contains something other than text, or nothing.
@@ -267,7 +283,7 @@ def chat_message(index: int, message: Message) -> dict[str, Any]:
                 "id": call.id or f"call_{index}_{position}",
                 "name": call.function.name,
                 "arguments": arguments_of(
-                    call.function.arguments, f"messages[{index}].tool_calls[{position}].function.arguments"
+                    call.function.arguments, f"messages[{index}].tool_calls[{position}].function.arguments", cost
                 ),
             }
             for position, call in enumerate(calls)
@@ -325,12 +341,19 @@ def text_of(content: str | list[TextPart] | None, parameter: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def arguments_of(text: str, parameter: str) -> dict[str, Any]:
+def arguments_of(text: str, parameter: str, cost: JsonCost) -> dict[str, Any]:
     """Arguments of a call as an object: they are JSON text on the wire, and templates need the object.
 
+    Args:
+        cost: of all texts of a request that are decoded like this.
+
     Raises:
-        HttpError: they are something else.
+        HttpError: they are something else, or have too many values.
     """
+    try:
+        cost.add(text.encode("utf-8", "surrogatepass"))
+    except (InvalidJson, TooManyValues) as error:
+        raise refused_json(error, parameter=parameter) from None
     try:
         found = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):

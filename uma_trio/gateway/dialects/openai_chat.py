@@ -20,7 +20,7 @@ from uma_trio.gateway.dialects.openai import (
     Sampling,
     adapters_of,
     chat_logprobs,
-    chat_message,
+    chat_messages,
     error_body,
     finish_reason,
     length_fields,
@@ -80,7 +80,7 @@ async def complete_chat(call: Call) -> Response:
     n = request.n or 1
     sampling = request.sampling_fields()
     chat = conversation_fields(
-        [chat_message(index, message) for index, message in enumerate(request.messages)],
+        chat_messages(request.messages),
         call.request.headers if n == 1 else {},
         session_id=request.session_id,
         cache_key=request.prompt_cache_key if n == 1 else None,
@@ -117,7 +117,7 @@ async def complete_chat(call: Call) -> Response:
 async def count_input(call: Call) -> Response:
     """Count the tokens of a chat, as a request would prefill it."""
     request, warnings = await call.read(ChatRequest)
-    messages = without_noise([chat_message(index, message) for index, message in enumerate(request.messages)])
+    messages = without_noise(chat_messages(request.messages))
     tools = tool_fields(request.tools, request.tool_choice, warnings)
     fields = call.for_daemon(
         model=request.model,

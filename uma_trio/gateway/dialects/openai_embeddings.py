@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.client import Embeddings
-from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.answer import encoded_vectors, json_response
 from uma_trio.gateway.dialects.llama_tokens import Translation
 from uma_trio.gateway.dialects.openai import OPENAI, model_name
 from uma_trio.gateway.dialects.openai_shapes import EmbeddingList
@@ -44,13 +44,10 @@ async def embed(call: Call) -> Response:
         dimensions=request.dimensions,
     )
     found: Embeddings = await call.unless_disconnected(call.daemon.embed(fields))
-    encoded = list if request.encoding_format == "float" else in_base64
+    vectors = await encoded_vectors(found.embeddings, list if request.encoding_format == "float" else in_base64)
     body = {
         "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": encoded(vector)}
-            for index, vector in enumerate(found.embeddings)
-        ],
+        "data": [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)],
         "model": await model_name(call, request.model),
         "usage": {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens},
     }

@@ -15,6 +15,7 @@ import msgspec
 from uma_trio.gateway.dialects.openai import arguments_of
 from uma_trio.gateway.errors import invalid
 from uma_trio.gateway.parts import Part
+from uma_trio.protocol.json_cost import JsonCost
 
 SEALED: Final = "uma-trio:"
 """Begins ``encrypted_content`` that comes from here.  It is not encrypted: it says what the client knows anyway."""
@@ -58,6 +59,7 @@ class Conversation:
     def __init__(self, instructions: str | None, items: str | Sequence[Item]) -> None:
         self.messages: list[dict[str, Any]] = []
         self.warnings: list[str] = []
+        self._cost = JsonCost()
         self._tools: dict[str, str] = {}
         """Name of the tool that each call names."""
         if instructions:
@@ -100,7 +102,7 @@ class Conversation:
         if item.type == "custom_tool_call":
             arguments = {"input": item.input or ""}
         else:
-            arguments = arguments_of(item.arguments or "", f"{place}.arguments")
+            arguments = arguments_of(item.arguments or "", f"{place}.arguments", self._cost)
         self._tools[item.call_id] = item.name
         calls = self._assistant("tool_calls").setdefault("tool_calls", [])
         calls.append({"id": item.call_id, "name": item.name, "arguments": arguments})
