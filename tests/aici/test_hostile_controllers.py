@@ -190,7 +190,9 @@ def test_a_module_that_takes_too_long_to_compile_delays_nobody(engine: Engine, n
     """Others go on, and begin; only uploads wait for each other."""
     hostile = compiles_too_long()
     binary = base64.b64encode(hostile.wasm).decode()
-    engine.slots["cmd-side"].send(json.dumps({"op": "mk_module", "$rid": "slow", "$auth": ADMIN, "binary": binary}).encode())
+    engine.slots["cmd-side"].send(
+        json.dumps({"op": "mk_module", "$rid": "slow", "$auth": ADMIN, "binary": binary}).encode()
+    )
     known = engine.upload_id(COUNTING)
     for n in range(20):
         request = {"op": "instantiate", "$rid": f"{n}", "$auth": ADMIN, "req_id": f"meanwhile-{n}"}

@@ -56,6 +56,11 @@ def test_a_controller_that_comes_with_uma_trio_survives_its_compiler(tmp_path: P
         assert start(engine, "jsctrl")["type"] == "ok"
 
 
+def test_a_compilation_whose_process_was_killed_is_tried_again(tmp_path: Path) -> None:
+    with runtime(tmp_path) as engine, killing_the_compiler(engine.process.pid, times=1):
+        assert start(engine, "jsctrl")["type"] == "ok"
+
+
 def test_an_upload_whose_compiler_is_killed_may_be_sent_again(tmp_path: Path) -> None:
     with runtime(tmp_path) as engine:
         with killing_the_compiler(engine.process.pid):

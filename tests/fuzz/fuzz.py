@@ -32,6 +32,8 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
+import attrs
+
 from tests.fuzz import generate
 from tests.support.real_daemon import Canary, Daemon, missing, real_daemon
 from uma_trio.errors import ProtocolError, all_errors
@@ -142,6 +144,8 @@ def check_answers(message: Generate | MetricsQuery, codec: object) -> None:
         ]
     for answer in answers:
         (event,) = events_of(codec.encode(answer))  # type: ignore[attr-defined]
+        if isinstance(event, Eos):  # fields of the request that are not known
+            event = attrs.evolve(event, warnings=None)
         # repr, because NaN is not equal to itself and 0.0 is equal to -0.0
         require(repr(event) == repr(answer), f"{answer!r} arrives as {event!r}")
 

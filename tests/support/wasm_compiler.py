@@ -13,17 +13,22 @@ PATIENCE_S = 60
 
 
 @contextlib.contextmanager
-def killing_the_compiler(pid: int) -> Iterator[None]:
-    """Kill the next process that compiles for the process ``pid``, while it does so.  It must have begun at the end."""
-    killed, is_over = threading.Event(), threading.Event()
+def killing_the_compiler(pid: int, times: int = 2) -> Iterator[None]:
+    """Kill the next processes that compile for the process ``pid``, while they do so.  All must have begun at the end.
+
+    Args:
+        times: how many.  A compilation whose process was killed once is tried again.
+    """
+    killed: set[int] = set()
+    is_over = threading.Event()
 
     def kill() -> None:
         until = time.monotonic() + PATIENCE_S
-        while not is_over.is_set() and time.monotonic() < until:
-            if (process := _compiler_of(pid)) is not None:
+        while len(killed) < times and not is_over.is_set() and time.monotonic() < until:
+            process = _compiler_of(pid)
+            if process is not None and process.pid not in killed:
                 process.kill()
-                killed.set()
-                return
+                killed.add(process.pid)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -32,7 +37,7 @@ def killing_the_compiler(pid: int) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
-    assert killed.is_set()
+    assert len(killed) == times
 
 
 def _compiler_of(pid: int) -> psutil.Process | None:

@@ -151,7 +151,7 @@ def parse_event(fields: dict[str, Any]) -> Event:
     if cls is None:
         return UnknownEvent(fields)
     if cls is Metrics:  # the snapshot's fields stand in the payload itself
-        snapshot = {key: value for key, value in fields.items() if key not in ("event", "id")}
+        snapshot = {key: value for key, value in fields.items() if key not in ("event", "id", "warnings")}
         return Metrics(snapshot=snapshot, id=fields.get("id"))
     try:
         return convert(fields, cls)
