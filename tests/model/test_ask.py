@@ -186,7 +186,7 @@ def test_verbose_names_the_daemon(run, daemon):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "nope"], ["'nope'", "serves embedded", "--model"]),
+        (["--model", "nope"], ["'nope'", "serves embedded", "choose one of these"]),
         (["--max-tokens", "100000000"], ["100000000", "--max-tokens"]),
     ],
 )
