@@ -138,7 +138,7 @@ def test_the_program_of_the_page_runs(daemon: Daemon) -> None:
 
 def test_the_chat_of_the_page_is_a_chat(daemon: Daemon) -> None:
     page = (ROOT / "docs" / "AICI-CONTROLLERS.md").read_text()
-    program = page.split("```js\n")[2].partition("```")[0]
+    [program] = [code.partition("```")[0] for code in page.split("```js\n") if code.startswith("const BEGIN")]
     assert run(daemon, "jsctrl", program)[0].logs == "The capital of France is Paris.\n"
 
 
