@@ -60,6 +60,7 @@ NOT_RUN = {
     r"(?s)(python -m ziglang cc|clang-14) .*": (
         "needs a compiler for Wasm; tests/aici/test_shipped_controllers.py compiles the example with one"
     ),
+    r"uma-trio controllers rm [0-9a-f]{64}": "there is no such module; tests/loop/test_cli_controllers.py removes one",
     r"uma-trio aicirt .*": "serves until its engine ends; tests/aici/test_conformance.py drives it",
     r"uma-trio completion zsh > .*": "needs zsh",
     r"uma-trio pull https://.*": "there is no such server",
@@ -168,6 +169,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "notes.txt").write_text("Mix flour, milk and eggs.\nLima is in Peru.\n")
     (work / "tools.json").write_text(json.dumps(TOOLS))
     (work / "program.js").write_text(blocks((ROOT / "README.md").read_text(), "js")[0])
+    (work / "main.js").write_text("start(async () => { await $`Yes.` })")
+    (work / "lib").mkdir()
+    for name in ("lib.js", "lib/question.js"):
+        (work / name).write_text("export const question = 1")
     (work / "mine.wasm").write_bytes(shipped()["yesno"])
     (home / ".config" / "uma-trio").mkdir(parents=True)
     for name in ("perf.jsonl", "perf.jsonl.1", "FILE"):
