@@ -329,6 +329,9 @@ def test_it_runs(
             return
     if "keys revoke" in example.text:
         (home / ".config" / "uma-trio" / "keys.yaml").write_text(KEYS)
+    if "alias --remove small" in example.text:  # an example before it may have removed the model
+        alias = [sys.executable, "-m", "uma_trio", "models", "alias", "small", "embedded"]
+        subprocess.run(alias, cwd=home / "work", env=dict(environment), check=True, capture_output=True)
     if re.match(r"uma-trio controllers (run mine|tag)\b", example.text):
         upload = [
             sys.executable,

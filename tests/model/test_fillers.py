@@ -401,9 +401,8 @@ async def test_streams_between_which_others_end(
         [engine] = opened
         prompts = [engine.tokenizer.encode(text + END_OF_LONG_TEXTS).tolist() for text in TEXTS]
         supervised = SupervisedEngine(launcher, start, link, config.Engine())
-        scheduler = Scheduler(
-            supervised, engine.tokenizer.token_to_bytes, settings(speculation=False), FILLS_ALWAYS, records
-        )
+        scheduler = Scheduler(supervised, engine.tokenizer.token_to_bytes, settings(speculation=False), FILLS_ALWAYS)
+        scheduler.sinks.append(records)
         await nursery.start(scheduler.run)
 
         async def answers(*requests: tuple[int, int], **fields: Any) -> list[Client]:
