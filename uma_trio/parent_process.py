@@ -13,8 +13,6 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from uma_trio.log_limit import LogLimit
-
 LOG_MARK: Final = "\x1e"
 """Begins a line of the child's stderr that is a log record as JSON: ``[level, logger, message, fields]``."""
 
@@ -66,7 +64,6 @@ def send_log_to_it(level: int) -> None:
     """
     handler = _ToParent()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(LogLimit())
     logging.basicConfig(level=level, handlers=[handler])
 
 
