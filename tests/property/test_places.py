@@ -120,6 +120,7 @@ def test_forks_that_wait_go_after_principals_with_less() -> None:
     assert goes_before(claimant("b"), "a", held, ROOM)
     assert not goes_before(claimant("b", cells=700), "a", held, ROOM)
     assert not goes_before(claimant("a"), "a", held, ROOM)
+    assert goes_before(claimant("b"), "c", held, ROOM), "whose place was just taken"
 
 
 NAMES = st.sampled_from(sorted(WEIGHTS))

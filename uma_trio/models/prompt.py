@@ -135,7 +135,7 @@ class PromptMaker:
         """Build the prompt of ``request``.  Messages and long prompts are processed in a thread; can be cancelled.
 
         Args:
-            principal: for whom; principals take turns.
+            principal: name of the principal; principals take turns.
             history: earlier turns of the session.  The prompt continues its tokens, the messages continue its messages.
 
         Raises:

@@ -154,7 +154,7 @@ class ModelRegistry:
 
         Args:
             name: as requests spell it; ``None`` is the default model.
-            principal: for whom, by name.
+            principal: name of the principal that uses the model.
             session: it must have its sessions, which a copy that replaces another one gets last.
             on_wait: called at the start of a wait, and with its progress.
 

@@ -152,12 +152,15 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
 
 
 def goes_before(claimant: Claimant, principal: str, places: Sequence[Place], room: Room) -> bool:
-    """Whether ``claimant`` gets room that becomes free before ``principal``, which holds places and wants more."""
+    """Whether ``claimant`` gets room that becomes free before ``principal``, which wants more.
+
+    ``principal`` may just have lost its last place.
+    """
     if claimant.principal == principal:
         return False
     holders = _holders(places)
-    own, other = holders.get(claimant.principal), holders[principal]
-    return own is None or own.share(room, claimant) <= other.share(room)
+    own, other = holders.get(claimant.principal), holders.get(principal)
+    return own is None or other is None or own.share(room, claimant) <= other.share(room)
 
 
 def _fits(claimant: Claimant, victims: Collection[Place], room: Room) -> bool:
