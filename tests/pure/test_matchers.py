@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from tests.support.fake_engine import fake_vocabulary
 from uma_trio.grammar import GrammarState, Matchers
 from uma_trio.grammar import matchers as module
+from uma_trio.grammar.slow_thread import SlowThread
 
 N_VOCAB = len(fake_vocabulary().tokens)
 DIGITS = '{"grammars": [{"lark_grammar": "start: /([1-4][0-9][0-9] )+/"}]}'
@@ -39,8 +42,8 @@ def masked(matchers: Matchers, seq_id: int, now: GrammarState, timeout_ms: float
 def test_a_busy_slow_thread_delays_no_sequence_that_was_fast(matchers: Matchers) -> None:
     assert 123 in (masked(matchers, 0, state("digits")) or set())
     release = threading.Event()
-    assert matchers._slow_pool is not None
-    matchers._slow_pool.submit(release.wait)
+    assert matchers._slow is not None
+    matchers._slow.submit(0.0, release.wait)
     matchers.define("other", DIGITS.replace("[1-4]", "[5-8]"))
     assert masked(matchers, 1, state("other"), timeout_ms=1) is None, "it is compiled by the slow thread"
     assert 456 in (masked(matchers, 0, state("digits", 123)) or set())
@@ -67,3 +70,48 @@ def test_matchers_of_sequences_that_are_gone_are_dropped(matchers: Matchers) -> 
         masked(matchers, seq_id, state("digits"))
     assert len(matchers._sequences) <= module.MAX_IDLE + 1
     assert 456 in (masked(matchers, 0, state("digits", 123)) or set()), "one that comes back gets a new matcher"
+
+
+def test_a_new_sequence_goes_before_those_that_have_used_much_time(
+    matchers: Matchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLOW_S", -1.0)  # all are slow
+    for seq_id in range(5):
+        masked(matchers, seq_id, state("digits"))
+    release = threading.Event()
+    assert matchers._slow is not None
+    matchers._slow.submit(0.0, release.wait)
+    order: list[int] = []
+    for seq_id in range(5):
+        masked(matchers, seq_id, state("digits", 123), timeout_ms=0)
+    matchers.define("other", DIGITS.replace("[1-4]", "[5-8]"))
+    masked(matchers, 5, state("other"), timeout_ms=0)
+    for seq_id, sequence in matchers._sequences.items():
+        assert sequence.work is not None
+        sequence.work.add_done_callback(functools.partial(_note, order, seq_id))
+    release.set()
+    matchers._slow.submit(float("inf"), lambda: None).result()  # after all others
+    assert order[0] == 5
+    assert sorted(order[1:]) == [0, 1, 2, 3, 4]
+
+
+def _note(order: list[int], seq_id: int, _: object) -> None:
+    order.append(seq_id)
+
+
+def test_work_that_waits_is_cancelled_when_the_thread_is_closed() -> None:
+    slow = SlowThread("test")
+    begun, release = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        release.wait()
+
+    running = slow.submit(0.0, work)
+    waiting = slow.submit(1.0, lambda: None)
+    begun.wait()
+    slow.close()
+    release.set()
+    running.result()
+    with pytest.raises(CancelledError):
+        waiting.result()

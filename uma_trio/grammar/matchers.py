@@ -7,8 +7,7 @@ samples.  So forks, rejected draft tokens, restarts of the engine and loaded sta
 from __future__ import annotations
 
 import concurrent.futures
-import os
-import sys
+import functools
 import threading
 import time
 from collections import OrderedDict
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from uma_trio.grammar.slow_thread import SlowThread
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ MAX_IDLE: Final = 8
 
 SLOW_S: Final = 0.005
 """CPU time of a mask above which the next one of its sequence is filled by the slow thread."""
-
-SLOW_NICE: Final = 10
-"""Priority of the slow thread, below that of the computation."""
 
 LOOK_AHEAD_MS: Final = 2.0
 """How long ``forced_after`` may take."""
@@ -84,6 +81,8 @@ class _SequenceMatcher:
     work: Future[None] | None = None
     is_slow: bool = False
     """Whether the slow thread fills its masks."""
+    used_s: float = 0.0
+    """CPU time of all its masks."""
 
     @property
     def is_busy(self) -> bool:
@@ -156,8 +155,8 @@ class Matchers:
         self._n_words = -(-n_vocab // 32)
         self._n_threads = max(1, min(n_threads, MAX_THREADS))
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._slow_pool: concurrent.futures.ThreadPoolExecutor | None = None
-        """One thread for what takes long, so that no other sequence waits for it: compiling, and masks above ``SLOW_S``."""
+        self._slow: SlowThread | None = None
+        """For compiling, and masks above ``SLOW_S``, so that no other sequence waits for them."""
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: dict[str, Future[LLMatcher]] = {}
         self._sequences: OrderedDict[int, _SequenceMatcher] = OrderedDict()
@@ -172,13 +171,13 @@ class Matchers:
         if self._pool is None:
             threading.stack_size(STACK_BYTES)
             self._pool = concurrent.futures.ThreadPoolExecutor(self._n_threads, "uma-trio grammar")
-            self._slow_pool = concurrent.futures.ThreadPoolExecutor(1, "uma-trio slow grammar", _lower_priority)
+            self._slow = SlowThread("uma-trio slow grammar")
             self._tokenizer = self._pool.submit(lambda: self._vocabulary().tokenizer())
         tokenizer = self._tokenizer
         assert tokenizer is not None
-        assert self._slow_pool is not None
-        # submitted before all work that waits for it, so a waiting thread cannot take its place
-        self._compiled[key] = self._slow_pool.submit(lambda: start_matcher(tokenizer.result(), source))
+        assert self._slow is not None
+        # submitted before all work that waits for it, with the least time used, so a waiting thread cannot take its place
+        self._compiled[key] = self._slow.submit(0.0, lambda: start_matcher(tokenizer.result(), source))
         if replaces is not None:
             del self._compiled[replaces]
 
@@ -222,9 +221,10 @@ class Matchers:
 
     def close(self) -> None:
         """End the threads, when what they do is done."""
-        for pool in (self._pool, self._slow_pool):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._slow is not None:
+            self._slow.close()
 
     def _fill_soon(
         self, seq_id: int, key: str, answers: list[list[int]]
@@ -246,9 +246,11 @@ class Matchers:
         return sequence, sequence.work
 
     def _submit(self, function: Callable[..., None], sequence: _SequenceMatcher, *arguments: object) -> Future[None]:
-        pool = self._slow_pool if sequence.is_slow else self._pool
-        assert pool is not None
-        return pool.submit(function, sequence, *arguments)
+        assert self._pool is not None
+        assert self._slow is not None
+        if sequence.is_slow:
+            return self._slow.submit(sequence.used_s, functools.partial(function, sequence, *arguments))
+        return self._pool.submit(function, sequence, *arguments)
 
     def _forget(self, n_kept: int) -> None:
         """Drop matchers of sequences that ended or pause.  A sequence that goes on gets a new one."""
@@ -278,13 +280,9 @@ def _fill(sequence: _SequenceMatcher, n_words: int) -> None:
         _check(sequence, matcher)
         np.take(_BYTE_TO_BIASES, bits.view(np.uint8), axis=0, out=sequence.biases[n].reshape(-1, 8), mode="clip")
         sequence.forced = matcher.compute_ff_tokens() if _is_single(bits) else ()
-    sequence.is_slow = time.thread_time() - began > SLOW_S * len(sequence.answers)
-
-
-def _lower_priority() -> None:
-    """Let the computation go first.  Linux has a priority for each thread; elsewhere this does nothing."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICE)
+    took_s = time.thread_time() - began
+    sequence.used_s += took_s
+    sequence.is_slow = took_s > SLOW_S * len(sequence.answers)
 
 
 def _look_ahead(sequence: _SequenceMatcher, matcher: LLMatcher, answer: list[int]) -> None:
