@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 
+import attrs
 import msgspec
 import pytest
 
 from tests.support.fake_engine import FakeEngine, VirtualLink
-from uma_trio.engine.calibrate import CHECKED, CURVE_ROUNDS, calibrate
+from uma_trio.engine.calibrate import CHECKED, CURVE_ROUNDS, N_MEASURED, calibrate
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.decode_split import DecodeCallTimes
 from uma_trio.scheduling.row_curve import MIN_POINTS
@@ -199,3 +200,27 @@ async def test_what_was_learned_on_a_busy_machine_is_measured_again(autojump_clo
     known = await measured(busy)
     found = await measured(FakeEngine(n_ctx=8192, cost_ms=line_ms), known)
     assert found.call_times.ms[1:] == pytest.approx([ms / 3 for ms in known.call_times.ms[1:]])
+
+
+async def started_again(engine: FakeEngine, known: CostModel, budget_s: float) -> int:
+    """Start with ``known``; returns the number of steps."""
+    await calibrate(VirtualLink(engine), known=known, may_have_stairs=False, budget_s=budget_s)
+    assert engine.used_cells() == {}
+    return len(engine.steps)
+
+
+async def test_a_start_on_a_busy_machine_measures_no_more_than_it_checks(autojump_clock):
+    """The start before was on a busy machine as well, and had no time for all widths: clients wait for neither."""
+
+    def busy_ms(prompt: int, decodes: int) -> float:
+        return 20 * line_ms(prompt, decodes)
+
+    known = attrs.evolve(CostModel(), call_times=DecodeCallTimes((0.0, 120.0)))
+    assert await started_again(FakeEngine(n_ctx=8192, cost_ms=busy_ms), known, 0.5) == len(CHECKED) + 1
+    slower = attrs.evolve(CostModel(), call_times=DecodeCallTimes((0.0, *[4e3] * 8)))
+    assert await started_again(FakeEngine(n_ctx=8192, cost_ms=busy_ms), slower, 0.5) == len(CHECKED) + 1
+
+
+async def test_a_start_with_time_measures_what_the_one_before_had_no_time_for(autojump_clock):
+    known = attrs.evolve(CostModel(), call_times=DecodeCallTimes((0.0, 120.0)))
+    assert await started_again(FakeEngine(n_ctx=8192, cost_ms=line_ms), known, 60) > N_MEASURED

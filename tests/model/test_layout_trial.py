@@ -17,7 +17,7 @@ from uma_trio.engine import layout_choice, layout_trial
 from uma_trio.engine.layout import Layout, LayoutChoice, MeasuredLayout, choose
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
-from uma_trio.engine.tuning_cache import FileLayoutCache
+from uma_trio.engine.tuning_cache import GIVEN_UP_S, FileLayoutCache
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.sampling import SamplingParams
 
@@ -70,7 +70,10 @@ def test_the_cached_choice_is_used_for_the_same_settings_only(choice_of, tmp_pat
     assert choice_of(attrs.evolve(SETTINGS, batch_tokens=128)).why == "measured"
 
 
-@pytest.mark.parametrize("harm", ["", "[]", '{"layout": 7}', '{"layout": "sideways"}', '{"layout'])
+@pytest.mark.parametrize(
+    "harm",
+    ["", "[]", '{"layout": 7}', '{"layout": "sideways"}', '{"layout', '{"layout": "x", "given_up_at": "now", "trial_s": 1}'],
+)
 def test_a_damaged_cache_is_measured_again(choice_of, tmp_path, harm):
     choice_of()
     [file] = tmp_path.iterdir()
@@ -78,10 +81,22 @@ def test_a_damaged_cache_is_measured_again(choice_of, tmp_path, harm):
     assert choice_of().why == "measured"
 
 
-def test_a_trial_out_of_time_takes_the_default_and_caches_nothing(choice_of, tmp_path):
-    found = choice_of(attrs.evolve(SETTINGS, layout_trial_s=1e-4))
-    assert (found.why, found.layout.name) == ("no time", "per-sequence KV, flash attention off")
-    assert list(tmp_path.iterdir()) == []
+def test_a_trial_out_of_time_takes_the_default_and_is_not_repeated_with_as_little_time(choice_of, tmp_path, monkeypatch):
+    short = attrs.evolve(SETTINGS, layout_trial_s=1e-4)
+    with monkeypatch.context() as counted:
+        tried = []
+        trial = layout_choice.try_layouts
+        counted.setattr(layout_choice, "try_layouts", lambda *given, **named: tried.append(1) or trial(*given, **named))
+        for _ in range(2):
+            found = choice_of(short)
+            assert (found.why, found.layout.name) == ("no time", "per-sequence KV, flash attention off")
+        assert len(tried) == 1
+        [file] = tmp_path.iterdir()
+        kept = json.loads(file.read_bytes())
+        file.write_text(json.dumps({**kept, "given_up_at": kept["given_up_at"] - GIVEN_UP_S}))
+        assert (choice_of(short).why, len(tried)) == ("no time", 2), "a day later the machine may have time"
+    assert choice_of().why == "measured", "uma-trio doctor gives it more time"
+    assert choice_of(short).why == "measured before"
 
 
 def test_nothing_is_measured_if_disabled_or_impossible(choice_of, tmp_path):

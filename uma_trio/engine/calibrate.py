@@ -22,8 +22,8 @@ CHECKED: Final = (((0, 16),), ((0, 1),), ((0, 1), (1, 1), (2, 1), (3, 1)), ((0, 
 """The steps that show whether what an earlier run has learned still holds.  The first one only warms up."""
 
 FASTER: Final = 0.25
-"""If such a step is faster than predicted by this share, everything is measured again: the known costs are those of a busy
-machine.  A slower step says little, since the machine may be busy now.  The cost model learns from it as from a tick."""
+"""If such a step is faster than predicted by this share, the known costs are those of a busy machine.  A slower step says
+little, since the machine may be busy now.  The cost model learns from it as from a tick."""
 
 BUDGET_S: Final = 0.5
 """Time limit of each of the first two parts; no step begins after it.  A rough estimate is better than a slow start."""
@@ -40,6 +40,9 @@ MAX_ROWS: Final = 8
 ROUNDS: Final = 4
 """Measurements of each call width, or two where the time is short.  The fastest counts, because noise only makes a step
 slower."""
+
+N_MEASURED: Final = len(SHAPES) + ROUNDS * MAX_ROWS
+"""Steps that measure everything but the curves."""
 
 CURVE_ROUNDS: Final = 3
 """Measurements of each row count: a GPU loads a kernel when it is first used, and the other two say how steady it is."""
@@ -66,8 +69,9 @@ async def calibrate(
     """Measure some small steps of an engine, whose KV cache is empty before and after.
 
     Takes about twice ``budget_s``, and ``CURVE_BUDGET_S`` if no earlier run has measured the curves.  If ``known`` still
-    holds, it takes the time of the steps in ``CHECKED``.  Steps for which sequences, cells or the batch are too small are
-    left out.
+    holds, it takes the time of the steps in ``CHECKED``.  If it does not, or has too few measurements, and these steps show
+    that there is no time to measure everything, it is kept as well: clients wait, and ticks correct it.  Steps for which
+    sequences, cells or the batch are too small are left out.
 
     Args:
         known: what an earlier run has learned.
@@ -78,7 +82,7 @@ async def calibrate(
     """
     trial = Trial(link)
     needs_curves = may_have_stairs and not (known is not None and known.knows_stairs)
-    if known is not None and not needs_curves and (checked := await _checked(trial, known)) is not None:
+    if known is not None and not needs_curves and (checked := await _checked(trial, known, budget_s)) is not None:
         return checked
     cost = known or CostModel()
     ends = time.perf_counter() + budget_s
@@ -102,27 +106,29 @@ async def calibrate(
     return attrs.evolve(cost, call_times=DecodeCallTimes(max(ms, cost.call_times.ms, key=len)))
 
 
-async def _checked(trial: Trial, known: CostModel) -> CostModel | None:
-    """``known``, with a few more steps learned; ``None`` if it has too few measurements or no longer holds."""
-    if len(known.call_times.ms) <= MAX_ROWS:
-        return None
-    cost = known
+async def _checked(trial: Trial, known: CostModel, budget_s: float) -> CostModel | None:
+    """``known``, with a few more steps learned; ``None`` if everything should be measured again, and there is time."""
+    cost, has_changed = known, len(known.call_times.ms) <= MAX_ROWS
+    slowest_ms, ends = 0.0, time.perf_counter() + budget_s
     try:
         for n, shape in enumerate(CHECKED):
+            if time.perf_counter() > ends:
+                return cost
             if not trial.fits(shape):
                 if n < 2:
                     return None
                 continue
             work, ms = await trial.run(shape)
             expected = [known.predict(work)]
-            if not work.prefill_tokens:
+            if work.decode_rows <= known.call_times.max_rows and not work.prefill_tokens:
                 expected.append(known.call_times.ms[work.decode_rows])
-            if n and ms < (1 - FASTER) * max(expected):
-                return None
-            cost = cost.observed(work, ms) if n else cost
-        return cost
+            if n:
+                has_changed = has_changed or ms < (1 - FASTER) * max(expected)
+                slowest_ms = max(slowest_ms, ms)
+                cost = cost.observed(work, ms)
     finally:
         await trial.clear()
+    return None if has_changed and 1e-3 * slowest_ms * N_MEASURED < 2 * budget_s else cost
 
 
 async def measured_curves(trial: Trial) -> PrefillCurves | None:

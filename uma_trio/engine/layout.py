@@ -171,7 +171,7 @@ class LayoutChoice:
     - ``rule``: the rule allows no other; see ``rule``.
     - ``default``: measuring is disabled, or impossible with so little context.
     - ``measured``, ``measured before``: the result of this run or of an earlier one.
-    - ``no time``: the default; measuring would have taken too long.
+    - ``no time``: the default; measuring would have taken too long, in this run or in an earlier one.
     - ``no room``: the default; there was not enough memory for the chosen layout.
     """
     measured: Sequence[MeasuredLayout] = ()
@@ -182,13 +182,22 @@ class LayoutChoice:
     """Where the rule decides between unified and per-sequence KV: why, and what the other would give; see ``rule_in_words``."""
 
 
+@attrs.frozen
+class KeptLayout:
+    """What an earlier run has chosen."""
+
+    name: str
+    was_measured: bool
+    """Otherwise there was no time, and the default was taken."""
+
+
 class LayoutCache(Protocol):
     """Keeps choices from one run to the next."""
 
-    def load(self, environment: tuple[object, ...]) -> str | None:
-        """The name of the layout chosen in ``environment``; ``None`` if unknown."""
+    def load(self, environment: tuple[object, ...], trial_s: float) -> KeptLayout | None:
+        """The layout chosen in ``environment``; ``None`` if unknown, or if a trial of ``trial_s`` is worth its time."""
 
-    def save(self, environment: tuple[object, ...], choice: LayoutChoice) -> bool:
+    def save(self, environment: tuple[object, ...], choice: LayoutChoice, trial_s: float) -> bool:
         """Keep a choice for the next run.  Returns whether that succeeded."""
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Final
+from typing import Final, Literal
 
 import attrs
 
@@ -145,13 +145,14 @@ def choose_layout(
     # what a tick costs depends on the cells in use, not on the size of the KV cache, which varies with the free memory
     options = (attrs.evolve(context_options(settings, each), n_ctx=0) for each in layouts)
     facts = (*compute_environment(model.library, where, settings), *options)
-    known = layout_cache.load(facts)
+    known = layout_cache.load(facts, settings.layout_trial_s)
     for each in layouts:
-        if each.name == known:
-            return LayoutChoice(layout=each, why="measured before", rule=rule)
+        if known is not None and each.name == known.name:
+            why: Literal["measured before", "no time"] = "measured before" if known.was_measured else "no time"
+            return LayoutChoice(layout=each, why=why, rule=rule)
     budget_s = max(settings.layout_trial_s, SHARE_OF_LOADING * loaded_s)
     found = try_layouts(model, layouts, lambda each: context_options(settings, each), budget_s=budget_s)
-    is_saved = found.why == "measured" and layout_cache.save(facts, found)
+    is_saved = found.why in ("measured", "no time") and layout_cache.save(facts, found, settings.layout_trial_s)
     return attrs.evolve(found, is_saved=is_saved, rule=rule)
 
 

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import logging
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ import attrs
 import msgspec
 import platformdirs
 
-from uma_trio.engine.layout import LayoutChoice
+from uma_trio.engine.layout import KeptLayout, LayoutChoice
 from uma_trio.engine.split import existing_parts
 from uma_trio.scheduling.cost import MAX_MARGIN, N_FEATURES, N_MARGINS, CostModel, LinearModel
 from uma_trio.scheduling.decode_split import DecodeCallTimes
@@ -32,6 +33,9 @@ SAMPLE_BYTES: Final = 1 << 20
 """Bytes hashed at each end of each file of a model: the header and some weights.  Hashing large files whole takes seconds."""
 
 MAX_FILE_BYTES: Final = 1 << 16
+
+GIVEN_UP_S: Final = 86_400.0
+"""How long a layout trial that had no time is not repeated: the next start of a busy machine would find no time either."""
 
 CERTAINTY_KEPT: Final = 0.1
 """Weight of an older run's measurements against new ones."""
@@ -101,16 +105,30 @@ class FileLayoutCache:
         self._model = model
         self._folder = folder
 
-    def load(self, environment: tuple[object, ...]) -> str | None:
-        """The name of the layout chosen in ``environment``; ``None`` without a usable file."""
+    def load(self, environment: tuple[object, ...], trial_s: float) -> KeptLayout | None:
+        """The layout chosen in ``environment``; ``None`` without a usable file.
+
+        A trial that was given up is repeated after ``GIVEN_UP_S``, or with more time.
+        """
         fields = _read(self._name(environment), self._folder)
         found = fields.get("layout") if isinstance(fields, dict) else None
-        return found if isinstance(found, str) else None
+        if not isinstance(found, str):
+            return None
+        if "given_up_at" not in fields:
+            return KeptLayout(found, was_measured=True)
+        given_up_at, given_s = fields["given_up_at"], fields.get("trial_s")
+        if not (isinstance(given_up_at, float) and isinstance(given_s, float)):
+            return None
+        is_recent = 0 <= time.time() - given_up_at < GIVEN_UP_S
+        return KeptLayout(found, was_measured=False) if is_recent and trial_s <= given_s else None
 
-    def save(self, environment: tuple[object, ...], choice: LayoutChoice) -> bool:
+    def save(self, environment: tuple[object, ...], choice: LayoutChoice, trial_s: float) -> bool:
         """Save the choice, with the times for people who look into the file.  Returns whether that succeeded."""
-        ms = {each.layout.name: (each.decode_ms, each.mixed_ms) for each in choice.measured}
-        return _write(self._name(environment), {"layout": choice.layout.name, "ms": ms}, self._folder)
+        fields: dict[str, Any] = {"layout": choice.layout.name}
+        fields["ms"] = {each.layout.name: (each.decode_ms, each.mixed_ms) for each in choice.measured}
+        if choice.why == "no time":
+            fields |= {"given_up_at": time.time(), "trial_s": float(trial_s)}
+        return _write(self._name(environment), fields, self._folder)
 
     def _name(self, environment: tuple[object, ...]) -> str:
         return model_fingerprint(self._model, "layout", *environment)
