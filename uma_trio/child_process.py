@@ -61,7 +61,6 @@ class ChildProcess:
         name: how the reason of its end calls it, such as ``engine``.
         logger: for lines of plain text.
         pass_fds: descriptors that the child inherits.  The caller closes its own copies.
-        extra: fields of each of its log records.
         environment: variables, in addition to those of this process.
         folder: working directory.
         keep_stdout: its standard output belongs to the log as well.
@@ -74,7 +73,6 @@ class ChildProcess:
         name: str,
         logger: str,
         pass_fds: Sequence[int] = (),
-        extra: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
         keep_stdout: bool = False,
@@ -99,7 +97,8 @@ class ChildProcess:
         self.pid: int | None = self._popen.pid
         self._name = name
         self._logger = logger
-        self._extra = extra
+        self.extra: Mapping[str, str] = {}
+        """Fields of each of its log records."""
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._was_stopped = False
         self.ready = trio.Event()
@@ -114,7 +113,6 @@ class ChildProcess:
         sock: socket.socket,
         *arguments: str,
         name: str,
-        extra: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> ChildProcess:
         """Start a module of this package in an interpreter of its own: ``python -m MODULE FD ARGUMENTS``.
@@ -125,13 +123,21 @@ class ChildProcess:
         command = [*python_module(module), str(sock.fileno()), *arguments]
         fds = [sock.fileno()]
         variables = {**package_environment(), **(environment or {})}
-        return cls(command, name=name, logger=module, pass_fds=fds, extra=extra, environment=variables)
+        return cls(command, name=name, logger=module, pass_fds=fds, environment=variables)
 
     def kill(self) -> None:
         """End it at once, whatever it does, and all that it has started."""
         if self._popen.returncode is None:  # so its number is not yet that of another process
             with contextlib.suppress(OSError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def discard(self) -> None:
+        """End a child for which ``wait`` was not called, and will not be.  Blocks until it has ended."""
+        assert self._popen.stdin is not None
+        self.kill()
+        self._popen.wait()
+        self._popen.stdin.close()
+        os.close(self._output)
 
     async def wait(self) -> str:
         """Pass the child's log lines on until it ends, and kill it if a signal stops it; returns how it ended."""
@@ -225,7 +231,7 @@ class ChildProcess:
         elif line.strip():
             self._lines.append(line.strip())
         if text.strip():
-            extra = {**(self._extra or {}), "fields": fields}
+            extra = {**self.extra, "fields": fields}
             logging.getLogger(name).log(level, "%s", text.rstrip(), extra=extra)
 
     def _ended(self, code: int) -> str:

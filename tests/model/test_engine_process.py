@@ -19,6 +19,7 @@ from uma_trio import config
 from uma_trio.engine.fitting import open_engine
 from uma_trio.engine.link import ProcessLauncher, ThreadLauncher
 from uma_trio.engine.messages import EngineDied, LoadError, Start, Step, StepInput
+from uma_trio.engine.process import EngineProcess
 from uma_trio.engine.vocab_only import open_vocabulary
 from uma_trio.grammar import GrammarCompiler, LocalChecker, Vocabulary
 from uma_trio.models.loaded import EMBEDDED
@@ -148,6 +149,27 @@ async def test_no_descriptor_and_no_process_is_left(nursery, library):
             fds = me.num_fds()
     assert me.num_fds() == fds
     assert not [child for child in me.children() if "uma-trio engine" in " ".join(child.cmdline())]
+
+
+async def test_a_process_that_was_started_before_is_the_first_engine(nursery, library):
+    """Its libraries were imported meanwhile.  The second model gets another process."""
+    process = EngineProcess.start()
+    launcher = ProcessLauncher(nursery, first=process)
+    links = [launcher.launch(EMBEDDED.name) for _ in range(2)]
+    process.close()  # it belongs to the link now, which goes on
+    assert len({link.pid for link in links}) == 2
+    for link in links:
+        assert await link.load(Start(EMBEDDED, SETTINGS), lambda share: None, lambda: True)
+        await link.aclose()
+
+
+def test_a_process_without_a_model_ends_with_the_start():
+    me = psutil.Process()
+    fds, children = me.num_fds(), {*me.children()}
+    process = EngineProcess.start()
+    assert len({*me.children()} - children) == 1
+    process.close()
+    assert ({*me.children()} - children, me.num_fds()) == (set(), fds)
 
 
 PARENT = """

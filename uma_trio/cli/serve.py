@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.shell_completion import CompletionItem
@@ -19,6 +19,9 @@ from click.shell_completion import CompletionItem
 from uma_trio import config
 from uma_trio.cli.completion import model_file
 from uma_trio.config import Config, ConfigError, Setting
+
+if TYPE_CHECKING:
+    from uma_trio.engine.process import EngineProcess
 
 
 def _option(setting: Setting) -> Callable[[Any], Any]:
@@ -206,6 +209,18 @@ def _located(settings: Config) -> Config:
 
 def _serve(settings: Config, read_again: Callable[[], Config]) -> int:
     gc.disable()  # imports leave little to collect, and each collection would look at all that they made
+    from uma_trio.engine.process import EngineProcess
+
+    engine = EngineProcess.start() if settings.engine.mode == "process" else None
+    try:
+        return _serve_with(engine, settings, read_again)
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def _serve_with(engine: EngineProcess | None, settings: Config, read_again: Callable[[], Config]) -> int:
+    """Serve.  The process of the first engine imports its libraries while this one imports its own."""
     from uma_trio.cli.run_trio import run
     from uma_trio.daemon import listener, logs, server
     from uma_trio.daemon.gateway import HttpAddressError
@@ -225,6 +240,7 @@ def _serve(settings: Config, read_again: Callable[[], Config]) -> int:
                 path,
                 read_again=read_again,
                 on_progress=on_progress,
+                engine_process=engine,
                 task_status=_Hint(path),
             )
             return 0 if run(serve) else 1

@@ -1,9 +1,9 @@
 """The gateway, as the daemon sees it: a child process that is started again when it dies.
 
 The daemon opens the listening socket and keeps it.  So a wrong address is an error before the model is loaded, and
-connections that arrive while there is no gateway wait for the next one.  While a gateway serves, another one, the
-standby, has imported its libraries and waits: on a busy machine the imports take seconds.  If no gateway has ever worked, the daemon gives
-up: it closes the socket, so that clients are refused, and serves the Unix socket alone.
+connections that arrive while there is no gateway wait for the next one.  Soon after the models serve, another
+gateway, the standby, has imported its libraries and waits: on a busy machine the imports take seconds.  If no gateway has
+ever worked, the daemon gives up: it closes the socket, so that clients are refused, and serves the Unix socket alone.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ MAX_BACKOFF_S: Final = 10.0
 """Before the next start of a gateway that keeps dying.  The wait doubles from one to the next."""
 MAX_FAILED_STARTS: Final = 3
 """Gateways in a row that die before the first one works.  One that says why it cannot start is not tried again."""
+FIRST_STANDBY_S: Final = 5.0
+"""From the moment in which the models serve to the start of the first standby."""
 STANDBY_PAUSE_S: Final = 10.0
 """Before the next start of a standby that has died."""
 
@@ -112,6 +114,8 @@ class Gateway:
         self._sock = sock
         self._process: ChildProcess | None = None
         self._standby: _Run | None = None
+        self._models_serve = trio.Event()
+        self._first_standby_at = 0.0
         self._is_ending = False
         self.restarts = 0
         host, port, *_ = sock.getsockname()
@@ -162,7 +166,9 @@ class Gateway:
 
     async def _keep_standby(self, serving: ChildProcess, processes: trio.Nursery) -> None:
         """Keep another process ready for its turn, once ``serving`` works: two starts would take each other's time."""
+        await self._models_serve.wait()
         await serving.ready.wait()
+        await trio.sleep_until(self._first_standby_at)
         while not self._is_ending:
             self._standby = run = self._start(processes)
             await run.ended.wait()
@@ -170,6 +176,11 @@ class Gateway:
             reason = run.process.cannot_start or run.reason
             log.warning("the standby of the gateway died", reason=reason, next_in_s=STANDBY_PAUSE_S)
             await trio.sleep(STANDBY_PAUSE_S)
+
+    def models_serve(self) -> None:
+        """Keep a standby soon.  Before, its start would take the time of the models and of clients that have waited."""
+        self._first_standby_at = trio.current_time() + FIRST_STANDBY_S
+        self._models_serve.set()
 
     def read_again(self) -> None:
         """Let the gateway read the file of tenants again.  Answers go on."""

@@ -38,6 +38,7 @@ from uma_trio.daemon.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.daemon.uploads import Uploads
 from uma_trio.engine.fitting import open_engine
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
+from uma_trio.engine.process import EngineProcess
 from uma_trio.errors import ErrorWithRemedy, TooManyConnections, UmaError
 from uma_trio.hub.environment import find_model_locations
 from uma_trio.protocol.answers import Health, HealthCheck
@@ -196,6 +197,7 @@ async def serve(
     *,
     read_again: Callable[[], Config] | None = None,
     on_progress: Progress | None = None,
+    engine_process: EngineProcess | None = None,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
     """Load the models and serve them on the Unix socket ``path`` until SIGINT or SIGTERM.
@@ -208,6 +210,7 @@ async def serve(
         path: not used if systemd passes a socket.
         read_again: returns the settings as they are now.  Blocks, and raises what a person can mend.
         on_progress: called with the loaded share of the model, from 0 to 1.
+        engine_process: for the first model; has been started already.
         task_status: started when the socket accepts clients.
 
     Returns:
@@ -241,7 +244,7 @@ async def serve(
             notifier.report("STATUS=loading the model")
             specs = specs_of(config)
             places = find_model_locations(os.environ, config.model.models_dir, is_offline=True)
-            opener = Opener(config, make_launcher(config, process), specs[0].name, places)
+            opener = Opener(config, make_launcher(config, process, engine_process), specs[0].name, places)
             models = ModelRegistry(specs, opener, limits_of(config))
             async with models.running():
                 # a signal after the last look at should_load; from here on, the server is there when the next one is handled
@@ -252,14 +255,15 @@ async def serve(
     return not stop.cancel_called
 
 
-def make_launcher(config: Config, nursery: trio.Nursery) -> Launcher:
+def make_launcher(config: Config, nursery: trio.Nursery, first: EngineProcess | None = None) -> Launcher:
     """Return a launcher for the configured mode: child processes, or threads of this process.
 
     Args:
         nursery: for the tasks that watch the engines; it must outlive them.
+        first: see ``ProcessLauncher``.
     """
     if config.engine.mode == "process":
-        return ProcessLauncher(nursery)
+        return ProcessLauncher(nursery, first=first)
     return ThreadLauncher(nursery, open_engine)
 
 
@@ -288,6 +292,8 @@ async def _serve_loaded(
     )
     handler.notifier.report("READY=1", f"STATUS=serving {', '.join(models.names)} on {path}")
     task_status.started(server)
+    if gateway is not None:
+        gateway.models_serve()
     await server.run(sock)
     log.info("stopped", **{key: server.snapshot().get(key) for key in ("tokens_total", "requests_total", "uptime_s")})
 

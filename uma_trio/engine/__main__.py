@@ -1,4 +1,4 @@
-"""The engine process: ``python -m uma_trio.engine FD MODEL``, started by the daemon and by nobody else."""
+"""The engine process: ``python -m uma_trio.engine FD``, started by the daemon and by nobody else."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import setproctitle
 
@@ -16,15 +17,20 @@ from uma_trio import parent_process
 
 def main() -> None:
     """Serve the daemon at the other end of the socket until it goes."""
-    fd, model = int(sys.argv[1]), sys.argv[2]
+    fd = int(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()  # on Linux, also while this process is stopped
     parent_process.end_with_it()
-    setproctitle.setproctitle(f"uma-trio engine: {model}")
+    setproctitle.setproctitle("uma-trio engine")
     parent_process.send_log_to_it(logging.DEBUG)
     gc.disable()  # imports leave little to collect, and each collection would look at all that they made
-    from uma_trio.engine.fitting import open_engine
-    from uma_trio.engine.worker import Worker
+    from uma_trio.engine import fitting
+    from uma_trio.engine.messages import Start
+    from uma_trio.engine.worker import LoadedEngine, Worker
+
+    def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LoadedEngine:
+        setproctitle.setproctitle(f"uma-trio engine: {start.settings.alias or start.path.name}")
+        return fitting.open_engine(start, on_progress)
 
     gc.freeze()  # so later collections are shorter as well
     gc.enable()

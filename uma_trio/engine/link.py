@@ -18,7 +18,6 @@ from typing import Any, Final, Protocol
 
 import trio
 
-from uma_trio.child_process import ChildProcess
 from uma_trio.engine.masks import MaskFile
 from uma_trio.engine.messages import (
     NO_MEMORY,
@@ -43,15 +42,12 @@ from uma_trio.engine.messages import (
     SubmittedStep,
     encode,
 )
+from uma_trio.engine.process import EngineProcess
 from uma_trio.kv.ops import LoadState, SaveState
 
 log = logging.getLogger("uma_trio.engine")
 
 READ_BYTES: Final = 1 << 16
-HUGE_PAGES: Final = "glibc.malloc.hugetlb=1"
-"""Has glibc ask the kernel for huge pages, for large blocks of memory.  llama.cpp writes the whole KV cache when it makes a
-context, and with small pages most of that time is the kernel's."""
-
 EXIT_S: Final = 5.0
 """How long an engine that was asked to end may take before it is killed."""
 
@@ -355,27 +351,23 @@ class ProcessLauncher:
 
     Args:
         nursery: for the tasks that watch the children.
-        module: what the child runs; it is given the descriptor of its socket.
+        module: what the child runs; see ``EngineProcess.start``.
+        first: the process of the first engine, which has been started already.
     """
 
-    def __init__(self, nursery: trio.Nursery, module: str = "uma_trio.engine") -> None:
+    def __init__(
+        self, nursery: trio.Nursery, module: str = "uma_trio.engine", first: EngineProcess | None = None
+    ) -> None:
         self._nursery = nursery
         self._module = module
+        self._first = first
 
     def launch(self, model: str) -> EngineLink:
         """See ``Launcher``.  Blocks for some milliseconds."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            tunables = ":".join(filter(None, [HUGE_PAGES, os.environ.get("GLIBC_TUNABLES")]))
-            process = ChildProcess.of_module(
-                self._module,
-                theirs,
-                model,
-                name="engine",
-                extra={"model": model},
-                environment={"GLIBC_TUNABLES": tunables},
-            )
-            link = EngineLink(ours, process)
+        process, self._first = self._first or EngineProcess.start(self._module), None
+        sock, child = process.take()
+        child.extra = {"model": model}
+        link = EngineLink(sock, child)
         self._nursery.start_soon(link.run)
         return link
 
