@@ -1,5 +1,7 @@
 """Kill and stop each process of the daemon next to honest streams: how soon does every door answer again?
 
+The daemon itself is killed as well, and started again at once, as a supervisor does.
+
 python benches/deaths.py
 python benches/deaths.py --rounds 5 --streams 3
 python benches/deaths.py --kinds gateway,checker --signals stop
@@ -12,11 +14,13 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -33,7 +37,7 @@ from uma_trio.aici.controllers import shipped
 from uma_trio.client import ClientError, ServerError, Token, open_client
 from uma_trio.demo.load import Daemon
 
-KINDS: Final = ("gateway", "template worker", "checker", "runtime", "compiler", "engine")
+KINDS: Final = ("gateway", "template worker", "checker", "runtime", "compiler", "engine", "daemon")
 SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 COMMANDS: Final = {
     "template worker": "template_worker.py",
@@ -63,7 +67,9 @@ class HonestStream:
     gap_s: float = 0.0
     """The largest gap between two tokens since it was reset."""
     lost: int = 0
-    """Answers that ended with an error."""
+    """Answers that ended with an error, though the daemon did not end."""
+    may_break: bool = False
+    """Whether the daemon ends now."""
 
     async def run(self) -> None:
         while True:
@@ -72,8 +78,9 @@ class HonestStream:
                     async for event in client.generate(**LONG):
                         if isinstance(event, Token):
                             self._token()
-            except ServerError:
-                self.lost += 1
+            except (ClientError, OSError):
+                self.lost += not self.may_break
+                await trio.sleep(POLL_S)
 
     def gap_now_s(self) -> float:
         return max(self.gap_s, trio.current_time() - self.last_s)
@@ -163,8 +170,28 @@ async def answered(door: Door, refused: Counter[str]) -> float:
         await trio.sleep(POLL_S)
 
 
+@attrs.define
+class SupervisedDaemon:
+    """The daemon's process, which is started again after its end, with the same arguments."""
+
+    pid: int
+    command: Sequence[str]
+
+    @classmethod
+    def of(cls, pid: int) -> SupervisedDaemon:
+        return cls(pid, psutil.Process(pid).cmdline())
+
+    async def start_again(self, nursery: trio.Nursery) -> None:
+        start = partial(
+            trio.run_process, self.command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self.pid = (await nursery.start(start)).pid
+
+
 async def find(kind: str, daemon: Daemon, pid: int) -> int | None:
     """The process of this kind."""
+    if kind == "daemon":
+        return pid
     if kind in COMMANDS:
         return next((each.pid for each in psutil.Process(pid).children(recursive=True) if COMMANDS[kind] in _line(each)), None)  # fmt: skip
     found = (await daemon.snapshot())[{"runtime": "controllers"}.get(kind, kind)]["pid"]
@@ -178,10 +205,20 @@ def _line(process: psutil.Process) -> str:
         return ""
 
 
-async def strike(kind: str, name: str, rig: Rig, doors: Doors, load: Sequence[HonestStream]) -> Recovery:
-    """Send the signal ``name`` to the process, and wait until every door answers."""
+async def strike(
+    kind: str,
+    name: str,
+    supervised: SupervisedDaemon,
+    doors: Doors,
+    load: Sequence[HonestStream],
+    processes: trio.Nursery,
+) -> Recovery:
+    """Send the signal ``name`` to the process, and wait until every door answers.
+
+    Args:
+        processes: for a daemon that is started again.
+    """
     daemon, refused = doors._daemon, Counter[str]()
-    assert rig.pid is not None
     asked = dict(doors.all)
     times: dict[str, float] = {}
     asking = set[str]()
@@ -193,18 +230,22 @@ async def strike(kind: str, name: str, rig: Rig, doors: Doors, load: Sequence[Ho
 
     with trio.fail_after(LIMIT_S):
         async with trio.open_nursery() as nursery:
-            while (pid := await find(kind, daemon, rig.pid)) is None:
+            while (pid := await find(kind, daemon, supervised.pid)) is None:
                 if kind == "compiler" and not asking:
                     nursery.start_soon(ask, "upload", doors.upload)
                 await trio.sleep(0.001)
             for stream in load:
-                stream.gap_s = 0.0
+                stream.gap_s, stream.may_break = 0.0, kind == "daemon"
             began = trio.current_time()
             os.kill(pid, SIGNALS[name])
+            if kind == "daemon":
+                await supervised.start_again(processes)
             for each, door in asked.items():
                 nursery.start_soon(ask, each, door)
         while any(stream.last_s < began for stream in load):  # noqa: ASYNC110 - several tasks count
             await trio.sleep(POLL_S)
+    for stream in load:
+        stream.may_break = False
     slowest = max(times, key=times.__getitem__)
     gap_s = max(stream.gap_now_s() for stream in load)
     return Recovery(kind=kind, signal=name, doors_s=times[slowest] - began, slowest=slowest, gap_s=gap_s, refused=refused)  # fmt: skip
@@ -216,6 +257,8 @@ async def run(rig: Rig, n_streams: int, rounds: int, kinds: Sequence[str], names
     assert isinstance(gateway, Gateway)
     doors = Doors(gateway.daemon, f"http://{gateway.host}:{gateway.port}")
     load = [HonestStream(gateway.daemon) for _ in range(n_streams)]
+    assert rig.pid is not None
+    supervised = SupervisedDaemon.of(rig.pid)
     found = []
     async with trio.open_nursery() as nursery:
         for stream in load:
@@ -227,9 +270,11 @@ async def run(rig: Rig, n_streams: int, rounds: int, kinds: Sequence[str], names
             if limit.cancelled_caught:
                 raise click.ClickException(f"{name} does not answer: {dict(refused)}")
         for _, kind, name in itertools.product(range(rounds), kinds, names):
+            if (kind, name) == ("daemon", "stop"):  # nobody watches it
+                continue
             await trio.sleep(CALM_S)
             try:
-                found.append(await strike(kind, name, rig, doors, load))
+                found.append(await strike(kind, name, supervised, doors, load, nursery))
             except trio.TooSlowError:
                 raise click.ClickException(f"a door does not answer {LIMIT_S:g} s after SIG{name.upper()} for the {kind}") from None  # fmt: skip
         nursery.cancel_scope.cancel()
@@ -262,6 +307,8 @@ def show(recoveries: Sequence[Recovery]) -> str:
 @places()
 def main(n_streams: int, rounds: int, kinds: str, names: str, **options: Any) -> None:
     """Send SIGKILL and SIGSTOP to each process next to streams over the socket, and ask at every door until it answers.
+
+    The daemon gets SIGKILL only, and is started again at once; it breaks the streams, which go on with it.
 
     Refused requests are sent again, and counted by their code. The largest gap is that between two tokens of one stream,
     from the signal until the last door has answered. Exit codes: 0 success, 1 a stream was lost or a door stays closed.
