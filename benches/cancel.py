@@ -39,7 +39,7 @@ from uma_trio.client import Client, Token, open_client
 from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import Question
 from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.models.loaded import vocabulary
+from uma_trio.models.vocabulary import vocabulary
 
 Moment = Literal["prefill", "decode"]
 Way = Literal["cancel event", "closed connection"]

@@ -21,7 +21,7 @@ from rigs import Rig, uma_trio_rig
 
 from uma_trio.demo.recording import Question
 from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.models.loaded import vocabulary
+from uma_trio.models.vocabulary import vocabulary
 
 try:
     import httpx

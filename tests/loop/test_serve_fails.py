@@ -35,7 +35,9 @@ def aborting(monkeypatch):
     for name in [name for name in os.environ if name.startswith("UMA_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(
-        server, "make_launcher", lambda config, nursery, first: CountingLauncher(nursery, "tests.support.aborting_engine")
+        server,
+        "make_launcher",
+        lambda config, nursery, first: CountingLauncher(nursery, "tests.support.aborting_engine"),
     )
 
 

@@ -72,7 +72,14 @@ def test_the_cached_choice_is_used_for_the_same_settings_only(choice_of, tmp_pat
 
 @pytest.mark.parametrize(
     "harm",
-    ["", "[]", '{"layout": 7}', '{"layout": "sideways"}', '{"layout', '{"layout": "x", "given_up_at": "now", "trial_s": 1}'],
+    [
+        "",
+        "[]",
+        '{"layout": 7}',
+        '{"layout": "sideways"}',
+        '{"layout',
+        '{"layout": "x", "given_up_at": "now", "trial_s": 1}',
+    ],
 )
 def test_a_damaged_cache_is_measured_again(choice_of, tmp_path, harm):
     choice_of()
@@ -81,7 +88,9 @@ def test_a_damaged_cache_is_measured_again(choice_of, tmp_path, harm):
     assert choice_of().why == "measured"
 
 
-def test_a_trial_out_of_time_takes_the_default_and_is_not_repeated_with_as_little_time(choice_of, tmp_path, monkeypatch):
+def test_a_trial_out_of_time_takes_the_default_and_is_not_repeated_with_as_little_time(
+    choice_of, tmp_path, monkeypatch
+):
     short = attrs.evolve(SETTINGS, layout_trial_s=1e-4)
     with monkeypatch.context() as counted:
         tried = []

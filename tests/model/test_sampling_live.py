@@ -9,7 +9,8 @@ import pytest
 import trio
 
 from tests.support.real_daemon import Answer, real_daemon
-from uma_trio.models.loaded import EMBEDDED, vocabulary
+from uma_trio.models.loaded import EMBEDDED
+from uma_trio.models.vocabulary import vocabulary
 
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 ONCE = "Once upon a time there was a fox. Once upon a time"

@@ -22,7 +22,8 @@ from uma_trio.aici.messages import Auth
 from uma_trio.aici.supervisor import SupervisedRuntime
 from uma_trio.config import Aici
 from uma_trio.errors import ControllerFailed, ControllerNotFound, ControllerUnavailable
-from uma_trio.models.loaded import EMBEDDED, vocabulary
+from uma_trio.models.loaded import EMBEDDED
+from uma_trio.models.vocabulary import vocabulary
 
 pytestmark = [
     pytest.mark.slow,

@@ -154,7 +154,8 @@ def _tokenizer(model: str | None, llama_dir: Path | None) -> Iterator[Tokenizer]
     from uma_trio.engine.tokenizer import InvalidTokenId
     from uma_trio.hub.errors import HubError, NotInstalled
     from uma_trio.models.load_errors import ModelError
-    from uma_trio.models.loaded import EMBEDDED, vocabulary
+    from uma_trio.models.loaded import EMBEDDED
+    from uma_trio.models.vocabulary import vocabulary
 
     try:
         with vocabulary(find_model(model) or EMBEDDED, llama_dir) as tokenizer:

@@ -33,7 +33,8 @@ from uma_trio.engine.fit import (
 )
 from uma_trio.engine.layout import ContextTooLarge, Environment, Layout, LayoutCache, Shape, candidates
 from uma_trio.engine.layout_choice import context_options, environment_of
-from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine
+from uma_trio.engine.llama import LlamaEngine
+from uma_trio.engine.load_errors import LOAD_ERRORS
 from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
 from uma_trio.engine.messages import NO_MEMORY, AdapterFile, EngineError, LoadError, Start
 from uma_trio.engine.placement import Place, library_environment, open_library, place

@@ -27,8 +27,6 @@ from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.kv_operations import NO_OUTCOME, KvOperations
 from uma_trio.engine.layout import (
-    ContextTooLarge,
-    KvCacheTooSmall,
     LayoutCache,
     LayoutChoice,
     max_checkpoints,
@@ -61,12 +59,9 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
-from uma_trio.engine.placement import PlacementError, compute_environment, open_library, place
+from uma_trio.engine.placement import compute_environment, open_library, place
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import AppliedMasks, GrammarState, Matchers, PendingMasks
-
-LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall, ContextTooLarge, PlacementError)
-"""What opening an engine raises: about the model, or about the library."""
 
 READ_SHARE: Final = 0.5
 """The engine waits for the next message of the daemon for this fraction of the time that a GPU computes."""

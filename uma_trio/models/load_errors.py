@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from uma_trio.engine.fit import DoesNotFit
-from uma_trio.engine.llama import LOAD_ERRORS
+from uma_trio.engine.load_errors import LOAD_ERRORS
 from uma_trio.engine.messages import NO_MEMORY, EngineDied, EngineError, LoadError
 from uma_trio.errors import ErrorWithRemedy
 from uma_trio.models.gguf_header import REMEDY, GgufError

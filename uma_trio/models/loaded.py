@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -258,20 +258,6 @@ def min_batch(config: Config) -> int:
 def model_path(model: str | None) -> Path:
     """The file of the setting ``model``, once names are resolved (``uma_trio.hub.locate``)."""
     return EMBEDDED if model is None else Path(model).expanduser()
-
-
-@contextlib.contextmanager
-def vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]:
-    """The tokenizer of the GGUF at ``path``, without its weights.
-
-    Raises:
-        ModelError: as ``open_model``.
-    """
-    with contextlib.ExitStack() as stack:
-        with explained(path):
-            check_gguf(path, vocab_only=True)
-            found = stack.enter_context(open_vocabulary(path, llama_dir))
-        yield found.tokenizer  # what the caller does with it, such as to print, fails for reasons of its own
 
 
 def _warn_of_an_unused_gpu(devices: Devices) -> None:

@@ -12,7 +12,7 @@ from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.hub.environment import find_model_locations
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.locate import find_here
-from uma_trio.models.loaded import vocabulary
+from uma_trio.models.vocabulary import vocabulary
 
 REFERENCE_NAMES = ("gpt4", "llama", "llama16", "orca", "falcon", "mistral", "mpt", "phi", "gpt2")
 """Tokenizers that the reference implementation downloads."""
@@ -54,7 +54,7 @@ def open_vocabulary(name: str, llama_dir: Path | None = None) -> Iterator[ModelV
 
     Raises:
         NoVocabulary: there is none.
-        ModelError: see ``uma_trio.models.loaded.vocabulary``.
+        ModelError: see ``uma_trio.models.vocabulary``.
     """
     with vocabulary(find(name), llama_dir) as tokenizer:
         yield ModelVocabulary(tokenizer)

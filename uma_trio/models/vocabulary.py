@@ -1,0 +1,26 @@
+"""The tokenizer of a model file, for programs that need nothing else of it: they import little, and start soon."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.engine.vocab_only import open_vocabulary
+from uma_trio.models.gguf_check import check_gguf
+from uma_trio.models.load_errors import explained
+
+
+@contextlib.contextmanager
+def vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]:
+    """The tokenizer of the GGUF at ``path``, without its weights.
+
+    Raises:
+        ModelError: as ``uma_trio.models.loaded.open_model``.
+    """
+    with contextlib.ExitStack() as stack:
+        with explained(path):
+            check_gguf(path, vocab_only=True)
+            found = stack.enter_context(open_vocabulary(path, llama_dir))
+        yield found.tokenizer  # what the caller does with it, such as to print, fails for reasons of its own
