@@ -46,6 +46,8 @@ COMMANDS: Final = {
 }
 """What the command lines of processes hold that no metric names."""
 POLL_S: Final = 0.01
+CLOSED_POLL_S: Final = 0.1
+"""Before a door that refuses connections is tried again: while the daemon starts, more would take its time."""
 LIMIT_S: Final = 60.0
 """A door that does not answer for longer is a failure."""
 CALM_S: Final = 2.0
@@ -80,7 +82,7 @@ class HonestStream:
                             self._token()
             except (ClientError, OSError):
                 self.lost += not self.may_break
-                await trio.sleep(POLL_S)
+                await trio.sleep(CLOSED_POLL_S)
 
     def gap_now_s(self) -> float:
         return max(self.gap_s, trio.current_time() - self.last_s)
@@ -167,6 +169,7 @@ async def answered(door: Door, refused: Counter[str]) -> float:
             refused[f"HTTP {error.code}"] += 1
         except (ClientError, OSError):
             refused["connection"] += 1
+            await trio.sleep(CLOSED_POLL_S)
         await trio.sleep(POLL_S)
 
 
