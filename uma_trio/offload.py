@@ -1,9 +1,12 @@
-"""KV offload: states of idle sequences go to files and come back, next to the ticks.
+"""KV offload: states of sequences go to files and come back, next to the ticks.
 
 Swapping out: a worker thread makes a file and takes its room on disk; a step has the engine write the state into it,
 between two computations; a worker thread hashes, syncs and renames the file.  Swapping in is the same in reverse order.
 So a stream can only notice the copy itself.  A step makes one copy at most, and only where there is time for it before
 the first token is due.
+
+Idle sequences of sessions go to a folder.  A sequence that loses its place to a request that waits goes to memory (it is
+*parked*), and comes back when it has a place again.  Such copies do not wait for long.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from uma_trio.kv.cache import KvCache
 from uma_trio.kv.checkpoints import Checkpoints
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.kv.ops import LoadState, MeasureState, SaveState
-from uma_trio.kv.prefix import Tokens
+from uma_trio.kv.prefix import MIN_SHARED_TOKENS, Tokens
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
-from uma_trio.store import StateFileError
+from uma_trio.store import MemoryStates, StateFileError
 from uma_trio.telemetry.metrics import OffloadMetrics
 
 log = structlog.get_logger("uma_trio.serving")
@@ -46,6 +49,9 @@ OVERRUN_AFTER_S: Final = 0.25
 
 TRANSFER_TIMEOUT_S: Final = 3.0
 """After this long a copy that a request waits for does not take place."""
+
+MIN_PARKED_MS: Final = 250.0
+"""A sequence is not parked if its tokens can be computed again in less than this."""
 
 
 class StateDraft(Protocol):
@@ -104,6 +110,10 @@ class Transfer:
     """The allocation's, when the transfer was asked for."""
     state: SavedState | None = None
     """The one that is loaded."""
+    parks: bool = False
+    """The sequence goes to memory, or comes from there: others wait, and computing it again would take longer."""
+    n_tokens: int = 0
+    """What a sequence that goes to memory holds."""
     done: trio.Event = attrs.field(factory=trio.Event)
     refused: str | None = "the cells were needed before"
     """Why it did not take place; ``None`` if it did."""
@@ -120,6 +130,7 @@ class Offloader:
         wake: called when there is something for the next step.
         after_s: an idle sequence is saved after this long, even if its cells are not needed.
         in_thread: runs a blocking call.
+        memory: where sequences are parked; ``None``: they are not.
     """
 
     def __init__(
@@ -130,10 +141,12 @@ class Offloader:
         *,
         after_s: float,
         in_thread: InThread = trio.to_thread.run_sync,
+        memory: MemoryStates | None = None,
     ) -> None:
         self._cache = cache
         self._planner = cache.offload
         self._files: StateFiles | None = None
+        self._memory = memory
         self._timings = timings
         self._wake = wake
         self._after_s = after_s
@@ -143,6 +156,7 @@ class Offloader:
         self._suspects: set[str] = set()
         """States that the engine did not load; they are verified before they are loaded again."""
         self._swapped_in: list[tuple[Allocation, SavedState | None]] = []
+        self._parked: list[tuple[Allocation, SavedState | None]] = []
         self._writing = trio.Semaphore(MAX_OPEN_FILES)
         self._look = trio.Event()
         self._everything_saved = trio.Event()
@@ -174,6 +188,29 @@ class Offloader:
         swapped_in, self._swapped_in = self._swapped_in, []
         yield from swapped_in
 
+    def worth_parking(self, n_tokens: int) -> bool:
+        """Whether to park a sequence that holds ``n_tokens``, rather than to compute them again."""
+        if self._memory is None or n_tokens < MIN_SHARED_TOKENS:
+            return False
+        return self._timings.prefill_ms(n_tokens) > MIN_PARKED_MS
+
+    def park(self, allocation: Allocation, tokens: Tokens) -> None:
+        """Copy ``tokens``, which are all that ``allocation`` holds, into memory; ``take_parked`` reports the end.
+
+        No step may compute the sequence meanwhile.
+        """
+        assert self._nursery is not None
+        self._nursery.start_soon(self._park, allocation, tokens)
+
+    def take_parked(self) -> list[tuple[Allocation, SavedState | None]]:
+        """Allocations whose copies have ended, with the state, or ``None`` if there is no copy."""
+        parked, self._parked = self._parked, []
+        return parked
+
+    def unpark(self, state: SavedState) -> None:
+        """Give back the memory of a parked state that is not needed any longer."""
+        self._remove_soon([state.name])
+
     def next_transfer(self, decodes: Items[SequenceView]) -> Transfer | None:
         """The copy that the next step should make, if it has the time for one.
 
@@ -190,7 +227,7 @@ class Offloader:
                 self._end(transfer)
                 continue
             ms, waited = self.predicted_ms(transfer), now - transfer.asked_at
-            if ms <= spare_ms or (waited > OVERRUN_AFTER_S and ms <= step_ms):
+            if ms <= spare_ms or (waited > OVERRUN_AFTER_S and (transfer.parks or ms <= step_ms)):
                 self._waiting.remove(transfer)
                 return transfer
             is_load = isinstance(transfer.op, LoadState)
@@ -225,7 +262,7 @@ class Offloader:
             self.metrics.record_stall(output.copied_ms)
             if way == "load" and transfer.refused is None:
                 self.metrics.record_restore(output.copied_ms - output.verify_ms, output.verify_ms)
-        if transfer.state is not None and transfer.refused is not None:
+        if transfer.state is not None and transfer.refused is not None and not transfer.parks:
             self._suspects.add(transfer.state.name)
         self._end(transfer)
 
@@ -233,6 +270,8 @@ class Offloader:
         """The allocation still waits for its state, or still has the one that is to be saved."""
         if isinstance(transfer.op, LoadState):
             return self._planner.may_restore(transfer.allocation)
+        if transfer.parks:
+            return self._cache.holds(transfer.allocation, transfer.n_tokens)
         return self._is_unchanged(transfer.allocation, transfer.checkpoints)
 
     def _is_unchanged(self, allocation: Allocation, checkpoints: Checkpoints) -> bool:
@@ -401,8 +440,44 @@ class Offloader:
             self._writing.release()
             self.check_for_work()
 
+    async def _park(self, allocation: Allocation, tokens: Tokens) -> None:
+        state = None
+        try:
+            state = await self._copy_to_memory(allocation, tokens)
+        except StateFileError as error:
+            log.info("a stream that loses its place will be computed again", reason=str(error))
+            self.metrics.save_failed_total += 1
+        finally:
+            self._parked.append((allocation, state))
+            self._wake()
+
+    async def _copy_to_memory(self, allocation: Allocation, tokens: Tokens) -> SavedState | None:
+        """A copy of what ``allocation`` holds; ``None`` if that changes meanwhile.
+
+        Raises:
+            StateFileError: there is no memory for it.
+        """
+        assert self._memory is not None
+        measured = await self._run_transfer(
+            Transfer(allocation, MeasureState(allocation.seq_id), 0, trio.current_time(), (), n_tokens=len(tokens), parks=True)
+        )
+        if measured.refused is not None:
+            return None
+        [n_bytes] = measured.sizes
+        draft: StateDraft = await self._in_thread(self._memory.begin, n_bytes)
+        op = SaveState(allocation.seq_id, draft.fd, draft.offset, n_bytes)
+        saved = Transfer(allocation, op, n_bytes, trio.current_time(), (), n_tokens=len(tokens), parks=True)
+        await self._run_transfer(saved)
+        if saved.refused is not None or not self._makes_sense(saved):
+            await self._in_thread(draft.abandon)
+            return None
+        principal, adapters = allocation.principal, allocation.adapters.key
+        written = draft.finish(tokens, principal=principal, n_bytes=saved.n_bytes, extra={})
+        self.metrics.record_saved(saved.n_bytes)
+        return SavedState(written.name, principal, tokens, saved.n_bytes, adapters=adapters)
+
     async def _swap_in(self, allocation: Allocation, state: SavedState) -> None:
-        assert self._files is not None
+        is_parked = self._is_parked(state)
         began = time.perf_counter()
         try:
             reader = await self._open(state)
@@ -414,7 +489,7 @@ class Offloader:
             return
         prepared_ms = 1e3 * (time.perf_counter() - began)
         self.metrics.prepare_ms.add(prepared_ms)
-        if not reader.hashes:
+        if not reader.hashes and not is_parked:
             self._timings.record_copy("read", state.n_bytes, prepared_ms)
         try:
             ids = {checkpoint.length: checkpoint.id for checkpoint in self._planner.begin_restore(allocation, state)}
@@ -424,18 +499,23 @@ class Offloader:
                 allocation.seq_id, len(state.tokens), reader.fd, reader.offset, n_bytes, checkpoints, reader.hashes
             )
             await self._run_transfer(
-                Transfer(allocation, op, state.n_bytes, trio.current_time(), allocation.checkpoints, state)
+                Transfer(allocation, op, state.n_bytes, trio.current_time(), allocation.checkpoints, state, is_parked)
             )
             self._wake()
         finally:
             await self._in_thread(reader.close)
-        if state.name in self._suspects:
+        if is_parked:
+            await self._remove(state.name)
+        elif state.name in self._suspects:
             await self._verify(state)
+
+    def _is_parked(self, state: SavedState) -> bool:
+        return self._memory is not None and state.name in self._memory
 
     async def _open(self, state: SavedState) -> StateReader:
         """Open a file, for the engine to verify unless it has failed to load it; one that cannot be used is forgotten."""
-        assert self._files is not None
-        files, verify = self._files, state.name in self._suspects
+        files, verify = self._memory if self._is_parked(state) else self._files, state.name in self._suspects
+        assert files is not None
         try:
             reader: StateReader = await self._in_thread(lambda: files.open(state.name, verify=verify))
         except StateFileError:
@@ -463,9 +543,11 @@ class Offloader:
         self._give_up(allocation)
 
     async def _remove(self, name: str) -> None:
-        assert self._files is not None
+        files = self._memory if self._memory is not None and name in self._memory else self._files
+        if files is None:
+            return
         try:
-            await self._in_thread(self._files.remove, name)
+            await self._in_thread(files.remove, name)
         except StateFileError as error:
             log.warning("a saved state could not be removed", reason=str(error))
 

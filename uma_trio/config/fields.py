@@ -505,6 +505,14 @@ class Scheduling:
         gt=0,
         le=3_600_000,
     )
+    preempted_max_mb: int = setting(
+        2048,
+        "Memory for the KV cache of streams that lost their places to requests of others, in megabytes. One of them takes at "
+        "most half of what is free. Without room a stream is prefilled again when it goes on, and others may wait for that. "
+        "0 keeps nothing.",
+        ge=0,
+        le=100_000_000,
+    )
     prefill_tick_ms: float = setting(
         250.0,
         "Longest prefill tick while no stream waits for a token. A new request or a cancel may have to wait this long.",

@@ -152,6 +152,7 @@ class KvCache:
         rank: int = 0,
         private: bool = False,
         durable: bool = False,
+        parked: SavedState | None = None,
     ) -> Placement | None:
         """Reserve a sequence with ``cells`` cells, reusing as much of the prompt as possible.
 
@@ -165,6 +166,7 @@ class KvCache:
             rank: scheduling class, 0 first.  The request waits only for sequences of the same or a lower rank.
             private: neither reuse nor keep any tokens.
             durable: the tokens must be saved before their cells are reused.
+            parked: what this request itself had computed before it lost its place; loaded if no sequence has as much.
 
         Returns:
             ``None`` if there is no room now.
@@ -178,7 +180,9 @@ class KvCache:
         allocation = Allocation(principal, adapters, rank, prompt, cells, private or not self._reuse, durable)
         source, n_shared, n_in_common = sharing.find(allocation)
         self._truncation.plan_pauses(allocation, n_shared, n_in_common)
-        state = self.offload.state_for(allocation, n_shared)
+        state = parked
+        if parked is None or len(parked.tokens) - n_shared < MIN_SHARED_TOKENS:
+            state = self.offload.state_for(allocation, n_shared)
         if state is not None:
             return self._allocate_for_state(allocation, state)
         idle = source if source is not None and source.is_idle else None
@@ -327,6 +331,10 @@ class KvCache:
         After the cache was lost, the first of those that share a prefix computes it, and the others get a copy.
         """
         return allocation.n_tokens >= allocation.n_shared or self._forks.rejoin(allocation)
+
+    def holds(self, allocation: Allocation, n_tokens: int) -> bool:
+        """Whether the request of ``allocation`` still runs, and holds ``n_tokens``."""
+        return self._pool.has(allocation) and not allocation.is_idle and allocation.n_tokens == n_tokens
 
     def release(self, allocation: Allocation, tokens: Tokens | None = None, *, at: float = 0.0) -> None:
         """End a request.

@@ -82,6 +82,10 @@ class StepTimings:
 
     def worth_loading(self, n_tokens: int, n_bytes: int) -> bool:
         """Whether reading, verifying and loading a state is likely to be faster than computing ``n_tokens`` of it."""
+        copy_ms = OVERHEAD_MS + self.copy_ms("read", n_bytes) + self.copy_ms("load", n_bytes)
+        return copy_ms < LONG_PREFILL * self.prefill_ms(n_tokens)
+
+    def prefill_ms(self, n_tokens: int) -> float:
+        """What it is predicted to take to compute ``n_tokens``, at least 1, from the first one on."""
         chunk = min(n_tokens, self._n_batch)
-        compute_ms = self.cost.predict(Work(chunk, 0, 0, mean_prefill_context=n_tokens / 2)) * n_tokens / chunk
-        return OVERHEAD_MS + self.copy_ms("read", n_bytes) + self.copy_ms("load", n_bytes) < LONG_PREFILL * compute_ms
+        return self.cost.predict(Work(chunk, 0, 0, mean_prefill_context=n_tokens / 2)) * n_tokens / chunk

@@ -144,9 +144,11 @@ class StepPlanner:
         starts_at = trio.current_time()
         decodes, prefills = self._views()
         transfer, embedding = self._offloader.next_transfer(decodes), None
+        if self._running.is_copying:
+            prefills = []  # a request waits for the copy, and a chunk would delay it
         if transfer is not None:
             starts_at += self._offloader.predicted_ms(transfer) / 1e3
-        else:
+        elif not self._running.is_copying:
             embedding = self._next_chunk(decodes, prefills)
         if embedding is not None:
             starts_at += embedding.predicted_ms / 1e3
@@ -231,7 +233,7 @@ class StepPlanner:
             return NoStep.NO_SEQUENCE
         if any(row.drafts for row in step.rows.values()):
             return NoStep.DRAFTS
-        if self._offloader.has_transfers or self._embeddings.is_ready:
+        if self._offloader.has_transfers or self._running.is_copying or self._embeddings.is_ready:
             return NoStep.UNKNOWN_DURATION
         if self._bisection.is_active:
             return NoStep.SUSPECTS

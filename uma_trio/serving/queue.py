@@ -16,6 +16,7 @@ from uma_trio.errors import KvFull, QueueFull
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.cache import CacheStatistics, KvCache
 from uma_trio.kv.idle_limit import IdleLimit
+from uma_trio.kv.offload_index import SavedState
 from uma_trio.offload import Offloader
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.scheduling import fairness, places
@@ -63,6 +64,11 @@ class RunningSet:
         self._sequences: dict[Allocation, Sequence] = {}
         self._keeps_room_for: Sequence | None = None
         """The sequence whose forks wait for room."""
+        self._leaving: list[Allocation] = []
+        """Sequences that lose their places together, when those of them that are copied have been."""
+        self._n_copying = 0
+        self._copies: dict[Allocation, SavedState] = {}
+        """Of those that are complete."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -89,12 +95,14 @@ class RunningSet:
             rank=sequence.priority,
             private=not sequence.request.cache_prompt,
             durable=sequence.durable,
+            parked=sequence.parked,
         )
         if placement is None:
             self._offloader.check_for_work()  # something may have to be saved to make room
             return False
         sequence.allocation = allocation = placement.allocation
-        sequence.state, sequence.placed_at, sequence.generating_since = State.PREFILL, trio.current_time(), None
+        sequence.state, sequence.placed_at = State.PREFILL, trio.current_time()
+        sequence.regained_at, sequence.has_gained = None, False
         if sequence.was_preempted:
             sequence.due_at = sequence.placed_at + sequence.target_itl_s
         if sequence.admitted_at is None:
@@ -105,6 +113,9 @@ class RunningSet:
             self._start_prefill(sequence, placement.n_cached)
         if placement.saved is not None:
             self._offloader.swap_in(allocation, placement.saved)
+        if placement.saved is sequence.parked:
+            sequence.parked = None  # goes when it is loaded
+        self.unpark(sequence)
         return True
 
     def share_prefix(self, sequence: Sequence) -> None:
@@ -187,6 +198,11 @@ class RunningSet:
             sequence = self._sequences[allocation]
             if sequence.state is State.FINISHED:
                 continue
+            if sequence.n_computed >= sequence.n_lost:
+                sequence.note_progress(trio.current_time(), has_gained=sequence.n_computed > sequence.n_lost)
+            if allocation in self._leaving:
+                stalled.append(allocation.seq_id)
+                continue
             has_room = sequence.sink.has_room
             if not has_room and sequence not in in_flight:  # its next token was not held up yet
                 sequence.paused = True
@@ -244,8 +260,10 @@ class RunningSet:
         That is the sequence whose client has not read for the longest time, or those of principals above their shares.
 
         Returns:
-            No sequences and infinity if ``sequence`` waits until a place becomes free.
+            No sequences and infinity if ``sequence`` waits until a place becomes free, which one may soon.
         """
+        if self._leaving:
+            return [], math.inf
         stalled = min([each for each in self if _is_stalled(each)], key=lambda each: each.stalled_at, default=None)
         found = ([stalled], stalled.stalled_at + PREEMPT_AFTER_S) if stalled is not None else ([], math.inf)
         if all(each.principal.name == sequence.principal.name for each in self):
@@ -287,13 +305,61 @@ class RunningSet:
         n = self.cache.n_sequences
         return places.Room(n, kv.cells, n - kv.sequences, kv.cells - kv.cells_reserved)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take the place of a sequence that no step in flight computes.  While there is room, its tokens stay in the KV
-        cache."""
+    def preempt(self, sequences: Items[Sequence]) -> list[Sequence]:
+        """Take the places of ``sequences``, which no step in flight computes.
+
+        What takes long to compute again is copied first; until then no step computes any of them.  While there is room,
+        their tokens also stay in the KV cache.
+
+        Returns:
+            Those that have lost their places.  None yet if something is copied: call ``preempt_copied`` later.
+        """
+        for sequence in sequences:
+            assert sequence.allocation is not None
+            self._leaving.append(sequence.allocation)
+            if self._offloader.worth_parking(sequence.n_computed):
+                self._n_copying += 1
+                self._offloader.park(sequence.allocation, sequence.computed_tokens())
+        return self.preempt_copied()
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether sequences lose their places as soon as they are copied."""
+        return self._n_copying > 0
+
+    def preempt_copied(self) -> list[Sequence]:
+        """The sequences that lose their places now, because all that is worth a copy has one, or there is no memory for it."""
+        for allocation, state in self._offloader.take_parked():
+            self._n_copying -= 1
+            if state is not None:
+                self._copies[allocation] = state
+        if self._n_copying or not self._leaving:
+            return []
+        leaving, copies, self._leaving, self._copies = self._leaving, self._copies, [], {}
+        preempted = []
+        for allocation in leaving:
+            sequence, copied = self._sequences.get(allocation), copies.get(allocation)
+            if sequence is not None and sequence.can_yield:
+                self._preempt(sequence, copied)
+                preempted.append(sequence)
+            elif copied is not None:  # it has ended, or its controller is ready meanwhile
+                self._offloader.unpark(copied)
+        return preempted
+
+    def _preempt(self, sequence: Sequence, copied: SavedState | None) -> None:
+        assert sequence.allocation is not None
+        sequence.n_lost, sequence.parked, sequence.was_preempted = sequence.n_computed, copied, True
+        if copied is not None:
+            sequence.allocation.durable = False  # nobody waits for a second copy on disk
         self.release(sequence, keep=True)
         sequence.state, sequence.queued_at, sequence.stalled_at = State.WAITING, trio.current_time(), math.inf
-        sequence.was_preempted = True
         self._telemetry.preemptions_total += 1
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Drop the copy of what ``sequence`` held, if there is one."""
+        if sequence.parked is not None:
+            self._offloader.unpark(sequence.parked)
+            sequence.parked = None
 
     def describe(self) -> list[SequenceInfo]:
         """What the KV cache holds, by sequence id."""
@@ -370,6 +436,8 @@ class WaitingQueue:
         self._max_length = max_length
         self._sequences: list[Sequence] = []
         self._retries = RetrySchedule()
+        self._claimant: Sequence | None = None
+        """For which sequences lost their places, or are about to."""
         self._blocked: tuple[Sequence, int] | None = None
         """The first in line found no room when the cache was as it is."""
 
@@ -429,6 +497,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Remove ``sequence``, which no longer waits."""
         self._sequences.remove(sequence)
+        self._running.unpark(sequence)
 
     @property
     def _candidates(self) -> list[Sequence]:
@@ -469,19 +538,30 @@ class WaitingQueue:
         Returns:
             The sequences that lost their places.
         """
-        preempted: list[Sequence] = []
+        preempted = self._return_to_queue(self._running.preempt_copied())
         while (first := self._first(service)) is not None:
-            if self._blocked != (first, self._cache.changes) and self._running.allocate(first):
-                self._sequences.remove(first)
+            if self._place(first):
                 continue
-            self._blocked = (first, self._cache.changes)
             victims, due_at = self._running.claim(first, service)
             if not may_preempt or due_at > trio.current_time():
                 break
-            for victim in victims:
-                self._running.preempt(victim)
-            self._sequences += victims
-            preempted += victims
+            self._claimant = first
+            preempted += self._return_to_queue(self._running.preempt(victims))
+        return preempted
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Admit ``sequence`` if there is room and nothing told before that there is none."""
+        if self._blocked != (sequence, self._cache.changes) and self._running.allocate(sequence):
+            self._sequences.remove(sequence)
+            return True
+        self._blocked = (sequence, self._cache.changes)
+        return False
+
+    def _return_to_queue(self, preempted: list[Sequence]) -> list[Sequence]:
+        """Let ``preempted`` wait before all that came after them, once the request that needs their places has these."""
+        if preempted and self._claimant in self._candidates:
+            self._place(self._claimant)
+        self._sequences[:0] = preempted
         return preempted
 
     def _full(self) -> QueueFull | KvFull:

@@ -18,7 +18,8 @@ import structlog
 import trio
 
 from uma_trio.aici.exchange import ControllerRuntime
-from uma_trio.config import Config
+from uma_trio.config import MB, Config
+from uma_trio.engine.memory import free_memory_bytes
 from uma_trio.engine.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput, TokenIds
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.errors import (
@@ -51,6 +52,7 @@ from uma_trio.serving.request import adapters_of, admit
 from uma_trio.serving.sequence import EventSink, Sequence, State
 from uma_trio.serving.stats import Stats
 from uma_trio.serving.step import CompletedStep, InFlightStep, NewTokens, PlannedStep, build_step, complete_step
+from uma_trio.store import MemoryStates
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.serving")
@@ -91,6 +93,7 @@ class Scheduler:
             self.wake,
             after_s=config.sessions.offload_after_s,
             in_thread=in_thread,
+            memory=MemoryStates(config.scheduling.preempted_max_mb * MB, free_memory_bytes),
         )
         self._running = RunningSet(self.cache, self.offloader, self.telemetry)
         self._waiting = WaitingQueue(self.cache, self._running, self.telemetry, self.info, config.limits.max_queue)

@@ -18,6 +18,7 @@ from uma_trio.engine.messages import SampleRequest, StepInput, TokenIds
 from uma_trio.grammar import Grammar, GrammarState
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.kv.allocation import Allocation
+from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.chat import ToolCall
@@ -159,10 +160,16 @@ class Sequence:
     """Since when its client has not read; infinite if it reads, or if a step in flight computes its next token."""
     was_preempted: bool = False
     """It has lost its place once.  What it finds in the KV cache then is its own."""
+    n_lost: int = 0
+    """Tokens that were in the KV cache when it lost its place."""
+    parked: SavedState | None = None
+    """A copy of them."""
     placed_at: float = -math.inf
     """When it got its place."""
-    generating_since: float | None = None
-    """When it got the first token in that place."""
+    regained_at: float | None = None
+    """When it had again what it lost."""
+    has_gained: bool = False
+    """It has something that it had not had before it got this place: more in the KV cache, or a new token."""
     queued_at: float = attrs.field(default=attrs.Factory(lambda self: self.arrived_at, takes_self=True))
     """Since when it has been waiting for a place, if it is: its arrival, or the time at which it lost its place."""
     keep_computed: bool = True
@@ -286,13 +293,15 @@ class Sequence:
     def turn_ends_at(self) -> float:
         """When it may lose the only place of its principal.
 
-        After it has lost its place once, it has a turn that is as long as the prefill before it, so that at least half of
-        the time is well spent.
+        After it has lost its place once, its turn begins when it has again what it lost, and lasts as long as that took.
+        So every turn gains something, and at least half of the time is well spent.
         """
-        if self.generating_since is not None:
-            return self.generating_since + max(MIN_TURN_S, self.generating_since - self.placed_at)
         is_suspended = self.control is not None and self.control.phase is Phase.SUSPENDED
-        return self.placed_at + MIN_TURN_S if is_suspended or not self.was_preempted else math.inf
+        if is_suspended or not self.was_preempted:
+            return self.placed_at + MIN_TURN_S
+        if self.regained_at is None or not self.has_gained:
+            return math.inf
+        return self.regained_at + max(MIN_TURN_S, self.regained_at - self.placed_at)
 
     # -- what a step computes of it -------------------------------------------------------------
 
@@ -405,11 +414,16 @@ class Sequence:
             )
             self.sink.send(event)
 
+    def note_progress(self, now: float, *, has_gained: bool) -> None:
+        """It has again what it lost when it lost its place; ``has_gained``: and more."""
+        if self.regained_at is None:
+            self.regained_at = now
+        self.has_gained = self.has_gained or has_gained
+
     def record_token_time(self, now: float, *, paused: bool) -> float | None:
         """Note that tokens came; returns the milliseconds since the ones before, if that time was the server's."""
         gap_ms = None
-        if self.generating_since is None:
-            self.generating_since = now
+        self.note_progress(now, has_gained=True)
         if self.last_token_at is None:
             self.first_token_at = now
         elif not paused:

@@ -7,6 +7,7 @@ from uma_trio.store.encoding import principal_uid, uid_principal
 from uma_trio.store.folder import StoreError
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.journal_format import SessionKey, SessionRecord
+from uma_trio.store.memory_states import MemoryStates
 from uma_trio.store.state_folder import CorruptState, StateDraft, StateFileError, StateFolder, StateReader
 from uma_trio.store.state_format import StoredState
 
@@ -14,6 +15,7 @@ __all__ = [
     "CorruptState",
     "Journal",
     "JournalError",
+    "MemoryStates",
     "SessionKey",
     "SessionRecord",
     "StateDraft",

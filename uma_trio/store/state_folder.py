@@ -221,7 +221,7 @@ class StateFolder:
             self._reserve(draft, PAYLOAD_AT + n_bytes + HASH_BYTES * n_pages(n_bytes))
             draft._open(self._folder.create(draft.file_name))
             with self._folder.os_errors("allocate", draft.file_name):
-                _allocate(draft.fd, PAYLOAD_AT + n_bytes)
+                allocate(draft.fd, PAYLOAD_AT + n_bytes)
         except BaseException:
             draft.abandon()
             raise
@@ -612,7 +612,7 @@ class StateReader(_OpenState):
         self.close()
 
 
-def _allocate(fd: int, n_bytes: int) -> None:
+def allocate(fd: int, n_bytes: int) -> None:
     """Allocates space on disk, and fills the page cache with zeros.
 
     Space first: a process that writes through a mapping is killed when the disk turns out to be full.  Then the page
