@@ -188,6 +188,11 @@ class Offloader:
         swapped_in, self._swapped_in = self._swapped_in, []
         yield from swapped_in
 
+    @property
+    def parked_bytes(self) -> int:
+        """Memory that parked sequences take."""
+        return 0 if self._memory is None else self._memory.used_bytes
+
     def worth_parking(self, n_tokens: int) -> bool:
         """Whether to park a sequence that holds ``n_tokens``, rather than to compute them again."""
         if self._memory is None or n_tokens < MIN_SHARED_TOKENS:
@@ -290,7 +295,8 @@ class Offloader:
         state = transfer.state
         assert state is not None
         if transfer.refused is None:
-            self.metrics.record_loaded(state.n_bytes, len(state.tokens))
+            if not transfer.parks:
+                self.metrics.record_loaded(state.n_bytes, len(state.tokens))
             return state
         if self._planner.may_restore(transfer.allocation):
             log.warning("a saved state was refused; its tokens are computed again", reason=transfer.refused)
@@ -446,7 +452,6 @@ class Offloader:
             state = await self._copy_to_memory(allocation, tokens)
         except StateFileError as error:
             log.info("a stream that loses its place will be computed again", reason=str(error))
-            self.metrics.save_failed_total += 1
         finally:
             self._parked.append((allocation, state))
             self._wake()
@@ -473,7 +478,6 @@ class Offloader:
             return None
         principal, adapters = allocation.principal, allocation.adapters.key
         written = draft.finish(tokens, principal=principal, n_bytes=saved.n_bytes, extra={})
-        self.metrics.record_saved(saved.n_bytes)
         return SavedState(written.name, principal, tokens, saved.n_bytes, adapters=adapters)
 
     async def _swap_in(self, allocation: Allocation, state: SavedState) -> None:

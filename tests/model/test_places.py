@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 
 from tests.support.real_daemon import Answer, real_daemon
@@ -39,3 +40,40 @@ async def test_a_stream_that_loses_its_place_goes_on_with_the_same_text(library)
                 assert visitor.last["usage"]["completion_tokens"] == 3
         assert sorted(each.text for each in crowded) == sorted(alone)
         assert daemon.metrics()["preemptions_total"] >= 1
+
+
+LONG = "Count from one to one hundred. " * 250
+
+
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+async def test_a_stream_that_was_copied_to_memory_goes_on_with_the_same_text(library, flash_attn) -> None:
+    """There is one place, and prefill takes long."""
+    with real_daemon("--parallel", "1", "--threads", "1", "--ctx", "4096", "--flash-attn", flash_attn) as daemon:
+        for fields in (
+            {"temperature": 0.0},
+            {"temperature": 1.0, "seed": 7, "cache_prompt": False, "repetition_penalty": 1.2},
+            {"temperature": 1.0, "seed": 7, "constraint": {"regex": "[a-z ]{300}"}},
+        ):
+            await compare_with_alone(daemon, {"prompt": LONG, "max_tokens": 60, **fields})
+
+
+async def compare_with_alone(daemon, fields: dict[str, object]) -> None:
+    alone = await answer(daemon, "alone", **fields)
+    crowded: list[Answer] = []
+    n_bytes = []
+
+    async def greedy() -> None:
+        crowded.append(await answer(daemon, "greedy", **fields))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(greedy)
+        while not crowded:
+            async with daemon.client() as client:
+                async for event in client.generate(prompt="Hello", max_tokens=3, principal="visitor"):
+                    if isinstance(event, Token):
+                        n_bytes.append(daemon.metrics()["preempted_bytes"])
+            await trio.sleep(0.01)
+    assert max(n_bytes) > 0, "it was not copied"
+    assert crowded[0].text == alone.text
+    assert len(alone.text) > 10
+    assert daemon.metrics()["preempted_bytes"] == 0

@@ -50,7 +50,7 @@ GROUPS: Final = {
         *("logits_zero_copy_share", "bytes_per_token", "memory_bandwidth_share", "tick_prediction_error"),
         *("mixed_tick_error_p50", "mixed_tick_error_p90"),
     ),
-    "Memory": ("kv", "kv_offload", "embeddings", "send_queue_bytes"),
+    "Memory": ("kv", "preempted_bytes", "kv_offload", "embeddings", "send_queue_bytes"),
     "Devices": ("devices",),
     "Engine": ("engine",),
     "Gateway": ("gateway",),

@@ -132,6 +132,7 @@ MEMORY: Final = (
     _gauge("kv_cached_cells", "kv.cached_cells", "Cells of ended requests, kept for prefix reuse."),
     _gauge("kv_sequences", "kv.sequences", "Sequences of running requests."),
     _gauge("kv_cached_sequences", "kv.cached_sequences", "Sequences of ended requests, kept for prefix reuse."),
+    _gauge("preempted_bytes", "preempted_bytes", "Memory for the KV cache of streams that lost their places."),
     _counter("kv_evicted", "kv.evicted_total", "Cached sequences that were evicted."),
     _gauge("kv_saved_states", "kv.saved_states", "Session states on disk."),
     _gauge("kv_saved_bytes", "kv.saved_bytes", "Size of the session states on disk."),

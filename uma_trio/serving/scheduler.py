@@ -322,6 +322,7 @@ class Scheduler:
             **self._stats.snapshot(
                 running, self.cache, waiting=len(self._waiting), tick_error=self.timings.cost.mixed.error
             ),
+            "preempted_bytes": self.offloader.parked_bytes,
             "kv_offload": self.offloader.snapshot(),
             "embeddings": self._embeddings.snapshot(),
             "controllers": self._controllers.snapshot(),

@@ -126,7 +126,7 @@ class Telemetry:
     mask_wait_ms: Average = attrs.field(factory=Average)
     """How long sampling waited for the masks of grammars, in ticks with constrained requests."""
     preemptions_total: int = 0
-    """Streams that lost their places, because nobody read them."""
+    """Streams that lost their places to requests that waited."""
     requests: Counter[str] = attrs.field(factory=Counter)
     """Finished requests by finish reason."""
     rejected: Counter[str] = attrs.field(factory=Counter)
