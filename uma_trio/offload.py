@@ -340,18 +340,25 @@ class Offloader:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Save what is to be saved, until cancelled."""
-        async with trio.open_nursery() as self._nursery:
-            task_status.started()
-            while True:
-                self._look = trio.Event()
-                allocation = self._planner.to_save(trio.current_time() - self._after_s)
-                if allocation is not None:
-                    await self._swap_out(allocation)
-                    continue
-                if self._after_s < 0 and not self._planner.is_saving:
-                    self._everything_saved.set()
-                with trio.move_on_after(SCAN_INTERVAL_S if self._planner.has_unsaved else math.inf):
-                    await self._look.wait()
+        try:
+            async with trio.open_nursery() as self._nursery:
+                task_status.started()
+                await self._save_idle()
+        finally:
+            if self._memory is not None:
+                self._memory.close()
+
+    async def _save_idle(self) -> None:
+        while True:
+            self._look = trio.Event()
+            allocation = self._planner.to_save(trio.current_time() - self._after_s)
+            if allocation is not None:
+                await self._swap_out(allocation)
+                continue
+            if self._after_s < 0 and not self._planner.is_saving:
+                self._everything_saved.set()
+            with trio.move_on_after(SCAN_INTERVAL_S if self._planner.has_unsaved else math.inf):
+                await self._look.wait()
 
     async def _swap_out(self, allocation: Allocation) -> None:
         """Have a state copied; the file is finished in the background while the next one is copied."""
@@ -463,22 +470,23 @@ class Offloader:
             StateFileError: there is no memory for it.
         """
         assert self._memory is not None
+        n, measure = len(tokens), MeasureState(allocation.seq_id)
         measured = await self._run_transfer(
-            Transfer(allocation, MeasureState(allocation.seq_id), 0, trio.current_time(), (), n_tokens=len(tokens), parks=True)
+            Transfer(allocation, measure, 0, trio.current_time(), (), n_tokens=n, parks=True)
         )
         if measured.refused is not None:
             return None
         [n_bytes] = measured.sizes
-        draft: StateDraft = await self._in_thread(self._memory.begin, n_bytes)
-        op = SaveState(allocation.seq_id, draft.fd, draft.offset, n_bytes)
-        saved = Transfer(allocation, op, n_bytes, trio.current_time(), (), n_tokens=len(tokens), parks=True)
+        draft = await self._in_thread(self._memory.begin, n_bytes)
+        op = SaveState(allocation.seq_id, draft.fd, 0, n_bytes)
+        saved = Transfer(allocation, op, n_bytes, trio.current_time(), (), n_tokens=n, parks=True)
         await self._run_transfer(saved)
         if saved.refused is not None or not self._makes_sense(saved):
-            await self._in_thread(draft.abandon)
+            await self._remove(draft.name)
             return None
-        principal, adapters = allocation.principal, allocation.adapters.key
-        written = draft.finish(tokens, principal=principal, n_bytes=saved.n_bytes, extra={})
-        return SavedState(written.name, principal, tokens, saved.n_bytes, adapters=adapters)
+        return SavedState(
+            draft.name, allocation.principal, tokens, saved.n_bytes, adapters=allocation.adapters.key
+        )
 
     async def _swap_in(self, allocation: Allocation, state: SavedState) -> None:
         is_parked = self._is_parked(state)

@@ -559,8 +559,10 @@ class WaitingQueue:
 
     def _return_to_queue(self, preempted: list[Sequence]) -> list[Sequence]:
         """Let ``preempted`` wait before all that came after them, once the request that needs their places has these."""
-        if preempted and self._claimant in self._candidates:
-            self._place(self._claimant)
+        if preempted and self._claimant is not None:
+            if self._claimant in self._candidates:
+                self._place(self._claimant)
+            self._claimant = None
         self._sequences[:0] = preempted
         return preempted
 

@@ -11,11 +11,10 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
-from uma_trio.store.encoding import Tokens
 from uma_trio.store.state_folder import StateFileError, allocate
 
 MAX_SHARE_OF_FREE: Final = 0.5
@@ -34,7 +33,7 @@ class MemoryStates:
         self._free_bytes = free_bytes
         self._names = itertools.count(1)
         self._states: dict[str, tuple[int, int]] = {}
-        """Descriptor and bytes, by name."""
+        """Descriptor and bytes of each state, also of an unfinished one, by name."""
         self._used = 0
         self._lock = threading.Lock()
         """Protects the two above."""
@@ -43,6 +42,11 @@ class MemoryStates:
     def used_bytes(self) -> int:
         """Size of all states, unfinished ones included."""
         return self._used
+
+    def close(self) -> None:
+        """Remove all states."""
+        for name in [*self._states]:
+            self.remove(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._states
@@ -59,11 +63,15 @@ class MemoryStates:
                 left = min(self._max_bytes - self._used, free)
                 raise StateFileError(f"a state has {n_bytes} bytes, and {left} are left (preempted_max_mb)")
             self._used += n_bytes
+            name = f"memory {next(self._names)}"
         try:
-            return MemoryDraft(self, _unnamed_file(n_bytes), n_bytes)
+            fd = _unnamed_file(n_bytes)
         except OSError as error:
             self._give_back(n_bytes)
             raise StateFileError(f"no memory for a state of {n_bytes} bytes: {error}") from error
+        with self._lock:
+            self._states[name] = fd, n_bytes
+        return MemoryDraft(name, fd)
 
     def open(self, name: str, *, verify: bool = True) -> MemoryReader:
         """Open a state.
@@ -88,41 +96,17 @@ class MemoryStates:
             os.close(found[0])
             self._give_back(found[1])
 
-    def _add(self, fd: int, n_bytes: int) -> str:
-        name = f"memory {next(self._names)}"
-        with self._lock:
-            self._states[name] = fd, n_bytes
-        return name
-
     def _give_back(self, n_bytes: int) -> None:
         with self._lock:
             self._used -= n_bytes
 
 
 @attrs.frozen
-class StoredInMemory:
-    """A finished state."""
+class MemoryDraft:
+    """A state that is being written.  Nothing finishes it: ``remove`` its name if it is not needed."""
 
     name: str
-
-
-@attrs.define
-class MemoryDraft:
-    """A state that is being written."""
-
-    _states: MemoryStates
     fd: int
-    _n_bytes: int
-    offset: int = attrs.field(default=0, init=False)
-
-    def finish(self, tokens: Tokens, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> StoredInMemory:
-        """Keep the state under a name; whose it is and what it holds is the caller's to know."""
-        return StoredInMemory(self._states._add(self.fd, self._n_bytes))
-
-    def abandon(self) -> None:
-        """Give the memory back."""
-        os.close(self.fd)
-        self._states._give_back(self._n_bytes)
 
 
 @attrs.define
