@@ -2,6 +2,7 @@
 
 python benches/crowding.py --threads 1
 python benches/crowding.py --model /tmp/125m.gguf --threads 1 --attack long --attack many
+python benches/crowding.py --threads 1 --attack "long prompt" --parallel 1
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ ATTACKS: Final[dict[str, tuple[int, Attack]]] = {
     "many": (100, partial(stream, prompt="a", **PLAIN)),
     "interactive": (100, partial(stream, prompt="a", slo={"priority": "interactive"}, **PLAIN)),
     "prompts": (100, partial(stream, prompt="hello " * 1500, **{**PLAIN, "max_tokens": 1})),
+    "long prompt": (1, partial(stream, prompt="hello " * 3000, **{**PLAIN, "max_tokens": 1500})),
     "unread": (8, unread),
     "controllers": (8, partial(stream, controller="jsctrl", controller_arg=LIGHT)),
     "busy controllers": (60, partial(stream, controller="jsctrl", controller_arg=BUSY)),
@@ -114,17 +116,18 @@ class Honest:
     default=10.0,
     help="Duration of each attack, and the longest wait that it can measure.",
 )
+@click.option("--parallel", type=click.IntRange(1), default=8, help="Sequences, with 8,192 tokens each.")
 @places()
 @csv_option("a row for each attack")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
-def main(attacks: tuple[str, ...], seconds: float, csv_file: Path | None, **options: Any) -> None:
+def main(attacks: tuple[str, ...], seconds: float, parallel: int, csv_file: Path | None, **options: Any) -> None:
     """Measure first tokens of a visitor, and gaps of three honest streams, next to a greedy tenant.
 
     The visitor asks for three tokens at a time.  All tenants have the same weight.  SERVE_FLAGS after -- go to `uma-trio
     serve`.
     """
     place = Place.of(options)
-    serving = ServerSettings(model=place.model, threads=place.threads, parallel=8, ctx=8 * 8192)
+    serving = ServerSettings(model=place.model, threads=place.threads, parallel=parallel, ctx=parallel * 8192)
     place.show()
     click.echo(f"server    {serving}\n")
     names = ["attack", "connections", "first token, worst, s", "median", "visits", "largest gap, s", "preemptions"]
