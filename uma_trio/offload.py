@@ -484,9 +484,7 @@ class Offloader:
         if saved.refused is not None or not self._makes_sense(saved):
             await self._remove(draft.name)
             return None
-        return SavedState(
-            draft.name, allocation.principal, tokens, saved.n_bytes, adapters=allocation.adapters.key
-        )
+        return SavedState(draft.name, allocation.principal, tokens, saved.n_bytes, adapters=allocation.adapters.key)
 
     async def _swap_in(self, allocation: Allocation, state: SavedState) -> None:
         is_parked = self._is_parked(state)
