@@ -68,7 +68,7 @@ class RunningSet:
         """Sequences that lose their places together, when those of them that are copied have been."""
         self._n_copying = 0
         self._copies: dict[Allocation, SavedState] = {}
-        """Of those that are complete."""
+        """The copies that are complete."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -550,7 +550,7 @@ class WaitingQueue:
         return preempted
 
     def _place(self, sequence: Sequence) -> bool:
-        """Admit ``sequence`` if there is room and nothing told before that there is none."""
+        """Admit ``sequence`` if there is room; does not look again while nothing has changed."""
         if self._blocked != (sequence, self._cache.changes) and self._running.allocate(sequence):
             self._sequences.remove(sequence)
             return True
