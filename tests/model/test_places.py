@@ -51,7 +51,7 @@ async def test_a_stream_that_was_copied_to_memory_goes_on_with_the_same_text(lib
     with real_daemon("--parallel", "1", "--threads", "1", "--ctx", "4096", "--flash-attn", flash_attn) as daemon:
         for fields in (
             {"temperature": 0.0, "ignore_eos": True},
-            {"temperature": 1.0, "seed": 7, "ignore_eos": True, "cache_prompt": False, "repetition_penalty": 1.2},
+            {"temperature": 0.0, "ignore_eos": True, "cache_prompt": False},
             {"temperature": 1.0, "seed": 7, "constraint": {"regex": "[a-z ]{300}"}},
         ):
             await compare_with_alone(daemon, {"prompt": LONG, "max_tokens": 60, **fields})
