@@ -24,6 +24,7 @@ ROOMS = (
         "stopped",
         "sandbox",
         "log_limit",
+        "large_work",
         "parent_process",
         "child_process",
         "grammar",

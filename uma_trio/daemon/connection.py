@@ -24,6 +24,7 @@ from uma_trio.errors import (
     UmaError,
     WriteFailed,
 )
+from uma_trio.large_work import LARGE_BYTES, LargeWork
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import Health, Metrics, ModelList
 from uma_trio.protocol.codec import Codec
@@ -37,8 +38,6 @@ from uma_trio.registry import ModelRegistry, ModelRequest
 log = structlog.get_logger("uma_trio.daemon")
 
 READ_BYTES: Final = 64 * 1024
-LARGE_BYTES: Final = 16 * 1024
-"""A smaller message takes a few milliseconds to decode, whatever it has."""
 MAX_UNREAD_BYTES: Final = 256 * 1024
 """Answers to queries and errors that may wait for the client, in addition to ``max_tx_bytes``.
 
@@ -57,7 +56,7 @@ class ConnectionOwner(Protocol):
     @property
     def draining(self) -> bool: ...
     @property
-    def turn(self) -> trio.Lock: ...
+    def large_work(self) -> LargeWork: ...
     @property
     def uploads(self) -> Uploads: ...
     def snapshot(self, model: str | None = None) -> dict[str, Any]: ...
@@ -167,16 +166,10 @@ class Connection:
                 return
 
     async def _next_message(self) -> ClientMessage | None:
-        """Decode the next message.
-
-        A large one takes up to 50 ms, so all connections together decode one in each turn of the event loop.
-        """
+        """Decode the next message; a large one in pieces."""
         if self._codec.next_bytes < LARGE_BYTES:
             return self._codec.next_message()
-        async with self._owner.turn:
-            message = self._codec.next_message()
-            await trio.lowlevel.checkpoint()
-            return message
+        return await self._owner.large_work.run(self._codec.decoding())
 
     async def _receive(self) -> bytes | None:
         """Receive bytes: ``b""`` at the end of the stream, ``None`` if the deadline or the state has changed."""
@@ -282,12 +275,12 @@ class Connection:
     async def _send_each(self, events: Iterable[ServerEvent]) -> None:
         """Send the answer to a query.  Each event is made when the client has read enough of those before.
 
-        Making one takes milliseconds, so all connections together make one in each turn of the event loop.
+        Making one takes milliseconds.
         """
         left = iter(events)
         while not self._client_has_gone:
             await self._wait_for_reader()
-            async with self._owner.turn:
+            async with self._owner.large_work.piece():
                 event = next(left, None)
                 if event is None:
                     return

@@ -41,6 +41,7 @@ from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
 from uma_trio.engine.process import EngineProcess
 from uma_trio.errors import ErrorWithRemedy, TooManyConnections, UmaError
 from uma_trio.hub.environment import find_model_locations
+from uma_trio.large_work import LargeWork
 from uma_trio.protocol.answers import Health, HealthCheck
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.events import Failure
@@ -71,8 +72,8 @@ class Server:
         self.models = models
         self.draining = False
         self.uploads = Uploads(config.limits.max_controller_bytes)
-        self.turn = trio.Lock()
-        """Held by the connection that decodes a large message, or makes an event of the answer to a query."""
+        self.large_work = LargeWork(trio.Lock(), trio.sleep)
+        """Decoding large messages, and making the events of answers to queries."""
         self._perf = perf
         self._gateway = gateway
         self._connections: set[Connection] = set()

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 import trio
 
 from uma_trio.daemon.outbox import Outbox
+from uma_trio.large_work import LargeWork
 from uma_trio.protocol.answers import Activity, Health
 from uma_trio.protocol.queries import WatchQuery
 from uma_trio.registry import ModelRegistry
@@ -24,7 +25,7 @@ class Watched(Protocol):
     @property
     def models(self) -> ModelRegistry: ...
     @property
-    def turn(self) -> trio.Lock: ...
+    def large_work(self) -> LargeWork: ...
     def snapshot(self, model: str | None = None) -> dict[str, Any]: ...
     def health(self, id: str | None) -> Health: ...
 
@@ -66,7 +67,7 @@ class Watch:
                     watched = service
                 next_at = trio.current_time() + self.request.interval_ms / 1e3
                 await self._outbox.shrink_to(0)
-                async with self._daemon.turn:
+                async with self._daemon.large_work.piece():
                     self._outbox.send(self._event(records, trio.current_time() - began, service))
                 await trio.sleep_until(next_at)
 

@@ -314,10 +314,9 @@ class PromptMaker:
         Raises:
             BadRequest: one of ``tokens`` is not in the vocabulary.
         """
-        n_tokens = self.tokenizer.n_tokens
-        for token in tokens:
-            if not 0 <= token < n_tokens:
-                raise BadRequest(f"{field} names the token {token}; this model has 0 to {n_tokens - 1}", field=field)
+        n_tokens, largest = self.tokenizer.n_tokens, max(tokens, default=0)
+        if largest >= n_tokens:
+            raise BadRequest(f"{field} names the token {largest}; this model has 0 to {n_tokens - 1}", field=field)
 
     def _text_of(self, field: str, tokens: Sequence[int], *, special: bool = True) -> str:
         """The text that a client's ``tokens`` spell.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any, Final, Literal
 
 import attrs
@@ -168,17 +169,25 @@ def check_template_kwargs(given: TemplateKwargs) -> None:
 def check_json(value: Any, name: str, max_depth: int) -> None:
     """Require a value that is shallow, and that both encodings can carry.
 
+    Looks at the set of types at each depth, as there may be half a million values.
+
     Raises:
         BadRequest: calls the value ``name``.
     """
     level: list[Any] = [value]
     for _ in range(max_depth):
-        items = [item for found in level for item in (found.values() if isinstance(found, dict) else found)]
-        if any(isinstance(item, bytes) or (isinstance(item, float) and not math.isfinite(item)) for item in items):
+        maps, lists = ([found for found in level if type(found) is kind] for kind in (dict, list))
+        items = [*chain.from_iterable(lists), *chain.from_iterable(map(dict.values, maps))]
+        kinds = set(map(type, items))
+        if bytes in kinds or (float in kinds and not all(map(math.isfinite, _of_type(float, items)))):
             raise BadRequest(f"{name} must be valid JSON: no bytes, no NaN, no Infinity", field=name)
-        if any(isinstance(item, int) and not -(2**63) <= item < 2**64 for item in items):
+        if int in kinds and not -(2**63) <= min(ints := _of_type(int, items)) <= max(ints) < 2**64:
             raise BadRequest(f"{name} has an integer of more than 64 bits", field=name)
-        level = [item for item in items if isinstance(item, dict | list)]
-        if not level:
+        if kinds.isdisjoint((dict, list)):
             return
+        level = [item for item in items if type(item) in (dict, list)]
     raise BadRequest(f"{name} is nested more than {max_depth} deep", field=name)
+
+
+def _of_type(kind: type, items: list[Any]) -> list[Any]:
+    return [item for item in items if type(item) is kind]

@@ -7,16 +7,18 @@ connection's current state.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any, Final, Literal, Protocol
 
 from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson
 from uma_trio.protocol import framing, messages, payload
 from uma_trio.protocol.answers import Transcript
+from uma_trio.protocol.cbor_cost import CborCost
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, Fork
 from uma_trio.protocol.events import Embeddings, Eos, Failure, LoadProgress, PrefillProgress, Reasoning, Token
 from uma_trio.protocol.field_errors import unknown_fields
-from uma_trio.protocol.json_cost import check_cost
+from uma_trio.protocol.json_cost import SLICE_BYTES, JsonCost
 from uma_trio.protocol.messages import ClientMessage, Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
 from uma_trio.protocol.requests import Cancel, Generate
@@ -47,6 +49,9 @@ class Codec(Protocol):
         Raises:
             ProtocolError: the peer violated the protocol.  The codec cannot be used afterwards.
         """
+
+    def decoding(self) -> Generator[None, None, ClientMessage | None]:
+        """``next_message`` in pieces: yields between two of them, and returns the message."""
 
     def encode(self, event: ServerEvent) -> bytes:
         """Serialize an event."""
@@ -97,6 +102,15 @@ class ServerCodec:
         self._frames.receive_data(data)
 
     def next_message(self) -> ClientMessage | None:
+        decoding = self.decoding()
+        while True:
+            try:
+                next(decoding)
+            except StopIteration as end:
+                message: ClientMessage | None = end.value
+                return message
+
+    def decoding(self) -> Generator[None, None, ClientMessage | None]:
         found = self._frames.next_payload()
         if found is None:
             return None
@@ -106,9 +120,12 @@ class ServerCodec:
         elif encoding is not self._only:
             wrong = InvalidJson if self._only is Encoding.JSON else InvalidCbor
             raise wrong(f"this daemon runs with --protocol {self._only.value}")
-        if encoding is Encoding.JSON:
-            check_cost(found)
+        cost = JsonCost() if encoding is Encoding.JSON else CborCost()
+        for start in range(0, len(found), SLICE_BYTES):
+            cost.add(found[start : start + SLICE_BYTES])
+            yield
         fields = payload.decode(found, encoding)
+        yield
         message = messages.parse(fields)
         if not isinstance(message, Cancel):
             answers = message.n if isinstance(message, Generate) else 1
@@ -202,6 +219,10 @@ class NewlineCodec:
     def receive_data(self, data: bytes) -> None:
         self._buffer += data
         self._closed |= not data
+
+    def decoding(self) -> Generator[None, None, ClientMessage | None]:
+        yield from ()
+        return self.next_message()
 
     def next_message(self) -> ClientMessage | None:
         end = self._buffer.find(b"\n", self._searched)

@@ -1,0 +1,56 @@
+"""Lets large work onto an event loop piece by piece, with as much time for others after each piece.
+
+A thread would not help: decoders hold Python's lock until they have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final, TypeVar
+
+import attrs
+
+T = TypeVar("T")
+
+LARGE_BYTES: Final = 4 * 1024
+"""A smaller message takes a few milliseconds to decode, whatever it has."""
+SHORT_S: Final = 0.002
+"""After a shorter piece there is no pause."""
+
+
+@attrs.frozen
+class LargeWork:
+    """All large work of one event loop, which takes at most half of the loop's time.
+
+    Args:
+        lock: held during a piece and the pause after it; a fair lock of the loop's library.
+        sleep: waits for so many seconds.
+    """
+
+    _lock: AbstractAsyncContextManager[Any]
+    _sleep: Callable[[float], Awaitable[None]]
+
+    @contextlib.asynccontextmanager
+    async def piece(self) -> AsyncIterator[None]:
+        """Around one piece, which must not wait: before it comes the turn of others, and after it a pause as long as it."""
+        async with self._lock:
+            began = time.perf_counter()
+            try:
+                yield
+            finally:
+                took_s = time.perf_counter() - began
+                if took_s > SHORT_S:
+                    await self._sleep(took_s)
+
+    async def run(self, work: Generator[None, None, T]) -> T:
+        """Run ``work``, which yields between two pieces, and return its result."""
+        while True:
+            async with self.piece():
+                try:
+                    next(work)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
