@@ -365,7 +365,7 @@ class Client:
             ServerError: the daemon answered with an error.
             BrokenProtocol: the connection ended before the answer, or the request was cancelled.
         """
-        texts = [text if isinstance(text, str) else [*text] for text in input]
+        texts = [text if isinstance(text, str | list) else [*text] for text in input]
         answer = await self._ask({"type": "embed", "input": texts, **fields}, Embeddings)
         found = [*answer.embeddings]
         while answer.more:

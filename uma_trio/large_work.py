@@ -18,7 +18,7 @@ T = TypeVar("T")
 LARGE_BYTES: Final = 4 * 1024
 """A smaller message takes a few milliseconds to decode, whatever it has."""
 SHORT_S: Final = 0.002
-"""After a shorter piece there is no pause."""
+"""After a shorter piece others have one turn."""
 
 
 @attrs.frozen
@@ -35,15 +35,14 @@ class LargeWork:
 
     @contextlib.asynccontextmanager
     async def piece(self) -> AsyncIterator[None]:
-        """Around one piece, which must not wait: before it comes the turn of others, and after it a pause as long as it."""
+        """Around one piece, which must not wait.  A pause that is as long follows it, and the next piece comes after that."""
         async with self._lock:
             began = time.perf_counter()
             try:
                 yield
             finally:
                 took_s = time.perf_counter() - began
-                if took_s > SHORT_S:
-                    await self._sleep(took_s)
+                await self._sleep(took_s if took_s > SHORT_S else 0)
 
     async def run(self, work: Generator[None, None, T]) -> T:
         """Run ``work``, which yields between two pieces, and return its result."""

@@ -17,6 +17,7 @@ from uma_trio.client import BrokenProtocol, Eos, Metrics, ServerError, Token, op
 from uma_trio.daemon import connection, listener, server
 from uma_trio.daemon.peers import OWN_PRINCIPAL
 from uma_trio.engine.messages import EngineDied
+from uma_trio.large_work import LargeWork
 from uma_trio.principal import Principal
 from uma_trio.protocol import framing
 from uma_trio.protocol.codec import ClientCodec
@@ -483,3 +484,36 @@ async def test_a_session_query_names_its_model(autojump_clock):
         assert [session.session_id for session in found] == ["s"]
         with pytest.raises(ServerError, match="E_MODEL_NOT_FOUND: no model 'other'; this daemon serves "):
             await client.sessions(model="other")
+
+
+@pytest.mark.parametrize("encoding", ["json", "cbor"])
+async def test_a_large_frame_is_decoded_in_pieces(autojump_clock, encoding):
+    async with serving() as harness, harness.client(encoding=encoding) as client:
+        pauses = []
+
+        async def sleep(seconds):
+            pauses.append(seconds)
+            await trio.lowlevel.checkpoint()
+
+        harness.server.large_work = LargeWork(trio.Lock(), sleep)
+        await all_of(client.generate(prompt="hello", max_tokens=1, keep_alive=True))
+        assert pauses == [], "a small one is not"
+        for fields, n_slices in (({"prompt": [300] * 50_000}, 2), ({"prompt": "x" * 5000}, 1)):
+            pauses.clear()
+            with pytest.raises(ServerError):  # it does not fit, and that is known when it is decoded
+                await all_of(client.generate(**fields, max_tokens=1, keep_alive=True))
+            assert len(pauses) >= n_slices + 2, "count, decode, check"
+
+
+@pytest.mark.parametrize("value", [b"\x80", b"\x81" * 40 + b"\x01", b"\x01"])
+async def test_a_cbor_frame_with_too_many_values_ends_its_connection_only(autojump_clock, value):
+    items = value * (1 << 20)
+    frame = framing.frame(b"\xa1\x61x\x9b" + (1 << 20).to_bytes(8, "big") + items[: 1 << 20])
+    async with serving() as harness:
+        async with harness.client(encoding="cbor") as client, harness.client() as other:
+            await other.send({"id": "b", "prompt": "hello", "max_tokens": 30})
+            await client._stream.send(frame)
+            events = await until_closed(client)
+            assert [event.code for event in events] == ["E_PROTO_TOO_MANY_VALUES"]
+            assert texts(await until_closed(other)) == text_of(expected_continuation(PROMPT, 30))
+        await harness.settled()

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tests.pure.test_gateway_charging import Memory
-from uma_trio.gateway.body import LARGE_BYTES, MAX_INCOMPLETE, BodyLimits, replayed
+from uma_trio.gateway.body import MAX_INCOMPLETE, BodyLimits
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard
 from uma_trio.gateway.key_file import CurrentTenants
@@ -157,32 +157,6 @@ async def test_incomplete_bodies_of_all_together_are_bounded(
         assert (await call(guard)).status == 200, "bodies in one part need no memory before they are complete"
     assert sorted(statuses) == [408] * MAX_INCOMPLETE + [503] * 3
     assert guard.bodies.incomplete_bytes == 0
-
-
-async def test_large_bodies_are_handed_on_in_different_turns_of_the_event_loop() -> None:
-    """Nobody else is served while one is decoded, so others have a turn before the next one."""
-    seen: list[str] = []
-    turn = anyio.Lock()
-
-    async def decode() -> None:
-        message = await replayed(b"x" * (LARGE_BYTES + 1), trio.sleep_forever, turn)()
-        assert len(message["body"]) > LARGE_BYTES
-        seen.append("large")
-
-    async def other() -> None:
-        while True:
-            seen.append("other")
-            await trio.lowlevel.checkpoint()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(other)
-        async with trio.open_nursery() as large:
-            for _ in range(8):
-                large.start_soon(decode)
-        nursery.cancel_scope.cancel()
-    assert seen.count("large") == 8
-    assert ("large", "large") not in set(itertools.pairwise(seen))
-
 
 async def test_json_that_is_dear_to_decode_is_refused_before_all_of_it_has_arrived(
     guard: Guard, autojump_clock: trio.testing.MockClock

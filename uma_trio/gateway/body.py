@@ -1,7 +1,6 @@
 """Reads the bodies of requests whole, within bounds of size, time, memory and what their decoding costs.
 
-The event loop serves all clients, and decoding keeps it busy.  So each body is cheap to decode, and large ones are handed
-on one at a time, with turns of the loop between them.
+The event loop serves all clients, and decoding keeps it busy.  So each body is cheap to decode.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from uma_trio.protocol.json_cost import SLICE_BYTES, JsonCost
 MAX_INCOMPLETE: Final = 16
 """Bodies of the largest size that may be in memory before they are complete.  Smaller ones may be more."""
 BUSY_RETRY_MS: Final = 1000
-LARGE_BYTES: Final = 16 * 1024
-"""A smaller body takes a few milliseconds to decode, whatever it has."""
 DISCARD_S: Final = 1.0
 """How long a refused request may go on sending its body.  A client that cannot finish may not see the answer."""
 
@@ -44,8 +41,6 @@ class BodyLimits:
     """Whether they are decoded."""
     incomplete_bytes: int = 0
     """Bytes in memory of bodies whose end has not arrived."""
-    turn: anyio.Lock = attrs.field(factory=anyio.Lock)
-    """Held before a large body is handed on."""
 
 
 class Body:
@@ -138,15 +133,12 @@ async def _count(part: bytes, cost: JsonCost) -> None:
         cost.add(part[start : start + SLICE_BYTES])
 
 
-def replayed(body: bytes, receive: Receive, turn: anyio.Lock) -> Receive:
-    """Hand on a body that was read, a large one when it is its turn, and then whatever else comes."""
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Hand on a body that was read, and then whatever else comes."""
     parts = [body]
 
     async def replay() -> Message:
         if parts:
-            if len(body) > LARGE_BYTES:
-                async with turn:
-                    await anyio.lowlevel.checkpoint()
             return {"type": "http.request", "body": parts.pop(), "more_body": False}
         return await receive()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
 import attrs
 import msgspec
-from anyio import lowlevel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -23,6 +23,7 @@ from uma_trio.gateway.guard import check_admin, is_admin
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.request_record import RequestRecord
 from uma_trio.gateway.tenants import Tenant
+from uma_trio.large_work import LargeWork
 from uma_trio.protocol.field_errors import MAX_NAMED, did_you_mean, explain
 
 COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
@@ -160,6 +161,16 @@ class Call:
         found: RequestRecord = self.request.scope["state"]["record"]
         return found
 
+    @property
+    def large_work(self) -> LargeWork:
+        """What keeps the event loop for a while."""
+        found: LargeWork = self.request.scope["state"]["large_work"]
+        return found
+
+    def piece(self) -> AbstractAsyncContextManager[None]:
+        """Around work that grows with the body, and that does not wait: a large body takes turns with others."""
+        return self.large_work.piece() if self.request.scope["state"]["is_large"] else nullcontext()
+
     async def read(self, cls: type[T]) -> tuple[T, list[str]]:
         """The body, and a warning for each of its fields that this gateway does not know.
 
@@ -167,9 +178,9 @@ class Call:
             HttpError: it is not JSON, or a field is of the wrong type or out of bounds.
         """
         fields = await self.read_fields()
-        await lowlevel.checkpoint()  # others' turn: it has taken a while to decode a large body
         try:
-            body = msgspec.convert(fields, cls, str_keys=True)
+            async with self.piece():
+                body = msgspec.convert(fields, cls, str_keys=True)
         except msgspec.ValidationError as error:
             wrong = explain(error, cls, fields)
             raise invalid(wrong.message, parameter=wrong.field) from None
@@ -186,7 +197,8 @@ class Call:
         if not content:
             raise invalid("the body is empty; send a JSON object")
         try:
-            found = msgspec.json.decode(content)
+            async with self.piece():
+                found = msgspec.json.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = str(error).removeprefix("JSON is malformed: ")
             raise invalid(f"the body is not valid JSON: {reason[:1].lower()}{reason[1:]}") from None

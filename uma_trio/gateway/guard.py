@@ -12,6 +12,7 @@ import ipaddress
 from collections.abc import Callable, Iterable
 from typing import Final
 
+import anyio
 import attrs
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -25,6 +26,7 @@ from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import ANY, Origins, is_loopback
 from uma_trio.gateway.tenants import Tenant
+from uma_trio.large_work import LARGE_BYTES, LargeWork
 
 MAX_HEADERS: Final = 100
 MAX_HEADER_BYTES: Final = 32 * 1024
@@ -63,6 +65,8 @@ class Guard:
     bodies: BodyLimits
     raw_bodies: BodyLimits
     raw_paths: frozenset[str]
+    large_work: LargeWork = attrs.field(factory=lambda: LargeWork(anyio.Lock(), anyio.sleep))
+    """Of all requests together."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -98,7 +102,8 @@ class Guard:
             await response(scope, receive, send)
             return
         if content is not None:
-            await self.app(scope, replayed(content, receive, bodies.turn), send)
+            state["is_large"], state["large_work"] = len(content) > LARGE_BYTES, self.large_work
+            await self.app(scope, replayed(content, receive), send)
 
     def _check_load(self, scope: Scope) -> None:
         if scope["state"].get("is_overloaded") and _path(scope) not in self.open_paths:

@@ -128,7 +128,8 @@ class PromptMaker:
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
     _rendering: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, RENDERING_THREADS))
-    _querying: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, 1))
+    _walking: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, 1))
+    """Of walks over tokens in Python: each further thread of them would take another share of the event loop's time."""
     _tokenizing: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, TOKENIZING_THREADS))
 
     async def make(self, request: Generate, history: History | None = None, *, principal: str) -> Prompt:
@@ -147,7 +148,8 @@ class PromptMaker:
         size = check_prompt_size(request, self.limits)
         if size <= INLINE_BYTES and request.messages is None:
             return self._make(request, history)
-        limiter = self._tokenizing if request.messages is None else self._rendering
+        walks = isinstance(request.prompt, list)
+        limiter = self._walking if walks else self._rendering if request.messages else self._tokenizing
         return await _in_thread(self._make, request, history, limiter=limiter.of(principal))
 
     def start(self) -> Prompt:
@@ -227,7 +229,7 @@ class PromptMaker:
         if len(query.text or query.tokens or ()) <= INLINE_QUERY_LENGTH:
             return self._tokenize(query)
         tokenize = partial(self._tokenize, query, pauses=True)
-        return await _in_thread(tokenize, limiter=self._querying.of(principal))
+        return await _in_thread(tokenize, limiter=self._walking.of(principal))
 
     def _tokenize(self, query: TokenizeQuery, *, pauses: bool = False) -> TokenList:
         if query.text is None:
@@ -264,8 +266,9 @@ class PromptMaker:
             size = sum(map(len, request.documents)) + len(request.documents) * len(request.query)
         if size <= INLINE_BYTES:
             return self._texts(request, max_tokens)
-        tokenize = partial(self._texts, request, max_tokens)
-        return await _in_thread(tokenize, limiter=self._tokenizing.of(principal))
+        walks = isinstance(request, Embed) and list in set(map(type, request.input))
+        limiter = self._walking if walks else self._tokenizing
+        return await _in_thread(self._texts, request, max_tokens, limiter=limiter.of(principal))
 
     def _texts(self, request: Embed | Rerank, max_tokens: int) -> list[TokenIds]:
         if isinstance(request, Rerank):

@@ -7,7 +7,7 @@ what                                                  weight  at most
 ====================================================  ======  =======
 a number, such as a token id                               3  174,762
 a text, or a byte string                                   4  131,072
-a list, a map, a simple value or a tag                    24   21,845
+a list, a map, a simple value or a tag                    16   32,768
 ====================================================  ======  =======
 
 Measured with cbor2 6.3 on one EPYC core: 80 to 150 ns for a number, 80 to 210 ns for the second kind, 150 to 1,100 ns for the
@@ -25,7 +25,7 @@ from uma_trio.errors import TooManyValues
 MAX_COST: Final = 1 << 19
 NUMBER: Final = 3
 TEXT: Final = 4
-CONTAINER: Final = 24
+CONTAINER: Final = 16
 
 _WEIGHTS: Final = (*[NUMBER] * 0x40, *[TEXT] * 0x40, *[CONTAINER] * 0x74, *[NUMBER] * 8, *[CONTAINER] * 4)
 """By the first byte of an item.  0xf4 to 0xfb are ``false``, ``true``, ``null``, ``undefined`` and floats."""

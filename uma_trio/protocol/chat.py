@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Annotated, Any, Final, Literal
 
 import attrs
+import msgspec
 from msgspec import Meta
 
 from uma_trio.errors import BadRequest
@@ -166,28 +167,32 @@ def check_template_kwargs(given: TemplateKwargs) -> None:
             raise BadRequest(f"chat_template_kwargs cannot set {name}; the daemon does", field="chat_template_kwargs")
 
 
-def check_json(value: Any, name: str, max_depth: int) -> None:
-    """Require a value that is shallow, and that both encodings can carry.
+def check_json(value: Any, name: str, max_depth: int, max_bytes: int | None = None) -> None:
+    """Require a value that is small and shallow, and that both encodings can carry.
 
     Looks at the set of types at each depth, as there may be half a million values.
+
+    Args:
+        max_bytes: of its JSON.
 
     Raises:
         BadRequest: calls the value ``name``.
     """
-    level: list[Any] = [value]
+    if max_bytes is not None and (size := len(msgspec.json.encode(value))) > max_bytes:
+        raise BadRequest(f"{name} has {size} bytes as JSON; the limit is {max_bytes}", field=name)
+    level: list[Any] = [value if isinstance(value, dict | list) else [value]]
     for _ in range(max_depth):
-        maps, lists = ([found for found in level if type(found) is kind] for kind in (dict, list))
-        items = [*chain.from_iterable(lists), *chain.from_iterable(map(dict.values, maps))]
+        items = [*chain.from_iterable(each.values() if type(each) is dict else each for each in level)]
         kinds = set(map(type, items))
-        if bytes in kinds or (float in kinds and not all(map(math.isfinite, _of_type(float, items)))):
+        ints, floats = (
+            items if kinds == {kind} else [each for each in items if type(each) is kind] if kind in kinds else []
+            for kind in (int, float)
+        )
+        if bytes in kinds or not all(map(math.isfinite, floats)):
             raise BadRequest(f"{name} must be valid JSON: no bytes, no NaN, no Infinity", field=name)
-        if int in kinds and not -(2**63) <= min(ints := _of_type(int, items)) <= max(ints) < 2**64:
+        if ints and not -(2**63) <= min(ints) <= max(ints) < 2**64:
             raise BadRequest(f"{name} has an integer of more than 64 bits", field=name)
         if kinds.isdisjoint((dict, list)):
             return
         level = [item for item in items if type(item) in (dict, list)]
     raise BadRequest(f"{name} is nested more than {max_depth} deep", field=name)
-
-
-def _of_type(kind: type, items: list[Any]) -> list[Any]:
-    return [item for item in items if type(item) is kind]

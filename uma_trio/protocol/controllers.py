@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, Self
 
 import attrs
-import msgspec
 from msgspec import Meta
 
 from uma_trio.errors import BadRequest
@@ -244,9 +243,4 @@ def check_controller(arg: Any, conflicts: Iterable[str]) -> None:
         )
     if arg is None:
         return
-    check_json(arg if isinstance(arg, dict | list) else [arg], "controller_arg", MAX_ARG_DEPTH)
-    size = len(msgspec.json.encode(arg))
-    if size > MAX_ARG_BYTES:
-        raise BadRequest(
-            f"controller_arg has {size} bytes as JSON; the limit is {MAX_ARG_BYTES}", field="controller_arg"
-        )
+    check_json(arg, "controller_arg", MAX_ARG_DEPTH, MAX_ARG_BYTES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal
 
 import attrs
-import msgspec
 from msgspec import Meta
 
 from uma_trio.errors import BadRequest
@@ -293,7 +292,7 @@ def parse_generate(fields: dict[str, Any]) -> Generate:
     if request.constraint is not None:
         _check_constraint(request.constraint, ignore_eos=request.ignore_eos)
     if request.metadata is not None:
-        _check_metadata(request.metadata)
+        check_json(request.metadata, "metadata", MAX_METADATA_DEPTH, MAX_METADATA_BYTES)  # the daemon echoes it
     return request
 
 
@@ -333,11 +332,3 @@ def _check_constraint(constraint: Constraint, *, ignore_eos: bool) -> None:
             "ignore_eos does not go with constraint: an answer ends where the constraint allows no more",
             field="ignore_eos",
         )
-
-
-def _check_metadata(metadata: dict[str, Any]) -> None:
-    """Require metadata that is small, shallow and the same in both encodings, because the daemon echoes it."""
-    check_json(metadata, "metadata", MAX_METADATA_DEPTH)
-    size = len(msgspec.json.encode(metadata))
-    if size > MAX_METADATA_BYTES:
-        raise BadRequest(f"metadata has {size} bytes; the limit is {MAX_METADATA_BYTES}", field="metadata")

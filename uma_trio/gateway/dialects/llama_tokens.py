@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import groupby
 from typing import Any, Final
 
 from uma_trio.client import Client
@@ -56,22 +57,24 @@ class Translation:
         each = given if is_several(given) else [given]
         if len(each) > most:
             raise invalid(f"{parameter} has {len(each)} texts; send at most {most}", parameter=parameter)
-        return [await self._prompt(prompt, parameter) for prompt in each]
+        async with self._call.piece():
+            ready = [_as_it_is(prompt) for prompt in each]
+        return [
+            await self._prompt(prompt, parameter) if found is None else found
+            for prompt, found in zip(each, ready, strict=True)
+        ]
 
-    async def _prompt(self, given: Any, parameter: str) -> str | Tokens:
+    async def _prompt(self, given: Any, parameter: str) -> Tokens:
+        """The tokens of a prompt that has texts among tokens."""
         match given:
-            case str() as text:
-                return text
-            case {"prompt_string": str() as text, **others} if not others.get("multimodal_data"):
-                return text
-            case {"content": [*parts]} if all(_is_text_part(part) for part in parts):
-                return "".join(part["text"] for part in parts)
-            case list() if set(map(type, given)) == {int}:  # up to half a million
-                return given
             case [_, *_] if set(map(type, given)) <= {int, str}:
                 tokens: Tokens = []
-                for part in given:
-                    tokens += [part] if type(part) is int else await self._tokens(part, add_special=not tokens)
+                for kind, parts in groupby(given, type):
+                    if kind is int:
+                        tokens += parts
+                        continue
+                    for text in parts:
+                        tokens += await self._tokens(text, add_special=not tokens)
                 return tokens
             case []:
                 raise invalid(f"{parameter} must have at least one text; it is an empty list", parameter=parameter)
@@ -110,6 +113,20 @@ class Translation:
         if self._client is None:
             self._client = await self._connection.enter_async_context(self._call.daemon.connect())
         return (await self._client.tokenize(text, add_special=add_special, **self._fields)).tokens
+
+
+def _as_it_is(prompt: Any) -> str | Tokens | None:
+    """The prompt, if it needs no translation."""
+    match prompt:
+        case str() as text:
+            return text
+        case {"prompt_string": str() as text, **others} if not others.get("multimodal_data"):
+            return text
+        case {"content": [*parts]} if all(_is_text_part(part) for part in parts):
+            return "".join(part["text"] for part in parts)
+        case list() if set(map(type, prompt)) == {int}:  # up to half a million
+            return prompt
+    return None
 
 
 def _is_text_part(part: Any) -> bool:

@@ -7,7 +7,7 @@ Source: the README of llama.cpp's server, and vLLM's page on its OpenAI-compatib
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import anyio
 import msgspec
@@ -15,7 +15,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import TokenList
-from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.answer import encoded_items, json_response
 from uma_trio.gateway.conversation import without_noise
 from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_messages, template_fields
 from uma_trio.gateway.dialects.openai_shapes import Detokenized, Health, Rendered, Tokens
@@ -23,6 +23,9 @@ from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, tool_fields
 from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.health import READY_TIMEOUT_S
+
+TOKENS_PER_PIECE: Final = 4096
+"""Tokens with their texts that are encoded at once."""
 
 
 async def health(call: Call) -> Response:
@@ -77,17 +80,18 @@ async def tokenize(call: Call) -> Response:
         found = await call.ask(lambda client: client.tokenize(text, **fields), counts=True)
     tokens: list[Any] = found.tokens
     if found.bytes is not None:
-        pieces = [_piece(each) for each in found.bytes]
-        tokens = [{"id": token, "piece": piece} for token, piece in zip(found.tokens, pieces, strict=True)]
+        spelled = list(zip(found.tokens, found.bytes, strict=True))
+        tokens = await encoded_items(call.large_work, spelled, _with_piece, per_piece=TOKENS_PER_PIECE)
     return _answer({"tokens": tokens, "count": len(tokens)}, warnings)
 
 
-def _piece(spelled: list[int]) -> str | list[int]:
-    """The text of a token; its bytes if they are no whole characters."""
+def _with_piece(token: tuple[int, list[int]]) -> dict[str, Any]:
+    """A token with its text, or with its bytes if they are no whole characters."""
+    id, spelled = token
     try:
-        return bytes(spelled).decode()
+        return {"id": id, "piece": bytes(spelled).decode()}
     except UnicodeDecodeError:
-        return spelled
+        return {"id": id, "piece": spelled}
 
 
 class DetokenizeRequest(msgspec.Struct):

@@ -50,7 +50,7 @@ async def embed(call: Call) -> Response:
     found = await _embeddings(call, request.model, texts, dimensions=request.dimensions)
     body = {
         "model": request.model,
-        "embeddings": await encoded_vectors(found.embeddings),
+        "embeddings": await encoded_vectors(call.large_work, found.embeddings),
         "total_duration": time.monotonic_ns() - began,
         "load_duration": 0,
         "prompt_eval_count": found.usage.prompt_tokens,
