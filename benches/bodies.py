@@ -1,15 +1,16 @@
-"""Measure how long one client's large bodies keep other clients of the gateway waiting.
+"""Measure how long one client's large bodies and frames keep other clients waiting.
 
-Each shape of body is sent once, and then on eight connections at once, by one tenant.  Another tenant has three streams,
-and a third connection asks for /healthz all the time.
+Each shape is sent once, and then on eight connections at once: bodies by one tenant, frames to the daemon's socket.
+Another tenant has three streams, and a third connection asks for /healthz all the time.
 
 python benches/bodies.py
 """
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +18,7 @@ from typing import Any, Final
 import attrs
 import click
 import trio
-from body_shapes import MIB, SHAPES, Shape
+from body_shapes import FRAMES, MIB, SHAPES, Frame, Shape
 from click.testing import CliRunner
 from command import Place, bench, carry_out, places
 from machine import machine
@@ -26,10 +27,12 @@ from rigs import free_port
 
 from uma_trio.cli import main as uma_trio
 from uma_trio.demo.temporary_daemon import temporary_daemon
+from uma_trio.protocol.framing import frame
 
 HOST: Final = "127.0.0.1"
 STREAMS: Final = 3
 READ_BYTES: Final = 1 << 20
+ERROR_CODE: Final = re.compile(rb"E_[A-Z]+_[A-Z_]+")
 PAUSE_S: Final = 0.3
 """Before and after each measurement."""
 QUIET_MS: Final = 200.0
@@ -131,37 +134,41 @@ async def probe(port: int, waits: Waits) -> None:
             await trio.sleep(PROBE_PAUSE_S)
 
 
-async def send(port: int, content: bytes, limit_s: float) -> str:
-    """Send one request, read its answer, and return the status."""
+Connect = Callable[[], Awaitable[trio.SocketStream]]
+
+
+async def send(connect: Connect, content: bytes, limit_s: float) -> str:
+    """Send one request, read its answer, and return the status, or the code of an error on the socket."""
     status = b""
     with trio.move_on_after(limit_s):
         try:
-            async with await trio.open_tcp_stream(HOST, port) as connection, trio.open_nursery() as nursery:
+            async with await connect() as connection, trio.open_nursery() as nursery:
 
                 async def write() -> None:
                     try:
                         await connection.send_all(content)
                     except trio.BrokenResourceError:
-                        """The gateway has refused it already."""
+                        """It is refused already."""
 
                 nursery.start_soon(write)
                 while data := await connection.receive_some(READ_BYTES):
-                    status = status or data[9:12]
+                    is_http = data.startswith(b"HTTP")
+                    status = status or (data[9:12] if is_http else b"".join(ERROR_CODE.findall(data)[:1]) or b"answer")
                 nursery.cancel_scope.cancel()
         except* trio.BrokenResourceError:
-            """The rest of the body was on its way when the gateway closed the connection."""
+            """The rest was on its way when the connection was closed."""
         return status.decode() or "closed"
     return "late"
 
 
-async def measured(port: int, content: bytes, n: int, others: Others, limit_s: float) -> Found:
+async def measured(connect: Connect, content: bytes, n: int, others: Others, limit_s: float) -> Found:
     """Send a request ``n`` times at once."""
     answers: dict[str, int] = {}
     await others.are_served()
     others.begin()
 
     async def one() -> None:
-        status = await send(port, content, limit_s)
+        status = await send(connect, content, limit_s)
         answers[status] = answers.get(status, 0) + 1
 
     async with trio.open_nursery() as nursery:
@@ -173,7 +180,11 @@ async def measured(port: int, content: bytes, n: int, others: Others, limit_s: f
 
 
 async def work(
-    flags: Sequence[str], shapes: Sequence[Shape], at_once: Sequence[int], limit_s: float, show: Callable[[str], None]
+    flags: Sequence[str],
+    shapes: Sequence[Shape | Frame],
+    at_once: Sequence[int],
+    limit_s: float,
+    show: Callable[[str], None],
 ) -> list[list[str]]:
     """Measure all shapes; returns the rows of the table."""
     with tempfile.TemporaryDirectory(prefix="uma-bodies-") as folder:
@@ -181,7 +192,7 @@ async def work(
         keys = [_new_key(file, name) for name in ("honest", "large")]
         port = free_port()
         http = ["--http", str(port), "--http-keys", str(file)]
-        async with temporary_daemon([*flags, *http]), trio.open_nursery() as nursery:
+        async with temporary_daemon([*flags, *http]) as daemon, trio.open_nursery() as nursery:
             others = Others()
             for waits in others.streams:
                 nursery.start_soon(stream, port, keys[0], waits)
@@ -189,8 +200,12 @@ async def work(
             await trio.sleep(2)
             rows = []
             for shape in shapes:
-                content = request(shape.method, shape.path, shape.body(), key=keys[1])
-                found = [await measured(port, content, n, others, limit_s) for n in at_once]
+                if isinstance(shape, Frame):
+                    connect, content = partial(trio.open_unix_socket, daemon.path), frame(shape.payload())
+                else:
+                    connect = partial(trio.open_tcp_stream, HOST, port)
+                    content = request(shape.method, shape.path, shape.body(), key=keys[1])
+                found = [await measured(connect, content, n, others, limit_s) for n in at_once]
                 rows.append(_row(shape, content, found))
                 show(" | ".join(rows[-1]))
             nursery.cancel_scope.cancel()
@@ -202,7 +217,7 @@ def _new_key(file: Path, name: str) -> str:
     return result.stdout.strip()
 
 
-def _row(shape: Shape, content: bytes, found: Sequence[Found]) -> list[str]:
+def _row(shape: Shape | Frame, content: bytes, found: Sequence[Found]) -> list[str]:
     answers = "; ".join(", ".join(f"{n} x {status}" for status, n in each.answers.items()) for each in found)
     figures = [cell(ms, 0) for each in found for ms in (each.gap_ms, each.probe_ms)]
     return [shape.name, f"{len(content) / MIB:.1f}", *figures, answers]
@@ -220,7 +235,7 @@ def main(at_once: int, limit_s: float, only: Sequence[str], serve_flags: Sequenc
     for line in machine():
         click.echo(line)
     flags = ["--model", str(place.model), "--threads", str(place.threads), "--parallel", "16", *serve_flags]
-    shapes = [shape for shape in SHAPES if any(part in shape.name for part in only)]
+    shapes = [shape for shape in (*SHAPES, *FRAMES) if any(part in shape.name for part in only)]
     rows = carry_out(partial(work, flags, shapes, [1, at_once], limit_s, partial(click.echo, err=True)))
     heads = [f"{n}: {what}" for n in (1, at_once) for what in ("gap", "/healthz")]
     click.echo(table(("ms", "MiB", *heads, "answers"), rows))

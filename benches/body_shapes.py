@@ -1,4 +1,4 @@
-"""Bodies that are large, or dear to decode, in as many shapes as a gateway may meet."""
+"""Bodies and frames that are large, or dear to decode, in as many shapes as a gateway and a daemon may meet."""
 
 from __future__ import annotations
 
@@ -86,8 +86,55 @@ SHAPES: Final = (
     Shape("rerank", "/v1/rerank", _filled('{"query":"a","documents":[', '"a"', "]}")),
     Shape("/detokenize", "/detokenize", _filled('{"tokens":[', "300", "]}", 2 * MIB)),
     Shape("/tokenize", "/tokenize", _filled('{"content":"', "The fox, Ada. ", '"}', 2 * MIB - 4096, separator="")),
+    Shape("/detokenize: 100,000 ids", "/detokenize", _filled('{"tokens":[', "300", "]}", 400_000)),
+    Shape(
+        "/tokenize: 250 KB, with pieces",
+        "/tokenize",
+        _filled('{"with_pieces":true,"content":"', "The fox, Ada. ", '"}', 250_000, separator=""),
+    ),
     Shape("embeddings: 2,048 x 500 ids", "/v1/embeddings", _embeddings([[5] * 500] * 2048)),
     Shape("embeddings: 2,048 x 200 ids", "/v1/embeddings", _embeddings([[5] * 200] * 2048)),
     Shape("embeddings: 2,048 x 800 characters", "/v1/embeddings", _embeddings(["The fox. " * 89] * 2048)),
     Shape("embeddings: 2,048 words", "/v1/embeddings", _embeddings(["fox"] * 2048)),
+)
+
+
+@attrs.frozen
+class Frame:
+    """A message on the socket by what it has."""
+
+    name: str
+    payload: Callable[[], bytes]
+
+
+SMALL_FRAME: Final = 2 * MIB
+"""The daemon's default limit."""
+
+
+def _cbor(fields: bytes, item: bytes, n_bytes: int = SMALL_FRAME - 64) -> Callable[[], bytes]:
+    """A map that ends with a list of as many of ``item`` as fit."""
+    n = n_bytes // len(item)
+    return lambda: fields + b"\x9a" + n.to_bytes(4, "big") + item * n
+
+
+X: Final = b"\xa1\x61x"
+EMBED: Final = b"\xa2\x64type\x65embed\x65input"
+
+FRAMES: Final = (
+    Frame("CBOR: empty lists", _cbor(X, b"\x80")),
+    Frame("CBOR: lists of lists", _cbor(X, b"\x81" * 50 + b"\x01")),
+    Frame("CBOR: small numbers", _cbor(X, b"\x01")),
+    Frame("CBOR: simple values", _cbor(X, b"\xe0")),
+    Frame("CBOR: 800 x 200 ids", _cbor(EMBED, b"\x98\xc8" + b"\x05" * 200, 800 * 202)),
+    Frame("JSON: empty lists", _filled('{"x":[', "[]", "]}", SMALL_FRAME)),
+    Frame("JSON: 2,048 x 200 ids", lambda: json.dumps({"type": "embed", "input": [[5] * 200] * 2048}).encode()),
+    Frame(
+        "JSON: tools of numbers",
+        _filled(
+            f'{{"id":"a",{MESSAGE.partition("],")[0]}],"tools":[{{"name":"f","parameters":{{"enum":[',
+            "1.5",
+            "]}}]}",
+            SMALL_FRAME - 4096,
+        ),
+    ),
 )

@@ -44,7 +44,9 @@ async def embed(call: Call) -> Response:
         dimensions=request.dimensions,
     )
     found: Embeddings = await call.unless_disconnected(call.daemon.embed(fields))
-    vectors = await encoded_vectors(call.large_work, found.embeddings, list if request.encoding_format == "float" else in_base64)
+    vectors = await encoded_vectors(
+        call.large_work, found.embeddings, list if request.encoding_format == "float" else in_base64
+    )
     body = {
         "object": "list",
         "data": [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)],
