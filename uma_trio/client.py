@@ -317,7 +317,7 @@ class Client:
             ServerError: the daemon answered with an error.
         """
         given = {"text": text} if messages is None else {"messages": messages}
-        return await self._ask({"type": "tokenize", **given, **fields}, TokenList)
+        return await self._ask_for_tokens({"type": "tokenize", **given, **fields})
 
     async def detokenize(self, tokens: Sequence[int], **fields: Any) -> str:
         """Return the text of ``tokens``; ``fields`` are those of a tokenize query in docs/PROTOCOL.md.
@@ -325,8 +325,14 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.
         """
-        answer = await self._ask({"type": "tokenize", "tokens": [*tokens], **fields}, TokenList)
+        answer = await self._ask_for_tokens({"type": "tokenize", "tokens": [*tokens], **fields})
         return answer.text or ""
+
+    async def _ask_for_tokens(self, query: Mapping[str, Any]) -> TokenList:
+        events = [await self._ask(query, TokenList)]
+        while events[-1].more:
+            events.append(await self._expect(TokenList))
+        return TokenList.joined(events)
 
     async def models(self, **fields: Any) -> list[ModelDescription]:
         """Return what the daemon serves, the default model first; ``fields`` are those of a models query.

@@ -75,7 +75,7 @@ class InvalidJson(ProtocolError):
 
 
 class TooManyValues(ProtocolError):
-    """Decoding a JSON document would keep others waiting.  Raised before it is decoded."""
+    """Decoding a document would keep others waiting.  Raised before it is decoded."""
 
     code = "E_PROTO_TOO_MANY_VALUES"
     http_status = 413

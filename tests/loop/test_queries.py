@@ -9,6 +9,7 @@ from tests.support.fake_engine import N_VOCAB, FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import Eos, ServerError, Token
 from uma_trio.daemon import connection
+from uma_trio.protocol.answers import TokenList
 from uma_trio.protocol.events import Failure
 
 PROMPT = [byte + 100 for byte in b"hello"]
@@ -161,3 +162,29 @@ async def test_prefill_is_shared_by_weight(autojump_clock):
             while found["h"].n_computed < size // 2:
                 await trio.sleep(0.1)
         assert found["h"].n_computed / found["l"].n_computed == pytest.approx(3, rel=0.1)
+
+
+async def test_many_tokens_take_several_events(autojump_clock):
+    async with serving() as harness, harness.client() as client:
+        text = "hé" * 5000
+        await client.send({"type": "tokenize", "text": text, "keep_alive": True})
+        events = [await client.receive() for _ in range(4)]
+        assert [(len(event.tokens), event.more) for event in events] == [(4096, True), (4096, True), (4096, True), (15_000 - 12_288, False)]
+        found = await client.tokenize(text, keep_alive=True)
+        assert found.tokens == [token for event in events for token in event.tokens]
+        assert found.offsets == [offset for event in events for offset in event.offsets]
+        assert (await client.detokenize(found.tokens)).split() == [str(token) for token in found.tokens]
+
+
+@pytest.mark.parametrize("n", [0, 1, 4096, 4097, 20_000])
+def test_a_list_of_tokens_is_the_same_after_it_was_divided(n):
+    pairs = [[i, i + 1] for i in range(n)]
+    for found in (
+        TokenList(tokens=[*range(n)], text="a", id="q"),
+        TokenList(tokens=[*range(n)], offsets=[*range(n)], bytes=pairs, byte_ranges=pairs),
+        TokenList(tokens=[*range(n)], bytes=pairs),
+    ):
+        events = [*found.divided()]
+        assert max(len(event.tokens) for event in events) <= 4096
+        assert [event.more for event in events] == [True] * (len(events) - 1) + [False]
+        assert TokenList.joined(events) == found

@@ -245,7 +245,7 @@ class Connection:
                 return
             case TokenizeQuery():
                 async with models.use(query.model, principal.name) as service:
-                    events = [await service.tokenize(query, principal.name)]
+                    events = (await service.tokenize(query, principal.name)).divided()
             case ControllersQuery():
                 wasm = None
                 if query.action == "upload" and (wasm := self._upload.add(query)) is None:

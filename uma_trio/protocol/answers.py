@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final, Literal
 
 import attrs
 
@@ -54,9 +55,13 @@ class Transcript:
     id: str | None = None
 
 
+TOKENS_PER_EVENT: Final = 4096
+"""Of a list of tokens."""
+
+
 @attrs.frozen(kw_only=True)
 class TokenList:
-    """Answer to a ``TokenizeQuery``.  Its event is called ``tokens``."""
+    """Answer to a ``TokenizeQuery``.  Its event is called ``tokens``.  A long answer takes several events."""
 
     tokens: list[int]
     offsets: list[int] | None = None
@@ -68,7 +73,34 @@ class TokenList:
     """The bytes of each token, if the query asks for them."""
     byte_ranges: list[list[int]] | None = None
     """With ``bytes``: start and end of each token in the text's UTF-8; ``None`` where ``offsets`` is."""
+    more: bool = False
+    """Whether another event follows, with the next tokens."""
     id: str | None = None
+
+    def divided(self) -> Iterator[TokenList]:
+        """This answer as events that take a few milliseconds each to encode and to decode."""
+        for start in range(0, max(1, len(self.tokens)), TOKENS_PER_EVENT):
+            end = start + TOKENS_PER_EVENT
+            lists: dict[str, Any] = {name: each and each[start:end] for name, each in self._lists().items()}
+            text = None if start else self.text
+            yield attrs.evolve(self, **lists, text=text, more=end < len(self.tokens))
+
+    @staticmethod
+    def joined(events: Sequence[TokenList]) -> TokenList:
+        """The answer that came as ``events``."""
+        lists: dict[str, Any] = {
+            name: each if each is None else [*chain.from_iterable(event._lists()[name] or () for event in events)]
+            for name, each in events[0]._lists().items()
+        }
+        return attrs.evolve(events[0], **lists, more=False)
+
+    def _lists(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "offsets": self.offsets,
+            "bytes": self.bytes,
+            "byte_ranges": self.byte_ranges,
+        }
 
 
 Capability = Literal["completion", "chat", "tools", "reasoning", "embedding", "rerank"]

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Protocol
 
 from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson
 from uma_trio.protocol import framing, messages, payload
-from uma_trio.protocol.answers import Transcript
+from uma_trio.protocol.answers import TokenList, Transcript
 from uma_trio.protocol.cbor_cost import CborCost
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, Fork
@@ -142,7 +142,7 @@ class ServerCodec:
             event, Token | Reasoning | PrefillProgress | LoadProgress | Fork | ControllerOutput | Backtrack
         )
         fields = messages.to_fields(event)
-        if not in_the_middle and not (isinstance(event, Transcript | Embeddings | Controllers) and event.more):
+        if not in_the_middle and not (isinstance(event, Transcript | TokenList | Embeddings | Controllers) and event.more):
             self._pending.pop(event.id, None)
             if warnings := self._warnings.pop(event.id, None):
                 fields["warnings"] = warnings

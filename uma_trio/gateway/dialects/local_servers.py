@@ -7,6 +7,8 @@ Source: the README of llama.cpp's server, and vLLM's page on its OpenAI-compatib
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Final
 
 import anyio
@@ -80,18 +82,17 @@ async def tokenize(call: Call) -> Response:
         found = await call.ask(lambda client: client.tokenize(text, **fields), counts=True)
     tokens: list[Any] = found.tokens
     if found.bytes is not None:
-        spelled = list(zip(found.tokens, found.bytes, strict=True))
-        tokens = await encoded_items(call.large_work, spelled, _with_piece, per_piece=TOKENS_PER_PIECE)
+        with_piece = partial(_with_piece, found.tokens, found.bytes)
+        tokens = await encoded_items(call.large_work, range(len(tokens)), with_piece, per_piece=TOKENS_PER_PIECE)
     return _answer({"tokens": tokens, "count": len(tokens)}, warnings)
 
 
-def _with_piece(token: tuple[int, list[int]]) -> dict[str, Any]:
-    """A token with its text, or with its bytes if they are no whole characters."""
-    id, spelled = token
+def _with_piece(tokens: Sequence[int], spelled: Sequence[list[int]], n: int) -> dict[str, Any]:
+    """The token at ``n`` with its text, or with its bytes if they are no whole characters."""
     try:
-        return {"id": id, "piece": bytes(spelled).decode()}
+        return {"id": tokens[n], "piece": bytes(spelled[n]).decode()}
     except UnicodeDecodeError:
-        return {"id": id, "piece": spelled}
+        return {"id": tokens[n], "piece": spelled[n]}
 
 
 class DetokenizeRequest(msgspec.Struct):
