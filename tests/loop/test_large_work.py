@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 import trio
 
-from uma_trio import large_work
 from uma_trio.large_work import LargeWork
 
 
@@ -18,7 +17,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.pauses: list[float] = []
-        monkeypatch.setattr(large_work.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr("uma_trio.large_work.time.perf_counter", lambda: self.now)
 
     async def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
@@ -29,7 +28,7 @@ async def test_others_have_a_turn_between_two_pieces_of_any_work() -> None:
     work = LargeWork(trio.Lock(), trio.sleep)
     seen: list[str] = []
 
-    def pieces() -> Iterator[None]:
+    def pieces() -> Generator[None, None, None]:
         for _ in range(3):
             seen.append("piece")
             yield
@@ -71,8 +70,8 @@ async def test_a_piece_that_fails_has_its_pause_too(monkeypatch: pytest.MonkeyPa
 
 
 async def test_the_result_of_the_work_is_returned() -> None:
-    def work() -> Iterator[None]:
+    def work() -> Generator[None, None, str]:
         yield
-        return "done"  # type: ignore[return-value]
+        return "done"
 
-    assert await LargeWork(trio.Lock(), trio.sleep).run(work()) == "done"  # type: ignore[arg-type]
+    assert await LargeWork(trio.Lock(), trio.sleep).run(work()) == "done"

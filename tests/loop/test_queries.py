@@ -169,7 +169,12 @@ async def test_many_tokens_take_several_events(autojump_clock):
         text = "hé" * 5000
         await client.send({"type": "tokenize", "text": text, "keep_alive": True})
         events = [await client.receive() for _ in range(4)]
-        assert [(len(event.tokens), event.more) for event in events] == [(4096, True), (4096, True), (4096, True), (15_000 - 12_288, False)]
+        assert [(len(event.tokens), event.more) for event in events] == [
+            (4096, True),
+            (4096, True),
+            (4096, True),
+            (15_000 - 12_288, False),
+        ]
         found = await client.tokenize(text, keep_alive=True)
         assert found.tokens == [token for event in events for token in event.tokens]
         assert found.offsets == [offset for event in events for offset in event.offsets]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import attrs
 import pytest
 import trio
@@ -157,6 +155,7 @@ async def test_incomplete_bodies_of_all_together_are_bounded(
         assert (await call(guard)).status == 200, "bodies in one part need no memory before they are complete"
     assert sorted(statuses) == [408] * MAX_INCOMPLETE + [503] * 3
     assert guard.bodies.incomplete_bytes == 0
+
 
 async def test_json_that_is_dear_to_decode_is_refused_before_all_of_it_has_arrived(
     guard: Guard, autojump_clock: trio.testing.MockClock

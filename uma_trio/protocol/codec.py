@@ -142,7 +142,9 @@ class ServerCodec:
             event, Token | Reasoning | PrefillProgress | LoadProgress | Fork | ControllerOutput | Backtrack
         )
         fields = messages.to_fields(event)
-        if not in_the_middle and not (isinstance(event, Transcript | TokenList | Embeddings | Controllers) and event.more):
+        if not in_the_middle and not (
+            isinstance(event, Transcript | TokenList | Embeddings | Controllers) and event.more
+        ):
             self._pending.pop(event.id, None)
             if warnings := self._warnings.pop(event.id, None):
                 fields["warnings"] = warnings
