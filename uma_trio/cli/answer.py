@@ -44,9 +44,12 @@ class TextPrinter:
 
     Args:
         show_reasoning: as in ``ReasoningPrinter``.
+        begun: the beginning of each answer, which the events continue.
     """
 
-    def __init__(self, *, show_reasoning: bool | None = None) -> None:
+    def __init__(self, *, show_reasoning: bool | None = None, begun: str = "") -> None:
+        self._begun = begun
+        self._is_begun = False
         self._reasoning = ReasoningPrinter(shown=show_reasoning)
         self._scores: list[Generated | Logprobs] = []
         self._last_character = ""
@@ -60,12 +63,15 @@ class TextPrinter:
         if isinstance(event, Reasoning):
             self._reasoning.feed(event.text)
         elif isinstance(event, Token):
+            self._begin()
             self._echo(event.text)
         elif isinstance(event, Eos):
             self._scores += event.logprobs or []
             if event.index is not None:
                 click.echo(f"--- {event.index}")
             self._reasoning.feed(event.reasoning or "")
+            self._begin()
+            self._is_begun = False
             self._echo(event.text or "")
             if self._last_character or not event.tool_calls:
                 self._end_line()
@@ -74,6 +80,11 @@ class TextPrinter:
             if self._scores:
                 click.echo("\n".join(["", *_table(self._scores)]))
                 self._scores = []
+
+    def _begin(self) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            self._echo(self._begun)
 
     def _echo(self, text: str) -> None:
         if text:

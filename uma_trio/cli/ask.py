@@ -7,17 +7,14 @@ import select
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
-from uma_trio.cli.request_options import fields_of, request_options
+from uma_trio.cli.request_options import fields_of, not_empty, request_options
 from uma_trio.cli.tools import tool_fields
-
-if TYPE_CHECKING:
-    pass
 
 STDIN_NOTICE_S = 1.0
 """How long a pipe may be silent before the user hears that it is read."""
@@ -39,6 +36,12 @@ STDIN_NOTICE_S = 1.0
     help="Show the probability of each token and of this many most likely ones; with --json, their logarithms.",
 )
 @request_options
+@click.option(
+    "--assistant",
+    metavar="TEXT",
+    callback=not_empty,
+    help="Beginning of the answer, which the model continues.",
+)
 @click.option(
     "--controller",
     metavar="NAME",
@@ -84,6 +87,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
       uma-trio ask --tools tools.json "How warm is it in Lima?"
       uma-trio ask --controller jsctrl < program.js
       uma-trio ask --choice Yes --choice No "Is Paris the capital of France?"
+      uma-trio ask --assistant "The capital of" "What is the capital of France?"
       uma-trio ask --json --no-stream "What do blue and yellow make?" | jq -r .text
 
     Ctrl-C cancels the request and waits for the daemon to confirm; a second Ctrl-C exits at once.
@@ -155,7 +159,7 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
     whole = options["no_stream"] or ((options["n"] or 1) > 1 and not options["as_json"])
     request: dict[str, Any] = {"stream": not whole, **fields_of(options), **tool_fields(options)}
     if options["controller"] is not None:
-        for name in ("raw", "system", "tools", "no_special"):
+        for name in ("raw", "system", "assistant", "tools", "no_special"):
             if options[name] not in (None, False):
                 raise click.UsageError(
                     f"--controller makes its own prompt, with no place for --{name.replace('_', '-')}"
@@ -166,10 +170,9 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
         note_if_file(text, note)
         request |= {"controller": options["controller"], "controller_arg": text}
     elif options["raw"]:
-        if options["system"] is not None:
-            raise click.UsageError("--raw sends the text as it is, with no place for --system")
-        if options["tools"] is not None:
-            raise click.UsageError("--raw sends the text as it is, with no place for --tools")
+        for name in ("system", "assistant", "tools"):
+            if options[name] is not None:
+                raise click.UsageError(f"--raw sends the text as it is, with no place for --{name}")
         request["prompt"] = text
         if options["no_special"]:
             request["parse_special"] = False
@@ -179,6 +182,9 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
         system = [{"role": "system", "content": options["system"]}] if options["system"] is not None else []
         request["messages"] = [*system, {"role": "user", "content": text}]
         request["separate_reasoning"] = True
+        if options["assistant"] is not None:
+            request["messages"].append({"role": "assistant", "content": options["assistant"]})
+            request["continue_final_message"] = True
     if options["session"] is not None:
         request["session_id"] = options["session"]
     return request
@@ -196,7 +202,8 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
 
     as_json, socket = options["as_json"], options["socket"]
     wait_s = 0 if options["no_wait"] else options["wait"]
-    print_event = print_json if as_json else TextPrinter(show_reasoning=options["show_reasoning"]).print
+    begun = "" if options["assistant"] is None or options["return_full_text"] else options["assistant"]
+    print_event = print_json if as_json else TextPrinter(show_reasoning=options["show_reasoning"], begun=begun).print
 
     ends: list[Eos] = []
     several: list[Eos] = []

@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "/session": ("NAME", "continue or begin a session, which the daemon remembers"),
     "/system": ("TEXT", "set the system message; without TEXT, show it"),
     "/retry": ("[TEMPERATURE]", "ask the last question again"),
+    "/continue": ("", "go on with the last answer, such as one that was cut"),
     "/save": ("FILE", "write the conversation to FILE.md or FILE.json"),
     "/stats": ("", "show tokens and timings of the last answer"),
     "/help": ("", "list the commands"),
@@ -148,6 +149,7 @@ class Chat:
             "/session": self._session,
             "/system": self._system,
             "/retry": self._retry,
+            "/continue": self._continue,
             "/save": self._save,
             "/stats": self._stats,
             "/help": self._help,
@@ -234,6 +236,15 @@ class Chat:
                 _note(f"with temperature {RETRY_TEMPERATURE:g}, since the answer would be the same without")
         self._ask(question, retry=self._unanswered is None, more=more)
 
+    def _continue(self, _: str) -> None:
+        if self._unanswered is not None or not self._conversation.last_answer:
+            _note("there is no answer to continue")
+            return
+        before = self._conversation.last_answer
+        eos = self._answer(self._conversation.continuation(), self._conversation.continued, "/continue tries again")
+        if eos is not None and eos.reason == "stop" and self._conversation.last_answer == before:
+            _note("the answer ends here; /retry asks for another one")
+
     def _save(self, name: str) -> None:
         path = Path(name).expanduser()
         writers = {".md": as_markdown, ".markdown": as_markdown, ".json": as_json}
@@ -276,13 +287,33 @@ class Chat:
     # -- one turn -------------------------------------------------------------------------------
 
     def _ask(self, question: str, *, retry: bool = False, more: dict[str, Any] | None = None) -> None:
-        self._turn(question, retry=retry, more=more or {})
+        self._unanswered = question if not retry else None
+
+        def keep(answer: Message) -> None:
+            self._conversation.answered(question, answer, retry=retry)
+            self._unanswered = None
+
+        fields = {**(more or {}), **self._conversation.request(question, retry=retry)}
+        eos = self._answer(fields, keep, "/retry asks again, and Up brings the message back")
+        if eos is not None and not retry:
+            self._is_greedy = eos.seed is None
+
+    def _answer(self, fields: dict[str, Any], keep: Callable[[Message], None], remedy: str) -> Eos | None:
+        """Show the answer to a request, and add it to the conversation.
+
+        Args:
+            keep: gets the answer, if there is some.
+            remedy: after an error.
+
+        Returns:
+            The end of the answer; ``None`` if there is none.
+        """
+        found = self._turn({**self._fields, **fields}, keep, remedy)
         if self._is_terminal:
             click.echo(err=True)
+        return found
 
-    def _turn(self, question: str, *, retry: bool, more: dict[str, Any]) -> None:
-        self._unanswered = question if not retry else None
-        request = {**self._fields, **more, **self._conversation.request(question, retry=retry)}
+    def _turn(self, request: dict[str, Any], keep: Callable[[Message], None], remedy: str) -> Eos | None:
         view = self._view()
         answer = {"role": "assistant", "content": ""}
         try:
@@ -290,20 +321,18 @@ class Chat:
         except ClientError as error:
             view.finish()
             self._fail(error)
-            _note("/retry asks again, and Up brings the message back")
-            return
+            _note(remedy)
+            return None
         except KeyboardInterrupt:  # before the signal handler was there, or a second time
             view.finish()
             _note("cancelled; the conversation is as before")
-            return
+            return None
         view.finish()
         self._last = eos
-        if not retry:
-            self._is_greedy = eos.seed is None
         if eos.usage.completion_tokens:
-            self._conversation.answered(question, answer, retry=retry)
-            self._unanswered = None
+            keep(answer)
         self._remark(eos, request.get("max_tokens"))
+        return eos
 
     def _view(self) -> AnswerView:
         return MarkdownView(sys.stdout) if self._renders else PlainView(sys.stdout)
@@ -348,6 +377,8 @@ class Chat:
             kept = "what you see stays in the conversation" if eos.usage.completion_tokens else "nothing was answered"
             _note(f"cancelled; {kept}")
         warn_if_cut(eos, max_tokens)
+        if eos.reason == "length" and self._is_terminal:
+            _note("/continue goes on with it")
         if eos.usage.dropped_tokens:
             _note(
                 f"the conversation no longer fits the context: its oldest {eos.usage.dropped_tokens:,} tokens were "

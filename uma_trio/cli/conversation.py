@@ -57,6 +57,24 @@ class Conversation:
             fields["drop_messages"] = 2
         return fields
 
+    @property
+    def last_answer(self) -> str:
+        """The text of the last message, if it is the assistant's and has no calls; otherwise empty."""
+        last = self.messages[-1] if self.messages else {}
+        return last["content"] if last.get("role") == "assistant" and not last.get("tool_calls") else ""
+
+    def continuation(self) -> dict[str, object]:
+        """Fields of the request that continues the last answer."""
+        if self.session is None:
+            return {"messages": self.transcript(), "continue_final_message": True}
+        last = {"session_id": self.session, "messages": self.messages[-1:], "drop_messages": 1}
+        return {**last, "continue_final_message": True}
+
+    def continued(self, rest: Message) -> None:
+        """Add what the daemon has answered to a ``continuation``."""
+        last = self.messages[-1]
+        self.messages[-1] = {**last, "content": last["content"] + rest["content"]}
+
     def answered(self, question: str, answer: Message, *, retry: bool = False) -> None:
         """Add a turn that the daemon has answered."""
         system = self._system if self.session is not None and not self.messages else []

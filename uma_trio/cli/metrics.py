@@ -90,7 +90,8 @@ async def _read(socket: str | None, model: str | None) -> Sample:
 
     with trio.move_on_after(ANSWER_S):
         async with open_client(socket) as client:
-            return Sample(time.monotonic(), _of_model(await client.metrics(), model))
+            name = None if model is None else (await client.models(model=model, keep_alive=True))[0].name
+            return Sample(time.monotonic(), _of_model(await client.metrics(), name))
     raise ClientError(f"the daemon has not answered for {ANSWER_S:g} s")
 
 

@@ -46,7 +46,7 @@ def request_options(command: Command) -> Command:
     return command
 
 
-def _not_empty(_: click.Context, __: click.Parameter, given: Any) -> Any:
+def not_empty(_: click.Context, __: click.Parameter, given: Any) -> Any:
     """Refuse empty text, in an option that is given once or several times."""
     if given == "" or (isinstance(given, tuple) and "" in given):
         raise click.BadParameter("the text is empty; leave the option out, or give some text")
@@ -139,7 +139,7 @@ OPTIONS: Final = (
         help="Number added to a token's logit, from -100 (never) to 100; repeatable.",
     ),
     click.option("--seed", type=click.IntRange(0), help="The same seed gives the same answer."),
-    click.option("--stop", multiple=True, callback=_not_empty, help="Stop at this text; repeatable."),
+    click.option("--stop", multiple=True, callback=not_empty, help="Stop at this text; repeatable."),
     click.option(
         "--stop-token",
         "stop_token_ids",
@@ -155,7 +155,7 @@ OPTIONS: Final = (
         help="The answer is JSON that this schema describes: a file, or the schema inline.",
     ),
     click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
-    click.option("--regex", callback=_not_empty, help="The answer is a match of this regular expression."),
+    click.option("--regex", callback=not_empty, help="The answer is a match of this regular expression."),
     click.option("--choice", multiple=True, help="The answer is this text, or one of several; repeatable."),
     click.option(
         "--grammar",
@@ -171,7 +171,7 @@ OPTIONS: Final = (
     click.option(
         "--session",
         shell_complete=session_name,
-        callback=_not_empty,
+        callback=not_empty,
         help="Continue or begin this session. See uma-trio sessions.",
     ),
     click.option(

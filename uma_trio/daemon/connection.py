@@ -257,7 +257,7 @@ class Connection:
         await self._send_each(events)
 
     async def _answer_models(self, query: ModelsQuery, principal: Principal) -> ModelList:
-        """List models, or load, unload, release or reload one.
+        """List models or one of them, or load, unload, release or reload one.
 
         Raises:
             UmaError: it cannot be done.
@@ -265,6 +265,8 @@ class Connection:
         models = self._owner.models
         if query.model is None:
             return ModelList(models=await models.descriptions(), id=query.id)
+        if query.action == "list":
+            return ModelList(models=[await models.describe(query.model)], id=query.id)
         if self._principal.name != OWN_PRINCIPAL or (query.principal is not None and query.action != "release"):
             raise BadRequest("only the user who runs the daemon may load, unload, release and reload models")
         if query.action == "release":

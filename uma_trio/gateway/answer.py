@@ -40,9 +40,15 @@ def sse(data: Any, event: str | None = None) -> bytes:
     return named + b"data: " + encode(data) + b"\n\n"
 
 
-def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response whose body is ``content`` as JSON."""
-    return Response(encode(content), status, headers, JSON)
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None, *, warnings: Sequence[str] = ()
+) -> Response:
+    """A response whose body is ``content`` as JSON.
+
+    Args:
+        warnings: become a field of ``content``, which is an object, if there are any.
+    """
+    return Response(encode({**content, "warnings": warnings} if warnings else content), status, headers, JSON)
 
 
 async def encoded_items(

@@ -196,6 +196,21 @@ class Daemon:
             known.asked_at = now
         return known.models
 
+    async def model(self, name: str | None = None) -> ModelDescription:
+        """The model that requests call so, as it was at most a second ago; the default one for ``None``.
+
+        Raises:
+            HttpError: there is none, or the daemon cannot be reached.
+        """
+        known = await self.models()
+        if name is None:
+            return known[0]
+        for model in known:
+            if model.is_called(name):
+                return model
+        async with self.connect() as client:  # an alias, or a model that is not served: then the daemon says how to
+            return (await client.models(model=name))[0]
+
     async def metrics(self) -> dict[str, Any]:
         """A snapshot of docs/METRICS.md, at most a tenth of a second old.
 

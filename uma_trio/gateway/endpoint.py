@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from uma_trio.client import Client, Event
 from uma_trio.config import Config
+from uma_trio.errors import ModelNotFound
 from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, unless_disconnected
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon import Daemon
@@ -210,9 +211,12 @@ class Call:
             raise invalid(f"the body has {len(found):,} fields; it may have {MAX_FIELDS:,}")
         self.request.scope["state"]["given"] = frozenset(found)
         if self.config.http.any_model and isinstance(found.get("model"), str):
-            models = await self.ask(lambda client: client.models())
-            if not any(model.is_called(found["model"]) for model in models):
-                found["model"] = models[0].name
+            try:
+                await self.daemon.model(found["model"])
+            except HttpError as error:
+                if error.code != ModelNotFound.code:
+                    raise
+                found["model"] = (await self.daemon.model()).name
         return found
 
     def for_daemon(self, **fields: Any) -> dict[str, Any]:

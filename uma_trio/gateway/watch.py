@@ -23,8 +23,9 @@ async def watch(call: Call) -> Response:
     text = call.request.query_params.get("interval_ms", "250")
     if not text.isascii() or not text.isdigit():
         raise invalid("interval_ms must be a whole number", parameter="interval_ms")
+    name = call.request.query_params.get("model")
     return StreamedAnswer(
-        _events(call.daemon, int(text), call.request.query_params.get("model")),
+        _events(call.daemon, int(text), None if name is None else (await call.daemon.model(name)).name),
         _Events(),
         refuse=call.refuse,
         keep_alive_s=call.config.http.keep_alive_s,

@@ -68,6 +68,8 @@ def choose_template(given: str) -> TemplateSource:
 
 def _try(source: TemplateSource) -> None:
     name = f"the chat template {source.origin}"
+    if not source.text.strip():
+        raise ModelError(f"{name} is empty", "correct it, or give --chat-template another one")
     try:
         ChatTemplate(source.text, bos="", eos="", name=name).render(EXAMPLE)
     except BadRequest:

@@ -21,7 +21,7 @@ from uma_trio.protocol.field_errors import unknown_fields
 from uma_trio.protocol.json_cost import SLICE_BYTES, JsonCost
 from uma_trio.protocol.messages import ClientMessage, Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
-from uma_trio.protocol.requests import Cancel, Generate
+from uma_trio.protocol.requests import Cancel, Generate, without_effect
 
 ERROR_LINE: Final = b"error: "
 """How an error begins in the newline protocol."""
@@ -130,7 +130,10 @@ class ServerCodec:
         if not isinstance(message, Cancel):
             answers = message.n if isinstance(message, Generate) else 1
             self._pending.setdefault(message.id, (encoding, answers))
-            if warnings := unknown_fields(fields, type(message)):
+            warnings = unknown_fields(fields, type(message))
+            if isinstance(message, Generate):
+                warnings += without_effect(fields, message)
+            if warnings:
                 self._warnings.setdefault(message.id, warnings)
         return message
 

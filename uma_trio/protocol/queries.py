@@ -84,7 +84,7 @@ class ModelsQuery:
     action: Literal["list", "load", "unload", "release", "reload"] = "list"
     """The answer to the others comes when it is done, and has the one model."""
     model: Name | None = None
-    """The model to act on; set for every action except ``list``."""
+    """The model to act on, by any of its names.  ``list`` without it lists all."""
     id: Name | None = None
     keep_alive: bool = False
     principal: Name | None = None
@@ -131,13 +131,11 @@ def parse_session_query(fields: dict[str, Any]) -> SessionQuery:
 def parse_models_query(fields: dict[str, Any]) -> ModelsQuery:
     """
     Raises:
-        BadRequest: a field is wrong, or ``model`` does not go with the action.
+        BadRequest: a field is wrong, or there is no model to act on.
     """
     query = convert(fields, ModelsQuery)
-    if (query.model is None) != (query.action == "list"):
-        raise BadRequest(
-            "model is required to load, unload or reload one, and not allowed to list models", field="model"
-        )
+    if query.model is None and query.action != "list":
+        raise BadRequest(f"model is missing; name the one to {query.action}", field="model")
     return query
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 import attrs
@@ -251,6 +252,25 @@ class Cancel:
     """Cancels the running request ``id``.  Cancelling any other id is a no-op and gets no answer."""
 
     id: Name
+
+
+def without_effect(fields: Mapping[str, Any], request: Generate) -> list[str]:
+    """A warning if the client may expect the answer to continue its last message.
+
+    Args:
+        fields: those that the client has sent.
+    """
+    is_chosen = fields.keys() & {"continue_final_message", "add_generation_prompt"}
+    last = request.messages[-1] if request.messages else None
+    if is_chosen or last is None or last.role != "assistant" or last.tool_calls:
+        return []
+    return [NEW_MESSAGE]
+
+
+NEW_MESSAGE: Final = (
+    "the answer is a new message after the last one, which is the assistant's; with continue_final_message: true it "
+    "continues that one"
+)
 
 
 def parse_generate(fields: dict[str, Any]) -> Generate:

@@ -318,6 +318,14 @@ class ModelRegistry:
         others = [spec for spec in await self._opener.installed() if spec.path not in paths]
         return [*known, *[await self._opener.describe(spec) for spec in others if spec.name not in names]]
 
+    async def describe(self, name: str) -> ModelDescription:
+        """The model that requests call so.
+
+        Raises:
+            ModelNotFound: there is none; the message says how to serve one of this machine.
+        """
+        return await self._description(await self._catalog.find(name))
+
     async def _description(self, model: Model) -> ModelDescription:
         if model.description is None:
             model.description = await self._opener.describe(model.spec)

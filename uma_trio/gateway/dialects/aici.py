@@ -87,12 +87,12 @@ class TagRequest(msgspec.Struct):
 
 async def set_tags(call: Call) -> Response:
     """Give a controller names: for the client, and if it is an administrator, for everybody."""
-    request, _ = await call.read(TagRequest)
+    request, warnings = await call.read(TagRequest)
     tags = await call.ask(
         lambda client: client.tag_controller(request.module_id, request.tags, **_on_behalf(call)),
         counts=True,
     )
-    return json_response({"tags": [_tag(tag) for tag in tags]})
+    return json_response({"tags": [_tag(tag) for tag in tags]}, warnings=warnings)
 
 
 async def list_modules(call: Call) -> Response:
@@ -169,8 +169,8 @@ async def run(call: Call) -> Response:
         fields |= {"prompt": request.controller_arg, "progress": True}
     elif request.controller == NO_CONTROLLER:
         raise invalid("controller_arg must be a prompt if there is no controller", parameter="controller_arg")
-    models = await call.ask(lambda client: client.models())
-    renderer = RunRenderer(request.model or models[0].name, has_controller=request.controller != NO_CONTROLLER)
+    name = request.model or (await call.daemon.model()).name
+    renderer = RunRenderer(name, has_controller=request.controller != NO_CONTROLLER)
     return StreamedAnswer(
         _whole_batches(call.record.watch(call.daemon.generate(fields))),
         renderer,

@@ -65,7 +65,7 @@ async def answer_messages(call: Call) -> Response:
         "id": f"msg_{call.id}",
         "type": "message",
         "role": "assistant",
-        "model": request.model or "",
+        "model": request.model or (await call.daemon.model()).name,
     }
     if warnings := [*warnings, *chat.warnings, *skipped]:
         head["warnings"] = warnings
@@ -80,8 +80,8 @@ async def answer_messages(call: Call) -> Response:
 
 async def count_tokens(call: Call) -> Response:
     """Count the tokens of a chat, as a request would prefill it."""
-    request, _ = await call.read(Chat)
-    tools, _ = tool_fields(request)
+    request, warnings = await call.read(Chat)
+    tools, skipped = tool_fields(request)
     chat = ChatMessages(request)
     fields = call.for_daemon(
         model=request.model,
@@ -91,7 +91,7 @@ async def count_tokens(call: Call) -> Response:
         chat_template_kwargs=request.template_kwargs,
     )
     found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields), counts=True))
-    return json_response({"input_tokens": len(found.tokens)})
+    return json_response({"input_tokens": len(found.tokens)}, warnings=[*warnings, *chat.warnings, *skipped])
 
 
 def _block(part: Part) -> dict[str, Any]:

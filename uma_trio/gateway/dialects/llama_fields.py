@@ -14,7 +14,7 @@ import attrs
 
 import uma_trio
 from uma_trio.client import Eos, Event, ModelDescription, PrefillProgress, Reasoning, Token
-from uma_trio.gateway.dialects.openai import Sampling, find_model
+from uma_trio.gateway.dialects.openai import Sampling
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.events import Logprob, Logprobs, Timings, Usage
 from uma_trio.protocol.requests import BANNED
@@ -44,9 +44,7 @@ async def head_of(call: Call, wanted: str | None) -> dict[str, Any]:
     Raises:
         HttpError: the daemon cannot be reached.
     """
-    model = await find_model(call, wanted)
-    if model is None:
-        return {"model": wanted}
+    model = await call.daemon.model(wanted)
     return {"model": wanted or model.name, "system_fingerprint": fingerprint_of(model)}
 
 
@@ -195,7 +193,7 @@ class Telemetry:
 
 
 def generation_settings(
-    model: ModelDescription | None,
+    model: ModelDescription,
     sampling: Mapping[str, Any],
     *,
     limit: int | None,
@@ -205,18 +203,17 @@ def generation_settings(
     """All parameters of a request, those that it does not give included.
 
     Args:
-        model: which has the defaults; ``None`` if there is no such model.
+        model: which has the defaults.
         sampling: fields of the socket protocol.
         limit: the longest answer in tokens; ``None``: there is no limit but the context.
     """
-    known: dict[str, Any] = {} if model is None else {**model.sampling}
-    known |= {name: value for name, value in sampling.items() if value is not None}
+    known = {**model.sampling, **{name: value for name, value in sampling.items() if value is not None}}
     n_predict = NO_LIMIT if limit is None else limit
     biases = [
         {"token": int(token), "bias": None if bias <= BANNED else bias}
         for token, bias in (known.get("logit_bias") or {}).items()
     ]
-    if known.get("ignore_eos") and model is not None:
+    if known.get("ignore_eos"):
         biases += [{"token": token, "bias": None} for token in model.eog_tokens]
     stop = known.get("stop") or []
     return {
@@ -290,7 +287,7 @@ async def describe(
         HttpError: the daemon cannot be reached.
     """
     most = None if limit == NO_LIMIT else limit
-    model = await find_model(call, request.model)
+    model = await call.daemon.model(request.model)
     settings = generation_settings(model, sampling, limit=most, stream=request.stream)
     return Description(
         head={"model": head["model"]},

@@ -29,9 +29,7 @@ from uma_trio.gateway.dialects.openai import (
     adapters_of,
     check_session,
     error_body,
-    find_model,
     length_fields,
-    model_name,
 )
 from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
 from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
@@ -107,9 +105,9 @@ async def complete_as_llama_server(call: Call) -> Response:
         )
         for prompt in prompts
     ]
-    model = await find_model(call, request.model)
+    model = await call.daemon.model(request.model)
     description = Description(
-        head={"model": await model_name(call, request.model), **({"warnings": warnings} if warnings else {})},
+        head={"model": request.model or model.name, **({"warnings": warnings} if warnings else {})},
         settings=generation_settings(
             model, sampling, limit=request.limit, n_probs=request.n_probs, stream=request.stream
         ),

@@ -84,7 +84,7 @@ async def tokenize(call: Call) -> Response:
     if found.bytes is not None:
         with_piece = partial(_with_piece, found.tokens, found.bytes)
         tokens = await encoded_items(call.large_work, range(len(tokens)), with_piece, per_piece=TOKENS_PER_PIECE)
-    return _answer({"tokens": tokens, "count": len(tokens)}, warnings)
+    return json_response({"tokens": tokens, "count": len(tokens)}, warnings=warnings)
 
 
 def _with_piece(tokens: Sequence[int], spelled: Sequence[list[int]], n: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ async def detokenize(call: Call) -> Response:
     """The text of tokens: ``content`` for clients of llama-server, ``prompt`` for those of vLLM."""
     request, warnings = await call.read(DetokenizeRequest)
     text = await call.ask(lambda client: client.detokenize(request.tokens, **_model(request.model)), counts=True)
-    return _answer({"content": text, "prompt": text}, warnings)
+    return json_response({"content": text, "prompt": text}, warnings=warnings)
 
 
 class TemplateRequest(msgspec.Struct):
@@ -126,7 +126,7 @@ async def apply_template(call: Call) -> Response:
     """The text that the chat template makes of a chat."""
     request, warnings = await call.read(TemplateRequest)
     found = await _rendered(call, request, request.messages, warnings)
-    return _answer({"prompt": found.text or ""}, warnings)
+    return json_response({"prompt": found.text or ""}, warnings=warnings)
 
 
 async def _rendered(
@@ -146,10 +146,6 @@ async def _rendered(
 
 def _model(name: str | None) -> dict[str, Any]:
     return {} if name is None else {"model": name}
-
-
-def _answer(body: dict[str, Any], warnings: list[str]) -> Response:
-    return json_response({**body, "warnings": warnings} if warnings else body)
 
 
 ENDPOINTS = (

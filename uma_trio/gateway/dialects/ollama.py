@@ -13,7 +13,7 @@ import msgspec
 
 from uma_trio.client import Eos
 from uma_trio.gateway.endpoint import Call, Dialect, without_effect
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import ModelDescription
 
 API_VERSION: Final = "0.12.0"
@@ -258,10 +258,6 @@ async def find_model(call: Call, name: str | None) -> ModelDescription:
     Raises:
         HttpError: there is no such model.
     """
-    models = await call.ask(lambda client: client.models())
     wanted = model_name(name)
-    for model in models:
-        if wanted is None or model.is_called(wanted):
-            return model
-    there = ", ".join(ollama_name(model.name) for model in models)
-    raise HttpError(404, "E_MODEL_NOT_FOUND", f"model {name!r} not found; this daemon serves {there}")
+    named = {} if wanted is None else {"model": wanted}
+    return (await call.ask(lambda client: client.models(**named)))[0]

@@ -55,7 +55,7 @@ async def embed(call: Call) -> Response:
         "load_duration": 0,
         "prompt_eval_count": found.usage.prompt_tokens,
     }
-    return json_response({**body, "warnings": warnings} if warnings else body)
+    return json_response(body, warnings=warnings)
 
 
 async def embed_one(call: Call) -> Response:
@@ -63,7 +63,7 @@ async def embed_one(call: Call) -> Response:
     request, warnings = await call.read(EmbeddingRequest)
     found = await _embeddings(call, request.model, [request.prompt])
     body = {"embedding": found.embeddings[0]}
-    return json_response({**body, "warnings": warnings} if warnings else body)
+    return json_response(body, warnings=warnings)
 
 
 async def _embeddings(call: Call, model: str, texts: list[str], *, dimensions: int | None = None) -> Embeddings:

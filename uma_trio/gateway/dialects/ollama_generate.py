@@ -85,11 +85,21 @@ async def chat(call: Call) -> Response:
     """Answer a chat."""
     request, warnings = await call.read(ChatRequest)
     if not request.messages:
-        return await _loaded(call, request, {"message": {"role": "assistant", "content": ""}})
+        return await _loaded(call, request, {"message": {"role": "assistant", "content": ""}}, warnings)
     tools, tool_warnings = tools_of(request.tools)
     messages = [chat_message(index, message) for index, message in enumerate(request.messages)]
     conversation = conversation_fields(messages, call.request.headers, session_id=request.session_id)
-    return await _answer(call, request, _chat, [*warnings, *tool_warnings], **conversation, tools=tools)
+    last = request.messages[-1]
+    is_begun = last.role == "assistant" and bool(last.content) and not last.tool_calls  # Ollama continues it
+    return await _answer(
+        call,
+        request,
+        _chat,
+        [*warnings, *tool_warnings],
+        **conversation,
+        continue_final_message=is_begun or None,
+        tools=tools,
+    )
 
 
 async def generate(call: Call) -> Response:
@@ -99,7 +109,7 @@ async def generate(call: Call) -> Response:
         if getattr(request, name):
             raise invalid(f"{name} is not supported", parameter=name)
     if not request.prompt:
-        return await _loaded(call, request, {"response": ""})
+        return await _loaded(call, request, {"response": ""}, warnings)
     model = await find_model(call, request.model)
     if request.raw or "chat" not in model.capabilities:
         return await _answer(call, request, _generated, warnings, prompt=request.prompt)
@@ -108,7 +118,7 @@ async def generate(call: Call) -> Response:
     return await _answer(call, request, _generated, warnings, messages=messages)
 
 
-async def _loaded(call: Call, request: Common, empty: dict[str, Any]) -> Response:
+async def _loaded(call: Call, request: Common, empty: dict[str, Any], warnings: list[str]) -> Response:
     """Load the model, or unload it if nobody else uses it."""
     model = await find_model(call, request.model)
     reason = "load"
@@ -121,7 +131,7 @@ async def _loaded(call: Call, request: Common, empty: dict[str, Any]) -> Respons
     elif model.state != "ready":
         await call.unless_disconnected(call.ask(lambda client: client.tokenize("", model=model.name)))
     head = {"model": ollama_name(model.name), "created_at": iso_time()}
-    return json_response({**head, **empty, "done": True, "done_reason": reason})
+    return json_response({**head, **empty, "done": True, "done_reason": reason}, warnings=warnings)
 
 
 async def _answer(call: Call, request: Common, shape: Shape, warnings: list[str], **fields: Any) -> Response:

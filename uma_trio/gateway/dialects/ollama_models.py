@@ -77,7 +77,7 @@ def _listed(model: ModelDescription) -> dict[str, Any]:
 
 async def show(call: Call) -> Response:
     """What is known about one model.  The context is that of a request, which may be less than the trained one."""
-    request, _ = await call.read(ShowRequest)
+    request, warnings = await call.read(ShowRequest)
     name = request.model or request.name
     if not name:
         raise invalid("model is required", parameter="model")
@@ -96,7 +96,8 @@ async def show(call: Call) -> Response:
             },
             "capabilities": [CAPABILITIES[each] for each in model.capabilities if each in CAPABILITIES],
             "modified_at": iso_time(model.created_at),
-        }
+        },
+        warnings=warnings,
     )
 
 

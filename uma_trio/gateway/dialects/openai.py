@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from uma_trio.client import Eos, ModelDescription
+from uma_trio.client import Eos
 from uma_trio.errors import (
     AdapterNotFound,
     BadRequest,
@@ -234,8 +234,7 @@ async def adapters_of(call: Call, request: Sampling) -> list[dict[str, Any]] | N
     """
     if not request.lora:
         return None
-    models = await call.ask(lambda client: client.models())
-    model = next((each for each in models if request.model in each.names), models[0])
+    model = await call.daemon.model(request.model)
     found = []
     for number, each in enumerate(request.lora):
         if not 0 <= each.id < len(model.adapters):
@@ -395,25 +394,6 @@ def length_fields(max_tokens: int | None) -> dict[str, Any]:
     number in their settings, and an answer that fills the context says so.
     """
     return {"max_tokens": None if max_tokens == -1 else max_tokens, "fit_max_tokens": True}
-
-
-async def find_model(call: Call, wanted: str | None) -> ModelDescription | None:
-    """The model that answers; ``None`` if there is none of this name.
-
-    Raises:
-        HttpError: the daemon cannot be reached.
-    """
-    models = await call.daemon.models()
-    return models[0] if wanted is None else next((each for each in models if each.is_called(wanted)), None)
-
-
-async def model_name(call: Call, wanted: str | None) -> str:
-    """The name of the model that answers.
-
-    Raises:
-        HttpError: the daemon cannot be reached.
-    """
-    return wanted or (await call.daemon.models())[0].name
 
 
 def finish_reason(eos: Eos) -> str:

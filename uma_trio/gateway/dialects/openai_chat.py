@@ -127,7 +127,7 @@ async def count_input(call: Call) -> Response:
     )
     found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields), counts=True))
     body = {"object": "response.input_tokens", "input_tokens": len(found.tokens)}
-    return json_response({**body, "warnings": warnings} if warnings else body)
+    return json_response(body, warnings=warnings)
 
 
 def _completion(head: dict[str, Any], ends: list[Eos], warnings: list[str]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ async def complete(call: Call) -> Response:
         for index, eos in enumerate(ends)
     ]
     body = {**head, "choices": choices, "usage": _usage(ends, n), **extras.at_end(ends)}
-    return json_response({**body, "warnings": warnings} if warnings else body)
+    return json_response(body, warnings=warnings)
 
 
 def _usage(ends: Sequence[Eos], n: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import encoded_vectors, json_response
 from uma_trio.gateway.dialects.llama_tokens import Translation
-from uma_trio.gateway.dialects.openai import OPENAI, model_name
+from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.dialects.openai_shapes import EmbeddingList
 from uma_trio.gateway.endpoint import Call, Endpoint
 
@@ -50,10 +50,10 @@ async def embed(call: Call) -> Response:
     body = {
         "object": "list",
         "data": [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)],
-        "model": await model_name(call, request.model),
+        "model": request.model or (await call.daemon.model()).name,
         "usage": {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens},
     }
-    return json_response({**body, "warnings": warnings} if warnings else body)
+    return json_response(body, warnings=warnings)
 
 
 def in_base64(vector: Sequence[float]) -> str:

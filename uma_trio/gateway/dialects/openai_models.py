@@ -15,7 +15,6 @@ from uma_trio.gateway.dialects.anthropic_shapes import ModelInfo, ModelInfoPage
 from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.dialects.openai_shapes import ManagedModel, Model, ModelPage
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import HttpError
 
 STATUS: Final = {"ready": "loaded"}
 """States of models in llama-server's words; the others are the same."""
@@ -34,18 +33,9 @@ async def list_models(call: Call) -> Response:
 async def retrieve_model(call: Call) -> Response:
     """One model."""
     name: str = call.request.path_params["name"]
-    models = await call.ask(lambda client: client.models())
-    wanted = name.removesuffix(".gguf")
-    for model in models:
-        if model.is_called(wanted):
-            return json_response((_anthropic_model if call.dialect is ANTHROPIC else _model)(wanted, model))
-    names = ", ".join(each for model in models for each in model.names)
-    raise HttpError(
-        404,
-        "E_MODEL_NOT_FOUND",
-        f"no model {name!r}; this daemon serves {names}; choose one of these",
-        parameter="model",
-    )
+    [model] = await call.ask(lambda client: client.models(model=name))
+    shape = _anthropic_model if call.dialect is ANTHROPIC else _model
+    return json_response(shape(name.removesuffix(".gguf"), model))
 
 
 def _model(name: str, model: ModelDescription) -> dict[str, Any]:
@@ -108,9 +98,9 @@ async def reload(call: Call) -> Response:
 
 
 async def _managed(call: Call, action: Literal["load", "unload", "reload"]) -> Response:
-    request, _ = await call.read(ModelRequest)
+    request, warnings = await call.read(ModelRequest)
     model = await call.unless_disconnected(call.ask(lambda client: client.manage_model(action, request.model)))
-    return json_response({"success": True, "model": _model(model.name, model)})
+    return json_response({"success": True, "model": _model(model.name, model)}, warnings=warnings)
 
 
 OTHERS: Final = {VERSION_HEADER: ANTHROPIC}

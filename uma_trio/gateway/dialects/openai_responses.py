@@ -13,7 +13,7 @@ from starlette.responses import Response
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
 from uma_trio.gateway.conversation import conversation_fields, reasoning_kwargs, without_noise
 from uma_trio.gateway.dialects.llama_fields import Telemetry
-from uma_trio.gateway.dialects.openai import FIELD_NAMES, OPENAI, model_name
+from uma_trio.gateway.dialects.openai import FIELD_NAMES, OPENAI
 from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai_response_events import ResponseEvents, whole_response
 from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
@@ -139,6 +139,8 @@ async def respond(call: Call) -> Response:
     conversation = Conversation(request.instructions, request.input)
     tools = _tool_fields(request, warnings)
     warnings += conversation.warnings
+    if conversation.messages[-1]["role"] == "assistant" and "tool_calls" not in conversation.messages[-1]:
+        warnings.append("the answer is a new message after the last one, which is the assistant's")
     include = request.include or []
     has_logprobs = request.top_logprobs is not None or "message.output_text.logprobs" in include
     form = request.text and request.text.format
@@ -162,7 +164,7 @@ async def respond(call: Call) -> Response:
         separate_reasoning=True,
         **telemetry.fields,
     )
-    head = _head(call.id, request, await model_name(call, request.model))
+    head = _head(call.id, request, request.model or (await call.daemon.model()).name)
     if warnings:
         head["warnings"] = warnings
     custom = frozenset(tool.name for tool in request.tools or () if tool.type == "custom" and tool.name)
@@ -178,13 +180,15 @@ async def count_input(call: Call) -> Response:
     """Count the tokens of a conversation, as a request would prefill it."""
     request, warnings = await call.read(Input)
     request.check_storage()
-    messages = without_noise(Conversation(request.instructions, request.input).messages)
+    conversation = Conversation(request.instructions, request.input)
+    messages = without_noise(conversation.messages)
     tools = _tool_fields(request, warnings)["tools"]
     fields = call.for_daemon(
         model=request.model, messages=messages, tools=tools, chat_template_kwargs=request.template_kwargs
     )
     found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields)))
-    return json_response({"object": "response.input_tokens", "input_tokens": len(found.tokens)})
+    body = {"object": "response.input_tokens", "input_tokens": len(found.tokens)}
+    return json_response(body, warnings=[*warnings, *conversation.warnings])
 
 
 def _check(request: ResponsesRequest, warnings: list[str]) -> None:

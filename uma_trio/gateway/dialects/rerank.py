@@ -17,7 +17,7 @@ from starlette.responses import Response
 from uma_trio.client import Ranking
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects import openai_shapes
-from uma_trio.gateway.dialects.openai import OPENAI, model_name
+from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
 
@@ -66,11 +66,11 @@ async def rank(call: Call) -> Response:
     body = {
         "id": call.id,
         "object": "list",
-        "model": await model_name(call, request.model),
+        "model": request.model or (await call.daemon.model()).name,
         "results": _results(request, texts, found),
         "usage": {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens},
     }
-    return json_response({**body, "warnings": warnings} if warnings else body)
+    return json_response(body, warnings=warnings)
 
 
 async def rank_for_cohere(call: Call) -> Response:
@@ -83,7 +83,7 @@ async def rank_for_cohere(call: Call) -> Response:
         "results": _results(request, texts, found),
         "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
     }
-    return json_response({**body, "warnings": warnings} if warnings else body)
+    return json_response(body, warnings=warnings)
 
 
 async def _ranked(call: Call, request: RerankRequest, texts: list[str]) -> Ranking:

@@ -36,11 +36,9 @@ STARLING: Final = Dialect("starling", _error_body)
 async def generate(call: Call) -> Response:
     """Generate text: as server-sent events, as lines of JSON, or whole."""
     given = await call.read_fields()
-    ignored = [name for name in given if name not in FIELDS or name in OF_THE_CONNECTION]
-    warnings = without_effect(ignored, "parameter")
-    fields = call.for_daemon(
-        **{name: value for name, value in given.items() if name in FIELDS and name not in OF_THE_CONNECTION}
-    )
+    known = [name for name in FIELDS if name not in OF_THE_CONNECTION]
+    warnings = without_effect([name for name in given if name not in known], "parameter", known)
+    fields = call.for_daemon(**{name: value for name, value in given.items() if name in known})
     _split_stop(fields)
     wants = call.request.headers.get("accept", "")
     as_lines = NDJSON in wants or (JSON in wants and EVENT_STREAM not in wants)
@@ -50,8 +48,9 @@ async def generate(call: Call) -> Response:
         case False:
             ends = await call.unless_disconnected(call.daemon.complete(fields))
             answers = [_without_names(to_fields(eos)) for eos in ends]
+            warnings += [warning for answer in answers for warning in answer.pop("warnings", [])]
             body = answers[0] if len(answers) == 1 else {"answers": answers}
-            return json_response({"request_id": call.id, **body, **({"warnings": warnings} if warnings else {})})
+            return json_response({"request_id": call.id, **body}, warnings=warnings)
     raise invalid("stream must be true or false", parameter="stream")
 
 
@@ -127,7 +126,7 @@ async def tokenize(call: Call) -> Response:
     found = await call.ask(lambda client: client.tokenize(fields.pop("text", None), **fields), counts=True)
     body = {"tokens": found.tokens, "offsets": found.offsets, "text": found.text}
     body = {name: value for name, value in body.items() if value is not None}
-    return json_response({**body, **({"warnings": warnings} if warnings else {})})
+    return json_response(body, warnings=warnings)
 
 
 class SessionRequest(msgspec.Struct):
@@ -139,11 +138,12 @@ class SessionRequest(msgspec.Struct):
 
 async def close_session(call: Call) -> Response:
     """Forget a session and free its KV cache."""
-    request, _ = await call.read(SessionRequest)
+    request, warnings = await call.read(SessionRequest)
     model = {"model": request.model} if request.model else {}
     fields = {"session_id": request.session_id, **model, **call.daemon.principal}
     closed: list[SessionInfo] = await call.ask(lambda client: client.sessions("close", **fields), counts=True)
-    return json_response({"session_id": closed[0].session_id, "closed": True, "tokens": closed[0].tokens})
+    body = {"session_id": closed[0].session_id, "closed": True, "tokens": closed[0].tokens}
+    return json_response(body, warnings=warnings)
 
 
 ENDPOINTS = (
