@@ -1,4 +1,4 @@
-"""Small files that a person names: reads them with a bound, and replaces them whole or not at all."""
+"""Files that a person names: reads them with a bound, and replaces small ones whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def read_text(path: Path, *, pipes: bool = False) -> str:
             empty pipe is an error, too.
         UnicodeDecodeError: it is not UTF-8.
     """
+    return read_bytes(path, MAX_TEXT_BYTES, pipes=pipes).decode()
+
+
+def read_bytes(path: Path, most: int | None = None, *, pipes: bool = False) -> bytes:
+    """Read a file with at most ``most`` bytes; ``None``: of any size.
+
+    Args:
+        pipes: as in ``read_text``.
+
+    Raises:
+        OSError: as in ``read_text``.
+    """
     # opening a pipe without O_NONBLOCK waits for a writer
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -33,12 +45,13 @@ def read_text(path: Path, *, pipes: bool = False) -> str:
         if not (pipes or stat.S_ISREG(mode)):
             raise OSError(errno.EINVAL, "it is not a regular file")
         os.set_blocking(descriptor, True)
-        data = file.read(MAX_TEXT_BYTES + 1)
-    if len(data) > MAX_TEXT_BYTES:
-        raise OSError(errno.EFBIG, f"it is larger than {MAX_TEXT_BYTES >> 20} MiB")
+        data = file.read() if most is None else file.read(most + 1)
+    if most is not None and len(data) > most:
+        size = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
+        raise OSError(errno.EFBIG, f"it is larger than {size}")
     if not data and stat.S_ISFIFO(mode):
         raise OSError(errno.EPIPE, "nobody writes into this pipe")
-    return data.decode()
+    return data
 
 
 def replace_text(path: Path, text: str, *, new_mode: int = 0o666) -> None:

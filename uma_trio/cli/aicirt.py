@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
+
+if TYPE_CHECKING:
+    from uma_trio.aici.runtime.command import Options
 
 
 @click.command("aicirt")
@@ -160,7 +163,7 @@ def command(
         click.echo("missing --server")
         sys.exit(1)
     from uma_trio.aici.channel import Layout
-    from uma_trio.aici.runtime.command import Options, add_module, serve
+    from uma_trio.aici.runtime.command import Options, serve
     from uma_trio.aici.runtime.command import save_tokenizer as save
     from uma_trio.aici.runtime.interface import BadModule, CannotCompile, Limits
     from uma_trio.aici.runtime.module_space import Space
@@ -189,11 +192,20 @@ def command(
         if save_tokenizer is not None:
             save(options, save_tokenizer)
         if module is not None:
-            click.echo(add_module(options, module))
+            click.echo(_added(options, module))
         if server:
             serve(options)
     except (OSError, NoVocabulary, ModelError, BadModule, CannotCompile, StoreError) as error:
         _fail(str(error))
+
+
+def _added(options: Options, module: Path) -> str:
+    from uma_trio.aici.runtime.command import add_module
+
+    try:
+        return add_module(options, module)
+    except OSError as error:
+        _fail(f"cannot add {module}: {error.strerror or error}")
 
 
 def _fail(message: str) -> NoReturn:

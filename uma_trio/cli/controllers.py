@@ -17,6 +17,7 @@ import click
 from uma_trio.cli import SuggestingGroup
 from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
+from uma_trio.files import read_bytes
 
 if TYPE_CHECKING:
     from uma_trio.client import Client, ControllerModule, ControllerTag
@@ -27,6 +28,8 @@ MODULE_ID: Final = re.compile(r"[0-9a-f]{64}")
 SCRIPT_SUFFIXES: Final = (".js", ".mjs", ".ts")
 SHOWN_ID_CHARACTERS: Final = 12
 MAX_PATH_CHARACTERS: Final = 4096
+MAX_WASM_BYTES: Final = 128 << 20
+"""The largest that ``max_controller_bytes`` may be."""
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -63,7 +66,10 @@ def upload(file: Path, tags: tuple[str, ...], as_json: bool, socket: str | None)
     \b
       uma-trio controllers upload mine.wasm --tag mine
     """
-    wasm = file.read_bytes()
+    try:
+        wasm = read_bytes(file, MAX_WASM_BYTES, pipes=True)
+    except OSError as error:
+        raise click.UsageError(f"cannot read {file}: {error.strerror}") from None
     if file.suffix in SCRIPT_SUFFIXES and not wasm.startswith(b"\0asm"):
         raise click.UsageError(
             f"{file} is not Wasm. A JavaScript program is run with: uma-trio controllers run jsctrl {file}"
@@ -295,7 +301,8 @@ def _text_of(file: Path) -> str:
     from uma_trio.protocol.controllers import MAX_ARG_BYTES
 
     try:
-        data = _start_of(file, MAX_ARG_BYTES + 1)
+        is_stdin = str(file) == "-"
+        data = sys.stdin.buffer.read(MAX_ARG_BYTES + 1) if is_stdin else read_bytes(file, MAX_ARG_BYTES + 1, pipes=True)
     except FileNotFoundError:
         raise click.UsageError(f"there is no file {file}; give a text with --arg") from None
     except OSError as error:
@@ -306,13 +313,6 @@ def _text_of(file: Path) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise click.UsageError(f"{file} is not text in UTF-8") from None
-
-
-def _start_of(path: Path, size: int) -> bytes:
-    if str(path) == "-":
-        return sys.stdin.buffer.read(size)
-    with path.open("rb") as file:
-        return file.read(size)
 
 
 def _run(socket: str | None, do: Callable[[Client], Awaitable[T]]) -> T:

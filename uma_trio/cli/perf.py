@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from uma_trio.cli import SuggestingGroup
+from uma_trio.files import read_bytes
 
 if TYPE_CHECKING:
     from uma_trio.telemetry.perf_records import Run
@@ -81,13 +82,21 @@ def _read(files: Sequence[Path]) -> list[Run]:
 
     names = ", ".join(str(file) for file in files)
     try:
-        return decode(*[file.read_bytes() for file in files])
+        return decode(*[_content(file) for file in files])
     except FileNotFoundError as error:
         _fail(f"{error.filename} does not exist; uma-trio serve --perf-log {error.filename} writes it")
     except OSError as error:
         _fail(f"cannot read {error.filename or names}: {error.strerror}")
     except NotAPerfLog as error:
         _fail(f"cannot read {names} as a perf log: {error}")
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return read_bytes(file, pipes=True)
+    except OSError as error:
+        error.filename = str(file)
+        raise
 
 
 def _plot(run: Run, target: Path) -> None:

@@ -46,6 +46,8 @@ def read(path: Path) -> Tenants:
         raise KeyFileError(
             f"cannot read {path}: {error.strerror}", f"make a first key: uma-trio keys create NAME --file {path}"
         ) from None
+    if not stat.S_ISREG(found.st_mode):
+        raise KeyFileError(f"cannot read {path}: it is not a regular file", "choose another file with --http-keys")
     if found.st_uid not in (os.geteuid(), 0):
         raise KeyFileError(f"{path} belongs to another user, who could add keys", f"chown it to user {os.geteuid()}")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from uma_trio.config import Config, Http
 from uma_trio.errors import ErrorWithRemedy
+from uma_trio.files import read_text
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.origins import is_loopback
 from uma_trio.protocol.address import InvalidAddress, http_address
@@ -58,10 +59,11 @@ def _check_tls(http: Http) -> None:
 
 def _check_readable(path: Path) -> None:
     try:
-        with path.open("rb"):
-            pass
+        read_text(path)
     except OSError as error:
         raise HttpSettingsError(f"cannot read {path}: {error.strerror}", "give the PEM file for TLS") from None
+    except UnicodeDecodeError:
+        raise HttpSettingsError(f"cannot read {path}: it is not text", "give the PEM file for TLS") from None
 
 
 def _no_password() -> str:

@@ -57,8 +57,14 @@ def choose_template(given: str) -> TemplateSource:
             f"there is no chat template {given}",
             f"{hint}--chat-template takes a Jinja file, or one of {', '.join(built_in())}",
         ) from None
-    except (OSError, ValueError, RuntimeError) as error:  # not UTF-8, a NUL in the path, ~ of an unknown user
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # ValueError: a NUL in the path; RuntimeError: ~ of an unknown user
         reason = (isinstance(error, OSError) and error.strerror) or error
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is not UTF-8 text"
         raise ModelError(
             f"cannot read the chat template {given}: {reason}", "--chat-template takes a Jinja file"
         ) from None

@@ -27,6 +27,7 @@ from uma_trio.aici.runtime.module_store import DEFAULT_SPACE, FOLDER, ModuleStor
 from uma_trio.aici.runtime.server import Server
 from uma_trio.aici.runtime.vocabulary import open_vocabulary
 from uma_trio.aici.shared_memory import remove_stale
+from uma_trio.files import read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +89,18 @@ def serve(options: Options) -> NoReturn:
 
 
 def add_module(options: Options, path: Path) -> str:
-    """Compile a module into the store; returns its id."""
+    """Compile a module into the store; returns its id.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     from uma_trio.aici.messages import Auth
 
+    wasm = read_bytes(path, pipes=True)
     with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
         host = WasmHost(vocabulary, options.limits)
         try:
-            return options.store(host).add(path.read_bytes(), Auth(is_admin=True)).module_id
+            return options.store(host).add(wasm, Auth(is_admin=True)).module_id
         finally:
             host.close()
 
