@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import uma_trio
-from uma_trio.cli.exits import clean_exit, open_closed_streams, require_utf8
+from uma_trio.cli.exits import check_arguments, clean_exit, open_closed_streams
 
 COMMANDS = {
     "serve": "Load one or several models, and serve them to many clients.",
@@ -65,7 +65,7 @@ class LazyGroup(SuggestingGroup):
             return None
         command = importlib.import_module(f"uma_trio.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
-        require_utf8(command)
+        check_arguments(command)
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

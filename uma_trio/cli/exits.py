@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -82,13 +83,26 @@ class Text(click.types.StringParamType):
         return found
 
 
-def require_utf8(command: click.Command) -> None:
-    """Make all text parameters of ``command`` and its subcommands refuse what is not UTF-8.
+class Number(click.FloatRange):
+    """A number in a range.  ``nan`` is in none, although no comparison refuses it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value} is not a number", param, ctx)
+        return found
+
+
+def check_arguments(command: click.Command) -> None:
+    """Make all parameters of ``command`` and its subcommands refuse text that is not UTF-8, and ``nan``.
 
     Paths may contain any bytes.  So may parameters with ``type=click.UNPROCESSED``, whose commands convert them.
     """
     for parameter in command.params:
-        if parameter.type is click.STRING:
+        kind = parameter.type
+        if kind is click.STRING:
             parameter.type = Text()
+        elif isinstance(kind, click.FloatRange):
+            parameter.type = Number(kind.min, kind.max, kind.min_open, kind.max_open, kind.clamp)
     for subcommand in getattr(command, "commands", {}).values():
-        require_utf8(subcommand)
+        check_arguments(subcommand)

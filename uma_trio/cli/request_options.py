@@ -53,12 +53,6 @@ def not_empty(_: click.Context, __: click.Parameter, given: Any) -> Any:
     return given
 
 
-def _finite(_: click.Context, __: click.Parameter, given: float | None) -> float | None:
-    if given is not None and not math.isfinite(given):  # no range refuses nan
-        raise click.BadParameter(f"{given} is not a finite number")
-    return given
-
-
 def _biases(given: tuple[str, ...]) -> dict[str, float] | None:
     """Parse ``ID=BIAS`` into the protocol's map.  The daemon checks the bounds."""
     found = {}
@@ -103,7 +97,6 @@ OPTIONS: Final = (
         "--temp",
         "temperature",
         type=click.FloatRange(0, 100),
-        callback=_finite,
         help="Temperature; 0 is greedy.  [default: that of the daemon or the model]",
     ),
     click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling."),
