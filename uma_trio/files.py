@@ -27,8 +27,8 @@ def read_text(path: Path, *, pipes: bool = False) -> str:
     return read_bytes(path, MAX_TEXT_BYTES, pipes=pipes).decode()
 
 
-def read_bytes(path: Path, most: int | None = None, *, pipes: bool = False) -> bytes:
-    """Read a file with at most ``most`` bytes; ``None``: of any size.
+def read_bytes(path: Path, most: int, *, pipes: bool = False) -> bytes:
+    """Read a file with at most ``most`` bytes.
 
     Args:
         pipes: as in ``read_text``.
@@ -45,8 +45,8 @@ def read_bytes(path: Path, most: int | None = None, *, pipes: bool = False) -> b
         if not (pipes or stat.S_ISREG(mode)):
             raise OSError(errno.EINVAL, "it is not a regular file")
         os.set_blocking(descriptor, True)
-        data = file.read() if most is None else file.read(most + 1)
-    if most is not None and len(data) > most:
+        data = file.read(most + 1)
+    if len(data) > most:
         size = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
         raise OSError(errno.EFBIG, f"it is larger than {size}")
     if not data and stat.S_ISFIFO(mode):

@@ -14,6 +14,7 @@ import click
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
 from uma_trio.cli.request_options import fields_of, not_empty, request_options
+from uma_trio.cli.stdin import read_stdin
 from uma_trio.cli.tools import tool_fields
 
 STDIN_NOTICE_S = 1.0
@@ -152,7 +153,7 @@ def _read_stdin() -> str:
     with contextlib.suppress(OSError, ValueError):  # stdin is not a file, as in a test
         if not sys.stdin.isatty() and not select.select([sys.stdin], [], [], STDIN_NOTICE_S)[0]:
             click.echo("uma-trio ask: waiting for the end of stdin; to ask without it, add < /dev/null", err=True)
-    return sys.stdin.buffer.read().decode("utf-8", "replace")
+    return read_stdin().decode("utf-8", "replace")
 
 
 def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:

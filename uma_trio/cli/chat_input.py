@@ -17,6 +17,8 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
+from uma_trio.cli.stdin import read_line
+
 
 class Input(Protocol):
     """Reads messages and commands."""
@@ -37,7 +39,7 @@ class LineInput:
     """Each line of stdin is one message."""
 
     def read(self) -> str:
-        line = sys.stdin.buffer.readline()
+        line = read_line()
         if not line:
             raise EOFError
         return line.decode("utf-8", "replace")

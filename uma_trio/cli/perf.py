@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
 from uma_trio.cli import SuggestingGroup
 from uma_trio.files import read_bytes
+
+MAX_LOG_BYTES: Final = 2 << 30
+"""A log of this size takes as much memory several times over."""
 
 if TYPE_CHECKING:
     from uma_trio.telemetry.perf_records import Run
@@ -93,7 +96,7 @@ def _read(files: Sequence[Path]) -> list[Run]:
 
 def _content(file: Path) -> bytes:
     try:
-        return read_bytes(file, pipes=True)
+        return read_bytes(file, MAX_LOG_BYTES, pipes=True)
     except OSError as error:
         error.filename = str(file)
         raise

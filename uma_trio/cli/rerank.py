@@ -12,6 +12,7 @@ import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import model_name
+from uma_trio.cli.stdin import MAX_BYTES, read_stdin
 from uma_trio.files import read_bytes
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _lines(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
-        content = sys.stdin.buffer.read() if str(file) == "-" else read_bytes(file, pipes=True)
+        content = read_stdin() if str(file) == "-" else read_bytes(file, MAX_BYTES, pipes=True)
     except OSError as error:
         raise click.UsageError(f"{file} cannot be read: {error.strerror}") from error
     return [line for line in content.decode("utf-8", "replace").splitlines() if line.strip()]

@@ -14,6 +14,7 @@ import click
 
 from uma_trio.cli.client_options import DEFAULT_SOCKET
 from uma_trio.cli.completion import model_file
+from uma_trio.cli.stdin import read_stdin
 
 if TYPE_CHECKING:
     from uma_trio.engine.tokenizer import Tokenizer
@@ -224,7 +225,7 @@ def _stdin(message: str) -> str:
     """Read stdin.  If it is a terminal, raise a usage error with ``message``."""
     if sys.stdin.isatty():
         raise click.UsageError(message)
-    return _to_text(sys.stdin.buffer.read())
+    return _to_text(read_stdin())
 
 
 def _to_text(utf8: bytes) -> str:

@@ -39,6 +39,10 @@ POLL_PARENT_S: Final = 0.5
 """How often to look for the parent where the system does not report its end."""
 
 
+MAX_WASM_BYTES: Final = 128 << 20
+"""Size of a module on disk."""
+
+
 @attrs.frozen
 class Options:
     """The command line of the runtime."""
@@ -96,7 +100,7 @@ def add_module(options: Options, path: Path) -> str:
     """
     from uma_trio.aici.messages import Auth
 
-    wasm = read_bytes(path, pipes=True)
+    wasm = read_bytes(path, MAX_WASM_BYTES, pipes=True)
     with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
         host = WasmHost(vocabulary, options.limits)
         try:

@@ -1,0 +1,35 @@
+"""What is piped into a command, with a bound."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import click
+
+MAX_BYTES: Final = 64 << 20
+"""The largest prompt that a daemon can be set to take.  /dev/zero has more."""
+
+
+def read_stdin() -> bytes:
+    """All that is piped in.  Waits for its end.
+
+    Raises:
+        click.UsageError: it is more than ``MAX_BYTES``.
+    """
+    return _checked(sys.stdin.buffer.read(MAX_BYTES + 1))
+
+
+def read_line() -> bytes:
+    """The next line that is piped in, with its line break; empty at the end.
+
+    Raises:
+        click.UsageError: as ``read_stdin``.
+    """
+    return _checked(sys.stdin.buffer.readline(MAX_BYTES + 1))
+
+
+def _checked(data: bytes) -> bytes:
+    if len(data) > MAX_BYTES:
+        raise click.UsageError(f"more than {MAX_BYTES >> 20} MiB were piped in; send less")
+    return data
