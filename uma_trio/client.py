@@ -471,7 +471,8 @@ class Client:
 
     async def _ask(self, query: Mapping[str, Any], expected: type[AnswerEvent]) -> AnswerEvent:
         """Send a query that is answered with one event, and return that."""
-        await self.send(query)
+        with contextlib.suppress(BrokenProtocol):  # a daemon that closed the connection may have sent the reason
+            await self.send(query)
         return await self._expect(expected)
 
     async def _expect(self, expected: type[AnswerEvent]) -> AnswerEvent:
@@ -479,6 +480,8 @@ class Client:
         match event := await self.receive():
             case Failure():
                 raise ServerError(event)
+            case None:
+                raise BrokenProtocol("the daemon closed the connection")
             case _ if isinstance(event, expected):
                 return event
         raise BrokenProtocol(f"expected {expected.__name__}, got {event!r}")

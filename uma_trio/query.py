@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -32,7 +33,8 @@ def query(path: SocketPath | None, message: Mapping[str, Any], *, timeout_s: flo
     with connect_blocking(path) as sock:
         try:
             sock.settimeout(timeout_s)
-            sock.sendall(frame(json.dumps(message).encode()))
+            with contextlib.suppress(BrokenPipeError):  # a daemon that closed the connection may have sent the reason
+                sock.sendall(frame(json.dumps(message).encode()))
             while not events or events[-1].get("more"):
                 while (payload := frames.next_payload()) is None:
                     left_s = until - time.monotonic()

@@ -271,9 +271,12 @@ def test_an_address_for_other_machines_needs_keys(tmp_path: Path) -> None:
 
 def test_other_settings_that_cannot_work(tmp_path: Path) -> None:
     (tmp_path / "keys.yaml").write_text("tenants: {a: {rpm: 3}}")
+    os.mkfifo(tmp_path / "pipe")
     for flags, reason in (
         (("--http-keys", tmp_path / "none.yaml"), "make a first key"),
         (("--http-keys", tmp_path / "keys.yaml"), "unknown field `rpm`"),
+        (("--http-keys", "/dev/null"), "it is not a regular file; choose another"),
+        (("--tls-certificate", tmp_path / "pipe", "--tls-key", "b.pem"), "it is not a regular file; give the PEM"),
         (("--tls-certificate", "a.pem"), "give both"),
         (("--tls-certificate", "a.pem", "--tls-key", "b.pem"), "cannot read a.pem"),
     ):

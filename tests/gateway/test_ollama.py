@@ -167,6 +167,11 @@ def test_refusals(gateway: Gateway, path: str, wrong: dict[str, Any], status: in
     assert isinstance(answer.json()["error"], str)
 
 
+def test_a_last_message_of_the_assistant_is_continued(client: ollama.Client) -> None:
+    begun = {"role": "assistant", "content": "The capital of"}
+    assert client.chat("embedded", [*CHAT, begun]).message.content == " France is Paris."
+
+
 STOP = {"model": "embedded", "keep_alive": 0}
 
 

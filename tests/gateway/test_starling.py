@@ -111,3 +111,36 @@ def test_who_asks_is_not_chosen_by_the_client(gateway: Gateway) -> None:
         found = client.post("/v1/generate", json={**PROMPT, "stream": False, "principal": "root", "id": "x"}).json()
     assert found["text"] == ANSWER
     assert len(found["warnings"]) == 2
+
+
+def test_what_has_no_effect_is_named_also_by_the_daemon(gateway: Gateway) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    with gateway.http() as client:
+        body = {"messages": messages, "max_tokens": 3, "temprature": 1, "stream": False}
+        unknown, new_message = client.post("/v1/generate", json=body).json()["warnings"]
+        assert "did you mean temperature?" in unknown
+        assert "continue_final_message" in new_message
+        chosen = client.post("/v1/generate", json={**body, "continue_final_message": False}).json()["warnings"]
+        assert chosen == [unknown]
+        items = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        assert "is a new message" in client.post("/v1/responses", json={"input": items}).json()["warnings"][0]
+
+
+def test_every_endpoint_names_parameters_that_it_does_not_know(gateway: Gateway) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    bodies = {
+        "/v1/messages/count_tokens": chat,
+        "/v1/responses/input_tokens": {"input": "Hi"},
+        "/v1/chat/completions/input_tokens": chat,
+        "/v1/tokenize": {"text": "Hi"},
+        "/tokenize": {"content": "Hi"},
+        "/detokenize": {"tokens": [5]},
+        "/apply-template": chat,
+        "/api/show": {"model": "embedded"},
+        "/api/chat": {"model": "embedded"},
+        "/api/generate": {"model": "embedded"},
+        "/v1/models/load": {"model": "embedded"},
+    }
+    with gateway.http() as client:
+        for path, body in bodies.items():
+            assert "'colour'" in client.post(path, json={**body, "colour": 1}).json()["warnings"][0], path

@@ -37,6 +37,47 @@ def test_serve_downloads_what_is_not_here_and_clients_see_the_name(
     assert len(hub.file_requests()) == 1
 
 
+def test_an_alias_of_this_machine_is_a_name_in_every_door(home: Home, tmp_path: Path) -> None:
+    """One that is made while the daemon runs, and a model of this machine that is not served says how to serve it."""
+    with real_daemon(
+        "--http", "0", "--ctx", "2048", "--parallel", "2", folder=tmp_path, environment=home.environment
+    ) as daemon:
+        socket, messages = str(daemon.socket), {"messages": QUESTION}
+        with httpx.Client(base_url=daemon.http_url, timeout=60) as client:
+
+            def answers(model: str) -> list[httpx.Response]:
+                posts = {
+                    "/v1/chat/completions": messages,
+                    "/v1/messages": {**messages, "max_tokens": 3},
+                    "/v1/responses": {"input": "Hi"},
+                    "/v1/embeddings": {"input": "Hi"},
+                    "/completion": {"prompt": "Hi", "n_predict": 2},
+                    "/tokenize": {"content": "Hi"},
+                    "/api/chat": {"keep_alive": -1},
+                    "/api/show": {},
+                    "/v1/models/load": {},
+                }
+                found = [client.post(path, json={"model": model, **body}) for path, body in posts.items()]
+                return [*found, client.get(f"/v1/models/{model}")]
+
+            def watch_status(model: str) -> int:
+                with client.stream("GET", "/v1/watch", params={"model": model}) as answer:
+                    return answer.status_code
+
+            assert {answer.status_code for answer in answers("small")} == {404}
+            assert home.run("models", "alias", "small", "embedded").returncode == 0
+            assert {answer.status_code for answer in answers("small")} == {200}
+            assert client.get("/v1/models/small").json()["parent"] == "embedded"
+            assert watch_status("small") == 200
+            for answer in answers("embedded-draft"):
+                assert "--on-demand" in answer.text
+            assert watch_status("embedded-draft") == 404
+        metrics = home.run("metrics", "--model", "small", "--json", UMA_SOCKET=socket)
+        assert json.loads(metrics.stdout)["model"] == "embedded"
+        refused = home.run("metrics", "--model", "embedded-draft", UMA_SOCKET=socket)
+        assert (refused.returncode, "--on-demand" in refused.stderr) == (2, True)
+
+
 def test_an_adapter_of_the_hub_is_downloaded_and_is_no_model(hub: FakeHub, home: Home, tmp_path: Path) -> None:
     hub.add("acme/Story-LoRA-GGUF", {"story-lora-F16.gguf": random_adapter(EMBEDDED, strength=1.0).read_bytes()})
     name = "acme/Story-LoRA-GGUF:F16"

@@ -263,6 +263,23 @@ def test_an_answer_without_max_tokens_may_fill_its_sequence(run):
     assert "not complete" not in found.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--no-stream",), ("--full-text",)])
+def test_an_answer_goes_on_from_its_beginning(run, options):
+    found = run("ask", "--assistant", "The capital of", *options, QUESTION)
+    assert found.stdout.splitlines()[-1].endswith("The capital of France is Paris.")
+    assert found.stdout.count("The capital of France is") == 1
+    several = run("ask", "--assistant", "The capital of", "--n", "2", QUESTION)
+    assert several.stdout == "--- 0\nThe capital of France is Paris.\n--- 1\nThe capital of France is Paris.\n"
+    assert "no place for --assistant" in run("ask", "--raw", "--assistant", "a", *options, "b").stderr
+
+
+@pytest.mark.parametrize("arguments", [("ask",), ("rerank", "q", "-f", "-")])
+def test_what_is_too_large_for_the_daemon_is_said(run, arguments):
+    found = run(*arguments, input="x\n" * 2_000_000)
+    assert found.returncode == 2
+    assert "--max-frame-bytes" in found.stderr
+
+
 # -- constraints ----------------------------------------------------------------------------------
 
 

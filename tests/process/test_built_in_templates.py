@@ -87,6 +87,13 @@ def test_a_pipe_is_no_template(tmp_path) -> None:
         choose_template(str(tmp_path / "pipe"))
 
 
+def test_files_that_are_no_templates(tmp_path) -> None:
+    for data, reason in ((b" \n", "is empty; correct it"), (b"\xff", "it is not UTF-8 text")):
+        (tmp_path / "a.jinja").write_bytes(data)
+        with pytest.raises(ModelError, match=reason):
+            choose_template(str(tmp_path / "a.jinja"))
+
+
 def test_a_template_that_makes_half_characters_is_found_at_the_start(tmp_path) -> None:
     (tmp_path / "odd.jinja").write_text(r'{{ "\ud800" }}')
     with pytest.raises(ModelError, match="half of a surrogate pair"):

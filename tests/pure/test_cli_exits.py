@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
-from uma_trio.cli import COMMANDS, LazyGroup
+from uma_trio.cli import COMMANDS, LazyGroup, stdin
 from uma_trio.cli.client_options import HINTS, reporting_errors
 from uma_trio.cli.exits import FAILED, INTERRUPTED, OUTPUT_CLOSED, PROTOCOL_ERROR, SERVER_ERROR
 from uma_trio.client import BrokenProtocol, Failure, ServerError
@@ -76,6 +77,44 @@ def test_every_text_parameter_refuses_what_is_not_utf8() -> None:
 
 
 # -- errors of the daemon -----------------------------------------------------------------------------------
+
+
+def test_no_parameter_takes_nan() -> None:
+    from uma_trio.cli import main
+
+    for name in COMMANDS:
+        command = main.get_command(click.Context(main), name)
+        assert command is not None
+        for part in (command, *getattr(command, "commands", {}).values()):
+            assert not [each.name for each in part.params if type(each.type) is click.FloatRange], name
+    found = CliRunner().invoke(main, ["ask", "--top-p", "nan", "hi"])
+    assert (found.exit_code, "nan is not a number" in found.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("perf", "report"), ("controllers", "run", "jsctrl"), ("controllers", "upload"), ("aicirt", "-m"),
+        ("rerank", "q", "-f"), ("ask", "--grammar"), ("ask", "--json-schema"), ("ask", "--tools"),
+    ],
+)  # fmt: skip
+def test_a_pipe_that_nobody_writes_into_is_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    from uma_trio.cli import main
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = CliRunner().invoke(main, [*arguments, str(pipe), *(["hi"] if arguments[0] == "ask" else [])])
+    assert result.exit_code != 0
+    assert "nobody writes into this pipe" in result.output
+
+
+@pytest.mark.parametrize("command", [["ask"], ["tokenize"], ["rerank", "q", "-f", "-"]])
+def test_what_is_piped_in_has_a_bound(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from uma_trio.cli import main
+
+    monkeypatch.setattr(stdin, "MAX_BYTES", 4)
+    found = CliRunner().invoke(main, command, input="hello")
+    assert (found.exit_code, "send less" in found.stderr) == (2, True)
 
 
 def test_hints_are_for_codes_that_there_are() -> None:

@@ -191,7 +191,7 @@ def test_a_wrong_setting_is_one_sentence_and_exit_code_2(args: list[str], messag
         (["a", "--temp", "-1"], "--temp"),
         (["a", "--temp", "101"], "--temp"),
         (["a", "--temp", "inf"], "--temp"),
-        (["a", "--temp", "nan"], "nan is not a finite number"),
+        (["a", "--temp", "nan"], "nan is not a number"),
         (["a", "--stop", "x", "--stop", ""], "'--stop': the text is empty"),
         (["a", "--session", ""], "'--session': the text is empty"),
         (["a", "--regex", ""], "'--regex': the text is empty"),

@@ -17,7 +17,7 @@ from uma_trio.protocol.framing import frame
 from uma_trio.protocol.messages import ClientMessage, ServerEvent
 from uma_trio.protocol.payload import Encoding, decode, encode, encoding_of
 from uma_trio.protocol.queries import MetricsQuery
-from uma_trio.protocol.requests import Cancel, Generate
+from uma_trio.protocol.requests import NEW_MESSAGE, Cancel, Generate
 
 CAP = 1 << 20
 JSON, CBOR = Encoding.JSON, Encoding.CBOR
@@ -378,6 +378,9 @@ def test_an_end_without_an_index_ends_all_answers(end: ServerEvent) -> None:
     assert [encoding_of(codec.encode(event)[4:]) for event in (end, end)] == [CBOR, JSON]
 
 
+BEGUN = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
 @pytest.mark.parametrize(
     ("fields", "warnings"),
     [
@@ -391,6 +394,10 @@ def test_an_end_without_an_index_ends_all_answers(end: ServerEvent) -> None:
         ),
         ({"prompt": "x", "qqq": 1}, ["the field 'qqq' is not known and had no effect"]),
         ({"prompt": "x", "metadata": {"a": 1}, "logit_bias": {"1": 1}, "type": "generate"}, None),
+        ({"messages": BEGUN}, [NEW_MESSAGE]),
+        ({"messages": BEGUN, "continue_final_message": True}, None),
+        ({"messages": BEGUN, "continue_final_message": False}, None),
+        ({"messages": BEGUN[:1]}, None),
         ({"type": "sessions", "modle": "m"}, ["the field 'modle' is not known and had no effect; did you mean model?"]),
     ],
 )

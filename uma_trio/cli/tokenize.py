@@ -120,7 +120,7 @@ def _ask(socket: str | None, model: str | None, **fields: Any) -> dict[str, Any]
     """The answer of the daemon, if it has loaded the model of this name and can answer; otherwise ``None``."""
     from uma_trio.cli.model_option import is_path_of_model
     from uma_trio.connect import ClientError, is_locked
-    from uma_trio.errors import PromptTooLarge
+    from uma_trio.errors import FrameTooLarge, PromptTooLarge
     from uma_trio.protocol.address import socket_path
     from uma_trio.query import query
 
@@ -139,7 +139,7 @@ def _ask(socket: str | None, model: str | None, **fields: Any) -> dict[str, Any]
     except (ClientError, TimeoutError, LookupError) as error:
         click.echo(f"uma-trio tokenize: the daemon does not answer ({error}), so the file is read", err=True)
         return None
-    if answer.get("code") == PromptTooLarge.code:  # the file has no such limit
+    if answer.get("code") in (PromptTooLarge.code, FrameTooLarge.code):  # the file has no such limit
         return None
     if answer["event"] == "error":
         click.echo(f"uma-trio tokenize: {answer['code']}: {answer['message']}", err=True)
