@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +66,21 @@ def test_an_argument_that_is_not_utf8_is_refused(arguments: list[str]) -> None:
     found = CliRunner().invoke(main, arguments, env={"UMA_SOCKET": "/nowhere/uma.sock"})
     assert found.exit_code == 2
     assert "is not UTF-8 (byte 1)" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "variables", [{"PYTHONUTF8": "0"}, {"PYTHONUTF8": "1"}, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}]
+)
+def test_an_argument_is_utf8_in_any_locale(variables: dict[str, str]) -> None:
+    code = (
+        "import click, sys; from uma_trio.cli.exits import Text; command = click.Command('x', callback=lambda text: "
+        "sys.stdout.buffer.write(text.encode()), params=[click.Argument(['text'], type=Text())]); command()"
+    )
+    environment = {**os.environ, "LC_ALL": "C", **variables}
+    found = subprocess.run(
+        [sys.executable, "-c", code, "Größe ✓".encode()], capture_output=True, env=environment, check=True
+    )
+    assert found.stdout.decode() == "Größe ✓"
 
 
 def test_every_text_parameter_refuses_what_is_not_utf8() -> None:

@@ -76,7 +76,7 @@ class Text(click.types.StringParamType):
         if isinstance(found, str) and any("\ud800" <= character <= "\udfff" for character in found):
             data = os.fsencode(found)
             try:
-                data.decode()
+                return data.decode()  # the locale says another encoding than UTF-8
             except UnicodeDecodeError as error:
                 shown = data.decode(errors="replace")
                 self.fail(f"{shown!r} is not UTF-8 (byte {error.start}); convert it, or pipe it in", param, ctx)
