@@ -43,7 +43,7 @@ def test_an_alias_of_this_machine_is_a_name_in_every_door(home: Home, tmp_path: 
         "--http", "0", "--ctx", "2048", "--parallel", "2", folder=tmp_path, environment=home.environment
     ) as daemon:
         socket, messages = str(daemon.socket), {"messages": QUESTION}
-        with httpx.Client(base_url=daemon.http_url, timeout=60) as client:
+        with httpx.Client(base_url=daemon.http_url(), timeout=60) as client:
 
             def answers(model: str) -> list[httpx.Response]:
                 posts = {
