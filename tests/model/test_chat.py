@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.real_daemon import real_daemon
 from tests.support.terminal import Terminal, terminal
-from uma_trio.cli.chat_loop import _wrapped
+from uma_trio.cli.notice import wrapped
 
 FRANCE, PERU = "What is the capital of France?", "And of Peru?"
 CTRL_C, CTRL_D, ESCAPE = "\x03", "\x04", "\x1b"
@@ -344,9 +344,17 @@ def test_retries_differ_also_with_a_seed_of_the_daemon(library: None, tmp_path):
         assert len({*answers}) > 1
 
 
+def test_notices_about_an_answer_divide_no_word(chat) -> None:
+    with chat("--max-tokens", "25", columns=44) as shown:
+        shown.wait_for(PROMPT)
+        shown.type("Count from 1 to 30\r")
+        shown.wait_for("/continue goes on")
+        assert "--max-tokens 25;" in shown.text
+
+
 def test_a_notice_divides_no_word() -> None:
     text = "the conversation no longer fits the context: its oldest 1,234 tokens were dropped"
     for width in (20, 33, 79, 200):
-        lines = _wrapped(text, width)
+        lines = wrapped(text, width)
         assert " ".join(lines) == text
         assert all(len(line) <= width for line in lines)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from uma_trio.cli.notice import note
 from uma_trio.cli.tools import call_line
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def print_stats(eos: Eos) -> None:
         f"seed {eos.seed}" if eos.seed is not None else None,
         eos.reason,
     ]
-    click.echo(", ".join(part for part in parts if part), err=True)
+    note(", ".join(part for part in parts if part))
 
 
 def warn_if_cut(eos: Eos, max_tokens: int | None) -> None:
@@ -225,10 +226,10 @@ def warn_if_cut(eos: Eos, max_tokens: int | None) -> None:
             f"it was cut after {eos.usage.completion_tokens} tokens, all that the daemon gives by default; ask with a "
             "larger --max-tokens, and the daemon gives more or says what limits it"
         )
-    click.echo(f"{name} is not complete: {reason}", err=True)
+    note(f"{name} is not complete: {reason}")
 
 
 def warn_if_in_memory(eos: Eos) -> None:
     """Say on stderr that a session is not on disk.  One without turns does not exist: its first answer was cancelled."""
     if eos.session is not None and eos.session.turns and not eos.session.durable:
-        click.echo("this session is in memory only and ends with the daemon; see its log", err=True)
+        note("this session is in memory only and ends with the daemon; see its log")

@@ -13,6 +13,7 @@ import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
+from uma_trio.cli.notice import note
 from uma_trio.cli.request_options import fields_of, not_empty, request_options
 from uma_trio.cli.stdin import read_stdin
 from uma_trio.cli.tools import tool_fields
@@ -225,7 +226,7 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
                 print_stats(event)
             warn_if_in_memory(event)
             for warning in event.warnings or ():
-                click.echo(f"uma-trio ask: {warning}", err=True)
+                note(f"uma-trio ask: {warning}")
 
     await say_which_daemon("ask", socket, wait_s)
     try:
@@ -256,8 +257,7 @@ async def _say_who_has_it(session_id: str, model: str | None, socket: str | None
     async with open_client(socket) as client:
         others = await models_with_session(client, session_id, model)
     if others:
-        click.echo(
+        note(
             f"this began a new session; another one of this name is of the model {' and of '.join(others)}: "
-            f"ask it with --model {others[0]}",
-            err=True,
+            f"ask it with --model {others[0]}"
         )

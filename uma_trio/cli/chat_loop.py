@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +18,7 @@ from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
 from uma_trio.cli.client_options import HINTS, say_which_daemon
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
 from uma_trio.cli.generation import connected, generate
+from uma_trio.cli.notice import note
 from uma_trio.cli.run_trio import run
 from uma_trio.client import ClientError, Eos, Event, NoServer, Reasoning, ServerError, Token, Transcript
 from uma_trio.files import read_text, replace_text
@@ -48,8 +47,6 @@ CHAT_HINTS: Final = {
 
 RETRY_TEMPERATURE: Final = 0.8
 """What /retry has where answers are greedy; llama-server's and Ollama's default."""
-MIN_COLUMNS: Final = 20
-"""A terminal that says to be narrower gets lines of this width."""
 
 
 class Quit(Exception):
@@ -116,7 +113,7 @@ class Chat:
             if not self._is_terminal:
                 raise
             if not interrupt.args[0]:
-                _note("to leave, type /quit or press Ctrl-D")
+                note("to leave, type /quit or press Ctrl-D")
             return
         if text.startswith("//"):
             self._ask(text[1:])
@@ -131,7 +128,7 @@ class Chat:
         snapshot = run(self._metrics)
         self._restarts = snapshot["engine"]["restarts_total"]
         if self._is_terminal:
-            _note(f"{self._fields.get('model') or snapshot['model']}; /help lists the commands")
+            note(f"{self._fields.get('model') or snapshot['model']}; /help lists the commands")
         if self._conversation.session is not None:
             self._open_session(self._conversation.session)
 
@@ -142,7 +139,7 @@ class Chat:
         if name not in COMMANDS:
             close = difflib.get_close_matches(name, COMMANDS, n=1)
             meant = f"did you mean {close[0]}?" if close else "/help lists the commands."
-            _note(f"there is no command {name}; {meant} A message that begins with / is sent with //")
+            note(f"there is no command {name}; {meant} A message that begins with / is sent with //")
             return
         handlers: dict[str, Callable[[str], None]] = {
             "/new": self._new,
@@ -159,7 +156,7 @@ class Chat:
 
     def _new(self, _: str) -> None:
         self._begin(Conversation(system=self._conversation.system))
-        _note("a new conversation")
+        note("a new conversation")
 
     def _begin(self, conversation: Conversation) -> None:
         self._conversation, self._unanswered, self._last = conversation, None, None
@@ -174,9 +171,9 @@ class Chat:
             except ClientError as error:
                 self._fail(error)
         elif self._conversation.session is None:
-            _note("this conversation is in no session: it ends with the program")
+            note("this conversation is in no session: it ends with the program")
         else:
-            _note(f"this is the session {printable(self._conversation.session)}")
+            note(f"this is the session {printable(self._conversation.session)}")
 
     def _open_session(self, name: str) -> None:
         """Load what the daemon knows of a session, and show its last turn."""
@@ -185,17 +182,17 @@ class Chat:
         except ServerError as error:
             if error.code != "E_SESSION_NOT_FOUND":
                 raise
-            _note(f"a new session {printable(name)}")
+            note(f"a new session {printable(name)}")
             return
         info = found.session
         turns = "1 turn" if info.turns == 1 else f"{info.turns:,} turns"
-        _note(f"session {printable(name)}: {turns}, {info.tokens:,} tokens")
+        note(f"session {printable(name)}: {turns}, {info.tokens:,} tokens")
         if found.text is not None:
-            _note("it continues plain prompts, so it cannot continue a chat: begin another one")
+            note("it continues plain prompts, so it cannot continue a chat: begin another one")
         messages = [as_fields(each) for each in found.messages]
         self._conversation.messages = messages
         if self._is_terminal and self._conversation.last_question is not None:
-            _note("> " + printable(self._conversation.last_question))
+            note("> " + printable(self._conversation.last_question))
             view = self._view()
             view.feed(messages[-1]["content"])
             view.finish()
@@ -205,12 +202,12 @@ class Chat:
         conversation = self._conversation
         if not text:
             known = [message["content"] for message in conversation.transcript() if message["role"] == "system"]
-            _note(printable(known[0]) if known else "there is no system message")
+            note(printable(known[0]) if known else "there is no system message")
         elif conversation.is_fixed:
-            _note("this session has begun, so its system message stays: begin another conversation with /new first")
+            note("this session has begun, so its system message stays: begin another conversation with /new first")
         else:
             conversation.system = text
-            _note("the system message applies from the next message")
+            note("the system message applies from the next message")
 
     def _retry(self, temperature: str) -> None:
         question = self._unanswered or self._conversation.last_question
@@ -219,10 +216,10 @@ class Chat:
             if temperature:
                 more["temperature"] = float(temperature)
         except ValueError:
-            _note(f"{temperature} is not a temperature; try /retry 0.8")
+            note(f"{temperature} is not a temperature; try /retry 0.8")
             return
         if question is None:
-            _note("there is no question to ask again")
+            note("there is no question to ask again")
             return
         self._n_retries += 1
         seed = self._fields.get("seed") if self._last is None else self._last.seed
@@ -230,29 +227,29 @@ class Chat:
             more["seed"] = (seed + 1) % (MAX_SEED + 1)
         if self._is_greedy and self._unanswered is None and "temperature" not in more:
             if "temperature" in self._fields:
-                _note("nothing was drawn at random, so the answer is the same; try /retry 0.8")
+                note("nothing was drawn at random, so the answer is the same; try /retry 0.8")
             else:
                 more["temperature"] = RETRY_TEMPERATURE
-                _note(f"with temperature {RETRY_TEMPERATURE:g}, since the answer would be the same without")
+                note(f"with temperature {RETRY_TEMPERATURE:g}, since the answer would be the same without")
         self._ask(question, retry=self._unanswered is None, more=more)
 
     def _continue(self, _: str) -> None:
         if self._unanswered is not None or not self._conversation.last_answer:
-            _note("there is no answer to continue")
+            note("there is no answer to continue")
             return
         before = self._conversation.last_answer
         eos = self._answer(self._conversation.continuation(), self._conversation.continued, "/continue tries again")
         if eos is not None and eos.reason == "stop" and self._conversation.last_answer == before:
-            _note("the answer ends here; /retry asks for another one")
+            note("the answer ends here; /retry asks for another one")
 
     def _save(self, name: str) -> None:
         path = Path(name).expanduser()
         writers = {".md": as_markdown, ".markdown": as_markdown, ".json": as_json}
         if path.suffix not in writers:
-            _note("the name must end with .md or .json, as in /save chat.md")
+            note("the name must end with .md or .json, as in /save chat.md")
             return
         if not self._conversation.transcript():
-            _note("there is nothing to save yet")
+            note("there is nothing to save yet")
             return
         text = writers[path.suffix](self._conversation.transcript())
         try:
@@ -262,24 +259,24 @@ class Chat:
                 with path.open("x") as file:
                     file.write(text)
         except (FileExistsError, UnicodeDecodeError):
-            _note(f"{path} exists already: choose another name")
+            note(f"{path} exists already: choose another name")
         except OSError as error:
-            _note(f"cannot write {path}: {error.strerror}")
+            note(f"cannot write {path}: {error.strerror}")
         else:
             self._saved[path] = text
-            _note(f"saved to {path}")
+            note(f"saved to {path}")
 
     def _stats(self, _: str) -> None:
         if self._last is None:
-            _note("there is no answer yet")
+            note("there is no answer yet")
         else:
             print_stats(self._last)
 
     def _help(self, _: str) -> None:
         width = max(len(name) + len(argument) for name, (argument, _) in COMMANDS.items()) + 3
         for name, (argument, meaning) in COMMANDS.items():
-            _note(f"{name} {argument}".ljust(width) + meaning)
-        _note("Enter sends; Alt-Enter, or a backslash before Enter, begins another line; Ctrl-C cancels an answer")
+            note(f"{name} {argument}".ljust(width) + meaning)
+        note("Enter sends; Alt-Enter, or a backslash before Enter, begins another line; Ctrl-C cancels an answer")
 
     def _quit(self, _: str) -> None:
         raise Quit
@@ -321,11 +318,11 @@ class Chat:
         except ClientError as error:
             view.finish()
             self._fail(error)
-            _note(remedy)
+            note(remedy)
             return None
         except KeyboardInterrupt:  # before the signal handler was there, or a second time
             view.finish()
-            _note("cancelled; the conversation is as before")
+            note("cancelled; the conversation is as before")
             return None
         view.finish()
         self._last = eos
@@ -375,12 +372,12 @@ class Chat:
         """Say what the user should know of an answer."""
         if eos.reason == "cancelled":
             kept = "what you see stays in the conversation" if eos.usage.completion_tokens else "nothing was answered"
-            _note(f"cancelled; {kept}")
+            note(f"cancelled; {kept}")
         warn_if_cut(eos, max_tokens)
         if eos.reason == "length" and self._is_terminal:
-            _note("/continue goes on with it")
+            note("/continue goes on with it")
         if eos.usage.dropped_tokens:
-            _note(
+            note(
                 f"the conversation no longer fits the context: its oldest {eos.usage.dropped_tokens:,} tokens were "
                 "dropped"
             )
@@ -391,7 +388,7 @@ class Chat:
         except ClientError:
             return  # the next turn tells
         if restarts > self._restarts:
-            _note("the engine was restarted; no text was lost")
+            note("the engine was restarted; no text was lost")
         self._restarts = restarts
 
     def _fail(self, error: ClientError) -> None:
@@ -399,12 +396,12 @@ class Chat:
         if not self._is_terminal:
             raise error
         if isinstance(error, ServerError):
-            _note(f"{error}", colour="red")
+            note(f"{error}", colour="red")
             if error.code in CHAT_HINTS:
-                _note(CHAT_HINTS[error.code])
+                note(CHAT_HINTS[error.code])
             return
         gone = f"{error}" if isinstance(error, NoServer) else "the daemon went away; the conversation is as before"
-        _note(gone, colour="red")
+        note(gone, colour="red")
 
     # -- queries --------------------------------------------------------------------------------
 
@@ -415,18 +412,3 @@ class Chat:
     async def _transcript(self, name: str) -> Transcript:
         async with connected(self._socket) as client:
             return await client.transcript(name, model=self._fields.get("model"))
-
-
-def _note(text: str, colour: str | None = None) -> None:
-    """Tell the user something that is not part of the answer.  On a terminal no word is divided at the end of a line."""
-    if sys.stderr.isatty():
-        width = max(MIN_COLUMNS, shutil.get_terminal_size().columns)
-        lines = [line for each in text.splitlines() for line in _wrapped(each, width) or [""]]
-        text = "\n".join(lines)
-    click.echo(click.style(text, fg=colour, dim=colour is None), err=True)
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        line, width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True
-    )
