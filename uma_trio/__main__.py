@@ -1,5 +1,17 @@
 """``python -m uma_trio`` is ``uma-trio``."""
 
-from uma_trio.cli import main
+import sys
 
-main(prog_name="uma-trio")
+
+def run() -> None:
+    """Run the command line.  Ctrl-C is quiet, also while it is imported."""
+    try:
+        from uma_trio.cli import main
+
+        main(prog_name="uma-trio")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run()
