@@ -296,14 +296,13 @@ def test_each_line_of_stdin_is_a_message(daemon):
 
 @pytest.mark.parametrize("options", [(), ("--session", "counting")])
 def test_a_cut_answer_is_continued(daemon, tmp_path, options):
-    lines = ["/continue", "Count from 1 to 12.", *["/continue"] * 4, f"/save {tmp_path / 'a.json'}", "And of Peru?"]
+    lines = ["/continue", "Count from 1 to 12.", *["/continue"] * 4, f"/save {tmp_path / 'a.json'}"]
     found = run_lines(daemon.socket, "--max-tokens", "15", *options, stdin="\n".join(lines))
     assert found.returncode == 0
     assert found.stderr.count("there is no answer to continue") == 1
     assert "the answer ends here" in found.stderr
     _, answer = json.loads((tmp_path / "a.json").read_text())["messages"]
     assert answer["content"] == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12."
-    assert "Lima" in found.stdout
 
 
 def test_lines_end_with_the_first_error(daemon, tmp_path):
