@@ -391,8 +391,10 @@ class RunningSet:
 
     def restart(self) -> None:
         """The KV cache is lost: all sequences are prefilled again from their tokens."""
+        for sequence in self:
+            sequence.n_lost = max(sequence.n_lost, sequence.n_computed)
         self.cache.clear(lost=True)
-        for sequence in self._sequences.values():
+        for sequence in self:
             sequence.n_cached = 0
             if sequence.state is not State.FINISHED:
                 sequence.state = State.PREFILL

@@ -380,10 +380,14 @@ class Scheduler:
         if len(self._in_flight) == 1:
             self._submit(self._planner.step_ahead(self._in_flight[0]))
         elif not self._in_flight and not (self._controllers and self._controllers.has_admitted):
-            self._stats.idle()
-            if not self._is_busy:
+            self._stats.end_of_work()
+            if self._is_busy:
+                await self._wait_for_work()
+            else:
                 self._idle.set()
-            await self._wait_for_work()
+                since = trio.current_time()
+                await self._wait_for_work()
+                self._stats.record_idle(1e3 * (trio.current_time() - since))
 
     async def _steer(self, completed: list[CompletedStep]) -> None:
         """Tell controllers what ``completed`` sampled, and wait a moment for what they say about the next step.
@@ -496,7 +500,7 @@ class Scheduler:
     def _deliver(self, completed: CompletedStep) -> None:
         if not completed.is_outlier:
             self._learn(completed)
-        gap_ms = self._stats.record_step(completed, waiting=len(self._waiting))
+        gap_ms = self._stats.record_step(completed, waiting=len(self._waiting), running=len(self._running))
         if gap_ms is not None:
             self.timings.record_gap(gap_ms)
         if completed.step.plan.chunks:
@@ -614,7 +618,7 @@ class Scheduler:
             [*self._freed, *chain.from_iterable([s.freed for s in in_flight])], trio.current_time()
         )
         self._freed = []
-        self._stats.idle()
+        self._stats.end_of_work()
         culprit = self._bisection.crashed(suspects)
         if culprit is not None:
             self.finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))

@@ -161,7 +161,7 @@ class Sequence:
     was_preempted: bool = False
     """It has lost its place once.  What it finds in the KV cache then is its own."""
     n_lost: int = 0
-    """Tokens that were in the KV cache when it lost its place."""
+    """Tokens that were in the KV cache when it lost its place or the engine died."""
     parked: SavedState | None = None
     """A copy of them."""
     placed_at: float = -math.inf

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import attrs
+import msgspec
 import structlog
 
 from uma_trio.engine.messages import ModelInfo
@@ -67,27 +68,48 @@ class Stats:
         self._model_size = ModelSize(info.size_bytes, info.kv_bytes_per_token, info.n_layer, info.n_embd, info.n_vocab)
         self.telemetry.bytes_per_s = info.memory_bytes_per_s
         self._last_ended_s: float | None = None
-        """End of the last step on the engine's clock; ``None`` after a time with nothing to do."""
+        """End of the last step on the engine's clock; ``None`` after a time with nothing to compute."""
+        self._idle_ms = 0.0
+        """How long there was no request since the last record of a tick."""
 
-    def idle(self) -> None:
+    def end_of_work(self) -> None:
         """There is no next step, so the time until the one after is no gap."""
         self._last_ended_s = None
 
-    def record_step(self, completed: CompletedStep, *, waiting: int) -> float | None:
+    def record_idle(self, ms: float) -> None:
+        """Count a time in which there was no request."""
+        self._idle_ms += ms
+
+    def record_step(self, completed: CompletedStep, *, waiting: int, running: int) -> float | None:
         """Count a step.
 
         Args:
             waiting: requests in the queue.
+            running: sequences that have places.
 
         Returns:
-            Milliseconds that the device waited for it; ``None`` if there was nothing to do before.
+            Milliseconds that the device waited for it; ``None`` if there was nothing to compute before.
         """
         step, output, plan = completed.step, completed.output, completed.step.plan
         self.record_freed(step.freed, step.began_at)
-        if not step.rows:
-            return None
         gap_ms = None if self._last_ended_s is None else 1e3 * (output.started_s - self._last_ended_s)
         self._last_ended_s = output.ended_s
+        if not (step.rows or output.embedding_ms or output.copied_ms):
+            return gap_ms
+        record = TickRecord(
+            start_s=step.began_at,
+            decode_calls=0,
+            embedding_ms=output.embedding_ms or None,
+            copy_ms=output.copied_ms or None,
+            host_gap_ms=gap_ms,
+            idle_ms=self._idle_ms or None,
+            running=running,
+            queue_depth=waiting,
+        )
+        self._idle_ms = 0.0
+        if not step.rows:
+            self._write(record)
+            return gap_ms
         work = completed.work
         moved = estimate_bytes_moved(
             self._model_size,
@@ -135,10 +157,11 @@ class Stats:
         if self.sinks:
             could_move = (telemetry.bytes_per_s or 0.0) * completed.duration_ms / 1e3
             self._write(
-                TickRecord(
-                    start_s=step.began_at,
+                msgspec.structs.replace(
+                    record,
                     decode_seq_ids=[view.seq_id for view in plan.decodes],
                     prefill_chunks=[(chunk.seq_id, chunk.n_tokens) for chunk in plan.chunks],
+                    recomputed_tokens=sum([row.n_recomputed for row in step.rows.values()]) if plan.chunks else 0,
                     tokens=n_new,
                     context_tokens=work.context_tokens,
                     prefill_context=work.mean_prefill_context,
@@ -151,8 +174,7 @@ class Stats:
                     predicted_ms=plan.predicted_ms,
                     decode_ms=output.decode_ms,
                     sample_ms=output.sample_ms,
-                    host_gap_ms=gap_ms,
-                    queue_depth=waiting,
+                    mask_wait_ms=output.mask_wait_ms,
                     bytes_moved=moved,
                     memory_bandwidth_share=moved / could_move if could_move else None,
                 )

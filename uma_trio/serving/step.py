@@ -79,6 +79,8 @@ class StepRow:
     """Drafts that the draft model may propose in the step.  Until it is complete, ``n_samples`` counts them."""
     dropped: bool = False
     """The step before ended the sequence or sampled nothing for it; the engine leaves it out."""
+    n_recomputed: int = 0
+    """Tokens that had been computed before, and were lost."""
 
     @property
     def is_sampled(self) -> bool:
@@ -257,7 +259,9 @@ def build_step(
         start = sequence.n_computed if row is None else row.end
         prefill = sequence.prefill_input(start, chunk.n_tokens)
         calls[-1].inputs.append(prefill)
-        calls[-1].rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
+        end = start + chunk.n_tokens
+        n_recomputed = max(0, min(end, sequence.n_lost) - start)
+        calls[-1].rows.append(StepRow(sequence, end, len(prefill.samples), n_recomputed=n_recomputed))
     step = Step(
         planned.ops,
         [call.inputs for call in calls],

@@ -61,6 +61,8 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     decode_seq_ids: Sequence[int] = []
     prefill_chunks: Sequence[tuple[int, int]] = []
     """Pairs of a sequence id and a number of prompt tokens."""
+    recomputed_tokens: int = 0
+    """Tokens of the chunks that had been computed before, and were lost."""
     tokens: int = 0
     """Generated tokens, accepted draft tokens included."""
     context_tokens: int = 0
@@ -79,8 +81,18 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     """The cost model's prediction of ``duration_ms``."""
     decode_ms: float = 0.0
     sample_ms: float = 0.0
+    mask_wait_ms: float | None = None
+    """How much of ``sample_ms`` was waiting for the masks of grammars; ``None`` if there were none."""
+    embedding_ms: float | None = None
+    """Time for texts to embed, which is not part of ``duration_ms``; ``None`` if there were none."""
+    copy_ms: float | None = None
+    """Time for saving and loading KV states, which is not part of ``duration_ms``; ``None`` if there were none."""
     host_gap_ms: float | None = None
     """Time since the end of the previous tick; ``None`` if there was no work in between."""
+    idle_ms: float | None = None
+    """How long there was no request since the previous tick; ``None`` if there always was one."""
+    running: int = 0
+    """Sequences that held places, in this tick or not."""
     queue_depth: int = 0
     bytes_moved: float | None = None
     memory_bandwidth_share: float | None = None
