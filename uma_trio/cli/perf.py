@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from uma_trio.telemetry.perf_records import Run
 
 
+_files = click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+_number = click.option("--run", "number", type=int, metavar="N", help="The N-th start of the daemon.  [default: last]")
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
 @click.group("perf", cls=SuggestingGroup)
 def command() -> None:
     """Report on a perf log: what each tick computed, and how long each request waited.
@@ -28,15 +33,16 @@ def command() -> None:
     \b
       uma-trio serve --perf-log perf.jsonl             a daemon that writes the log
       uma-trio perf report perf.jsonl                  works while the daemon runs, too
+      uma-trio perf explain perf.jsonl                 where the time went, and what would make it less
 
     The log is JSON Lines; docs/PERF_LOG.md describes its fields for your own programs.
     """
 
 
 @command.command("report", short_help="Latencies, where the time went, and how good the predictions were.")
-@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--run", "number", type=int, metavar="N", help="Report on the N-th start of the daemon.  [default: last]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_files
+@_number
+@_as_json
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also draw plots (needs matplotlib).")
 def report(files: tuple[Path, ...], number: int | None, as_json: bool, plot: Path | None) -> None:
     """Summarise the last run in FILE: tables on stdout, and plots with --plot.
@@ -62,22 +68,58 @@ def report(files: tuple[Path, ...], number: int | None, as_json: bool, plot: Pat
 
     Exit codes: 0, or 2 if there is nothing to report.
     """
-    runs = _read(files)
-    number = len(runs) if number is None else number
-    if not 1 <= number <= len(runs):
-        _fail(f"--run must be a number from 1 to {len(runs)}, the number of runs in the log; not {number}")
-    run = runs[number - 1]
+    run, which = _run(files, number)
     if plot is not None:
         _plot(run, plot)
     from uma_trio.telemetry.perf_summary import summarise
 
-    found = {"run": number, "runs_in_log": len(runs), **summarise(run)}
+    found = {**which, **summarise(run)}
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+
+
+@command.command("explain", short_help="Where the time went, by cause, and what would make it less.")
+@_files
+@_number
+@_as_json
+def explain(files: tuple[Path, ...], number: int | None, as_json: bool) -> None:
+    """Say where the time of the last run in FILE went, and what would make it less.
+
+    Each moment from the first tick to the end of the last one has one cause, so the causes add up to the whole time.
+
+    \b
+      uma-trio perf explain perf.jsonl
+      uma-trio perf explain perf.jsonl.1 perf.jsonl --json
+
+    \b
+    work      computing at the best speed that the device showed in this run
+    lost      above that: short chunks, narrow batches, recomputation, the host, ...
+    none      time without requests, and time that the log does not have
+
+    docs/PERF_LOG.md explains each cause.  Times are of one machine and one load: compare runs, not machines.
+
+    Exit codes: 0, or 2 if there is nothing to explain.
+    """
+    run, which = _run(files, number)
+    if not run.ticks:
+        _fail(f"run {which['run']} has no ticks: the daemon has computed nothing yet, or nothing is written yet")
+    from uma_trio.telemetry.perf_causes import explain as explained
+
+    found = {**which, "model": run.header.model, **explained(run)}
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(_causes(found)))
 
 
 def _fail(message: str) -> NoReturn:
     click.echo(f"uma-trio perf: {message}", err=True)
     raise SystemExit(2)
+
+
+def _run(files: Sequence[Path], number: int | None) -> tuple[Run, dict[str, int]]:
+    """A run of the log, the last one by default, and which one it is."""
+    runs = _read(files)
+    number = len(runs) if number is None else number
+    if not 1 <= number <= len(runs):
+        _fail(f"--run must be a number from 1 to {len(runs)}, the number of runs in the log; not {number}")
+    return runs[number - 1], {"run": number, "runs_in_log": len(runs)}
 
 
 def _read(files: Sequence[Path]) -> list[Run]:
@@ -130,6 +172,22 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         else:
             yield f"\n{name}"
             yield from (f"  {key:<22} {_text(each)}" for key, each in value.items() if not isinstance(each, dict))
+
+
+def _causes(found: dict[str, Any]) -> Iterator[str]:
+    """The causes of each kind as a table, those with the most time first."""
+    yield from _lines({name: value for name, value in found.items() if name not in ("best", "causes")})
+    best = found["best"]
+    if best["prefill_tokens_per_s"] is not None:
+        yield f"best_prefill             {best['prefill_tokens_per_s']:,} tokens/s, {best['prefill_tokens']} a tick"
+    if best["decode_tokens_per_s"] is not None:
+        yield f"best_decode              {best['decode_tokens_per_s']:,} tokens/s, {best['decode_streams']} streams"
+    for kind, title in (("work", "work at the best speed"), ("lost", "lost"), ("none", "no work")):
+        causes = [each for each in found["causes"] if each["kind"] == kind and each["seconds"] > 0]
+        seconds, share = (sum(each[field] for each in causes) for field in ("seconds", "share"))
+        yield f"\n{title:<24} {seconds:>9,.3f} s {share:>6.1%}"
+        for each in sorted(causes, key=lambda each: -each["seconds"]):
+            yield f"  {each['cause']:<22} {each['seconds']:>9,.3f} s {each['share']:>6.1%}  {each['remedy']}"
 
 
 def _table(title: str, rows: list[list[Any]]) -> Iterator[str]:

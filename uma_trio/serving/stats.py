@@ -92,10 +92,10 @@ class Stats:
         """
         step, output, plan = completed.step, completed.output, completed.step.plan
         self.record_freed(step.freed, step.began_at)
+        if not (step.rows or output.embedding_ms or output.copied_ms):
+            return None
         gap_ms = None if self._last_ended_s is None else 1e3 * (output.started_s - self._last_ended_s)
         self._last_ended_s = output.ended_s
-        if not (step.rows or output.embedding_ms or output.copied_ms):
-            return gap_ms
         record = TickRecord(
             start_s=step.began_at,
             decode_calls=0,
