@@ -53,14 +53,14 @@ def simulated(
     queue: deque[_Request] = deque(arriving)
     running: list[_Request] = []
     free = list(range(HEADER.n_seq_max))
-    now_s, ended_s = 0.0, None
+    now_s, ended_s, idle_s = 0.0, None, 0.0
     while queue or running:
         while queue and queue[0].arrived_s <= now_s and free:
             request = queue.popleft()
             request.seq_id, request.admitted_s, request.n_prefilled = free.pop(0), now_s, request.cached_tokens
             running.append(request)
         if not running:
-            now_s, ended_s = queue[0].arrived_s, None
+            now_s, ended_s, idle_s = queue[0].arrived_s, None, queue[0].arrived_s - now_s
             continue
         streams = [request for request in running if request.token_s]
         budget = int((100 - base_ms) / prompt_ms) if streams else 500
@@ -94,6 +94,8 @@ def simulated(
                 decode_ms=decode_ms,
                 sample_ms=sample_ms,
                 host_gap_ms=gap_ms if ended_s is not None else None,
+                idle_ms=1e3 * idle_s if ended_s is None else None,
+                running=len(running),
                 queue_depth=sum(request.arrived_s <= began_s for request in queue),
                 bytes_moved=1_300_000_000,
                 memory_bandwidth_share=min(1.0, 15.0 / decode_ms),

@@ -178,16 +178,16 @@ def _causes(found: dict[str, Any]) -> Iterator[str]:
     """The causes of each kind as a table, those with the most time first."""
     yield from _lines({name: value for name, value in found.items() if name not in ("best", "causes")})
     best = found["best"]
-    if best["prefill_tokens_per_s"] is not None:
+    if best["prefill_tokens"] is not None:
         yield f"best_prefill             {best['prefill_tokens_per_s']:,} tokens/s, {best['prefill_tokens']} a tick"
-    if best["decode_tokens_per_s"] is not None:
+    if best["decode_streams"] is not None:
         yield f"best_decode              {best['decode_tokens_per_s']:,} tokens/s, {best['decode_streams']} streams"
     for kind, title in (("work", "work at the best speed"), ("lost", "lost"), ("none", "no work")):
         causes = [each for each in found["causes"] if each["kind"] == kind and each["seconds"] > 0]
         seconds, share = (sum(each[field] for each in causes) for field in ("seconds", "share"))
-        yield f"\n{title:<24} {seconds:>9,.3f} s {share:>6.1%}"
+        yield f"\n{title:<22} {seconds:>9,.3f} s {share:>6.1%}"
         for each in sorted(causes, key=lambda each: -each["seconds"]):
-            yield f"  {each['cause']:<22} {each['seconds']:>9,.3f} s {each['share']:>6.1%}  {each['remedy']}"
+            yield f"  {each['cause']:<20} {each['seconds']:>9,.3f} s {each['share']:>6.1%}  {each['remedy']}"
 
 
 def _table(title: str, rows: list[list[Any]]) -> Iterator[str]:

@@ -7,7 +7,6 @@ each cause.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -21,6 +20,9 @@ from uma_trio.telemetry.tick_parts import Flags, size_class, tick_parts
 
 MIN_TICKS: Final = 8
 """Ticks from which on a best speed counts as measured, if there are sizes with as many."""
+
+MIN_MS: Final = 1e-6
+"""No device computes a token in less time; this is an error of the fit."""
 
 Kind = Literal["work", "lost", "none"]
 
@@ -45,7 +47,7 @@ CAUSES: Final = {
     "embeddings": Cause("work", "fewer or shorter texts to embed"),
     "short_chunks": Cause("lost", "longer ticks: --target-tbt-ms, without streams --prefill-tick-ms"),
     "recomputation": Cause("lost", "more places (--parallel) and cells (--ctx); no crashes of the engine"),
-    "narrow_batches": Cause("lost", "prompts that end sooner (--target-tbt-ms); clients that read at once"),
+    "narrow_batches": Cause("lost", "prefill that ends sooner (--target-tbt-ms); clients that read"),
     "few_streams": Cause("lost", "more requests at a time"),
     "split_calls": Cause("lost", "streams of similar length; one call was predicted to be slower"),
     "draft_tokens": Cause("lost", "--no-speculation, if few draft tokens are accepted"),
@@ -54,7 +56,7 @@ CAUSES: Final = {
     "masks": Cause("lost", "simpler schemas and grammars"),
     "kv_copies": Cause("lost", "more cells (--ctx), so that sessions stay in memory"),
     "host": Cause("lost", "a free core for the daemon"),
-    "waiting": Cause("lost", "clients that read at once; faster controllers; no crashes of the engine"),
+    "waiting": Cause("lost", "clients that read; faster controllers; no crashes of the engine"),
     "idle": Cause("none", "more requests"),
     "not_recorded": Cause("none", "a faster disk, if records were dropped"),
 }
@@ -70,11 +72,11 @@ def explain(run: Run) -> dict[str, Any]:
     ticks = run.ticks
     wall_ms = 1e3 * (_end_s(ticks[-1]) - ticks[0].start_s) if ticks else 0.0
     computed = [tick for tick in ticks if tick.decode_calls]
-    found = Counter(_around_calls(ticks))
+    found = _around_calls(ticks)
     best: dict[str, float | None] = dict.fromkeys(BEST)
     if computed:
         in_calls, best = _calls(computed)
-        found.update(in_calls)
+        found |= {name: ms + found.get(name, 0.0) for name, ms in in_calls.items()}
     found["not_recorded"] = max(0.0, wall_ms - sum(found.values()))
     whole = sum(found.values()) or 1.0
     return {
@@ -86,8 +88,8 @@ def explain(run: Run) -> dict[str, Any]:
             {
                 "cause": name,
                 "kind": cause.kind,
-                "seconds": round(found[name] / 1e3, 6),
-                "share": round(found[name] / whole, 4),
+                "seconds": round(found.get(name, 0.0) / 1e3, 6),
+                "share": round(found.get(name, 0.0) / whole, 4),
                 "remedy": cause.remedy,
             }
             for name, cause in CAUSES.items()
@@ -153,9 +155,9 @@ def _calls(ticks: Sequence[TickRecord]) -> tuple[dict[str, float], dict[str, flo
         "slow_ticks": parts.slow.sum(),
     }
     best = dict.fromkeys(BEST)
-    if prefill_best:
+    if prefill_best > MIN_MS:
         best |= {"prefill_tokens_per_s": round(1e3 / prefill_best, 1), "prefill_tokens": round(chunk)}
-    if decode_best:
+    if decode_best > MIN_MS:
         best |= {"decode_tokens_per_s": round(1e3 / decode_best, 1), "decode_streams": round(width)}
     return {name: float(ms) for name, ms in found.items()}, best
 

@@ -108,4 +108,5 @@ def _non_negative_fit(work: Floats, ms: Floats) -> Floats:
             found[free] = fitted
             break
         free = np.delete(free, fitted.argmin())
-    return found / scales
+    coefficients: Floats = found / scales
+    return coefficients
