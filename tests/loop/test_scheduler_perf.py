@@ -13,13 +13,15 @@ import pytest
 import trio
 
 from tests.support.fake_engine import FakeEngine, VirtualEngine
+from tests.support.perf_runs import HEADER
 from tests.support.serving import settings, token_to_bytes
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import ANONYMOUS, Principal
-from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.requests import Embed, Generate
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import Sequence as Answer
-from uma_trio.telemetry.perf_records import RequestRecord, TickRecord
+from uma_trio.telemetry.perf_causes import explain
+from uma_trio.telemetry.perf_records import RequestRecord, Run, TickRecord
 
 
 @attrs.define
@@ -152,3 +154,61 @@ async def test_time_while_the_client_does_not_read_is_not_a_gap(autojump_clock):
         await sequence.done.wait()
     assert 0 < n_before < 20
     assert [n for n, tick in enumerate(records.ticks) if tick.host_gap_ms is None] == [0, n_before]
+
+
+async def test_idle_time_is_recorded_by_the_next_tick(autojump_clock):
+    async with recorded() as (scheduler, records):
+        for _ in range(2):
+            await trio.sleep(60)
+            await ask(scheduler, "a", 10, 5).done.wait()
+            await scheduler.wait_idle()
+    began = [tick for tick in records.ticks if tick.prefill_chunks]
+    assert [tick.idle_ms for tick in began] == [pytest.approx(60_000, rel=0.01)] * 2
+    assert all(tick.idle_ms is None for tick in records.ticks if tick not in began)
+
+
+async def test_time_without_a_reader_is_not_idle(autojump_clock):
+    async with recorded(speculation=False) as (scheduler, records):
+        sink = NullClient()
+        request = Generate(id="a", prompt="", max_tokens=20)
+        [sequence] = scheduler.submit(request, Prompt(np.arange(10, dtype=np.int32), ""), sink, ANONYMOUS)
+        await trio.sleep(0.04)
+        sink.has_room = False
+        await trio.sleep(60)
+        sink.has_room = True
+        scheduler.wake()
+        await sequence.done.wait()
+    assert sum(tick.idle_ms or 0 for tick in records.ticks[1:]) == 0
+    causes = {each["cause"]: each["seconds"] for each in explain(Run(header=HEADER, ticks=records.ticks))["causes"]}
+    assert causes["waiting"] == pytest.approx(60, rel=0.01)
+    assert causes["idle"] == causes["not_recorded"] == 0
+
+
+async def test_a_tick_that_only_embeds_is_no_gap(autojump_clock):
+    async with recorded() as (scheduler, records):
+        pending = scheduler.embed(Embed(id="e", input=["text"]), [np.arange(40)], NullClient(), ANONYMOUS)
+        await pending.done.wait()
+        await ask(scheduler, "a", 10, 5).done.wait()
+        await scheduler.wait_idle()
+    [embedded] = [tick for tick in records.ticks if tick.embedding_ms]
+    assert (embedded.decode_calls, embedded.n_decodes, embedded.prompt_tokens) == (0, 0, 0)
+    assert all((tick.host_gap_ms or 0) < 1 for tick in records.ticks)
+
+
+async def test_what_a_crash_loses_is_computed_again(autojump_clock):
+    engine = VirtualEngine(FakeEngine())
+    records = Records()
+    scheduler = Scheduler(engine, token_to_bytes, settings(speculation=False))
+    scheduler.sinks.append(records)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scheduler.run)
+        answer = ask(scheduler, "a", 300, 20)
+        await trio.sleep(0.3)
+        assert 0 < len(answer.tokens) < 20
+        computed = answer.n_computed
+        engine.link.kill()
+        await answer.done.wait()
+        nursery.cancel_scope.cancel()
+    recomputed = sum(tick.recomputed_tokens for tick in records.ticks)
+    assert computed <= recomputed <= computed + 2
+    assert sum(tick.prompt_tokens for tick in records.ticks) == 300 + recomputed + 1

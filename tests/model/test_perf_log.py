@@ -83,6 +83,42 @@ def test_the_log_agrees_with_clients_and_counters(library, tmp_path):
     assert all(before.start_s < after.start_s for before, after in pairwise(run.ticks))
 
 
+def test_the_time_of_a_real_run_is_explained(library, tmp_path):
+    """Also while the daemon runs.  The bound is wide because a busy machine delays the messages between two processes."""
+    path = tmp_path / "perf.jsonl"
+    command = [sys.executable, "-m", "uma_trio", "perf", "explain", str(path), "--json"]
+
+    def explained() -> dict[str, float]:
+        found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        seconds = {each["cause"]: each["seconds"] for each in found["causes"]}
+        assert sum(seconds.values()) == pytest.approx(found["wall_s"], rel=0.03)
+        assert seconds["not_recorded"] < 0.2 * found["wall_s"]
+        return seconds
+
+    with real_daemon("--perf-log", str(path), "--parallel", "4") as daemon:
+
+        def ask(name: str, n_tokens: int) -> None:
+            with daemon.wire() as wire:
+                wire.send(id=name, prompt=WORDS + name, max_tokens=n_tokens, ignore_eos=True)
+                wire.answer()
+
+        clients = [threading.Thread(target=ask, args=(f"r{n}", 40 + 40 * n)) for n in range(6)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join(60)
+        daemon.settled()
+        daemon.wait_until(
+            lambda _: path.read_bytes().count(b'"kind":"request"') == len(clients), "the log has all requests"
+        )
+        running = explained()
+        daemon.ask(prompt="Hello", max_tokens=5)
+    closed = explained()
+    for name in ("prefill", "decode", "sampling"):
+        assert running[name] > 0
+    assert closed["idle"] > running["idle"], "the command itself took time without a request"
+
+
 def test_two_starts_are_two_runs_and_the_report_shows_them(library, tmp_path):
     path = tmp_path / "perf.jsonl"
     for _ in range(2):
