@@ -190,8 +190,9 @@ async def test_a_tick_that_only_embeds_is_no_gap(autojump_clock):
         await pending.done.wait()
         await ask(scheduler, "a", 10, 5).done.wait()
         await scheduler.wait_idle()
-    [embedded] = [tick for tick in records.ticks if tick.embedding_ms]
-    assert (embedded.decode_calls, embedded.n_decodes, embedded.prompt_tokens) == (0, 0, 0)
+    embedded = [tick for tick in records.ticks if tick.embedding_ms]
+    assert embedded
+    assert all((tick.decode_calls, tick.n_decodes, tick.prompt_tokens) == (0, 0, 0) for tick in embedded)
     assert all((tick.host_gap_ms or 0) < 1 for tick in records.ticks)
 
 
@@ -203,7 +204,7 @@ async def test_what_a_crash_loses_is_computed_again(autojump_clock):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scheduler.run)
         answer = ask(scheduler, "a", 300, 20)
-        await trio.sleep(0.3)
+        await trio.sleep(0.08)
         assert 0 < len(answer.tokens) < 20
         computed = answer.n_computed
         engine.link.kill()

@@ -26,7 +26,7 @@ LONGEST_FIELDS: Final = (
 
 def summarise(run: Run) -> dict[str, Any]:
     """The figures of a run, as ``uma-trio perf report --json`` prints them. A figure without data is ``None``."""
-    ticks, requests = run.ticks, run.requests
+    ticks, requests = [tick for tick in run.ticks if tick.decode_calls], run.requests
     admitted = [request for request in requests if request.admitted_s is not None]
     has_prefill = column(ticks, "n_prefills") > 0
     total = {
@@ -52,7 +52,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "memory_bandwidth_share": bandwidth["p50"],
         "header": msgspec.to_builtins(run.header),
         "requests": dict(Counter(request.finish_reason for request in requests)),
-        "time_share": _time_share(ticks, duration_s),
+        "time_share": _time_share(run.ticks, duration_s),
         "latency_ms": {
             "inter_token": quantiles(inter_token_ms(requests)),
             "ttft": quantiles(column(requests, "ttft_ms")),

@@ -71,7 +71,7 @@ export class Timeline {
 
   /** Take the records of one event of the watch. */
   add(update) {
-    const ticks = update.records.filter((record) => record.kind === "tick");
+    const ticks = update.records.filter((record) => record.kind === "tick" && record.decode_calls !== 0);
     this.clockOffset = Math.min(this.clockOffset + 0.0005, performance.now() / 1000 - update.at_s);
     const kept = this.pausedAt == null ? this.ticks : this.later;
     kept.push(...ticks);
