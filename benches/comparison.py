@@ -156,7 +156,7 @@ class Comparison:
             "ttft_max_ms",
         ]
         lines = [
-            [str(contender), *(_ratio(getattr(figures, name), getattr(base, name)) for name in names)]
+            [str(contender), *(ratio(getattr(figures, name), getattr(base, name)) for name in names)]
             for contender, figures in self.figures.items()
         ]
         header = [f"times {self.rivals[0]}", "wall", "tok/s", "ITL p50", "p95", "p99", "max", "TTFT long p50", "max"]
@@ -215,5 +215,6 @@ class Comparison:
         pyplot.close(figure)
 
 
-def _ratio(value: float | None, base: float | None) -> str:
+def ratio(value: float | None, base: float | None) -> str:
+    """A cell with ``value / base``; a dash if one of them is missing."""
     return cell(value / base if value is not None and base else None, 2)
