@@ -34,7 +34,7 @@ class LargeWork:
     _sleep: Callable[[float], Awaitable[None]]
 
     @contextlib.asynccontextmanager
-    async def piece(self) -> AsyncIterator[None]:
+    async def part(self) -> AsyncIterator[None]:
         """Around one piece, which must not wait.  A pause that is as long follows it, and the next piece comes after that."""
         async with self._lock:
             began = time.perf_counter()
@@ -47,7 +47,7 @@ class LargeWork:
     async def run(self, work: Generator[None, None, T]) -> T:
         """Run ``work``, which yields between two pieces, and return its result."""
         while True:
-            async with self.piece():
+            async with self.part():
                 try:
                     next(work)
                 except StopIteration as end:

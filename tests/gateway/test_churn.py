@@ -123,13 +123,14 @@ def test_disconnects_release_everything() -> None:
         process = psutil.Process(daemon.metrics()["gateway"]["pid"])
         churn(gateway, 10 * THREADS, seed=1)  # warm-up
         before = daemon.settled()
-        fds, gateway_fds, rss = daemon.n_fds(), process.num_fds(), [each.memory_info().rss for each in daemon.processes]
+        fds, gateway_fds = daemon.n_fds(), process.num_fds()
+        rss = {each: each.memory_info().rss for each in daemon.processes}
         began = time.monotonic()
         with Canary(daemon, max_tokens=30) as canary, HttpCanary(gateway, max_tokens=30) as http_canary:
             moments = churn(gateway, DISCONNECTS, seed=2)
         duration_s = time.monotonic() - began
         after = daemon.settled()
-        grown = [each.memory_info().rss - was for each, was in zip(daemon.processes, rss, strict=True)]
+        grown = [each.memory_info().rss - was for each, was in rss.items()]
         ended = {reason: n - before["requests_total"].get(reason, 0) for reason, n in after["requests_total"].items()}
         print(
             f"{DISCONNECTS} clients in {duration_s:.0f} s: {sum(n for name, n in moments.items() if 'waiting' in name)} left "

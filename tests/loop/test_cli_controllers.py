@@ -217,7 +217,7 @@ def test_a_program_that_is_too_large(daemon: RunningDaemon, tmp_path: Path) -> N
     program.write_text("é" * 131_073)
     result = daemon.cli("controllers", "run", "jsctrl", program)
     assert result.exit_code == 2
-    assert "program.js has more than 262144 bytes, the most that a controller gets" in " ".join(result.stderr.split())
+    assert "program.js: it is larger than 256 KiB" in " ".join(result.stderr.split())
 
 
 # -- upload, tag, list --------------------------------------------------------------------------------

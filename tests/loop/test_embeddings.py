@@ -336,6 +336,7 @@ async def test_draining_lets_a_request_end_and_refuses_new_ones(autojump_clock):
         await client.send({"type": "embed", "input": ["x" * 500] * 20})
         await late.send({"type": "metrics", "keep_alive": True})
         await late.receive()
+        await trio.sleep(0.01)  # the request is decoded in parts
         harness.server.drain()
         [answer] = await rest(client)
         assert same(answer.embeddings, ["x" * 500] * 20)

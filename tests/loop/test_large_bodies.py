@@ -21,17 +21,17 @@ LARGE = [300] * 5_000
 
 
 @pytest.fixture
-def pieces(monkeypatch: pytest.MonkeyPatch) -> list[LargeWork]:
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[LargeWork]:
     """Whose pieces began, the daemon's excluded."""
     found: list[LargeWork] = []
-    piece = LargeWork.piece
+    part = LargeWork.part
 
     def recorded(self: LargeWork) -> contextlib.AbstractAsyncContextManager[None]:
         if isinstance(self._lock, anyio.Lock):
             found.append(self)
-        return piece(self)
+        return part(self)
 
-    monkeypatch.setattr(LargeWork, "piece", recorded)
+    monkeypatch.setattr(LargeWork, "part", recorded)
     return found
 
 
@@ -60,25 +60,25 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     ],
 )
 async def test_a_large_body_is_decoded_and_checked_in_pieces(
-    autojump_clock: object, pieces: list[LargeWork], path: str, body: dict[str, Any], n_pieces: int
+    autojump_clock: object, parts: list[LargeWork], path: str, body: dict[str, Any], n_pieces: int
 ) -> None:
     async with client() as connected:
         await connected.post(path, json=body)
-        assert len(pieces) >= n_pieces
-        assert len(set(map(id, pieces))) == 1, "all bodies take turns"
+        assert len(parts) >= n_pieces
+        assert len(set(map(id, parts))) == 1, "all bodies take turns"
 
 
-async def test_a_small_body_waits_for_no_turn(autojump_clock: object, pieces: list[LargeWork]) -> None:
+async def test_a_small_body_waits_for_no_turn(autojump_clock: object, parts: list[LargeWork]) -> None:
     async with client() as connected:
         answer = await connected.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1})
         assert answer.status_code == 200
-    assert pieces == []
+    assert parts == []
 
 
-async def test_long_lists_are_encoded_in_pieces(pieces: list[LargeWork]) -> None:
+async def test_long_lists_are_encoded_in_pieces(parts: list[LargeWork]) -> None:
     work = LargeWork(anyio.Lock(), trio.sleep)
     for n_items, n_pieces in ((0, 0), (10, 0), (11, 2), (35, 4)):
-        pieces.clear()
+        parts.clear()
         found = await encoded_items(work, range(n_items), lambda n: {"n": n}, per_piece=10)
         assert msgspec.json.decode(msgspec.json.encode(found)) == [{"n": n} for n in range(n_items)]
-        assert len(pieces) == n_pieces
+        assert len(parts) == n_pieces

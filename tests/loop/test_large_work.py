@@ -28,7 +28,7 @@ async def test_others_have_a_turn_between_two_pieces_of_any_work() -> None:
     work = LargeWork(trio.Lock(), trio.sleep)
     seen: list[str] = []
 
-    def pieces() -> Generator[None, None, None]:
+    def parts() -> Generator[None, None, None]:
         for _ in range(3):
             seen.append("piece")
             yield
@@ -42,7 +42,7 @@ async def test_others_have_a_turn_between_two_pieces_of_any_work() -> None:
         nursery.start_soon(other)
         async with trio.open_nursery() as large:
             for _ in range(8):
-                large.start_soon(work.run, pieces())
+                large.start_soon(work.run, parts())
         nursery.cancel_scope.cancel()
     assert seen.count("piece") == 24
     assert ("piece", "piece") not in set(itertools.pairwise(seen))
@@ -52,7 +52,7 @@ async def test_the_loop_is_free_after_a_piece_for_as_long_as_the_piece_took(monk
     clock = Clock(monkeypatch)
     work = LargeWork(trio.Lock(), clock.sleep)
     for seconds in (0.02, 0.001, 0.5):
-        async with work.piece():
+        async with work.part():
             clock.now += seconds
     assert clock.pauses == pytest.approx([0.02, 0, 0.5]), "after a short one, others have a turn"
 
@@ -61,11 +61,11 @@ async def test_a_piece_that_fails_has_its_pause_too(monkeypatch: pytest.MonkeyPa
     clock = Clock(monkeypatch)
     work = LargeWork(trio.Lock(), clock.sleep)
     with pytest.raises(ValueError, match="refused"):
-        async with work.piece():
+        async with work.part():
             clock.now += 0.02
             raise ValueError("refused")
     assert clock.pauses == pytest.approx([0.02])
-    async with work.piece():
+    async with work.part():
         """The lock is free."""
 
 

@@ -15,7 +15,7 @@ CAP = 1 << 16
 """``max_frame_bytes`` of a server that is tested with this input."""
 
 TOO_LARGE, JSON, CBOR = "E_PROTO_FRAME_TOO_LARGE", "E_PROTO_INVALID_JSON", "E_PROTO_INVALID_CBOR"
-BAD, TRUNCATED = "E_PROTO_BAD_REQUEST", "E_PROTO_TRUNCATED"
+BAD, TRUNCATED, TOO_MANY = "E_PROTO_BAD_REQUEST", "E_PROTO_TRUNCATED", "E_PROTO_TOO_MANY_VALUES"
 
 
 @attrs.frozen
@@ -77,8 +77,8 @@ FRAMES = (
     Hostile("a CBOR date", frame(b"\xa1\x62id\xc0\x741970-01-01T00:00:00Z"), CBOR),
     Hostile("a CBOR big number", frame(cbor2.dumps({"id": "a", "prompt": "x", "seed": 1 << 80})), CBOR),
     Hostile("CBOR that holds itself", frame(b"\xa1\x62id\xd8\x1c\x81\xd8\x1d\x00"), CBOR),
-    Hostile("deep CBOR", frame(b"\xa1\x62id" + b"\x81" * 50_000 + b"\x00"), CBOR),
-    Hostile("endless CBOR", frame(b"\xa1\x62id" + b"\x9f" * 50_000), CBOR),
+    Hostile("deep CBOR", frame(b"\xa1\x62id" + b"\x81" * 50_000 + b"\x00"), TOO_MANY),
+    Hostile("endless CBOR", frame(b"\xa1\x62id" + b"\x9f" * 50_000), TOO_MANY),
     Hostile("a reserved CBOR byte", frame(b"\xa1\x62id\x1c"), CBOR),
 )  # fmt: skip
 

@@ -282,7 +282,7 @@ class Connection:
         left = iter(events)
         while not self._client_has_gone:
             await self._wait_for_reader()
-            async with self._owner.large_work.piece():
+            async with self._owner.large_work.part():
                 event = next(left, None)
                 if event is None:
                     return

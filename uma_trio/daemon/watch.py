@@ -67,7 +67,7 @@ class Watch:
                     watched = service
                 next_at = trio.current_time() + self.request.interval_ms / 1e3
                 await self._outbox.shrink_to(0)
-                async with self._daemon.large_work.piece():
+                async with self._daemon.large_work.part():
                     self._outbox.send(self._event(records, trio.current_time() - began, service))
                 await trio.sleep_until(next_at)
 

@@ -62,7 +62,7 @@ async def encoded_items(
     """
     found = []
     for start in range(0, len(items), per_piece):
-        async with large_work.piece() if len(items) > per_piece else nullcontext():
+        async with large_work.part() if len(items) > per_piece else nullcontext():
             found += [msgspec.Raw(encode(form(item))) for item in items[start : start + per_piece]]
     return found
 

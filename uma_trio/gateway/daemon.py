@@ -199,8 +199,10 @@ class Daemon:
     async def model(self, name: str | None = None) -> ModelDescription:
         """The model that requests call so, as it was at most a second ago; the default one for ``None``.
 
+        A name that no model has counts as a request.
+
         Raises:
-            HttpError: there is none, or the daemon cannot be reached.
+            HttpError: there is none, a limit of the tenant refuses to look for it, or the daemon cannot be reached.
         """
         known = await self.models()
         if name is None:
@@ -208,8 +210,13 @@ class Daemon:
         for model in known:
             if model.is_called(name):
                 return model
-        async with self.connect() as client:  # an alias, or a model that is not served: then the daemon says how to
-            return (await client.models(model=name))[0]
+        try:
+            async with self.connect() as client:  # an alias, or a model that is not served: then the daemon says how to
+                return (await client.models(model=name))[0]
+        except HttpError:
+            if self.account is not None:
+                self.account.count_request()
+            raise
 
     async def metrics(self) -> dict[str, Any]:
         """A snapshot of docs/METRICS.md, at most a tenth of a second old.

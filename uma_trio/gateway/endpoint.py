@@ -168,9 +168,9 @@ class Call:
         found: LargeWork = self.request.scope["state"]["large_work"]
         return found
 
-    def piece(self) -> AbstractAsyncContextManager[None]:
+    def part(self) -> AbstractAsyncContextManager[None]:
         """Around work that grows with the body, and that does not wait: a large body takes turns with others."""
-        return self.large_work.piece() if self.request.scope["state"]["is_large"] else nullcontext()
+        return self.large_work.part() if self.request.scope["state"]["is_large"] else nullcontext()
 
     async def read(self, cls: type[T]) -> tuple[T, list[str]]:
         """The body, and a warning for each of its fields that this gateway does not know.
@@ -180,7 +180,7 @@ class Call:
         """
         fields = await self.read_fields()
         try:
-            async with self.piece():
+            async with self.part():
                 body = msgspec.convert(fields, cls, str_keys=True)
         except msgspec.ValidationError as error:
             wrong = explain(error, cls, fields)
@@ -198,7 +198,7 @@ class Call:
         if not content:
             raise invalid("the body is empty; send a JSON object")
         try:
-            async with self.piece():
+            async with self.part():
                 found = msgspec.json.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = str(error).removeprefix("JSON is malformed: ")

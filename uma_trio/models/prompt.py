@@ -129,7 +129,7 @@ class PromptMaker:
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
     _rendering: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, RENDERING_THREADS))
     _walking: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, 1))
-    """Of walks over tokens in Python: each further thread of them would take another share of the event loop's time."""
+    """Bounds walks over tokens in Python: each further thread of them would take another share of the event loop's time."""
     _tokenizing: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, TOKENIZING_THREADS))
 
     async def make(self, request: Generate, history: History | None = None, *, principal: str) -> Prompt:

@@ -56,7 +56,7 @@ class Transcript:
 
 
 TOKENS_PER_EVENT: Final = 4096
-"""Of a list of tokens."""
+"""A longer list of tokens takes several events."""
 
 
 @attrs.frozen(kw_only=True)

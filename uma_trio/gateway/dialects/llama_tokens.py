@@ -57,7 +57,7 @@ class Translation:
         each = given if is_several(given) else [given]
         if len(each) > most:
             raise invalid(f"{parameter} has {len(each)} texts; send at most {most}", parameter=parameter)
-        async with self._call.piece():
+        async with self._call.part():
             ready = [_as_it_is(prompt) for prompt in each]
         return [
             await self._prompt(prompt, parameter) if found is None else found

@@ -295,7 +295,7 @@ class Model(Shape):
     """The model itself, of a model with an adapter."""
 
 
-class ManagedModel(Shape):
+class ManagedModel(Warned):
     """A model after it was loaded, unloaded or reloaded."""
 
     success: bool
