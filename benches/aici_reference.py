@@ -74,7 +74,11 @@ def transpiled(samples: Path, tsc: str | None, target: Path) -> list[Case]:
     if tsc is None:
         for file in samples.glob("*.js"):
             shutil.copy(file, target)
-        return [Case(f"jsctrl {file.name}", NOT_RUN, "needs tsc") for file in samples.glob("[!.]*.ts") if ".d." not in file.name]
+        return [
+            Case(f"jsctrl {file.name}", NOT_RUN, "needs tsc")
+            for file in samples.glob("[!.]*.ts")
+            if ".d." not in file.name
+        ]
     command = [tsc, "--project", str(samples), "--outDir", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return [Case("tsc", "types", line) for line in done.stdout.splitlines()[:3]]
@@ -154,7 +158,9 @@ def drive_runtime(reference: Path, folder: Path) -> Iterator[Case]:
     runtime.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m uma_trio aicirt "$@"\n', encoding="utf-8")
     runtime.chmod(0o755)
     runner = comms.AiciRunner(str(runtime), tokenizer="embedded", json_size=8, bin_size=16, pref="/ref0-")
-    yield Case("comms.py start, ping, tokens", "pass" if runner.vocab_size > 256 else "FAIL", f"{runner.vocab_size} tokens")
+    yield Case(
+        "comms.py start, ping, tokens", "pass" if runner.vocab_size > 256 else "FAIL", f"{runner.vocab_size} tokens"
+    )
     binary = runner.side_cmd.exec("mk_module", {"binary": comms.base64.b64encode(shipped()["yesno"]).decode()})
     module = binary["data"]["module_id"]
     yield Case("comms.py mk_module", "pass" if len(module) == 64 else "FAIL")
@@ -241,8 +247,12 @@ async def with_daemon(reference: Path, tsc: str | None) -> bool:
 
 
 @click.command()
-@click.option("--reference", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path), required=True)
-@click.option("--tsc", default=shutil.which("tsc"), help="The compiler of TypeScript.  [default: tsc, if it is installed]")
+@click.option(
+    "--reference", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path), required=True
+)
+@click.option(
+    "--tsc", default=shutil.which("tsc"), help="The compiler of TypeScript.  [default: tsc, if it is installed]"
+)
 @click.option("--comms", is_flag=True, hidden=True)
 def main(reference: Path, tsc: str | None, comms: bool) -> None:
     """Run the samples and clients of the reference implementation, and print a table.  Exits with 1 if one fails."""

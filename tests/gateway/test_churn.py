@@ -122,6 +122,7 @@ def test_disconnects_release_everything() -> None:
         gateway = Gateway.of(daemon)
         process = psutil.Process(daemon.metrics()["gateway"]["pid"])
         churn(gateway, 10 * THREADS, seed=1)  # warm-up
+        daemon.standby()
         before = daemon.settled()
         fds, gateway_fds = daemon.n_fds(), process.num_fds()
         rss = {each: each.memory_info().rss for each in daemon.processes}

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.gateway.conftest import Gateway, Raw
-from tests.support.real_daemon import Canary, Daemon, missing, real_daemon
+from tests.support.real_daemon import Canary, missing, real_daemon
 from uma_trio import config
 from uma_trio.daemon.gateway import HttpAddressError, listening
 
@@ -116,37 +116,21 @@ def test_a_gateway_that_is_stopped_is_replaced(frail: Gateway) -> None:
     )
 
 
-def standby_of(daemon: Daemon) -> psutil.Process:
-    """The process that waits for its turn."""
-
-    def find() -> psutil.Process | None:
-        for process in psutil.Process(daemon.pid).children():
-            with contextlib.suppress(psutil.Error):
-                if process.cmdline()[:1] == ["uma-trio gateway: standby"]:
-                    return process
-        return None
-
-    daemon.wait_until(lambda _: find() is not None, "a standby")
-    found = find()
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_standby_takes_over(frail: Gateway, number: signal.Signals) -> None:
     daemon = frail.daemon
-    standby = standby_of(daemon)
+    standby = daemon.standby()
     os.kill(daemon.metrics()["gateway"]["pid"], number)
     with frail.http() as client:
         client.get("/healthz", timeout=60).raise_for_status()
     assert daemon.metrics()["gateway"]["pid"] == standby.pid
-    assert standby_of(daemon) != standby
+    assert daemon.standby() != standby
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_gateway_and_its_standby_that_end_together_are_replaced(frail: Gateway, number: signal.Signals) -> None:
     daemon = frail.daemon
-    pids = [standby_of(daemon).pid, daemon.metrics()["gateway"]["pid"]]
+    pids = [daemon.standby().pid, daemon.metrics()["gateway"]["pid"]]
     for pid in pids:
         os.kill(pid, number)
     with frail.http() as client:

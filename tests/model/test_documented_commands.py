@@ -44,7 +44,7 @@ NOT_RUN = {
     r"uma-trio serve .*--(devices|split-mode|n-cpu-moe) .*": (
         "needs GPUs; tests/model/test_devices.py has RPC servers in their place"
     ),
-    r"python benches/(make_model|public_load)\.py .*": "takes minutes; tests/model/test_public_load.py runs both",
+    r"python benches/(make_model|public_load)\.py .*": "takes minutes; the tests of the benches run both with small models",
     r"uma-trio service (?!.*--dry-run).*": (
         "changes the services of the user; tests/model/test_service.py runs it with a service manager of its own"
     ),

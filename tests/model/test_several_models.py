@@ -162,7 +162,7 @@ def test_the_commands_say_whose_a_session_is(models: dict[str, Path], tmp_path: 
         for name, n_requests in (("embedded", 1), ("b", 1)):
             found = json.loads(run("metrics", "--json", "--model", name)[0])
             assert (found["model"], sum(found["requests_total"].values())) == (name, n_requests)
-        assert "loaded are embedded, b" in run("metrics", "--model", "c")[1]
+        assert "serves embedded, b" in run("metrics", "--model", "c")[1]
         assert act(daemon, "unload", "b")["models"]
         left, notice = run("sessions")
         assert "not loaded: b" in notice

@@ -269,6 +269,21 @@ class Daemon:
         """Wait for the exit code."""
         return self.process.wait(timeout_s)
 
+    def standby(self) -> psutil.Process:
+        """The gateway that waits for its turn.  It starts some seconds after the models serve."""
+
+        def find() -> psutil.Process | None:
+            for process in psutil.Process(self.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if process.cmdline()[:1] == ["uma-trio gateway: standby"]:
+                        return process
+            return None
+
+        self.wait_until(lambda _: find() is not None, "a standby")
+        found = find()
+        assert found is not None
+        return found
+
     def wait_until(self, condition: Callable[[Event], Any], description: str, timeout_s: float = WAIT_S) -> Event:
         """The first metrics snapshot that meets ``condition``.  A machine that was paused meanwhile is no failure."""
         with self.wire() as wire:
