@@ -280,7 +280,7 @@ def test_long_prompts_that_arrive_together_finish_one_after_the_other() -> None:
     """Interleaved, all would have their first token at the end."""
     server, first_token_s = SimulatedServer(CPU), {}
     for arrived, seq_id in enumerate((3, 0, 4, 2, 1)):
-        server.prefill(seq_id, 2000, n_to_generate=1).due_s = 1.0 + arrived / 1e3
+        server.prefill(seq_id, 2000, n_to_generate=1).due_s = 1.0 + 10 * arrived
     while server.running:
         before = set(server.running)
         server.tick()

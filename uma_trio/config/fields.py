@@ -487,14 +487,19 @@ class Scheduling:
     """How the scheduler fills ticks."""
 
     target_tbt_ms: float = setting(
-        100.0,
+        200.0,
         "Target for the time between the tokens of a stream during prefill, for requests without slo.target_tbt_ms. "
-        "Prefill gets the time that decoding leaves, as far as longer chunks make it faster.",
+        "Prefill gets the time that decoding leaves, as far as longer chunks make it faster. So on a GPU streams mostly "
+        "wait for a quarter of this.",
         gt=0,
         le=600_000,
     )
     background_tbt_ms: float = setting(
-        1000.0, "Like target_tbt_ms, for requests with slo.priority background.", gt=0, le=600_000
+        1000.0,
+        "Like target_tbt_ms, for requests that nobody reads while they are answered: those with slo.priority background, "
+        "and those without streaming.",
+        gt=0,
+        le=600_000,
     )
     target_ttft_ms: float = setting(
         2000.0,

@@ -115,10 +115,9 @@ STAIR_RATE: Final = 0.99
 """The plan takes, of the prefill chunks that end in time, the longest one that reaches this share of the best speed, in
 tokens a millisecond.  So a chunk ends just before a stair."""
 
-PREFILL_SPEED: Final = 0.72
+PREFILL_SPEED: Final = 0.97
 """Share of the speed of the fastest chunk, in prompt tokens a millisecond.  Next to streams, a chunk is no longer than the
-shortest one that reaches it (``CostModel.worthwhile_prefill_tokens``).  On an H200 with a 7B model, 248 tokens take 29 ms
-and 504 take 47: streams wait little more than half as long."""
+shortest one that reaches it (``CostModel.worthwhile_prefill_tokens``)."""
 
 RECORDING_WEIGHT: Final = 0.5
 """Weight of the latest recording in their mean."""
@@ -128,6 +127,10 @@ MAX_RECORDING_MS: Final = 50.0
 CHUNK_SHARES: Final = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0)
 """Lengths of the chunks whose speeds are compared without a curve, as shares of the longest one.  With a curve the measured
 row counts are compared."""
+
+
+LONG_CHUNK: Final = 512
+"""Tokens of a chunk in which the price of the call hardly counts."""
 
 
 @attrs.frozen
@@ -437,6 +440,11 @@ class CostModel:
         about as long for each token of a short chunk as of a long one.  So shorter chunks are enough there.
         """
         return self.mixed.worthwhile_prefill_tokens(work, most)
+
+    @property
+    def prefill_token_ms(self) -> float:
+        """Predicted milliseconds of a prompt token in a long chunk."""
+        return self.mixed.predict(Work(LONG_CHUNK, 0, 0)) / LONG_CHUNK
 
     def decode_call_ms(self, rows: int, context_tokens: int) -> float:
         """Predicted milliseconds of one call of decodes, from the measured time of its rows where there is one.

@@ -8,7 +8,7 @@ weight.  The principal with the lowest counter is served next.  A principal that
 starts at the lowest counter of the active ones, so nobody saves up service while idle.
 
 Within a principal, prompts are not interleaved, since then all of them would finish last.  Prompts that fit into one
-burst go first, and the others follow in order of their deadlines.
+burst go first.  The others follow by deadline, and a prompt with less work before one with more (``WAIT_PER_WORK``).
 
 No order starves anyone: a group that was skipped too often gets a burst before all others.
 
@@ -48,7 +48,10 @@ ROTATION_PERIOD: Final = 32
 """Once in this many ticks that serve a group, its first burst goes to the next prompt by sequence id, whatever the
 deadlines: a prompt with a late deadline is not overtaken for ever."""
 
-_DUE_S: Final = attrgetter("due_s")
+WAIT_PER_WORK: Final = 8.0
+"""A prompt lets another one go first that is due later, if that has less work: later by at most this many times the
+difference.  So the mean time to first token is short, and no prompt waits for many times as long as it takes alone."""
+
 _SEQ_ID: Final = attrgetter("seq_id")
 
 Group: TypeAlias = tuple[Priority, str]
@@ -160,7 +163,7 @@ def rank(
 
 
 def divide(
-    prefills: Sequence[SequenceView], tokens: int, service: Service, *, burst: int
+    prefills: Sequence[SequenceView], tokens: int, service: Service, *, burst: int, token_s: float = 0.0
 ) -> tuple[list[tuple[SequenceView, int]], Service]:
     """Divide the prefill tokens of one tick among ``prefills``.
 
@@ -168,8 +171,8 @@ def divide(
     prompts.  Of its prompts, those of higher classes take all that they can use.  Prompts of class ``background`` get what
     all others leave.  A group that was skipped for ``MAX_SKIPPED_TICKS`` gets a burst before everything else.
 
-    Within a group, prompts that fit into a burst go first and the others follow, both by deadline.  Each prompt gets
-    all that it can use before the next one gets any.  Every ``ROTATION_PERIOD``-th division that serves the group
+    Within a group, prompts that fit into a burst go first and the others follow, both by deadline and work
+    (``WAIT_PER_WORK``).  Each prompt gets all that it can use before the next one gets any.  Every ``ROTATION_PERIOD``-th division that serves the group
     begins with a burst for the next prompt by sequence id.
 
     Nobody starves.  Among ``g`` groups, each is served at least once in ``w = MAX_SKIPPED_TICKS + g`` divisions (a
@@ -179,13 +182,15 @@ def divide(
     Args:
         tokens: tokens to divide, at least 1.
         burst: tokens that a principal is given before the next one's turn.
+        token_s: seconds that a prefill token takes; 0 orders by deadline alone.
 
     Returns:
         The prompts that advance, with their tokens, and the service after that.  All ``tokens`` are used unless the
         prompts have fewer pending.
     """
     by_key: defaultdict[Group, list[SequenceView]] = defaultdict(list)
-    for view in sorted(sorted(prefills, key=_SEQ_ID), key=_DUE_S):  # faster than one sort by pairs
+    work_s = WAIT_PER_WORK * token_s
+    for view in sorted(sorted(prefills, key=_SEQ_ID), key=lambda view: view.due_s + work_s * view.n_pending):
         by_key[view.priority, view.principal].append(view)
     groups = [
         _Group(*key, views, service.histories.get(key, NO_HISTORY), sum([view.n_pending for view in views]))
@@ -210,7 +215,7 @@ class _Group:
     priority: Priority
     principal: str
     views: list[SequenceView]
-    """By deadline."""
+    """By deadline and work."""
     history: GroupHistory
     n_wanted: int
     """Tokens that the group can still use."""

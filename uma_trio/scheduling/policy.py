@@ -349,13 +349,13 @@ def _choose_prefill(
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
         aligned = budget - (budget + len(decodes) if mixes_prefill else budget) % ROW_ALIGNMENT
         budget = aligned if aligned >= limits.min_chunk_tokens else budget
-    n_calls = work.n_calls
+    n_calls, token_s = work.n_calls, 1e-3 * cost.prefill_token_ms
     while True:  # the chosen prompts may have more context than the mean, so less fits; mostly one round is enough
-        given, service = _divide(prefills, budget, state.service, limits)
+        given, service = _divide(prefills, budget, state.service, limits, token_s)
         work = _with_prefill(work, given, attention, n_calls=n_calls, mixes_prefill=mixes_prefill)
         rest = _rest_in_a_call_of_its_own(given, limits) if decodes and not mixes_prefill else 0
         if rest and cost.predict(work) > MAX_FURTHER_CALL * cost.predict(attrs.evolve(work, n_calls=n_calls)):
-            given, service = _divide(prefills, budget - rest, state.service, limits)
+            given, service = _divide(prefills, budget - rest, state.service, limits, token_s)
             work = _with_prefill(work, given, attention, n_calls=n_calls, mixes_prefill=mixes_prefill)
         budget = _prefill_budget(decodes, overdue, work, state, now_s, cost, max_tokens, limits, attention)
         if records_calls and _would_be_recorded(given, len(decodes), state):
@@ -473,12 +473,12 @@ def _prefill_budget(
 
 
 def _divide(
-    prefills: Sequence[SequenceView], budget: int, service: Service, limits: Scheduling
+    prefills: Sequence[SequenceView], budget: int, service: Service, limits: Scheduling, token_s: float
 ) -> tuple[list[tuple[SequenceView, int]], Service]:
     """The prompts that get ``budget`` tokens, with the tokens of each, and the service after that."""
     if budget <= 0:
         return [], service
-    return fairness.divide(prefills, budget, service, burst=limits.prefill_burst_tokens)
+    return fairness.divide(prefills, budget, service, burst=limits.prefill_burst_tokens, token_s=token_s)
 
 
 def _with_prefill(

@@ -75,7 +75,7 @@ def admit(
             arrived_at=now,
             due_at=now + _target_ttft_ms(request.slo, config) / 1e3,
             grace_s=max(0.0, config.scheduling.target_ttft_ms - _target_ttft_ms(request.slo, config)) / 1e3,
-            target_itl_s=_target_itl_ms(request.slo, config) / 1e3,
+            target_itl_s=_target_itl_ms(request, config) / 1e3,
             durable=durable,
         )
         for index in range(request.n)
@@ -183,8 +183,8 @@ def _target_ttft_ms(slo: Slo, config: Config) -> float:
     return config.scheduling.target_ttft_ms if slo.target_ttft_ms is None else slo.target_ttft_ms
 
 
-def _target_itl_ms(slo: Slo, config: Config) -> float:
-    if slo.target_tbt_ms is not None:
-        return slo.target_tbt_ms
-    scheduling = config.scheduling
-    return scheduling.background_tbt_ms if slo.priority == "background" else scheduling.target_tbt_ms
+def _target_itl_ms(request: Generate, config: Config) -> float:
+    if request.slo.target_tbt_ms is not None:
+        return request.slo.target_tbt_ms
+    nobody_reads = request.slo.priority == "background" or not request.stream
+    return config.scheduling.background_tbt_ms if nobody_reads else config.scheduling.target_tbt_ms
