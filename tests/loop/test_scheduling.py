@@ -55,11 +55,18 @@ class Harness:
     n: int = 0
 
     def ask(
-        self, prompt: int, n: int, client: Client | None = None, *, principal: str = "uid:0", slo: Slo | None = None
+        self,
+        prompt: int,
+        n: int,
+        client: Client | None = None,
+        *,
+        principal: str = "uid:0",
+        slo: Slo | None = None,
+        stream: bool = True,
     ) -> Answer:
         """Submit a request with ``prompt`` prompt tokens for ``n`` tokens."""
         self.n += 1
-        request = Generate(id=str(self.n), prompt="", max_tokens=n, slo=slo or Slo())
+        request = Generate(id=str(self.n), prompt="", max_tokens=n, slo=slo or Slo(), stream=stream)
         tokens = np.arange(prompt, dtype=np.int32) % 900 + 1
         [answer] = self.scheduler.submit(request, Prompt(tokens, ""), client or Client(), Principal(principal))
         return answer
@@ -86,12 +93,17 @@ async def test_targets_come_from_the_request_or_from_its_priority(autojump_clock
         assert [harness.ask(1, 1, slo=slo).target_itl_s for slo in own] == [0.07, 0.07, 0.9, 0.005]
 
 
+async def test_an_answer_that_is_not_streamed_is_in_no_hurry(autojump_clock):
+    async with running(target_tbt_ms=70.0, background_tbt_ms=900.0) as harness:
+        own = [None, INTERACTIVE, Slo(target_tbt_ms=5.0)]
+        assert [harness.ask(1, 1, slo=slo, stream=False).target_itl_s for slo in own] == [0.9, 0.9, 0.005]
+
+
 @pytest.mark.parametrize(
-    ("slo", "target_ms"), [(None, 100.0), (Slo(target_tbt_ms=20.0), 20.0), (Slo(target_tbt_ms=300.0), 300.0)]
+    ("slo", "target_ms"), [(None, 200.0), (Slo(target_tbt_ms=20.0), 20.0), (Slo(target_tbt_ms=300.0), 300.0)]
 )
 async def test_a_stream_is_on_time_during_the_prefill_of_others(autojump_clock, slo, target_ms):
-    """The device computes 450 prompt tokens in 50 ms, and 200 in 25 are nearly as good.  The cost model starts with its
-    defaults."""
+    """The device computes 1,500 prompt tokens in 155 ms, nearly as fast as 4,000.  The cost model starts with its defaults."""
     engine = FakeEngine(n_ctx=100_000, n_batch=4096, cost_ms=lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes)
     async with running(engine) as harness:
         stream = Client()
@@ -101,7 +113,7 @@ async def test_a_stream_is_on_time_during_the_prefill_of_others(autojump_clock, 
             harness.ask(30_000 // 6, 1)
         await sequence.done.wait()
         assert max(stream.gaps_ms) <= 1.1 * target_ms
-        assert max(stream.gaps_ms) > min(0.8 * target_ms, 25), (
+        assert max(stream.gaps_ms) > min(0.8 * target_ms, 120), (
             "prefill did not use the time until the next token was due, as far as it pays"
         )
 

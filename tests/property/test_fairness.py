@@ -20,6 +20,7 @@ from uma_trio.scheduling.fairness import (
     MAX_LEAD,
     MAX_SKIPPED_TICKS,
     ROTATION_PERIOD,
+    WAIT_PER_WORK,
     Service,
     divide,
     rank,
@@ -243,6 +244,28 @@ def test_a_prompt_with_an_earlier_deadline_overtakes() -> None:
     prefill.divide(100)
     prefill.views.append(SequenceView(2, 300, due_s=5.0))
     assert [prefill.divide(100) for _ in range(4)] == [[2], [2], [2], [0]]
+
+
+@pytest.mark.parametrize(("due_s", "first"), [(27.0, 1), (29.0, 0)])
+def test_a_prompt_with_less_work_overtakes_one_that_is_due_earlier(due_s: float, first: int) -> None:
+    """500 tokens instead of 4,000, a millisecond each: 3.5 s less work."""
+    prompts = [SequenceView(0, 4000, due_s=0.0), SequenceView(1, 500, due_s=due_s)]
+    assert 27.0 < WAIT_PER_WORK * 3.5 < 29.0
+    given, _ = divide(prompts, 100, Service(), burst=64, token_s=1e-3)
+    assert [view.seq_id for view, _ in given] == [first]
+
+
+def test_short_prompts_lower_the_mean_time_to_first_token_of_a_burst() -> None:
+    """Prompts of very different lengths that come together, the longest first."""
+    lengths = [4000, 2000, 800, 400, 200, 100]
+    server, first_token_s = SimulatedServer(CPU), {}
+    for seq_id, length in enumerate(lengths):
+        server.prefill(seq_id, length, n_to_generate=1).due_s = 1.0 + seq_id / 1e3
+    while server.running:
+        before = set(server.running)
+        server.tick()
+        first_token_s |= dict.fromkeys(before - set(server.running), server.now_s)
+    assert list(first_token_s) == [5, 4, 3, 2, 1, 0]
 
 
 def test_the_last_division_of_a_rotation_period_begins_with_the_next_sequence() -> None:
