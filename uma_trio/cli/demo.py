@@ -52,7 +52,7 @@ def _writable(_context: click.Context, _option: click.Parameter, file: Path | No
 @click.option(
     "--max-gap-ms",
     type=click.FloatRange(0, min_open=True),
-    help="Maximum gap in a chat during prefill of the document.  [default: 1.5 times target_tbt_ms, 150]",
+    help="Maximum gap in a chat during prefill of the document.  [default: 1.5 times target_tbt_ms, 300]",
 )
 @click.option(
     "--picture",
