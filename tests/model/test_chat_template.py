@@ -1,8 +1,14 @@
 """Which chat template the daemon uses, and what it says about it."""
 
+import threading
+
 import pytest
+import trio
 
 from tests.support.real_daemon import real_daemon
+from tests.support.serving import settings
+from uma_trio.engine.link import ProcessLauncher
+from uma_trio.models import loaded
 from uma_trio.models.loaded import EMBEDDED
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "echo": True}
@@ -54,3 +60,18 @@ def test_a_model_without_a_template_says_so_and_names_the_flag(without_template,
         assert refused.code == "E_MODEL_NO_CHAT_TEMPLATE"
         assert "--chat-template" in refused.last["message"]
         assert daemon.ask(prompt="Hello", max_tokens=1).reason == "length"
+
+
+async def test_no_stream_of_another_model_waits_for_a_template_to_start(library, monkeypatch):
+    """It is compiled in a process of its own, whose start takes a good part of a second on a busy machine."""
+    threads, start = [], loaded.ChatTemplate
+
+    def started(*args, **kwargs):
+        threads.append(threading.get_ident())
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(loaded, "ChatTemplate", started)
+    async with trio.open_nursery() as nursery, loaded.open_model(settings(), ProcessLauncher(nursery)) as model:
+        assert model.prompts.chat is not None
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()

@@ -172,7 +172,11 @@ async def open_model(
                 chosen = None
             elif chosen is None and vocabulary.chat_template is not None:
                 chosen = TemplateSource(vocabulary.chat_template, OF_THE_MODEL)
-            chat = _chat_template(chosen, vocabulary.tokenizer) if generates else None
+            chat = None
+            if generates:  # in a thread: it starts a process, and other models may be serving
+                chat = await trio.to_thread.run_sync(_chat_template, chosen, vocabulary.tokenizer)
+            if chat is not None:
+                stack.callback(chat.close)
             # a model that reasons does so with another template too
             templates = [
                 text for text in (chosen.text if chosen else None, vocabulary.chat_template) if text is not None
@@ -184,8 +188,6 @@ async def open_model(
             pairs = None
             if summary.purpose == "rank":
                 pairs = find_pair_format(vocabulary.metadata, vocabulary.tokenizer)
-            if chat is not None:
-                stack.callback(chat.close)
             limits = attrs.evolve(config.limits, max_prompt_bytes=max_prompt_bytes(config.limits, engine.info))
 
             def grammar_vocabulary() -> Vocabulary:
