@@ -15,23 +15,24 @@ import click
 from machine import machine
 
 from uma_trio import config
-from uma_trio.engine.layout import LayoutChoice, MeasuredLayout
+from uma_trio.engine.layout import KeptLayout, LayoutCache, LayoutChoice, MeasuredLayout
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.models.loaded import EMBEDDED
 
 
-class TimingCache:
+class TimingCache(LayoutCache):
     """A layout cache that stores nothing, so that each start measures, and that times the measurement."""
 
     def __init__(self) -> None:
         self.began_s = self.took_s = 0.0
 
-    def load(self, environment: tuple[object, ...]) -> str | None:
+    def load(self, environment: tuple[object, ...], trial_s: float) -> KeptLayout | None:
         self.began_s = time.perf_counter()
         return None
 
-    def save(self, environment: tuple[object, ...], choice: LayoutChoice) -> None:
+    def save(self, environment: tuple[object, ...], choice: LayoutChoice, trial_s: float) -> bool:
         self.took_s = time.perf_counter() - self.began_s
+        return False
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
