@@ -1,6 +1,6 @@
-"""Lets large work onto an event loop piece by piece, with as much time for others after each piece.
+"""Runs large work on an event loop in pieces.  After each piece, others get as much time as it took.
 
-A thread would not help: decoders hold Python's lock until they have ended.
+A thread would not help: decoders hold Python's global lock until they end.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import attrs
 T = TypeVar("T")
 
 LARGE_BYTES: Final = 4 * 1024
-"""A smaller message takes a few milliseconds to decode, whatever it has."""
+"""A smaller message takes a few milliseconds to decode, whatever it contains."""
 SHORT_S: Final = 0.002
-"""After a shorter piece others have one turn."""
+"""After a shorter piece, others get one turn of the event loop."""
 
 
 @attrs.frozen
@@ -35,7 +35,7 @@ class LargeWork:
 
     @contextlib.asynccontextmanager
     async def part(self) -> AsyncIterator[None]:
-        """Around one piece, which must not wait.  A pause that is as long follows it, and the next piece comes after that."""
+        """Run one piece inside of this; it must not wait.  A pause of the same length follows before the next piece."""
         async with self._lock:
             began = time.perf_counter()
             try:

@@ -45,13 +45,13 @@ SCAN_INTERVAL_S: Final = 1.0
 """How often to look for sequences that have been idle for long enough."""
 
 OVERRUN_AFTER_S: Final = 0.25
-"""After this long a copy may make a step take twice as long."""
+"""After this long a copy may make a step take twice as long; a copy that parks a sequence, as long as it needs."""
 
 TRANSFER_TIMEOUT_S: Final = 3.0
 """After this long a copy that a request waits for does not take place."""
 
 MIN_PARKED_MS: Final = 250.0
-"""A sequence is not parked if its tokens can be computed again in less than this."""
+"""A sequence is not parked if its tokens can be computed again in this time."""
 
 
 class StateDraft(Protocol):

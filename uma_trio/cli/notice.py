@@ -1,4 +1,4 @@
-"""Notices on stderr: what the user should know that is no part of an answer."""
+"""Notices on stderr: what the user should know and is not part of an answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 MIN_COLUMNS: Final = 20
-"""A terminal that says to be narrower gets lines of this width."""
+"""A terminal that reports fewer columns gets lines of this width."""
 
 
 def note(text: str, colour: str | None = None) -> None:
@@ -23,7 +23,7 @@ def note(text: str, colour: str | None = None) -> None:
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """The lines of at most ``width`` characters that ``line`` becomes; a longer word has one of its own."""
+    """``line`` in lines of at most ``width`` characters; a longer word gets a line of its own."""
     return textwrap.wrap(
         line, width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True
     )

@@ -8,11 +8,11 @@ from typing import Final
 import click
 
 MAX_BYTES: Final = 64 << 20
-"""The largest prompt that a daemon can be set to take.  /dev/zero has more."""
+"""The highest possible ``max_prompt_bytes``.  More, such as ``/dev/zero``, is refused."""
 
 
 def read_stdin() -> bytes:
-    """All that is piped in.  Waits for its end.
+    """All that is piped in.  Blocks until the end of the input.
 
     Raises:
         click.UsageError: it is more than ``MAX_BYTES``.

@@ -489,32 +489,31 @@ class Scheduling:
     target_tbt_ms: float = setting(
         200.0,
         "Target for the time between the tokens of a stream during prefill, for requests without slo.target_tbt_ms. "
-        "Prefill gets the time that decoding leaves, as far as longer chunks make it faster. So on a GPU streams mostly "
-        "wait for a quarter of this.",
+        "Prefill gets the time that decoding leaves, as far as longer chunks make it faster. On a GPU the next token mostly "
+        "comes after a quarter of this time.",
         gt=0,
         le=600_000,
     )
     background_tbt_ms: float = setting(
         1000.0,
-        "Like target_tbt_ms, for requests that nobody reads while they are answered: those with slo.priority background, "
-        "and those without streaming.",
+        "Like target_tbt_ms, for requests with slo.priority background and requests without streaming.",
         gt=0,
         le=600_000,
     )
     target_ttft_ms: float = setting(
         2000.0,
         "Target for the time to the first token, for requests without slo.target_ttft_ms. Among the prompts of one "
-        "principal and priority, the one with the earliest deadline goes first. Prompts that are later than this and than their "
-        "own target, and have at most a batch of tokens left, get a larger share of the time, and may slow down streams to a "
-        "third of their speed.",
+        "principal and priority, the one with the earliest deadline goes first, or one with less work that is due little "
+        "later. Prompts that are later than this and than their own target, and have at most a batch of tokens left, get a "
+        "larger share of the time, and may slow down streams to a third of their speed.",
         gt=0,
         le=3_600_000,
     )
     preempted_max_mb: int = setting(
         2048,
-        "Memory for the KV cache of streams that lost their places to requests of others, in megabytes. One of them takes at "
-        "most half of what is free. Without room a stream is prefilled again when it goes on, and others may wait for that. "
-        "0 keeps nothing.",
+        "Memory for copies of the KV cache of streams that lost their places to requests of others, in megabytes. One copy "
+        "takes at most half of the free memory. Without a copy, a stream is prefilled again when it goes on, and others may "
+        "wait for that. 0: no copies.",
         ge=0,
         le=100_000_000,
     )

@@ -1,7 +1,7 @@
 """The process of an engine, before it has a model.
 
-On a busy machine its interpreter and its libraries take seconds.  This module imports so little that the daemon starts the
-process first, and imports its own libraries meanwhile.
+On a busy machine its interpreter and its libraries take seconds to start.  This module imports little, so the daemon can
+start the process before it imports its own libraries.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import attrs
 from uma_trio.child_process import ChildProcess
 
 HUGE_PAGES: Final = "glibc.malloc.hugetlb=1"
-"""Has glibc ask the kernel for huge pages, for large blocks of memory.  llama.cpp writes the whole KV cache when it makes a
-context, and with small pages most of that time is the kernel's."""
+"""Makes glibc ask the kernel for huge pages, for large blocks of memory.  llama.cpp writes the whole KV cache when it creates
+a context, and with small pages the kernel takes most of that time."""
 
 
 @attrs.define
 class EngineProcess:
-    """A child process that imports its libraries, and waits for a model at the other end of a socket."""
+    """A child process that imports its libraries, then waits for a model to be sent through a socket."""
 
     _sock: socket.socket
     _child: ChildProcess
@@ -32,7 +32,7 @@ class EngineProcess:
         """Start the process.  Blocks for some milliseconds.
 
         Args:
-            module: what it runs; it is given the descriptor of its socket.
+            module: the module that it runs, with the descriptor of its socket.
         """
         ours, theirs = socket.socketpair()
         with theirs:

@@ -1,4 +1,4 @@
-"""One thread for work that takes long, in which new work does not wait for what has taken much time already."""
+"""One thread for work that takes long.  Owners that have used little time go first."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _Work: TypeAlias = tuple[float, int, Future[Any], Callable[[], object]]
 class SlowThread:
     """Runs one function at a time, at a lower priority.
 
-    Of the functions that wait, the one goes first whose owner has used the least time before: so whoever brings a
-    grammar that is dear in every step delays the small one of somebody else by one step at most.
+    The next function is that of the owner that has used the least time.  So a grammar that takes long in every step delays
+    a small one by one step at most.
 
     Args:
-        name: of the thread.  It begins with the stack size that ``threading.stack_size`` says.
+        name: of the thread.  Its stack has the size that ``threading.stack_size`` says now.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,14 +41,14 @@ class SlowThread:
         """Run ``function`` soon.  Does not block.
 
         Args:
-            used_s: how much time the owner of this work has used before; equals run in the order in which they came.
+            used_s: how much time the owner of this work has used before.  Equal ones run in the order of arrival.
         """
         future: Future[T] = Future()
         self._waiting.put((used_s, next(self._order), future, function))
         return future
 
     def close(self) -> None:
-        """End the thread, when the function that runs has ended; those that wait are cancelled."""
+        """End the thread after the current function.  Cancel those that wait."""
         self._is_closed = True
         self.submit(0.0, lambda: None)
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a model file, for programs that need nothing else of it: they import little, and start soon."""
+"""The tokenizer of a model file, for programs that need nothing else.  It imports little, so they start fast."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ def vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]
         with explained(path):
             check_gguf(path, vocab_only=True)
             found = stack.enter_context(open_vocabulary(path, llama_dir))
-        yield found.tokenizer  # what the caller does with it, such as to print, fails for reasons of its own
+        yield found.tokenizer  # outside of ``explained``: errors of the caller are not about the file

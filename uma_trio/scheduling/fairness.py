@@ -36,9 +36,9 @@ AGING_INTERVAL_S: Final = 30.0
 """A queued request rises by one priority class each time it has waited this long."""
 
 MAX_LEAD: Final = 128.0
-"""Virtual tokens by which a principal may be ahead of another one.  A returning principal does not wait for more than these: it
-gets further ahead only while others ask for less than their share.  A principal that runs further ahead loses places
-(``places.py``)."""
+"""Virtual tokens by which a principal may be ahead of another one.  A returning principal does not wait for more than
+these: it gets further ahead only while others ask for less than their share.  A principal that runs further ahead loses
+places (``places.py``)."""
 
 MAX_SKIPPED_TICKS: Final = 8
 """Prefill ticks in a row in which a group may be skipped.  Then the group gets a burst, after the groups that have
@@ -49,8 +49,8 @@ ROTATION_PERIOD: Final = 32
 deadlines: a prompt with a late deadline is not overtaken for ever."""
 
 WAIT_PER_WORK: Final = 8.0
-"""A prompt lets another one go first that is due later, if that has less work: later by at most this many times the
-difference.  So the mean time to first token is short, and no prompt waits for many times as long as it takes alone."""
+"""A prompt with less work goes before one that is due earlier, by at most this many times the difference of their work.
+So the mean time to first token is short, and no prompt waits for many times as long as it takes alone."""
 
 _SEQ_ID: Final = attrgetter("seq_id")
 
@@ -172,8 +172,8 @@ def divide(
     all others leave.  A group that was skipped for ``MAX_SKIPPED_TICKS`` gets a burst before everything else.
 
     Within a group, prompts that fit into a burst go first and the others follow, both by deadline and work
-    (``WAIT_PER_WORK``).  Each prompt gets all that it can use before the next one gets any.  Every ``ROTATION_PERIOD``-th division that serves the group
-    begins with a burst for the next prompt by sequence id.
+    (``WAIT_PER_WORK``).  Each prompt gets all that it can use before the next one gets any.  Every
+    ``ROTATION_PERIOD``-th division that serves the group begins with a burst for the next prompt by sequence id.
 
     Nobody starves.  Among ``g`` groups, each is served at least once in ``w = MAX_SKIPPED_TICKS + g`` divisions (a
     single group in each, ``w = 1``).  A prompt in a group that has prompts on ``p`` sequences advances within

@@ -421,7 +421,8 @@ class WaitingQueue:
     """Requests that wait for KV cells, in the order of arrival.
 
     A sequence loses its place to a request that waits if its client does not read, or if its principal has more than its
-    share of the places (``scheduling/places.py``).  It is prefilled again from its tokens when there is a place again.
+    share of the places (``scheduling/places.py``).  When there is a place again, it goes on from its copy in memory, or is
+    prefilled again from its tokens.
 
     Args:
         max_length: more are refused, unless their principal has less than its share of the queue.

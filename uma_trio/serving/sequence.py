@@ -293,8 +293,8 @@ class Sequence:
     def turn_ends_at(self) -> float:
         """When it may lose the only place of its principal.
 
-        After it has lost its place once, its turn begins when it has again what it lost, and lasts as long as that took.
-        So every turn gains something, and at least half of the time is well spent.
+        After it has lost its place once, its turn begins when the KV cache has again what was lost, and lasts as long as
+        that took.  So every turn gains something, and at least half of the time goes into new work.
         """
         is_suspended = self.control is not None and self.control.phase is Phase.SUSPENDED
         if is_suspended or not self.was_preempted:

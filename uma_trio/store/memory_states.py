@@ -22,9 +22,10 @@ MAX_SHARE_OF_FREE: Final = 0.5
 
 
 class MemoryStates:
-    """States in unnamed files, of at most ``max_bytes`` together.  Its methods may be called from several threads.
+    """States in unnamed files.  The methods are thread-safe.
 
     Args:
+        max_bytes: limit of all states together.
         free_bytes: memory that is free now.
     """
 
@@ -33,7 +34,7 @@ class MemoryStates:
         self._free_bytes = free_bytes
         self._names = itertools.count(1)
         self._states: dict[str, tuple[int, int]] = {}
-        """Descriptor and bytes of each state, also of an unfinished one, by name."""
+        """Descriptor and size of each state by name, unfinished ones included."""
         self._used = 0
         self._lock = threading.Lock()
         """Protects the two above."""
@@ -80,7 +81,7 @@ class MemoryStates:
             verify: changes nothing; a state in memory is as it was written.
 
         Raises:
-            StateFileError: the state does not exist any more.
+            StateFileError: the state does not exist.
         """
         with self._lock:
             found = self._states.get(name)

@@ -19,7 +19,7 @@ from uma_trio.telemetry.perf_summary import Floats, column
 from uma_trio.telemetry.tick_parts import Flags, size_class, tick_parts
 
 MIN_TICKS: Final = 8
-"""Ticks from which on a best speed counts as measured, if there are sizes with as many."""
+"""A best speed is measured over at least this many ticks of one size, if any size has as many."""
 
 MIN_MS: Final = 1e-6
 """No device computes a token in less time; this is an error of the fit."""
@@ -180,10 +180,10 @@ def _widest_batch(decodes: Floats, rows: Floats, ms: Floats, selected: Flags) ->
 
 
 def _narrow_share(ticks: Sequence[TickRecord], decodes: Floats, width: float) -> Floats:
-    """Which share of the excess of each tick is because not all requests that were there decoded.
+    """The share of each tick's excess that is due to requests that were there and did not decode.
 
-    A batch of n streams costs a/n more for each token than an endless one.  So the excess over the widest batch divides at
-    the number of requests that were there.
+    In a batch of n streams, each token costs a/n more than in an infinitely wide one.  So the number of requests that were
+    there divides the excess over the widest batch.
     """
     present = [max(tick.running, tick.n_decodes + tick.n_prefills) + tick.queue_depth for tick in ticks]
     streams = np.maximum(1.0, decodes)
@@ -194,8 +194,7 @@ def _narrow_share(ticks: Sequence[TickRecord], decodes: Floats, width: float) ->
 
 
 def _classes(sizes: Floats, selected: Flags) -> list[Flags]:
-    """The ticks among those ``selected`` by the class of their size, small ones first.  Classes with few ticks are left
-    out, unless all are."""
+    """The ``selected`` ticks by class of size, small ones first.  Without classes of few ticks, unless all have few."""
     kinds = size_class(sizes)
     found = [selected & (kinds == kind) for kind in np.unique(kinds[selected])]
     return [each for each in found if each.sum() >= MIN_TICKS] or found

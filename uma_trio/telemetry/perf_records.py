@@ -62,7 +62,7 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     prefill_chunks: Sequence[tuple[int, int]] = []
     """Pairs of a sequence id and a number of prompt tokens."""
     recomputed_tokens: int = 0
-    """Tokens of the chunks that had been computed before, and were lost."""
+    """Tokens of these chunks that had been computed before, and were lost."""
     tokens: int = 0
     """Generated tokens, accepted draft tokens included."""
     context_tokens: int = 0
@@ -92,7 +92,7 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     idle_ms: float | None = None
     """How long there was no request since the previous tick; ``None`` if there always was one."""
     running: int = 0
-    """Sequences that held places, in this tick or not."""
+    """Sequences that held places, whether or not this tick computed them."""
     queue_depth: int = 0
     bytes_moved: float | None = None
     memory_bandwidth_share: float | None = None

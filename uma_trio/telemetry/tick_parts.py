@@ -23,7 +23,7 @@ from uma_trio.telemetry.perf_summary import Floats, column
 Flags = npt.NDArray[np.bool_]
 
 SLOW: Final = 1.5
-"""What a tick takes beyond so many times what is usual in its group is not due to its work."""
+"""Time beyond this multiple of what is usual in the tick's group is not due to its work."""
 
 ROUNDS: Final = 3
 """How often the coefficients are fitted.  Each round leaves out what made ticks slow in the round before."""
