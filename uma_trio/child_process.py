@@ -172,7 +172,7 @@ class ChildProcess:
                 os.close(descriptor)
 
     async def _kill_if_stopped(self) -> None:
-        """Those who wait for it would wait for ever."""
+        """Kill the child if a signal has stopped it: its callers would wait for ever."""
         detector = StopDetector(self._popen.pid)
         while not self._was_stopped:
             await trio.sleep(LOOK_S)

@@ -111,9 +111,9 @@ class Transfer:
     state: SavedState | None = None
     """The one that is loaded."""
     parks: bool = False
-    """The sequence goes to memory, or comes from there: others wait, and computing it again would take longer."""
+    """Whether the copy parks a sequence or brings it back: others wait, and computing it again would take longer."""
     n_tokens: int = 0
-    """What a sequence that goes to memory holds."""
+    """Number of tokens of a sequence that is parked."""
     done: trio.Event = attrs.field(factory=trio.Event)
     refused: str | None = "the cells were needed before"
     """Why it did not take place; ``None`` if it did."""

@@ -84,7 +84,7 @@ class Text(click.types.StringParamType):
 
 
 class Number(click.FloatRange):
-    """A number in a range.  ``nan`` is in none, although no comparison refuses it."""
+    """A number in a range.  Refuses ``nan``, which no comparison with a bound rejects."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         found = super().convert(value, param, ctx)

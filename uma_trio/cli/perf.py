@@ -93,7 +93,7 @@ def explain(files: tuple[Path, ...], number: int | None, as_json: bool) -> None:
     \b
     work      computing at the best speed that the device showed in this run
     lost      above that: short chunks, narrow batches, recomputation, the host, ...
-    none      time without requests, and time that the log does not have
+    no work   time without requests, and time that the log does not have
 
     docs/PERF_LOG.md explains each cause.  Times are of one machine and one load: compare runs, not machines.
 

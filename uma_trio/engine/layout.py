@@ -188,7 +188,7 @@ class KeptLayout:
 
     name: str
     was_measured: bool
-    """Otherwise there was no time, and the default was taken."""
+    """If false, there was no time, and the default was taken."""
 
 
 class LayoutCache(Protocol):

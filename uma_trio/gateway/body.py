@@ -134,7 +134,7 @@ async def _count(part: bytes, cost: JsonCost) -> None:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Hand on a body that was read, and then whatever else comes."""
+    """A ``receive`` that gives the ``body``, which was read already, and then later messages."""
     parts = [body]
 
     async def replay() -> Message:

@@ -197,7 +197,7 @@ class Daemon:
         return known.models
 
     async def model(self, name: str | None = None) -> ModelDescription:
-        """The model that requests call so, as it was at most a second ago; the default one for ``None``.
+        """The model with this name or alias, as it was at most a second ago; the default one for ``None``.
 
         A name that no model has counts as a request.
 

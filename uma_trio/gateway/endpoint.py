@@ -164,12 +164,12 @@ class Call:
 
     @property
     def large_work(self) -> LargeWork:
-        """What keeps the event loop for a while."""
+        """Runs work that takes the event loop for a while."""
         found: LargeWork = self.request.scope["state"]["large_work"]
         return found
 
     def part(self) -> AbstractAsyncContextManager[None]:
-        """Around work that grows with the body, and that does not wait: a large body takes turns with others."""
+        """Do work that grows with the body inside of this, without waiting: large bodies take turns."""
         return self.large_work.part() if self.request.scope["state"]["is_large"] else nullcontext()
 
     async def read(self, cls: type[T]) -> tuple[T, list[str]]:

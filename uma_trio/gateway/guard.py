@@ -66,7 +66,7 @@ class Guard:
     raw_bodies: BodyLimits
     raw_paths: frozenset[str]
     large_work: LargeWork = attrs.field(factory=lambda: LargeWork(anyio.Lock(), anyio.sleep))
-    """What all requests together have."""
+    """Shared by all requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""

@@ -319,7 +319,7 @@ class ModelRegistry:
         return [*known, *[await self._opener.describe(spec) for spec in others if spec.name not in names]]
 
     async def describe(self, name: str) -> ModelDescription:
-        """The model that requests call so.
+        """The model with this name or alias.
 
         Raises:
             ModelNotFound: there is none; the message says how to serve one of this machine.

@@ -86,6 +86,6 @@ class StepTimings:
         return copy_ms < LONG_PREFILL * self.prefill_ms(n_tokens)
 
     def prefill_ms(self, n_tokens: int) -> float:
-        """What it is predicted to take to compute ``n_tokens``, at least 1, from the first one on."""
+        """Predicted duration of the prefill of the first ``n_tokens``, at least 1, of a prompt."""
         chunk = min(n_tokens, self._n_batch)
         return self.cost.predict(Work(chunk, 0, 0, mean_prefill_context=n_tokens / 2)) * n_tokens / chunk

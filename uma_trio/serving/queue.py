@@ -65,7 +65,7 @@ class RunningSet:
         self._keeps_room_for: Sequence | None = None
         """The sequence whose forks wait for room."""
         self._leaving: list[Allocation] = []
-        """Sequences that lose their places together, when those of them that are copied have been."""
+        """Sequences that lose their places together, after the last copy of one of them."""
         self._n_copying = 0
         self._copies: dict[Allocation, SavedState] = {}
         """The copies that are complete."""
@@ -328,7 +328,7 @@ class RunningSet:
         return self._n_copying > 0
 
     def preempt_copied(self) -> list[Sequence]:
-        """The sequences that lose their places now, because all that is worth a copy has one, or there is no memory for it."""
+        """The sequences that lose their places now; none before all copies have ended."""
         for allocation, state in self._offloader.take_parked():
             self._n_copying -= 1
             if state is not None:

@@ -167,9 +167,9 @@ class Sequence:
     placed_at: float = -math.inf
     """When it got its place."""
     regained_at: float | None = None
-    """When it had again what it lost."""
+    """When the KV cache had again what was lost."""
     has_gained: bool = False
-    """It has something that it had not had before it got this place: more in the KV cache, or a new token."""
+    """Whether it has more than before it got this place: more in the KV cache, or a new token."""
     queued_at: float = attrs.field(default=attrs.Factory(lambda self: self.arrived_at, takes_self=True))
     """Since when it has been waiting for a place, if it is: its arrival, or the time at which it lost its place."""
     keep_computed: bool = True
@@ -415,7 +415,7 @@ class Sequence:
             self.sink.send(event)
 
     def note_progress(self, now: float, *, has_gained: bool) -> None:
-        """It has again what it lost when it lost its place; ``has_gained``: and more."""
+        """Note that the KV cache has again what was lost; ``has_gained``: and more."""
         if self.regained_at is None:
             self.regained_at = now
         self.has_gained = self.has_gained or has_gained

@@ -27,7 +27,7 @@ from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.health import READY_TIMEOUT_S
 
 TOKENS_PER_PIECE: Final = 4096
-"""Tokens with their texts that are encoded at once."""
+"""Tokens that are encoded in one piece, with their texts."""
 
 
 async def health(call: Call) -> Response:
@@ -88,7 +88,7 @@ async def tokenize(call: Call) -> Response:
 
 
 def _with_piece(tokens: Sequence[int], spelled: Sequence[list[int]], n: int) -> dict[str, Any]:
-    """The token at ``n`` with its text, or with its bytes if they are no whole characters."""
+    """Token ``n`` with its text, or with its bytes if these are not whole characters."""
     try:
         return {"id": tokens[n], "piece": bytes(spelled[n]).decode()}
     except UnicodeDecodeError:
