@@ -210,7 +210,7 @@ def explain(path: Path, error: OSError) -> NoServer:
         return NoServer(f"no daemon at {path}", _start(path), may_come=True)
     if error.errno == errno.ECONNREFUSED:
         if not stat.S_ISSOCK(_mode(path)):
-            return NoServer(f"{path} is not a socket, so no daemon is there", _start(path))
+            return NoServer(f"{path} is not a socket, so no daemon is there", "give the path of a daemon's socket")
         if is_locked(path):
             return NoServer(
                 f"the daemon at {path} is stopping and takes no new requests",

@@ -142,6 +142,12 @@ def test_the_chat_of_the_page_is_a_chat(daemon: Daemon) -> None:
     assert run(daemon, "jsctrl", program)[0].logs == "The capital of France is Paris.\n"
 
 
+def test_the_program_of_the_page_that_imports_says_what_is_so(daemon: Daemon) -> None:
+    page = (ROOT / "docs" / "AICI-CONTROLLERS.md").read_text()
+    [program] = [code.partition("```")[0] for code in page.split("```js\n") if code.startswith("import { Label")]
+    assert run(daemon, "jsctrl", program)[0].text == "The capital of France is probably Paris."
+
+
 def test_controllers_in_c(daemon: Daemon) -> None:
     assert run(daemon, "yesno", "Is water wet?")[0].text in ("Is water wet?\nyes", "Is water wet?\nno")
     shouted = run(daemon, "uppercase", "", max_tokens=20)[0]

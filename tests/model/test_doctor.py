@@ -161,8 +161,8 @@ def test_unusable_models(examine, tmp_path):
     text.write_text("# Notes")
     for path, words, fix in (
         (cut, "cut off", "download or copy it again"),
-        (tmp_path / "none.gguf", "there is no model", "give --model the path"),
-        (tmp_path, "is a folder", f"give --model a file in it, such as {cut}"),
+        (tmp_path / "none.gguf", "there is no model", "give the path"),
+        (tmp_path, "is a folder", f"give a file in it, such as {cut}"),
         (text, "is not a GGUF file", "give the path of a .gguf file"),
     ):
         found = examine("--model", path)

@@ -96,11 +96,11 @@ def constant(*args: str) -> Case:
 ARCHITECTURE = b"general.architecture\x08\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00"
 
 MODELS: dict[str, tuple[Case, str]] = {
-    "no such file": (constant("--model", "FOLDER/x.gguf"), "there is no model at .*; give --model the path"),
+    "no such file": (constant("--model", "FOLDER/x.gguf"), "there is no model at .*; give the path"),
     "a misspelt file": (misspelt, r"did you mean .*/mistral\.gguf\?"),
-    "a folder of models": (folder_of_models, r"is a folder; give --model a file in it, such as .*/models/a\.gguf$"),
-    "an empty folder": (constant("--model", "FOLDER"), r"is a folder; give --model the path of a \.gguf file$"),
-    "a file in a file": (constant("--model", f"{EMBEDDED}/m.gguf"), "Not a directory; give --model the path"),
+    "a folder of models": (folder_of_models, r"is a folder; give a file in it, such as .*/models/a\.gguf$"),
+    "an empty folder": (constant("--model", "FOLDER"), r"is a folder; give the path of a \.gguf file$"),
+    "a file in a file": (constant("--model", f"{EMBEDDED}/m.gguf"), "Not a directory; give the path"),
     "a device": (constant("--model", "/dev/null"), r"not a regular file; give the path of a \.gguf file$"),
     "an empty file": (given(b""), r"it is empty; give the path of a \.gguf file$"),
     "a text": (given(b"# Notes\nno model"), "it is not a GGUF file: it begins with # No, not with GGUF; give the path"),
@@ -256,4 +256,4 @@ def test_the_exit_code_of_the_program(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert ended.stdout == ""
-    assert ended.stderr == f"uma-trio serve: {tmp_path} is a folder; give --model the path of a .gguf file\n"
+    assert ended.stderr == f"uma-trio serve: {tmp_path} is a folder; give the path of a .gguf file\n"

@@ -134,6 +134,15 @@ def test_what_is_piped_in_has_a_bound(command: list[str], monkeypatch: pytest.Mo
     assert (found.exit_code, "send less" in found.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("command", [["ask"], ["tokenize"], ["rerank", "q", "-f", "-"]])
+def test_binary_input_is_said(command: list[str]) -> None:
+    from uma_trio.cli import main
+
+    piped = b"\x80PDF\xff\n\xef\xbf\xbd"  # the last character is U+FFFD itself, which is valid
+    found = CliRunner().invoke(main, command, input=piped, env={"UMA_SOCKET": "/nowhere/uma.sock"})
+    assert "the text that is piped in is not UTF-8: 2 of 7 characters are unreadable" in found.stderr
+
+
 def test_hints_are_for_codes_that_there_are() -> None:
     assert set(HINTS) <= {error.code for error in all_errors()}
 

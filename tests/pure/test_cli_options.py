@@ -50,6 +50,9 @@ def test_each_command_has_a_help_text(name: str) -> None:
     code, shown = run(name, "--help")
     assert code == 0
     assert flags_of(command) <= set(re.findall(r"--?[a-z][a-z0-9-]*", shown))
+    if isinstance(command, click.Group):
+        cut = [line for line in shown.partition("\nCommands:\n")[2].splitlines() if line.endswith("...")]
+        assert cut == [], "the first sentence of a command's help is too long for the list of its group"
 
 
 @pytest.mark.parametrize(

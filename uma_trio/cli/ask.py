@@ -15,7 +15,7 @@ from uma_trio.cli.client_options import reporting_errors, say_which_daemon, sock
 from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
 from uma_trio.cli.notice import note
 from uma_trio.cli.request_options import fields_of, not_empty, request_options
-from uma_trio.cli.stdin import read_stdin
+from uma_trio.cli.stdin import read_stdin, to_text
 from uma_trio.cli.tools import tool_fields
 
 STDIN_NOTICE_S = 1.0
@@ -154,7 +154,7 @@ def _read_stdin() -> str:
     with contextlib.suppress(OSError, ValueError):  # stdin is not a file, as in a test
         if not sys.stdin.isatty() and not select.select([sys.stdin], [], [], STDIN_NOTICE_S)[0]:
             click.echo("uma-trio ask: waiting for the end of stdin; to ask without it, add < /dev/null", err=True)
-    return read_stdin().decode("utf-8", "replace")
+    return to_text(read_stdin())
 
 
 def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
-from uma_trio.cli.stdin import read_line
+from uma_trio.cli.stdin import read_line, to_text
 
 
 class Input(Protocol):
@@ -42,7 +42,7 @@ class LineInput:
         line = read_line()
         if not line:
             raise EOFError
-        return line.decode("utf-8", "replace")
+        return to_text(line)
 
     def hidden(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

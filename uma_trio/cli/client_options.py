@@ -20,8 +20,6 @@ HINTS: Final = {
     "E_PROTO_FRAME_TOO_LARGE": "send less text, or serve with a larger --max-frame-bytes",
     "E_LIMIT_MAX_TOKENS": "use a smaller --max-tokens, or serve with a larger one",
     "E_MODEL_NO_CHAT_TEMPLATE": "use --raw, and the model continues the text",
-    "E_SESSION_BUSY": "wait for its answer, or copy it first with: uma-trio sessions fork",
-    "E_SESSION_EXISTS": "choose another name",
     "E_SESSION_NOT_FOUND": "uma-trio sessions lists yours",
     "E_RUNTIME_INTERNAL": "the log of uma-trio serve has the details",
 }

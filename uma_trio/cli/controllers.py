@@ -128,7 +128,7 @@ def tag(controller: str, names: tuple[str, ...], as_json: bool, socket: str | No
 @_json
 @socket_option()
 def list_(modules: bool, as_json: bool, socket: str | None) -> None:
-    """List the tags of the controllers that you can run, the most recently changed first.
+    """List the tags of the controllers that you can run.  The most recently changed one comes first.
 
     With --modules: the modules that you have uploaded; the user who runs the daemon sees those of everybody.
     """
@@ -144,7 +144,7 @@ def list_(modules: bool, as_json: bool, socket: str | None) -> None:
 @_json
 @socket_option()
 def rm(names: tuple[str, ...], owner: str | None, as_json: bool, socket: str | None) -> None:
-    """Delete each NAME: a module id, with the module and its tags, or a tag.  Controllers that run go on.
+    """Delete each NAME, a tag or a module id.  A module goes with its tags.  Controllers that run go on.
 
     \b
       uma-trio controllers rm mine

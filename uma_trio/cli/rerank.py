@@ -12,7 +12,7 @@ import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import model_name
-from uma_trio.cli.stdin import MAX_BYTES, read_stdin
+from uma_trio.cli.stdin import MAX_BYTES, read_stdin, to_text
 from uma_trio.files import read_bytes
 
 if TYPE_CHECKING:
@@ -88,10 +88,10 @@ def _lines(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
-        content = read_stdin() if str(file) == "-" else read_bytes(file, MAX_BYTES, pipes=True)
+        text = to_text(read_stdin()) if str(file) == "-" else to_text(read_bytes(file, MAX_BYTES, pipes=True), str(file))
     except OSError as error:
         raise click.UsageError(f"{file} cannot be read: {error.strerror}") from error
-    return [line for line in content.decode("utf-8", "replace").splitlines() if line.strip()]
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _shown(text: str) -> str:

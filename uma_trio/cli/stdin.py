@@ -1,4 +1,4 @@
-"""What is piped into a command, with a bound."""
+"""What is piped into a command, with a bound, and as text."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ def read_line() -> bytes:
         click.UsageError: as ``read_stdin``.
     """
     return _checked(sys.stdin.buffer.readline(MAX_BYTES + 1))
+
+
+def to_text(data: bytes, source: str = "the text that is piped in") -> str:
+    """Decode UTF-8.  Invalid bytes become U+FFFD, and a notice on stderr says how many: the input may be binary."""
+    text = data.decode("utf-8", "replace")
+    replaced = text.count("\ufffd") - data.count("\ufffd".encode())
+    if replaced:
+        click.echo(f"{source} is not UTF-8: {replaced:,} of {len(text):,} characters are unreadable", err=True)
+    return text
 
 
 def _checked(data: bytes) -> bytes:

@@ -14,7 +14,7 @@ import click
 
 from uma_trio.cli.client_options import DEFAULT_SOCKET
 from uma_trio.cli.completion import model_file
-from uma_trio.cli.stdin import read_stdin
+from uma_trio.cli.stdin import read_stdin, to_text
 
 if TYPE_CHECKING:
     from uma_trio.engine.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def command(
     if text is None or text == "-":
         source = _stdin("no text; give one as an argument or pipe it in")
     else:
-        source = _to_text(os.fsencode(text))
+        source = to_text(os.fsencode(text), "the text")
     special = not no_special
     answer = _ask(socket, model, text=source, add_special=special, parse_special=special, with_bytes=not (ids or count))
     if not ids and not count:
@@ -225,9 +225,4 @@ def _stdin(message: str) -> str:
     """Read stdin.  If it is a terminal, raise a usage error with ``message``."""
     if sys.stdin.isatty():
         raise click.UsageError(message)
-    return _to_text(read_stdin())
-
-
-def _to_text(utf8: bytes) -> str:
-    """Decode UTF-8.  Arguments and stdin may contain invalid bytes, which become U+FFFD."""
-    return utf8.decode("utf-8", "replace")
+    return to_text(read_stdin())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import ssl
@@ -159,7 +160,7 @@ def _explained(url: str) -> Any:
             ) from None
         if _is_about_name(error):
             raise Unreachable(f"cannot reach {host}: its name has no address ({_reason(error)})") from None
-        raise Unreachable(f"cannot connect to {host}: {_reason(error)}") from None
+        raise Unreachable(f"cannot connect to {host}: {_reason(error)}{_of_system(error)}") from None
     except httpx2.TimeoutException as error:
         kind = "cannot connect to" if isinstance(error, httpx2.ConnectTimeout) else "nothing comes from"
         raise Interrupted(f"{kind} {host}") from None
@@ -178,6 +179,15 @@ def _is_about_name(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, socket.gaierror):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def _of_system(error: BaseException | None) -> str:
+    """What the operating system says about each address that was tried, in brackets."""
+    while error is not None and not isinstance(error, BaseExceptionGroup):
+        error = error.__cause__ or error.__context__
+    tried = error.exceptions if error is not None else ()
+    numbers = dict.fromkeys(each.errno for each in tried if isinstance(each, OSError) and each.errno)
+    return f" ({', '.join(map(os.strerror, numbers))})" if numbers else ""
 
 
 def _reason(error: BaseException) -> str:

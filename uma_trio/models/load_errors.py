@@ -15,7 +15,7 @@ from uma_trio.engine.messages import NO_MEMORY, EngineDied, EngineError, LoadErr
 from uma_trio.errors import ErrorWithRemedy
 from uma_trio.models.gguf_header import REMEDY, GgufError
 
-GIVE_A_FILE: Final = "give --model the path of a .gguf file"
+GIVE_A_FILE: Final = "give the path of a .gguf file"
 
 _FUNCTION: Final = re.compile(r"^(?:\w+: )+(?:error loading model(?: \w+)?: )?(?:\w+: )*")
 """What llama.cpp puts in front of a reason: the functions that the error has passed."""
@@ -119,5 +119,5 @@ def _within(folder: Path) -> str:
     with contextlib.suppress(OSError):
         files = sorted(each for each in folder.iterdir() if each.suffix == ".gguf")
         if files:
-            return f"give --model a file in it, such as {files[0]}"
+            return f"give a file in it, such as {files[0]}"
     return GIVE_A_FILE

@@ -192,7 +192,7 @@ class SessionTable:
             raise SessionNotFound(f"session {name!r} has no answer yet that a fork could continue", field="session_id")
         if SessionKey(principal, new_name) in self._sessions:
             raise SessionExists(
-                f"there is a session {new_name!r} already: choose another name, or close it", field="new_id"
+                f"there is a session {new_name!r} already; choose another name, or close it", field="new_id"
             )
         forked = attrs.evolve(
             source,

@@ -86,7 +86,7 @@ def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
     try:
         settings = _settings(**flags)
     except ConfigError as error:
-        yield Finding("config", "problem", str(error), "correct it; uma-trio serve --print-config prints all settings")
+        yield Finding("config", "problem", str(error), "correct it; docs/CONFIG.md explains all settings")
         return
     yield from guarded("folders", folders.check_runtime_folder)
     yield from guarded("folders", lambda: folders.check_folders(settings))
