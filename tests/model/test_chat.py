@@ -287,10 +287,11 @@ def test_a_conversation_that_no_longer_fits(chat):
 
 
 def test_each_line_of_stdin_is_a_message(daemon):
-    found = run_lines(daemon.socket, stdin=f"{FRANCE}\n{PERU}\n/nothing\n")
+    found = run_lines(daemon.socket, stdin=f"{FRANCE}\n{PERU}\n/nothing\n/bye\n")
     assert (found.returncode, found.stdout) == (0, "The capital of France is Paris.\nThe capital of Peru is Lima.\n")
     assert found.stderr == (
         "there is no command /nothing; /help lists the commands. A message that begins with / is sent with //\n"
+        "there is no command /bye; did you mean /quit? A message that begins with / is sent with //\n"
     )
 
 

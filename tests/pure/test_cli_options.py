@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from uma_trio import config
-from uma_trio.cli import COMMANDS, main
+from uma_trio.cli import COMMANDS, OF_OTHER_PROGRAMS, main
 from uma_trio.cli.completion import LINE_VARIABLE, Lines
 from uma_trio.cli.serve import OF_OTHER_SERVERS
 from uma_trio.cli.serve import command as serve
@@ -63,6 +63,9 @@ def test_each_command_has_a_help_text(name: str) -> None:
         (["sesions", "list"], "did you mean sessions?"),
         (["sessions", "lst"], "there is no command lst; did you mean list?"),
         (["perf", "reprot"], "there is no command reprot; did you mean report?"),
+        (["run", "qwen"], "there is no command run; use uma-trio ask, or uma-trio chat"),
+        (["top"], "there is no command top; use uma-trio metrics --watch"),
+        (["version"], "there is no command version; use uma-trio --version"),
         (["xyzzy"], "there is no command xyzzy; the commands are serve, ask,"),
         (["--verson"], "--version"),
         *[([name, "--hlep"], "--help") for name in INSTALLED],
@@ -126,6 +129,9 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         (("--host", "0.0.0.0"), "serve has no --host; write --http 0.0.0.0:PORT"),
         (("--api-key", "x"), "write uma-trio keys create NAME"),
         (("--max-model-len", "8192"), "write --ctx N"),
+        (("-m", "a.gguf", "-ctk", "q8_0"), "serve has no -ctk; write --type-k TYPE"),
+        (("-fa", "on"), "serve has no -fa; write --flash-attn on, off or auto"),
+        (("-hf", "Qwen/Qwen3-0.6B-GGUF"), "serve has no -hf; write --model NAME, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"),
     ],
 )
 def test_flags_of_other_servers_have_a_hint(args: tuple[str, ...], hint: str) -> None:
@@ -138,6 +144,21 @@ def test_the_hints_for_flags_of_other_servers_name_flags_that_exist() -> None:
     flags = flags_of(serve)
     assert not flags & OF_OTHER_SERVERS.keys()
     assert {name for hint in OF_OTHER_SERVERS.values() for name in re.findall(r"--[a-z-]+", hint)} <= flags
+
+
+def test_the_hints_for_commands_of_other_programs_name_commands_that_exist() -> None:
+    assert not OF_OTHER_PROGRAMS.keys() & COMMANDS.keys()
+    for hint in OF_OTHER_PROGRAMS.values():
+        for line in re.findall(r"uma-trio ((?:[a-z]+ ?)*(?:--[a-z]+)?)", hint):
+            command: click.Command = main
+            for word in re.sub(r" (for|in) .*", "", line).split():
+                if word.startswith("-"):
+                    assert word in {*flags_of(command), "--help"}
+                else:
+                    assert isinstance(command, click.Group)
+                    found = command.get_command(click.Context(command), word)
+                    assert found is not None, hint
+                    command = found
 
 
 def test_the_help_of_serve_shows_defaults_and_choices() -> None:

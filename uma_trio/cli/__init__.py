@@ -34,6 +34,20 @@ COMMANDS = {
     "completion": "Print the completion script for a shell.",
 }
 
+OF_OTHER_PROGRAMS = {
+    **dict.fromkeys(("run", "generate"), "uma-trio ask, or uma-trio chat"),
+    **dict.fromkeys(("list", "ls", "ps"), "uma-trio models"),
+    "show": "uma-trio models show",
+    **dict.fromkeys(("rm", "remove"), "uma-trio models remove"),
+    **dict.fromkeys(("load", "unload"), "uma-trio models"),
+    "stop": "Ctrl-C in the terminal of uma-trio serve, or uma-trio models unload for a model",
+    **dict.fromkeys(("top", "stats"), "uma-trio metrics --watch"),
+    **dict.fromkeys(("status", "check"), "uma-trio doctor"),
+    "version": "uma-trio --version",
+    "help": "uma-trio --help",
+}
+"""What stands here for the commands that users know from other programs, such as Ollama."""
+
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 """numpy starts a thread for each core when it is imported, and they spin; nothing here multiplies matrices with it.  The
@@ -48,10 +62,13 @@ class SuggestingGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
         if not args[0].startswith("-") and args[0] not in known and not ctx.resilient_parsing:
-            nearest = difflib.get_close_matches(args[0], known, n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"the commands are {', '.join(known)}."
-            ctx.fail(f"there is no command {args[0]}; {hint}")
+            ctx.fail(f"there is no command {args[0]}; {self.hint(args[0], known)}")
         return super().resolve_command(ctx, args)
+
+    def hint(self, name: str, known: list[str]) -> str:
+        """What to write in place of the command ``name``, which does not exist."""
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        return f"did you mean {nearest[0]}?" if nearest else f"the commands are {', '.join(known)}."
 
 
 class LazyGroup(SuggestingGroup):
@@ -59,6 +76,9 @@ class LazyGroup(SuggestingGroup):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
+
+    def hint(self, name: str, known: list[str]) -> str:
+        return f"use {OF_OTHER_PROGRAMS[name]}" if name in OF_OTHER_PROGRAMS else super().hint(name, known)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:

@@ -37,6 +37,15 @@ COMMANDS: Final = {
 }
 """What follows each command, and what it does."""
 
+OF_OTHER_PROGRAMS: Final = {
+    **dict.fromkeys(("/bye", "/exit", "/q"), "/quit"),
+    **dict.fromkeys(("/clear", "/reset"), "/new"),
+    **dict.fromkeys(("/regen", "/again"), "/retry"),
+    "/load": "/session",
+    "/?": "/help",
+}
+"""What stands here for the commands that users know from other programs, such as Ollama and llama.cpp."""
+
 CHAT_HINTS: Final = {
     **HINTS,
     "E_LIMIT_CONTEXT": "the conversation and the answer no longer fit the context: /new begins another conversation; "
@@ -137,7 +146,8 @@ class Chat:
     def _command(self, text: str) -> None:
         name, _, argument = text.partition(" ")
         if name not in COMMANDS:
-            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            known = OF_OTHER_PROGRAMS.get(name)
+            close = [known] if known else difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
             meant = f"did you mean {close[0]}?" if close else "/help lists the commands."
             note(f"there is no command {name}; {meant} A message that begins with / is sent with //")
             return

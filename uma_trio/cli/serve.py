@@ -68,7 +68,13 @@ OF_OTHER_SERVERS: Final = {
     **dict.fromkeys(("--ctx-size", "--max-model-len", "--context-length"), "--ctx N, for all sequences together"),
     **dict.fromkeys(("--max-num-seqs", "--max-running-requests"), "--parallel N"),
     **dict.fromkeys(("--n-gpu-layers", "--n_gpu_layers"), "--gpu-layers N"),
-    **dict.fromkeys(("--batch-size", "--ubatch-size", "--max-num-batched-tokens"), "--batch-tokens N"),
+    **dict.fromkeys(("--batch-size", "-b", "--ubatch-size", "-ub", "--max-num-batched-tokens"), "--batch-tokens N"),
+    "-fa": "--flash-attn on, off or auto",
+    "-fit": "--fit on or off",
+    "-kvu": "--kv-unified on",
+    **dict.fromkeys(("--cache-type-k", "-ctk"), "--type-k TYPE"),
+    **dict.fromkeys(("--cache-type-v", "-ctv"), "--type-v TYPE"),
+    **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), "--memory-limit-mb SIZE"),
     "--device": "--devices NAMES",
     **dict.fromkeys(
         ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), "--split-mode tensor, which takes all --devices"
@@ -76,7 +82,7 @@ OF_OTHER_SERVERS: Final = {
     **dict.fromkeys(("--cpu-moe", "-cmoe"), "--n-cpu-moe N, with the model's number of layers"),
     "--served-model-name": "--alias NAME",
     **dict.fromkeys(("--lora", "--lora-scaled", "--lora-modules", "--lora-paths"), "--adapter NAME=FILE"),
-    "--hf-repo": "--model FILE, with a file that you have downloaded",
+    **dict.fromkeys(("--hf-repo", "-hfr", "-hf"), "--model NAME, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"),
     **dict.fromkeys(("--api-key", "--api-key-file"), "uma-trio keys create NAME, which makes a key"),
     **dict.fromkeys(("--cors-origins", "--allowed-origins"), "--http-origins ORIGINS"),
     **dict.fromkeys(("--ssl-certfile", "--ssl-cert-file"), "--tls-certificate FILE"),
@@ -85,7 +91,9 @@ OF_OTHER_SERVERS: Final = {
     "--n-predict": "--default-max-tokens N",
     "--metrics": "--http, whose /metrics is always there",
     "--jinja": "nothing, since templates are always Jinja",
-    "--cont-batching": "nothing, since batching is always continuous",
+    **dict.fromkeys(("--verbose", "-v"), "--log-level debug"),
+    **dict.fromkeys(("--embeddings", "--embedding"), "nothing, since embeddings are always served"),
+    **dict.fromkeys(("--cont-batching", "-cb"), "nothing, since batching is always continuous"),
 }
 """Flags of llama-server, vLLM and SGLang, and what to write here."""
 
@@ -95,16 +103,12 @@ class _ServeCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True  # to say below what is wrong with them
-        before = [*args]  # the parser empties its list
-        try:
-            super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            hint = OF_OTHER_SERVERS.get(error.option_name)
-            if error.option_name in ("--host", "--port", "-p"):
-                hint = f"--http {_address(before)}"
-            if hint is None:
-                raise
-            ctx.fail(f"serve has no {error.option_name}; write {hint}")
+        if not ctx.resilient_parsing:  # before click takes -ctk for -c tk
+            hints = {**OF_OTHER_SERVERS, **dict.fromkeys(("--host", "--port", "-p"), f"--http {_address(args)}")}
+            for name in (arg.partition("=")[0] for arg in args):
+                if name in hints:
+                    ctx.fail(f"serve has no {name}; write {hints[name]}")
+        super().parse_args(ctx, args)
         if ctx.args and not ctx.resilient_parsing:
             given = shlex.join(ctx.args)
             if any(arg.endswith(".gguf") for arg in ctx.args) and not ctx.params["model"]:
