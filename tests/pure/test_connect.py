@@ -138,7 +138,7 @@ def test_the_daemon_is_stopping(path: Path, locked: int) -> None:
 
 def test_a_file_that_is_no_socket(path: Path) -> None:
     path.touch()
-    with pytest.raises(NoServer, match="is not a socket, so no daemon is there; give the path of a daemon's socket$"):
+    with pytest.raises(NoServer, match=r"is not a socket, so no daemon is there; give the path of a daemon's socket$"):
         attempt(path)
 
 

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import gguf
 import pytest
 
+from uma_trio.hub.caches import packaged_models
 from uma_trio.hub.errors import HubError, NotInstalled
 from uma_trio.hub.installed import InstalledModel, find
 from uma_trio.hub.names import HubReference, PathReference, ShortName, UrlReference, check_alias, parse
 from uma_trio.hub.variants import RemoteFile, choose, group_parts, quantization_of, variants_of
+from uma_trio.models.gguf_header import read_header
 
 
 @pytest.mark.parametrize(
@@ -192,3 +195,9 @@ def test_names_that_mean_several_models_or_none() -> None:
     assert "did you mean llama3.2:1b?" in missing.value.remedy
     with pytest.raises(NotInstalled):
         find(parse("Qwen/Qwen3-0.6B-GGUF:Q2_K"), MODELS, ())
+
+
+def test_models_of_the_package_are_listed_with_the_quantization_of_their_files() -> None:
+    for model in packaged_models():
+        file_type = gguf.LlamaFileType(read_header(model.path).values["general.file_type"])
+        assert file_type.name == f"MOSTLY_{model.quantization}"

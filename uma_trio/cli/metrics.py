@@ -30,7 +30,11 @@ ANSWER_S: Final = 5.0
 @click.command("metrics")
 @click.option("--watch", is_flag=True, help="Show the most important metrics live, until q or Ctrl-C.")
 @click.option(
-    "--interval", type=click.FloatRange(0.05, 3600), default=1.0, show_default=True, help="Seconds between two snapshots."
+    "--interval",
+    type=click.FloatRange(0.05, 3600),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two snapshots.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print each snapshot as a line of JSON.")
 @click.option("--model", shell_complete=model_name, help="Name of the model to show.  [default: the daemon's first]")

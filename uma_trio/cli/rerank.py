@@ -88,7 +88,9 @@ def _lines(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
-        text = to_text(read_stdin()) if str(file) == "-" else to_text(read_bytes(file, MAX_BYTES, pipes=True), str(file))
+        text = (
+            to_text(read_stdin()) if str(file) == "-" else to_text(read_bytes(file, MAX_BYTES, pipes=True), str(file))
+        )
     except OSError as error:
         raise click.UsageError(f"{file} cannot be read: {error.strerror}") from error
     return [line for line in text.splitlines() if line.strip()]

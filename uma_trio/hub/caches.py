@@ -23,7 +23,7 @@ from uma_trio.hub.folder import ModelFolder
 from uma_trio.hub.installed import InstalledModel, Origin
 from uma_trio.hub.names import HUB_HOSTS
 from uma_trio.hub.variants import group_parts, quantization_of
-from uma_trio.models.packaged import PACKAGED
+from uma_trio.models.packaged import PACKAGED, PACKAGED_QUANTIZATION
 
 OLLAMA_HOST: Final = "registry.ollama.ai"
 OLLAMA_MODEL: Final = "application/vnd.ollama.image.model"
@@ -39,7 +39,13 @@ def packaged_models() -> list[InstalledModel]:
     """The models that come with the package, as far as the installation has them.  Blocks."""
     there = {name: path for name, path in PACKAGED.items() if path.is_file()}
     return [
-        InstalledModel(name=name, origin="the package", files=(path,), size_bytes=path.stat().st_size)
+        InstalledModel(
+            name=name,
+            origin="the package",
+            files=(path,),
+            size_bytes=path.stat().st_size,
+            quantization=PACKAGED_QUANTIZATION,
+        )
         for name, path in there.items()
     ]
 

@@ -96,7 +96,7 @@ def adapters_of(request: Generate | Embed | Rerank, info: ModelInfo) -> AdapterS
     for each in request.adapters:
         number = numbers.get(each.name)
         if number is None:
-            there = f"it has {', '.join(numbers)}" if numbers else "it has none; uma-trio serve --adapter NAME=FILE loads some"
+            there = f"it has {', '.join(numbers)}" if numbers else "it has none: see serve --adapter"
             raise AdapterNotFound(f"the model {info.name} has no adapter {each.name!r}; {there}", field="adapters")
         if number in scales:
             raise BadRequest(f"adapters names {each.name!r} twice", field="adapters")
