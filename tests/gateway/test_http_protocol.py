@@ -16,6 +16,7 @@ from uma_trio.gateway import http_protocol
 from uma_trio.gateway.http_protocol import MAX_HEAD_BYTES, BoundedHttp
 
 TIMEOUT_S = 1.0
+IDLE_TIMEOUT_S = 1
 MAX_CONNECTIONS = 5
 
 
@@ -37,7 +38,13 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", TIMEOUT_S)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         config = uvicorn.Config(
-            app, http=BoundedHttp, limit_concurrency=MAX_CONNECTIONS, lifespan="off", log_config=None, ws="none"
+            app,
+            http=BoundedHttp,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=IDLE_TIMEOUT_S,
+            lifespan="off",
+            log_config=None,
+            ws="none",
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
@@ -121,3 +128,44 @@ def test_more_connections_than_allowed(address: tuple[str, int]) -> None:
             assert b"end" in found
             assert (b"overloaded" in found) == (n >= MAX_CONNECTIONS)
     assert b"overloaded" not in answer(address, head + b"body")
+
+
+GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize("bytes_between", [b"", b"\r\n", b"\r\n\r\n"])
+def test_a_connection_without_another_request_is_closed(address: tuple[str, int], bytes_between: bytes) -> None:
+    with socket.create_connection(address, timeout=60) as sock:
+        sock.sendall(GET)
+        found = b""
+        while b"end" not in found:
+            found += sock.recv(65536)
+        sock.sendall(bytes_between)
+        with contextlib.suppress(ConnectionError):
+            while data := sock.recv(65536):
+                found += data
+    assert found.count(b" 200 ") == 1
+
+
+def test_a_later_request_may_take_longer_than_a_connection_may_be_idle(address: tuple[str, int]) -> None:
+    slow = GET.replace(b"GET /", b"GET /slow")
+    found = answer(address, GET, slow, GET)
+    assert found.count(b" 200 ") == 3
+    assert found.count(b"end") == 3
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", GET[:-2], GET])
+def test_connections_without_a_request_keep_nobody_out(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 60.0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(6 * MAX_CONNECTIONS):
+            sock = stack.enter_context(socket.create_connection(address, timeout=60))
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(sent)
+                if sent == GET:
+                    sock.recv(65536)
+            found = answer(address, GET[:-2] + b"connection: close\r\n\r\n")
+            assert b"end" in found
+            assert b"overloaded" not in found

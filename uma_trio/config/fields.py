@@ -346,7 +346,11 @@ class Http:
         metavar="[HOST:]PORT",
     )
     max_connections: int = setting(
-        1024, "Maximum number of open HTTP connections.", name="http_max_connections", ge=1, le=100_000
+        1024,
+        "Maximum number of HTTP requests at a time.  Twice as many connections may be open.",
+        name="http_max_connections",
+        ge=1,
+        le=100_000,
     )
     max_body_bytes: int = setting(
         4 * MIB, "Largest body of an HTTP request.", name="http_max_body_bytes", ge=1024, le=1024 * MIB

@@ -19,13 +19,16 @@ TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnect
 class BoundedHttp(HttpToolsProtocol):
     """Closes connections whose headers are too large or too slow, and ignores headers that come after a body.
 
-    Requests beyond ``limit_concurrency`` connections have ``is_overloaded`` in their state, so that the application can
-    refuse them in its own words, where uvicorn would answer with a plain text.  Beyond twice as many, connections are closed.
+    Requests beyond ``limit_concurrency`` at a time have ``is_overloaded`` in their state, so that the application can refuse
+    them in its own words, where uvicorn would answer with a plain text.  Beyond twice as many connections, each new one
+    closes the one that has waited longest for a request, so connections without requests keep nobody out.
     """
 
     _in_head = True
     _head_bytes = 0
     _head_timer: Any = None
+    _waits_since = 0.0
+    """When the connection was made, or its last answer ended."""
     _running: RequestResponseCycle | None = None
     """The request that is answered.  ``cycle`` is the last one that has arrived: a client may send several at once."""
 
@@ -37,10 +40,11 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """See ``asyncio.Protocol``."""
         super().connection_made(transport)
-        if len(self.connections) > 2 * self._max_connections:
-            transport.abort()
-            return
+        self._waits_since = self.loop.time()
         self._expect_head()
+        if len(self.connections) > 2 * self._max_connections:
+            waiting = [each for each in self.connections if each._is_waiting and not each.transport.is_closing()]
+            min(waiting, key=lambda each: each._waits_since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.Protocol``."""
@@ -77,8 +81,25 @@ class BoundedHttp(HttpToolsProtocol):
         """See ``httptools``."""
         self._in_head = False
         self._stop_timer()
-        self.scope["state"]["is_overloaded"] = len(self.connections) > self._max_connections
+        self.scope["state"]["is_overloaded"] = len(self.connections) > self._max_connections <= self._n_busy
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        self._waits_since = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or bool(self.cycle.response_complete)
+
+    @property
+    def _n_busy(self) -> int:
+        return sum(not each._is_waiting for each in self.connections)
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Do nothing.  uvicorn calls this for all bytes, also for line breaks and the rest of a body, which begin no request."""
 
     def _expect_head(self) -> None:
         self._in_head = True
@@ -87,6 +108,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._refuse, TOO_SLOW)
 
     def _stop_timer(self) -> None:
+        super()._unset_keepalive_if_required()
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
