@@ -107,7 +107,7 @@ class Guard:
 
     def _check_load(self, scope: Scope) -> None:
         if scope["state"].get("is_overloaded") and _path(scope) not in self.open_paths:
-            message = f"too many requests are open (http_max_connections); {try_again_in(OVERLOADED_RETRY_MS)}"
+            message = f"too many requests are in flight (http_max_connections); {try_again_in(OVERLOADED_RETRY_MS)}"
             raise HttpError(429, TooManyConnections.code, message, retry_after_ms=OVERLOADED_RETRY_MS)
 
     # -- host and origin --

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -43,7 +43,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._waits_since = self.loop.time()
         self._expect_head()
         if len(self.connections) > 2 * self._max_connections:
-            waiting = [each for each in self.connections if each._is_waiting and not each.transport.is_closing()]
+            waiting = [each for each in self._all if each._is_waiting and not each.transport.is_closing()]
             min(waiting, key=lambda each: each._waits_since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -90,13 +90,18 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_response_complete()
 
     @property
+    def _all(self) -> set[BoundedHttp]:
+        """All open connections."""
+        return cast(set[BoundedHttp], self.connections)
+
+    @property
     def _is_waiting(self) -> bool:
         """Whether no request is being answered."""
-        return self.cycle is None or bool(self.cycle.response_complete)
+        return self.cycle is None or self.cycle.response_complete
 
     @property
     def _n_busy(self) -> int:
-        return sum(not each._is_waiting for each in self.connections)
+        return sum(not each._is_waiting for each in self._all)
 
     def _unset_keepalive_if_required(self) -> None:
         """Do nothing.  uvicorn calls this for all bytes, also for line breaks and the rest of a body, which begin no request."""
