@@ -17,6 +17,9 @@ the steps that are up to date.
                    headers, glslc and a loader are installed, and the CPU otherwise
   --cuda-arch LIST build for these CUDA architectures, such as 90 or "80;89" (default: the GPUs of this machine)
   --dev            also install the requirements of tests, benches and notebooks
+  --portable       build for all machines of this system and architecture, as the wheels have it: several variants of
+                   the CPU code, of which the best is chosen at run time, in build/portable. On Linux with Zig's
+                   compiler, which pip downloads, for glibc 2.28 or newer
   --peers          also build llama-server, llama-batched-bench and llama-bench, which benches/ compares with,
                    from the same source with the same flags, in build/peers/bin
   --prefix DIR     install the library in DIR (default: llama_abi/lib, where the package finds it; for another
@@ -152,7 +155,7 @@ managed() {
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────
 
-backend=auto prefix=$root/llama_abi/lib source='' jobs='' extra='' clean='' peers='' cuda_arch='' library_only=''
+backend=auto prefix='' source='' jobs='' extra='' clean='' peers='' cuda_arch='' library_only='' portable=''
 
 while [ $# -gt 0 ]; do
   case $1 in
@@ -160,6 +163,7 @@ while [ $# -gt 0 ]; do
     --dev) extra=dev ;;
     --clean) clean=yes ;;
     --peers) peers=yes ;;
+    --portable) portable=-portable ;;
     --library-only) library_only=yes ;;
     --backend=* | --cuda-arch=* | --prefix=* | --jobs=* | --source=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
     --backend | --cuda-arch | --prefix | --jobs | --source)
@@ -180,7 +184,13 @@ done
 case $backend in auto | cpu | metal | vulkan | cuda | hip) ;; *) die "unknown backend '$backend': use auto, cpu, metal, vulkan, cuda or hip" ;; esac
 case $jobs in '') ;; 0* | *[!0-9]*) die "--jobs must be a number from 1, not '$jobs'" ;; esac
 case $cuda_arch in *[!0-9a-z\;-]*) die "--cuda-arch must be a list such as 90 or '80;89', not '$cuda_arch'" ;; esac
-case $prefix in /*) ;; *) prefix=$PWD/$prefix ;; esac
+if [ -n "$portable" ] && [ "$backend" = auto ] && [ "$(uname)" != Darwin ]; then backend=cpu; fi
+case $portable$backend in -portable*) case $backend in auto | cpu | metal) ;; *) die "--portable is for the CPU and Metal: leave out --backend $backend" ;; esac ;; esac
+case $prefix in
+  '') if [ -n "$portable" ]; then prefix=$work/portable; else prefix=$root/llama_abi/lib; fi ;;
+  /*) ;;
+  *) prefix=$PWD/$prefix ;;
+esac
 if [ -n "$source" ]; then
   [ -f "$source/include/llama.h" ] || die "--source $source is not a llama.cpp checkout: it has no include/llama.h"
   source=$(cd "$source" && pwd -P)
@@ -291,7 +301,7 @@ need_compiler() {
 }
 # Refuses a compiler that would fail after minutes, with an error about a header.
 check_compiler() {
-  $cxx -std=c++17 -x c++ -fsyntax-only - >"$logs/compiler.log" 2>&1 <<'END' ||
+  $cxx -std=c++17 -x c++ -c - -o "$logs/compiler.o" >"$logs/compiler.log" 2>&1 <<'END' ||
 #include <charconv>
 #include <filesystem>
 #include <optional>
@@ -329,7 +339,27 @@ check_vulkan() {
   vulkan_problem="the Vulkan loader is missing: apt install libvulkan1"
 }
 
-need_compiler
+# Zig's compiler links with the symbols of an old glibc and with a C++ library of its own, so the result runs on any
+# distribution since 2018 (RHEL 8, Debian 10).
+tools=$work/tools
+use_zig() {
+  local zig="ziglang==0.17.1" language
+  if [ "$("$tools/zig/bin/python" -m ziglang version 2>/dev/null)" != "${zig#*==}" ]; then
+    say "Downloading $zig"
+    mkdir -p "$logs" || no_room "$work"
+    rm -rf "$tools/zig"
+    "$python" -m venv --without-pip "$tools/zig" >"$logs/zig.log" 2>&1 || explain "Creating an environment for Zig" "$logs/zig.log"
+    quietly "$logs/zig.log" "$python" -m pip --python "$tools/zig/bin/python" install --disable-pip-version-check "$zig" || explain "Downloading $zig" "$logs/zig.log"
+  fi
+  export ZIG_GLOBAL_CACHE_DIR=$work/zig-cache ZIG_LOCAL_CACHE_DIR=$work/zig-cache
+  for language in cc c++; do
+    printf '#!/bin/sh\nexec "%s" -m ziglang %s -target %s-linux-gnu.2.28 "$@"\n' "$tools/zig/bin/python" "$language" "$(uname -m)" >"$tools/zig/$language"
+    chmod +x "$tools/zig/$language"
+  done
+  cc=$tools/zig/cc cxx=$tools/zig/c++
+}
+
+if [ -n "$portable" ] && [ "$(uname)" = Linux ]; then use_zig; else need_compiler; fi
 reason='as requested' hint=''
 if [ "$backend" = auto ] && [ "$(uname)" = Darwin ]; then
   if [ "$(uname -m)" = arm64 ]; then backend=metal reason='Apple Silicon'; else backend=cpu reason='Metal is not reliable on Intel Macs'; fi
@@ -396,7 +426,16 @@ elif [ "$backend" = hip ]; then
     if [ -x "$clang" ]; then options+=("-DCMAKE_HIP_COMPILER=$clang"); break; fi
   done
 fi
-options+=("-DCMAKE_C_FLAGS=${CFLAGS:+$CFLAGS }-w" "-DCMAKE_CXX_FLAGS=$cxx_flags")
+c_flags=-w
+if [ -n "$portable" ]; then
+  # No file has paths of this machine, so two builds of one source are the same. Without OpenMP, ggml has threads of its
+  # own.
+  prefix_map="-ffile-prefix-map=$work="
+  c_flags="-w $prefix_map" cxx_flags="$cxx_flags $prefix_map"
+  options+=(-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DGGML_OPENMP=OFF)
+  if [ "$(uname)" = Linux ]; then options+=(-DCMAKE_SHARED_LINKER_FLAGS=-s -DCMAKE_MODULE_LINKER_FLAGS=-s); fi
+fi
+options+=("-DCMAKE_C_FLAGS=${CFLAGS:+$CFLAGS }$c_flags" "-DCMAKE_CXX_FLAGS=$cxx_flags")
 if [ -n "${CMAKE_ARGS:-}" ]; then
   for option in $CMAKE_ARGS; do options+=("$option"); done
 fi
@@ -410,7 +449,7 @@ if [ -n "$peers" ]; then
   targets+=(llama-server llama-batched-bench llama-bench)
 fi
 
-say "Backend: $backend ($reason)"
+say "Backend: $backend ($reason)${portable:+, for all machines of this architecture}"
 
 if [ "$installed" != installed ]; then install_package; fi
 
@@ -558,7 +597,6 @@ fi
 
 # ── cmake, ninja ──────────────────────────────────────────────────────────────────────────────
 
-tools=$work/tools
 cmake_is_new_enough() { "$1" --version 2>/dev/null | awk 'NR == 1 { split($3, v, "."); exit !(v[1] > 3 || v[1] == 3 && v[2] >= '"$cmake_minor"') }'; }
 cmake=cmake ninja=ninja
 if ! have cmake || ! cmake_is_new_enough cmake; then cmake=$tools/bin/cmake; fi
@@ -568,7 +606,7 @@ if [ "$cmake" != cmake ] && ! "$cmake" --version >/dev/null 2>&1; then missing="
 if [ "$ninja" != ninja ] && ! "$ninja" --version >/dev/null 2>&1; then missing="$missing ninja"; fi
 if [ -n "$missing" ]; then
   say "Downloading$missing"
-  rm -rf "$tools"
+  rm -rf "$tools/bin" "$tools/lib"
   "$python" -m venv --without-pip "$tools" >"$logs/tools.log" 2>&1 || explain "Creating an environment for$missing" "$logs/tools.log"
   # shellcheck disable=SC2086  # two words are two packages
   quietly "$logs/tools.log" "$python" -m pip --python "$tools/bin/python" install --disable-pip-version-check cmake ninja || explain "Downloading$missing" "$logs/tools.log" "install cmake 3.$cmake_minor or newer and ninja in another way"
@@ -576,7 +614,7 @@ fi
 
 # ── build ─────────────────────────────────────────────────────────────────────────────────────
 
-build=$work/cmake-$backend
+build=$work/cmake-$backend$portable
 if [ -n "$clean" ]; then rm -rf "$build"; fi
 wanted=$(printf '%s\n' "$build" "$code" "$cc" "$cxx" "$cmake" "$ninja" "${options[@]}")
 if [ "$(cat "$build/.wanted" 2>/dev/null)" != "$wanted" ]; then

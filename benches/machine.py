@@ -11,7 +11,7 @@ import psutil
 import trio
 
 from llama_abi.errors import LibraryError
-from llama_abi.stamp import DEFAULT_DIRECTORY, Stamp
+from llama_abi.stamp import Stamp, library_directory
 
 KERNEL_FEATURES = ("amx_int8", "avx512_vnni", "avx512f", "avx2", "sve", "neon")
 """Instruction sets that select the matrix kernels of ggml, the most important first."""
@@ -51,7 +51,7 @@ def _system() -> str:
 
 
 def _library() -> str:
-    directory = Path(os.environ.get("UMA_LLAMA_DIR") or DEFAULT_DIRECTORY)
+    directory = library_directory()
     try:
         stamp = Stamp.read(directory)
     except LibraryError as error:

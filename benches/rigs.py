@@ -22,8 +22,7 @@ from gateway_http import Gateway
 from llama_http import LlamaServer
 from pinning import Cores
 
-from llama_abi.library import DIRECTORY_VARIABLE
-from llama_abi.stamp import DEFAULT_DIRECTORY
+from llama_abi.stamp import library_directory
 from uma_trio.demo import load
 from uma_trio.demo.temporary_daemon import temporary_daemon
 from uma_trio.models.loaded import EMBEDDED
@@ -173,7 +172,7 @@ def peer(folder: Path, name: str) -> Path:
 
 def same_library(folder: Path) -> bool:
     """Whether the programs in ``folder`` use the same library files as uma-trio."""
-    ours = Path(os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)
+    ours = library_directory()
     files = [path for path in ours.glob("lib*") if path.is_file()]
     return bool(files) and all(
         (folder / path.name).exists() and filecmp.cmp(path, folder / path.name, shallow=False) for path in files

@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import attrs
@@ -57,8 +58,10 @@ def check(headers: Path, table: str = FUNCTIONS) -> CheckResult:
     """
     if not (headers / "llama.h").is_file():
         raise LibraryError(f"there is no llama.h in {headers}", "run ./build_llama.sh")
-    command = [*find_compiler().split(), "-std=gnu11", "-fsyntax-only", "-x", "c", "-I", str(headers), "-"]
-    done = subprocess.run(command, input=check_source(table), text=True, capture_output=True, check=False)
+    command = [*find_compiler().split(), "-std=gnu11", "-x", "c", "-I", str(headers), "-c", "-"]
+    with tempfile.TemporaryDirectory(prefix="uma-check-") as folder:  # Zig's compiler has no -fsyntax-only
+        command += ["-o", f"{folder}/check.o"]
+        done = subprocess.run(command, input=check_source(table), text=True, capture_output=True, check=False)
     errors = [line for line in done.stderr.splitlines() if re.search(r"\berror: ", line)]
     warnings = [line for line in done.stderr.splitlines() if re.search(r"\bwarning: ", line)]
     if done.returncode and not errors:

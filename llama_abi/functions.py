@@ -7,6 +7,7 @@ from __future__ import annotations
 
 FUNCTIONS = """
     // ggml-backend.h: devices
+    ggml_backend_reg_t ggml_backend_load(const char * path);
     size_t       ggml_backend_dev_count(void);
     ggml_backend_dev_t ggml_backend_dev_get(size_t index);                                          // !null
     const char * ggml_backend_dev_name(ggml_backend_dev_t device);

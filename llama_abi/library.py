@@ -20,13 +20,13 @@ from typing import Any
 
 import attrs
 
+from llama_abi.backends import load_backends
 from llama_abi.errors import LibraryError, LlamaError
 from llama_abi.functions import FUNCTIONS
 from llama_abi.logs import LogRouter
-from llama_abi.stamp import DEFAULT_DIRECTORY, Stamp, fix
+from llama_abi.stamp import Stamp, fix, library_directory
 from llama_abi.types import DEVICE_TYPE, C, ggml_log_callback
 
-DIRECTORY_VARIABLE = "UMA_LLAMA_DIR"
 BACKTRACE_VARIABLE = "GGML_NO_BACKTRACE"
 
 SPLIT_BUFFERS = b"ggml_backend_split_buffer_type"
@@ -92,6 +92,8 @@ class Library:
         self._check_defaults()
         self.c.llama_log_set(self.logs.callback, None)
         atexit.register(self.silence_logging)
+        self.plugins = load_backends(self.c, directory) if self.stamp.has_plugins else ()
+        """Files of the backends that were chosen for this machine; empty if they are linked in."""
         self.c.llama_backend_init()
         self.max_sequences = int(self.c.llama_max_parallel_sequences())
         """Most sequences in one context, a constant of the build."""
@@ -222,15 +224,14 @@ def load(directory: Path | None = None) -> Library:
     which blocks the dying process for seconds and writes pages of stack frames to its terminal.
 
     Args:
-        directory: where it is; by default ``$UMA_LLAMA_DIR``, or ``lib`` in this package.
+        directory: where it is; by default see ``library_directory``.
 
     Raises:
         LibraryError: there is no library, it does not match its stamp, it lacks symbols, or the process has loaded
             another one. The message names the remedy.
     """
     global _loaded
-    named = directory or os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY
-    place = Path(named).resolve()
+    place = library_directory(directory)
     with _loading:
         if _loaded is None:
             os.environ.setdefault(BACKTRACE_VARIABLE, "1")

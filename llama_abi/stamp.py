@@ -8,7 +8,9 @@ declarations that have changed since.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import os
 from pathlib import Path
 
 import attrs
@@ -17,7 +19,11 @@ from llama_abi.check_source import check_source
 from llama_abi.errors import LibraryError
 
 STAMP = "stamp.json"
+DIRECTORY_VARIABLE = "UMA_LLAMA_DIR"
 DEFAULT_DIRECTORY = Path(__file__).with_name("lib")
+"""Where build_llama.sh installs the library."""
+WHEEL = "uma_trio_llama"
+"""The package that has a library which was built before, for machines without a compiler."""
 
 
 def pin() -> str:
@@ -38,10 +44,34 @@ def header_sha256(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def folder_of_package(name: str) -> Path | None:
+    """The folder ``lib`` of an installed package; ``None`` if it is not installed."""
+    found = importlib.util.find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        return None
+    return Path(found.submodule_search_locations[0], "lib").resolve()
+
+
+def library_directory(named: Path | None = None) -> Path:
+    """Where the library is: the first of ``named``, ``$UMA_LLAMA_DIR``, what build_llama.sh has built, and the wheel.
+
+    If there is none, this is where build_llama.sh would install it.
+    """
+    chosen = named or os.environ.get(DIRECTORY_VARIABLE)
+    if chosen:
+        return Path(chosen).resolve()
+    if (DEFAULT_DIRECTORY / STAMP).exists():
+        return DEFAULT_DIRECTORY.resolve()
+    return folder_of_package(WHEEL) or DEFAULT_DIRECTORY.resolve()
+
+
 def fix(directory: Path, backend: str = "") -> str:
     """The command that repairs the library in ``directory``."""
+    if directory == folder_of_package(WHEEL):
+        return "run pip install --upgrade --force-reinstall 'uma-trio[llama]'"
     if directory == DEFAULT_DIRECTORY.resolve():
-        return "run ./build_llama.sh"
+        in_checkout = (DEFAULT_DIRECTORY.parents[1] / "build_llama.sh").exists()
+        return "run ./build_llama.sh" if in_checkout else "run pip install 'uma-trio[llama]'"
     return f"run ./build_llama.sh{' --backend ' if backend else ''}{backend} --prefix {directory}"
 
 
@@ -67,6 +97,11 @@ class Stamp:
     """CMake options of the build."""
     libraries: dict[str, int]
     """File name -> size in bytes, to detect files that were replaced or copied in part."""
+
+    @property
+    def has_plugins(self) -> bool:
+        """Whether the backends are plug-ins that are chosen on the machine, and not linked in."""
+        return "-DGGML_BACKEND_DL=ON" in self.options
 
     @classmethod
     def read(cls, directory: Path) -> Stamp:

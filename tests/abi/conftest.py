@@ -5,7 +5,6 @@ Without ``llama_abi/lib`` the tests are skipped with the command that builds it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import numpy as np
 import pytest
 
 import llama_abi
-from llama_abi.library import DIRECTORY_VARIABLE
-from llama_abi.stamp import DEFAULT_DIRECTORY
+from llama_abi.stamp import library_directory
 
 ROOT = Path(__file__).parents[2]
 VOCABULARIES = ROOT / "build" / "llama.cpp" / "models"
@@ -26,7 +24,7 @@ WIDTH, LAYERS, HEADS, HEADS_KV, FEED = 64, 2, 4, 2, 128
 @pytest.fixture(scope="session")
 def directory() -> Path:
     """Directory of the library, ``include/`` and ``stamp.json``."""
-    found = Path(os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)
+    found = library_directory()
     if not found.is_dir():
         pytest.skip(f"there is no library in {found}: ./build_llama.sh --dev builds it")
     return found

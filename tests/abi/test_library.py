@@ -17,7 +17,7 @@ import llama_abi
 from llama_abi import LibraryError, Stamp
 from llama_abi import library as libraries
 from llama_abi import stamp as stamps
-from llama_abi.library import DIRECTORY_VARIABLE
+from llama_abi.stamp import DIRECTORY_VARIABLE
 
 
 @pytest.fixture

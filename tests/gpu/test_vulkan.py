@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_abi.library import DIRECTORY_VARIABLE
-from llama_abi.stamp import DEFAULT_DIRECTORY
+from llama_abi.stamp import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE
 
 VULKAN_VARIABLE = "UMA_TEST_VULKAN_DIR"
 MODEL = Path(__file__).parents[2] / "uma_trio" / "models" / "embedded" / "embedded.gguf"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llama_abi.library import DIRECTORY_VARIABLE
+from llama_abi.stamp import DIRECTORY_VARIABLE
 from uma_trio.cli import main
 from uma_trio.models.loaded import EMBEDDED
 

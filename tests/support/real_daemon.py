@@ -26,8 +26,7 @@ import attrs
 import psutil
 import trio
 
-from llama_abi.library import DIRECTORY_VARIABLE
-from llama_abi.stamp import DEFAULT_DIRECTORY
+from llama_abi.stamp import DIRECTORY_VARIABLE, library_directory
 from tests.support.run import SETTINGS_OF_DAEMONS
 from uma_trio.client import Client, open_client
 from uma_trio.models.loaded import EMBEDDED
@@ -55,7 +54,7 @@ Event = dict[str, Any]
 
 def missing() -> str | None:
     """What a test with the real library and the embedded model lacks here, and how to get it; None if it can run."""
-    place = Path(os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)
+    place = library_directory()
     if not (place / "stamp.json").exists():
         return f"there is no library in {place}: ./build_llama.sh --dev builds it"
     if not EMBEDDED.exists():

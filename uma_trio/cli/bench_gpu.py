@@ -98,9 +98,9 @@ GPU_BENCHES: Final = (
 LIST_DEVICES: Final = """
 import sys
 import msgspec
-from uma_trio.engine.inspect import LibraryProblem, library_directory, load_library
+from uma_trio.engine.inspect import LibraryProblem, load_library
 try:
-    sys.stdout.buffer.write(msgspec.json.encode(load_library(library_directory()).devices))
+    sys.stdout.buffer.write(msgspec.json.encode(load_library().devices))
 except LibraryProblem as problem:
     sys.exit(str(problem))
 """

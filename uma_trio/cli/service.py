@@ -179,7 +179,7 @@ def _service(flags: Sequence[str]) -> Service:
     from uma_trio.cli.model_option import located
     from uma_trio.cli.service_units import Service
     from uma_trio.config import ConfigError, models_of
-    from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
+    from uma_trio.engine.inspect import LibraryProblem, read_stamp
     from uma_trio.hub.errors import HubError
     from uma_trio.models.chosen_template import choose_template
     from uma_trio.models.gguf_check import check_gguf
@@ -196,7 +196,7 @@ def _service(flags: Sequence[str]) -> Service:
                 check_gguf(model)
         if settings.model.chat_template is not None:
             choose_template(settings.model.chat_template)
-        stamp = read_stamp(library_directory(settings.model.llama_dir))
+        stamp = read_stamp(settings.model.llama_dir)
     except (ModelError, LibraryProblem, HubError, ConfigError) as error:
         raise click.UsageError(str(error)) from None
     socket = Path(os.path.abspath(settings.listen.socket or default_socket_path()))

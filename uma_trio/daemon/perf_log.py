@@ -25,7 +25,7 @@ import trio
 
 import uma_trio
 from uma_trio.config import MB, Config
-from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
+from uma_trio.engine.inspect import LibraryProblem, read_stamp
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.telemetry.perf_records import FIRST_BYTES, GZIP_MAGIC, Header, RequestRecord, TickRecord, Trailer, encode
 
@@ -210,7 +210,7 @@ def perf_log(config: Config, info: ModelInfo) -> Iterator[PerfLog | None]:
 def run_header(config: Config, info: ModelInfo) -> Header:
     """Describe a run that begins now, on trio's clock."""
     try:
-        llama_cpp = read_stamp(library_directory(config.model.llama_dir)).pin
+        llama_cpp = read_stamp(config.model.llama_dir).pin
     except LibraryProblem:
         llama_cpp = None
     return Header(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import msgspec
 
 import llama_abi
 from llama_abi.gpus import look
-from llama_abi.library import DIRECTORY_VARIABLE
-from llama_abi.stamp import DEFAULT_DIRECTORY
+from llama_abi.stamp import library_directory
 from uma_trio import config
 from uma_trio.engine.devices import (
     Device,
@@ -36,6 +34,7 @@ class StampFacts:
 
     pin: str
     backend: str
+    directory: Path
 
 
 @attrs.frozen
@@ -46,38 +45,42 @@ class LibraryFacts:
     """Instruction sets and build options, as llama.cpp reports them."""
     max_sequences: int
     devices: Devices
+    plugins: tuple[str, ...]
+    """Files of the backends that were chosen for this machine, if they are plug-ins."""
 
 
-def library_directory(named: Path | None = None) -> Path:
-    """The directory that ``llama_abi.load`` searches."""
-    return Path(named or os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY).resolve()
+def read_stamp(named: Path | None = None) -> StampFacts:
+    """Read the stamp of the library and verify it against its files.  Loads nothing.
 
-
-def read_stamp(directory: Path) -> StampFacts:
-    """Read the stamp of ``directory`` and verify it against the files there.  Loads nothing.
+    Args:
+        named: its directory; by default the one that ``llama_abi.load`` takes.
 
     Raises:
         LibraryProblem: there is no stamp, or the files differ from it.
     """
+    directory = library_directory(named)
     try:
         stamp = llama_abi.Stamp.read(directory)
         stamp.verify(directory)
     except llama_abi.LibraryError as error:
         raise LibraryProblem(error.reason, error.remedy) from None
-    return StampFacts(stamp.pin, stamp.backend)
+    return StampFacts(stamp.pin, stamp.backend, directory)
 
 
-def load_library(directory: Path) -> LibraryFacts:
-    """Load the library of ``directory`` into this process and query it.
+def load_library(named: Path | None = None) -> LibraryFacts:
+    """Load the library into this process and query it.
+
+    Args:
+        named: its directory; by default see ``llama_abi.load``.
 
     Raises:
         LibraryProblem: it cannot be loaded.
     """
     try:
-        library = llama_abi.load(directory)
+        library = llama_abi.load(named)
     except llama_abi.LibraryError as error:
         raise LibraryProblem(error.reason, error.remedy) from None
-    return LibraryFacts(library.system_info, library.max_sequences, find_devices(library))
+    return LibraryFacts(library.system_info, library.max_sequences, find_devices(library), library.plugins)
 
 
 def find_devices(library: llama_abi.Library) -> Devices:

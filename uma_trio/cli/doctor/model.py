@@ -22,15 +22,14 @@ BUILD: Final = "run ./build_llama.sh"
 
 def check_stamp(settings: Config) -> Iterator[Finding]:
     """Check which library there is, without loading it."""
-    from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
+    from uma_trio.engine.inspect import LibraryProblem, read_stamp
 
-    directory = library_directory(settings.model.llama_dir)
     try:
-        stamp = read_stamp(directory)
+        stamp = read_stamp(settings.model.llama_dir)
     except LibraryProblem as error:
         yield Finding("stamp", "problem", error.reason, error.remedy or BUILD)
     else:
-        yield Finding("stamp", "ok", f"{stamp.pin}, built for {stamp.backend}, in {directory}")
+        yield Finding("stamp", "ok", f"{stamp.pin}, built for {stamp.backend}, in {stamp.directory}")
 
 
 def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator[Finding]:
@@ -48,6 +47,8 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
         return
     yield Finding("library", "ok", f"it loads and supports up to {library['max_sequences']} sequences")
     yield _devices((model or {}).get("devices") or library["devices"])
+    if library["plugins"]:
+        yield Finding("plug-ins", "ok", f"{', '.join(library['plugins'])}: the best for this machine")
     yield Finding("backend", "ok", library["system_info"].strip() or "the library does not describe it")
     yield from _card(path, EMBEDDED)
     yield from _adapters(settings, path)

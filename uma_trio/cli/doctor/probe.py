@@ -61,10 +61,10 @@ def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
 
 def probe(settings: Config) -> None:
     """Load the library, load the model and ask it a question; print a line of JSON for each stage reached."""
-    from uma_trio.engine.inspect import LibraryProblem, library_directory, load_library
+    from uma_trio.engine.inspect import LibraryProblem, load_library
 
     try:
-        library = load_library(library_directory(settings.model.llama_dir))
+        library = load_library(settings.model.llama_dir)
     except LibraryProblem as error:
         _report("library", problem=error.reason, remedy=error.remedy)
         return
@@ -72,6 +72,7 @@ def probe(settings: Config) -> None:
         "library",
         system_info=library.system_info,
         max_sequences=library.max_sequences,
+        plugins=library.plugins,
         devices=msgspec.to_builtins(library.devices),
     )
     _probe_model(settings)

@@ -1,0 +1,141 @@
+"""Tests for backends that are plug-ins, and for the choice between libraries."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_abi import LibraryError, Stamp, backends
+from llama_abi import stamp as stamps
+from llama_abi.check import find_compiler
+
+SCORED = "int ggml_backend_score(void) {{ return {score}; }}"
+UNSCORED = "int ggml_backend_init(void) { return 0; }"
+
+
+class FakeLibrary:
+    """What ``load_backends`` needs of libllama; ``refused`` are files that it cannot load."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.loaded: list[str] = []
+        self.refused = refused
+
+    def ggml_backend_load(self, path: bytes) -> int | None:
+        name = Path(path.decode()).name
+        if name == self.refused:
+            return None
+        self.loaded.append(name)
+        return 1
+
+
+def plugin(folder: Path, name: str, source: str) -> None:
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [*find_compiler().split(), "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / name)],
+        input=source,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "lib"
+    plugin(place, "libggml-cpu-x64.so", SCORED.format(score=1))
+    plugin(place, "libggml-cpu-icelake.so", SCORED.format(score=64))
+    plugin(place, "libggml-cpu-sapphirerapids.so", SCORED.format(score=0))
+    plugin(place, "libggml-rpc.so", UNSCORED)
+    plugin(place, "libggml-base.so", UNSCORED)
+    plugin(place, "libggml.so", UNSCORED)
+    (place / "libggml-cpu-broken.so").write_bytes(b"\x7fELF")
+    return place
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages, and no library that build_llama.sh has built."""
+    monkeypatch.delenv(stamps.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.setattr(stamps, "DEFAULT_DIRECTORY", tmp_path / "llama_abi" / "lib")
+    found = tmp_path / "site-packages"
+    found.mkdir()
+    monkeypatch.syspath_prepend(found)
+    return found
+
+
+def installed(packages: Path, name: str) -> Path:
+    place = packages / name / "lib"
+    place.mkdir(parents=True)
+    (packages / name / "__init__.py").touch()
+    return place.resolve()
+
+
+class TestBackends:
+    def test_the_variant_with_the_best_score_is_loaded(self, folder: Path) -> None:
+        library = FakeLibrary()
+        assert backends.load_backends(library, folder) == ("libggml-cpu-icelake.so", "libggml-rpc.so")
+        assert library.loaded == ["libggml-cpu-icelake.so", "libggml-rpc.so"]
+
+    def test_backends_of_other_wheels_come_first(self, folder: Path, packages: Path) -> None:
+        plugin(installed(packages, "uma_trio_llama_vulkan"), "libggml-vulkan.so", UNSCORED)
+        assert backends.load_backends(FakeLibrary(), folder)[0] == "libggml-vulkan.so"
+
+    def test_a_backend_that_does_not_load_is_left_out(self, folder: Path, packages: Path) -> None:
+        """As a CUDA plug-in on a machine without a driver."""
+        plugin(installed(packages, "uma_trio_llama_vulkan"), "libggml-vulkan.so", UNSCORED)
+        assert "libggml-vulkan.so" not in backends.load_backends(FakeLibrary("libggml-vulkan.so"), folder)
+
+    def test_a_cpu_that_no_variant_supports(self, folder: Path) -> None:
+        for name in ("x64", "icelake"):
+            (folder / f"libggml-cpu-{name}.so").unlink()
+        with pytest.raises(LibraryError, match=r"no variant of the CPU backend in .* runs on this CPU; build"):
+            backends.load_backends(FakeLibrary(), folder)
+
+
+class TestWhichLibrary:
+    def test_the_wheel_is_used_where_nothing_was_built(self, packages: Path) -> None:
+        place = installed(packages, stamps.WHEEL)
+        assert stamps.library_directory() == place
+
+    def test_a_built_library_comes_first(self, packages: Path) -> None:
+        installed(packages, stamps.WHEEL)
+        stamps.DEFAULT_DIRECTORY.mkdir(parents=True)
+        (stamps.DEFAULT_DIRECTORY / stamps.STAMP).touch()
+        assert stamps.library_directory() == stamps.DEFAULT_DIRECTORY
+
+    def test_the_variable_comes_before_both(
+        self, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        installed(packages, stamps.WHEEL)
+        monkeypatch.setenv(stamps.DIRECTORY_VARIABLE, str(tmp_path / "own"))
+        assert stamps.library_directory() == tmp_path / "own"
+        assert stamps.library_directory(tmp_path / "named") == tmp_path / "named"
+
+    def test_without_any_the_error_says_what_to_type(self, packages: Path) -> None:
+        with pytest.raises(LibraryError, match=r"there is no library in .*; run pip install 'uma-trio\[llama\]'"):
+            Stamp.read(stamps.library_directory())
+
+    def test_in_a_checkout_it_is_built(self, packages: Path) -> None:
+        stamps.DEFAULT_DIRECTORY.parents[1].joinpath("build_llama.sh").touch()
+        with pytest.raises(LibraryError, match=r"there is no library in .*; run \./build_llama\.sh$"):
+            Stamp.read(stamps.library_directory())
+
+    def test_a_wheel_of_another_version(self, packages: Path, directory: Path) -> None:
+        place = installed(packages, stamps.WHEEL)
+        shutil.copytree(directory, place, dirs_exist_ok=True)
+        path = place / stamps.STAMP
+        path.write_text(path.read_text().replace(stamps.pin(), "llama-cpp-python==0.0.1"))
+        with pytest.raises(LibraryError, match=r"but this version needs .*; run pip install --upgrade --force-reinst"):
+            Stamp.read(place).verify(place)
+
+
+def test_python_knows_where_the_wheel_is_without_importing_it(packages: Path) -> None:
+    place = installed(packages, stamps.WHEEL)
+    (place.parent / "__init__.py").write_text("raise ImportError\n")
+    assert stamps.folder_of_package(stamps.WHEEL) == place
+    assert stamps.WHEEL not in sys.modules
