@@ -19,6 +19,8 @@ from pathlib import Path
 
 import click
 from hatchling.builders.wheel import WheelBuilder
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -70,9 +72,7 @@ The library of [llama.cpp](https://github.com/ggml-org/llama.cpp) ({pin}) that u
 
 def version() -> str:
     """The version of uma-trio."""
-    import tomllib
-
-    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
+    return str(ProjectMetadata(str(ROOT), PluginManager()).version)
 
 
 def tag() -> str:
@@ -94,7 +94,13 @@ def make(library: Path, out: Path) -> Path:
         raise LibraryError(f"the library in {library} is for this machine only", "run ./build_llama.sh --portable")
     with tempfile.TemporaryDirectory(prefix="uma-wheel-") as folder:
         project = Path(folder)
-        names = {"name": WHEEL.replace("_", "-"), "package": WHEEL, "version": version(), "pin": stamp.pin, "tag": tag()}
+        names = {
+            "name": WHEEL.replace("_", "-"),
+            "package": WHEEL,
+            "version": version(),
+            "pin": stamp.pin,
+            "tag": tag(),
+        }
         (project / "pyproject.toml").write_text(PROJECT.format(**names))
         (project / "hatch_build.py").write_text(HOOK.format(**names))
         (project / "README.md").write_text(README.format(**names))

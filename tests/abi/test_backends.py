@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import uma_trio
 from llama_abi import LibraryError, Stamp, backends
 from llama_abi import stamp as stamps
 from llama_abi.check import find_compiler
@@ -139,3 +141,8 @@ def test_python_knows_where_the_wheel_is_without_importing_it(packages: Path) ->
     (place.parent / "__init__.py").write_text("raise ImportError\n")
     assert stamps.folder_of_package(stamps.WHEEL) == place
     assert stamps.WHEEL not in sys.modules
+
+
+def test_the_extra_requires_the_wheel_of_this_version() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["optional-dependencies"]["llama"] == [f"uma-trio-llama=={uma_trio.__version__}"]

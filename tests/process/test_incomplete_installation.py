@@ -94,7 +94,3 @@ def test_the_version_without_an_installation() -> None:
 
 def test_a_perf_log_without_an_installation() -> None:
     assert hidden(RUN_HEADER).strip() == uma_trio.__version__
-
-
-def test_the_version_is_the_one_of_the_package() -> None:
-    assert uma_trio.__version__ == PROJECT["version"]
