@@ -8,9 +8,9 @@ usage() {
 usage: ./build_llama.sh [options]
 
 Builds libllama from the pinned llama.cpp source, installs this package (editable) into the active Python
-environment, checks the package's declarations against llama.h with the C compiler, and stamps the library.
-Requires Python 3.11 or newer and a C++ compiler; downloads everything else with pip. A second run skips
-the steps that are up to date.
+environment (or into .venv, if the operating system manages Python), checks the package's declarations against
+llama.h with the C compiler, and stamps the library. Requires Python 3.11 or newer and a C++ compiler; downloads
+everything else with pip. A second run skips the steps that are up to date.
 
   --backend NAME   auto (default), cpu, metal, vulkan, cuda or hip (ROCm, never tested). auto selects Metal on Apple
                    Silicon. On Linux it selects CUDA or ROCm if driver and toolkit are installed, Vulkan if its
@@ -38,6 +38,7 @@ END
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+need_mib=400
 work=$root/build
 logs=$work/log
 pin=$(cut -d' ' -f1 "$root/llama_abi/pin.txt")        # name==version
@@ -245,6 +246,17 @@ PY
 }
 
 found=$(probe) || die "$python does not start: install Python 3.11 or newer, or set PYTHON to one"
+# Where the operating system manages Python, the package goes into an environment of its own.
+if [ "$(printf '%s\n' "$found" | sed -n '2p;3p')" = "new
+managed" ] && [ -z "$library_only" ]; then
+  if ! [ -x "$root/.venv/bin/python" ]; then
+    printf '==> The operating system manages %s: making the virtual environment .venv\n' "$python"
+    mkdir -p "$logs" 2>/dev/null || no_room "$work"
+    "$python" -m venv "$root/.venv" >"$logs/venv.log" 2>&1 || die "$python cannot make a virtual environment: install its module venv (Debian, Ubuntu: apt install python3-venv)" "$logs/venv.log"
+  fi
+  python=$root/.venv/bin/python
+  found=$(probe) || die "$python does not start: remove $root/.venv and run this script again"
+fi
 version=$(printf '%s\n' "$found" | sed -n 1p)
 newness=$(printf '%s\n' "$found" | sed -n 2p)
 pip_state=$(printf '%s\n' "$found" | sed -n 3p)
@@ -267,10 +279,7 @@ if [ -n "$library_only" ]; then
   export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
   "$python" -c 'import attrs' 2>/dev/null || die "$python has no package attrs, which the check of the library needs: install it, set PYTHON to another interpreter, or leave out --library-only"
 fi
-[ "$pip_state" != managed ] || [ -n "$library_only" ] || managed
 [ "$pip_state" != no-pip ] || [ -n "$library_only" ] || die "$python has no pip: run  $python -m ensurepip  (Debian: apt install python3-pip python3-venv), then this script again"
-
-need_mib=400
 
 install_package() {
   local what=.

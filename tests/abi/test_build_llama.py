@@ -90,6 +90,7 @@ def test_help() -> None:
         "--cuda-arch",
         "--dev",
         "--peers",
+        "--portable",
         "--prefix",
         "--jobs",
         "--source",
@@ -139,12 +140,6 @@ def test_old_python(bare: Path) -> None:
     assert "Python 3.11 or newer is required, and" in said
     fake(bare / "python3.12", "")
     assert "python3.12 is installed: run  python3.12 -m venv .venv" in run(PATH=bare, PYTHON=old)[1]
-
-
-def test_an_externally_managed_python(bare: Path) -> None:
-    code, said = run(PATH=bare, PYTHON=python(bare, pip="managed"))
-    assert (code, len(said.splitlines())) == (1, 1)
-    assert "run  python3 -m venv .venv && . .venv/bin/activate" in said
 
 
 def test_no_pip(bare: Path) -> None:
@@ -214,7 +209,7 @@ def checkout(bare: Path, tmp_path: Path) -> Path:
         shutil.copy(SCRIPT.parent / name, tmp_path / "tree" / name)
     (tmp_path / "llama.cpp" / "include").mkdir(parents=True)
     (tmp_path / "llama.cpp" / "include" / "llama.h").touch()
-    for name in ("basename", "cp", "ln", "mv", "nproc", "rmdir", "tee"):
+    for name in ("basename", "chmod", "cp", "ln", "mv", "nproc", "rmdir", "tee"):
         (bare / name).symlink_to(str(shutil.which(name)))
     for name in ("cc", "c++", "ninja"):
         fake(bare / name, "")
@@ -241,6 +236,44 @@ def cmake(checkout: Path, said: str = "", *, version: str = "3.30.1", code: int 
         echo {said!r}; exit {code}""",
     )
     return arguments
+
+
+class TestManagedPython:
+    """The operating system manages Python, and no environment is active."""
+
+    def test_an_environment_is_made(self, checkout: Path) -> None:
+        own = checkout / "own"
+        own.mkdir()
+        python(own, todo="nothing")
+        made = 'mkdir -p "$3/bin" && cp "' + str(own / "fake-python") + '" "$3/bin/python"'
+        for times in (1, 0):
+            code, said = build(checkout, source=False, pip="managed", more=made)
+            assert (code, said.count("making the virtual environment .venv")) == (0, times), said
+            assert "==> Next: /nowhere/bin/uma-trio serve" in said
+
+    def test_no_module_venv(self, checkout: Path) -> None:
+        code, said = build(checkout, source=False, pip="managed", more="exit 1")
+        assert code == 1
+        assert "apt install python3-venv" in errors(said)
+
+
+class TestPortable:
+    def test_it_is_for_the_cpu(self, checkout: Path) -> None:
+        code, said = build(checkout, "--portable", "--backend=cuda")
+        assert (code, errors(said)) == (1, "error: --portable is for the CPU and Metal: leave out --backend cuda")
+
+    def test_all_variants_are_built_for_an_old_glibc(self, checkout: Path) -> None:
+        arguments = cmake(checkout)
+        zig = checkout / "zig"
+        fake(zig, "echo 0.17.1")
+        made = f'case "$*" in *"venv --without-pip"*) mkdir -p "$4/bin" && cp {zig} "$4/bin/python" ;; esac'
+        _, said = build(checkout, "--portable", "--library-only", more=made)
+        assert "==> Downloading ziglang==" in said, said
+        assert "==> Configuring" in said, said
+        given = arguments.read_text().splitlines()
+        assert {"-DGGML_NATIVE=OFF", "-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON"} <= {*given}
+        assert "-linux-gnu.2.28" in (checkout / "tree" / "build" / "tools" / "zig" / "c++").read_text()
+        assert str(checkout / "tree" / "build" / "cmake-cpu-portable") in given
 
 
 def errors(said: str) -> str:
