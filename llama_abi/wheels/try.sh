@@ -32,7 +32,7 @@ for program in cc gcc clang cmake git; do
   if "${newcomer[@]}" sh -c "command -v $program" >/dev/null; then echo "$program is on the PATH" >&2; exit 1; fi
 done
 
-now() { date +%s.%N; }
+now() { "$python" -c 'import time; print(time.time())'; }  # the date of macOS knows no fractions of a second
 since() { awk -v from="$1" -v to="$(now)" 'BEGIN { printf "%.1f", to - from }'; }
 
 # answer HOW: starts the daemon and asks it.
