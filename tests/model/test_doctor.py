@@ -52,6 +52,10 @@ def no_c(monkeypatch):
     monkeypatch.setattr(probe, "run", lambda flags: ({}, "was skipped"))
 
 
+LIBRARY = {"max_sequences": 256, "devices": {"backend": "cpu", "found": []}, "system_info": "", "plugins": []}
+"""What ``probe`` says of a library."""
+
+
 def problems(found):
     return {name for name, check in found.items() if check["verdict"] == "problem"}
 
@@ -203,11 +207,16 @@ def test_a_library_that_crashes_or_hangs_is_a_finding(examine, tmp_path, monkeyp
 
 
 def test_a_crash_while_loading_the_model(examine, monkeypatch):
-    library = {"max_sequences": 256, "devices": {"backend": "cpu", "found": []}, "system_info": ""}
-    monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "crashed with SIGABRT"))
+    monkeypatch.setattr(probe, "run", lambda flags: ({"library": LIBRARY}, "crashed with SIGABRT"))
     found = examine()
     assert problems(found) == {"devices", "model"}
     assert "crashed with SIGABRT" in found["model"]["message"]
+
+
+def test_plug_ins_are_named(examine, monkeypatch):
+    library = {**LIBRARY, "plugins": ["libggml-cpu-zen4.so", "libggml-rpc.so"]}
+    monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "was skipped"))
+    assert examine()["plug-ins"]["message"] == "libggml-cpu-zen4.so, libggml-rpc.so: the best for this machine"
 
 
 def test_a_wrong_answer(examine, monkeypatch):
@@ -228,8 +237,7 @@ def test_an_embedded_model_that_differs_from_its_card(examine, no_c, tmp_path, m
     copy.write_bytes(b"replaced")
     (tmp_path / "card.json").write_text(json.dumps({"sha256": "0" * 64}))
     monkeypatch.setattr(loaded, "EMBEDDED", copy)
-    library = {"max_sequences": 256, "devices": {"backend": "cpu", "found": []}, "system_info": ""}
-    monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "was skipped"))
+    monkeypatch.setattr(probe, "run", lambda flags: ({"library": LIBRARY}, "was skipped"))
     assert "differs from the one in its card" in examine()["embedded"]["message"]
 
 

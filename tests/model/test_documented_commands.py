@@ -39,6 +39,8 @@ NOT_RUN = {
     r"\./build_llama\.sh .*": "builds; tests/abi/test_build_llama.py tests the script",
     r"pytest .*": "runs the tests themselves",
     r"pip install .*": "changes the environment that the tests run in",
+    r"(python|python -m) (llama_abi/wheels/make\.py|hatchling) .*": "makes wheels; tests/abi/test_wheels.py makes one",
+    r"llama_abi/wheels/try.*": "needs the wheels; .ci/run runs try.sh, and try_root.sh needs root",
     r"uma-trio demo.*": "takes 15 seconds; tests/model/test_demo.py runs it",
     r"uma-trio bench .*": "takes minutes; tests/model/test_bench_set.py runs the command",
     r"uma-trio serve .*--(devices|split-mode|n-cpu-moe) .*": (
