@@ -54,7 +54,7 @@ class MessageEvent(msgspec.Struct):
     ]
 
 
-class TokenCount(Shape):
+class TokenCount(Warned):
     """The tokens of a chat."""
 
     input_tokens: int

@@ -100,7 +100,7 @@ class ModelTags(Shape):
     models: list[Listed]
 
 
-class Shown(Shape):
+class Shown(Warned):
     """What is known about one model."""
 
     modelfile: str

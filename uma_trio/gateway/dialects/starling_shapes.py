@@ -47,7 +47,7 @@ class Tokenized(Warned):
     text: str | UnsetType = UNSET
 
 
-class Closed(Shape):
+class Closed(Warned):
     """A session that is forgotten."""
 
     session_id: str
@@ -87,7 +87,7 @@ class Uploaded(Shape):
     time: int
 
 
-class TagList(Shape):
+class TagList(Warned):
     """Names of controllers."""
 
     tags: list[Object]
