@@ -215,5 +215,4 @@ def test_llama_servers_own_tests(library, peers, folder):
     outcomes = {line.split()[1].rpartition("::")[2]: line.split()[0] for line in done.stdout.splitlines()[:-1]}
     assert outcomes["test_tokenize_detokenize"] == "pass"
     assert outcomes["test_tokenize_with_pieces"] == "pass"
-    assert outcomes["test_tokenize_with_bos"] == "other"
     assert not list(folder.iterdir())
