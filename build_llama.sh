@@ -349,7 +349,7 @@ check_vulkan() {
 }
 
 # Zig's compiler links with the symbols of an old glibc and with a C++ library of its own, so the result runs on any
-# distribution since 2018 (RHEL 8, Debian 10).
+# distribution since 2018 (RHEL 8, Debian 10). No file has paths of this machine, so two builds of one source are equal.
 tools=$work/tools
 use_zig() {
   local zig="ziglang==0.17.1" language
@@ -362,7 +362,7 @@ use_zig() {
   fi
   export ZIG_GLOBAL_CACHE_DIR=$work/zig-cache ZIG_LOCAL_CACHE_DIR=$work/zig-cache
   for language in cc c++; do
-    printf '#!/bin/sh\nexec "%s" -m ziglang %s -target %s-linux-gnu.2.28 "$@"\n' "$tools/zig/bin/python" "$language" "$(uname -m)" >"$tools/zig/$language"
+    printf '#!/bin/sh\nexec "%s" -m ziglang %s -target %s-linux-gnu.2.28 "-ffile-prefix-map=%s=" "$@"\n' "$tools/zig/bin/python" "$language" "$(uname -m)" "$work" >"$tools/zig/$language"
     chmod +x "$tools/zig/$language"
   done
   cc=$tools/zig/cc cxx=$tools/zig/c++
@@ -435,16 +435,11 @@ elif [ "$backend" = hip ]; then
     if [ -x "$clang" ]; then options+=("-DCMAKE_HIP_COMPILER=$clang"); break; fi
   done
 fi
-c_flags=-w
-if [ -n "$portable" ]; then
-  # No file has paths of this machine, so two builds of one source are the same. Without OpenMP, ggml has threads of its
-  # own.
-  prefix_map="-ffile-prefix-map=$work="
-  c_flags="-w $prefix_map" cxx_flags="$cxx_flags $prefix_map"
+if [ -n "$portable" ]; then            # without OpenMP, ggml has threads of its own
   options+=(-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DGGML_OPENMP=OFF)
   if [ "$(uname)" = Linux ]; then options+=(-DCMAKE_SHARED_LINKER_FLAGS=-s -DCMAKE_MODULE_LINKER_FLAGS=-s); fi
 fi
-options+=("-DCMAKE_C_FLAGS=${CFLAGS:+$CFLAGS }$c_flags" "-DCMAKE_CXX_FLAGS=$cxx_flags")
+options+=("-DCMAKE_C_FLAGS=${CFLAGS:+$CFLAGS }-w" "-DCMAKE_CXX_FLAGS=$cxx_flags")
 if [ -n "${CMAKE_ARGS:-}" ]; then
   for option in $CMAKE_ARGS; do options+=("$option"); done
 fi

@@ -44,7 +44,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._expect_head()
         if len(self.connections) > 2 * self._max_connections:
             waiting = [each for each in self._all if each._is_waiting and not each.transport.is_closing()]
-            min(waiting, key=lambda each: each._waits_since).transport.abort()
+            min(waiting, key=lambda each: each._waits_since, default=self).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.Protocol``."""
