@@ -19,7 +19,9 @@ everything else with pip. A second run skips the steps that are up to date.
   --dev            also install the requirements of tests, benches and notebooks
   --portable       build for all machines of this system and architecture, as the wheels have it: several variants of
                    the CPU code, of which the best is chosen at run time, in build/portable. On Linux with Zig's
-                   compiler, which pip downloads, for glibc 2.28 or newer
+                   compiler, which pip downloads, for glibc 2.28 or newer. With --backend vulkan or cuda, build only
+                   that backend, as a plug-in for such a library, in build/portable-NAME; for CUDA with this machine's
+                   compiler and, without --cuda-arch, for all architectures
   --peers          also build llama-server, llama-batched-bench and llama-bench, which benches/ compares with,
                    from the same source with the same flags, in build/peers/bin
   --prefix DIR     install the library in DIR (default: llama_abi/lib, where the package finds it; for another
@@ -186,9 +188,13 @@ case $backend in auto | cpu | metal | vulkan | cuda | hip) ;; *) die "unknown ba
 case $jobs in '') ;; 0* | *[!0-9]*) die "--jobs must be a number from 1, not '$jobs'" ;; esac
 case $cuda_arch in *[!0-9a-z\;-]*) die "--cuda-arch must be a list such as 90 or '80;89', not '$cuda_arch'" ;; esac
 if [ -n "$portable" ] && [ "$backend" = auto ] && [ "$(uname)" != Darwin ]; then backend=cpu; fi
-case $portable$backend in -portable*) case $backend in auto | cpu | metal) ;; *) die "--portable is for the CPU and Metal: leave out --backend $backend" ;; esac ;; esac
+plugin=''                              # the backend, if only a plug-in is built
+case $portable$backend in
+  -portablecuda | -portablevulkan) plugin=$backend; [ -z "$peers" ] || die "--peers need a whole library: leave out --portable" ;;
+  -portablehip) die "--portable is for the CPU, Metal, Vulkan and CUDA: leave out --backend hip" ;;
+esac
 case $prefix in
-  '') if [ -n "$portable" ]; then prefix=$work/portable; else prefix=$root/llama_abi/lib; fi ;;
+  '') if [ -n "$portable" ]; then prefix=$work/portable${plugin:+-$plugin}; else prefix=$root/llama_abi/lib; fi ;;
   /*) ;;
   *) prefix=$PWD/$prefix ;;
 esac
@@ -342,7 +348,7 @@ check_vulkan() {
     vulkan_problem="the shader compiler is missing: apt install glslc"
     return 0
   fi
-  for vulkan_library in "${VULKAN_SDK:-/nowhere}/lib/libvulkan.so" "$($cc -print-file-name=libvulkan.so)" "$($cc -print-file-name=libvulkan.so.1)"; do
+  for vulkan_library in "${VULKAN_SDK:-/nowhere}/lib/libvulkan.so" "$($cc -print-file-name=libvulkan.so 2>/dev/null)" "$($cc -print-file-name=libvulkan.so.1 2>/dev/null)"; do
     case $vulkan_library in /*) if [ -e "$vulkan_library" ]; then return 0; fi ;; esac
   done
   vulkan_problem="the Vulkan loader is missing: apt install libvulkan1"
@@ -368,7 +374,8 @@ use_zig() {
   cc=$tools/zig/cc cxx=$tools/zig/c++
 }
 
-if [ -n "$portable" ] && [ "$(uname)" = Linux ]; then use_zig; else need_compiler; fi
+# nvcc does not work with Zig's compiler.
+if [ -n "$portable" ] && [ "$(uname)" = Linux ] && [ "$plugin" != cuda ] && [ -z "${CC:-}" ]; then use_zig; else need_compiler; fi
 reason='as requested' hint=''
 if [ "$backend" = auto ] && [ "$(uname)" = Darwin ]; then
   if [ "$(uname -m)" = arm64 ]; then backend=metal reason='Apple Silicon'; else backend=cpu reason='Metal is not reliable on Intel Macs'; fi
@@ -417,7 +424,8 @@ if [ "$backend" = vulkan ]; then
 elif [ "$backend" = cuda ]; then
   need_mib=3000 cmake_minor=24                # 3.24 is the first that finds out what the GPUs of this machine are
   options+=("-DCMAKE_CUDA_COMPILER=$nvcc")
-  # The toolkit's libraries are found also where it has no entry in ld.so.conf.
+  # The toolkit's libraries are found also where it has no entry in ld.so.conf: a plug-in finds NVIDIA's wheels, of CUDA
+  # 13 and of CUDA 12, next to its own.
   toolkit=$("$nvcc" -v no-such-file 2>&1 | sed -n 's/^#\$ TOP=//p' || true)
   for folder in lib64 lib; do                 # lib: toolkits that pip and conda install
     if [ -n "$toolkit" ] && [ -d "$toolkit/$folder" ]; then
@@ -425,6 +433,10 @@ elif [ "$backend" = cuda ]; then
       break
     fi
   done
+  if [ -n "$plugin" ]; then
+    nvidia=$origin/../../nvidia
+    options+=("-DCMAKE_INSTALL_RPATH=$origin;$nvidia/cu13/lib;$nvidia/cublas/lib;$nvidia/cuda_runtime/lib")
+  fi
   if [ -n "$cuda_arch" ]; then options+=("-DCMAKE_CUDA_ARCHITECTURES=$cuda_arch"); fi
 elif [ "$backend" = hip ]; then
   need_mib=3000 cmake_minor=21                # 3.21 is the first that knows HIP
@@ -436,13 +448,20 @@ elif [ "$backend" = hip ]; then
   done
 fi
 if [ -n "$portable" ]; then            # without OpenMP, ggml has threads of its own
-  options+=(-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DGGML_OPENMP=OFF)
+  options+=(-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_OPENMP=OFF)
+  if [ -n "$plugin" ]; then options+=(-DGGML_CPU=OFF); else options+=(-DGGML_CPU_ALL_VARIANTS=ON); fi
   if [ "$(uname)" = Linux ]; then options+=(-DCMAKE_SHARED_LINKER_FLAGS=-s -DCMAKE_MODULE_LINKER_FLAGS=-s); fi
 fi
 options+=("-DCMAKE_C_FLAGS=${CFLAGS:+$CFLAGS }-w" "-DCMAKE_CXX_FLAGS=$cxx_flags")
 if [ -n "${CMAKE_ARGS:-}" ]; then
   for option in $CMAKE_ARGS; do options+=("$option"); done
 fi
+
+# What the stamp tells of them: for all machines, no path of this one.
+stamped=()
+for option in "${options[@]}"; do
+  case $portable$option in -portable*/*) ;; *) stamped+=("$option") ;; esac
+done
 
 # The peers are further targets of the same build directory, so they link the same objects as the library.
 configure=("${options[@]}") targets=()
@@ -453,7 +472,7 @@ if [ -n "$peers" ]; then
   targets+=(llama-server llama-batched-bench llama-bench)
 fi
 
-say "Backend: $backend ($reason)${portable:+, for all machines of this architecture}"
+say "Backend: $backend ($reason)${portable:+, for all machines of this architecture}${plugin:+, as a plug-in}"
 
 if [ "$installed" != installed ]; then install_package; fi
 
@@ -468,7 +487,7 @@ if [ -n "$source" ]; then
 fi
 
 state() {
-  "$python" - "$prefix" "$origin_of_source" "$backend" "${options[@]}" <<'PY'
+  "$python" - "$prefix" "$origin_of_source" "$backend" "${stamped[@]}" <<'PY'
 import sys
 from pathlib import Path
 from llama_abi.stamp import required_action
@@ -488,7 +507,7 @@ fi
 check_and_stamp() {
   local arguments option
   arguments=("$prefix/include" --stamp "$backend" --source "$origin_of_source")
-  for option in "${options[@]}"; do arguments+=("--option=$option"); done
+  for option in "${stamped[@]}"; do arguments+=("--option=$option"); done
   CC=$cc "$python" -m llama_abi.check "${arguments[@]}" || die "the library is built, but its header and the declarations in llama_abi differ (see above), so it is not stamped and cannot be loaded"
 }
 
@@ -502,8 +521,14 @@ peers_are_ready() {
 }
 
 finish() {
-  say "Done in $((SECONDS - started)) s: $backend library in $prefix"
+  local kind=library
+  if [ -n "$plugin" ]; then kind=plug-in; fi
+  say "Done in $((SECONDS - started)) s: $backend $kind in $prefix"
   if [ -n "$peers" ]; then say "The peers for benches/ are in $peers_dir/bin"; fi
+  if [ -n "$plugin" ]; then
+    say "To use it: make its wheel, python llama_abi/wheels/make.py --library $prefix, and install it next to uma-trio-llama"
+    exit 0
+  fi
   if [ "$prefix" != "$root/llama_abi/lib" ]; then say "To use it: export UMA_LLAMA_DIR=$prefix"; fi
   if [ -n "$library_only" ]; then
     if [ -n "$hint" ]; then say "Note: $hint"; fi
@@ -523,7 +548,7 @@ if [ "$todo" = check ]; then
   todo=nothing
 fi
 if [ "$todo" = build ]; then
-  targets+=(llama)
+  if [ -n "$plugin" ]; then targets+=("ggml-$plugin"); else targets+=(llama); fi
 elif [ -z "$peers" ] || peers_are_ready; then
   finish
 else
@@ -669,9 +694,10 @@ fi
 
 # Copies to a new directory and then renames it: a daemon that has mapped the old files keeps them.
 install_library() {
-  local fresh=$prefix.new
+  local fresh=$prefix.new files=("$build"/bin/libggml* "$build"/bin/libllama.*)
+  if [ -n "$plugin" ]; then files=("$build"/bin/libggml-"$plugin".*); fi
   rm -rf "$fresh"
-  { mkdir -p "$fresh/include" && cp "$build"/bin/libggml* "$build"/bin/libllama.* "$fresh/" &&
+  { mkdir -p "$fresh/include" && cp "${files[@]}" "$fresh/" &&
     cp "$code"/include/llama.h "$code"/ggml/include/*.h "$fresh/include/"; } 2>"$logs/copy.log" || explain "Copying the library to $prefix" "$logs/copy.log"
   if [ -d "$prefix" ]; then
     rm -rf "$prefix/include"

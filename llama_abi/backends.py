@@ -8,42 +8,53 @@ their own.
 from __future__ import annotations
 
 import _ctypes
-import contextlib
 import ctypes
 from collections.abc import Iterable
 from pathlib import Path
 
-from llama_abi.errors import LibraryError
-from llama_abi.stamp import folder_of_package
+import attrs
 
-PLUGINS = ("uma_trio_llama_cuda13", "uma_trio_llama_cuda12", "uma_trio_llama_vulkan")
-"""Packages with a further backend, the best first."""
+from llama_abi.errors import LibraryError
+from llama_abi.stamp import Stamp, plugin_folders
+
 NO_BACKENDS = ("libggml", "libggml-base")
 
 
-def load_backends(c: ctypes.CDLL, directory: Path) -> tuple[str, ...]:
-    """Load the best variant of each backend in ``directory``, and those of ``PLUGINS``.
+@attrs.frozen
+class Backends:
+    """Which plug-ins this process uses."""
+
+    used: tuple[str, ...] = ()
+    """Names of the loaded files."""
+    unused: tuple[str, ...] = ()
+    """Backends of other packages that do not load on this machine, with the reason."""
+
+
+def load_backends(c: ctypes.CDLL, directory: Path) -> Backends:
+    """Load the best variant of each backend in ``directory``, and those of the other packages.
 
     GPUs come first, as llama.cpp wants it.
 
-    Returns:
-        Names of the loaded files.
-
     Raises:
-        LibraryError: no variant of the CPU backend runs on this CPU.
+        LibraryError: no variant of the CPU backend runs on this CPU, or a plug-in is of another version.
     """
-    plugins = [folder for name in PLUGINS if (folder := folder_of_package(name)) is not None]
-    loaded = []
-    for variants in (*_backends(plugins), *_backends([directory])):
-        best = max(variants, key=_score)
-        if _score(best) > 0 and c.ggml_backend_load(str(best).encode()):
-            loaded.append(best.name)
-    if not any(name.startswith("libggml-cpu") for name in loaded):
+    folders = plugin_folders()
+    for folder in folders:
+        Stamp.read(folder).verify(folder)
+    used, unused = [], []
+    for variants in (*_backends(folders), *_backends([directory])):
+        scores = {path: _score(path) for path in variants}
+        best = max(variants, key=lambda path: scores[path].value)
+        if scores[best].value > 0 and c.ggml_backend_load(str(best).encode()):
+            used.append(best.name)
+        elif best.parent != directory:
+            unused.append(f"{best.name}: {scores[best].problem or 'it found no device'}")
+    if not any(name.startswith("libggml-cpu") for name in used):
         raise LibraryError(
             f"no variant of the CPU backend in {directory} runs on this CPU",
             "build the library on this machine: run ./build_llama.sh in a checkout",
         )
-    return tuple(loaded)
+    return Backends(tuple(used), tuple(unused))
 
 
 def _backends(folders: Iterable[Path]) -> Iterable[list[Path]]:
@@ -56,14 +67,22 @@ def _backends(folders: Iterable[Path]) -> Iterable[list[Path]]:
     return found.values()
 
 
-def _score(path: Path) -> int:
+@attrs.frozen
+class _Score:
+    value: int
     """How well a plug-in suits this machine; 0 if it does not run here. One without a score has 1."""
-    with contextlib.suppress(OSError):
+    problem: str = ""
+    """Why it cannot be loaded, such as a library that is missing."""
+
+
+def _score(path: Path) -> _Score:
+    try:
         plugin = ctypes.CDLL(str(path))
-        try:
-            return int(plugin.ggml_backend_score())
-        except AttributeError:
-            return 1
-        finally:
-            _ctypes.dlclose(plugin._handle)
-    return 0
+    except OSError as error:
+        return _Score(0, str(error))
+    try:
+        return _Score(int(plugin.ggml_backend_score()))
+    except AttributeError:
+        return _Score(1)
+    finally:
+        _ctypes.dlclose(plugin._handle)

@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from llama_abi.backends import load_backends
+from llama_abi.backends import Backends, load_backends
 from llama_abi.errors import LibraryError, LlamaError
 from llama_abi.functions import FUNCTIONS
 from llama_abi.logs import LogRouter
@@ -92,8 +92,8 @@ class Library:
         self._check_defaults()
         self.c.llama_log_set(self.logs.callback, None)
         atexit.register(self.silence_logging)
-        self.plugins = load_backends(self.c, directory) if self.stamp.has_plugins else ()
-        """Files of the backends that were chosen for this machine; empty if they are linked in."""
+        self.plugins = load_backends(self.c, directory) if self.stamp.has_plugins else Backends()
+        """Backends that were chosen for this machine; none if they are linked in."""
         self.c.llama_backend_init()
         self.max_sequences = int(self.c.llama_max_parallel_sequences())
         """Most sequences in one context, a constant of the build."""

@@ -24,6 +24,8 @@ DEFAULT_DIRECTORY = Path(__file__).with_name("lib")
 """Where build_llama.sh installs the library."""
 WHEEL = "uma_trio_llama"
 """The package that has a library which was built before, for machines without a compiler."""
+PLUGINS = ("uma_trio_llama_cuda13", "uma_trio_llama_cuda12", "uma_trio_llama_vulkan")
+"""Packages with a further backend for such a library, the best first."""
 
 
 def pin() -> str:
@@ -52,6 +54,11 @@ def folder_of_package(name: str) -> Path | None:
     return Path(found.submodule_search_locations[0], "lib").resolve()
 
 
+def plugin_folders() -> list[Path]:
+    """The folders of the installed ``PLUGINS``."""
+    return [folder for name in PLUGINS if (folder := folder_of_package(name)) is not None]
+
+
 def library_directory(named: Path | None = None) -> Path:
     """Where the library is: the first of ``named``, ``$UMA_LLAMA_DIR``, what build_llama.sh has built, and the wheel.
 
@@ -67,8 +74,9 @@ def library_directory(named: Path | None = None) -> Path:
 
 def fix(directory: Path, backend: str = "") -> str:
     """The command that repairs the library in ``directory``."""
-    if directory == folder_of_package(WHEEL):
-        return "run pip install --upgrade --force-reinstall 'uma-trio[llama]'"
+    for package in (WHEEL, *PLUGINS):
+        if directory == folder_of_package(package):
+            return f"run pip install --upgrade --force-reinstall 'uma-trio[{package.split('_')[-1]}]'"
     if directory == DEFAULT_DIRECTORY.resolve():
         in_checkout = (DEFAULT_DIRECTORY.parents[1] / "build_llama.sh").exists()
         return "run ./build_llama.sh" if in_checkout else "run pip install 'uma-trio[llama]'"
@@ -102,6 +110,12 @@ class Stamp:
     def has_plugins(self) -> bool:
         """Whether the backends are plug-ins that are chosen on the machine, and not linked in."""
         return "-DGGML_BACKEND_DL=ON" in self.options
+
+    @property
+    def backend_in_use(self) -> str:
+        """The backend of the first plug-in that is installed next to this library; without one, its own."""
+        plugins = plugin_folders() if self.has_plugins else []
+        return Stamp.read(plugins[0]).backend if plugins else self.backend
 
     @classmethod
     def read(cls, directory: Path) -> Stamp:

@@ -2,15 +2,19 @@
 
     ./build_llama.sh --portable
     python llama_abi/wheels/make.py --out dist
+    ./build_llama.sh --portable --backend vulkan
+    python llama_abi/wheels/make.py --out dist --library build/portable-vulkan
 
-``uma-trio-llama`` has libllama and its backends for the CPU (with Metal on a Mac). The version is that of uma-trio, which
-refuses the library of another version. Needs hatchling.
+``uma-trio-llama`` has libllama and its backends for the CPU (with Metal on a Mac). ``uma-trio-llama-vulkan``, ``-cuda12``
+and ``-cuda13`` have one backend more, which is loaded next to it. The version is that of uma-trio, which refuses the
+library of another version. Needs hatchling.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -28,9 +32,12 @@ from llama_abi.errors import LibraryError
 from llama_abi.stamp import WHEEL, Stamp
 
 ROOT = Path(__file__).parents[2]
-GLIBC = "2_28"
-"""What build_llama.sh links with."""
 MACOS = "13_0"
+CUDA_WHEELS = {
+    "cuda12": ["nvidia-cublas-cu12>=12", "nvidia-cuda-runtime-cu12>=12"],
+    "cuda13": ["nvidia-cublas>=13,<14", "nvidia-cuda-runtime>=13,<14"],
+}
+"""The libraries of CUDA that a plug-in links with, as NVIDIA publishes them."""
 
 PROJECT = """
 [build-system]
@@ -39,8 +46,9 @@ build-backend = "hatchling.build"
 
 [project]
 name = "{name}"
-description = "libllama for uma-trio, built for all machines of one architecture"
+description = "{description}"
 version = "{version}"
+dependencies = {dependencies}
 license = "MIT"
 license-files = ["LICENSE*"]
 requires-python = ">=3.11"
@@ -65,8 +73,8 @@ class Hook(BuildHookInterface):
 
 README = """# {name}
 
-The library of [llama.cpp](https://github.com/ggml-org/llama.cpp) ({pin}) that uma-trio {version} loads. It is used by
-`pip install 'uma-trio[llama]'` and has no Python interface of its own.
+{description}, from [llama.cpp](https://github.com/ggml-org/llama.cpp) ({pin}). It is used by
+`pip install 'uma-trio[{extra}]'` and has no Python interface of its own.
 """
 
 
@@ -75,11 +83,24 @@ def version() -> str:
     return str(ProjectMetadata(str(ROOT), PluginManager()).version)
 
 
-def tag() -> str:
-    """The wheel's tag: it has no Python extension, so it serves every Python."""
+def tag(library: Path) -> str:
+    """The wheel's tag: it has no Python extension, so it serves every Python with the glibc that its files need."""
     if sys.platform == "darwin":
         return f"py3-none-macosx_{MACOS}_{platform.machine()}"
-    return f"py3-none-manylinux_{GLIBC}_{platform.machine()}"
+    minor = max(int(each) for each in _mentions(library, rb"\0GLIBC_2\.(\d+)"))
+    return f"py3-none-manylinux_2_{max(minor, 28)}_{platform.machine()}"
+
+
+def extra_of(library: Path, stamp: Stamp) -> str:
+    """The extra of uma-trio that requires this wheel: ``llama``, ``vulkan``, ``cuda12`` or ``cuda13``."""
+    if any(library.glob("libllama.*")):
+        return "llama"
+    return stamp.backend + max(_mentions(library, rb"\0libcudart\.so\.(\d+)"), default=b"").decode()
+
+
+def _mentions(library: Path, pattern: bytes) -> set[bytes]:
+    """What follows in the string tables of the files: versions of symbols, and of the libraries that they link with."""
+    return {found for path in library.glob("lib*") for found in re.findall(pattern, path.read_bytes())}
 
 
 def make(library: Path, out: Path) -> Path:
@@ -92,24 +113,31 @@ def make(library: Path, out: Path) -> Path:
     stamp.verify(library)
     if not stamp.has_plugins:
         raise LibraryError(f"the library in {library} is for this machine only", "run ./build_llama.sh --portable")
+    extra = extra_of(library, stamp)
+    package = WHEEL if extra == "llama" else f"{WHEEL}_{extra}"
+    names = {
+        "name": package.replace("_", "-"),
+        "package": package,
+        "extra": extra,
+        "version": version(),
+        "pin": stamp.pin,
+        "tag": tag(library),
+        "description": "libllama for uma-trio, built for all machines of one architecture",
+        "dependencies": [],
+    }
+    if extra != "llama":
+        names["description"] = f"The {stamp.backend} backend for uma-trio-llama"
+        names["dependencies"] = [f"{WHEEL.replace('_', '-')}=={version()}", *CUDA_WHEELS.get(extra, [])]
     with tempfile.TemporaryDirectory(prefix="uma-wheel-") as folder:
         project = Path(folder)
-        names = {
-            "name": WHEEL.replace("_", "-"),
-            "package": WHEEL,
-            "version": version(),
-            "pin": stamp.pin,
-            "tag": tag(),
-        }
         (project / "pyproject.toml").write_text(PROJECT.format(**names))
         (project / "hatch_build.py").write_text(HOOK.format(**names))
         (project / "README.md").write_text(README.format(**names))
         shutil.copy(ROOT / "LICENSE", project)
         shutil.copy(ROOT / "build" / "llama.cpp" / "LICENSE", project / "LICENSE.llama.cpp")
-        package = project / WHEEL
-        package.mkdir()
-        (package / "__init__.py").write_text('"""The library of llama.cpp that uma-trio loads."""\n')
-        shutil.copytree(library, package / "lib")
+        (project / package).mkdir()
+        (project / package / "__init__.py").write_text(f'"""{names["description"]}."""\n')
+        shutil.copytree(library, project / package / "lib")
         os.environ.setdefault("SOURCE_DATE_EPOCH", _date_of_commit())
         [built] = WheelBuilder(folder).build(directory=str(out.resolve()))
     return Path(built)
@@ -131,7 +159,7 @@ def _date_of_commit() -> str:
 )
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=ROOT / "dist", show_default="dist", help="Folder of the wheel.")  # fmt: skip
 def main(library: Path, out: Path) -> None:
-    """Make the wheel uma-trio-llama from a portable library."""
+    """Make the wheel of a portable library, or of a plug-in for one."""
     try:
         wheel = make(library.resolve(), out)
     except LibraryError as error:

@@ -16,6 +16,7 @@ from llama_abi import stamp as stamps
 from llama_abi.check import find_compiler
 
 SCORED = "int ggml_backend_score(void) {{ return {score}; }}"
+PLUG_IN = "-DGGML_BACKEND_DL=ON"
 UNSCORED = "int ggml_backend_init(void) { return 0; }"
 
 
@@ -77,20 +78,42 @@ def installed(packages: Path, name: str) -> Path:
     return place.resolve()
 
 
+@pytest.fixture
+def vulkan(packages: Path) -> Path:
+    return installed(packages, "uma_trio_llama_vulkan")
+
+
 class TestBackends:
     def test_the_variant_with_the_best_score_is_loaded(self, folder: Path) -> None:
         library = FakeLibrary()
-        assert backends.load_backends(library, folder) == ("libggml-cpu-icelake.so", "libggml-rpc.so")
+        assert backends.load_backends(library, folder).used == ("libggml-cpu-icelake.so", "libggml-rpc.so")
         assert library.loaded == ["libggml-cpu-icelake.so", "libggml-rpc.so"]
 
-    def test_backends_of_other_wheels_come_first(self, folder: Path, packages: Path) -> None:
-        plugin(installed(packages, "uma_trio_llama_vulkan"), "libggml-vulkan.so", UNSCORED)
-        assert backends.load_backends(FakeLibrary(), folder)[0] == "libggml-vulkan.so"
+    def test_backends_of_other_wheels_come_first(self, folder: Path, vulkan: Path) -> None:
+        plugin(vulkan, "libggml-vulkan.so", UNSCORED)
+        stamps.write(vulkan, source=stamps.pin(), backend="vulkan", options=(PLUG_IN,))
+        assert backends.load_backends(FakeLibrary(), folder).used[0] == "libggml-vulkan.so"
+        assert Stamp.read(vulkan).backend_in_use == "vulkan"
 
-    def test_a_backend_that_does_not_load_is_left_out(self, folder: Path, packages: Path) -> None:
+    def test_one_that_libggml_refuses_is_not_used(self, folder: Path, vulkan: Path) -> None:
+        plugin(vulkan, "libggml-vulkan.so", UNSCORED)
+        stamps.write(vulkan, source=stamps.pin(), backend="vulkan", options=(PLUG_IN,))
+        found = backends.load_backends(FakeLibrary("libggml-vulkan.so"), folder)
+        assert "libggml-vulkan.so" not in found.used
+        assert found.unused == ("libggml-vulkan.so: it found no device",)
+
+    def test_one_whose_libraries_are_missing_is_not_used(self, folder: Path, vulkan: Path) -> None:
         """As a CUDA plug-in on a machine without a driver."""
-        plugin(installed(packages, "uma_trio_llama_vulkan"), "libggml-vulkan.so", UNSCORED)
-        assert "libggml-vulkan.so" not in backends.load_backends(FakeLibrary("libggml-vulkan.so"), folder)
+        (vulkan / "libggml-vulkan.so").write_bytes(b"\x7fELF")
+        stamps.write(vulkan, source=stamps.pin(), backend="vulkan", options=(PLUG_IN,))
+        [unused] = backends.load_backends(FakeLibrary(), folder).unused
+        assert "file too short" in unused
+
+    def test_one_of_another_version_is_refused(self, folder: Path, vulkan: Path) -> None:
+        plugin(vulkan, "libggml-vulkan.so", UNSCORED)
+        stamps.write(vulkan, source="llama-cpp-python==0.0.1", backend="vulkan", options=(PLUG_IN,))
+        with pytest.raises(LibraryError, match=r"but this version needs .*force-reinstall 'uma-trio\[vulkan\]'"):
+            backends.load_backends(FakeLibrary(), folder)
 
     def test_a_cpu_that_no_variant_supports(self, folder: Path) -> None:
         for name in ("x64", "icelake"):
@@ -145,4 +168,6 @@ def test_python_knows_where_the_wheel_is_without_importing_it(packages: Path) ->
 
 def test_the_extra_requires_the_wheel_of_this_version() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert project["project"]["optional-dependencies"]["llama"] == [f"uma-trio-llama=={uma_trio.__version__}"]
+    for extra, package in [("llama", stamps.WHEEL), *((each.split("_")[-1], each) for each in stamps.PLUGINS)]:
+        wheel = package.replace("_", "-")
+        assert project["project"]["optional-dependencies"][extra] == [f"{wheel}=={uma_trio.__version__}"]

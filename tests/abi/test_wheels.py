@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import uma_trio
+from llama_abi import stamp as stamps
 from llama_abi.stamp import STAMP
 
 pytest.importorskip("hatchling", reason="the extra dev installs hatchling, which makes wheels: ./build_llama.sh --dev")
@@ -53,6 +54,22 @@ def test_the_wheel(portable: Path, tmp_path: Path) -> None:
     files = {path.relative_to(portable).as_posix() for path in portable.rglob("*") if path.is_file()}
     assert {f"uma_trio_llama/lib/{name}" for name in files} <= {*names}
     assert {"LICENSE", "LICENSE.llama.cpp"} <= {Path(name).name for name in names}
+
+
+def test_the_wheel_of_a_plug_in(portable: Path, tmp_path: Path) -> None:
+    """It requires the library of the same version, and the libraries of CUDA that it links with."""
+    for path in portable.glob("lib*"):
+        if path.name != "libggml-base.so":
+            path.unlink()
+    (portable / "libggml-cuda.so").write_bytes(b"\0libcudart.so.13\0libcublas.so.13\0")
+    stamps.write(portable, source=stamps.pin(), backend="cuda", options=("-DGGML_BACKEND_DL=ON",))
+    done = make(portable, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    [wheel] = (tmp_path / "out").glob("uma_trio_llama_cuda13-*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        [metadata] = (file.read(name).decode() for name in file.namelist() if name.endswith("METADATA"))
+    assert f"Requires-Dist: uma-trio-llama=={uma_trio.__version__}" in metadata
+    assert "Requires-Dist: nvidia-cublas<14,>=13" in metadata
 
 
 def test_two_wheels_of_a_commit_are_equal(portable: Path, tmp_path: Path) -> None:

@@ -52,7 +52,13 @@ def no_c(monkeypatch):
     monkeypatch.setattr(probe, "run", lambda flags: ({}, "was skipped"))
 
 
-LIBRARY = {"max_sequences": 256, "devices": {"backend": "cpu", "found": []}, "system_info": "", "plugins": []}
+LIBRARY = {
+    "max_sequences": 256,
+    "devices": {"backend": "cpu", "found": []},
+    "system_info": "",
+    "plugins": [],
+    "unused_plugins": [],
+}
 """What ``probe`` says of a library."""
 
 
@@ -217,6 +223,14 @@ def test_plug_ins_are_named(examine, monkeypatch):
     library = {**LIBRARY, "plugins": ["libggml-cpu-zen4.so", "libggml-rpc.so"]}
     monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "was skipped"))
     assert examine()["plug-ins"]["message"] == "libggml-cpu-zen4.so, libggml-rpc.so: the best for this machine"
+
+
+def test_a_plug_in_that_does_not_load_is_named(examine, monkeypatch):
+    library = {**LIBRARY, "unused_plugins": ["libggml-cuda.so: libcuda.so.1: cannot open shared object file"]}
+    monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "was skipped"))
+    found = examine()["plug-ins"]
+    assert found["verdict"] == "warning"
+    assert "not used: libggml-cuda.so: libcuda.so.1" in found["message"]
 
 
 def test_a_wrong_answer(examine, monkeypatch):

@@ -47,6 +47,8 @@ class LibraryFacts:
     devices: Devices
     plugins: tuple[str, ...]
     """Files of the backends that were chosen for this machine, if they are plug-ins."""
+    unused_plugins: tuple[str, ...]
+    """Backends that are installed and do not load on this machine, with the reason."""
 
 
 def read_stamp(named: Path | None = None) -> StampFacts:
@@ -64,7 +66,7 @@ def read_stamp(named: Path | None = None) -> StampFacts:
         stamp.verify(directory)
     except llama_abi.LibraryError as error:
         raise LibraryProblem(error.reason, error.remedy) from None
-    return StampFacts(stamp.pin, stamp.backend, directory)
+    return StampFacts(stamp.pin, stamp.backend_in_use, directory)
 
 
 def load_library(named: Path | None = None) -> LibraryFacts:
@@ -80,7 +82,13 @@ def load_library(named: Path | None = None) -> LibraryFacts:
         library = llama_abi.load(named)
     except llama_abi.LibraryError as error:
         raise LibraryProblem(error.reason, error.remedy) from None
-    return LibraryFacts(library.system_info, library.max_sequences, find_devices(library), library.plugins)
+    return LibraryFacts(
+        system_info=library.system_info,
+        max_sequences=library.max_sequences,
+        devices=find_devices(library),
+        plugins=library.plugins.used,
+        unused_plugins=library.plugins.unused,
+    )
 
 
 def find_devices(library: llama_abi.Library) -> Devices:
@@ -90,7 +98,7 @@ def find_devices(library: llama_abi.Library) -> Devices:
         for device in library.devices()
     )
     here = next((MachineGpu(str(gpus), gpus.fix) for gpus in look() if gpus.has_gpu), None)
-    return Devices(backend=library.stamp.backend, found=found, machine_gpu=here)
+    return Devices(backend=library.stamp.backend_in_use, found=found, machine_gpu=here)
 
 
 def devices_of_model(

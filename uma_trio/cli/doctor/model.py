@@ -49,6 +49,8 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
     yield _devices((model or {}).get("devices") or library["devices"])
     if library["plugins"]:
         yield Finding("plug-ins", "ok", f"{', '.join(library['plugins'])}: the best for this machine")
+    for unused in library["unused_plugins"]:
+        yield Finding("plug-ins", "warning", f"not used: {unused}", "install what is missing, or uninstall its package")
     yield Finding("backend", "ok", library["system_info"].strip() or "the library does not describe it")
     yield from _card(path, EMBEDDED)
     yield from _adapters(settings, path)
