@@ -15,7 +15,7 @@ from pathlib import Path
 import attrs
 
 from llama_abi.errors import LibraryError
-from llama_abi.stamp import Stamp, plugin_folders
+from llama_abi.stamp import Stamp, build, plugin_folders
 
 NO_BACKENDS = ("libggml", "libggml-base")
 
@@ -52,7 +52,7 @@ def load_backends(c: ctypes.CDLL, directory: Path) -> Backends:
     if not any(name.startswith("libggml-cpu") for name in used):
         raise LibraryError(
             f"no variant of the CPU backend in {directory} runs on this CPU",
-            "build the library on this machine: run ./build_llama.sh in a checkout",
+            f"build the library on this machine: {build()}",
         )
     return Backends(tuple(used), tuple(unused))
 

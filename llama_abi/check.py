@@ -28,7 +28,7 @@ from llama_abi.check_source import check_source
 from llama_abi.declarations import prototypes
 from llama_abi.errors import LibraryError
 from llama_abi.functions import FUNCTIONS
-from llama_abi.stamp import STAMP, pin, write
+from llama_abi.stamp import STAMP, build, pin, write
 from llama_abi.types import C
 
 
@@ -57,7 +57,7 @@ def check(headers: Path, table: str = FUNCTIONS) -> CheckResult:
         LibraryError: there is no compiler or no header.
     """
     if not (headers / "llama.h").is_file():
-        raise LibraryError(f"there is no llama.h in {headers}", "run ./build_llama.sh")
+        raise LibraryError(f"there is no llama.h in {headers}", build())
     command = [*find_compiler().split(), "-std=gnu11", "-x", "c", "-I", str(headers), "-c", "-"]
     with tempfile.TemporaryDirectory(prefix="uma-check-") as folder:  # Zig's compiler has no -fsyntax-only
         command += ["-o", f"{folder}/check.o"]

@@ -148,11 +148,11 @@ class Declarations:
         self.known[name] = made
         return made
 
-    def bind(self, library: ctypes.CDLL, table: str) -> None:
+    def bind(self, library: ctypes.CDLL, table: str) -> list[str]:
         """Set the types and the error check of every function in ``table``.
 
-        Raises:
-            LibraryError: the library lacks symbols. The message lists all of them.
+        Returns:
+            The functions that the library lacks.
         """
         missing = []
         for prototype in prototypes(table):
@@ -165,11 +165,7 @@ class Declarations:
             function.argtypes = [self.ctype(split_declarator(p)[0]) for p in prototype.parameters]
             if prototype.rule:
                 function.errcheck = RULES[prototype.rule]
-        if missing:
-            raise LibraryError(
-                f"the library lacks {', '.join(missing)}, so it is not the llama.cpp version of these declarations",
-                "run ./build_llama.sh",
-            )
+        return missing
 
 
 def _no_null(result: Any, function: Any, arguments: Any) -> Any:

@@ -24,7 +24,7 @@ from llama_abi.backends import Backends, load_backends
 from llama_abi.errors import LibraryError, LlamaError
 from llama_abi.functions import FUNCTIONS
 from llama_abi.logs import LogRouter
-from llama_abi.stamp import Stamp, fix, library_directory
+from llama_abi.stamp import Stamp, build, fix, library_directory
 from llama_abi.types import DEVICE_TYPE, C, ggml_log_callback
 
 BACKTRACE_VARIABLE = "GGML_NO_BACKTRACE"
@@ -88,7 +88,11 @@ class Library:
         self.stamp.verify(directory)
         self.logs = LogRouter()
         self.c = _open(directory)
-        C.bind(self.c, FUNCTIONS)
+        if missing := C.bind(self.c, FUNCTIONS):
+            raise LibraryError(
+                f"the library lacks {', '.join(missing)}, so it is not the llama.cpp version of these declarations",
+                fix(directory, self.stamp.backend, clean=True),
+            )
         self._check_defaults()
         self.c.llama_log_set(self.logs.callback, None)
         atexit.register(self.silence_logging)
@@ -110,7 +114,7 @@ class Library:
         if wrong:
             raise LibraryError(
                 f"the library in {self.directory} does not have the defaults of its header ({'; '.join(wrong)})",
-                f"{fix(self.directory, self.stamp.backend)} --clean",
+                fix(self.directory, self.stamp.backend, clean=True),
             )
 
     @property
@@ -262,12 +266,9 @@ def _remedy(error: str, directory: Path) -> str:
     """What to do about an error of the dynamic linker."""
     missing = re.match(r"(lib\S+): cannot open shared object file", error)
     if missing is None or missing[1].startswith(("libllama", "libggml")):
-        return f"{fix(directory)} --clean"
+        return fix(directory, clean=True)
     if missing[1].startswith("libcuda.so"):
-        return (
-            "install the NVIDIA driver, in a container start it with access to the GPU, or run "
-            "./build_llama.sh --backend cpu"
-        )
+        return f"install the NVIDIA driver, in a container start it with access to the GPU, or {build('--backend cpu')}"
     return f"install the package that has {missing[1]}, or add its folder to LD_LIBRARY_PATH"
 
 

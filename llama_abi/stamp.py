@@ -72,15 +72,37 @@ def library_directory(named: Path | None = None) -> Path:
     return folder_of_package(WHEEL) or DEFAULT_DIRECTORY.resolve()
 
 
-def fix(directory: Path, backend: str = "") -> str:
-    """The command that repairs the library in ``directory``."""
+def is_checkout() -> bool:
+    """Whether this package runs from a checkout, which can build a library."""
+    return (DEFAULT_DIRECTORY.parents[1] / "build_llama.sh").exists()
+
+
+def in_checkout(action: str) -> str:
+    """``action``, which needs a checkout, and where to do it if this is none."""
+    return action if is_checkout() else f"{action} in a checkout of uma-trio"
+
+
+def build(options: str = "") -> str:
+    """The command that builds a library with ``options``, for what no wheel can repair."""
+    return in_checkout(f"run ./build_llama.sh {options}".rstrip())
+
+
+def fix(directory: Path, backend: str = "", *, clean: bool = False) -> str:
+    """The command that repairs the library in ``directory``: a build in a checkout, otherwise an installation.
+
+    Args:
+        backend: what a library in a folder of its own was built for.
+        clean: its files are damaged, so a build begins anew.
+    """
+    rebuild = " --clean" if clean else ""
     for package in (WHEEL, *PLUGINS):
         if directory == folder_of_package(package):
             return f"run pip install --upgrade --force-reinstall 'uma-trio[{package.split('_')[-1]}]'"
     if directory == DEFAULT_DIRECTORY.resolve():
-        in_checkout = (DEFAULT_DIRECTORY.parents[1] / "build_llama.sh").exists()
-        return "run ./build_llama.sh" if in_checkout else "run pip install 'uma-trio[llama]'"
-    return f"run ./build_llama.sh{' --backend ' if backend else ''}{backend} --prefix {directory}"
+        return build(rebuild.strip()) if is_checkout() else "run pip install 'uma-trio[llama]'"
+    if not is_checkout():
+        return f"run pip install 'uma-trio[llama]' and leave out --llama-dir, llama_dir and {DIRECTORY_VARIABLE}"
+    return build(f"{'--backend ' if backend else ''}{backend} --prefix {directory}{rebuild}".strip())
 
 
 def _sizes(directory: Path) -> dict[str, int]:
@@ -130,7 +152,7 @@ class Stamp:
             return cls(**{**found, "options": tuple(found["options"])})
         except NotADirectoryError:
             raise LibraryError(
-                f"{directory} is a file", "give the folder of a library, or run ./build_llama.sh for one"
+                f"{directory} is a file", f"give the folder of a library, or {fix(DEFAULT_DIRECTORY.resolve())}"
             ) from None
         except FileNotFoundError:
             if not any(directory.glob("libllama.*")):
@@ -140,7 +162,7 @@ class Stamp:
                 f"{directory} has no {STAMP}, so its library and header may not match", fix(directory)
             ) from None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise LibraryError(f"{path} is not readable ({error})", f"{fix(directory)} --clean") from None
+            raise LibraryError(f"{path} is not readable ({error})", fix(directory, clean=True)) from None
 
     def verify(self, directory: Path) -> None:
         """Refuse a library that has changed since it was checked.
@@ -158,10 +180,13 @@ class Stamp:
         if self.declarations_sha256 != declarations_sha256():
             raise LibraryError(
                 f"the declarations in llama_abi have changed since the library in {directory} was checked",
-                f"{remedy} (this only repeats the check, and takes a second)",
+                remedy,
             )
         if self.libraries != _sizes(directory):
-            raise LibraryError(f"the library files in {directory} have changed since the check", f"{remedy} --clean")
+            raise LibraryError(
+                f"the library files in {directory} have changed since the check",
+                fix(directory, self.backend, clean=True),
+            )
 
 
 def write(directory: Path, *, source: str, backend: str, options: tuple[str, ...]) -> Stamp:

@@ -150,6 +150,34 @@ class TestWhichLibrary:
         with pytest.raises(LibraryError, match=r"there is no library in .*; run \./build_llama\.sh$"):
             Stamp.read(stamps.library_directory())
 
+    def test_a_folder_that_nobody_can_build(self, packages: Path, tmp_path: Path) -> None:
+        with pytest.raises(LibraryError, match=r"run pip install 'uma-trio\[llama\]' and leave out --llama-dir, "):
+            Stamp.read(tmp_path / "own")
+
+    def test_a_wheel_with_a_damaged_stamp(self, packages: Path) -> None:
+        place = installed(packages, stamps.WHEEL)
+        (place / stamps.STAMP).write_text("{}")
+        with pytest.raises(LibraryError, match=r"; run pip install --upgrade --force-reinstall 'uma-trio\[llama\]'$"):
+            Stamp.read(place)
+
+    def test_what_only_a_build_repairs_names_the_checkout(self, packages: Path) -> None:
+        assert stamps.build("--backend cpu") == "run ./build_llama.sh --backend cpu in a checkout of uma-trio"
+        assert stamps.in_checkout("install it").endswith("in a checkout of uma-trio")
+
+    def test_no_other_module_tells_people_to_build(self) -> None:
+        """A remedy of its own would not know whether there is a checkout."""
+        root = Path(__file__).parents[2]
+        paths = [path for folder in ("llama_abi", "uma_trio") for path in (root / folder).rglob("*.py")]
+        found = {
+            path.relative_to(root).as_posix() for path in paths if "run ./build_llama.sh" in path.read_text().lower()
+        }
+        assert found == {
+            "llama_abi/stamp.py",
+            "uma_trio/cli/bench.py",  # needs a checkout anyway, and says how to get one
+            "uma_trio/cli/doctor/environment.py",  # has found that it runs from a checkout
+            "uma_trio/training/skills/about.py",
+        }
+
     def test_a_wheel_of_another_version(self, packages: Path, directory: Path) -> None:
         place = installed(packages, stamps.WHEEL)
         shutil.copytree(directory, place, dirs_exist_ok=True)

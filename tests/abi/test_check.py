@@ -132,8 +132,7 @@ def test_missing_symbols_are_all_reported_at_once() -> None:
         size_t strlen(const char * text);
         void llama_gone_too(int32_t n);
     """
-    with pytest.raises(LibraryError, match=r"lacks llama_gone, llama_gone_too, .*run \./build_llama\.sh"):
-        Declarations().bind(ctypes.CDLL(None), table)
+    assert Declarations().bind(ctypes.CDLL(None), table) == ["llama_gone", "llama_gone_too"]
 
 
 def test_every_declared_function_is_used() -> None:

@@ -257,7 +257,8 @@ class Model:
     type_v: Literal["auto", "f16", "q8_0", "q4_0"] = setting("auto", "Data type of the V cache, likewise.")
     mmap: bool = setting(True, "Map the model file into memory instead of reading it.")
     llama_dir: Path | None = setting(
-        None, "Folder with the built libllama. If not given, the one that build_llama.sh fills."
+        None,
+        "Folder with the built libllama. If not given, what build_llama.sh built, or what the wheel uma-trio-llama has.",
     )
 
 

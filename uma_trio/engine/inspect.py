@@ -10,7 +10,7 @@ import msgspec
 
 import llama_abi
 from llama_abi.gpus import look
-from llama_abi.stamp import library_directory
+from llama_abi.stamp import fix, in_checkout, library_directory
 from uma_trio import config
 from uma_trio.engine.devices import (
     Device,
@@ -69,6 +69,15 @@ def read_stamp(named: Path | None = None) -> StampFacts:
     return StampFacts(stamp.pin, stamp.backend_in_use, directory)
 
 
+def library_fix(named: Path | None = None) -> str:
+    """The command that installs or builds the library anew, where it loads and does not work.
+
+    Args:
+        named: its directory; by default see ``llama_abi.load``.
+    """
+    return fix(library_directory(named), clean=True)
+
+
 def load_library(named: Path | None = None) -> LibraryFacts:
     """Load the library into this process and query it.
 
@@ -97,7 +106,7 @@ def find_devices(library: llama_abi.Library) -> Devices:
         Device(device.name, device.description, device.type.name.lower(), device.memory_free, device.memory_total)
         for device in library.devices()
     )
-    here = next((MachineGpu(str(gpus), gpus.fix) for gpus in look() if gpus.has_gpu), None)
+    here = next((MachineGpu(str(gpus), in_checkout(gpus.fix)) for gpus in look() if gpus.has_gpu), None)
     return Devices(backend=library.stamp.backend_in_use, found=found, machine_gpu=here)
 
 

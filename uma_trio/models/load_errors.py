@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from uma_trio.engine.fit import DoesNotFit
+from uma_trio.engine.inspect import library_fix
 from uma_trio.engine.load_errors import LOAD_ERRORS
 from uma_trio.engine.messages import NO_MEMORY, EngineDied, EngineError, LoadError
 from uma_trio.errors import ErrorWithRemedy
@@ -25,7 +26,6 @@ _NO_CONTEXT: Final = "cannot create a context: "
 _SIGNALS: Final = {
     "SIGABRT": f"llama.cpp cannot serve this file: {REMEDY}",
     "SIGSEGV": f"llama.cpp cannot serve this file: {REMEDY}",
-    "SIGILL": "the library is built for another processor: run ./build_llama.sh --clean",
     "SIGKILL": "if nobody did that by hand, the memory was full: lower --ctx, or take a smaller model",
 }
 """What to do when the engine died while it loaded the model, by signal."""
@@ -101,6 +101,8 @@ def readable(reason: str) -> tuple[str, str]:
 def _of_death(reason: str) -> tuple[str, str]:
     if NO_MEMORY.search(reason):  # such as a GPU that has too little for its own context
         return reason, "free memory of the GPU, or hide the GPU from this program, such as with CUDA_VISIBLE_DEVICES="
+    if "SIGILL" in reason.split(":")[0]:
+        return reason, f"the library is built for another processor: {library_fix()}"
     fix = next((fix for name, fix in _SIGNALS.items() if name in reason.split(":")[0]), None)
     return reason, fix or "the log has its last lines, and --log-level debug more of them"
 

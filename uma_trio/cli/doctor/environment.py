@@ -44,7 +44,10 @@ def check_packages() -> Iterator[Finding]:
             wrong.append(f"{name} is {version}, but at least {least} is required")
     if wrong:
         yield Finding(
-            "packages", "problem", "; ".join(wrong), "run ./build_llama.sh, or pip install --upgrade uma-trio"
+            "packages",
+            "problem",
+            "; ".join(wrong),
+            "run pip install --upgrade 'uma-trio[llama]', or in a checkout ./build_llama.sh",
         )
     else:
         yield Finding("packages", "ok", f"uma-trio {ours}, and all {n_found} packages that it needs")

@@ -17,36 +17,35 @@ if TYPE_CHECKING:
 ANSWER: Final = "Paris"
 """Part of the embedded model's answer to ``probe.QUESTION``."""
 
-BUILD: Final = "run ./build_llama.sh"
-
 
 def check_stamp(settings: Config) -> Iterator[Finding]:
     """Check which library there is, without loading it."""
-    from uma_trio.engine.inspect import LibraryProblem, read_stamp
+    from uma_trio.engine.inspect import LibraryProblem, library_fix, read_stamp
 
     try:
         stamp = read_stamp(settings.model.llama_dir)
     except LibraryProblem as error:
-        yield Finding("stamp", "problem", error.reason, error.remedy or BUILD)
+        yield Finding("stamp", "problem", error.reason, error.remedy or library_fix(settings.model.llama_dir))
     else:
         yield Finding("stamp", "ok", f"{stamp.pin}, built for {stamp.backend}, in {stamp.directory}")
 
 
 def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator[Finding]:
     """Check what ``probe`` reports from a separate process."""
+    from uma_trio.engine.inspect import library_fix
     from uma_trio.models.loaded import EMBEDDED, model_path
 
-    path = model_path(settings.model.model)
+    path, fix = model_path(settings.model.model), library_fix(settings.model.llama_dir)
     stages, ending = probe.run(flags)
     library, model = stages.get("library"), stages.get("model")
     if library is None:
-        yield Finding("library", "problem", f"loading the library {ending}", f"{BUILD} --clean")
+        yield Finding("library", "problem", f"loading the library {ending}", fix)
         return
     if "problem" in library:
-        yield Finding("library", "problem", library["problem"], library["remedy"] or BUILD)
+        yield Finding("library", "problem", library["problem"], library["remedy"] or fix)
         return
     yield Finding("library", "ok", f"it loads and supports up to {library['max_sequences']} sequences")
-    yield _devices((model or {}).get("devices") or library["devices"])
+    yield _devices((model or {}).get("devices") or library["devices"], fix)
     if library["plugins"]:
         yield Finding("plug-ins", "ok", f"{', '.join(library['plugins'])}: the best for this machine")
     for unused in library["unused_plugins"]:
@@ -58,7 +57,7 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
     if model is not None and "problem" not in model and model["purpose"] != "generate":
         yield Finding("purpose", "ok", f"it {IN_WORDS[model['purpose']]}; a text has at most {model['n_ctx']:,} tokens")
         yield Finding("fit", "ok", model["fit"] or "off: the settings are taken as they are")
-        yield _pooled(stages.get("answer"), ending)
+        yield _pooled(stages.get("answer"), ending, fix)
     elif model is not None and "problem" not in model:
         yield _context(model)
         yield Finding("fit", "ok", model["fit"] or "off: the settings are taken as they are")
@@ -67,7 +66,7 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
         yield _layout(model)
         if model["draft_model"] is not None:
             yield _draft_model(model)
-        yield _answer(path == EMBEDDED, stages.get("answer"), ending)
+        yield _answer(path == EMBEDDED, stages.get("answer"), ending, fix)
 
 
 def check_file(settings: Config) -> Iterator[Finding]:
@@ -91,12 +90,12 @@ def check_file(settings: Config) -> Iterator[Finding]:
         )
 
 
-def _devices(found: dict[str, Any]) -> Finding:
+def _devices(found: dict[str, Any], fix: str) -> Finding:
     import msgspec
 
     devices = msgspec.convert(found, Devices)
     if not devices.found:
-        return Finding("devices", "problem", "the library finds no device to compute with", f"{BUILD} --clean")
+        return Finding("devices", "problem", "the library finds no device to compute with", fix)
     return Finding("devices", "ok" if devices.fix is None else "warning", str(devices), devices.fix)
 
 
@@ -211,21 +210,21 @@ def _draft_model(found: dict[str, Any]) -> Finding:
     return Finding("draft model", "ok", f"{message} of a prompt; its vocabulary is that of the model")
 
 
-def _pooled(found: dict[str, Any] | None, ending: str) -> Finding:
+def _pooled(found: dict[str, Any] | None, ending: str, fix: str) -> Finding:
     """Report what a model that embeds or ranks made of a text."""
     if found is None or "problem" in found:
         problem = f"computing a text {ending}" if found is None else found["problem"]
-        return Finding("answer", "problem", problem, f"{BUILD} --clean, or serve another --model")
+        return Finding("answer", "problem", problem, f"{fix}, or serve another --model")
     return Finding("answer", "ok", f"{found['text']} for {probe.QUESTION!r} in {found['ms']:.0f} ms")
 
 
-def _answer(embedded: bool, found: dict[str, Any] | None, ending: str) -> Finding:
+def _answer(embedded: bool, found: dict[str, Any] | None, ending: str, fix: str) -> Finding:
     if found is None:
-        return Finding("answer", "problem", f"asking the model {ending}", f"{BUILD} --clean")
+        return Finding("answer", "problem", f"asking the model {ending}", fix)
     if "problem" in found:
-        return Finding("answer", "problem", found["problem"], f"{BUILD} --clean")
+        return Finding("answer", "problem", found["problem"], fix)
     message = f"{found['text'].strip()!r} in {found['ms']:.0f} ms"
     if embedded and ANSWER not in found["text"]:
-        fix = "run ./build_llama.sh --clean: the library computes wrong results"
-        return Finding("answer", "problem", f"the answer to {probe.QUESTION!r} was {message}", fix)
+        wrong = f"the answer to {probe.QUESTION!r} was {message}"
+        return Finding("answer", "problem", wrong, f"{fix}: the library computes wrong results")
     return Finding("answer", "ok", message)
