@@ -173,6 +173,7 @@ class TestWhichLibrary:
         }
         assert found == {
             "llama_abi/stamp.py",
+            "llama_abi/wheels/make.py",  # is in a checkout only
             "uma_trio/cli/bench.py",  # needs a checkout anyway, and says how to get one
             "uma_trio/cli/doctor/environment.py",  # has found that it runs from a checkout
             "uma_trio/training/skills/about.py",

@@ -113,9 +113,6 @@ FOLDERS = ("uma_trio", "llama_abi", "tests", "benches")
 TEXTS_OF_THE_EMBEDDED_MODEL = ROOT / "uma_trio" / "training"
 """Stories and answers that the model learns: their words are theirs."""
 
-NAMES_OF_BEFORE = {ROOT / "CHANGELOG.md"}
-"""Says what was renamed."""
-
 
 @attrs.frozen
 class Finding:
@@ -141,7 +138,7 @@ def sources() -> list[Path]:
 
 def documents() -> list[Path]:
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
-    return sorted(page for page in pages if page not in NAMES_OF_BEFORE)
+    return sorted(pages)
 
 
 GAP = r"\s+(?:#\s+)?"
