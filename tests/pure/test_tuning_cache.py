@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from uma_trio.engine.tuning_cache import load_costs, model_fingerprint, save_costs
+from uma_trio.engine.tuning_cache import load_corrections, load_costs, model_fingerprint, save_costs
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.decode_split import DecodeCallTimes
 from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
@@ -86,6 +86,7 @@ def test_a_missing_file_is_ignored(tmp_path: Path) -> None:
         lambda data: data[: len(data) // 2],
         lambda data: b"",
         lambda data: b"[]",
+        lambda data: b"[" * 50_000,
         lambda data: b"\xff" * 100,
         lambda data: data.replace(b'"decode_only"', b'"along"'),
         lambda data: _with(data, coefficients=[1, 2, 3]),
@@ -96,11 +97,21 @@ def test_a_missing_file_is_ignored(tmp_path: Path) -> None:
         lambda data: _with(data, n_observed=-1),
     ],
 )
-def test_a_damaged_file_is_ignored(tmp_path: Path, learned: CostModel, harm) -> None:
+def test_a_damaged_file_is_ignored(tmp_path: Path, learned: CostModel, harm, caplog: pytest.LogCaptureFixture) -> None:
     save_costs("a", learned, tmp_path)
     file = tmp_path / "a.json"
     file.write_bytes(harm(file.read_bytes()))
     assert load_costs("a", tmp_path) is None
+    assert [record.message for record in caplog.records] == ["a measurement cannot be used, so it is made again"]
+
+
+@pytest.mark.parametrize("content", ['{"CUDA0": 1.2, "CPU": "1.1"}', "[1.0]", "{", "[" * 50_000])
+def test_damaged_corrections_are_ignored_as_a_whole(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    assert load_corrections("a", tmp_path) == {}
+    assert len(caplog.records) == 1
 
 
 def _with(data: bytes, **changes: object) -> bytes:

@@ -22,7 +22,7 @@ from uma_trio.engine.link import Launcher
 from uma_trio.engine.memory import machine_memory_bytes
 from uma_trio.engine.purpose import Purpose
 from uma_trio.hub.environment import ModelLocations
-from uma_trio.hub.errors import HubError
+from uma_trio.hub.errors import AliasFileError, HubError
 from uma_trio.hub.locate import find_installed, installed_models
 from uma_trio.hub.variants import quantization_of
 from uma_trio.models.loaded import LoadedModel, model_path, open_model
@@ -247,6 +247,9 @@ class Opener:
             return None
         try:
             found = await trio.to_thread.run_sync(find_installed, name, self._places, limiter=self._finding)
+        except AliasFileError as error:
+            log.warning("no model can be looked up by name", reason=error.reason, fix=error.remedy)
+            return None
         except (HubError, OSError):
             return None
         return self._on_demand(found.name, str(found.path))

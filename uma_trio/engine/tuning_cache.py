@@ -78,7 +78,7 @@ def load_costs(name: str, folder: Path | None = None) -> CostModel | None:
             knows_stairs=bool(fields["knows_stairs"]),
         )
     except (ValueError, KeyError, TypeError) as error:
-        log.debug("ignoring damaged learned costs", extra={"fields": {"name": name, "reason": str(error)}})
+        _ignore(name, folder, error)
         return None
 
 
@@ -111,8 +111,11 @@ class FileLayoutCache:
         A trial that was given up is repeated after ``GIVEN_UP_S``, or with more time.
         """
         fields = _read(self._name(environment), self._folder)
-        found = fields.get("layout") if isinstance(fields, dict) else None
+        if fields is None:
+            return None
+        found = fields.get("layout")
         if not isinstance(found, str):
+            _ignore(self._name(environment), self._folder, "it has no layout")
             return None
         if "given_up_at" not in fields:
             return KeptLayout(found, was_measured=True)
@@ -137,9 +140,10 @@ class FileLayoutCache:
 def load_corrections(name: str, folder: Path | None = None) -> dict[str, float]:
     """What the model took of each memory, as a multiple of what was predicted; empty without a usable file."""
     fields = _read(name, folder)
-    if not isinstance(fields, dict):
+    if fields is not None and not all(type(value) is float for value in fields.values()):
+        _ignore(name, folder, "it has other values than numbers")
         return {}
-    return {each: value for each, value in fields.items() if isinstance(each, str) and type(value) is float}
+    return fields or {}
 
 
 def save_corrections(name: str, corrections: dict[str, float], folder: Path | None = None) -> bool:
@@ -156,16 +160,24 @@ def _path(name: str, folder: Path | None) -> Path:
     return (folder or cost_folder()) / f"{name}.json"
 
 
-def _read(name: str, folder: Path | None) -> Any:
-    """Unchecked JSON; ``None`` if there is none."""
+def _read(name: str, folder: Path | None) -> dict[str, Any] | None:
+    """A JSON object with unchecked values; ``None`` if there is none."""
     try:
         with _path(name, folder).open("rb") as file:
-            return msgspec.json.decode(file.read(MAX_FILE_BYTES))
+            return msgspec.json.decode(file.read(MAX_FILE_BYTES), type=dict[str, Any])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        log.debug("ignoring an unreadable measurement", extra={"fields": {"name": name, "reason": str(error)}})
+    except (OSError, ValueError, RecursionError) as error:
+        _ignore(name, folder, error)
         return None
+
+
+def _ignore(name: str, folder: Path | None, reason: object) -> None:
+    """Log that a file is not used."""
+    log.warning(
+        "a measurement cannot be used, so it is made again",
+        extra={"fields": {"file": str(_path(name, folder)), "reason": str(reason)}},
+    )
 
 
 def _write(name: str, fields: dict[str, Any], folder: Path | None) -> bool:

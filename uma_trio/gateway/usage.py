@@ -20,8 +20,10 @@ from uma_trio.config import Config
 
 log = logging.getLogger("uma_trio.gateway")
 
+VERSION: Final = 1
+"""SQLite's ``user_version`` of the file.  A file of another version is set aside."""
 SCHEMA: Final = """
-CREATE TABLE IF NOT EXISTS usage (
+CREATE TABLE usage (
     tenant TEXT NOT NULL, period TEXT NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (tenant, period)
 ) WITHOUT ROWID, STRICT
 """
@@ -42,7 +44,7 @@ def usage_path(config: Config) -> Path:
 class UsageFile:
     """The tokens of each tenant in each period.
 
-    A damaged file is renamed and replaced by an empty one.  If it cannot be written, as on a full disk, counting goes on in
+    A file that is damaged or has another version is renamed and replaced by an empty one.  If it cannot be written, as on a full disk, counting goes on in
     memory, and the next change that can be written brings the file up to date.
     """
 
@@ -112,8 +114,9 @@ def read_usage(path: Path) -> dict[tuple[str, str], int]:
     address = f"{path.absolute().as_uri()}?mode=ro"
     try:
         with contextlib.closing(sqlite3.connect(address, uri=True, timeout=LOCK_TIMEOUT_S)) as connection:
+            _check_version(connection)
             return {(tenant, period): tokens for tenant, period, tokens in connection.execute("SELECT * FROM usage")}
-    except sqlite3.Error:  # damaged, or just being made
+    except sqlite3.Error:  # damaged, of another version, or just being made
         return {}
 
 
@@ -125,7 +128,7 @@ def _open(path: Path) -> sqlite3.Connection:
         log.error("cannot write %s, so quotas begin anew with each start: %s", path, error)
         return _connect(None)
     except sqlite3.DatabaseError as error:
-        log.error("%s is damaged (%s), so quotas begin anew; it is now called %s.damaged", path, error, path.name)
+        log.error("%s cannot be used (%s), so quotas begin anew; it is now called %s.damaged", path, error, path.name)
         os.replace(path, path.with_name(f"{path.name}.damaged"))
         for suffix in ("-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -140,8 +143,23 @@ def _connect(path: Path | None) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = OFF")
-        connection.execute(SCHEMA)
+        if _version(connection) == 0:
+            with connection:
+                connection.execute("BEGIN IMMEDIATE")
+                if _version(connection) == 0 and not connection.execute("SELECT * FROM sqlite_schema").fetchone():
+                    connection.execute(SCHEMA)
+                    connection.execute(f"PRAGMA user_version = {VERSION}")
+        _check_version(connection)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _check_version(connection: sqlite3.Connection) -> None:
+    if (found := _version(connection)) != VERSION:
+        raise sqlite3.DatabaseError(f"its format version is {found}, and this version of uma-trio reads {VERSION}")

@@ -30,3 +30,7 @@ class Unreachable(Interrupted):
 
     A retry helps only if there was a connection before.
     """
+
+
+class AliasFileError(HubError):
+    """The file of aliases is damaged, so no name can be looked up."""

@@ -26,7 +26,7 @@ import msgspec
 
 from uma_trio.engine.split import PART
 from uma_trio.files import read_text, replace_text
-from uma_trio.hub.errors import HubError
+from uma_trio.hub.errors import AliasFileError, HubError
 from uma_trio.hub.installed import InstalledModel
 from uma_trio.hub.variants import group_parts, quantization_of
 
@@ -225,7 +225,7 @@ class ModelFolder:
         except FileNotFoundError:
             return {}
         except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as error:
-            raise HubError(f"cannot read {self._alias_file}: {error}", "correct or delete it") from None
+            raise AliasFileError(f"cannot read {self._alias_file}: {error}", "correct or delete it") from None
 
     @contextlib.contextmanager
     def editing_aliases(self) -> Iterator[dict[str, str]]:
