@@ -114,7 +114,7 @@ def read_usage(path: Path) -> dict[tuple[str, str], int]:
     address = f"{path.absolute().as_uri()}?mode=ro"
     try:
         with contextlib.closing(sqlite3.connect(address, uri=True, timeout=LOCK_TIMEOUT_S)) as connection:
-            _check_version(connection)
+            _check(connection)
             return {(tenant, period): tokens for tenant, period, tokens in connection.execute("SELECT * FROM usage")}
     except sqlite3.Error:  # damaged, of another version, or just being made
         return {}
@@ -149,7 +149,7 @@ def _connect(path: Path | None) -> sqlite3.Connection:
                 if _version(connection) == 0 and not connection.execute("SELECT * FROM sqlite_schema").fetchone():
                     connection.execute(SCHEMA)
                     connection.execute(f"PRAGMA user_version = {VERSION}")
-        _check_version(connection)
+        _check(connection)
     except BaseException:
         connection.close()
         raise
@@ -160,6 +160,10 @@ def _version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def _check_version(connection: sqlite3.Connection) -> None:
-    if (found := _version(connection)) != VERSION:
-        raise sqlite3.DatabaseError(f"its format version is {found}, and this version of uma-trio reads {VERSION}")
+def _check(connection: sqlite3.Connection) -> None:
+    if (version := _version(connection)) != VERSION:
+        raise sqlite3.DatabaseError(f"its format version is {version}, and this version of uma-trio reads {VERSION}")
+    if (
+        found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    ) != "ok":  # SQLite reads a torn file as zeros
+        raise sqlite3.DatabaseError(f"it is torn: {found.splitlines()[-1]}")
