@@ -276,7 +276,14 @@ class LlamaEngine:
                 (*compute_environment(self._model.library, self._place, self._settings), attrs.evolve(options, n_ctx=0))
             ),
             state_format=repr(
-                (stamp.pin, stamp.backend_in_use, options.type_k, options.type_v, options.kv_unified, options.flash_attn)
+                (
+                    stamp.pin,
+                    stamp.backend_in_use,
+                    options.type_k,
+                    options.type_v,
+                    options.kv_unified,
+                    options.flash_attn,
+                )
             ),
         )
 
