@@ -376,14 +376,3 @@ def test_removing_asks_and_deletes_what_is_ours_alone(hub: FakeHub, home: Home, 
     (home.models / "hub" / "note.txt").write_text("mine")
     assert home.run("models", "remove", "--yes", NAME).returncode == 0
     assert home.files() == ["hub/note.txt"]
-
-
-def test_starlings_folder_is_used_where_it_exists(hub: FakeHub, home: Home, tiny: bytes) -> None:
-    folder = home.folder / ".starling" / "models"
-    folder.mkdir(parents=True)
-    assert home.run("pull", "--quiet", NAME).stdout.strip() == str(folder / FILE)
-    (listed,) = home.listed(HF_HUB_OFFLINE="1")
-    assert listed["files"] == [str(folder / FILE)]
-    offline = home.run("pull", "other/repo", HF_HUB_OFFLINE="1")
-    assert offline.returncode == 1
-    assert "there is no model other/repo" in offline.stderr

@@ -90,7 +90,7 @@ async def read(harness: Serving, session: str, **options) -> Transcript:
 def after_a_crash(folder: Path, copy: Path) -> dict[str, SessionRecord]:
     """What a new server would find if this one were killed now."""
     shutil.copytree(folder / "sessions", copy, ignore=shutil.ignore_patterns("lock*"))
-    journal = Journal(copy, model="fake", max_sessions=1000)
+    journal = Journal(copy)
     try:
         found = journal.load()
         assert not journal.problems
@@ -949,7 +949,7 @@ async def test_the_name_of_a_closed_session_can_be_used_again(autojump_clock, tm
 
 
 async def test_the_least_recently_used_sessions_are_closed_if_there_are_too_many(autojump_clock, tmp_path):
-    with remembering(tmp_path, max_sessions=3) as storage:
+    with remembering(tmp_path) as storage:
         async with serving(storage=storage, max_stored_sessions=3) as harness:
             for n in range(3):
                 await run_turns(harness, f"s{n}", f"hello {n}")

@@ -22,7 +22,6 @@ import llama_abi
 from llama_abi import Batch, Context, ContextOptions, Model
 from tests.support.commands import invoke
 from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
-from uma_trio.engine.tuning_cache import model_fingerprint
 from uma_trio.models.loaded import EMBEDDED, EMBEDDED_DRAFT
 from uma_trio.store.journal import Journal
 from uma_trio.store.state_format import PAYLOAD_AT
@@ -510,9 +509,7 @@ def test_the_second_daemon_with_the_same_state_folder_has_no_storage(library: No
             assert names(second) == []
             assert say(second, "a", "And of Italy?").last["session"]["durable"] is False
         assert say(first, "a", "And of Italy?").last["session"]["turns"] == 2
-    journal = Journal(
-        next((tmp_path / "state").glob("*")) / "sessions", model=model_fingerprint(EMBEDDED), max_sessions=9
-    )
+    journal = Journal(next((tmp_path / "state").glob("*")) / "sessions")
     try:
         (found,) = journal.load()
         assert [message.content for message in found.messages][::2] == [

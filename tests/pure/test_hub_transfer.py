@@ -143,8 +143,6 @@ def test_where_models_are(tmp_path: Path) -> None:
     assert places.folder.name == "models"
     assert places.huggingface == tmp_path / ".cache" / "huggingface" / "hub"
     assert places.ollama[0] == tmp_path / ".ollama" / "models"
-    (tmp_path / ".starling" / "models").mkdir(parents=True)
-    assert find_model_locations(home).folder == tmp_path / ".starling" / "models"
     assert find_model_locations(home, tmp_path / "mine").folder == tmp_path / "mine"
     moved = find_model_locations({**home, "HF_HOME": "/h", "OLLAMA_MODELS": "/o", "HF_HUB_OFFLINE": "1"})
     assert (moved.huggingface, moved.ollama, moved.is_offline) == (Path("/h/hub"), (Path("/o"),), True)

@@ -211,7 +211,7 @@ def settings(**values: Any) -> config.Config:
 
 @contextlib.contextmanager
 def remembering(
-    folder: Path, files: StateFiles | None = None, *, max_sessions: int = 1000, states: Sequence[SavedState] = ()
+    folder: Path, files: StateFiles | None = None, *, states: Sequence[SavedState] = ()
 ) -> Iterator[Storage]:
     """The storage of a server in ``folder``; see ``daemon.storage.open_storage``.
 
@@ -219,7 +219,7 @@ def remembering(
         files: takes the place of a folder of states, and has ``states`` in it.
     """
     with contextlib.ExitStack() as stack:
-        journal = Journal(folder / "sessions", model="fake", max_sessions=max_sessions)
+        journal = Journal(folder / "sessions")
         stack.callback(journal.close)
         if files is None:
             files = found = StateFolder(folder / "states", max_bytes=1 << 30, fingerprint="fake")

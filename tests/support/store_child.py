@@ -33,7 +33,7 @@ def state_folder(folder: Path) -> StateFolder:
 
 
 def journal(folder: Path) -> Journal:
-    return Journal(folder / "sessions", model="a model", max_sessions=10)
+    return Journal(folder / "sessions")
 
 
 # -- what is written, as a function of its number ----------------------------------------------------
@@ -202,6 +202,12 @@ def on_full_disk(folder: Path) -> None:
     report("goes on")
 
 
+def replace_turns(sessions: Journal) -> None:
+    """Replaces the content of a session until its file is compacted."""
+    for n in range(5):
+        sessions.write(said(np.arange(n + 1, 20_000), n_turns=4 + n))
+
+
 def in_unwritable_folders(folder: Path) -> None:
     """Works in folders that become read-only.  Root can always write, so root becomes another user first."""
     if os.geteuid() == 0:
@@ -223,14 +229,14 @@ def in_unwritable_folders(folder: Path) -> None:
     sessions.write(said([1, 2], n_turns=2))
     report_refusal("begin a session", sessions.write, said([1], session="b"))
     sessions.write(said(np.arange(20_000), n_turns=3))
-    report_refusal("compact", sessions.write, said([7], n_turns=4))
+    report_refusal("compact", replace_turns, sessions)
     report_refusal("repair", sessions.repair, key)
     report_refusal("remove state", states.remove, kept.name)
     report_refusal("remove session", sessions.remove, key)
     states.open(kept.name).close()
     for room in folder.iterdir():
         room.chmod(0o700)
-    sessions.write(said([1, 2, 3], n_turns=5))
+    sessions.write(said([1, 2, 3], n_turns=20))
     assert sorted(each.id for each in sessions.needs_repair()) == ["b"]
     sessions.repair(SessionKey(PRINCIPAL, "b"))
     sessions.close()

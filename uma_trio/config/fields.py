@@ -79,8 +79,8 @@ class Model:
     )
     models_dir: Path | None = setting(
         None,
-        "Folder of downloaded models. If not given, ~/.starling/models if it exists, otherwise uma-trio/models in the "
-        "platform's folder for data, such as ~/.local/share.",
+        "Folder of downloaded models. If not given, uma-trio/models in the platform's folder for data, such as "
+        "~/.local/share.",
     )
     offline: bool = setting(False, "Download nothing. HF_HUB_OFFLINE=1 does the same.")
     draft_model: str | None = setting(

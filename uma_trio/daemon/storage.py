@@ -65,7 +65,7 @@ def open_storage(config: Config, model: LoadedModel, name: str) -> Iterator[Stor
         files: StateFolder | None = None
         states: list[SavedState] = []
         try:
-            journal = Journal(folder / "sessions", model=model.name, max_sessions=config.sessions.max_stored_sessions)
+            journal = Journal(folder / "sessions")
             stack.callback(journal.close)
         except JournalError as error:
             log.error("sessions will not survive a restart", reason=str(error), flag="--state-dir")

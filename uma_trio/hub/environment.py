@@ -14,8 +14,6 @@ from uma_trio.hub.errors import HubError
 from uma_trio.hub.names import HUB
 from uma_trio.hub.urls import parse_url
 
-STARLING: Final = ".starling/models"
-"""The folder of models that counts if it exists, in the home folder."""
 _TRUE: Final = ("1", "on", "yes", "true")
 _OLLAMA_SERVICE: Final = Path("/usr/share/ollama/.ollama/models")
 """Where Ollama keeps models if it is a service of the system."""
@@ -47,16 +45,15 @@ def find_model_locations(
     """Read the environment.
 
     Args:
-        folder: our own folder; ``None``: ``~/.starling/models`` if it exists, otherwise the platform's folder for data.
+        folder: our own folder; ``None``: the platform's folder for data.
         is_offline: a setting; HF_HUB_OFFLINE says it, too.
 
     Raises:
         HubError: HF_ENDPOINT is not a URL that may be opened.
     """
     home = Path(environment.get("HOME") or Path.home())
-    starling = home / STARLING
     if folder is None:
-        folder = starling if starling.is_dir() else Path(platformdirs.user_data_dir("uma-trio")) / "models"
+        folder = Path(platformdirs.user_data_dir("uma-trio")) / "models"
     endpoint = (environment.get("HF_ENDPOINT") or HUB).rstrip("/")
     try:
         parse_url(endpoint)

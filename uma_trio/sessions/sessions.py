@@ -30,9 +30,11 @@ from uma_trio.sessions.table import Session, SessionTable, session_list, transcr
 from uma_trio.sessions.trimming import drop_oldest
 from uma_trio.store import SessionKey
 from uma_trio.store.journal import Journal, JournalError
-from uma_trio.store.journal_format import MAX_MESSAGES
 
 log = structlog.get_logger("uma_trio.sessions")
+
+MAX_MESSAGES: Final = 1 << 18
+"""Most messages of a session: more than the longest context has room for."""
 
 SWEEP_S: Final = 60.0
 """Interval between two searches for expired sessions and for damaged files."""

@@ -3,7 +3,6 @@
 Blocking functions, to be called from worker threads.  They handle bytes, tokens and files, and know no engine.
 """
 
-from uma_trio.store.encoding import principal_uid, uid_principal
 from uma_trio.store.folder import StoreError
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.journal_format import SessionKey, SessionRecord
@@ -24,6 +23,4 @@ __all__ = [
     "StateReader",
     "StoreError",
     "StoredState",
-    "principal_uid",
-    "uid_principal",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -23,8 +22,6 @@ TOKEN_BYTES: Final = 4
 
 MAX_PRINCIPAL_BYTES: Final = 128
 """Most bytes of a principal in UTF-8."""
-
-_UID: Final = "uid:"
 
 
 class DamagedFile(Exception):
@@ -88,21 +85,3 @@ def encode_principal(principal: str) -> bytes:
     if not 1 <= len(data) <= MAX_PRINCIPAL_BYTES:
         raise ValueError(f"a principal has 1 to {MAX_PRINCIPAL_BYTES} bytes, not {len(data)}")
     return data
-
-
-def uid_principal(uid: int) -> str:
-    """Returns the principal of a Unix user: ``uid:1000`` for user id 1000."""
-    return f"{_UID}{uid}"
-
-
-def principal_uid(principal: str) -> int:
-    """Returns the user id of a principal that ``uid_principal`` made.
-
-    Raises:
-        ValueError: the principal is not a Unix user.
-    """
-    with contextlib.suppress(ValueError):
-        uid = int(principal.removeprefix(_UID))
-        if principal == uid_principal(uid):
-            return uid
-    raise ValueError(f"the principal {principal!r} is not a Unix user")

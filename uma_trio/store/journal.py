@@ -5,6 +5,9 @@ survives any crash, also of the machine; a turn in progress survives completely 
 little is still current is compacted, and a file that was removed or cut from outside is recreated: the journal
 knows the content of every file, because it refers to records that the sessions keep in memory anyway.
 
+A file for each session, and not a table of SQLite: one damaged page must cost one session at most, and closing a
+session must make room on a full disk.  docs/benchmarks/sessions.md has the figures.
+
 All functions block on the disk.  All may be called from several threads; each file is written by one thread at a time.
 """
 
@@ -19,7 +22,7 @@ from typing import Final
 
 import attrs
 
-from uma_trio.store.encoding import DamagedFile, ForeignFile
+from uma_trio.store.encoding import DamagedFile
 from uma_trio.store.folder import (
     TEMPORARY_SUFFIX,
     FileInfo,
@@ -31,21 +34,13 @@ from uma_trio.store.folder import (
 )
 from uma_trio.store.journal_format import (
     MAX_FILE_BYTES,
-    MAX_MODEL_CHARACTERS,
     SPARE_BYTES,
-    VERSION,
     WASTE,
-    Header,
-    SessionFile,
     SessionKey,
     SessionRecord,
-    SessionSize,
     decode,
-    encode_header,
-    encode_turn,
+    encode,
     file_stem,
-    turn_record,
-    uid_file_stem,
 )
 
 SUFFIX: Final = ".session"
@@ -66,20 +61,23 @@ class _Entry:
     """A session and its file."""
 
     key: SessionKey
-    name: str
-    old_name: str | None = None
-    """The session's file in an earlier format version, to be removed once the current one is durable."""
+    stem: str
     wanted: SessionRecord | None = None
     """What the file must contain; ``None``: it must be removed."""
     written: SessionRecord | None = None
     """What the file contains; ``None`` if that is not known."""
-    size: SessionSize = attrs.field(factory=SessionSize)
     file_bytes: int = 0
     """Bytes of intact records."""
+    max_file_bytes: int = SPARE_BYTES
+    """Beyond this size, it is checked whether the file is to be compacted."""
     closed: bool = False
     """The file was removed.  A new file of the same name belongs to another entry."""
     lock: threading.Lock = attrs.field(factory=threading.Lock)
     """Held while the file is read or written."""
+
+    @property
+    def name(self) -> str:
+        return self.stem + SUFFIX
 
 
 class Journal:
@@ -89,28 +87,19 @@ class Journal:
 
     Args:
         folder: created if missing.  Only one process at a time can use it.
-        model: identifies the model that the tokens belong to; sessions of other models are ignored.
-        max_sessions: most sessions that are stored.
 
     Raises:
         JournalError: the folder cannot be used.
-        ValueError: ``model`` is empty or too long.
     """
 
-    def __init__(self, folder: Path, *, model: str, max_sessions: int) -> None:
-        if not 1 <= len(model) <= MAX_MODEL_CHARACTERS:
-            raise ValueError(f"the name of a model has 1 to {MAX_MODEL_CHARACTERS} characters")
-        self.max_sessions = max_sessions
+    def __init__(self, folder: Path) -> None:
         self.restored = 0
         """Number of files that were removed or cut from outside and have been recreated."""
         self.problems: list[str] = []
         """Files that the last ``load`` changed or did not accept, and why; one line each."""
-        self._model = model
         self._entries: dict[SessionKey, _Entry] = {}
-        self._quarantined: dict[str, int] = {}
-        """Bytes of each quarantined file, oldest first."""
         self._lock = threading.Lock()
-        """Protects the three above.  May be taken while holding an entry's lock, never the other way round."""
+        """Protects the two above.  May be taken while holding an entry's lock, never the other way round."""
         self._folder = PrivateFolder(folder, JournalError)
 
     def close(self) -> None:
@@ -122,9 +111,8 @@ class Journal:
     def load(self) -> list[SessionRecord]:
         """Returns all sessions, least recently used first.  Call it before anything is written.
 
-        Cuts off half a record at the end of a file, rewrites files of the previous format version, and quarantines
-        damaged files and those of older versions.  Files of another model or a later version, and everything that
-        is not a regular file of this user, are ignored.  ``problems`` lists all of these except rewritten files.
+        Cuts off half a record at the end of a file, and quarantines damaged files and those of another version.
+        Everything that is not a regular file of this user is ignored.  ``problems`` lists all of these.
 
         Raises:
             JournalError: the folder cannot be read.
@@ -132,10 +120,8 @@ class Journal:
         with self._lock:
             self._entries.clear()
             self.problems = []
-            sessions: list[SessionRecord] = []
             quarantined: list[FileInfo] = []
-            old: list[tuple[str, SessionRecord]] = []
-            for each in reversed(self._folder.list_files()):
+            for each in self._folder.list_files():
                 if each.refused:
                     self._report(each.name, f"ignored, it is {each.refused}")
                 elif each.name.endswith(TEMPORARY_SUFFIX):
@@ -144,12 +130,10 @@ class Journal:
                     quarantined.append(each)
                 elif not each.name.endswith(SUFFIX):
                     self._report(each.name, "ignored, it is not a session file")
-                elif len(self._entries) + len(old) >= self.max_sessions:
-                    self._report(each.name, f"ignored, {self.max_sessions} sessions were used more recently")
                 else:
                     try:
-                        content = self._read(each.name)
-                    except (ForeignFile, JournalError) as error:
+                        entry = self._load(each.name)
+                    except JournalError as error:
                         self._report(each.name, f"ignored, {error}")
                     except DamagedFile as error:
                         new_name = f"{each.name.removesuffix(SUFFIX)}.{secrets.token_hex(4)}{QUARANTINE_SUFFIX}"
@@ -158,28 +142,14 @@ class Journal:
                             self._folder.rename(each.name, new_name)
                             quarantined.append(attrs.evolve(each, name=new_name))
                     else:
-                        session = content.session
-                        if content.version < VERSION:
-                            old.append((each.name, session))
-                            continue
-                        self._entries[session.key] = _Entry(
-                            session.key,
-                            each.name,
-                            wanted=session,
-                            written=session,
-                            size=content.size,
-                            file_bytes=content.n_bytes,
-                        )
-                        sessions.append(session)
-            self._quarantined = {each.name: each.n_bytes for each in reversed(quarantined)}
-            while len(self._quarantined) > MAX_QUARANTINED or sum(self._quarantined.values()) > MAX_QUARANTINED_BYTES:
-                name = next(iter(self._quarantined))
-                del self._quarantined[name]
-                with contextlib.suppress(JournalError):  # the next start tries again
-                    self._folder.remove(name)
-        for name, session in reversed(old):  # least recently used first, so that the order of the files stays
-            if self._upgrade(name, session):
-                sessions.append(session)
+                        self._entries[entry.key] = entry
+            n_bytes = 0
+            for n, each in enumerate(reversed(quarantined)):
+                n_bytes += each.n_bytes
+                if n >= MAX_QUARANTINED or n_bytes > MAX_QUARANTINED_BYTES:
+                    with contextlib.suppress(JournalError):  # the next start tries again
+                        self._folder.remove(each.name)
+            sessions = [entry.written for entry in self._entries.values() if entry.written is not None]
         return sorted(sessions, key=lambda session: session.used_at)
 
     def needs_repair(self) -> list[SessionKey]:
@@ -208,11 +178,11 @@ class Journal:
             Whether the file had been removed or cut from outside, and was recreated.
 
         Raises:
-            JournalError: the session is invalid or too large, there are too many sessions, or the disk fails.
+            JournalError: the session is invalid or too large, or the disk fails.
         """
         while True:
             with self._lock:
-                entry = self._entries.get(session.key) or self._new_entry(session)
+                entry = self._entries.get(session.key) or self._new_entry(session.key)
             with entry.lock:
                 if not entry.closed:
                     return self._write(entry, session)
@@ -252,27 +222,14 @@ class Journal:
 
     # -- one file -------------------------------------------------------------------------------
 
-    def _header(self, session: SessionRecord) -> Header:
-        return Header(model=self._model, key=session.key, created_at=session.created_at)
-
-    def _names(self, key: SessionKey) -> list[str]:
-        """Names that the file of a session can have: the current one, and that of an earlier format version."""
-        stems = (file_stem(self._model, key), uid_file_stem(self._model, key))
-        return [stem + SUFFIX for stem in stems if stem is not None]
-
-    def _new_entry(self, session: SessionRecord) -> _Entry:
-        key = session.key
+    def _new_entry(self, key: SessionKey) -> _Entry:
         try:
-            encode_header(self._header(session))
-            names = self._names(key)
+            entry = _Entry(key, file_stem(key))
         except ValueError as error:
             raise JournalError(str(error)) from None
-        if len(self._entries) >= self.max_sessions:
-            raise JournalError(f"there are already {self.max_sessions} sessions: close some")
-        for name in names:
-            if self._folder.exists(name):
-                raise JournalError(f"{self._folder.path / name} was ignored at the start: remove it first")
-        self._entries[key] = entry = _Entry(key, names[0])
+        if self._folder.exists(entry.name):
+            raise JournalError(f"{self._folder.path / entry.name} was ignored at the start: remove it first")
+        self._entries[key] = entry
         return entry
 
     def _write(self, entry: _Entry, session: SessionRecord) -> bool:
@@ -293,24 +250,20 @@ class Journal:
             return False
         before, was_intact = entry.written, True
         if before is not None and before.created_at == entry.wanted.created_at:
-            turn = turn_record(entry.wanted, before)
-            size = entry.size.copy()
-            size.apply(turn)
-            data = encode_turn(turn)
-            if entry.file_bytes + len(data) <= max(SPARE_BYTES, WASTE * size.live_bytes):
+            data = encode(entry.wanted, before)
+            n_bytes = entry.file_bytes + len(data)
+            if n_bytes > entry.max_file_bytes:
+                entry.max_file_bytes = max(SPARE_BYTES, WASTE * len(encode(entry.wanted)))
+            if n_bytes <= entry.max_file_bytes:
                 was_intact = self._append(entry, data)
                 if was_intact:
-                    entry.file_bytes += len(data)
-                    entry.size, entry.written = size, entry.wanted
+                    entry.file_bytes = n_bytes
+                    entry.written = entry.wanted
                     return False
-        turn = turn_record(entry.wanted)
-        size = SessionSize()
-        size.apply(turn)
-        data = encode_header(self._header(entry.wanted)) + encode_turn(turn)
+        data = encode(entry.wanted)
         entry.written = None  # after a failure it is not known which file exists
         self._folder.write_atomically(entry.name, data)
-        entry.file_bytes, entry.size, entry.written = len(data), size, entry.wanted
-        self._remove_old(entry)
+        entry.file_bytes, entry.written = len(data), entry.wanted
         with self._lock:
             self.restored += not was_intact
         return not was_intact
@@ -340,38 +293,34 @@ class Journal:
         return True
 
     def _remove(self, entry: _Entry) -> None:
-        names = self._names(entry.key)
-        for name in names:
-            self._folder.remove(name)
-        stems = tuple(name.removesuffix(SUFFIX) for name in names)
-        with self._lock:
-            quarantined = [name for name in self._quarantined if name.startswith(stems)]
-        for name in quarantined:
-            self._folder.remove(name)
+        self._folder.remove(entry.name)
+        for name in self._folder.names():
+            if name.startswith(entry.stem) and name.endswith(QUARANTINE_SUFFIX):
+                self._folder.remove(name)
         self._folder.sync()
         with self._lock:
-            for name in quarantined:
-                self._quarantined.pop(name, None)
             entry.closed = True
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
 
-    def _read(self, name: str) -> SessionFile:
+    def _load(self, name: str) -> _Entry:
         """Reads a file and cuts off half a record at its end.
 
         Raises:
-            JournalError, DamagedFile, ForeignFile: the file cannot be used.
+            JournalError, DamagedFile: the file cannot be used.
         """
-        data = self._read_bytes(name)
-        content = decode(data, self._model)
-        if name != content.stem + SUFFIX:
+        data = self._read(name)
+        content = decode(data)
+        session = content.session
+        entry = _Entry(session.key, file_stem(session.key), session, session, content.n_bytes)
+        if name != entry.name:
             raise DamagedFile("it is the file of another session under this name")
         if content.n_bytes < len(data):
             self._cut(name, content.n_bytes)
             self._report(name, f"cut off {len(data) - content.n_bytes} bytes after the last intact record")
-        return content
+        return entry
 
-    def _read_bytes(self, name: str) -> bytearray:
+    def _read(self, name: str) -> bytearray:
         descriptor = self._folder.open(name)
         try:
             with self._folder.os_errors("read", name):
@@ -390,33 +339,6 @@ class Journal:
                 sync(descriptor)
         finally:
             os.close(descriptor)
-
-    # -- the previous format version ------------------------------------------------------------
-
-    def _upgrade(self, old_name: str, session: SessionRecord) -> bool:
-        """Rewrites a file of the previous format version; returns whether it contained the session's last state.
-
-        The old file stays until the new one is durable.  If that fails, the session is usable nevertheless and
-        ``repair`` tries again.
-        """
-        newer = self._entries.get(session.key)
-        if newer is not None:  # a crash came between writing the new file and removing the old one
-            newer.old_name = old_name
-            self._remove_old(newer)
-            return False
-        name = file_stem(self._model, session.key) + SUFFIX
-        self._entries[session.key] = entry = _Entry(session.key, name, old_name, wanted=session)
-        try:
-            self._settle(entry)
-        except JournalError as error:
-            self._report(old_name, f"not rewritten in the current format yet: {error}")
-        return True
-
-    def _remove_old(self, entry: _Entry) -> None:
-        if entry.old_name is not None:
-            with contextlib.suppress(JournalError):  # the next start tries again
-                self._folder.remove(entry.old_name)
-            entry.old_name = None
 
     def _report(self, name: str, problem: str) -> None:
         self.problems.append(f"{name}: {problem}")

@@ -27,7 +27,6 @@ from typing import Any, Final
 import attrs
 import numpy.typing as npt
 
-from uma_trio.store import state_v1
 from uma_trio.store.encoding import DamagedFile, ForeignFile, Tokens
 from uma_trio.store.folder import (
     TEMPORARY_SUFFIX,
@@ -121,23 +120,20 @@ class StateFolder:
     def scan(self) -> list[StoredState]:
         """Lists all usable states, least recently used first.  Reads their metadata, but not the states.
 
-        Also cleans up: removes unfinished files, quarantines damaged ones, and rewrites states of format version 1
-        in the current version, which does read them.  Foreign files, and everything that is not a regular file of
-        this user, stay as they are.  ``problems`` lists the files that were not accepted.  Other calls wait until
-        the scan is done.
+        Also cleans up: removes unfinished files and quarantines damaged ones.  Foreign files, and everything that is
+        not a regular file of this user, stay as they are.  ``problems`` lists the files that were not accepted.  Other
+        calls wait until the scan is done.
 
         Raises:
             StateFileError: the folder cannot be read.
         """
         with self._lock:
             states = []
-            ignored = []
             self._files.clear()
             self.problems = []
             drafts = {draft.file_name for draft in self._drafts}
-            old_key = self._old_key()
             for each in self._folder.list_files():
-                if each.name in drafts or (each.name == state_v1.KEY and old_key):
+                if each.name in drafts:
                     continue
                 if each.refused:
                     self.problems.append(f"{each.name}: ignored, it is {each.refused}")
@@ -150,20 +146,15 @@ class StateFolder:
                 else:
                     self._files[each.name] = file = _File(each.n_bytes, usable=False)
                     try:
-                        state = self._inspect(each.name, each.mtime_ns, old_key)
-                        states.append(state)
-                        file.n_bytes, file.usable = state.file_bytes, True
+                        states.append(self._inspect(each.name))
+                        file.usable = True
                     except (ForeignFile, StateFileError) as error:
                         self.problems.append(f"{each.name}: ignored, {error}")
-                        ignored.append(each.name)
                     except DamagedFile as error:
                         self.problems.append(f"{each.name}: quarantined, {error}")
                         del self._files[each.name]
                         if self._rename_to_quarantine(each.name):
                             self._add_quarantined(each.name + QUARANTINE_SUFFIX, each.n_bytes)
-            if old_key and not any(self._may_be_old(name) for name in ignored):
-                with contextlib.suppress(StateFileError):  # the next scan tries again
-                    self._folder.remove(state_v1.KEY)
             return states
 
     def __contains__(self, name: str) -> bool:
@@ -348,13 +339,10 @@ class StateFolder:
         header = decode_header(read_up_to(fd, min(size, PAYLOAD_AT), 0), name, size, self._fingerprint)
         return decode_tail(read_up_to(fd, header.tail_bytes, header.tail_at), header)
 
-    def _inspect(self, file: str, mtime_ns: int, old_key: bytes) -> StoredState:
-        """Reads the metadata of a file, which is rewritten first if it has format version 1."""
+    def _inspect(self, file: str) -> StoredState:
         fd = self._folder.open(file)
         try:
             with self._folder.os_errors("read", file):
-                if state_v1.is_old(read_up_to(fd, PAYLOAD_AT, 0)):
-                    return self._upgrade(fd, file, mtime_ns, old_key)
                 return self._read_metadata(fd, file.removesuffix(SUFFIX))[0]
         finally:
             os.close(fd)
@@ -372,78 +360,6 @@ class StateFolder:
         except StateFileError:  # removed in the meantime, or a read-only folder: the file is not used in any case
             return False
         return True
-
-    # -- format version 1 -----------------------------------------------------------------------
-
-    def _old_key(self) -> bytes:
-        """Reads the key that states of version 1 are hashed with; empty if there is none."""
-        try:
-            key = self._start_of(state_v1.KEY, state_v1.KEY_BYTES + 1)
-        except StateFileError:
-            return b""
-        return key if len(key) == state_v1.KEY_BYTES else b""
-
-    def _may_be_old(self, file: str) -> bool:
-        try:
-            return state_v1.is_old(self._start_of(file, PAYLOAD_AT))
-        except StateFileError:
-            return True
-
-    def _start_of(self, file: str, n_bytes: int) -> bytes:
-        fd = self._folder.open(file)
-        try:
-            with self._folder.os_errors("read", file):
-                return bytes(read_up_to(fd, n_bytes, 0))
-        finally:
-            os.close(fd)
-
-    def _upgrade(self, fd: int, file: str, mtime_ns: int, old_key: bytes) -> StoredState:
-        """Rewrites a state of version 1, verifying it.  The old file stays until the new one is durable.
-
-        Raises:
-            DamagedFile, ForeignFile: as for any file.
-            StateFileError: the new file cannot be written; the old one stays for the next scan.
-        """
-        name, temporary = file.removesuffix(SUFFIX), file.removesuffix(SUFFIX) + TEMPORARY_SUFFIX
-        old = state_v1.decode(
-            lambda n_bytes, offset: read_up_to(fd, n_bytes, offset),
-            os.fstat(fd).st_size,
-            name,
-            self._fingerprint,
-            old_key,
-        )
-        self._folder.remove(temporary)
-        new = self._folder.create(temporary)
-        try:
-            hashes = []
-            for i, code in enumerate(old.page_codes):
-                at = i * PAGE_BYTES
-                page = read_up_to(fd, min(PAGE_BYTES, old.n_bytes - at), PAYLOAD_AT + at)
-                if state_v1.code_of(page, old_key) != code:
-                    raise DamagedFile(f"it was altered between byte {at} and {at + len(page)}")
-                hashes.append(hash_of(page))
-                with self._folder.os_errors("write", temporary):
-                    write_all(new, page, PAYLOAD_AT + at)
-            state, header, tail = encode(
-                name=name,
-                fingerprint=self._fingerprint,
-                tokens=old.tokens,
-                principal=old.principal,
-                saved_at=old.saved_at,
-                extra=old.extra,
-                n_bytes=old.n_bytes,
-                page_hashes=hashes,
-            )
-            with self._folder.os_errors("write", temporary):
-                _write_metadata(new, header, tail, PAYLOAD_AT + old.n_bytes, mtime_ns)
-            self._folder.rename(temporary, file)
-        except BaseException:
-            with contextlib.suppress(StateFileError):
-                self._folder.remove(temporary)
-            raise
-        finally:
-            os.close(new)
-        return state
 
     # -- bookkeeping, with the lock held --------------------------------------------------------
 

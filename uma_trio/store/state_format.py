@@ -46,7 +46,6 @@ from uma_trio.store.encoding import (
 
 MAGIC: Final = b"UMASTATE"
 VERSION: Final = 2
-"""Version 1, which ``state_v1`` reads, had user ids for principals and keyed BLAKE2b for hashes."""
 
 PAYLOAD_AT: Final = 1 << 14
 """Where the state begins.  A multiple of the page size of the system (4 KiB, or 16 KiB on Apple silicon)."""
