@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import uma_trio
+from tests.support.state_files import content_of
 from tests.support.store_child import SESSIONS, after, journal, state_folder, state_of, tokens_of
 
 ROOT = Path(uma_trio.__file__).parents[1]
@@ -77,8 +78,7 @@ def test_a_killed_process_loses_nothing_that_it_reported(tmp_path: Path) -> None
             assert not reported or reported[-1] in found
             for name, state in found.items():
                 assert state.tokens.tolist() == tokens_of(state.extra["number"]).tolist()
-                with states.open(name) as loaded:
-                    assert loaded.view == state_of(state.tokens)
+                assert content_of(states.open(name)) == state_of(state.tokens)
             on_disk = sum(path.stat().st_size for path in (tmp_path / "states").glob("*.state"))
             assert states.used_bytes == on_disk <= states.max_bytes
             states.close()

@@ -13,7 +13,7 @@ import trio
 
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.kv.prefix import Tokens
-from uma_trio.store import StateFileError
+from uma_trio.store import StateDraft, StateFileError, StateReader
 from uma_trio.store.state_format import PAGE_BYTES, hash_of
 
 
@@ -77,6 +77,19 @@ class MemoryFiles:
 def hashes_of(data: bytes) -> bytes:
     """The hashes of its pages."""
     return b"".join([hash_of(data[at : at + PAGE_BYTES]) for at in range(0, len(data), PAGE_BYTES)])
+
+
+def fill(draft: StateDraft, content: bytes) -> None:
+    """Writes a state, as the engine does."""
+    assert os.pwrite(draft.fd, content, draft.offset) == len(content)
+
+
+def content_of(reader: StateReader) -> bytes:
+    """Reads a state, and closes its file."""
+    try:
+        return os.pread(reader.fd, reader.state.n_bytes, reader.offset)
+    finally:
+        reader.close()
 
 
 def memory_file(data: bytes) -> int:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.state_files import fill
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.store import Journal, JournalError, SessionKey, SessionRecord, StateFolder, StoreError
 
@@ -99,7 +100,7 @@ def save_states(folder: Path) -> None:
         tokens = tokens_of(number)
         content = state_of(tokens)
         draft = states.begin(len(content) + number % 3 * 1000)
-        draft.view[: len(content)] = content
+        fill(draft, content)
         state = draft.finish(tokens, principal=PRINCIPAL, n_bytes=len(content), extra={"number": number})
         report(f"state {state.name}")
 

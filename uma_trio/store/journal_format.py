@@ -161,7 +161,7 @@ def decode(data: bytes | bytearray) -> SessionFile:
     tokens, messages = bytearray(), list[ChatMessage]()
     n_bytes = 0
     try:
-        for payload, n_bytes in _records(data):
+        for payload, end in _records(data):
             turn = _decode_turn(payload)
             last = last or turn
             if (turn.key, turn.created_at) != (last.key, last.created_at):
@@ -170,7 +170,7 @@ def decode(data: bytes | bytearray) -> SessionFile:
                 raise DamagedFile("a turn continues more than there was before it")
             tokens[TOKEN_BYTES * turn.keep :] = turn.tokens
             messages[turn.keep_messages :] = turn.messages
-            last = turn
+            last, n_bytes = turn, end
         if last is None:  # a file is created with its first turn, so no crash has left it like this
             raise DamagedFile("it does not begin like a session file of this version")
         session = SessionRecord(

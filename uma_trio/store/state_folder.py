@@ -11,7 +11,6 @@ All functions block, on the disk as well; call them from worker threads.  They m
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import re
 import secrets
@@ -21,13 +20,12 @@ import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import attrs
 import numpy.typing as npt
 
-from uma_trio.store.encoding import DamagedFile, ForeignFile, Tokens
+from uma_trio.store.encoding import DamagedFile, ForeignFile
 from uma_trio.store.folder import (
     TEMPORARY_SUFFIX,
     PrivateFolder,
@@ -377,21 +375,17 @@ class StateFolder:
 
 
 class _OpenState:
-    """A state in an open file: a descriptor for another process, and a mapping for this one.
+    """A state in an open file, whose descriptor another process gets.
 
-    Reading or writing through a mapping ends the process with SIGBUS if the file was cut or the disk fails.
+    Reading or writing through a mapping ends a process with SIGBUS if the file was cut or the disk fails.
     """
 
     offset: Final = PAYLOAD_AT
     """Where the state begins in the file.  A multiple of the system's page size, so it can be mapped from there."""
 
-    def __init__(self, n_bytes: int, *, writable: bool) -> None:
-        self._n_bytes = n_bytes
-        self._writable = writable
+    def __init__(self) -> None:
         self._fd = -1
         self._close_fd: weakref.finalize[[int], _OpenState] | None = None
-        self._mapping: mmap.mmap | None = None
-        self._view: memoryview | None = None
 
     def _open(self, fd: int) -> None:
         """Takes ``fd`` over; it is closed with the object at the latest."""
@@ -409,29 +403,8 @@ class _OpenState:
             raise StateFileError("this state file is closed")
         return self._fd
 
-    @property
-    def view(self) -> memoryview:
-        """The state as memory of this process.  The first use maps the file.
-
-        Raises:
-            StateFileError: the object is closed, or the file cannot be mapped.
-        """
-        if self._view is None:
-            size = self.offset + self._n_bytes
-            try:
-                access = mmap.ACCESS_WRITE if self._writable else mmap.ACCESS_READ
-                self._mapping = mmap.mmap(self.fd, size, access=access)
-            except (OSError, ValueError) as error:  # ValueError: the file is shorter than it was
-                raise StateFileError(f"cannot map {size} bytes of a state file: {error}") from error
-            self._view = memoryview(self._mapping)[self.offset :]
-        return self._view
-
-    def _close(self) -> None:
-        view, mapping, self._view, self._mapping = self._view, self._mapping, None, None
-        if view is not None and mapping is not None:
-            with contextlib.suppress(BufferError):  # a part of it is still in use: its last user unmaps it
-                view.release()
-                mapping.close()
+    def close(self) -> None:
+        """Closes the file.  Closing twice is a no-op."""
         self._fd = -1
         if self._close_fd is not None:
             self._close_fd()
@@ -444,7 +417,7 @@ class StateDraft(_OpenState):
     """
 
     def __init__(self, folder: StateFolder, name: str, n_bytes: int) -> None:
-        super().__init__(n_bytes, writable=True)
+        super().__init__()
         self.name = name
         self.n_bytes = n_bytes
         """Most bytes that the state may have."""
@@ -491,41 +464,24 @@ class StateDraft(_OpenState):
         Raises:
             StateFileError: the file cannot be removed; the next ``scan`` tries again.
         """
-        self._close()
+        self.close()
         if self.reserved:
             self._folder._discard(self)
 
 
 class StateReader(_OpenState):
-    """A state, open for reading: ``state.n_bytes`` at ``offset`` of ``fd``.  A context manager that closes it.
+    """A state, open for reading: ``state.n_bytes`` at ``offset`` of ``fd``.
 
     The state is in the page cache, as a rule because it was read just now.  Use it soon: later, the system may have to read it
     from the disk again.
     """
 
     def __init__(self, fd: int, state: StoredState, hashes: bytes) -> None:
-        super().__init__(state.n_bytes, writable=False)
+        super().__init__()
         self.state = state
         self.hashes = hashes
         """Hashes of its pages, ``HASH_BYTES`` each, if it has not been verified; otherwise empty."""
         self._open(fd)
-
-    @property
-    def tokens(self) -> Tokens:
-        """Tokens of the sequence, int32 ``[n_tokens]``, read-only."""
-        return self.state.tokens
-
-    def close(self) -> None:
-        """Closes the file.  Closing twice is a no-op."""
-        self._close()
-
-    def __enter__(self) -> StateReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def allocate(fd: int, n_bytes: int) -> None:
