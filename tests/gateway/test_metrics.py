@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import missing, real_daemon
+from uma_trio.telemetry.catalogue import METRICS, paths
 
 CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5, "ignore_eos": True}
 
@@ -62,6 +63,18 @@ def test_requests_are_counted_by_the_gateway_and_by_the_daemon(watched: Gateway)
     assert after["uma_http_streams_open"] == 0
     assert after["uma_http_requests_in_flight"] == 1
     assert after["process_resident_memory_bytes"] > 1e6
+
+
+def test_a_real_daemon_says_what_the_catalogue_describes(watched: Gateway) -> None:
+    with watched.http() as client:
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+    snapshot = {key: value for key, value in watched.daemon.metrics().items() if key not in ("event", "id")}
+    found = set(paths(snapshot))
+    assert found - set(METRICS) == set(), "describe these in telemetry/catalogue.py"
+    unmeasured = {path for path in set(METRICS) - found if not path.startswith(("controllers.", "kv_offload."))}
+    assert unmeasured <= {path for path, metric in METRICS.items() if metric.kind is None or metric.unit == "share"} | {
+        "perf_log_dropped_total"
+    }
 
 
 def test_openmetrics_for_those_who_ask(watched: Gateway) -> None:

@@ -310,6 +310,7 @@ GATEWAY_MAY_IMPORT = (
     "parent_process",
     "principal",
     "protocol",
+    "telemetry",
 )
 
 

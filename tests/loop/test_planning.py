@@ -29,7 +29,7 @@ from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.serving.request import admit
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.serving.step import InFlightStep, PlannedStep, build_step, complete_step
-from uma_trio.telemetry import Telemetry
+from uma_trio.telemetry.metrics import Telemetry
 
 CONFIG = Config()
 SOMEONE = Principal("uid:0")

@@ -14,17 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 import uma_trio
 from tests.support.serving import Serving, remembering, serving
 from uma_trio.client import Client, ServerError
-from uma_trio.gateway.daemon_metrics import VLLM_HISTOGRAMS, DaemonMetrics
-from uma_trio.gateway.http_metrics import HttpMetrics
-from uma_trio.gateway.metric_names import EXPORTED
+from uma_trio.gateway.metrics import AllMetrics, HttpMetrics
+from uma_trio.gateway.metrics_compat import VLLM_HISTOGRAMS
+from uma_trio.telemetry.catalogue import METRICS, paths
 
 DOCS = Path(uma_trio.__file__).parent.parent / "docs"
-
-LEFT_OUT = re.compile(
-    r".*_p\d\d_ms|.*_max_ms|.*_avg|avg_batch|(model_)?acceptance_rate|.*_per_token|requests_inter_token_ms|.*pid|"
-    r"kv_offload\.(skipped_total|loaded_tokens_total)|sessions\.journal_.*|gateway\.(rss_bytes|cpu_s)"
-)
-"""Made of other metrics by Prometheus, or of no use over time."""
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -71,19 +65,16 @@ async def _served_a_little(harness: Serving, client: Client) -> dict[str, Any]:
     return found
 
 
-async def test_every_figure_is_exported_or_left_out_on_purpose(snapshot):
-    exported = {each.path for each in EXPORTED}
-    fields = [
-        f"{name}.{inner}" if isinstance(value, dict) and name not in exported else name
-        for name, value in snapshot.items()
-        for inner in (value if isinstance(value, dict) else [""])
-    ]
-    missing = {name for name in fields if name not in exported and not LEFT_OUT.fullmatch(name)}
-    assert missing == {"model", "version"}, "give these a row in gateway/metric_names.py"
+async def test_a_snapshot_has_every_metric_of_the_catalogue_and_no_other(snapshot):
+    found = set(paths(snapshot))
+    assert found - set(METRICS) == set(), "describe these in telemetry/catalogue.py"
+    assert set(METRICS) - found == {"models.NAME.metrics"}, (
+        "nobody counts these; other models have metrics of their own"
+    )
 
 
 async def test_the_numbers_are_those_of_the_snapshot_in_seconds_and_bytes(snapshot):
-    found = samples(DaemonMetrics(snapshot))
+    found = samples(AllMetrics(snapshot))
     model = {"model": "fake"}
     assert value(found, "uma_up") == 1
     assert value(found, "uma_daemon_info", version=uma_trio.__version__, **model) == 1
@@ -108,7 +99,7 @@ async def test_the_numbers_are_those_of_the_snapshot_in_seconds_and_bytes(snapsh
 
 @pytest.mark.parametrize("compat", ["vllm", "llama-server"])
 async def test_names_are_as_prometheus_wants_them(snapshot, compat):
-    for family in DaemonMetrics(snapshot, compat=compat).collect():
+    for family in AllMetrics(snapshot, compat=compat).collect():
         assert family.documentation.endswith("."), family.name
         assert re.fullmatch(r"(uma_|vllm:|llamacpp:)[a-z0-9_]+", family.name)
         assert "_ms" not in family.name
@@ -119,12 +110,12 @@ async def test_names_are_as_prometheus_wants_them(snapshot, compat):
 
 
 def test_without_a_daemon_only_its_absence_is_exported():
-    assert samples(DaemonMetrics(None, compat="vllm")) == {"uma_up": [({}, 0.0)]}
+    assert samples(AllMetrics(None, compat="vllm")) == {"uma_up": [({}, 0.0)]}
 
 
 async def test_dashboards_for_vllm_find_their_names(snapshot):
-    assert not any(name.startswith("vllm:") for name in samples(DaemonMetrics(snapshot)))
-    found = samples(DaemonMetrics(snapshot, compat="vllm"))
+    assert not any(name.startswith("vllm:") for name in samples(AllMetrics(snapshot)))
+    found = samples(AllMetrics(snapshot, compat="vllm"))
     model = {"model_name": "fake"}
     assert value(found, "vllm:prompt_tokens_total", **model) == (
         snapshot["prompt_tokens_total"] + snapshot["cached_tokens_total"]
@@ -141,8 +132,8 @@ async def test_dashboards_for_vllm_find_their_names(snapshot):
 
 
 async def test_dashboards_for_llama_server_find_their_names(snapshot):
-    assert not any(name.startswith("llamacpp:") for name in samples(DaemonMetrics(snapshot)))
-    found = samples(DaemonMetrics(snapshot, compat="llama-server"))
+    assert not any(name.startswith("llamacpp:") for name in samples(AllMetrics(snapshot)))
+    found = samples(AllMetrics(snapshot, compat="llama-server"))
     embedded = snapshot["embeddings"]["tokens_total"]
     assert value(found, "llamacpp:prompt_tokens_total") == snapshot["prompt_tokens_total"] + embedded > 0
     assert value(found, "llamacpp:prompt_tokens_cached_total") == snapshot["cached_tokens_total"] > 0
@@ -155,7 +146,7 @@ async def test_dashboards_for_llama_server_find_their_names(snapshot):
 
 
 async def test_the_dashboard_shows_only_what_is_exported(snapshot):
-    exported = samples(DaemonMetrics(snapshot)) | samples(_used().registry)
+    exported = samples(AllMetrics(snapshot)) | samples(_used().registry)
     board = json.loads((DOCS / "grafana" / "uma-trio.json").read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     expressions += [each["definition"] for each in board["templating"]["list"] if each["type"] == "query"]
@@ -180,11 +171,11 @@ def _used() -> HttpMetrics:
 
 
 async def test_each_loaded_model_has_samples_of_its_own(snapshot):
-    first = value(samples(DaemonMetrics(snapshot)), "uma_tokens_total", model="fake")
+    first = value(samples(AllMetrics(snapshot)), "uma_tokens_total", model="fake")
     other = {**snapshot, "model": "b", "tokens_total": 7, "requests_total": {"stop": 1, "E_LIMIT_CONTEXT": 2}}
     snapshot["models"]["b"] = {**snapshot["models"]["fake"], "metrics": other}
     snapshot["models"]["c"] = {**snapshot["models"]["fake"], "memory_bytes": None}
-    found = samples(DaemonMetrics(snapshot))
+    found = samples(AllMetrics(snapshot))
     assert value(found, "uma_tokens_total", model="fake") == first
     assert value(found, "uma_tokens_total", model="b") == 7
     assert value(found, "uma_time_to_first_token_seconds_count", model="b") > 0

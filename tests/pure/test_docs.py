@@ -15,9 +15,7 @@ import yaml
 from tests.support.documents import ROOT, blocks, fenced, section, tables
 from uma_trio import config
 from uma_trio.cli import COMMANDS
-from uma_trio.cli.metrics_view import GROUPS
 from uma_trio.errors import BadRequest, all_errors
-from uma_trio.kv.cache import CacheStatistics
 from uma_trio.models.context import MIN_PROMPT_BYTES
 from uma_trio.protocol.answers import (
     Activity,
@@ -74,9 +72,7 @@ from uma_trio.protocol.requests import (
     Rerank,
     Slo,
 )
-from uma_trio.telemetry import Telemetry
-from uma_trio.telemetry.metrics import OffloadMetrics
-from uma_trio.telemetry.principals import PrincipalMetrics
+from uma_trio.telemetry.catalogue import GROUPS, METRICS
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
@@ -381,87 +377,44 @@ def test_limits_are_the_defaults_and_settings_exist() -> None:
 # -- METRICS.md ---------------------------------------------------------------------------------------
 
 
-def keys_of_snapshot(path: str, cls: str, method: str = "snapshot") -> set[str]:
-    """Keys of the dict that a method returns, read from its source: calling it takes an engine."""
-    tree = ast.parse((ROOT / path).read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == cls:
-            for function in node.body:
-                if isinstance(function, ast.FunctionDef) and function.name == method:
-                    returned = [each.value for each in ast.walk(function) if isinstance(each, ast.Return)]
-                    dicts = [value for value in returned if isinstance(value, ast.Dict) and value.keys]
-                    assert len(dicts) == 1, f"{cls}.{method} returns no plain dict"
-                    return {key.value for key in dicts[0].keys if isinstance(key, ast.Constant)}
-    raise AssertionError(f"{cls}.{method} was not found in {path}")
+METRICS_PAGE = DOCS / "METRICS.md"
 
 
-def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
-    usage = keys_of_snapshot("uma_trio/child_process.py", "ChildProcess", "usage")
-    measured = (
-        set(Telemetry().snapshot())
-        | keys_of_snapshot("uma_trio/serving/stats.py", "Stats")
-        | keys_of_snapshot("uma_trio/serving/scheduler.py", "Scheduler")
-        | keys_of_snapshot("uma_trio/service.py", "ModelService")
-        | keys_of_snapshot("uma_trio/daemon/server.py", "Server")
-        | {f"engine.{name}" for name in keys_of_snapshot("uma_trio/engine/supervisor.py", "SupervisedEngine")}
-        | {f"engine.{name}" for name in usage}
-        | {f"gateway.{name}" for name in keys_of_snapshot("uma_trio/daemon/gateway.py", "Gateway")}
-        | {f"gateway.{name}" for name in usage}
-        | {f"kv.{field.name}" for field in attrs.fields(CacheStatistics)}
-        | {"kv.evicted_total", "kv.bytes", "kv.bytes_used", "kv.bytes_reserved"}
-        | {f"kv_offload.{name}" for name in OffloadMetrics().snapshot()}
-        | {"kv_offload.disk_bytes"}
-        | {f"embeddings.{name}" for name in keys_of_snapshot("uma_trio/serving/embedding.py", "EmbeddingQueue")}
-        | {f"histograms.{name}" for name in Telemetry().snapshot()["histograms"]}
-        | {
-            f"controllers.{name}"
-            for name in keys_of_snapshot("uma_trio/serving/controllers/driver.py", "ControllerDriver")
-        }
-        | {f"controllers.{name}" for name in keys_of_snapshot("uma_trio/aici/supervisor.py", "SupervisedRuntime")}
-        | {f"controllers.{name}" for name in usage}
-        | {f"constraints.{name}" for name in keys_of_snapshot("uma_trio/grammar/compiler.py", "GrammarCompiler")}
-        | {f"models.NAME.{name}" for name in keys_of_snapshot("uma_trio/registry/model.py", "Model")}
-        | {"models.NAME.metrics"}
-        | keys_of_snapshot("uma_trio/registry/registry.py", "ModelRegistry")
-        | {f"devices.NAME.{name}" for name in keys_of_snapshot("uma_trio/engine/devices.py", "DeviceMemory")}
-        | {f"principals.NAME.{name}" for name in PrincipalMetrics().snapshot(["a"])["a"]}
-        | {f"sessions.{name}" for name in keys_of_snapshot("uma_trio/sessions/sessions.py", "Sessions")}
-    )
-    rows = [row for table in tables(text_of("METRICS.md")) for row in table]
-    assert set(named(rows)) == measured
-    assert len(named(rows)) == len(measured), "one is documented twice"
+def metrics_in_markdown(page: str) -> str:
+    """METRICS.md with the table of each group made from the catalogue."""
+    for title, group in GROUPS.items():
+        before = section(page, title)
+        lines = ["| field | unit | window | meaning |", "|---|---|---|---|"]
+        for metric in group:
+            cells = (f"`{metric.path}`", metric.unit, metric.window, metric.meaning.replace("|", "\\|"))
+            lines.append(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|")
+        table = "\n".join(lines) + "\n"
+        page = page.replace(before, re.sub(r"(?:^\|.*\n)+", lambda _, table=table: table, before, flags=re.MULTILINE))
+    return page
 
 
-def test_the_command_groups_metrics_by_the_headings_of_the_page() -> None:
-    page = text_of("METRICS.md")
-    headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    documented = {
-        title: tuple(
-            dict.fromkeys(name.split(".")[0] for table in tables(section(page, title)) for name in named(table))
-        )
-        for title in headings
-    }
-    assert documented == GROUPS
+def test_the_tables_of_metrics_are_made_from_the_catalogue() -> None:
+    page = METRICS_PAGE.read_text()
+    assert page == metrics_in_markdown(page), "run: python tests/pure/test_docs.py"
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [*GROUPS], "a group is a heading"
 
 
 def test_every_metric_has_unit_and_window_and_meaning() -> None:
-    for table in tables(text_of("METRICS.md")):
-        for name, unit, window, meaning in table:
-            assert meaning.endswith((".", ":")), name
-            if name.rstrip("`").endswith("_ms"):
-                assert unit == "ms"
-            if name.endswith("_total`"):
-                assert window == "since start"
-            if window:
-                assert window in ("now", "since start", "last 4096")
-                assert unit
+    assert len(METRICS) == sum(map(len, GROUPS.values())), "one is described twice"
+    for name, metric in METRICS.items():
+        assert metric.meaning.endswith((".", ":")), name
+        assert metric.unit or not metric.window, name
+        if name.endswith("_ms"):
+            assert metric.unit == "ms", name
+        if name.endswith("_total"):
+            assert metric.window == "since start", name
+        if metric.kind == "counter":
+            assert name.endswith(("_total", "cpu_s")), name
 
 
 def test_settings_that_metrics_md_names_exist() -> None:
-    names = {found.name for found in config.settings()} | {
-        name.split(".")[-1] for name in named([row for table in tables(text_of("METRICS.md")) for row in table])
-    }
-    for name in re.findall(r"`([a-z]+_[a-z_]+)`", text_of("METRICS.md")):
+    names = {found.name for found in config.settings()} | {name.split(".")[-1] for name in METRICS}
+    for name in re.findall(r"`([a-z]+_[a-z_]+)`", METRICS_PAGE.read_text()):
         assert name in names or name == "llama_decode", name
 
 
@@ -620,3 +573,4 @@ if __name__ == "__main__":
     page = text_of("CONFIG.md")
     before, after = page.index(BEGIN) + len(BEGIN), page.index(END)
     (DOCS / "CONFIG.md").write_text(page[:before] + settings_in_markdown() + page[after:])
+    METRICS_PAGE.write_text(metrics_in_markdown(METRICS_PAGE.read_text()))

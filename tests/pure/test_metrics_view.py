@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from uma_trio.cli.metrics_view import Sample, is_restart, per_second, rows, screen, table
-from uma_trio.telemetry import Telemetry
+from uma_trio.telemetry.metrics import Telemetry
 
 
 def snapshot(**changes: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.telemetry import Average, RecentValues, Telemetry
 from uma_trio.telemetry.histogram import REQUEST_MS, SEQUENCES, TOKEN_MS, TOKENS, Histogram
+from uma_trio.telemetry.metrics import Average, RecentValues, Telemetry
 from uma_trio.telemetry.principals import MAX_PRINCIPALS, OTHER, PrincipalMetrics
 
 numbers = st.floats(0, 1e6)

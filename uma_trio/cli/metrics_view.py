@@ -6,7 +6,7 @@ between them, in as many lines as a terminal has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -14,53 +14,7 @@ import attrs
 from rich.filesize import decimal
 from rich.text import Text
 
-GROUPS: Final = {
-    "Load": (
-        *("model", "connections", "running", "queue_depth", "requests_total", "rejected_total"),
-        *("preemptions_total", "pid", "version", "uptime_s", "draining"),
-    ),
-    "Models": ("models",),
-    "Throughput": (
-        *("tokens_total", "prompt_tokens_total", "prefix_cache_hits_total", "cached_tokens_total"),
-        *("draft_tokens_total", "accepted_draft_tokens_total", "acceptance_rate"),
-        *(
-            "model_draft_tokens_total",
-            "accepted_model_draft_tokens_total",
-            "model_acceptance_rate",
-            "draft_model_ms_avg",
-        ),
-        *(
-            "forced_tokens_total",
-            "late_masks_total",
-            "ticks_total",
-            "decode_calls_total",
-            "run_ahead_steps_total",
-            "mixed_ticks_total",
-            "mixed_run_ahead_steps_total",
-            "avg_batch",
-        ),
-    ),
-    "Latency": (
-        *("inter_token_p50_ms", "inter_token_p95_ms", "inter_token_p99_ms", "ttft_p50_ms", "ttft_p95_ms"),
-        *("requests_inter_token_ms", "cancel_to_free_p50_ms", "cancel_to_free_max_ms"),
-    ),
-    "Histograms": ("histograms",),
-    "Ticks": (
-        *("decode_ms_avg", "mask_wait_ms_avg", "sample_ms_avg", "host_gap_p50_ms", "host_gap_p95_ms", "host_gap_share"),
-        *("logits_zero_copy_share", "bytes_per_token", "memory_bandwidth_share", "tick_prediction_error"),
-        *("mixed_tick_error_p50", "mixed_tick_error_p90"),
-    ),
-    "Memory": ("kv", "preempted_bytes", "kv_offload", "embeddings", "send_queue_bytes"),
-    "Devices": ("devices",),
-    "Engine": ("engine",),
-    "Gateway": ("gateway",),
-    "Controllers": ("controllers",),
-    "Constraints": ("constraints",),
-    "Sessions": ("sessions",),
-    "Principals": ("principals",),
-    "Perf log": ("perf_log_dropped_total",),
-}
-"""The metrics by the headings of docs/METRICS.md."""
+from uma_trio.telemetry.catalogue import GROUPS, METRICS, find
 
 OTHER: Final = "Other"
 """Heading of metrics that a newer daemon has."""
@@ -84,8 +38,8 @@ MAX_CHART_LINES: Final = 6
 
 def table(snapshot: Mapping[str, Any]) -> list[str]:
     """Format every metric as a line below the heading of its group."""
-    known = {name for names in GROUPS.values() for name in names}
-    groups = {**GROUPS, OTHER: tuple(name for name in snapshot if name not in known)}
+    groups = {title: [metric.path for metric in group] for title, group in GROUPS.items()}
+    groups[OTHER] = [name for name in snapshot if name not in METRICS]
     lines: list[str] = []
     for title, names in groups.items():
         found = [pair for name in names if name in snapshot for pair in _flat(name, snapshot[name])]
@@ -128,10 +82,7 @@ class Sample:
 
     def get(self, path: str) -> Any:
         """Return a metric by its name in docs/METRICS.md; ``None`` if the daemon has not measured it."""
-        found: Any = self.snapshot
-        for key in path.split("."):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
+        return find(self.snapshot, path)
 
 
 def is_restart(before: Sample, now: Sample) -> bool:
@@ -176,48 +127,50 @@ def rows(before: Sample | None, now: Sample) -> list[Row]:
     n_cancelled = reasons.get("cancelled", 0)
     n_failed = sum(reasons.values()) - n_complete - n_cancelled
     n_refused = sum(refused.values())
-    cells = now.get("kv.cells")
+    n_cached, n_computed = now.get("cached_tokens_total"), now.get("prompt_tokens_total")
     cpu = per_second(before, now, "engine.cpu_s")
+
+    def cell(label: str, path: str, *, alarms: bool = False) -> Cell:
+        value = now.get(path)
+        show = SHOWN_AS.get(METRICS[path].unit, _count)
+        return Cell(label, "-" if value is None else show(value), alarms and bool(value))
+
+    def share(label: str, part: str, whole: str) -> Cell:
+        return Cell(label, _share(now.get(part), now.get(whole)))
+
     return [
         Row(
             "streams",
             (
-                Cell("running", _count(now.get("running"))),
-                Cell("waiting", _count(now.get("queue_depth")), is_alarm=bool(now.get("queue_depth"))),
-                Cell("connections", _count(now.get("connections"))),
+                cell("running", "running"),
+                cell("waiting", "queue_depth", alarms=True),
+                cell("connections", "connections"),
             ),
         ),
-        Row(
-            "ITL",
-            (
-                Cell("p50", _ms(now.get("inter_token_p50_ms"))),
-                Cell("p95", _ms(now.get("inter_token_p95_ms"))),
-                Cell("p99", _ms(now.get("inter_token_p99_ms"))),
-            ),
-        ),
-        Row("TTFT", (Cell("p50", _ms(now.get("ttft_p50_ms"))), Cell("p95", _ms(now.get("ttft_p95_ms"))))),
+        Row("ITL", tuple(cell(level, f"inter_token_{level}_ms") for level in ("p50", "p95", "p99"))),
+        Row("TTFT", tuple(cell(level, f"ttft_{level}_ms") for level in ("p50", "p95"))),
         Row(
             "KV cache",
             (
-                Cell("in use", _share(now.get("kv.cells_used"), cells)),
-                Cell("reserved", _share(now.get("kv.cells_reserved"), cells)),
-                Cell("cached", _share(now.get("kv.cached_cells"), cells)),
+                share("in use", "kv.cells_used", "kv.cells"),
+                share("reserved", "kv.cells_reserved", "kv.cells"),
+                share("cached", "kv.cached_cells", "kv.cells"),
             ),
         ),
         Row(
             "engine",
             (
-                Cell("memory", _bytes(now.get("engine.rss_bytes"))),
+                cell("memory", "engine.rss_bytes"),
                 Cell("CPU", "-" if cpu is None else f"{cpu:.0%}"),
-                Cell("restarts", _count(now.get("engine.restarts_total")), bool(now.get("engine.restarts_total"))),
+                cell("restarts", "engine.restarts_total", alarms=True),
             ),
         ),
         Row(
             "sessions",
             (
-                Cell("stored", _count(now.get("sessions.stored"))),
-                Cell("active", _count(now.get("sessions.active"))),
-                Cell("not durable", _count(now.get("sessions.not_durable")), bool(now.get("sessions.not_durable"))),
+                cell("stored", "sessions.stored"),
+                cell("active", "sessions.active"),
+                cell("not durable", "sessions.not_durable", alarms=True),
             ),
         ),
         Row(
@@ -230,61 +183,54 @@ def rows(before: Sample | None, now: Sample) -> list[Row]:
         ),
         Row(
             "overload",
-            (
-                Cell("refused", _count(n_refused), is_alarm=n_refused > 0),
-                Cell("preempted", _count(now.get("preemptions_total"))),
-            ),
+            (Cell("refused", _count(n_refused), is_alarm=n_refused > 0), cell("preempted", "preemptions_total")),
             note=", ".join(f"{code} {n:,}" for code, n in sorted(refused.items(), key=lambda pair: -pair[1])),
         ),
         Row(
             "reuse",
             (
-                Cell("prefix hits", _count(now.get("prefix_cache_hits_total"))),
-                Cell("cached", _share(now.get("cached_tokens_total"), _prompt_tokens(now))),
-                Cell("drafts", _share(now.get("accepted_draft_tokens_total"), now.get("draft_tokens_total"))),
+                cell("prefix hits", "prefix_cache_hits_total"),
+                Cell("cached", _share(n_cached, (n_cached or 0) + (n_computed or 0))),
+                share("drafts", "accepted_draft_tokens_total", "draft_tokens_total"),
             ),
         ),
         Row(
             "ticks",
             (
                 Cell("per second", _rate(per_second(before, now, "ticks_total"))),
-                Cell("decode", _ms(now.get("decode_ms_avg"))),
-                Cell("host gap", _share(now.get("host_gap_share"), 1)),
+                cell("decode", "decode_ms_avg"),
+                cell("host gap", "host_gap_share"),
             ),
         ),
         Row(
             "offload",
             (
-                Cell("saved", _count(now.get("kv_offload.saved_total"))),
-                Cell("loaded", _count(now.get("kv_offload.loaded_total"))),
-                Cell("on disk", _bytes(now.get("kv_offload.disk_bytes"))),
+                cell("saved", "kv_offload.saved_total"),
+                cell("loaded", "kv_offload.loaded_total"),
+                cell("on disk", "kv_offload.disk_bytes"),
             ),
         ),
     ]
 
 
-def _prompt_tokens(now: Sample) -> int:
-    return (now.get("cached_tokens_total") or 0) + (now.get("prompt_tokens_total") or 0)
-
-
-def _count(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
+def _count(value: int) -> str:
+    return f"{value:,}"
 
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}" if value < 1e5 else f"{value:,.0f}"
 
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f} ms"
-
-
-def _bytes(value: int | None) -> str:
-    return "-" if value is None else decimal(value)
+def _ms(value: float) -> str:
+    return f"{value:,.1f} ms"
 
 
 def _share(part: float | None, whole: float | None) -> str:
     return "-" if part is None or not whole else f"{part / whole:.1%}"
+
+
+SHOWN_AS: Final[Mapping[str, Callable[[Any], str]]] = {"ms": _ms, "bytes": decimal, "share": "{:.1%}".format}
+"""How figures are shown, by unit; the others as ``_count`` does."""
 
 
 # -- the screen ----------------------------------------------------------------------------------------

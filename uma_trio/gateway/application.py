@@ -41,9 +41,9 @@ from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard
-from uma_trio.gateway.http_metrics import HttpMetrics
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
+from uma_trio.gateway.metrics import HttpMetrics
 from uma_trio.gateway.origins import Origins
 from uma_trio.gateway.pages import PAGES
 from uma_trio.gateway.request_logger import with_request_log

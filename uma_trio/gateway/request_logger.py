@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.config import Http
 from uma_trio.gateway.endpoint import Endpoint
-from uma_trio.gateway.http_metrics import HttpMetrics
+from uma_trio.gateway.metrics import HttpMetrics
 from uma_trio.gateway.request_record import NO_ROUTE, RequestRecord
 from uma_trio.gateway.tenants import Tenant
 

@@ -25,7 +25,7 @@ from uma_trio.scheduling.fairness import Service
 from uma_trio.scheduling.retry_schedule import RetrySchedule
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.serving.sequence import Sequence, State
-from uma_trio.telemetry import Telemetry
+from uma_trio.telemetry.metrics import Telemetry
 
 
 def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
