@@ -31,6 +31,7 @@ from uma_trio.kv.prefix import MIN_SHARED_TOKENS, Tokens
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
 from uma_trio.store import MemoryStates, StateFileError
+from uma_trio.telemetry.measures import snapshot_of
 from uma_trio.telemetry.metrics import OffloadMetrics
 
 log = structlog.get_logger("uma_trio.serving")
@@ -334,7 +335,7 @@ class Offloader:
 
     def snapshot(self) -> dict[str, Any] | None:
         """Numbers for the metrics; ``None`` where nothing is ever saved."""
-        return None if self._files is None else {**self.metrics.snapshot(), "disk_bytes": self._files.used_bytes}
+        return None if self._files is None else {**snapshot_of(self.metrics), "disk_bytes": self._files.used_bytes}
 
     # -- next to the ticks ------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import trio
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving import serving
 from uma_trio.client import ServerError
-from uma_trio.telemetry.histogram import REQUEST_MS
+from uma_trio.telemetry.measures import REQUEST_MS
 
 
 async def test_histograms_add_up_to_what_clients_saw(autojump_clock):

@@ -20,6 +20,7 @@ from uma_trio.principal import ANONYMOUS, Principal
 from uma_trio.protocol.requests import Embed, Generate
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import Sequence as Answer
+from uma_trio.telemetry.metrics import Telemetry
 from uma_trio.telemetry.perf_causes import explain
 from uma_trio.telemetry.perf_records import RequestRecord, Run, TickRecord
 
@@ -92,6 +93,43 @@ async def test_ticks_and_requests_add_up(autojump_clock):
         assert found.first_token_s is not None
         assert found.arrived_s <= found.admitted_s < found.first_token_s <= found.finished_s
         assert abs(found.first_token_s + sum(found.inter_token_ms) / 1e3 - found.finished_s) < 0.01
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+async def test_the_metrics_are_the_sum_of_the_records(autojump_clock, speculation):
+    """Nothing is counted that no record has, and nothing twice."""
+    async with recorded(FakeEngine(n_seq_max=3, eog_after=60), parallel=3, speculation=speculation) as (
+        scheduler,
+        records,
+    ):
+        for n in range(1, 8):
+            ask(scheduler, "r" * n, 90 * n, 9 * n, principal=f"uid:{n % 2}")
+        scheduler.embed(Embed(id="e", input=["text"]), [np.arange(40)], NullClient(), ANONYMOUS)
+        scheduler.cancel(ask(scheduler, "cancelled", 20, 100))
+        await trio.sleep(0.05)
+        await scheduler.wait_idle()
+    counted = Telemetry(bytes_per_s=scheduler.info.memory_bytes_per_s)
+    for tick in records.ticks:
+        counted.count_tick(tick)
+    for request in records.requests:
+        counted.count_request(request)
+    found, expected = scheduler.telemetry.snapshot(), counted.snapshot()
+    elsewhere = {
+        *("prefix_cache_hits_total", "cached_tokens_total", "preemptions_total"),
+        *(name for name in found if name.startswith(("inter_token_", "ttft_", "cancel_to_free_"))),
+    }
+    at_once = {"inter_token_ms", "ttft_ms", "request_queue_ms", "request_prefill_ms"}
+    for each in (found, expected):
+        each["histograms"] = {name: value for name, value in each["histograms"].items() if name not in at_once}
+    assert {name: found[name] for name in found.keys() - elsewhere} == {
+        name: expected[name] for name in expected.keys() - elsewhere
+    }
+    assert found["mixed_ticks_total"] > 0
+    assert found["run_ahead_steps_total"] > 0
+    principals = scheduler.telemetry.principals
+    for name in ("uid:0", "uid:1"):
+        tokens = sum(request.completion_tokens for request in records.requests if request.principal == name)
+        assert principals.of(name).tokens_total == tokens
 
 
 async def test_a_tick_starts_when_its_step_begins(autojump_clock):

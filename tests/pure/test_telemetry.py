@@ -2,20 +2,21 @@
 
 import math
 
+import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.telemetry.histogram import REQUEST_MS, SEQUENCES, TOKEN_MS, TOKENS, Histogram
-from uma_trio.telemetry.metrics import Average, RecentValues, Telemetry
-from uma_trio.telemetry.principals import MAX_PRINCIPALS, OTHER, PrincipalMetrics
+from uma_trio.telemetry.measures import REQUEST_MS, SEQUENCES, TOKEN_MS, TOKENS, Average, Histogram, RecentValues
+from uma_trio.telemetry.metrics import MAX_PRINCIPALS, OTHER, PrincipalMetrics, Telemetry
+from uma_trio.telemetry.perf_records import TickRecord
 
 numbers = st.floats(0, 1e6)
 
 
 @given(st.lists(numbers, max_size=60), st.integers(1, 20))
 def test_recent_keeps_the_last_ones(values: list[float], size: int) -> None:
-    recent = RecentValues(size)
+    recent = RecentValues(size=size)
     for value in values:
         recent.add(value)
         recent.percentiles(0, 50, 100)
@@ -50,7 +51,7 @@ def test_average(values: list[float]) -> None:
 def test_a_new_one_has_measured_nothing() -> None:
     snapshot = Telemetry().snapshot()
     assert snapshot["tokens_total"] == snapshot["decode_calls_total"] == 0
-    assert snapshot["requests_total"] == snapshot["rejected_total"] == {}
+    assert snapshot["requests_total"] == {}
     measured = {key for key, value in snapshot.items() if value is None}
     assert measured == {
         key
@@ -61,18 +62,20 @@ def test_a_new_one_has_measured_nothing() -> None:
 
 def test_ticks_add_up() -> None:
     telemetry = Telemetry()
-    telemetry.record_step(n_sequences=3, n_prompt_tokens=0, n_tokens=3, decode_ms=10, sample_ms=1)
-    telemetry.record_step(n_sequences=2, n_prompt_tokens=30, n_tokens=2, n_calls=4, decode_ms=20, sample_ms=2)
-    telemetry.rejected["E_PROTO_BUSY"] += 1
+    telemetry.count_tick(TickRecord(start_s=0, decode_seq_ids=[1, 2, 3], tokens=3, decode_ms=10, sample_ms=1))
+    mixed = TickRecord(start_s=1, decode_seq_ids=[1], prefill_chunks=[(2, 30)], tokens=2, decode_calls=4, decode_ms=20)
+    telemetry.count_tick(msgspec.structs.replace(mixed, sample_ms=2, predicted_ms=11))
+    telemetry.count_tick(TickRecord(start_s=2, decode_calls=0, embedding_ms=5, host_gap_ms=1))
     for gap in (10.0, 20.0, 30.0):
-        telemetry.inter_token_ms.add(gap)
+        telemetry.record_inter_token(gap)
     snapshot = telemetry.snapshot()
     assert (snapshot["ticks_total"], snapshot["decode_calls_total"]) == (2, 5)
     assert snapshot["avg_batch"] == 2.5
     assert snapshot["prompt_tokens_total"] == 30
     assert (snapshot["decode_ms_avg"], snapshot["sample_ms_avg"]) == (15.0, 1.5)
     assert (snapshot["inter_token_p50_ms"], snapshot["inter_token_p99_ms"]) == (20.0, 29.8)
-    assert snapshot["rejected_total"] == {"E_PROTO_BUSY": 1}
+    assert (snapshot["mixed_ticks_total"], snapshot["mixed_tick_error_p50"]) == (1, 0.5)
+    assert snapshot["host_gap_p50_ms"] is None, "a tick without llama_decode is not counted"
 
 
 def test_a_snapshot_is_a_copy() -> None:

@@ -45,6 +45,21 @@ def log_request(
     )
 
 
+def log_step(completed: CompletedStep) -> None:
+    """Log a step that computed something."""
+    work, plan, output = completed.work, completed.step.plan, completed.output
+    log.debug(
+        "step",
+        decodes=work.decode_rows,
+        calls=work.n_calls,
+        prompt_tokens=work.prefill_tokens,
+        context_tokens=work.context_tokens,
+        predicted_ms=round(plan.predicted_ms, 3),
+        decode_ms=round(output.decode_ms, 3),
+        sample_ms=round(output.sample_ms, 3),
+    )
+
+
 def _context_read(work: Work, scan: AttentionScan) -> float:
     """Cells that a step read.  A kernel that scans the whole cache reads each cell once for all rows of a call."""
     if scan is AttentionScan.CACHE:
@@ -60,13 +75,12 @@ class Stats:
     """
 
     def __init__(self, info: ModelInfo, *, debug: bool) -> None:
-        self.telemetry = Telemetry()
+        self.telemetry = Telemetry(bytes_per_s=info.memory_bytes_per_s)
         self._info = info
         self.sinks: list[PerfSink] = []
-        """Receivers of records.  Without receivers, no record is made."""
+        """Receivers of records."""
         self._debug = debug
         self._model_size = ModelSize(info.size_bytes, info.kv_bytes_per_token, info.n_layer, info.n_embd, info.n_vocab)
-        self.telemetry.bytes_per_s = info.memory_bytes_per_s
         self._last_ended_s: float | None = None
         """End of the last step on the engine's clock; ``None`` after a time with nothing to compute."""
         self._idle_ms = 0.0
@@ -90,13 +104,13 @@ class Stats:
         Returns:
             Milliseconds that the device waited for it; ``None`` if there was nothing to compute before.
         """
-        step, output, plan = completed.step, completed.output, completed.step.plan
+        step, output = completed.step, completed.output
         self.record_freed(step.freed, step.began_at)
         if not (step.rows or output.embedding_ms or output.copied_ms):
             return None
         gap_ms = None if self._last_ended_s is None else 1e3 * (output.started_s - self._last_ended_s)
         self._last_ended_s = output.ended_s
-        record = TickRecord(
+        tick = TickRecord(
             start_s=step.began_at,
             decode_calls=0,
             embedding_ms=output.embedding_ms or None,
@@ -107,10 +121,17 @@ class Stats:
             queue_depth=waiting,
         )
         self._idle_ms = 0.0
-        if not step.rows:
-            self._write(record)
-            return gap_ms
-        work = completed.work
+        if step.rows:
+            tick = msgspec.structs.replace(tick, **self._computed(completed))
+            self.telemetry.count_tick(tick)
+            if self._debug:
+                log_step(completed)
+        self._write(tick)
+        return gap_ms
+
+    def _computed(self, completed: CompletedStep) -> dict[str, Any]:
+        """The fields of a ``TickRecord`` about what the step computed."""
+        step, output, work, plan = completed.step, completed.output, completed.work, completed.step.plan
         moved = estimate_bytes_moved(
             self._model_size,
             calls=work.n_calls,
@@ -118,79 +139,38 @@ class Stats:
             outputs=len(output.tokens),
             context_read=_context_read(work, self._info.attention_scan),
         )
-        n_new = sum([len(new.tokens) for new in completed.new_tokens])
+        could_move = (self._info.memory_bytes_per_s or 0.0) * completed.duration_ms / 1e3
         drafted: Counter[DraftSource] = Counter()
         for row in step.rows.values():
             drafted[row.source] += len(row.drafts)
         accepted: Counter[DraftSource] = Counter()
         for new in completed.new_tokens:
             accepted[new.draft_source] += new.n_drafts_accepted
-        draft_ms = None if output.drafted is None else output.drafted.ms
-        telemetry = self.telemetry
-        telemetry.record_step(
-            n_sequences=len(step.rows),
-            n_prompt_tokens=work.prefill_tokens,
-            n_calls=work.n_calls,
-            n_tokens=n_new,
-            decode_ms=output.decode_ms,
-            sample_ms=output.sample_ms,
-            gap_ms=gap_ms,
-            bytes_moved=moved,
-        )
-        telemetry.run_ahead_steps_total += step.runs_ahead
-        telemetry.logits_rows_total += len(output.tokens)
-        telemetry.logits_copied_total += output.copied_rows
-        telemetry.forced_tokens_total += accepted["grammar"]
-        telemetry.late_masks_total += sum([new.is_late for new in completed.new_tokens])
-        if plan.chunks and plan.decodes:
-            telemetry.mixed_ticks_total += 1
-            telemetry.mixed_run_ahead_steps_total += step.runs_ahead
-            telemetry.mixed_tick_errors.add(abs(plan.predicted_ms / max(completed.duration_ms, 1e-3) - 1))
-        if output.mask_wait_ms is not None:
-            telemetry.mask_wait_ms.add(output.mask_wait_ms)
-        telemetry.draft_tokens_total += drafted["lookup"] + drafted["model"]
-        telemetry.accepted_draft_tokens_total += accepted["lookup"] + accepted["model"]
-        telemetry.model_draft_tokens_total += drafted["model"]
-        telemetry.accepted_model_draft_tokens_total += accepted["model"]
-        if draft_ms is not None:
-            telemetry.draft_model_ms.add(draft_ms)
-        if self.sinks:
-            could_move = (telemetry.bytes_per_s or 0.0) * completed.duration_ms / 1e3
-            self._write(
-                msgspec.structs.replace(
-                    record,
-                    decode_seq_ids=[view.seq_id for view in plan.decodes],
-                    prefill_chunks=[(chunk.seq_id, chunk.n_tokens) for chunk in plan.chunks],
-                    recomputed_tokens=sum([row.n_recomputed for row in step.rows.values()]) if plan.chunks else 0,
-                    tokens=n_new,
-                    context_tokens=work.context_tokens,
-                    prefill_context=work.mean_prefill_context,
-                    decode_calls=work.n_calls,
-                    draft_tokens=drafted["lookup"] + drafted["model"],
-                    accepted_draft_tokens=accepted["lookup"] + accepted["model"],
-                    model_draft_tokens=drafted["model"],
-                    accepted_model_draft_tokens=accepted["model"],
-                    draft_model_ms=draft_ms,
-                    predicted_ms=plan.predicted_ms,
-                    decode_ms=output.decode_ms,
-                    sample_ms=output.sample_ms,
-                    mask_wait_ms=output.mask_wait_ms,
-                    bytes_moved=moved,
-                    memory_bandwidth_share=moved / could_move if could_move else None,
-                )
-            )
-        if self._debug:
-            log.debug(
-                "step",
-                decodes=work.decode_rows,
-                calls=work.n_calls,
-                prompt_tokens=work.prefill_tokens,
-                context_tokens=work.context_tokens,
-                predicted_ms=round(plan.predicted_ms, 3),
-                decode_ms=round(output.decode_ms, 3),
-                sample_ms=round(output.sample_ms, 3),
-            )
-        return gap_ms
+        return {
+            "decode_seq_ids": [view.seq_id for view in plan.decodes],
+            "prefill_chunks": [(chunk.seq_id, chunk.n_tokens) for chunk in plan.chunks],
+            "recomputed_tokens": sum([row.n_recomputed for row in step.rows.values()]) if plan.chunks else 0,
+            "tokens": sum([len(new.tokens) for new in completed.new_tokens]),
+            "context_tokens": work.context_tokens,
+            "prefill_context": work.mean_prefill_context,
+            "decode_calls": work.n_calls,
+            "draft_tokens": drafted["lookup"] + drafted["model"],
+            "accepted_draft_tokens": accepted["lookup"] + accepted["model"],
+            "model_draft_tokens": drafted["model"],
+            "accepted_model_draft_tokens": accepted["model"],
+            "forced_tokens": accepted["grammar"],
+            "late_masks": sum([new.is_late for new in completed.new_tokens]),
+            "logits_rows": len(output.tokens),
+            "copied_logits_rows": output.copied_rows,
+            "runs_ahead": step.runs_ahead,
+            "draft_model_ms": None if output.drafted is None else output.drafted.ms,
+            "predicted_ms": plan.predicted_ms,
+            "decode_ms": output.decode_ms,
+            "sample_ms": output.sample_ms,
+            "mask_wait_ms": output.mask_wait_ms,
+            "bytes_moved": moved,
+            "memory_bandwidth_share": moved / could_move if could_move else None,
+        }
 
     def record_tokens(self, new: NewTokens, at: float) -> None:
         """Count the tokens that a sequence got at ``at``."""
@@ -200,16 +180,12 @@ class Stats:
         is_first = sequence.first_token_at is None and not new.n_before  # a fork begins with tokens that it has not got
         gap_ms = sequence.record_token_time(at, paused=new.paused)
         if gap_ms is not None:
-            telemetry.inter_token_ms.add(gap_ms)
-            telemetry.histograms.inter_token_ms.add(gap_ms)
+            telemetry.record_inter_token(gap_ms)
             if self.sinks:
                 sequence.gaps_ms.append(gap_ms)
         elif is_first:
             assert sequence.admitted_at is not None
-            ttft_ms = 1e3 * (at - sequence.arrived_at)
-            telemetry.ttft_ms.add(ttft_ms)
-            telemetry.histograms.ttft_ms.add(ttft_ms)
-            telemetry.histograms.request_prefill_ms.add(1e3 * (at - sequence.admitted_at))
+            telemetry.record_first_token(1e3 * (at - sequence.arrived_at), 1e3 * (at - sequence.admitted_at))
             counts.prompt_tokens_total += len(sequence.prompt.tokens) - sequence.n_cached
             counts.cached_tokens_total += sequence.n_cached
 
@@ -224,42 +200,26 @@ class Stats:
         why = reason.code if isinstance(reason, UmaError) else reason
         model = self._info.name.removesuffix(".gguf")
         log_request(sequence.request, model, why, sequence.usage, sequence.timings(at), index=sequence.index)
-        self.telemetry.requests[why] += 1
-        self.telemetry.principals.of(sequence.principal.name).requests_total += 1
-        if sequence.admitted_at is not None and not isinstance(reason, UmaError):
-            self.telemetry.served_ms.add(1e3 * (at - sequence.admitted_at))
-            if reason != "cancelled":
-                self._record_complete(sequence, at)
-        if self.sinks:
-            self._write(
-                RequestRecord(
-                    id=sequence.request.id,
-                    principal=sequence.principal.name,
-                    priority=sequence.request.slo.priority,
-                    arrived_s=sequence.arrived_at,
-                    admitted_s=sequence.admitted_at,
-                    first_token_s=sequence.first_token_at,
-                    finished_s=at,
-                    prompt_tokens=len(sequence.prompt.tokens),
-                    cached_tokens=sequence.n_cached,
-                    completion_tokens=len(sequence.tokens),
-                    finish_reason=why,
-                    inter_token_ms=sequence.gaps_ms,
-                )
-            )
+        record = RequestRecord(
+            id=sequence.request.id,
+            principal=sequence.principal.name,
+            priority=sequence.request.slo.priority,
+            arrived_s=sequence.arrived_at,
+            admitted_s=sequence.admitted_at,
+            first_token_s=sequence.first_token_at,
+            finished_s=at,
+            prompt_tokens=len(sequence.prompt.tokens),
+            cached_tokens=sequence.n_cached,
+            completion_tokens=len(sequence.tokens),
+            finish_reason=why,
+            inter_token_ms=sequence.gaps_ms,
+        )
+        self.telemetry.count_request(record)
+        self._write(record)
 
     def _write(self, record: TickRecord | RequestRecord) -> None:
         for sink in self.sinks:
             sink.write(record)
-
-    def _record_complete(self, sequence: Sequence, at: float) -> None:
-        """Count an answer that its client got whole."""
-        histograms = self.telemetry.histograms
-        histograms.request_ms.add(1e3 * (at - sequence.arrived_at))
-        histograms.request_prompt_tokens.add(len(sequence.prompt.tokens))
-        histograms.request_tokens.add(len(sequence.tokens))
-        if sequence.first_token_at is not None:
-            histograms.request_decode_ms.add(1e3 * (at - sequence.first_token_at))
 
     def snapshot(
         self, running: Collection[Sequence], cache: KvCache, *, waiting: int, tick_error: float

@@ -1,4 +1,4 @@
-"""Metrics of one model: plain numbers, without locks. docs/METRICS.md explains each.
+"""Metrics of one model: plain numbers, without locks. ``catalogue.py`` describes each.
 
 Only the thread of the event loop reads and writes them.
 """
@@ -6,102 +6,96 @@ Only the thread of the event loop reads and writes them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 import attrs
-import numpy as np
 
-from uma_trio.telemetry.histogram import REQUEST_MS, SEQUENCES, TOKEN_MS, TOKENS, Histogram
-from uma_trio.telemetry.principals import PrincipalMetrics
+from uma_trio.telemetry.measures import (
+    REQUEST_MS,
+    SEQUENCES,
+    TOKEN_MS,
+    TOKENS,
+    Average,
+    Histogram,
+    MovingAverage,
+    RecentValues,
+    snapshot_of,
+)
+from uma_trio.telemetry.perf_records import RequestRecord, TickRecord
 
-WINDOW: Final = 4096
-"""Number of measurements that percentiles cover: the last 40 seconds at 100 tokens a second."""
+MAX_PRINCIPALS: Final = 64
+"""Principals with counts of their own; names come from outside."""
 
-MOVING: Final = 64
-"""Measurements that count most in a ``MovingAverage``."""
+OTHER: Final = "other"
+"""All principals together that came when there were ``MAX_PRINCIPALS``."""
 
-
-class RecentValues:
-    """A ring of the last ``size`` measurements. Percentiles are computed on demand and cached."""
-
-    def __init__(self, size: int = WINDOW) -> None:
-        self._values = np.zeros(size, dtype=np.float64)
-        self._count = 0
-        self._cache: dict[tuple[float, ...], list[float | None]] = {}
-
-    def add(self, value: float) -> None:
-        self._values[self._count % len(self._values)] = value
-        self._count += 1
-        if self._cache:
-            self._cache.clear()
-
-    def percentiles(self, *levels: float) -> list[float | None]:
-        """One value for each level in [0, 100]; ``None`` before the first measurement."""
-        if levels not in self._cache:
-            values = self._values[: self._count]
-            found = np.percentile(values, levels) if len(values) else [None] * len(levels)
-            self._cache[levels] = [None if value is None else round(float(value), 3) for value in found]
-        return self._cache[levels]
-
-
-@attrs.define
-class Average:
-    """The mean of all measurements since the start."""
-
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        self.total += value
-        self.count += 1
-
-    @property
-    def value(self) -> float | None:
-        """``None`` before the first measurement."""
-        return round(self.total / self.count, 3) if self.count else None
-
-
-@attrs.define
-class MovingAverage:
-    """A mean in which older measurements weigh less."""
-
-    value: float | None = None
-    """``None`` before the first measurement."""
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        self.count = min(self.count + 1, MOVING)
-        before = 0.0 if self.value is None else self.value
-        self.value = before + (value - before) / self.count
+MIN_MS: Final = 1e-3
+"""Errors of predictions are relative to the duration of a tick, or to this if it is shorter."""
 
 
 @attrs.frozen
 class Histograms:
     """Distributions since the start."""
 
-    ttft_ms: Histogram = attrs.field(factory=lambda: Histogram(REQUEST_MS))
-    inter_token_ms: Histogram = attrs.field(factory=lambda: Histogram(TOKEN_MS))
-    tick_ms: Histogram = attrs.field(factory=lambda: Histogram(TOKEN_MS))
-    batch: Histogram = attrs.field(factory=lambda: Histogram(SEQUENCES))
-    """Sequences in a tick."""
-    request_ms: Histogram = attrs.field(factory=lambda: Histogram(REQUEST_MS))
-    """From arrival to the end of a complete answer."""
-    request_queue_ms: Histogram = attrs.field(factory=lambda: Histogram(REQUEST_MS))
-    request_prefill_ms: Histogram = attrs.field(factory=lambda: Histogram(REQUEST_MS))
-    """From admission to the first token."""
-    request_decode_ms: Histogram = attrs.field(factory=lambda: Histogram(REQUEST_MS))
-    """From the first token to the end of a complete answer."""
-    request_prompt_tokens: Histogram = attrs.field(factory=lambda: Histogram(TOKENS))
-    request_tokens: Histogram = attrs.field(factory=lambda: Histogram(TOKENS))
-    """Tokens of a complete answer."""
+    ttft_ms: Histogram = attrs.field(factory=partial(Histogram, REQUEST_MS))
+    inter_token_ms: Histogram = attrs.field(factory=partial(Histogram, TOKEN_MS))
+    tick_ms: Histogram = attrs.field(factory=partial(Histogram, TOKEN_MS))
+    batch: Histogram = attrs.field(factory=partial(Histogram, SEQUENCES))
+    request_ms: Histogram = attrs.field(factory=partial(Histogram, REQUEST_MS))
+    request_queue_ms: Histogram = attrs.field(factory=partial(Histogram, REQUEST_MS))
+    request_prefill_ms: Histogram = attrs.field(factory=partial(Histogram, REQUEST_MS))
+    request_decode_ms: Histogram = attrs.field(factory=partial(Histogram, REQUEST_MS))
+    request_prompt_tokens: Histogram = attrs.field(factory=partial(Histogram, TOKENS))
+    request_tokens: Histogram = attrs.field(factory=partial(Histogram, TOKENS))
 
-    def snapshot(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name).snapshot() for field in attrs.fields(Histograms)}
+
+@attrs.define
+class PrincipalCounts:
+    """What one principal was given since the start."""
+
+    requests_total: int = 0
+    tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+
+
+class PrincipalMetrics:
+    """Counts for the first ``MAX_PRINCIPALS`` principals by name, and for all others together."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, PrincipalCounts] = {}
+
+    def of(self, name: str) -> PrincipalCounts:
+        """The counts that ``name`` adds to."""
+        counts = self._counts.get(name)
+        return self._counts.setdefault(self._label(name), PrincipalCounts()) if counts is None else counts
+
+    def _label(self, name: str) -> str:
+        return name if name in self._counts or len(self._counts) < MAX_PRINCIPALS else OTHER
+
+    def snapshot(self, running: Iterable[str]) -> dict[str, Any]:
+        """Plain numbers by principal.
+
+        Args:
+            running: the principal of each running request.
+        """
+        for name in (names := [*running]):
+            self.of(name)
+        found = {name: snapshot_of(counts) | {"running": 0} for name, counts in self._counts.items()}
+        for name in names:
+            found[self._label(name)]["running"] += 1
+        return found
 
 
 @attrs.define
 class Telemetry:
-    """Counters of one model's scheduler."""
+    """Counters of one model's scheduler.
+
+    Ticks and ended requests are counted from their records, which are those of the perf log.  So the metrics are the sum
+    of the records.
+    """
 
     tokens_total: int = 0
     prompt_tokens_total: int = 0
@@ -109,86 +103,87 @@ class Telemetry:
     decode_calls_total: int = 0
     run_ahead_steps_total: int = 0
     mixed_ticks_total: int = 0
-    """Ticks with decodes and prefill."""
     mixed_run_ahead_steps_total: int = 0
-    """Those of them that ran ahead."""
     prefix_cache_hits_total: int = 0
     cached_tokens_total: int = 0
     draft_tokens_total: int = 0
     accepted_draft_tokens_total: int = 0
     model_draft_tokens_total: int = 0
-    """Those of them that the draft model proposed."""
     accepted_model_draft_tokens_total: int = 0
     draft_model_ms: Average = attrs.field(factory=Average)
-    """Time of the draft model, in ticks in which it computed."""
     forced_tokens_total: int = 0
     late_masks_total: int = 0
     mask_wait_ms: Average = attrs.field(factory=Average)
-    """How long sampling waited for the masks of grammars, in ticks with constrained requests."""
     preemptions_total: int = 0
-    """Streams that lost their places to requests that waited."""
     requests: Counter[str] = attrs.field(factory=Counter)
-    """Finished requests by finish reason."""
-    rejected: Counter[str] = attrs.field(factory=Counter)
-    """Rejected requests and connections by error code."""
-    inter_token_ms: RecentValues = attrs.field(factory=RecentValues)
-    ttft_ms: RecentValues = attrs.field(factory=RecentValues)
-    host_gap_ms: RecentValues = attrs.field(factory=RecentValues)
-    cancel_to_free_ms: RecentValues = attrs.field(factory=RecentValues)
-    mixed_tick_errors: RecentValues = attrs.field(factory=RecentValues)
-    """Relative errors of the predicted duration, of ticks with decodes and prefill."""
-    served_ms: MovingAverage = attrs.field(factory=MovingAverage)
-    """Time from admission to the end, of requests that finished or were cancelled."""
+    inter_token_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50, 95, 99))
+    ttft_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50, 95))
+    host_gap_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50, 95))
+    cancel_to_free_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50, 100))
+    mixed_tick_error: RecentValues = attrs.field(factory=partial(RecentValues, 50, 90))
     decode_ms: Average = attrs.field(factory=Average)
     sample_ms: Average = attrs.field(factory=Average)
-    logits_rows_total: int = 0
-    logits_copied_total: int = 0
-    """Rows of logits that had to be copied before sampling."""
-    bytes_moved: float = 0.0
-    """Memory traffic, estimated by ``estimate_bytes_moved``."""
-    bytes_per_s: float | None = None
-    """Memory bandwidth of the device, if it was measured."""
+    served_ms: MovingAverage = attrs.field(factory=MovingAverage)
+    """Time from admission to the end, of requests that finished or were cancelled."""
     histograms: Histograms = attrs.field(factory=Histograms)
     principals: PrincipalMetrics = attrs.field(factory=PrincipalMetrics)
-    _sequences_total: int = 0
-    """Sum of the batch sizes of all ticks."""
-    _busy_ms: float = 0.0
+    _bytes_per_s: float | None = None
+    """Memory bandwidth of the device, if it was measured."""
+    _bytes_moved: float = 0.0
+    _logits_rows: int = 0
+    _copied_logits_rows: int = 0
     _host_gap_total_ms: float = 0.0
 
-    def record_step(
-        self,
-        *,
-        n_sequences: int,
-        n_prompt_tokens: int,
-        n_tokens: int,
-        decode_ms: float,
-        sample_ms: float,
-        gap_ms: float | None = None,
-        n_calls: int = 1,
-        bytes_moved: float = 0.0,
-    ) -> None:
-        """Record a completed tick.
-
-        Args:
-            n_sequences: sequences in the tick, prefill included.
-            n_tokens: tokens that it generated.
-            gap_ms: time since the previous tick; ``None`` if there was no work in between.
-            n_calls: calls of ``llama_decode``.
-        """
+    def count_tick(self, tick: TickRecord) -> None:
+        """Count a completed tick.  One that called no ``llama_decode`` has nothing to count."""
+        if not tick.decode_calls:
+            return
         self.ticks_total += 1
-        self.decode_calls_total += n_calls
-        self._sequences_total += n_sequences
-        self.prompt_tokens_total += n_prompt_tokens
-        self.tokens_total += n_tokens
-        self.decode_ms.add(decode_ms)
-        self.sample_ms.add(sample_ms)
-        self._busy_ms += decode_ms + sample_ms
-        self.histograms.tick_ms.add(decode_ms + sample_ms)
-        self.histograms.batch.add(n_sequences)
-        self.bytes_moved += bytes_moved
-        if gap_ms is not None:
-            self.host_gap_ms.add(gap_ms)
-            self._host_gap_total_ms += gap_ms
+        self.decode_calls_total += tick.decode_calls
+        self.run_ahead_steps_total += tick.runs_ahead
+        self.prompt_tokens_total += tick.prompt_tokens
+        self.tokens_total += tick.tokens
+        self.draft_tokens_total += tick.draft_tokens
+        self.accepted_draft_tokens_total += tick.accepted_draft_tokens
+        self.model_draft_tokens_total += tick.model_draft_tokens
+        self.accepted_model_draft_tokens_total += tick.accepted_model_draft_tokens
+        self.forced_tokens_total += tick.forced_tokens
+        self.late_masks_total += tick.late_masks
+        self._logits_rows += tick.logits_rows
+        self._copied_logits_rows += tick.copied_logits_rows
+        self._bytes_moved += tick.bytes_moved or 0.0
+        self.decode_ms.add(tick.decode_ms)
+        self.sample_ms.add(tick.sample_ms)
+        self.histograms.tick_ms.add(tick.duration_ms)
+        self.histograms.batch.add(tick.n_decodes + tick.n_prefills)
+        if tick.host_gap_ms is not None:
+            self.host_gap_ms.add(tick.host_gap_ms)
+            self._host_gap_total_ms += tick.host_gap_ms
+        if tick.mask_wait_ms is not None:
+            self.mask_wait_ms.add(tick.mask_wait_ms)
+        if tick.draft_model_ms is not None:
+            self.draft_model_ms.add(tick.draft_model_ms)
+        if tick.n_decodes and tick.n_prefills:
+            self.mixed_ticks_total += 1
+            self.mixed_run_ahead_steps_total += tick.runs_ahead
+            if tick.predicted_ms is not None:
+                self.mixed_tick_error.add(abs(tick.predicted_ms / max(tick.duration_ms, MIN_MS) - 1))
+
+    def count_request(self, request: RequestRecord) -> None:
+        """Count an answer that has ended."""
+        reason = request.finish_reason
+        self.requests[reason] += 1
+        self.principals.of(request.principal).requests_total += 1
+        if request.admitted_s is None or reason.startswith("E_"):
+            return
+        self.served_ms.add(1e3 * (request.finished_s - request.admitted_s))
+        if reason == "cancelled":
+            return
+        self.histograms.request_ms.add(1e3 * (request.finished_s - request.arrived_s))
+        self.histograms.request_prompt_tokens.add(request.prompt_tokens)
+        self.histograms.request_tokens.add(request.completion_tokens)
+        if request.first_token_s is not None:
+            self.histograms.request_decode_ms.add(1e3 * (request.finished_s - request.first_token_s))
 
     def record_prefix_reuse(self, n_tokens: int) -> None:
         """Record an admitted prompt whose first ``n_tokens`` tokens were in the KV cache; 0 is a miss."""
@@ -199,56 +194,31 @@ class Telemetry:
         """Record a request that got its KV cells ``waited_ms`` after it had arrived."""
         self.histograms.request_queue_ms.add(waited_ms)
 
+    def record_first_token(self, ttft_ms: float, prefill_ms: float) -> None:
+        """Record the first token of an answer, from the arrival of its request and from its admission."""
+        self.ttft_ms.add(ttft_ms)
+        self.histograms.ttft_ms.add(ttft_ms)
+        self.histograms.request_prefill_ms.add(prefill_ms)
+
+    def record_inter_token(self, ms: float) -> None:
+        """Record the time since the token before."""
+        self.inter_token_ms.add(ms)
+        self.histograms.inter_token_ms.add(ms)
+
     def snapshot(self) -> dict[str, Any]:
         """Plain numbers; ``None`` for figures without a measurement."""
-        p50, p95, p99 = self.inter_token_ms.percentiles(50, 95, 99)
-        ttft_p50, ttft_p95 = self.ttft_ms.percentiles(50, 95)
-        gap_p50, gap_p95 = self.host_gap_ms.percentiles(50, 95)
-        freed_p50, freed_max = self.cancel_to_free_ms.percentiles(50, 100)
-        error_p50, error_p90 = self.mixed_tick_errors.percentiles(50, 90)
+        busy_ms = self.decode_ms.total + self.sample_ms.total
         all_tokens = self.tokens_total + self.prompt_tokens_total
         return {
-            "tokens_total": self.tokens_total,
-            "prompt_tokens_total": self.prompt_tokens_total,
-            "ticks_total": self.ticks_total,
-            "decode_calls_total": self.decode_calls_total,
-            "run_ahead_steps_total": self.run_ahead_steps_total,
-            "mixed_ticks_total": self.mixed_ticks_total,
-            "mixed_run_ahead_steps_total": self.mixed_run_ahead_steps_total,
-            "prefix_cache_hits_total": self.prefix_cache_hits_total,
-            "cached_tokens_total": self.cached_tokens_total,
-            "draft_tokens_total": self.draft_tokens_total,
-            "accepted_draft_tokens_total": self.accepted_draft_tokens_total,
+            **snapshot_of(self),
             "acceptance_rate": _ratio(self.accepted_draft_tokens_total, self.draft_tokens_total),
-            "model_draft_tokens_total": self.model_draft_tokens_total,
-            "accepted_model_draft_tokens_total": self.accepted_model_draft_tokens_total,
             "model_acceptance_rate": _ratio(self.accepted_model_draft_tokens_total, self.model_draft_tokens_total),
-            "draft_model_ms_avg": self.draft_model_ms.value,
-            "forced_tokens_total": self.forced_tokens_total,
-            "late_masks_total": self.late_masks_total,
-            "mask_wait_ms_avg": self.mask_wait_ms.value,
-            "avg_batch": _ratio(self._sequences_total, self.ticks_total, 3),
-            "inter_token_p50_ms": p50,
-            "inter_token_p95_ms": p95,
-            "inter_token_p99_ms": p99,
-            "ttft_p50_ms": ttft_p50,
-            "ttft_p95_ms": ttft_p95,
-            "decode_ms_avg": self.decode_ms.value,
-            "sample_ms_avg": self.sample_ms.value,
-            "host_gap_p50_ms": gap_p50,
-            "host_gap_p95_ms": gap_p95,
-            "host_gap_share": _ratio(self._host_gap_total_ms, self._host_gap_total_ms + self._busy_ms),
-            "logits_zero_copy_share": _ratio(self.logits_rows_total - self.logits_copied_total, self.logits_rows_total),
-            "bytes_per_token": round(self.bytes_moved / all_tokens) if all_tokens else None,
-            "memory_bandwidth_share": _ratio(self.bytes_moved, (self.bytes_per_s or 0.0) * self._busy_ms / 1e3),
-            "mixed_tick_error_p50": error_p50,
-            "mixed_tick_error_p90": error_p90,
-            "cancel_to_free_p50_ms": freed_p50,
-            "cancel_to_free_max_ms": freed_max,
-            "preemptions_total": self.preemptions_total,
-            "requests_total": dict(self.requests),
-            "rejected_total": dict(self.rejected),
-            "histograms": self.histograms.snapshot(),
+            "avg_batch": _ratio(self.histograms.batch.sum, self.ticks_total, 3),
+            "host_gap_share": _ratio(self._host_gap_total_ms, self._host_gap_total_ms + busy_ms),
+            "logits_zero_copy_share": _ratio(self._logits_rows - self._copied_logits_rows, self._logits_rows),
+            "bytes_per_token": round(self._bytes_moved / all_tokens) if all_tokens else None,
+            "memory_bandwidth_share": _ratio(self._bytes_moved, (self._bytes_per_s or 0.0) * busy_ms / 1e3),
+            "histograms": snapshot_of(self.histograms),
         }
 
 
@@ -262,18 +232,13 @@ class OffloadMetrics:
     loaded_bytes_total: int = 0
     loaded_tokens_total: int = 0
     skipped_total: int = 0
-    """Sequences that were not saved, because computing them again is predicted to be faster."""
     save_failed_total: int = 0
     load_failed_total: int = 0
-    stall_ms: RecentValues = attrs.field(factory=RecentValues)
-    """Time that a copy added to a step."""
+    stall_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50, 99))
     stall_max_ms: float | None = None
-    prepare_ms: RecentValues = attrs.field(factory=RecentValues)
-    """Time from the request for a state until its file was ready for the engine."""
-    load_ms: RecentValues = attrs.field(factory=RecentValues)
-    """Time that the engine took to copy a state."""
-    verify_ms: RecentValues = attrs.field(factory=RecentValues)
-    """Time that the engine then took until the state was verified."""
+    prepare_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50))
+    load_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50))
+    verify_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50))
 
     def record_saved(self, n_bytes: int) -> None:
         self.saved_total += 1
@@ -291,26 +256,6 @@ class OffloadMetrics:
     def record_stall(self, ms: float) -> None:
         self.stall_ms.add(ms)
         self.stall_max_ms = max(self.stall_max_ms or 0.0, round(ms, 3))
-
-    def snapshot(self) -> dict[str, Any]:
-        """Plain numbers; ``None`` for figures without a measurement."""
-        p50, p99 = self.stall_ms.percentiles(50, 99)
-        return {
-            "saved_total": self.saved_total,
-            "saved_bytes_total": self.saved_bytes_total,
-            "loaded_total": self.loaded_total,
-            "loaded_bytes_total": self.loaded_bytes_total,
-            "loaded_tokens_total": self.loaded_tokens_total,
-            "skipped_total": self.skipped_total,
-            "save_failed_total": self.save_failed_total,
-            "load_failed_total": self.load_failed_total,
-            "stall_p50_ms": p50,
-            "stall_p99_ms": p99,
-            "stall_max_ms": self.stall_max_ms,
-            "prepare_p50_ms": self.prepare_ms.percentiles(50)[0],
-            "load_p50_ms": self.load_ms.percentiles(50)[0],
-            "verify_p50_ms": self.verify_ms.percentiles(50)[0],
-        }
 
 
 def _ratio(part: float, total: float, digits: int = 4) -> float | None:

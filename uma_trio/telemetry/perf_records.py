@@ -75,6 +75,16 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     model_draft_tokens: int = 0
     """Draft tokens that the draft model proposed; ``draft_tokens`` counts them, too."""
     accepted_model_draft_tokens: int = 0
+    forced_tokens: int = 0
+    """Accepted tokens that were the only ones a constraint allowed; ``draft_tokens`` does not count them."""
+    late_masks: int = 0
+    """Samples whose mask was not ready in time."""
+    logits_rows: int = 0
+    """Rows of logits that were sampled."""
+    copied_logits_rows: int = 0
+    """Those of them that had to be copied before sampling."""
+    runs_ahead: bool = False
+    """It was submitted while the tick before computed."""
     draft_model_ms: float | None = None
     """Time of the draft model, which is not part of ``duration_ms``; ``None`` if it computed nothing."""
     predicted_ms: float | None = None

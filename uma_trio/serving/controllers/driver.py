@@ -31,7 +31,7 @@ from uma_trio.serving.output import send_controller_output, send_rest, send_unse
 from uma_trio.serving.queue import RunningSet
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.serving.step import InFlightStep, NewTokens, append_inserted, splice
-from uma_trio.telemetry.metrics import RecentValues
+from uma_trio.telemetry.measures import RecentValues
 
 MAX_WAIT_S: Final = 0.002
 """Longest wait of a plan for an exchange.  After a slower exchange, plans do not wait until one is fast again."""
@@ -94,7 +94,7 @@ class ControllerDriver:
         self._is_slow = False
         """The latest exchange took longer than a plan waits."""
         self._steps = MaskedSteps(engine)
-        self._post_pre_ms, self._mid_ms = RecentValues(), RecentValues()
+        self._post_pre_ms, self._mid_ms = RecentValues(50, 99), RecentValues(50, 99)
         """Durations of recent exchanges."""
         self._exchanges_ms = [math.inf, math.inf]
         """Durations of the latest ``post_pre`` and of the latest ``mid``."""
@@ -114,14 +114,10 @@ class ControllerDriver:
         """Numbers for the metrics; ``None`` without a runtime."""
         if self._runtime is None:
             return None
-        post_pre_p50, post_pre_p99 = self._post_pre_ms.percentiles(50, 99)
-        mid_p50, mid_p99 = self._mid_ms.percentiles(50, 99)
         return {
             "sequences": len(self._controlled),
-            "post_pre_p50_ms": post_pre_p50,
-            "post_pre_p99_ms": post_pre_p99,
-            "mid_p50_ms": mid_p50,
-            "mid_p99_ms": mid_p99,
+            **self._post_pre_ms.snapshot("post_pre_ms"),
+            **self._mid_ms.snapshot("mid_ms"),
             "skipped_total": self._skipped,
             **self._runtime.snapshot(),
         }
