@@ -52,6 +52,7 @@ def test_a_new_one_has_measured_nothing() -> None:
     snapshot = Telemetry().snapshot()
     assert snapshot["tokens_total"] == snapshot["decode_calls_total"] == 0
     assert snapshot["requests_total"] == {}
+    assert "rejected_total" not in snapshot, "it would hide the daemon's in `uma-trio metrics --model`"
     measured = {key for key, value in snapshot.items() if value is None}
     assert measured == {
         key
