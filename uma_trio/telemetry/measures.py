@@ -108,7 +108,7 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         """By bucket: above the bound before, and at most this one.  The last bucket has no bound."""
         self.sum = 0.0
-        """Of all measurements."""
+        """The sum of all measurements."""
 
     def add(self, value: float) -> None:
         self._counts[bisect_left(self.bounds, value)] += 1
