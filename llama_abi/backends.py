@@ -7,7 +7,6 @@ their own.
 
 from __future__ import annotations
 
-import _ctypes
 import ctypes
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,13 +75,10 @@ class _Score:
 
 
 def _score(path: Path) -> _Score:
+    """Opens the file and leaves it open: the destructors of a closed one would run at the process's end even so."""
     try:
-        plugin = ctypes.CDLL(str(path))
+        return _Score(int(ctypes.CDLL(str(path)).ggml_backend_score()))
     except OSError as error:
         return _Score(0, str(error))
-    try:
-        return _Score(int(plugin.ggml_backend_score()))
     except AttributeError:
         return _Score(1)
-    finally:
-        _ctypes.dlclose(plugin._handle)
