@@ -20,12 +20,13 @@ import pytest
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
 from tests.support.real_daemon import ROOT
+from uma_trio.hub.download import PullReporter
 from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import HubError
-from uma_trio.hub.installed import InstalledModel
+from uma_trio.hub.folder import InstalledModel
+from uma_trio.hub.http import Delays
 from uma_trio.hub.names import HubReference, UrlReference, parse
-from uma_trio.hub.pull import Puller, PullReporter
-from uma_trio.hub.retries import Delays
+from uma_trio.hub.pull import Puller
 
 NAME = "acme/Tiny-GGUF:Q8_0"
 FILE = "hub/acme/Tiny-GGUF/Tiny-Q8_0.gguf"
@@ -42,8 +43,6 @@ class Recorder(PullReporter):
     def progress(self, number: int, done: int, size: int | None) -> None: ...
     def message(self, text: str) -> None:
         self.messages.append(text)
-
-    def finish(self) -> None: ...
 
 
 @attrs.frozen
@@ -268,7 +267,7 @@ async def test_without_a_strong_etag_a_cut_download_begins_again(
 async def test_a_full_disk_is_refused_before_the_first_byte(
     hub: FakeHub, machine: Machine, tiny: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("uma_trio.hub.pull.free_bytes", lambda folder: 18 << 20)
+    monkeypatch.setattr("uma_trio.hub.partial.free_bytes", lambda folder: 18 << 20)
     with pytest.raises(HubError, match=r"the download needs 7\.3 MiB, and 18\.0 MiB are free") as raised:
         await machine.pull(NAME)
     assert raised.value.remedy.startswith("free 5.3 MiB")

@@ -7,7 +7,8 @@ import pytest
 
 from uma_trio.hub.caches import packaged_models
 from uma_trio.hub.errors import HubError, NotInstalled
-from uma_trio.hub.installed import InstalledModel, find
+from uma_trio.hub.folder import InstalledModel
+from uma_trio.hub.locate import find
 from uma_trio.hub.names import HubReference, PathReference, ShortName, UrlReference, check_alias, parse
 from uma_trio.hub.variants import RemoteFile, choose, group_parts, quantization_of, variants_of
 from uma_trio.models.gguf_header import read_header

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from uma_trio.hub.download import Body, Expected, WrongAnswer, read_answer, request_headers
 from uma_trio.hub.environment import find_model_locations, read_token
 from uma_trio.hub.errors import HubError
-from uma_trio.hub.ranges import Body, Expected, WrongAnswer, can_resume, read_answer, request_headers
-from uma_trio.hub.retries import Delays
+from uma_trio.hub.http import Delays
 from uma_trio.hub.urls import origin_of, parse_url, redirected, without_secrets
 
 STRONG = '"abc"'
@@ -21,7 +21,7 @@ def test_a_part_is_kept_only_if_a_change_would_be_noticed() -> None:
     assert "If-Range" not in request_headers(7, Expected(100, STRONG, has_hash=True))
     assert request_headers(7, Expected(100, None, has_hash=True))["Range"] == "bytes=7-"
     for etag in (None, 'W/"abc"', "abc", '""'):
-        assert not can_resume(Expected(100, etag))
+        assert not Expected(100, etag).can_resume
         assert "Range" not in request_headers(7, Expected(100, etag))
 
 

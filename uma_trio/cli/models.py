@@ -17,7 +17,7 @@ from uma_trio.cli.completion import model_name
 
 if TYPE_CHECKING:
     from uma_trio.hub.environment import ModelLocations
-    from uma_trio.hub.installed import InstalledModel
+    from uma_trio.hub.folder import InstalledModel
 
 DAEMON_S: Final = 1.0
 """How long the daemon may take to say what it serves."""
@@ -108,7 +108,7 @@ def show(model: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
-    from uma_trio.hub.sizes import format_bytes
+    from uma_trio.hub.variants import format_bytes
 
     metadata: dict[str, Any] = header.values
     rows = [
@@ -143,9 +143,8 @@ def remove(model: str, yes: bool) -> None:
     with _reporting():
         from uma_trio.hub.errors import NotInstalled
         from uma_trio.hub.folder import ModelFolder
-        from uma_trio.hub.installed import find
-        from uma_trio.hub.locate import aliases_of, resolve
-        from uma_trio.hub.sizes import format_bytes
+        from uma_trio.hub.locate import aliases_of, find, resolve
+        from uma_trio.hub.variants import format_bytes
 
         places = _places()
         folder = ModelFolder(places.folder)
@@ -279,7 +278,7 @@ def _list(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows))
         return
-    from uma_trio.hub.sizes import format_bytes
+    from uma_trio.hub.variants import format_bytes
 
     if rows:
         table = [("NAME", "SIZE", "QUANTIZATION", "CONTEXT", "KEPT BY", "STATE", "NOTES")]

@@ -15,7 +15,7 @@ from uma_trio.cli.exits import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
     from uma_trio.hub.environment import ModelLocations
-    from uma_trio.hub.installed import InstalledModel
+    from uma_trio.hub.folder import InstalledModel
 
 
 def _sha256(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

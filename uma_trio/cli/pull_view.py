@@ -10,8 +10,8 @@ from typing import Any, Final, Protocol
 
 import click
 
-from uma_trio.hub.pull import PullReporter
-from uma_trio.hub.sizes import format_bytes
+from uma_trio.hub.download import PullReporter
+from uma_trio.hub.variants import format_bytes
 
 LINE_S: Final = 15.0
 """Seconds between two lines about one download."""
@@ -54,9 +54,6 @@ class View(PullReporter):
 
     def message(self, text: str) -> None:
         self._shown.message(text)
-
-    def finish(self) -> None:
-        pass
 
 
 @contextlib.contextmanager

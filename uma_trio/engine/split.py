@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final
 
 PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -13,6 +13,14 @@ PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 def part_name(stem: str, number: int, count: int) -> str:
     """Name of the part ``number``, from 1."""
     return f"{stem}-{number:05}-of-{count:05}.gguf"
+
+
+def model_stem(path: PurePath) -> str:
+    """Name of a model's file without ``.gguf`` and without the number of the part."""
+    match = PART.fullmatch(path.name)
+    if match is not None:
+        return match["stem"]
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 def existing_parts(path: Path) -> list[Path]:

@@ -19,8 +19,7 @@ import msgspec
 
 from uma_trio.files import read_text
 from uma_trio.hub.environment import ModelLocations
-from uma_trio.hub.folder import ModelFolder
-from uma_trio.hub.installed import InstalledModel, Origin
+from uma_trio.hub.folder import InstalledModel, ModelFolder, Origin
 from uma_trio.hub.names import HUB_HOSTS
 from uma_trio.hub.variants import group_parts, quantization_of
 from uma_trio.models.packaged import PACKAGED, PACKAGED_QUANTIZATION

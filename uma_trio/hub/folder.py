@@ -20,19 +20,56 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, Literal
 
+import attrs
 import msgspec
 
-from uma_trio.engine.split import PART
+from uma_trio.engine.split import model_stem
 from uma_trio.files import read_text, replace_text
 from uma_trio.hub.errors import AliasFileError, HubError
-from uma_trio.hub.installed import InstalledModel
+from uma_trio.hub.partial import DownloadState, locked_download, part_path, read_download_state, sizes_of_parts
 from uma_trio.hub.variants import group_parts, quantization_of
 
 DOWNLOADS: Final = ".downloads"
 MANIFEST: Final = ".json"
 MAX_NAME_BYTES: Final = 240
+
+
+Origin = Literal["the package", "uma-trio", "Hugging Face", "LM Studio", "Ollama"]
+"""Which program put a model there, and may remove it; ``the package`` is uma-trio itself."""
+
+
+@attrs.frozen(kw_only=True)
+class InstalledModel:
+    """A model of this machine, whose files are whole."""
+
+    name: str
+    """``owner/repository:QUANTIZATION``, Ollama's name, or that of the file without ``.gguf``."""
+    origin: Origin
+    files: tuple[Path, ...]
+    """Its parts in order.  llama.cpp gets the first one and finds the others."""
+    size_bytes: int
+    quantization: str = ""
+    """``""`` if unknown."""
+    source: str | None = None
+    """Where it was downloaded from; ``None`` if nobody noted it."""
+    hashes: tuple[str | None, ...] = ()
+    """SHA-256 of each file, where known without reading it."""
+
+    @property
+    def path(self) -> Path:
+        return self.files[0]
+
+    @property
+    def served_name(self) -> str:
+        """What clients see: the name, without the tag that Ollama's clients add by themselves."""
+        return self.name.removesuffix(":latest")
+
+    @property
+    def name_without_quantization(self) -> str:
+        """The name without the quantization."""
+        return self.name.partition(":")[0]
 
 
 class File(msgspec.Struct, frozen=True):
@@ -54,17 +91,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[File]
     pulled_at: float
     """Seconds since 1970."""
-
-
-class DownloadState(msgspec.Struct, frozen=True, kw_only=True):
-    """A download that has not ended; other processes show its progress."""
-
-    name: str
-    sizes: list[int | None]
-    """Bytes of each part; ``None`` as long as the server has not said it."""
-    etags: list[str | None]
-    identity: list[str]
-    """Hash or URL of each part; if they change, the parts are discarded."""
 
 
 class ModelFolder:
@@ -102,7 +128,7 @@ class ModelFolder:
         manifest = self.manifest(files[0])
         if manifest is None:
             return InstalledModel(
-                name=self._own_name(files[0]),
+                name=model_stem(files[0]),
                 origin="uma-trio",
                 files=tuple(files),
                 size_bytes=size,
@@ -119,13 +145,6 @@ class ModelFolder:
             source=manifest.source,
             hashes=tuple(file.sha256 for file in manifest.files),
         )
-
-    def _own_name(self, path: Path) -> str:
-        """Name of a file without a manifest."""
-        stem = path.stem
-        if (match := PART.fullmatch(path.name)) is not None:
-            stem = match["stem"]
-        return stem
 
     # -- downloads ------------------------------------------------------------------------------
 
@@ -259,68 +278,8 @@ class ModelFolder:
         return self.root / "aliases.json"
 
 
-# -- the folder of one download ---------------------------------------------------------------------
-
-
 def manifest_path(path: Path) -> Path:
     return path.with_name(path.name + MANIFEST)
-
-
-def part_path(folder: Path, number: int) -> Path:
-    """Where the bytes of a part are as long as it is not installed."""
-    return folder / f"{number}.part"
-
-
-def sizes_of_parts(folder: Path, count: int) -> list[int]:
-    """Bytes that are here of each part."""
-    sizes = []
-    for number in range(count):
-        try:
-            sizes.append(part_path(folder, number).stat().st_size)
-        except OSError:
-            sizes.append(0)
-    return sizes
-
-
-def read_download_state(folder: Path) -> DownloadState | None:
-    """What an earlier or another process notes of its download."""
-    try:
-        return msgspec.json.decode(read_text(folder / "state.json"), type=DownloadState)
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
-        return None
-
-
-def write_download_state(folder: Path, state: DownloadState) -> None:
-    """Raises OSError."""
-    replace_text(folder / "state.json", msgspec.json.encode(state).decode())
-
-
-@contextlib.contextmanager
-def locked_download(folder: Path) -> Iterator[bool]:
-    """Take the lock of a download until the end of the context, without waiting; False if another process has it.
-
-    Raises:
-        OSError: the folder cannot be made.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except FileNotFoundError:  # another process has just finished and removed the folder
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        try:
-            is_same = os.path.samestat(os.fstat(descriptor), os.stat(folder / "lock"))
-        except FileNotFoundError:
-            is_same = False
-        yield is_same  # otherwise the lock was removed together with a download that has ended
-    finally:
-        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

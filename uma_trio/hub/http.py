@@ -1,4 +1,4 @@
-"""Requests over HTTP: redirects by our rules, and failures as those that a retry may mend and those that it cannot."""
+"""Requests over HTTP: redirects by our rules, failures that a retry may mend and those that it cannot, and retries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
+import attrs
 import httpx2
 import trio
 
@@ -18,18 +19,26 @@ import uma_trio
 from uma_trio.hub.errors import HubError, Interrupted, Unreachable
 from uma_trio.hub.urls import is_public, origin_of, parse_url, redirected, without_secrets
 
+T = TypeVar("T")
+
 CONNECT_S: Final = 15.0
 SILENCE_S: Final = 30.0
 """A connection that brings nothing for this time counts as cut."""
 MAX_REDIRECTS: Final = 10
 MAX_TEXT_BYTES: Final = 64 << 20
 """Largest answer that is kept in memory."""
+ATTEMPTS: Final = 6
+"""In a row without progress, after which a download ends."""
 LONGEST_WAIT_S: Final = 120.0
 REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which the same request may work later."""
 CUT: Final = re.compile("disconnected|closed")
 """In the text of an error of the protocol: the answer is incomplete, and not wrong."""
+CHECK_NETWORK: Final = (
+    "check the network; HTTPS_PROXY names a proxy, HF_ENDPOINT another hub, and with --offline only models that are here "
+    "are used"
+)
 CHECK_ADDRESS: Final = "check HF_ENDPOINT or the URL, and whether a proxy asks for a login"
 
 
@@ -203,3 +212,59 @@ def _check_not_busy(answer: httpx2.Response) -> None:
 def _retry_after(headers: Mapping[str, str]) -> float | None:
     text = headers.get("retry-after", "")
     return min(float(text), LONGEST_WAIT_S) if text.isdecimal() and len(text) < 6 else None
+
+
+# -- attempts ---------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Delays:
+    """Delays between attempts that bring nothing; each is twice the one before."""
+
+    attempts: int = ATTEMPTS
+    """In a row without progress, after which the download ends."""
+    first_s: float = 1.0
+    longest_s: float = 30.0
+
+    def after(self, failures: int, asked_s: float | None) -> float | None:
+        """Seconds to wait after a number of failures in a row; ``None``: give up.
+
+        Args:
+            failures: since there was progress.  A connection that was cut after it brought something is no failure.
+            asked_s: what the server asks for.
+        """
+        if failures >= self.attempts:
+            return None
+        own = min(self.longest_s, self.first_s * 2 ** (failures - 1)) if failures else 0.0
+        return max(own, asked_s or 0.0)
+
+
+async def retrying(
+    attempt: Callable[[], Awaitable[T]], delays: Delays, progress: Callable[[], int], said: Callable[[str], None]
+) -> T:
+    """Await ``attempt()`` until it does not raise ``Interrupted``.
+
+    Args:
+        progress: grows with what attempts bring.
+        said: gets a line for people before each wait.
+
+    Raises:
+        HubError: too many attempts in a row brought nothing, or the first one could not reach the server.
+    """
+    failures = 0
+    while True:
+        before = progress()
+        try:
+            return await attempt()
+        except Interrupted as error:
+            if isinstance(error, Unreachable) and not progress():
+                raise HubError(str(error), CHECK_NETWORK) from None
+            failures = 0 if progress() > before else failures + 1
+            wait_s = delays.after(failures, error.wait_s)
+            if wait_s is None:
+                raise HubError(
+                    f"{error}, {failures} times in a row", f"try again: what is here already is kept; {CHECK_NETWORK}"
+                ) from None
+            again = "at once" if not wait_s else f"in {wait_s:.0f} s"
+            said(f"{error}; trying again {again}")
+            await trio.sleep(wait_s)

@@ -24,13 +24,12 @@ MAX_SIZE: Final = 1 << 63
 class Repository:
     """A revision of a repository."""
 
-    name: str
     commit: str
     files: tuple[RemoteFile, ...]
 
 
 async def read_repository(http: Http, endpoint: str, reference: HubReference) -> Repository:
-    """The files of the repository, with sizes and hashes.
+    """The files of the repository, with sizes, hashes and the URLs of exactly this commit.
 
     Raises:
         HubError: there is no such repository, or it may not be read; says what to do.
@@ -44,21 +43,15 @@ async def read_repository(http: Http, endpoint: str, reference: HubReference) ->
     if not isinstance(body, dict) or not isinstance(body.get("siblings"), list):
         raise HubError(f"{endpoint} does not answer as a hub does", CHECK_ADDRESS)
     commit = body.get("sha")
-    files = [_file(entry) for entry in body["siblings"] if isinstance(entry, dict)]
-    return Repository(
-        reference.repository,
-        commit if isinstance(commit, str) and commit.isalnum() else reference.revision,
-        tuple(file for file in files if file is not None),
-    )
-
-
-def file_url(endpoint: str, repository: Repository, path: str) -> str:
-    """Where to download a file of exactly this commit."""
-    return f"{endpoint}/{repository.name}/resolve/{quote(repository.commit, safe='')}/{quote(path)}"
+    if not isinstance(commit, str) or not commit.isalnum():
+        commit = reference.revision
+    base = f"{endpoint}/{reference.repository}/resolve/{quote(commit, safe='')}"
+    files = [_file(entry, base) for entry in body["siblings"] if isinstance(entry, dict)]
+    return Repository(commit, tuple(file for file in files if file is not None))
 
 
 def explain_refused_file(
-    status: int, headers: Mapping[str, str], endpoint: str, name: str, *, has_token: bool
+    endpoint: str, name: str, status: int, headers: Mapping[str, str], *, has_token: bool
 ) -> HubError:
     """Why the hub or the server does not give a file."""
     if status in (401, 403):
@@ -114,18 +107,16 @@ def _no_access(status: int, headers: Mapping[str, str], endpoint: str, name: str
     return HubError(f"{name} needs a login (status {status})", LOGIN)
 
 
-def _file(entry: dict[str, Any]) -> RemoteFile | None:
+def _file(entry: dict[str, Any], base: str) -> RemoteFile | None:
     path, size, lfs = entry.get("rfilename"), entry.get("size"), entry.get("lfs")
     if not isinstance(path, str):
         return None
     lfs = lfs if isinstance(lfs, dict) else {}
     size = lfs.get("size", size)
-    return RemoteFile(
-        path,
-        size if isinstance(size, int) and 0 <= size < MAX_SIZE else None,
-        _hex(lfs.get("sha256") or lfs.get("oid"), 64),
-        None if lfs else _hex(entry.get("blobId"), 40),
-    )
+    size = size if isinstance(size, int) and 0 <= size < MAX_SIZE else None
+    sha256 = _hex(lfs.get("sha256") or lfs.get("oid"), 64)
+    git_sha1 = None if lfs or size is None else _hex(entry.get("blobId"), 40)
+    return RemoteFile(path, size, sha256, git_sha1, f"{base}/{quote(path)}")
 
 
 def _hex(value: object, digits: int) -> str | None:

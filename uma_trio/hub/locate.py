@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import trio
 
-from uma_trio.engine.split import PART
+from uma_trio.engine.split import model_stem
 from uma_trio.hub.caches import all_models
 from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import HubError, NotInstalled
-from uma_trio.hub.folder import ModelFolder
-from uma_trio.hub.installed import InstalledModel, find
-from uma_trio.hub.names import HubReference, PathReference, Reference, UrlReference, parse
-from uma_trio.hub.variants import group_parts
+from uma_trio.hub.folder import InstalledModel, ModelFolder, Origin
+from uma_trio.hub.names import HubReference, PathReference, Reference, ShortName, UrlReference, parse
+from uma_trio.hub.variants import best, group_parts
 from uma_trio.models.packaged import PACKAGED
 
 if TYPE_CHECKING:
-    from uma_trio.hub.pull import PullReporter
+    from uma_trio.hub.download import PullReporter
+
+
+ORIGINS: Final[tuple[Origin, ...]] = ("the package", "uma-trio", "Hugging Face", "LM Studio", "Ollama")
+"""The first one counts where several have the same model."""
 
 
 @attrs.frozen
@@ -49,12 +53,12 @@ def find_here(text: str, places: ModelLocations) -> LocatedModel:
     except RuntimeError:
         raise HubError(f"there is no user {text.split('/')[0][1:]}", "check the path") from None
     if path.is_file():
-        return LocatedModel(path, _name_of(path))
+        return LocatedModel(path, model_stem(path))
     if path.is_dir() and len(models := _models_in(path)) == 1:
-        return LocatedModel(models[0], _name_of(models[0]))
+        return LocatedModel(models[0], model_stem(models[0]))
     reference, name = resolve(text, places)
     if isinstance(reference, PathReference):
-        return LocatedModel(path, _name_of(path))  # opening it reports that it is missing or a folder
+        return LocatedModel(path, model_stem(path))  # opening it reports that it is missing or a folder
     try:
         found = find(reference, all_models(places), ModelFolder(places.folder).aliases())
     except NotInstalled as error:
@@ -134,6 +138,87 @@ def _models_in(folder: Path) -> list[Path]:
     return [paths[parts[0]] for parts in group_parts(paths)]
 
 
-def _name_of(path: Path) -> str:
-    match = PART.fullmatch(path.name)
-    return match["stem"] if match is not None else path.name.removesuffix(".gguf")
+def find(reference: Reference, models: Iterable[InstalledModel], aliases: Iterable[str]) -> InstalledModel:
+    """The model that ``reference`` means.
+
+    Args:
+        aliases: further names, for suggestions.
+
+    Raises:
+        NotInstalled: there is none.
+        HubError: there are several.
+    """
+    models = sorted(models, key=lambda model: ORIGINS.index(model.origin))
+    text = str(reference)
+    found = _matching(reference, models)
+    if not found:
+        near = difflib.get_close_matches(text, [*(model.name for model in models), *aliases], n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise NotInstalled(
+            f"there is no model {text} on this machine", f"{hint}`uma-trio models` lists the installed models"
+        )
+    names = list(dict.fromkeys(model.name.lower() for model in found))
+    if len(names) > 1:
+        shown = ", ".join(dict.fromkeys(model.name for model in found))
+        raise HubError(f"{text} may mean {len(names)} models", f"write one of {shown}")
+    return found[0]
+
+
+def _matching(reference: Reference, models: Sequence[InstalledModel]) -> list[InstalledModel]:
+    if isinstance(reference, UrlReference):
+        return [model for model in models if model.source == str(reference)]
+    if isinstance(reference, HubReference) and reference.choice is None:
+        return _preferred(
+            [model for model in models if _same(model.name_without_quantization, reference.repository_at_revision)]
+        )
+    if isinstance(reference, HubReference):
+        place, choice = reference.repository_at_revision, (reference.choice or "").lower()
+        there = [model for model in models if _same(model.name_without_quantization, place)]
+        names = {f"{place}:{choice}".lower(), f"{place}:UD-{choice}".lower()}
+        stems = {choice, choice.removesuffix(".gguf")}
+        return [model for model in there if model.name.lower() in names or model.path.stem.lower() in stems]
+    if isinstance(reference, ShortName):
+        return _by_short_name(reference.name.lower(), models)
+    return []
+
+
+def _by_short_name(name: str, models: Sequence[InstalledModel]) -> list[InstalledModel]:
+    """The matches of the first rule that matches anything."""
+    place, _, choice = name.partition(":")
+    choice = "" if choice == "latest" else choice
+
+    def without_owner(text: str) -> str:
+        return text.rpartition("/")[2].lower()
+
+    def is_repository(model: InstalledModel) -> bool:
+        last = without_owner(model.name_without_quantization)
+        return place in (last, last.removesuffix("-gguf"))
+
+    if found := [
+        model for model in models if model.name.lower() in (name, f"{name}:latest", place if not choice else name)
+    ]:
+        return found
+    if choice:
+        return [
+            model
+            for model in models
+            if is_repository(model) and model.name.partition(":")[2].lower() in (choice, f"ud-{choice}")
+        ]
+    if found := [model for model in models if model.path.stem.lower() == name]:
+        return found
+    return _preferred([model for model in models if is_repository(model)])
+
+
+def _preferred(models: list[InstalledModel]) -> list[InstalledModel]:
+    """One model of each repository, with the default quantization."""
+    places = dict.fromkeys(model.name_without_quantization.lower() for model in models)
+    chosen = []
+    for place in places:
+        chosen.append(
+            best([(model.quantization, model) for model in models if model.name_without_quantization.lower() == place])
+        )
+    return chosen
+
+
+def _same(one: str, other: str) -> bool:
+    return one.lower() == other.lower()

@@ -1,19 +1,25 @@
-"""A file that arrives in pieces: its bytes on disk, and their hashes."""
+"""A model that has not arrived completely: the bytes of each part, their hashes, the state of the download, its lock."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from uma_trio.files import read_text, replace_text
 from uma_trio.hub.errors import HubError
-from uma_trio.hub.sizes import format_bytes
+from uma_trio.hub.variants import format_bytes
 
 READ_BYTES: Final = 8 << 20
+SPARE_BYTES: Final = 16 << 20
+"""What stays free: file systems and other programs need some."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -64,7 +70,7 @@ class PartialFile:
                 raise OSError(errno.EIO, "the file became shorter while it was read")
             self._hash(data)
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | bytearray) -> None:
         """Write ``data`` at the end, and hash it.
 
         Raises:
@@ -116,25 +122,18 @@ class PartialFile:
             ) from None
 
 
-def check_room(folder: Path, needed: int, free: int) -> None:
-    """Refuse a download for which there is no room.
-
-    Args:
-        needed: bytes that are still missing.
-        free: bytes that this user may write there.
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse a download into ``folder`` of which ``needed`` bytes are still missing, if there is no room.
 
     Raises:
         HubError: with the numbers.
     """
+    free = free_bytes(folder)
     if needed + SPARE_BYTES > free:
         raise HubError(
             f"the download needs {format_bytes(needed)}, and {format_bytes(free)} are free in {folder}",
             f"free {format_bytes(needed + SPARE_BYTES - free)}, or choose a folder on another disk with models_dir",
         )
-
-
-SPARE_BYTES: Final = 16 << 20
-"""What stays free: file systems and other programs need some."""
 
 
 def free_bytes(folder: Path) -> int:
@@ -143,3 +142,74 @@ def free_bytes(folder: Path) -> int:
         folder = folder.parent
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
+
+
+# -- the folder of one download ---------------------------------------------------------------------
+
+
+class DownloadState(msgspec.Struct, frozen=True, kw_only=True):
+    """A download that has not ended; other processes show its progress."""
+
+    name: str
+    sizes: list[int | None]
+    """Bytes of each part; ``None`` as long as the server has not said it."""
+    etags: list[str | None]
+    identity: list[str]
+    """Hash or URL of each part; if they change, the parts are discarded."""
+
+
+def part_path(folder: Path, number: int) -> Path:
+    """Where the bytes of a part are as long as it is not installed."""
+    return folder / f"{number}.part"
+
+
+def sizes_of_parts(folder: Path, count: int) -> list[int]:
+    """Bytes that are here of each part."""
+    sizes = []
+    for number in range(count):
+        try:
+            sizes.append(part_path(folder, number).stat().st_size)
+        except OSError:
+            sizes.append(0)
+    return sizes
+
+
+def read_download_state(folder: Path) -> DownloadState | None:
+    """What an earlier or another process notes of its download."""
+    try:
+        return msgspec.json.decode(read_text(folder / "state.json"), type=DownloadState)
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def write_download_state(folder: Path, state: DownloadState) -> None:
+    """Raises OSError."""
+    replace_text(folder / "state.json", msgspec.json.encode(state).decode())
+
+
+@contextlib.contextmanager
+def locked_download(folder: Path) -> Iterator[bool]:
+    """Take the lock of a download until the end of the context, without waiting; False if another process has it.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except FileNotFoundError:  # another process has just finished and removed the folder
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            is_same = os.path.samestat(os.fstat(descriptor), os.stat(folder / "lock"))
+        except FileNotFoundError:
+            is_same = False
+        yield is_same  # otherwise the lock was removed together with a download that has ended
+    finally:
+        os.close(descriptor)

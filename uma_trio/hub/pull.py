@@ -9,7 +9,8 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -17,30 +18,27 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import attrs
 import trio
 
-from uma_trio.engine.split import PART, part_name
+from uma_trio.engine.split import PART, model_stem, part_name
 from uma_trio.hub.caches import cached_models
-from uma_trio.hub.download import Download, FileToDownload, ProgressReporter, ServerFileInfo
+from uma_trio.hub.download import Download, PullReporter
 from uma_trio.hub.environment import ModelLocations, read_token
 from uma_trio.hub.errors import HubError, Interrupted
-from uma_trio.hub.folder import (
+from uma_trio.hub.folder import File, InstalledModel, Manifest, ModelFolder
+from uma_trio.hub.http import CHECK_NETWORK, Delays, Http, open_http, retrying
+from uma_trio.hub.huggingface import explain_refused_file, read_repository, suggestions
+from uma_trio.hub.names import EXAMPLES, HubReference, UrlReference
+from uma_trio.hub.partial import (
     DownloadState,
-    File,
-    Manifest,
-    ModelFolder,
+    PartialFile,
+    check_room,
     locked_download,
     part_path,
     read_download_state,
     sizes_of_parts,
     write_download_state,
 )
-from uma_trio.hub.http import Http, open_http
-from uma_trio.hub.huggingface import explain_refused_file, file_url, read_repository, suggestions
-from uma_trio.hub.installed import InstalledModel
-from uma_trio.hub.names import EXAMPLES, HubReference, UrlReference
-from uma_trio.hub.partial import PartialFile, check_room, free_bytes
-from uma_trio.hub.retries import CHECK_NETWORK, Delays, retrying
 from uma_trio.hub.urls import without_secrets
-from uma_trio.hub.variants import choose, variants_of
+from uma_trio.hub.variants import RemoteFile, choose, variants_of
 from uma_trio.models.gguf_check import GgufError, check_gguf_parts
 
 NOT_MODELS: Final = (
@@ -52,16 +50,6 @@ POLL_S: Final = 0.2
 """Between two looks at the download of another process."""
 
 
-class PullReporter(ProgressReporter):
-    """Shows the progress of a pull."""
-
-    def start(self, name: str, sizes: Sequence[int | None]) -> None:
-        """The download of ``name`` begins, or that of another process is watched."""
-
-    def finish(self) -> None:
-        """No more bytes will come."""
-
-
 @attrs.frozen(kw_only=True)
 class Plan:
     """What there is to download."""
@@ -71,7 +59,7 @@ class Plan:
     source: str
     """For people, and to recognise it later."""
     revision: str | None = None
-    files: tuple[FileToDownload, ...]
+    files: tuple[RemoteFile, ...]
     targets: tuple[Path, ...]
     """Where the files go."""
 
@@ -103,7 +91,7 @@ class Puller:
         """
         if self._places.is_offline:
             raise HubError(f"{reference} is not on this machine, and nothing is downloaded offline", _ONLINE)
-        async with open_http(self._places.endpoint, read_token(self._places), silence_s=self._silence_s) as http:
+        async with self._open_http() as http:
             if isinstance(reference, HubReference):
                 plan = await self._plan_hub(http, reference)
             else:
@@ -117,11 +105,14 @@ class Puller:
         Raises:
             HubError: the hub cannot be asked.
         """
-        async with open_http(self._places.endpoint, read_token(self._places), silence_s=self._silence_s) as http:
+        async with self._open_http() as http:
             try:
                 return await suggestions(http, self._places.endpoint, words)
             except Interrupted as error:
                 raise HubError(str(error), CHECK_NETWORK) from None
+
+    def _open_http(self) -> AbstractAsyncContextManager[Http]:
+        return open_http(self._places.endpoint, read_token(self._places), silence_s=self._silence_s)
 
     # -- what to download -----------------------------------------------------------------------
 
@@ -129,25 +120,14 @@ class Puller:
         endpoint = self._places.endpoint
         read = functools.partial(read_repository, http, endpoint, reference)
         repository = await retrying(read, self._delays, lambda: 0, self._reporter.message)
-        variant = choose(variants_of(repository.files), reference.choice, reference.repository_at_revision)
-        wanted = [
-            FileToDownload(
-                name=f"{reference.repository_at_revision}/{file.path}",
-                url=file_url(endpoint, repository, file.path),
-                size=file.size,
-                sha256=file.sha256,
-                git_sha1=file.git_sha1 if file.size is not None else None,
-            )
-            for file in variant.files
-        ]
+        place = reference.repository_at_revision
+        variant = choose(variants_of(repository.files), reference.choice, place)
         return Plan(
-            name=f"{reference.repository_at_revision}:{variant.label}",
+            name=f"{place}:{variant.label}",
             source=f"{endpoint}/{reference.repository}/blob/{reference.revision}/{variant.path}",
             revision=repository.commit,
-            files=tuple(wanted),
-            targets=tuple(
-                self._folder.hub_install_path(reference.repository_at_revision, file.path) for file in variant.files
-            ),
+            files=tuple(attrs.evolve(file, path=f"{place}/{file.path}") for file in variant.files),
+            targets=tuple(self._folder.hub_install_path(place, file.path) for file in variant.files),
         )
 
     def _plan_url(self, reference: UrlReference, sha256: str | None) -> Plan:
@@ -168,9 +148,9 @@ class Puller:
             urls = [urlunsplit(parts._replace(path=part_name(stem, number, count))) for number in range(1, count + 1)]
         place = ("web", parts.netloc.replace(":", "_"), *segments[:-1])
         return Plan(
-            name=PurePosixPath(names[0]).stem if match is None else match["stem"],
+            name=model_stem(PurePosixPath(names[0])),
             source=str(reference),
-            files=tuple(FileToDownload(name=without_secrets(url), url=url, sha256=sha256) for url in urls),
+            files=tuple(RemoteFile(without_secrets(url), url=url, sha256=sha256) for url in urls),
             targets=tuple(self._folder.install_path(*place, each) for each in names),
         )
 
@@ -214,8 +194,6 @@ class Puller:
                     f"cannot write into {self._places.folder}: {error.strerror or error}",
                     "make it writable, or choose another folder with models_dir",
                 ) from None
-            finally:
-                self._reporter.finish()
 
     def _show_other(self, plan: Plan, folder: Path) -> None:
         state = read_download_state(folder)
@@ -230,26 +208,27 @@ class Puller:
         self._reporter.start(plan.name, state.sizes)
         hashes = []
         for number, wanted in enumerate(plan.files):
-            wanted = attrs.evolve(wanted, etag=state.etags[number])
             file = await trio.to_thread.run_sync(
                 PartialFile, part_path(folder, number), wanted.size if wanted.git_sha1 else None
             )
             try:
                 await Download(
-                    http,
-                    wanted,
-                    file,
+                    http=http,
+                    wanted=wanted,
+                    file=file,
                     number=number,
+                    etag=state.etags[number],
                     reporter=self._reporter,
                     on_learned=functools.partial(self._note, folder, number),
-                    refusal=functools.partial(self._refusal, wanted.name, http),
+                    refusal=functools.partial(
+                        explain_refused_file, self._places.endpoint, wanted.path, has_token=http.has_token
+                    ),
                     delays=self._delays,
                 ).run()
                 hashes.append((file.size, file.sha256))
             except HubError:
-                if not file.size:
-                    file.path.unlink(missing_ok=True)
-                self._clean(folder, plan)
+                if not any(sizes_of_parts(folder, len(plan.files))):
+                    shutil.rmtree(folder, ignore_errors=True)
                 raise
             finally:
                 file.close()
@@ -278,29 +257,20 @@ class Puller:
         here = sizes_of_parts(folder, len(state.sizes))
         missing = sum(max(0, size - done) for size, done in zip(state.sizes, here, strict=True) if size is not None)
         try:
-            check_room(self._places.folder, missing, free_bytes(folder))
+            check_room(self._places.folder, missing)
         except HubError:
             if not any(here):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    async def _note(self, folder: Path, number: int, learned: ServerFileInfo) -> None:
+    async def _note(self, folder: Path, number: int, size: int | None, etag: str | None) -> None:
         """Note what a server says, so that another process can go on."""
         state = read_download_state(folder)
         if state is None:
             return
-        state.sizes[number] = learned.size
-        state.etags[number] = learned.etag
+        state.sizes[number], state.etags[number] = size, etag
         self._check_room(folder, state)
         write_download_state(folder, state)
-
-    def _refusal(self, name: str, http: Http, status: int, headers: Mapping[str, str]) -> HubError:
-        return explain_refused_file(status, headers, self._places.endpoint, name, has_token=http.has_token)
-
-    def _clean(self, folder: Path, plan: Plan) -> None:
-        """Remove the folder of a download of which nothing is left."""
-        if not any(sizes_of_parts(folder, len(plan.files))):
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _install(self, plan: Plan, folder: Path, hashes: Sequence[tuple[int, str]]) -> InstalledModel:
         """Check the files as models, and move them to their places."""

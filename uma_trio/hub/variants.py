@@ -11,7 +11,6 @@ import attrs
 
 from uma_trio.engine.split import PART
 from uma_trio.hub.errors import HubError
-from uma_trio.hub.sizes import format_bytes
 
 QUANTIZATION: Final = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q[1-8](?:_(?:[0-9]|K|X{0,2}[SL]|M|NL|P))*|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|"
@@ -37,12 +36,13 @@ class RemoteFile:
     """A file that can be downloaded."""
 
     path: str
-    """In its repository."""
+    """In its repository; for errors, with the repository."""
     size: int | None = None
     """Bytes."""
     sha256: str | None = None
     git_sha1: str | None = None
-    """Hash of a small file that the repository keeps in git: of ``blob SIZE NUL CONTENT``."""
+    """Hash of a small file that the repository keeps in git: of ``blob SIZE NUL CONTENT``.  Needs ``size``."""
+    url: str = ""
 
 
 @attrs.frozen
@@ -66,6 +66,14 @@ class Variant:
     @property
     def size(self) -> int:
         return sum(file.size or 0 for file in self.files)
+
+
+def format_bytes(n: int) -> str:
+    """Format ``n`` bytes, in the unit that fits."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n >= size:
+            return f"{n / size:,.1f} {unit}"
+    return f"{n} B"
 
 
 def quantization_of(path: str) -> str:

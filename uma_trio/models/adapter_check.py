@@ -16,8 +16,7 @@ from typing import Final
 from uma_trio import config
 from uma_trio.engine.loaded_adapters import file_fingerprint
 from uma_trio.engine.messages import AdapterFile
-from uma_trio.models.gguf_header import AGAIN, GgufError, GgufHeader, Tensor, read_header
-from uma_trio.models.gguf_split import parts_of
+from uma_trio.models.gguf_header import AGAIN, GgufError, GgufHeader, Tensor, parts_of, read_header
 from uma_trio.models.load_errors import ModelError
 
 WRONG_MODEL: Final = "give an adapter that was trained for this model"
