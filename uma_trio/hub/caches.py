@@ -10,7 +10,6 @@ LM Studio        ``OWNER/REPOSITORY/FILE.gguf``
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -19,14 +18,13 @@ import msgspec
 
 from uma_trio.files import read_text
 from uma_trio.hub.environment import ModelLocations
-from uma_trio.hub.folder import InstalledModel, ModelFolder, Origin
+from uma_trio.hub.folder import InstalledModel, ModelFolder, Origin, gguf_files
 from uma_trio.hub.names import HUB_HOSTS
-from uma_trio.hub.variants import group_parts, quantization_of
+from uma_trio.hub.variants import group_parts, hex_hash, quantization_of
 from uma_trio.models.packaged import PACKAGED, PACKAGED_QUANTIZATION
 
 OLLAMA_HOST: Final = "registry.ollama.ai"
 OLLAMA_MODEL: Final = "application/vnd.ollama.image.model"
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 def all_models(places: ModelLocations) -> list[InstalledModel]:
@@ -72,7 +70,7 @@ def _huggingface(cache: Path) -> Iterator[InstalledModel]:
             continue
         seen: set[str] = set()
         for snapshot in _snapshots(repository):
-            files = {path: snapshot / path for path in _gguf_files(snapshot)}
+            files = gguf_files(snapshot)
             for parts in group_parts(files):
                 if parts[0] not in seen:
                     seen.add(parts[0])
@@ -95,7 +93,7 @@ def _snapshots(repository: Path) -> list[Path]:
 def _lmstudio(folder: Path) -> Iterator[InstalledModel]:
     for owner in _entries(folder):
         for repository in _entries(owner):
-            files = {path: repository / path for path in _gguf_files(repository)}
+            files = gguf_files(repository)
             for parts in group_parts(files):
                 place = f"{owner.name}/{repository.name}"
                 yield from _model(place, parts[0], [files[part] for part in parts], "LM Studio")
@@ -156,12 +154,12 @@ def _ollama_model(folder: Path, path: Path, host: str, namespace: str, name: str
         files=(blob,),
         size_bytes=size,
         quantization=config.file_type,
-        hashes=(_hash(digest),),
+        hashes=(hex_hash(digest),),
     )
 
 
 def _blob(folder: Path, digest: str) -> Path:
-    found = _hash(digest)
+    found = hex_hash(digest)
     if found is None:
         raise ValueError("not a digest")
     return folder / "blobs" / f"sha256-{found}"
@@ -182,24 +180,8 @@ def _model(place: str, path: str, files: list[Path], origin: Origin) -> Iterator
         files=tuple(files),
         size_bytes=size,
         quantization=quantization,
-        hashes=tuple(_hash(file.resolve().name) for file in files),
+        hashes=tuple(hex_hash(file.resolve().name) for file in files),
     )
-
-
-def _hash(text: str) -> str | None:
-    found = text.removeprefix("sha256:")
-    return found if _SHA256.fullmatch(found) else None
-
-
-def _gguf_files(folder: Path) -> list[str]:
-    """Paths of GGUF files in ``folder``, relative to it."""
-    found = []
-    for directory, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [
-            Path(directory, name).relative_to(folder).as_posix() for name in names if name.lower().endswith(".gguf")
-        ]
-    return found
 
 
 def _entries(folder: Path) -> list[Path]:

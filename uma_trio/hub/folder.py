@@ -28,7 +28,7 @@ import msgspec
 from uma_trio.engine.split import model_stem
 from uma_trio.files import read_text, replace_text
 from uma_trio.hub.errors import AliasFileError, HubError
-from uma_trio.hub.partial import DownloadState, locked_download, part_path, read_download_state, sizes_of_parts
+from uma_trio.hub.partial import DownloadFolder, DownloadState, read_record
 from uma_trio.hub.variants import group_parts, quantization_of
 
 DOWNLOADS: Final = ".downloads"
@@ -103,48 +103,29 @@ class ModelFolder:
 
     def models(self) -> list[InstalledModel]:
         """All models whose files are whole, by name."""
-        paths: dict[str, Path] = {}
-        for folder, folders, files in os.walk(self.root):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            for name in files:
-                if name.lower().endswith(".gguf"):
-                    path = Path(folder, name)
-                    paths[path.relative_to(self.root).as_posix()] = path
+        paths = gguf_files(self.root)
         found = [self._model([paths[part] for part in parts]) for parts in group_parts(paths)]
         return sorted((model for model in found if model is not None), key=lambda model: model.name.lower())
 
-    def manifest(self, path: Path) -> Manifest | None:
-        """The manifest of the model whose first file is ``path``, if there is one."""
-        try:
-            return msgspec.json.decode(read_text(manifest_path(path)), type=Manifest)
-        except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
-            return None
-
     def _model(self, files: list[Path]) -> InstalledModel | None:
         try:
-            size = sum(file.stat().st_size for file in files)
+            sizes = [file.stat().st_size for file in files]
         except OSError:  # a link to nowhere, or it has just been removed
             return None
-        manifest = self.manifest(files[0])
-        if manifest is None:
-            return InstalledModel(
-                name=model_stem(files[0]),
-                origin="uma-trio",
-                files=tuple(files),
-                size_bytes=size,
-                quantization=quantization_of(files[0].as_posix()),
-            )
-        if [file.size for file in manifest.files] != [file.stat().st_size for file in files]:
-            return None  # it was not installed completely
-        return InstalledModel(
-            name=manifest.name,
+        model = InstalledModel(
+            name=model_stem(files[0]),
             origin="uma-trio",
             files=tuple(files),
-            size_bytes=size,
+            size_bytes=sum(sizes),
             quantization=quantization_of(files[0].as_posix()),
-            source=manifest.source,
-            hashes=tuple(file.sha256 for file in manifest.files),
         )
+        manifest = read_record(manifest_path(files[0]), Manifest)
+        if manifest is None:
+            return model
+        if [file.size for file in manifest.files] != sizes:
+            return None  # it was not installed completely
+        hashes = tuple(file.sha256 for file in manifest.files)
+        return attrs.evolve(model, name=manifest.name, source=manifest.source, hashes=hashes)
 
     # -- downloads ------------------------------------------------------------------------------
 
@@ -168,21 +149,21 @@ class ModelFolder:
         """Where a file of a repository goes."""
         return self.install_path("hub", *place.split("/"), *PurePosixPath(path).parts)
 
-    def download_folder(self, name: str) -> Path:
-        """Where the parts of a download are as long as it runs, and its lock."""
-        return self.root / DOWNLOADS / hashlib.sha256(name.encode()).hexdigest()[:24]
+    def download_folder(self, name: str) -> DownloadFolder:
+        """Where the parts of a download are as long as it runs."""
+        return DownloadFolder(self.root / DOWNLOADS / hashlib.sha256(name.encode()).hexdigest()[:24])
 
     def unfinished(self) -> list[tuple[DownloadState, int]]:
         """Downloads that have not ended, each with the bytes that are here."""
         found = []
         with contextlib.suppress(OSError):
-            for folder in sorted((self.root / DOWNLOADS).iterdir()):
-                state = read_download_state(folder)
+            for folder in map(DownloadFolder, sorted((self.root / DOWNLOADS).iterdir())):
+                state = folder.state()
                 if state is not None:
-                    found.append((state, sum(sizes_of_parts(folder, len(state.sizes)))))
+                    found.append((state, sum(folder.sizes(len(state.sizes)))))
         return found
 
-    def install(self, folder: Path, targets: Sequence[Path], manifest: Manifest) -> InstalledModel:
+    def install(self, folder: DownloadFolder, targets: Sequence[Path], manifest: Manifest) -> InstalledModel:
         """Move whole and verified parts from ``folder`` to their places, and write the manifest.  Blocks.
 
         After a crash in the middle the model is either not installed or whole.
@@ -194,12 +175,12 @@ class ModelFolder:
         manifest_path(targets[0]).unlink(missing_ok=True)
         for number, target in enumerate(targets):
             target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(part_path(folder, number), target)
+            os.replace(folder.part(number), target)
         for parent in {target.parent for target in targets}:
             sync_folder(parent)
         replace_text(manifest_path(targets[0]), msgspec.json.encode(manifest).decode() + "\n")
         sync_folder(targets[0].parent)
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
         model = self._model(list(targets))
         assert model is not None
         return model
@@ -221,10 +202,10 @@ class ModelFolder:
     def discard(self, name: str) -> bool:
         """Delete what is here of a download that nobody continues; whether there was something."""
         folder = self.download_folder(name)
-        with locked_download(folder) as is_mine:
-            if not is_mine or read_download_state(folder) is None:
+        with folder.locked() as is_mine:
+            if not is_mine or folder.state() is None:
                 return False
-            shutil.rmtree(folder)
+            shutil.rmtree(folder.path)
             return True
 
     def _remove_empty(self, folder: Path) -> None:
@@ -276,6 +257,16 @@ class ModelFolder:
     @property
     def _alias_file(self) -> Path:
         return self.root / "aliases.json"
+
+
+def gguf_files(folder: Path) -> dict[str, Path]:
+    """The GGUF files in ``folder``, by their paths relative to it; hidden folders are left out."""
+    found = {}
+    for directory, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = [Path(directory, name) for name in names if name.lower().endswith(".gguf")]
+        found.update({path.relative_to(folder).as_posix(): path for path in paths})
+    return found
 
 
 def manifest_path(path: Path) -> Path:

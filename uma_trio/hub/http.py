@@ -60,7 +60,6 @@ class Http:
 
     Args:
         endpoint: the URL whose origin alone gets the token.
-        silence_s: see ``SILENCE_S``.
     """
 
     def __init__(
@@ -69,13 +68,11 @@ class Http:
         endpoint: str,
         token: str | None,
         *,
-        silence_s: float = SILENCE_S,
         resolve: Resolve = addresses_of,
     ) -> None:
         self._client = client
         self._origin = origin_of(endpoint)
         self._token = token
-        self._silence_s = silence_s
         self._resolve = resolve
 
     @property
@@ -153,7 +150,7 @@ async def open_http(endpoint: str, token: str | None, *, silence_s: float = SILE
     """A client with its connections, closed at the end.  Proxies are those of the environment."""
     timeout = httpx2.Timeout(silence_s, connect=CONNECT_S)
     async with httpx2.AsyncClient(timeout=timeout, follow_redirects=False) as client:
-        yield Http(client, endpoint, token, silence_s=silence_s)
+        yield Http(client, endpoint, token)
 
 
 @contextlib.contextmanager

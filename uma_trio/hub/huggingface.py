@@ -12,7 +12,7 @@ import attrs
 from uma_trio.hub.errors import HubError, Interrupted
 from uma_trio.hub.http import CHECK_ADDRESS, Http
 from uma_trio.hub.names import HubReference
-from uma_trio.hub.variants import RemoteFile
+from uma_trio.hub.variants import RemoteFile, hex_hash
 
 LOGIN: Final = "make a token in the settings of your account there, and put it into HF_TOKEN"
 MAX_SUGGESTIONS: Final = 5
@@ -114,14 +114,6 @@ def _file(entry: dict[str, Any], base: str) -> RemoteFile | None:
     lfs = lfs if isinstance(lfs, dict) else {}
     size = lfs.get("size", size)
     size = size if isinstance(size, int) and 0 <= size < MAX_SIZE else None
-    sha256 = _hex(lfs.get("sha256") or lfs.get("oid"), 64)
-    git_sha1 = None if lfs or size is None else _hex(entry.get("blobId"), 40)
+    sha256 = hex_hash(lfs.get("sha256") or lfs.get("oid"))
+    git_sha1 = None if lfs or size is None else hex_hash(entry.get("blobId"), 40)
     return RemoteFile(path, size, sha256, git_sha1, f"{base}/{quote(path)}")
-
-
-def _hex(value: object, digits: int) -> str | None:
-    """A hash as text in lower case, or ``None``."""
-    if not isinstance(value, str):
-        return None
-    text = value.lower().removeprefix("sha256:")
-    return text if len(text) == digits and set(text) <= set("0123456789abcdef") else None

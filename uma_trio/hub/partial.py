@@ -7,15 +7,18 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from uma_trio.files import read_text, replace_text
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.variants import format_bytes
+
+T = TypeVar("T")
 
 READ_BYTES: Final = 8 << 20
 SPARE_BYTES: Final = 16 << 20
@@ -158,58 +161,66 @@ class DownloadState(msgspec.Struct, frozen=True, kw_only=True):
     """Hash or URL of each part; if they change, the parts are discarded."""
 
 
-def part_path(folder: Path, number: int) -> Path:
-    """Where the bytes of a part are as long as it is not installed."""
-    return folder / f"{number}.part"
+class DownloadFolder:
+    """The folder of one download: its lock, its state and its parts."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-def sizes_of_parts(folder: Path, count: int) -> list[int]:
-    """Bytes that are here of each part."""
-    sizes = []
-    for number in range(count):
+    def part(self, number: int) -> Path:
+        """Where the bytes of a part are as long as it is not installed."""
+        return self.path / f"{number}.part"
+
+    def sizes(self, count: int) -> list[int]:
+        """Bytes that are here of each part."""
+        sizes = []
+        for number in range(count):
+            try:
+                sizes.append(self.part(number).stat().st_size)
+            except OSError:
+                sizes.append(0)
+        return sizes
+
+    def state(self) -> DownloadState | None:
+        """What an earlier or another process notes of its download."""
+        return read_record(self.path / "state.json", DownloadState)
+
+    def write_state(self, state: DownloadState) -> None:
+        """Raises OSError."""
+        replace_text(self.path / "state.json", msgspec.json.encode(state).decode())
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Take the lock until the end of the context, without waiting; False if another process has it.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = self.path / "lock"
         try:
-            sizes.append(part_path(folder, number).stat().st_size)
-        except OSError:
-            sizes.append(0)
-    return sizes
-
-
-def read_download_state(folder: Path) -> DownloadState | None:
-    """What an earlier or another process notes of its download."""
-    try:
-        return msgspec.json.decode(read_text(folder / "state.json"), type=DownloadState)
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
-        return None
-
-
-def write_download_state(folder: Path, state: DownloadState) -> None:
-    """Raises OSError."""
-    replace_text(folder / "state.json", msgspec.json.encode(state).decode())
-
-
-@contextlib.contextmanager
-def locked_download(folder: Path) -> Iterator[bool]:
-    """Take the lock of a download until the end of the context, without waiting; False if another process has it.
-
-    Raises:
-        OSError: the folder cannot be made.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except FileNotFoundError:  # another process has just finished and removed the folder
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # another process has just finished and removed the folder
             yield False
             return
         try:
-            is_same = os.path.samestat(os.fstat(descriptor), os.stat(folder / "lock"))
-        except FileNotFoundError:
-            is_same = False
-        yield is_same  # otherwise the lock was removed together with a download that has ended
-    finally:
-        os.close(descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_mine = os.path.samestat(os.fstat(descriptor), os.stat(lock))
+            except (BlockingIOError, FileNotFoundError):
+                is_mine = False
+            yield is_mine  # another file: the lock was removed together with a download that has ended
+        finally:
+            os.close(descriptor)
+
+    def remove(self) -> None:
+        """Delete everything.  Best effort."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def read_record(path: Path, type_: type[T]) -> T | None:
+    """What is in a JSON file; ``None`` if it is missing or damaged."""
+    try:
+        return msgspec.json.decode(read_text(path), type=type_)
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
+        return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -27,16 +26,7 @@ from uma_trio.hub.folder import File, InstalledModel, Manifest, ModelFolder
 from uma_trio.hub.http import CHECK_NETWORK, Delays, Http, open_http, retrying
 from uma_trio.hub.huggingface import explain_refused_file, read_repository, suggestions
 from uma_trio.hub.names import EXAMPLES, HubReference, UrlReference
-from uma_trio.hub.partial import (
-    DownloadState,
-    PartialFile,
-    check_room,
-    locked_download,
-    part_path,
-    read_download_state,
-    sizes_of_parts,
-    write_download_state,
-)
+from uma_trio.hub.partial import DownloadFolder, DownloadState, PartialFile, check_room
 from uma_trio.hub.urls import without_secrets
 from uma_trio.hub.variants import RemoteFile, choose, variants_of
 from uma_trio.models.gguf_check import GgufError, check_gguf_parts
@@ -180,7 +170,7 @@ class Puller:
         waits = False
         while True:
             try:
-                with locked_download(folder) as is_mine:
+                with folder.locked() as is_mine:
                     if is_mine:
                         here = await trio.to_thread.run_sync(self._find, plan) if waits else None
                         return here or await self._fetch_locked(http, plan, folder)
@@ -195,21 +185,21 @@ class Puller:
                     "make it writable, or choose another folder with models_dir",
                 ) from None
 
-    def _show_other(self, plan: Plan, folder: Path) -> None:
-        state = read_download_state(folder)
+    def _show_other(self, plan: Plan, folder: DownloadFolder) -> None:
+        state = folder.state()
         if state is None:
             return
         self._reporter.start(plan.name, state.sizes)
-        for number, (done, size) in enumerate(zip(sizes_of_parts(folder, len(state.sizes)), state.sizes, strict=True)):
+        for number, (done, size) in enumerate(zip(folder.sizes(len(state.sizes)), state.sizes, strict=True)):
             self._reporter.progress(number, done, size)
 
-    async def _fetch_locked(self, http: Http, plan: Plan, folder: Path) -> InstalledModel:
+    async def _fetch_locked(self, http: Http, plan: Plan, folder: DownloadFolder) -> InstalledModel:
         state = self._begin(plan, folder)
         self._reporter.start(plan.name, state.sizes)
         hashes = []
         for number, wanted in enumerate(plan.files):
             file = await trio.to_thread.run_sync(
-                PartialFile, part_path(folder, number), wanted.size if wanted.git_sha1 else None
+                PartialFile, folder.part(number), wanted.size if wanted.git_sha1 else None
             )
             try:
                 await Download(
@@ -227,58 +217,60 @@ class Puller:
                 ).run()
                 hashes.append((file.size, file.sha256))
             except HubError:
-                if not any(sizes_of_parts(folder, len(plan.files))):
-                    shutil.rmtree(folder, ignore_errors=True)
+                if not any(folder.sizes(len(plan.files))):
+                    folder.remove()
                 raise
             finally:
                 file.close()
         return await trio.to_thread.run_sync(self._install, plan, folder, hashes)
 
-    def _begin(self, plan: Plan, folder: Path) -> DownloadState:
+    def _begin(self, plan: Plan, folder: DownloadFolder) -> DownloadState:
         """Save the state of the download, discard parts of another version, and check the free space.
 
         Raises:
             HubError: there is too little.
         """
         identity = [f"{file.sha256 or file.git_sha1 or file.url}" for file in plan.files]
-        state = read_download_state(folder)
+        state = folder.state()
         if state is None or state.identity != identity:
-            for part in folder.glob("*.part"):
+            for part in folder.path.glob("*.part"):
                 part.unlink()
             none: list[str | None] = [None] * len(identity)
             state = DownloadState(
                 name=plan.name, sizes=[file.size for file in plan.files], etags=none, identity=identity
             )
         self._check_room(folder, state)
-        write_download_state(folder, state)
+        folder.write_state(state)
         return state
 
-    def _check_room(self, folder: Path, state: DownloadState) -> None:
-        here = sizes_of_parts(folder, len(state.sizes))
+    def _check_room(self, folder: DownloadFolder, state: DownloadState) -> None:
+        here = folder.sizes(len(state.sizes))
         missing = sum(max(0, size - done) for size, done in zip(state.sizes, here, strict=True) if size is not None)
         try:
             check_room(self._places.folder, missing)
         except HubError:
             if not any(here):
-                shutil.rmtree(folder, ignore_errors=True)
+                folder.remove()
             raise
 
-    async def _note(self, folder: Path, number: int, size: int | None, etag: str | None) -> None:
+    async def _note(self, folder: DownloadFolder, number: int, size: int | None, etag: str | None) -> None:
         """Note what a server says, so that another process can go on."""
-        state = read_download_state(folder)
+        state = folder.state()
         if state is None:
             return
         state.sizes[number], state.etags[number] = size, etag
         self._check_room(folder, state)
-        write_download_state(folder, state)
+        folder.write_state(state)
 
-    def _install(self, plan: Plan, folder: Path, hashes: Sequence[tuple[int, str]]) -> InstalledModel:
+    def _install(self, plan: Plan, folder: DownloadFolder, hashes: Sequence[tuple[int, str]]) -> InstalledModel:
         """Check the files as models, and move them to their places."""
         try:
-            check_gguf_parts([part_path(folder, number) for number in range(len(plan.files))])
+            check_gguf_parts([folder.part(number) for number in range(len(plan.files))])
         except GgufError as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise HubError(f"{plan.name} is refused: {_without_path(error.reason, folder)}", error.remedy) from None
+            folder.remove()
+            raise HubError(
+                f"{plan.name} is refused: {_without_path(error.reason, folder.path)}", error.remedy
+            ) from None
         manifest = Manifest(
             name=plan.name,
             source=plan.source,

@@ -76,10 +76,18 @@ def format_bytes(n: int) -> str:
     return f"{n} B"
 
 
+def hex_hash(value: object, digits: int = 64) -> str | None:
+    """A hash as text in lower case; ``None`` if ``value`` is none."""
+    if not isinstance(value, str):
+        return None
+    text = value.lower().removeprefix("sha256:")
+    return text if len(text) == digits and set(text) <= set("0123456789abcdef") else None
+
+
 def quantization_of(path: str) -> str:
     """The quantization in the name of a file, or of its folder; ``""`` if there is none."""
     for name in reversed(PurePosixPath(path).parts[-2:]):
-        found: list[str] = QUANTIZATION.findall(name.removesuffix(".gguf"))
+        found: list[str] = QUANTIZATION.findall(name)
         if found:
             label = found[-1].upper()
             return _SPELLINGS.get(label, label)
