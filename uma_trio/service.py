@@ -40,6 +40,7 @@ from uma_trio.protocol.answers import (
     SessionList,
     TokenList,
     Transcript,
+    bare_name,
 )
 from uma_trio.protocol.chat import NamedTool
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
@@ -78,7 +79,7 @@ class ModelService:
         in_thread: InThread = trio.to_thread.run_sync,
         runtime: ControllerRuntime | None = None,
     ) -> None:
-        self.name = model.info.name.removesuffix(".gguf")
+        self.name = model.info.served_name
         self._model = model
         self._sampling = sampling_defaults(config.sampling, model.recommended_sampling)
         values: dict[str, Any] = {name: each.value for name, each in self._sampling.items()}
@@ -114,7 +115,7 @@ class ModelService:
         model = request.model or self.name
         adapter = model.rpartition(":")[2]
         known = [each.name for each in self._model.info.adapters]
-        if model.removesuffix(".gguf") == self.name or adapter not in known:
+        if bare_name(model) == self.name or adapter not in known:
             return request
         return attrs.evolve(request, adapters=[*request.adapters, AdapterChoice(name=adapter)])
 

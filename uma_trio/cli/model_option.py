@@ -87,12 +87,13 @@ def _located_entries(
     entries: Sequence[ModelEntry], places: ModelLocations, *, may_pull: bool
 ) -> tuple[ModelEntry, ...]:
     from uma_trio.config import ConfigError
+    from uma_trio.protocol.answers import bare_name
 
     located: list[ModelEntry] = []
     taken: set[str] = set()
     for entry in entries:
         found = _locate(entry.model, places, may_pull=may_pull)
-        name = (entry.name or found.name).removesuffix(".gguf")
+        name = bare_name(entry.name or found.name)
         for each in (name, *entry.alias):
             if each in taken:
                 raise ConfigError(f"two models are called {each}; give them different names in the list models")

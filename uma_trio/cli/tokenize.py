@@ -122,6 +122,7 @@ def _ask(socket: str | None, model: str | None, **fields: Any) -> dict[str, Any]
     from uma_trio.connect import ClientError, is_locked
     from uma_trio.errors import FrameTooLarge, PromptTooLarge
     from uma_trio.protocol.address import socket_path
+    from uma_trio.protocol.answers import bare_name
     from uma_trio.query import query
 
     path = socket_path(socket)
@@ -133,7 +134,7 @@ def _ask(socket: str | None, model: str | None, **fields: Any) -> dict[str, Any]
         names = [
             name for each in listed["models"] if each["state"] == "ready" for name in (each["name"], *each["aliases"])
         ]
-        if model not in names and model.removesuffix(".gguf") not in names:
+        if model not in names and bare_name(model) not in names:
             return None
         [answer] = query(path, {"type": "tokenize", "model": model, **fields}, timeout_s=DAEMON_S)
     except (ClientError, TimeoutError, LookupError) as error:

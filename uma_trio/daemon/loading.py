@@ -27,7 +27,7 @@ from uma_trio.hub.locate import find_installed, installed_models
 from uma_trio.hub.variants import quantization_of
 from uma_trio.models.loaded import LoadedModel, model_path, open_model
 from uma_trio.models.outline import ModelOutline, read_outline
-from uma_trio.protocol.answers import Capability, ModelDescription
+from uma_trio.protocol.answers import Capability, ModelDescription, bare_name
 from uma_trio.registry import ModelSpec, Needs, RegistryLimits
 from uma_trio.service import ModelService
 
@@ -77,7 +77,7 @@ def limits_of(config: Config) -> RegistryLimits:
 def _spec(config: Config, name: str | None) -> ModelSpec:
     path = model_path(config.model.model)
     return ModelSpec(
-        name=(name or path.name).removesuffix(".gguf"),
+        name=bare_name(name or path.name),
         config=attrs.evolve(config, models=()),
         idle_unload_s=config.loading.idle_unload_s or 0.0,
     )

@@ -174,6 +174,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Prompt and answer of one request together, at most."""
         return min(self.n_ctx_seq, self.n_ctx_train)
 
+    @property
+    def served_name(self) -> str:
+        """What clients see, unless the configuration names it."""
+        return self.name.removesuffix(".gguf")
+
 
 # -- from the daemon -------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ def family(name: str, kind: Kind, help: str, samples: Sequence[tuple[Labels, Any
 
 def model_name(snapshot: Snapshot) -> str:
     """The model as requests name it."""
-    return str(snapshot.get("model", "")).removesuffix(".gguf")
+    return str(snapshot.get("model", ""))
 
 
 def by_model(snapshot: Snapshot) -> dict[str, Snapshot]:

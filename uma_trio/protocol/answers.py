@@ -11,6 +11,11 @@ import attrs
 from uma_trio.protocol.chat import ChatMessage
 
 
+def bare_name(name: str) -> str:
+    """The name of a model as it is listed: requests may write it with ``.gguf``."""
+    return name.removesuffix(".gguf")
+
+
 @attrs.frozen(kw_only=True)
 class SessionInfo:
     """State of one session."""
@@ -173,7 +178,7 @@ class ModelDescription:
     def is_called(self, name: str) -> bool:
         """Whether requests may give this name, which may be an alias."""
         others = [f"{alias}:{adapter.name}" for alias in self.aliases for adapter in self.adapters]
-        return name.removesuffix(".gguf") in self.names or name in (*self.aliases, *others)
+        return bare_name(name) in self.names or name in (*self.aliases, *others)
 
 
 @attrs.frozen(kw_only=True)

@@ -10,6 +10,7 @@ import trio
 
 from uma_trio.config import Http, Listen, Loading, Operations
 from uma_trio.errors import ModelNotFound
+from uma_trio.protocol.answers import bare_name
 from uma_trio.registry.model import Instance, Model, ModelOpener, ModelSpec
 
 log = structlog.get_logger("uma_trio.registry")
@@ -57,7 +58,7 @@ class Catalog:
         """The model that requests call so; ``None`` is the name of the default one."""
         if name is None:
             return next(iter(self._models.values()))
-        found = self._models.get(name.removesuffix(".gguf")) or self._models.get(name)
+        found = self._models.get(bare_name(name)) or self._models.get(name)
         if found is None:
             found = next((model for model in self._models.values() if name in model.spec.aliases), None)
         if found is None and ":" in name:  # MODEL:ADAPTER

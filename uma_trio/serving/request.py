@@ -116,13 +116,9 @@ def check_generates(info: ModelInfo) -> None:
     """Raise BadRequest unless the model generates text."""
     if info.purpose != "generate":
         raise BadRequest(
-            f"the model {_name(info)} generates no text. It {INSTEAD[info.purpose]}, or name a model that generates",
+            f"the model {info.served_name} generates no text. It {INSTEAD[info.purpose]}, or name a model that generates",
             field="model",
         )
-
-
-def _name(info: ModelInfo) -> str:
-    return info.name.removesuffix(".gguf")
 
 
 def check_pooling(request: Embed | Rerank, info: ModelInfo) -> None:
@@ -131,7 +127,7 @@ def check_pooling(request: Embed | Rerank, info: ModelInfo) -> None:
         _check_rerank(info)
         return
     if not info.can_embed:
-        raise BadRequest(f"the model {_name(info)} gives no embeddings. It {INSTEAD[info.purpose]}", field="model")
+        raise BadRequest(f"the model {info.served_name} gives no embeddings. It {INSTEAD[info.purpose]}", field="model")
     width = info.n_embd_out
     if request.dimensions is not None and request.dimensions > width:
         raise BadRequest(
@@ -142,7 +138,7 @@ def check_pooling(request: Embed | Rerank, info: ModelInfo) -> None:
 def _check_rerank(info: ModelInfo) -> None:
     if info.purpose != "rank":
         raise BadRequest(
-            f"the model {_name(info)} does not rank documents. It {INSTEAD[info.purpose]}. To rank documents, serve a "
+            f"the model {info.served_name} does not rank documents. It {INSTEAD[info.purpose]}. To rank documents, serve a "
             "reranker: a GGUF with pooling_type rank and a classification head, such as bge-reranker-v2-m3",
             field="model",
         )

@@ -198,7 +198,7 @@ class Stats:
     def record_end(self, sequence: Sequence, reason: FinishReason | UmaError, at: float) -> None:
         """Count an answer that has ended."""
         why = reason.code if isinstance(reason, UmaError) else reason
-        model = self._info.name.removesuffix(".gguf")
+        model = self._info.served_name
         log_request(sequence.request, model, why, sequence.usage, sequence.timings(at), index=sequence.index)
         record = RequestRecord(
             id=sequence.request.id,
@@ -233,7 +233,7 @@ class Stats:
         kv = cache.statistics()
         per_token = self._info.kv_bytes_per_token
         return {
-            "model": self._info.name.removesuffix(".gguf"),
+            "model": self._info.served_name,
             **self.telemetry.snapshot(),
             "queue_depth": waiting,
             "running": len(running),

@@ -15,6 +15,7 @@ from uma_trio.gateway.dialects.anthropic_shapes import ModelInfo, ModelInfoPage
 from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.dialects.openai_shapes import ManagedModel, Model, ModelPage
 from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.protocol.answers import bare_name
 
 STATUS: Final = {"ready": "loaded"}
 """States of models in llama-server's words; the others are the same."""
@@ -35,7 +36,7 @@ async def retrieve_model(call: Call) -> Response:
     name: str = call.request.path_params["name"]
     [model] = await call.ask(lambda client: client.models(model=name))
     shape = _anthropic_model if call.dialect is ANTHROPIC else _model
-    return json_response(shape(name.removesuffix(".gguf"), model))
+    return json_response(shape(bare_name(name), model))
 
 
 def _model(name: str, model: ModelDescription) -> dict[str, Any]:
