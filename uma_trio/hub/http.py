@@ -55,25 +55,15 @@ Resolve = Callable[[str], Awaitable[list[str]]]
 """Finds the IP addresses of a name."""
 
 
+@attrs.frozen
 class Http:
-    """A client.
+    """A client."""
 
-    Args:
-        endpoint: the URL whose origin alone gets the token.
-    """
-
-    def __init__(
-        self,
-        client: httpx2.AsyncClient,
-        endpoint: str,
-        token: str | None,
-        *,
-        resolve: Resolve = addresses_of,
-    ) -> None:
-        self._client = client
-        self._origin = origin_of(endpoint)
-        self._token = token
-        self._resolve = resolve
+    _client: httpx2.AsyncClient
+    _endpoint: str
+    """The URL whose origin alone gets the token."""
+    _token: str | None
+    _resolve: Resolve = addresses_of
 
     @property
     def has_token(self) -> bool:
@@ -140,7 +130,7 @@ class Http:
 
     def _headers(self, url: str, more: Mapping[str, str]) -> dict[str, str]:
         headers = {"User-Agent": f"uma-trio/{uma_trio.__version__}", **more}
-        if self._token is not None and origin_of(url) == self._origin:
+        if self._token is not None and origin_of(url) == origin_of(self._endpoint):
             headers["Authorization"] = f"Bearer {self._token}"
         return headers
 

@@ -149,9 +149,9 @@ class Puller:
     def _find(self, plan: Plan) -> InstalledModel | None:
         """The model, if exactly these files are here.  Blocks."""
         wanted = tuple(file.sha256 for file in plan.files)
-        own = [model for model in self._folder.models() if model.path == plan.targets[0]]
-        for model in own:
-            if model.source == plan.source and (None in wanted or model.hashes == wanted):
+        for model in self._folder.models():
+            is_same = model.path == plan.targets[0] and model.source == plan.source
+            if is_same and (None in wanted or model.hashes == wanted):
                 return model
         if None in wanted:
             return None
