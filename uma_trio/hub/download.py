@@ -176,7 +176,7 @@ class Download:
     file: PartialFile
     """Gets the bytes.  What it holds already is taken for the beginning of the file."""
     number: int
-    """Of the part, for ``reporter``."""
+    """The part, for ``reporter``."""
     etag: str | None
     """The ETag of the answer whose bytes are here."""
     reporter: PullReporter
