@@ -198,7 +198,7 @@ def contenders(options: dict[str, Any], serving: ServerSettings) -> tuple[list[C
         RivalError: there is no llama-server.
     """
     peer(options["peers"], RIVAL)
-    ours = options["ours"] or [f"--target-tbt-ms {ms}" for ms in OUR_TARGETS_MS]
+    ours = options["ours"] or [f"--target-itl-ms {ms}" for ms in OUR_TARGETS_MS]
     theirs = [
         f"-b {batch} {flags}".strip() for flags in options["rival_flags"] for batch in options["rival_batch"].split(",")
     ]
@@ -283,7 +283,7 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
 @click.option("--rival-batch", default=RIVAL_BATCHES, help="Values of its -b; ratios are relative to the first one.")
 @click.option("--rival-flags", multiple=True, default=[""], help="Further flags of llama-server; repeatable, for all values of -b each.")  # fmt: skip
 @peers_option()
-@click.option("--ours", multiple=True, help="Flags of `uma-trio serve` for one setting; repeatable.  [default: --target-tbt-ms 40, 60, 100, 150, 250, 500]")  # fmt: skip
+@click.option("--ours", multiple=True, help="Flags of `uma-trio serve` for one setting; repeatable.  [default: --target-itl-ms 40, 60, 100, 150, 250, 500]")  # fmt: skip
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each setting, alternating.")
 @click.option("--parallel", type=click.IntRange(1), help="With --rival: sequences of each server.  [default: one for each stream and long prompt]")  # fmt: skip
 @click.option("--ctx", type=click.IntRange(1), help="With --rival: tokens of context of each server.  [default: what the load needs]")  # fmt: skip

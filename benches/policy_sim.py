@@ -1,9 +1,9 @@
 """Runs the scheduler with thousands of streams on simulated devices.
 
     python benches/policy_sim.py
-    python benches/policy_sim.py --device gpu --requests 2000 --load 0.7 --target-tbt-ms 50
+    python benches/policy_sim.py --device gpu --requests 2000 --load 0.7 --target-itl-ms 50
     python benches/policy_sim.py --device wide --load 20 --csv policy.csv
-    python benches/policy_sim.py --device h100 --mixed-load --target-tbt-ms 18
+    python benches/policy_sim.py --device h100 --mixed-load --target-itl-ms 18
     python benches/policy_sim.py --device h200 --mixed-load --noise 0.01
     python benches/policy_sim.py --device h200 --agents 4 --no-rival
     python benches/policy_sim.py --device cpu --burst 32
@@ -209,7 +209,7 @@ def arrivals(device: Device, n: int, load: float, limits: Scheduling, seed: int)
         [priority] = rng.choices(classes, shares)
         [principal] = rng.choices(range(PRINCIPALS), activity)
         _, prompt, tokens = SIZES[priority]
-        target_ms = limits.background_tbt_ms if priority is Priority.BACKGROUND else limits.target_tbt_ms
+        target_ms = limits.background_itl_ms if priority is Priority.BACKGROUND else limits.target_itl_ms
         n_prompt, n_tokens = _random_size(rng, prompt), _random_size(rng, tokens)
         found.append(Request(n_prompt, n_tokens, now, target_ms / 1e3, priority, str(principal)))
     return found
@@ -217,7 +217,7 @@ def arrivals(device: Device, n: int, load: float, limits: Scheduling, seed: int)
 
 def mixed_load(limits: Scheduling) -> list[Request]:
     """Streams, and long prompts after a while."""
-    target_s = limits.target_tbt_ms / 1e3
+    target_s = limits.target_itl_ms / 1e3
     streams = [Request(20, 400, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(8)]
     prompts = [Request(4040, 64, 0.5 + 0.3 * n, target_s, Priority.NORMAL, "0") for n in range(6)]
     return [*streams, *prompts]
@@ -225,7 +225,7 @@ def mixed_load(limits: Scheduling) -> list[Request]:
 
 def burst(n: int, limits: Scheduling, seed: int) -> list[Request]:
     """``n`` requests of 50 to 200 prompt tokens that arrive at once, each for 100 tokens."""
-    rng, target_s = random.Random(seed), limits.target_tbt_ms / 1e3
+    rng, target_s = random.Random(seed), limits.target_itl_ms / 1e3
     return [Request(rng.randint(50, 200), 100, 0.0, target_s, Priority.NORMAL, "0") for _ in range(n)]
 
 
@@ -237,7 +237,7 @@ TOKENS_OF_REQUEST = 100_000
 
 def agents(limits: Scheduling, n: int) -> list[Request]:
     """``n`` agents, next to four streams and prompts that come once, one every 0.8 s."""
-    target_s = limits.target_tbt_ms / 1e3
+    target_s = limits.target_itl_ms / 1e3
     found = [Request(20, 1200, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(4)]
     found += [Request(4040, 64, 0.5 + 0.8 * n, target_s, Priority.NORMAL, "1") for n in range(20)]
     for number in range(n):
@@ -687,9 +687,9 @@ def plan_time_ms(n_decodes: int, n_prefills: int, *, calls: int = 500) -> list[f
     "--noise", type=click.FloatRange(0, 1), default=0.03, help="Relative standard deviation of a tick's time."
 )
 @click.option(
-    "--target-tbt-ms",
+    "--target-itl-ms",
     type=click.FloatRange(0, min_open=True),
-    default=Scheduling().target_tbt_ms,
+    default=Scheduling().target_itl_ms,
     help="Target for the time between tokens of a stream.",
 )
 @click.option("--mixed-load", "mixed", is_flag=True, help="8 streams and six long prompts, in place of many requests.")
@@ -714,7 +714,7 @@ def main(
     requests: int | None,
     load: float,
     noise: float,
-    target_tbt_ms: float,
+    target_itl_ms: float,
     mixed: bool,
     n_agents: int,
     idle_limit: str,
@@ -726,8 +726,8 @@ def main(
 ) -> None:
     """Simulate the scheduler with thousands of streams, and compare it with filling each batch."""
     click.echo("\n".join(machine()))
-    click.echo(f"devices   simulated; load {load:g}, noise {noise:g}, target_tbt_ms {target_tbt_ms:g}, seed {seed}\n")
-    limits = Scheduling(target_tbt_ms=target_tbt_ms)
+    click.echo(f"devices   simulated; load {load:g}, noise {noise:g}, target_itl_ms {target_itl_ms:g}, seed {seed}\n")
+    limits = Scheduling(target_itl_ms=target_itl_ms)
     starved: list[str] = []
     rows: list[tuple[object, ...]] = []
     for name in names:

@@ -81,7 +81,7 @@ def request(rng: Random) -> dict[str, Any]:
             (flag, (True, False))
             for flag in ("ignore_eos", "stream", "echo", "keep_alive", "cache_prompt", "speculate", "parse_special")
         ),
-        ("slo", ({}, {"priority": "background"}, {"target_ttft_ms": 5, "target_tbt_ms": 1.5})),
+        ("slo", ({}, {"priority": "background"}, {"target_ttft_ms": 5, "target_itl_ms": 1.5})),
         ("metadata", ({}, {"k": [1, "é", None]}, {"deep": [[[[]]]]})),
     ):
         if rng.random() < 0.15:

@@ -168,7 +168,7 @@ async def test_inserted_tokens_are_prefilled_in_chunks_and_neighbours_keep_their
 
     async def gaps(*, controlled: bool) -> list[float]:
         engine = FakeEngine(cost_ms=lambda prompt, decodes: 2 + 0.2 * prompt + 0.5 * decodes)
-        async with steering(PROGRAMS, engine, target_tbt_ms=40) as harness:
+        async with steering(PROGRAMS, engine, target_itl_ms=40) as harness:
             times: list[float] = []
 
             class Neighbour(Client):

@@ -159,7 +159,7 @@ async def test_a_connection_runs_one_request_at_a_time(autojump_clock):
 async def test_streams_have_the_same_text_and_meet_their_target(autojump_clock):
     """Chunks take the time that is left before the next token is due, and there is one a step."""
     engine = FakeEngine(cost_ms=lambda prompt, decodes: 1 + 0.5 * prompt + decodes)
-    async with serving(engine, target_tbt_ms=50) as harness, harness.client() as client, harness.client() as embeds:
+    async with serving(engine, target_itl_ms=50) as harness, harness.client() as client, harness.client() as embeds:
         times = []
         async with trio.open_nursery() as nursery:
             texts = ["x" * 400] * 10
@@ -171,7 +171,7 @@ async def test_streams_have_the_same_text_and_meet_their_target(autojump_clock):
 
             nursery.start_soon(embed)
             tokens = []
-            async for event in client.generate(prompt="hello", max_tokens=200, slo={"target_tbt_ms": 50}):
+            async for event in client.generate(prompt="hello", max_tokens=200, slo={"target_itl_ms": 50}):
                 if isinstance(event, Token):
                     tokens.append(event.token_id)
                     times.append(trio.current_time())
@@ -187,7 +187,7 @@ async def test_streams_have_the_same_text_and_meet_their_target(autojump_clock):
 async def test_streams_whose_target_leaves_no_time_get_every_other_step_for_themselves(autojump_clock):
     engine = FakeEngine(cost_ms=lambda prompt, decodes: 5 * bool(decodes) + prompt)
     async with serving(engine) as harness, harness.client() as client, harness.client() as embeds:
-        await client.send({"id": "s", "prompt": "hello", "max_tokens": 4000, "slo": {"target_tbt_ms": 1}})
+        await client.send({"id": "s", "prompt": "hello", "max_tokens": 4000, "slo": {"target_itl_ms": 1}})
         await client.receive()
         n_before = len(engine.steps)
         await embeds.embed(["x" * 400])

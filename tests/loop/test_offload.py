@@ -296,7 +296,7 @@ async def test_copies_do_not_make_streams_late(autojump_clock):
         n_bytes = 20_000 * STATE_BYTES
         for _ in range(50):
             harness.scheduler.timings.record_copy("save", n_bytes, 200.0)
-        stream = harness.ask(tokens_of(2), 400, slo=Slo(target_tbt_ms=50))
+        stream = harness.ask(tokens_of(2), 400, slo=Slo(target_itl_ms=50))
         other = harness.ask(tokens_of(3, 60_000), 8)  # needs the cells of the first one
         await harness.ended(stream)
         await harness.ended(other)

@@ -380,7 +380,7 @@ async def test_the_daemon_opens_the_configured_file(path: Path) -> None:
     info = FakeEngine().info
     with perf_log(settings(), info) as log:
         assert log is None
-    with perf_log(settings(perf_log=path, perf_log_mb=2, target_tbt_ms=77.0), info) as log:
+    with perf_log(settings(perf_log=path, perf_log_mb=2, target_itl_ms=77.0), info) as log:
         assert log is not None
         log.write(tick(1))
     [run] = read(path)
@@ -391,7 +391,7 @@ async def test_the_daemon_opens_the_configured_file(path: Path) -> None:
         info.n_seq_max,
         info.n_batch,
     )
-    assert header.scheduling["target_tbt_ms"] == 77.0
+    assert header.scheduling["target_itl_ms"] == 77.0
     assert header.started[:2] == "20"
     assert run.trailer is not None
 

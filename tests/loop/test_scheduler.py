@@ -362,7 +362,7 @@ async def test_prefill_next_to_streams_runs_ahead(autojump_clock):
     def cost_ms(prompt: int, decodes: int) -> float:
         return 6 + 5 * math.ceil((prompt + decodes) / 64) if prompt else 6 + 0.2 * decodes
 
-    async with running(FakeEngine(n_ctx=20_000, cost_ms=cost_ms), target_tbt_ms=18.0) as harness:
+    async with running(FakeEngine(n_ctx=20_000, cost_ms=cost_ms), target_itl_ms=18.0) as harness:
         streams, prompts = [Collector() for _ in range(4)], [Collector() for _ in range(3)]
         sequences = [harness.ask([n + 1], stream, n=400) for n, stream in enumerate(streams)]
         await trio.sleep(0.1)
@@ -386,7 +386,7 @@ async def test_prefill_next_to_streams_runs_ahead(autojump_clock):
 @pytest.mark.parametrize("which", ["stream", "prompt"])
 async def test_a_cancel_during_prefill_next_to_streams_revokes_what_runs_ahead(autojump_clock, after_s, which):
     engine = FakeEngine(n_ctx=20_000, cost_ms=lambda prompt, decodes: 5 + 0.2 * prompt + decodes)
-    async with running(engine, target_tbt_ms=40.0) as harness:
+    async with running(engine, target_itl_ms=40.0) as harness:
         stream, on = harness.ask([1], Collector(), n=300), Collector()
         other = harness.ask([2], on, n=200)
         await trio.sleep(0.05)

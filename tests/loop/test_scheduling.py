@@ -88,19 +88,19 @@ async def running(engine: FakeEngine | None = None, **values: Any):
 
 
 async def test_targets_come_from_the_request_or_from_its_priority(autojump_clock):
-    async with running(target_tbt_ms=70.0, background_tbt_ms=900.0) as harness:
-        own = [None, INTERACTIVE, BACKGROUND, Slo(target_tbt_ms=5.0, priority="background")]
-        assert [harness.ask(1, 1, slo=slo).target_itl_s for slo in own] == [0.07, 0.07, 0.9, 0.005]
+    async with running(target_itl_ms=70.0, background_itl_ms=900.0) as harness:
+        own = [None, INTERACTIVE, BACKGROUND, Slo(target_itl_ms=5.0, priority="background")]
+        assert [harness.ask(1, 1, slo=slo).target_itl_ms for slo in own] == [70.0, 70.0, 900.0, 5.0]
 
 
 async def test_an_answer_that_is_not_streamed_is_in_no_hurry(autojump_clock):
-    async with running(target_tbt_ms=70.0, background_tbt_ms=900.0) as harness:
-        own = [None, INTERACTIVE, Slo(target_tbt_ms=5.0)]
-        assert [harness.ask(1, 1, slo=slo, stream=False).target_itl_s for slo in own] == [0.9, 0.9, 0.005]
+    async with running(target_itl_ms=70.0, background_itl_ms=900.0) as harness:
+        own = [None, INTERACTIVE, Slo(target_itl_ms=5.0)]
+        assert [harness.ask(1, 1, slo=slo, stream=False).target_itl_ms for slo in own] == [900.0, 900.0, 5.0]
 
 
 @pytest.mark.parametrize(
-    ("slo", "target_ms"), [(None, 200.0), (Slo(target_tbt_ms=20.0), 20.0), (Slo(target_tbt_ms=300.0), 300.0)]
+    ("slo", "target_ms"), [(None, 200.0), (Slo(target_itl_ms=20.0), 20.0), (Slo(target_itl_ms=300.0), 300.0)]
 )
 async def test_a_stream_is_on_time_during_the_prefill_of_others(autojump_clock, slo, target_ms):
     """The device computes 1,500 prompt tokens in 155 ms, nearly as fast as 4,000.  The cost model starts with its defaults."""

@@ -116,7 +116,7 @@ def test_mixed_load_and_llama_server(library, peers, tmp_path, folder):
         "--rival-batch",
         "2048,64",
         "--ours",
-        "--target-tbt-ms 50",
+        "--target-itl-ms 50",
         "--repeat",
         "2",
         "--long",
@@ -130,14 +130,14 @@ def test_mixed_load_and_llama_server(library, peers, tmp_path, folder):
     for text in (
         "pin  ",
         "| llama-server -b 2048 ",
-        "| uma-trio --target-tbt-ms 50 ",
+        "| uma-trio --target-itl-ms 50 ",
         "| times llama-server",
         "at least as good",
     ):
         assert text in done.stdout
     rows = read(out)
     assert [(row["server"], row["setting"]) for row in rows] == 2 * [
-        ("llama-server", "-b 2048"), ("uma-trio", "--target-tbt-ms 50"), ("llama-server", "-b 64")
+        ("llama-server", "-b 2048"), ("uma-trio", "--target-itl-ms 50"), ("llama-server", "-b 64")
     ]  # fmt: skip
     assert [row["run"] for row in rows] == ["1"] * 3 + ["2"] * 3
     for row in rows:
@@ -198,7 +198,7 @@ def test_a_rival_that_does_not_come_up_says_why(peers, tmp_path, folder):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--pin", "all"), ("--rival-batch", "many"), ("--ours", "--target-tbt-ms 9"), ("--rival", "llama-server", "--socket", "s"),
+        ("--pin", "all"), ("--rival-batch", "many"), ("--ours", "--target-itl-ms 9"), ("--rival", "llama-server", "--socket", "s"),
     ],
     ids=lambda options: options[0],
 )  # fmt: skip

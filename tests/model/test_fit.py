@@ -240,7 +240,7 @@ def test_what_was_taken_beyond_the_prediction_counts_at_the_next_start(
     def predicted(taken: float = 0.0) -> int:
         amounts = iter([0, int(taken)])
         monkeypatch.setattr(fitting, "anonymous_bytes", lambda: next(amounts))
-        engine = open_fitted(EMBEDDED, settings, sizes, cache_dir=tmp_path)
+        engine = open_fitted(EMBEDDED, settings, sizes, cache_dir=tmp_path, target_itl_ms=200)
         engine.close()
         assert engine.fit is not None
         assert engine.fit.taken["RAM"] == int(taken)
@@ -283,6 +283,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(library: Path, t
             sizes,
             cache_dir=tmp_path,
             on_progress=lambda s: progress.append(s) or True,
+            target_itl_ms=200,
         )
     assert progress == []
 

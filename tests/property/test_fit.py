@@ -89,7 +89,7 @@ def memories(ram: int, gpus: list[int]) -> list[Memory]:
 
 
 CUDA = Environment(on_gpu=True, scans_masked_cells=True)
-ENVIRONMENTS = st.sampled_from([ANY_GPU, CUDA, attrs.evolve(CUDA, target_tbt_ms=18.0)])
+ENVIRONMENTS = st.sampled_from([ANY_GPU, CUDA, attrs.evolve(CUDA, target_itl_ms=18.0)])
 
 
 def fitted(
@@ -173,7 +173,7 @@ def test_with_per_sequence_kv_a_request_gets_more_where_there_is_room(gib, paral
     assert found.layout.unified == unified
     if not unified:
         assert found.settings.ctx == tokens * parallel
-    tight = fitted(a_model(), settings, 64 * GIB, [gib * GIB], attrs.evolve(CUDA, target_tbt_ms=18.0))
+    tight = fitted(a_model(), settings, 64 * GIB, [gib * GIB], attrs.evolve(CUDA, target_itl_ms=18.0))
     assert tight is not None
     assert tight.layout.unified
     assert tight.settings.ctx <= DEFAULT_WINDOW * parallel

@@ -445,7 +445,7 @@ def test_nobody_starves(device: Device, seed: int) -> None:
     limits = Scheduling(
         prefill_burst_tokens=rng.choice([8, 32]),
         min_chunk_tokens=rng.choice([4, 16]),
-        target_tbt_ms=rng.choice([1.0, 50.0, 1000.0]),
+        target_itl_ms=rng.choice([1.0, 50.0, 1000.0]),
     )
     server = SimulatedServer(
         attrs.evolve(device, noise=0.1, rng=rng), limits, max_tokens=parallel + limits.prefill_burst_tokens + 100
@@ -583,19 +583,19 @@ POSSIBLE = [
 @pytest.mark.parametrize(("noise", "within"), [(0.0, 1.05), (0.03, 1.1)])
 def test_gaps_stay_within_the_target(device: Device, target: float, noise: float, within: float) -> None:
     """With no more than calibration before the first tick."""
-    server = under_load(device, noise=noise, target_tbt_ms=target)
+    server = under_load(device, noise=noise, target_itl_ms=target)
     assert p99(gaps(server, 0, 1, 2, 3)) <= within * target
 
 
 @pytest.mark.parametrize("device", [CPU, FLAT, SLOW])
 def test_the_time_up_to_the_target_is_used(device: Device) -> None:
     """Unless the batch is the limit."""
-    server = under_load(device, target_tbt_ms=70.0)
+    server = under_load(device, target_itl_ms=70.0)
     assert statistics.median(gaps(server, 0)) > 0.85 * 70 or max(server.ticks_ms) < 70
 
 
 def test_gaps_exceed_the_target_only_by_the_noise() -> None:
-    server = under_load(CPU, noise=0.1, target_tbt_ms=100.0)
+    server = under_load(CPU, noise=0.1, target_itl_ms=100.0)
     assert p99(gaps(server, 0, 1, 2, 3)) <= 100 * (1 + 2.8 * 0.1)
 
 
@@ -634,7 +634,7 @@ def test_without_decodes_ticks_take_about_prefill_tick_ms(device: Device) -> Non
 @pytest.mark.usefixtures("long_chunks")
 @pytest.mark.parametrize("factor", [0.3, 1.8])
 def test_streams_meet_their_targets_again_after_the_device_has_changed(factor: float) -> None:
-    server = under_load(CPU, target_tbt_ms=100.0)
+    server = under_load(CPU, target_itl_ms=100.0)
     server.device = Device(CPU.a * factor, CPU.b * factor, CPU.c * factor, CPU.d * factor)
     for seq_id in range(4):
         server.running[seq_id].gaps_ms.clear()

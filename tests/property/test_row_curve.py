@@ -223,7 +223,7 @@ def test_ticks_of_a_real_gpu_are_predicted_well(target: str) -> None:
     """Recorded on that H200 on 2026-11-23: 8 streams and six prompts of 4,000 words, at three targets."""
     cost, errors = CostModel().with_curves(H200_CURVES), []
     with Path(__file__).with_name("h200_ticks.csv").open(newline="") as file:
-        ticks = [row for row in csv.DictReader(file) if row["target_tbt_ms"] == target]
+        ticks = [row for row in csv.DictReader(file) if row["target_itl_ms"] == target]
     for row in ticks:
         decodes, cells = int(row["decode_rows"]), int(row["cells_in_use"])
         work = Work(int(row["prefill_tokens"]), decodes, decodes * cells, cells)
@@ -267,7 +267,7 @@ def test_streams_on_stairs_meet_tight_targets(target: float, monkeypatch: pytest
     late = {}
     for has_curve in (True, False):
         device = attrs.evolve(STAIRS, noise=0.01, rng=random.Random(1))
-        server = SimulatedServer(device, attrs.evolve(SimulatedServer(device).limits, target_tbt_ms=target))
+        server = SimulatedServer(device, attrs.evolve(SimulatedServer(device).limits, target_itl_ms=target))
         if not has_curve:
             server.cost = CostModel()
         for seq_id in range(8):
@@ -307,7 +307,7 @@ def test_with_per_sequence_kv_a_prompt_does_not_begin_after_the_end_of_a_long_on
             now_s=0.0,
             cost=cost,
             max_tokens=512,
-            limits=Scheduling(target_tbt_ms=30.0, prefill_burst_tokens=16, min_chunk_tokens=min_chunk_tokens),
+            limits=Scheduling(target_itl_ms=30.0, prefill_burst_tokens=16, min_chunk_tokens=min_chunk_tokens),
             mixes_prefill=mixes_prefill,
         )
         return [chunk.n_tokens for chunk in chosen.chunks]

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from uma_trio import config
 from uma_trio.cli import COMMANDS, OF_OTHER_PROGRAMS, main
 from uma_trio.cli.completion import LINE_VARIABLE, Lines
-from uma_trio.cli.serve import OF_OTHER_SERVERS
+from uma_trio.cli.serve import ALIASES, OF_OTHER_SERVERS
 from uma_trio.cli.serve import command as serve
 
 INSTALLED = [name for name in COMMANDS if importlib.util.find_spec(f"uma_trio.cli.{name}") is not None]
@@ -138,6 +138,15 @@ def test_flags_of_other_servers_have_a_hint(args: tuple[str, ...], hint: str) ->
     code, shown = run("serve", *args)
     assert code == 2
     assert hint in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(("alias", "flag"), ALIASES.items())
+def test_an_alias_of_a_flag_is_accepted_and_not_shown(alias: str, flag: str) -> None:
+    for args in ((alias, "none"), (f"{alias}=none",)):
+        assert run("serve", *args) == run("serve", flag, "none")
+    help = run("serve", "--help")[1]
+    assert flag in help
+    assert alias not in help
 
 
 def test_the_hints_for_flags_of_other_servers_name_flags_that_exist() -> None:

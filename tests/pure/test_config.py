@@ -281,8 +281,8 @@ def test_an_error_names_the_flag_or_the_variable() -> None:
         ("idle_timeout_s", "1h", 3600.0),
         ("idle_timeout_s", "1.5 min", 90.0),
         ("session_ttl_s", "7d", 604_800.0),
-        ("target_tbt_ms", "50ms", 50.0),
-        ("target_tbt_ms", "2s", 2000.0),
+        ("target_itl_ms", "50ms", 50.0),
+        ("target_itl_ms", "2s", 2000.0),
     ],
 )
 def test_suffixes_mean_the_same_in_all_places(tmp_path: Path, name: str, value: str, found: float) -> None:
@@ -372,7 +372,7 @@ configs = st.builds(
     ),
     listen=st.builds(Listen, socket=st.none() | paths, protocol=st.sampled_from(["auto", "json", "cbor", "newline"])),
     limits=st.builds(Limits, idle_timeout_s=st.floats(1e-300, 1e6), max_queue=st.integers(0, 10**6)),
-    scheduling=st.builds(Scheduling, target_tbt_ms=st.floats(0, 60_000, exclude_min=True)),
+    scheduling=st.builds(Scheduling, target_itl_ms=st.floats(0, 60_000, exclude_min=True)),
 )
 
 

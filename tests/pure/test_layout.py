@@ -29,7 +29,7 @@ PER_SEQUENCE_OFF = "per-sequence KV, flash attention off"
 PER_SEQUENCE = "per-sequence KV, flash attention auto"
 UNIFIED = "unified KV, flash attention auto"
 CUDA = Environment(on_gpu=True, scans_masked_cells=True)
-TIGHT = attrs.evolve(CUDA, target_tbt_ms=TIGHT_TARGET_MS - 1)
+TIGHT = attrs.evolve(CUDA, target_itl_ms=TIGHT_TARGET_MS - 1)
 
 
 def names(
@@ -105,7 +105,7 @@ def test_where_attention_scans_all_cells_the_target_decides() -> None:
     """Unified KV makes a tick with a prompt shorter, and all ticks longer the more cells are in use."""
     assert names(where=CUDA) == [PER_SEQUENCE, PER_SEQUENCE_OFF]
     assert names(where=TIGHT) == [UNIFIED], "a trial with little context does not know what a full cache costs"
-    assert names(where=attrs.evolve(CUDA, target_tbt_ms=TIGHT_TARGET_MS)) == names(where=CUDA)
+    assert names(where=attrs.evolve(CUDA, target_itl_ms=TIGHT_TARGET_MS)) == names(where=CUDA)
     assert names(where=attrs.evolve(TIGHT, on_gpu=False)) == names(), "on a CPU it decides nothing"
     assert names(where=CUDA, kv_unified="on") == [UNIFIED]
     assert names(where=TIGHT, kv_unified="off") == [PER_SEQUENCE, PER_SEQUENCE_OFF]
@@ -128,7 +128,7 @@ def test_the_rule_says_what_the_other_kv_cache_would_give() -> None:
 
     assert "with kv_unified on, one could have 65536" in words(CUDA, ctx=131_072, parallel=8)
     assert "kv_unified" not in words(CUDA, ctx=524_288, parallel=8), "each has what the model was trained for"
-    assert words(TIGHT).startswith("a target_tbt_ms below 50")
+    assert words(TIGHT).startswith("a target_itl_ms below 50")
     assert words(CUDA, ctx=32_768).startswith("requests would have only 4096 tokens each")
     for undecided in (words(CUDA, kv_unified="on"), words(CUDA, parallel=1), words(Environment(on_gpu=True))):
         assert not undecided

@@ -141,7 +141,7 @@ class SimulatedServer:
         principal: str = "",
     ) -> SimulatedSequence:
         """Admit a prompt of ``n_pending`` tokens."""
-        target = self.limits.target_tbt_ms if target_ms is None else target_ms
+        target = self.limits.target_itl_ms if target_ms is None else target_ms
         self.running[seq_id] = SimulatedSequence(
             seq_id, n_pending, target, n_to_generate, priority=priority, principal=principal
         )

@@ -21,7 +21,7 @@ HEADER = Header(
     n_ctx=65536,
     n_seq_max=8,
     n_batch=512,
-    scheduling={"target_tbt_ms": 100.0, "prefill_burst_tokens": 64},
+    scheduling={"target_itl_ms": 100.0, "prefill_burst_tokens": 64},
 )
 
 

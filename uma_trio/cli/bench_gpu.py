@@ -29,9 +29,9 @@ GPU_BENCHES: Final = (
         about="Eight streams are running when six prompts of 4,000 words arrive. Targets of 18 and 30 ms and the default, "
         "against batch sizes of llama-server. Is any setting of the rival better in both?",
         full="--streams 8 --tokens 400 --long 6 --long-words 4000 --long-every 0.3 --parallel 14 --ctx 114688 "
-        "--rival-batch 2048,512,256,128 --repeat 3 --ours '--target-tbt-ms 18' --ours '--target-tbt-ms 30' --ours ''",
+        "--rival-batch 2048,512,256,128 --repeat 3 --ours '--target-itl-ms 18' --ours '--target-itl-ms 30' --ours ''",
         quick="--streams 2 --tokens 60 --long 1 --long-words 120 --long-after 10 --rival-batch 2048,64 "
-        "--ours '--target-tbt-ms 18' --ours ''",
+        "--ours '--target-itl-ms 18' --ours ''",
         rival=(f"--rival llama-server {ALL_ON_GPU}", ""), needs_rival=True, has_plot=True,
     ),
     Bench(

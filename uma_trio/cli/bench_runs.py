@@ -66,7 +66,7 @@ BENCHES: Final = (
         about="The same load at several settings of both servers. Is any setting of the rival better in both?",
         full="--long 5 --repeat 3",
         quick="--tokens 100 --long 2 --long-words 400 --long-after 20 --rival-batch 2048,64 "
-        "--ours '--target-tbt-ms 60' --ours '--target-tbt-ms 200'",
+        "--ours '--target-itl-ms 60' --ours '--target-itl-ms 200'",
         rival=("--rival llama-server", ""), needs_rival=True, has_plot=True,
     ),
     Bench(

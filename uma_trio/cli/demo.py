@@ -52,7 +52,7 @@ def _writable(_context: click.Context, _option: click.Parameter, file: Path | No
 @click.option(
     "--max-gap-ms",
     type=click.FloatRange(0, min_open=True),
-    help="Maximum gap in a chat during prefill of the document.  [default: 1.5 times target_tbt_ms, 300]",
+    help="Maximum gap in a chat during prefill of the document.  [default: 1.5 times target_itl_ms, 300]",
 )
 @click.option(
     "--picture",
@@ -240,4 +240,4 @@ async def _animate(scene: Scene, console: Console, task_status: Any) -> None:
 def _longest_gap_ms() -> float:
     from uma_trio.config import Scheduling
 
-    return 1.5 * Scheduling().target_tbt_ms
+    return 1.5 * Scheduling().target_itl_ms

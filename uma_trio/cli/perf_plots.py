@@ -55,9 +55,9 @@ def inter_token_cdf(run: Run, axes: Axes) -> None:
         axes.plot(at, level, "o", color=DECODE, markersize=4)
         text = f"p{level * 100:.0f}  {at:.1f} ms"
         axes.annotate(text, (at, level), xytext=(-7, 4), textcoords="offset points", ha="right", fontsize=8)
-    target = run.header.scheduling.get("target_tbt_ms")
+    target = run.header.scheduling.get("target_itl_ms")
     if isinstance(target, int | float):
-        axes.axvline(target, color=PREFILL, linestyle="--", linewidth=1, label="target_tbt_ms")
+        axes.axvline(target, color=PREFILL, linestyle="--", linewidth=1, label="target_itl_ms")
         axes.legend(frameon=False, fontsize=8, loc="lower right")
     axes.set(xscale="log", ylim=(0, 1.03), xlim=(values[0] / 3, None))
     _plain_log(axes, "x")

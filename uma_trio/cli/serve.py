@@ -97,6 +97,9 @@ OF_OTHER_SERVERS: Final = {
 }
 """Flags of llama-server, vLLM and SGLang, and what to write here."""
 
+ALIASES: Final = {"--target-tbt-ms": "--target-itl-ms"}
+"""Other names of flags; the help leaves them out."""
+
 
 class _ServeCommand(click.Command):
     """A command whose help groups the flags by the sections of the configuration."""
@@ -108,6 +111,9 @@ class _ServeCommand(click.Command):
             for name in (arg.partition("=")[0] for arg in args):
                 if name in hints:
                     ctx.fail(f"serve has no {name}; write {hints[name]}")
+        for at, arg in enumerate(args):
+            name, *value = arg.split("=", 1)
+            args[at] = "=".join((ALIASES.get(name, name), *value))
         super().parse_args(ctx, args)
         if ctx.args and not ctx.resilient_parsing:
             given = shlex.join(ctx.args)

@@ -14,6 +14,7 @@ Flags override the environment, the environment overrides the file, and the file
 
 from uma_trio.config.fields import (
     DEFAULT_BATCH,
+    DEFAULT_TARGET_ITL_MS,
     MB,
     SECTIONS,
     Adapter,
@@ -38,6 +39,7 @@ from uma_trio.config.values import Setting, settings
 
 __all__ = [
     "DEFAULT_BATCH",
+    "DEFAULT_TARGET_ITL_MS",
     "MB",
     "SECTIONS",
     "Adapter",

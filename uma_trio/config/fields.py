@@ -19,6 +19,8 @@ MB: Final = 1_000_000
 """Bytes of the unit ``_mb``."""
 DEFAULT_BATCH: Final = 512
 """Tokens of a batch, where ``batch_tokens`` is 0."""
+DEFAULT_TARGET_ITL_MS: Final = 200.0
+"""Inter-token latency that streams are promised during prefill, in milliseconds."""
 
 
 def setting(
@@ -234,7 +236,7 @@ class Model:
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
         "on: all sequences share ctx, and one sequence can use all of it. off: each sequence has ctx / parallel "
-        "tokens (per-sequence KV). auto: the faster one. With CUDA, ROCm, MUSA and SYCL that is off; but on, if target_tbt_ms "
+        "tokens (per-sequence KV). auto: the faster one. With CUDA, ROCm, MUSA and SYCL that is off; but on, if target_itl_ms "
         "is below 50, or ctx / parallel below 8192 or the model's smaller training context. On other devices it is measured "
         "at the first start together with flash_attn; without a measurement it is on with a GPU and off without.",
     )
@@ -491,17 +493,17 @@ class Limits:
 class Scheduling:
     """How the scheduler fills ticks."""
 
-    target_tbt_ms: float = setting(
-        200.0,
-        "Target for the time between the tokens of a stream during prefill, for requests without slo.target_tbt_ms. "
+    target_itl_ms: float = setting(
+        DEFAULT_TARGET_ITL_MS,
+        "Target for the inter-token latency of a stream during prefill, for requests without slo.target_itl_ms. "
         "Prefill gets the time that decoding leaves, as far as longer chunks make it faster. On a GPU the next token mostly "
         "comes after a quarter of this time.",
         gt=0,
         le=600_000,
     )
-    background_tbt_ms: float = setting(
+    background_itl_ms: float = setting(
         1000.0,
-        "Like target_tbt_ms, for requests with slo.priority background and requests without streaming.",
+        "Like target_itl_ms, for requests with slo.priority background and requests without streaming.",
         gt=0,
         le=600_000,
     )

@@ -72,7 +72,7 @@ def open_fitted(
     adapters: Sequence[AdapterFile] = (),
     draft: ModelSizes | None = None,
     layouts: Collection[str] = (),
-    target_tbt_ms: float = config.Scheduling().target_tbt_ms,
+    target_itl_ms: float,
 ) -> LlamaEngine:
     """Load the model with settings with which it fits.  Blocks until it is loaded.
 
@@ -83,7 +83,7 @@ def open_fitted(
         adapters: loaded with it.
         draft: sizes of its draft model.
         layouts: names of the layouts to choose from if ``fit`` is off; empty for all.
-        target_tbt_ms: see ``Environment``.
+        target_itl_ms: see ``Environment``.
 
     Raises:
         DoesNotFit: the model cannot fit; nothing was loaded.
@@ -92,7 +92,7 @@ def open_fitted(
     """
     if settings.fit == "off" or sizes is None:
         return LlamaEngine(
-            path, settings, on_progress, layout_cache, adapters, layouts=layouts or None, target_tbt_ms=target_tbt_ms
+            path, settings, on_progress, layout_cache, adapters, layouts=layouts or None, target_itl_ms=target_itl_ms
         )
     library = open_library(settings)
     where = place(settings, library)
@@ -116,11 +116,11 @@ def open_fitted(
         where,
         min_batch=min_batch,
         companions=companions,
-        target_tbt_ms=target_tbt_ms,
+        target_itl_ms=target_itl_ms,
     )
     before, anonymous = measure(library, where), anonymous_bytes()
     engine = LlamaEngine(
-        path, found.settings, on_progress, layout_cache, adapters, layouts=fitting, target_tbt_ms=target_tbt_ms
+        path, found.settings, on_progress, layout_cache, adapters, layouts=fitting, target_itl_ms=target_itl_ms
     )
     after = measure(library, where)
     taken = {old.name: max(0, old.free_bytes - new.free_bytes) for old, new in zip(before, after, strict=True)}
@@ -208,7 +208,7 @@ def choose(
     *,
     min_batch: int = SMALL_BATCH,
     companions: Companions = NO_COMPANIONS,
-    target_tbt_ms: float = config.Scheduling().target_tbt_ms,
+    target_itl_ms: float,
 ) -> tuple[Fit, frozenset[str] | None]:
     """Choose settings with which the model fits, and the names of the layouts that fit; ``None`` for all of them.
 
@@ -217,7 +217,7 @@ def choose(
         llama_abi.LlamaError: llama.cpp refuses the file.
     """
     where = place(settings, library) if where is None else where
-    environment = environment_of(where, target_tbt_ms)
+    environment = environment_of(where, target_itl_ms)
     fitted = functools.partial(
         fit,
         sizes,
@@ -392,7 +392,7 @@ def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngi
             adapters=start.adapters,
             draft=start.draft_sizes,
             layouts=start.layouts,
-            target_tbt_ms=start.target_tbt_ms,
+            target_itl_ms=start.target_itl_ms,
         )
     except (OSError, MemoryError, EngineError, DoesNotFit, *LOAD_ERRORS) as error:
         raise LoadError(str(error), is_about_memory=is_about_memory(error)) from error

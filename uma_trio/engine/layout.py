@@ -92,13 +92,13 @@ class Environment:
     """Layers of the model are on a GPU."""
     scans_masked_cells: bool = False
     """With unified KV, attention on this device scans the cells of all sequences (``layout_choice.attention_scan``)."""
-    target_tbt_ms: float = config.Scheduling().target_tbt_ms
-    """Target for the time between the tokens of a stream, in milliseconds."""
+    target_itl_ms: float = config.DEFAULT_TARGET_ITL_MS
+    """Target for the inter-token latency of a stream, in milliseconds."""
 
     @property
     def prefers_unified(self) -> bool:
         """Whether unified KV is the rule, if sequences would have enough tokens either way (``default_layout``)."""
-        return self.on_gpu and (not self.scans_masked_cells or self.target_tbt_ms < TIGHT_TARGET_MS)
+        return self.on_gpu and (not self.scans_masked_cells or self.target_itl_ms < TIGHT_TARGET_MS)
 
     @property
     def rule_decides_kv(self) -> bool:
@@ -242,7 +242,7 @@ def rule_in_words(layout: Layout, shape: Shape, settings: config.Model, environm
         return f"attention on this device scans all cells of a unified cache, and {share} tokens suffice for most requests{more}"
     why = f"requests would have only {share} tokens each"
     if environment.prefers_unified:
-        why = f"a target_tbt_ms below {TIGHT_TARGET_MS:g} leaves no time to read the weights twice in a tick"
+        why = f"a target_itl_ms below {TIGHT_TARGET_MS:g} leaves no time to read the weights twice in a tick"
     return f"{why}; with kv_unified off, streams would decode faster while no prompt is computed"
 
 

@@ -49,13 +49,13 @@ def shape_of(model: llama_abi.Model, settings: config.Model) -> Shape:
 
 
 def layout_candidates(
-    model: llama_abi.Model, where: Place, shape: Shape, settings: config.Model, target_tbt_ms: float
+    model: llama_abi.Model, where: Place, shape: Shape, settings: config.Model, target_itl_ms: float
 ) -> tuple[Layout, ...]:
     """The layouts in which ``model`` may serve, the default first."""
     return candidates(
         shape,
         settings,
-        environment_of(where, target_tbt_ms),
+        environment_of(where, target_itl_ms),
         memory_bytes=machine_memory_bytes(),
         windowed=model.n_swa > 0,
     )
@@ -107,10 +107,10 @@ def _scans_masked_cells(devices: Iterable[str]) -> bool:
     return any(name.startswith(SCANS_MASKED_CELLS) for name in devices)
 
 
-def environment_of(where: Place, target_tbt_ms: float) -> Environment:
+def environment_of(where: Place, target_itl_ms: float) -> Environment:
     """What the layout by rule depends on, for a model that goes to ``where``."""
     return Environment(
-        on_gpu=where.on_gpu, scans_masked_cells=_scans_masked_cells(where.names), target_tbt_ms=target_tbt_ms
+        on_gpu=where.on_gpu, scans_masked_cells=_scans_masked_cells(where.names), target_itl_ms=target_itl_ms
     )
 
 
@@ -123,7 +123,7 @@ def choose_layout(
     layouts: tuple[Layout, ...],
     names: Collection[str] | None,
     *,
-    target_tbt_ms: float,
+    target_itl_ms: float,
     loaded_s: float,
 ) -> LayoutChoice:
     """Choose the layout of the KV cache: the cached choice for this environment, or a new measurement.
@@ -131,13 +131,13 @@ def choose_layout(
     Args:
         layouts: the candidates, the default first.
         names: of those that there is memory for; ``None`` for all of them.
-        target_tbt_ms: see ``Environment``.
+        target_itl_ms: see ``Environment``.
         loaded_s: what loading the weights took; a tenth of it may always go to measuring.
     """
     if names is not None:
         layouts = tuple(each for each in layouts if each.name in names) or layouts[:1]
     check_memory(model, where, shape, layouts[0].n_ctx)
-    rule = rule_in_words(layouts[0], shape, settings, environment_of(where, target_tbt_ms))
+    rule = rule_in_words(layouts[0], shape, settings, environment_of(where, target_itl_ms))
     if len(layouts) == 1:
         return LayoutChoice(layout=layouts[0], why="rule" if rule else "only one", rule=rule)
     if layout_cache is None or settings.layout_trial_s == 0:

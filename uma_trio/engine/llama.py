@@ -93,7 +93,7 @@ class LlamaEngine:
         adapters: Sequence[AdapterFile] = (),
         *,
         layouts: Collection[str] | None = None,
-        target_tbt_ms: float = config.Scheduling().target_tbt_ms,
+        target_itl_ms: float = config.DEFAULT_TARGET_ITL_MS,
     ) -> None:
         settings = with_defaults(settings)
         library = open_library(settings)
@@ -116,7 +116,7 @@ class LlamaEngine:
             self._shape = shape_of(self._model, settings)
             self._adapters = LoadedAdapters(self._model, adapters, on_gpu=self._place.on_gpu)
             stack.callback(self._adapters.close)
-            layouts_by_rule = layout_candidates(self._model, self._place, self._shape, settings, target_tbt_ms)
+            layouts_by_rule = layout_candidates(self._model, self._place, self._shape, settings, target_itl_ms)
             self._default_layout = layouts_by_rule[0]
             self._choice = choose_layout(
                 self._model,
@@ -126,7 +126,7 @@ class LlamaEngine:
                 layout_cache,
                 layouts_by_rule,
                 layouts,
-                target_tbt_ms=target_tbt_ms,
+                target_itl_ms=target_itl_ms,
                 loaded_s=loaded_s,
             )
             self._context = self._open()

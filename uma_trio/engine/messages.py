@@ -205,8 +205,8 @@ class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
     """Checked before they are sent."""
     purpose: Purpose = "generate"
     """What the model is for."""
-    target_tbt_ms: float = config.Scheduling().target_tbt_ms
-    """Target for the time between the tokens of a stream; the layout of the KV cache depends on it."""
+    target_itl_ms: float = config.DEFAULT_TARGET_ITL_MS
+    """Target for the inter-token latency of a stream; the layout of the KV cache depends on it."""
 
 
 class SampleRequest(msgspec.Struct, array_like=True, gc=False):

@@ -143,7 +143,7 @@ async def open_model(
                 min_batch=min_batch(config),
                 adapters=adapters,
                 purpose=summary.purpose,
-                target_tbt_ms=config.scheduling.target_tbt_ms,
+                target_itl_ms=config.scheduling.target_itl_ms,
             )
             link = await _loaded(launcher, start, on_progress or (lambda share: None), go_on)
         if link is None:

@@ -53,8 +53,8 @@ class Slo:
 
     target_ttft_ms: TargetMs | None = None
     """Time to first token."""
-    target_tbt_ms: TargetMs | None = None
-    """Time between tokens, also called inter-token latency."""
+    target_itl_ms: TargetMs | None = None
+    """Inter-token latency: the time between tokens."""
     priority: Priority = "normal"
 
 

@@ -104,7 +104,7 @@ class RunningSet:
         sequence.state, sequence.placed_at = State.PREFILL, trio.current_time()
         sequence.regained_at, sequence.has_gained = None, False
         if sequence.was_preempted:
-            sequence.due_at = sequence.placed_at + sequence.target_itl_s
+            sequence.due_at = sequence.placed_at + sequence.target_itl_ms / 1e3
         if sequence.admitted_at is None:
             sequence.admitted_at = sequence.placed_at
             self._telemetry.record_admission(1e3 * (sequence.admitted_at - sequence.arrived_at))

@@ -75,7 +75,7 @@ def admit(
             arrived_at=now,
             due_at=now + _target_ttft_ms(request.slo, config) / 1e3,
             grace_s=max(0.0, config.scheduling.target_ttft_ms - _target_ttft_ms(request.slo, config)) / 1e3,
-            target_itl_s=_target_itl_ms(request, config) / 1e3,
+            target_itl_ms=_target_itl_ms(request, config),
             durable=durable,
         )
         for index in range(request.n)
@@ -180,7 +180,7 @@ def _target_ttft_ms(slo: Slo, config: Config) -> float:
 
 
 def _target_itl_ms(request: Generate, config: Config) -> float:
-    if request.slo.target_tbt_ms is not None:
-        return request.slo.target_tbt_ms
+    if request.slo.target_itl_ms is not None:
+        return request.slo.target_itl_ms
     nobody_reads = request.slo.priority == "background" or not request.stream
-    return config.scheduling.background_tbt_ms if nobody_reads else config.scheduling.target_tbt_ms
+    return config.scheduling.background_itl_ms if nobody_reads else config.scheduling.target_itl_ms

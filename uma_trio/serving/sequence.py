@@ -114,7 +114,7 @@ class Sequence:
     grace_s: float = 0.0
     """How much later than ``due_at`` the first token may be before others have to wait for it: a request that sets a short
     target goes before others of its principal, and does not slow down everybody."""
-    target_itl_s: float
+    target_itl_ms: float
     """Inter-token latency that it is promised."""
     durable: bool
     index: int | None
@@ -238,7 +238,7 @@ class Sequence:
         return self._view(
             n_pending=1 if samples else self.n_known - end,
             n_context=end,
-            due_s=completed_at + self.target_itl_s if samples else self.due_at,
+            due_s=completed_at + self.target_itl_ms / 1e3 if samples else self.due_at,
         )
 
     def _view(self, *, n_pending: int, n_context: int, due_s: float) -> SequenceView:
@@ -368,8 +368,8 @@ class Sequence:
             adapters=self.adapters,
             arrived_at=now,
             admitted_at=now,
-            due_at=now + self.target_itl_s,
-            target_itl_s=self.target_itl_s,
+            due_at=now + self.target_itl_ms / 1e3,
+            target_itl_ms=self.target_itl_ms,
             durable=False,
             index=index,
             control=control,

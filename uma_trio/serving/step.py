@@ -344,7 +344,7 @@ def complete_step(
             new = complete_sample(sequence, sampled[0], scores, cache)
             if new is not None:
                 new_tokens.append(new)
-            sequence.due_at = now + sequence.target_itl_s
+            sequence.due_at = now + sequence.target_itl_ms / 1e3
             continue
         if MASK_LATE in sampled:  # then all of its samples have it
             new_tokens.append(_undo(sequence, row, cache, can_truncate=can_truncate))
@@ -359,7 +359,7 @@ def complete_step(
         all_accepted = len(sampled) == 1 + len(row.drafts)
         sequence.forced = forced.get(sequence.allocation.seq_id, ()) if all_accepted else ()
         sequence.state = State.DECODE
-        sequence.due_at = now + sequence.target_itl_s
+        sequence.due_at = now + sequence.target_itl_ms / 1e3
     return new_tokens
 
 

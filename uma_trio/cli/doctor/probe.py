@@ -110,7 +110,7 @@ def _probe_model(settings: Config) -> None:
                     layout_cache=FileLayoutCache(path),
                     min_batch=min_batch(settings),
                     draft=draft_sizes,
-                    target_tbt_ms=settings.scheduling.target_tbt_ms,
+                    target_itl_ms=settings.scheduling.target_itl_ms,
                 )
     except ModelError as error:
         _report("model", problem=error.reason, remedy=error.remedy)

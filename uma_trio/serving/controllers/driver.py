@@ -436,7 +436,7 @@ class ControllerDriver:
             if sequence.allocation is not None and not sequence.n_computed:
                 self._running.share_prefix(sequence)
         if control.phase is Phase.SUSPENDED and not result.suspend:  # the time until its next token begins now
-            sequence.due_at, sequence.paused = trio.current_time() + sequence.target_itl_s, True
+            sequence.due_at, sequence.paused = trio.current_time() + sequence.target_itl_ms / 1e3, True
         control.n_forks, control.is_permitted = result.num_forks, False
         control.waits_for = [] if result.waits_for is UNSET else result.waits_for
         if result.suspend or result.num_forks != 1:
