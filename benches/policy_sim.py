@@ -57,7 +57,7 @@ from uma_trio.kv.idle_limit import IdleLimit
 from uma_trio.scheduling.attention import Attention, AttentionScan
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
-from uma_trio.scheduling.policy import MAX_BACKGROUND_SKIPS, Plan, PolicyState, PrefillChunk, plan
+from uma_trio.scheduling.policy import MAX_BACKGROUND_SKIPS, Plan, PolicyState, PrefillChunk, Tick, plan
 from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
 from uma_trio.scheduling.view import Priority, SequenceView
 
@@ -366,14 +366,16 @@ class UmaTrio:
         self, decodes: list[SequenceView], prefills: list[SequenceView], now_s: float, attention: Attention
     ) -> Plan:
         chosen = plan(
-            decodes,
-            prefills,
-            self._state,
-            now_s=now_s,
-            cost=self.cost,
-            max_tokens=self._device.n_batch,
-            limits=self._limits,
-            attention=attention,
+            Tick(
+                decodes,
+                prefills,
+                self._state,
+                now_s=now_s,
+                cost=self.cost,
+                max_tokens=self._device.n_batch,
+                limits=self._limits,
+                attention=attention,
+            )
         )
         self._state = chosen.state
         return chosen
@@ -659,7 +661,7 @@ def plan_time_ms(n_decodes: int, n_prefills: int, *, calls: int = 500) -> list[f
     times = []
     for _ in range(calls):
         began = time.thread_time()
-        chosen = plan(decodes, prefills, state, now_s=0.0, cost=cost, max_tokens=2048, limits=limits)
+        chosen = plan(Tick(decodes, prefills, state, now_s=0.0, cost=cost, max_tokens=2048, limits=limits))
         times.append(1e3 * (time.thread_time() - began))
         state = chosen.state
     return times

@@ -30,10 +30,12 @@ from uma_trio.scheduling.policy import (
     MAX_BACKGROUND_SKIPS,
     MIN_ALIGNED_TOKENS,
     MIN_DRAFT_SPEEDUP,
+    OWN_CONTEXTS,
     ROW_ALIGNMENT,
     Plan,
     PolicyState,
     PrefillChunk,
+    Tick,
     estimated_work,
     plan,
 )
@@ -78,15 +80,17 @@ class Case:
 
     def plan(self, attention: Attention = Attention()) -> Plan:  # noqa: B008  (immutable)
         return plan(
-            self.decodes,
-            self.prefills,
-            self.state,
-            now_s=0.0,
-            cost=self.cost,
-            max_tokens=self.max_tokens,
-            limits=self.limits,
-            records_calls=self.records_calls,
-            attention=attention,
+            Tick(
+                self.decodes,
+                self.prefills,
+                self.state,
+                now_s=0.0,
+                cost=self.cost,
+                max_tokens=self.max_tokens,
+                limits=self.limits,
+                records_calls=self.records_calls,
+                attention=attention,
+            )
         )
 
     @property
@@ -240,7 +244,7 @@ def next_to_16_streams(prefills: list[SequenceView], priority: Priority = Priori
     """The streams take 44 ms of their 50, so not even the smallest chunk is in time.  A prompt token takes 1 ms."""
     decodes = [SequenceView(seq_id, due_s=0.05, priority=priority) for seq_id in range(16)]
     cost = known(Device(4.0, 1.0, 2.5))
-    return plan(decodes, prefills, PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS)
+    return plan(Tick(decodes, prefills, PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS))
 
 
 @pytest.mark.parametrize(("n_waiting", "tokens"), [(1, 22), (8, 44), (12, 64), (16, 80), (30, 80)])
@@ -312,14 +316,16 @@ def test_a_plan_is_pure_and_ignores_the_order_of_its_input(case: Case, rng: rand
 
 
 def test_nothing_is_ready() -> None:
-    chosen = plan([], [], PolicyState(), now_s=0.0, cost=CostModel(), max_tokens=64, limits=LIMITS)
+    chosen = plan(Tick([], [], PolicyState(), now_s=0.0, cost=CostModel(), max_tokens=64, limits=LIMITS))
     assert (chosen.decodes, chosen.chunks, chosen.work) == ([], (), Work(0, 0, 0))
 
 
 def test_a_single_prompt_gets_the_tokens_of_prefill_tick_ms() -> None:
     for device, expected in ((QUICK, 512), (CPU, 208)):  # 250 = 3 + 1.05 n + 0.00025 n n, and n aligned
         chosen = plan(
-            [], [SequenceView(3, 5000)], PolicyState(), now_s=0.0, cost=known(device), max_tokens=512, limits=LIMITS
+            Tick(
+                [], [SequenceView(3, 5000)], PolicyState(), now_s=0.0, cost=known(device), max_tokens=512, limits=LIMITS
+            )
         )
         assert chosen.chunks == (PrefillChunk(3, expected, is_last=False),)
 
@@ -336,13 +342,15 @@ def test_context_before_a_chunk_makes_the_chunk_smaller() -> None:
     sizes = []
     for context in (0, 2000):
         chosen = plan(
-            [SequenceView(0, due_s=0.1)],
-            [SequenceView(3, 5000, context)],
-            PolicyState(),
-            now_s=0.0,
-            cost=known(CPU),
-            max_tokens=512,
-            limits=LIMITS,
+            Tick(
+                [SequenceView(0, due_s=0.1)],
+                [SequenceView(3, 5000, context)],
+                PolicyState(),
+                now_s=0.0,
+                cost=known(CPU),
+                max_tokens=512,
+                limits=LIMITS,
+            )
         )
         sizes.append(chosen.work.prefill_tokens)
         assert chosen.predicted_ms <= 100
@@ -354,13 +362,15 @@ def test_context_before_a_chunk_makes_the_chunk_smaller() -> None:
 def test_a_chunk_that_is_not_the_last_aligns_the_rows_of_the_call(pending: int, got: int) -> None:
     """87 tokens fit next to the decode; 79 and the decode are a multiple of 16 rows."""
     chosen = plan(
-        [SequenceView(0, due_s=0.1)],
-        [SequenceView(3, pending)],
-        PolicyState(),
-        now_s=0.0,
-        cost=known(CPU),
-        max_tokens=512,
-        limits=LIMITS,
+        Tick(
+            [SequenceView(0, due_s=0.1)],
+            [SequenceView(3, pending)],
+            PolicyState(),
+            now_s=0.0,
+            cost=known(CPU),
+            max_tokens=512,
+            limits=LIMITS,
+        )
     )
     assert chosen.work.prefill_tokens == got
 
@@ -371,20 +381,22 @@ def test_a_chunk_is_no_longer_than_it_pays() -> None:
     sizes = []
     for due_s in (0.150, 0.6, math.inf):
         chosen = plan(
-            [SequenceView(0, due_s=due_s)],
-            [SequenceView(3, 5000)],
-            PolicyState(),
-            now_s=0.0,
-            cost=cost,
-            max_tokens=512,
-            limits=LIMITS,
+            Tick(
+                [SequenceView(0, due_s=due_s)],
+                [SequenceView(3, 5000)],
+                PolicyState(),
+                now_s=0.0,
+                cost=cost,
+                max_tokens=512,
+                limits=LIMITS,
+            )
         )
         sizes.append(chosen.work.prefill_tokens)
     speeds = [n / (50 + n) for n in (sizes[2] + ROW_ALIGNMENT, 511)]
     assert sizes[0] == 95, "as much as there is time for"
     assert sizes[1] == sizes[2] < 400, "not as much as that"
     assert speeds[0] >= PREFILL_SPEED * speeds[1]
-    alone = plan([], [SequenceView(3, 5000)], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS)
+    alone = plan(Tick([], [SequenceView(3, 5000)], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS))
     assert alone.work.prefill_tokens == 200 - 200 % ROW_ALIGNMENT, "nobody waits"
 
 
@@ -393,14 +405,16 @@ def test_no_chunk_makes_a_call_like_the_one_before_on_a_device_that_records_them
     decodes, state, rows = [SequenceView(seq_id, due_s=0.1) for seq_id in range(8)], PolicyState(), []
     for _ in range(4):
         chosen = plan(
-            decodes,
-            [SequenceView(9, 5000)],
-            state,
-            now_s=0.0,
-            cost=known(CPU),
-            max_tokens=512,
-            limits=LIMITS,
-            records_calls=records,
+            Tick(
+                decodes,
+                [SequenceView(9, 5000)],
+                state,
+                now_s=0.0,
+                cost=known(CPU),
+                max_tokens=512,
+                limits=LIMITS,
+                records_calls=records,
+            )
         )
         state = chosen.state
         rows.append(len(chosen.decodes) + chosen.work.prefill_tokens)
@@ -408,14 +422,16 @@ def test_no_chunk_makes_a_call_like_the_one_before_on_a_device_that_records_them
     assert n % ROW_ALIGNMENT == 0
     assert rows == ([n, n - 1, n, n - 1] if records else [n] * 4)
     last = plan(
-        decodes,
-        [SequenceView(9, rows[-1] - 8)],
-        state,
-        now_s=0.0,
-        cost=known(CPU),
-        max_tokens=512,
-        limits=LIMITS,
-        records_calls=records,
+        Tick(
+            decodes,
+            [SequenceView(9, rows[-1] - 8)],
+            state,
+            now_s=0.0,
+            cost=known(CPU),
+            max_tokens=512,
+            limits=LIMITS,
+            records_calls=records,
+        )
     )
     assert last.chunks == (PrefillChunk(9, rows[-1] - 8, is_last=True),), "no token is left for a tick of its own"
 
@@ -707,15 +723,17 @@ def test_calls_together_have_every_decode_once(
     mixes_prefill, scan = kv_layout
     prompts = [SequenceView(20, pending), SequenceView(21, pending + 7)] if pending else []
     chosen = plan(
-        decodes,
-        prompts,
-        PolicyState(),
-        now_s=0.0,
-        cost=cost,
-        max_tokens=max_tokens,
-        limits=LIMITS,
-        mixes_prefill=mixes_prefill,
-        attention=Attention(scan, 30_000),
+        Tick(
+            decodes,
+            prompts,
+            PolicyState(),
+            now_s=0.0,
+            cost=cost,
+            max_tokens=max_tokens,
+            limits=LIMITS,
+            mixes_prefill=mixes_prefill,
+            attention=Attention(scan, 30_000),
+        )
     )
     assert sum(chosen.call_widths) == len(chosen.decodes) == len(decodes)
     assert all(chosen.call_widths)
@@ -737,7 +755,9 @@ def test_with_per_sequence_kv_the_ids_of_a_call_are_consecutive(
     decodes, cost, max_tokens = case
     decodes = [msgspec.structs.replace(view, n_drafts=0) for view in decodes]
     chosen = plan(
-        decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS, mixes_prefill=False
+        Tick(
+            decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS, mixes_prefill=False
+        )
     )
     ids = iter([view.seq_id for view in chosen.decodes])
     for width in chosen.call_widths:
@@ -757,16 +777,18 @@ def test_filled_gaps_never_cost_more_than_calls_of_their_own(
 
     def chosen(fillers: dict[int, int]) -> Plan:
         return plan(
-            decodes,
-            [SequenceView(20, pending)] if pending else [],
-            PolicyState(),
-            now_s=0.0,
-            cost=cost,
-            max_tokens=max_tokens,
-            limits=LIMITS,
-            mixes_prefill=False,
-            attention=PADDED if pads else Attention(),
-            fillers=fillers,
+            Tick(
+                decodes,
+                [SequenceView(20, pending)] if pending else [],
+                PolicyState(),
+                now_s=0.0,
+                cost=cost,
+                max_tokens=max_tokens,
+                limits=LIMITS,
+                mixes_prefill=False,
+                attention=PADDED if pads else Attention(),
+                fillers=fillers,
+            )
         )
 
     price = cost.call_price(decodes[-1].seq_id - decodes[0].seq_id + 1)
@@ -797,19 +819,25 @@ def test_gaps_are_filled_where_a_row_costs_less_than_a_call() -> None:
     empty = dict.fromkeys(range(40), 0)
 
     def chosen(
-        cost: CostModel, seq_ids: Iterable[int], fillers: dict[int, int], prompts: int = 0, **how: Attention
+        cost: CostModel,
+        seq_ids: Iterable[int],
+        fillers: dict[int, int],
+        prompts: int = 0,
+        attention: Attention = OWN_CONTEXTS,
     ) -> Plan:
         decodes = [SequenceView(seq_id, n_context=100) for seq_id in seq_ids]
         waiting = [SequenceView(39, prompts)] if prompts else []
         return plan(
-            *(decodes, waiting, PolicyState()),
-            now_s=0.0,
-            cost=cost,
-            max_tokens=512,
-            limits=LIMITS,
-            mixes_prefill=False,
-            fillers=fillers,
-            **how,
+            Tick(
+                *(decodes, waiting, PolicyState()),
+                now_s=0.0,
+                cost=cost,
+                max_tokens=512,
+                limits=LIMITS,
+                mixes_prefill=False,
+                fillers=fillers,
+                attention=attention,
+            )
         )
 
     streams = [*range(8), *range(9, 14)]
@@ -841,14 +869,16 @@ def test_decodes_are_split_in_the_fastest_way() -> None:
         decodes = [SequenceView(seq_id) for seq_id in seq_ids]
         waiting = [SequenceView(99, prompts)] if prompts else []
         chosen = plan(
-            decodes,
-            waiting,
-            PolicyState(),
-            now_s=0.0,
-            cost=cost,
-            max_tokens=512,
-            limits=LIMITS,
-            mixes_prefill=mixes_prefill,
+            Tick(
+                decodes,
+                waiting,
+                PolicyState(),
+                now_s=0.0,
+                cost=cost,
+                max_tokens=512,
+                limits=LIMITS,
+                mixes_prefill=mixes_prefill,
+            )
         )
         return chosen.call_widths
 
@@ -875,13 +905,15 @@ def test_with_padded_attention_a_long_context_has_its_own_call(prompts: int) -> 
 
     def chosen(attention: Attention, *, mixes_prefill: bool = False) -> Plan:
         return plan(
-            *(decodes, waiting, PolicyState()),
-            now_s=0.0,
-            cost=cost,
-            max_tokens=512,
-            limits=LIMITS,
-            mixes_prefill=mixes_prefill,
-            attention=attention,
+            Tick(
+                *(decodes, waiting, PolicyState()),
+                now_s=0.0,
+                cost=cost,
+                max_tokens=512,
+                limits=LIMITS,
+                mixes_prefill=mixes_prefill,
+                attention=attention,
+            )
         )
 
     padded = chosen(PADDED)
@@ -911,14 +943,16 @@ def test_drafts_fit_the_batch_and_the_deadline(
 ) -> None:
     decodes, cost, max_tokens = case
     chosen = plan(
-        decodes,
-        [],
-        PolicyState(),
-        now_s=0.0,
-        cost=cost,
-        max_tokens=max_tokens,
-        limits=LIMITS,
-        mixes_prefill=mixes_prefill,
+        Tick(
+            decodes,
+            [],
+            PolicyState(),
+            now_s=0.0,
+            cost=cost,
+            max_tokens=max_tokens,
+            limits=LIMITS,
+            mixes_prefill=mixes_prefill,
+        )
     )
     if not chosen.drafts:
         return
@@ -938,14 +972,16 @@ def test_a_tick_with_prefill_has_no_drafts(
     decodes, cost, max_tokens = case
     decodes = [msgspec.structs.replace(view, due_s=math.inf) for view in decodes]
     chosen = plan(
-        decodes,
-        [SequenceView(20, pending)],
-        PolicyState(),
-        now_s=0.0,
-        cost=cost,
-        max_tokens=max_tokens,
-        limits=LIMITS,
-        mixes_prefill=mixes_prefill,
+        Tick(
+            decodes,
+            [SequenceView(20, pending)],
+            PolicyState(),
+            now_s=0.0,
+            cost=cost,
+            max_tokens=max_tokens,
+            limits=LIMITS,
+            mixes_prefill=mixes_prefill,
+        )
     )
     assert chosen.chunks
     assert not chosen.drafts
@@ -955,7 +991,7 @@ def test_a_tick_with_prefill_has_no_drafts(
 def test_the_draft_length_gives_most_tokens_a_millisecond(case: tuple[list[SequenceView], CostModel, int]) -> None:
     decodes, cost, max_tokens = case
     decodes = [msgspec.structs.replace(view, due_s=math.inf) for view in decodes]
-    chosen = plan(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS)
+    chosen = plan(Tick(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS))
 
     def rate(drafts: Sequence[int]) -> float:
         tokens = sum(
@@ -990,7 +1026,7 @@ def test_when_drafts_pay() -> None:
 
     def drafts(acceptance_rate: float, n: int = 16, due_ms: float = math.inf, max_tokens: int = 512) -> Sequence[int]:
         view = SequenceView(0, due_s=due_ms / 1e3, n_drafts=n, acceptance_rate=acceptance_rate)
-        return plan([view], [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS).drafts
+        return plan(Tick([view], [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS)).drafts
 
     assert drafts(0.1) == (), "1.1 tokens in 12 ms is slower than 1 in 11 ms"
     assert drafts(0.14) == (), "a gain of less than MIN_DRAFT_SPEEDUP is noise"
@@ -1011,7 +1047,7 @@ def test_sequences_with_and_without_drafts_share_a_call() -> None:
         SequenceView(1, n_drafts=3, acceptance_rate=1.0),
         SequenceView(2, n_drafts=16, acceptance_rate=1.0),
     ]
-    chosen = plan(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS)
+    chosen = plan(Tick(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS))
     assert chosen.drafts == (0, 3, 16)
     assert chosen.call_widths == (3,)
 

@@ -18,7 +18,7 @@ from tests.support.device import CPU, FLAT, STAIRS, Device, SimulatedServer, cal
 from uma_trio.config import Scheduling
 from uma_trio.scheduling import cost as cost_module
 from uma_trio.scheduling.cost import PREFILL_SPEED, STAIR_RATE, STAIR_TOLERANCE, CostModel, Work
-from uma_trio.scheduling.policy import PolicyState, plan
+from uma_trio.scheduling.policy import PolicyState, Tick, plan
 from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
 from uma_trio.scheduling.view import SequenceView
 
@@ -301,14 +301,16 @@ def test_with_per_sequence_kv_a_prompt_does_not_begin_after_the_end_of_a_long_on
             for n, (n_pending, principal) in enumerate(zip(prompts, principals, strict=True))
         ]
         chosen = plan(
-            decodes,
-            prefills,
-            PolicyState(),
-            now_s=0.0,
-            cost=cost,
-            max_tokens=512,
-            limits=Scheduling(target_itl_ms=30.0, prefill_burst_tokens=16, min_chunk_tokens=min_chunk_tokens),
-            mixes_prefill=mixes_prefill,
+            Tick(
+                decodes,
+                prefills,
+                PolicyState(),
+                now_s=0.0,
+                cost=cost,
+                max_tokens=512,
+                limits=Scheduling(target_itl_ms=30.0, prefill_burst_tokens=16, min_chunk_tokens=min_chunk_tokens),
+                mixes_prefill=mixes_prefill,
+            )
         )
         return [chunk.n_tokens for chunk in chosen.chunks]
 
@@ -340,15 +342,17 @@ def test_the_second_tick_with_as_many_decodes_is_recorded(mixes_prefill: bool, r
     state, found = PolicyState(), []
     for n in (3, 3, 3, 4, 3, 3, 3):
         chosen = plan(
-            [SequenceView(seq_id, n_context=300, due_s=0.1) for seq_id in range(n)],
-            [SequenceView(8, 4000, due_s=1.0)],
-            state,
-            now_s=0.0,
-            cost=calibrated(STAIRS),
-            max_tokens=512,
-            limits=Scheduling(),
-            mixes_prefill=mixes_prefill,
-            records_calls=records_calls,
+            Tick(
+                [SequenceView(seq_id, n_context=300, due_s=0.1) for seq_id in range(n)],
+                [SequenceView(8, 4000, due_s=1.0)],
+                state,
+                now_s=0.0,
+                cost=calibrated(STAIRS),
+                max_tokens=512,
+                limits=Scheduling(),
+                mixes_prefill=mixes_prefill,
+                records_calls=records_calls,
+            )
         )
         assert chosen.chunks
         state = chosen.state

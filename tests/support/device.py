@@ -11,7 +11,7 @@ import attrs
 from uma_trio.config import Scheduling
 from uma_trio.engine.calibrate import CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS
 from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.policy import Plan, PolicyState, plan
+from uma_trio.scheduling.policy import Plan, PolicyState, Tick, plan
 from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
 from uma_trio.scheduling.view import Priority, SequenceView
 
@@ -165,13 +165,15 @@ class SimulatedServer:
     def tick(self) -> Plan:
         """Plan and run one tick."""
         chosen = plan(
-            [sequence.view() for sequence in self.running.values() if sequence.is_decoding],
-            [sequence.view() for sequence in self.running.values() if not sequence.is_decoding],
-            self.state,
-            now_s=self.now_s,
-            cost=self.cost,
-            max_tokens=self.max_tokens,
-            limits=self.limits,
+            Tick(
+                [sequence.view() for sequence in self.running.values() if sequence.is_decoding],
+                [sequence.view() for sequence in self.running.values() if not sequence.is_decoding],
+                self.state,
+                now_s=self.now_s,
+                cost=self.cost,
+                max_tokens=self.max_tokens,
+                limits=self.limits,
+            )
         )
         self.on_plan(chosen)
         self.state = chosen.state

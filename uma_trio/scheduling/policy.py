@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import attrs
+import msgspec
 
 from uma_trio.config import Scheduling
 from uma_trio.scheduling import fairness
@@ -65,6 +66,8 @@ give fewer tokens a millisecond.  Otherwise the cost model would not learn that 
 
 OWN_CONTEXTS: Final = Attention()
 """``AttentionScan.SEQUENCE``: each row scans the cells of its own sequence."""
+
+NO_DRAFT_MODEL: Final = DraftCost()
 
 
 @attrs.frozen
@@ -135,22 +138,49 @@ class Plan:
     """The draft model ends a draft when the probability that all of it is right falls below this: more would not pay."""
 
 
-def plan(
-    decodes: Sequence[SequenceView],
-    prefills: Sequence[SequenceView],
-    state: PolicyState,
-    *,
-    now_s: float,
-    cost: CostModel,
-    max_tokens: int,
-    limits: Scheduling,
-    mixes_prefill: bool = True,
-    attention: Attention = OWN_CONTEXTS,
-    records_calls: bool = False,
-    fillers: Mapping[int, int] = NO_FILLERS,
-    draft_cost: DraftCost | None = None,
-    gap_ms: float = 0.0,
-) -> Plan:
+class Tick(msgspec.Struct, frozen=True, gc=False):
+    """All that a plan depends on.
+
+    A msgspec struct, because one is built for every plan.
+    """
+
+    decodes: Sequence[SequenceView]
+    """Sequences in the decode phase that are ready, by ``seq_id``.  One that waits for a slow client is not ready."""
+    prefills: Sequence[SequenceView]
+    """Sequences in the prefill phase that are ready."""
+    state: PolicyState
+    """``Plan.state`` of the previous plan."""
+    now_s: float
+    """When the tick begins, in seconds on the clock of the views' ``due_s``."""
+    cost: CostModel
+    """Predicts the time of a tick."""
+    limits: Scheduling
+    max_tokens: int
+    """Rows of the largest batch.  ``config.load`` ensures that it exceeds the decodes by a burst."""
+    mixes_prefill: bool = True
+    """One call computes all of its rows together (unified KV).  With per-sequence KV, llama.cpp splits a batch: it computes
+    decodes together only if their sequence ids are consecutive, and prefill separately.  The plan then splits the batch
+    itself, into the calls that suit the device."""
+    records_calls: bool = False
+    """The device records a call that is like the one before, to repeat it (CUDA graphs)."""
+    attention: Attention = OWN_CONTEXTS
+    """The cells that a row scans.  With ``AttentionScan.LONGEST``, sequences with very different context lengths go into
+    separate calls where that is faster."""
+    fillers: Mapping[int, int] = NO_FILLERS
+    """Tokens that each sequence holds that can get a filler row (``ModelInfo.fills_gaps``), by sequence id.  A call with gaps
+    stays one call if that is predicted to be faster than one call for each run of consecutive ids."""
+    draft_cost: DraftCost = NO_DRAFT_MODEL
+    """Predicts the time of the draft model."""
+    gap_ms: float = 0.0
+    """Milliseconds for which the device waits before a tick.  Draft tokens make fewer ticks, and so fewer gaps."""
+
+    @property
+    def due_ms(self) -> float:
+        """Milliseconds until the earliest deadline of the decodes."""
+        return _ms_until_due(self.decodes, self.now_s)
+
+
+def plan(tick: Tick) -> Plan:
     """Choose what the next tick computes.
 
     Every decoding sequence gets one token.  Only background sequences can be left out, for a few ticks, and only if
@@ -165,26 +195,6 @@ def plan(
     Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time.  Now and then
     they are verified anyway, to learn whether they pay by now.
 
-    Args:
-        decodes: sequences in the decode phase that are ready, by ``seq_id``.  A sequence that waits for a slow client
-            is not ready.
-        prefills: sequences in the prefill phase that are ready.
-        state: ``Plan.state`` of the previous plan.
-        now_s: the time in seconds at which the tick begins, on the clock of the views' ``due_s``.
-        cost: predicts the time of a tick.
-        max_tokens: rows of the largest batch.  ``config.load`` ensures that it exceeds ``len(decodes)`` by a burst.
-        mixes_prefill: one call computes all of its rows together (unified KV).  With per-sequence KV, llama.cpp
-            splits a batch: it computes decodes together only if their sequence ids are consecutive, and prefill
-            separately.  The plan then splits the batch itself, into the calls that suit the device.
-        attention: the cells that a row scans.  With ``AttentionScan.LONGEST``, sequences with very different context
-            lengths go into separate calls where that is faster.
-        records_calls: the device records a call that is like the one before, to repeat it (CUDA graphs).
-        fillers: the sequences that can get a filler row (``ModelInfo.fills_gaps``): by sequence id, the number of tokens
-            that the sequence holds.  A call with gaps stays one call if that is predicted to be faster than one call for
-            each run of consecutive ids.
-        draft_cost: predicts the time of the draft model; ``None`` without one.
-        gap_ms: milliseconds for which the device waits before a tick.  Draft tokens make fewer ticks, and so fewer gaps.
-
     Returns:
         A plan of at most ``max_tokens`` rows.  It is empty only if nothing is ready.
 
@@ -192,71 +202,75 @@ def plan(
 
     >>> from uma_trio.scheduling.cost import LinearModel
     >>> model = LinearModel((2.0, 100.0, 10.0, 0.0, 0.0))
-    >>> chosen = plan([SequenceView(0, due_s=0.030), SequenceView(1, due_s=0.030)],
-    ...               [SequenceView(2, n_pending=10), SequenceView(3, n_pending=100)], PolicyState(),
-    ...               now_s=0.0, cost=CostModel(model, model), max_tokens=512,
-    ...               limits=Scheduling(prefill_burst_tokens=16))
+    >>> chosen = plan(Tick([SequenceView(0, due_s=0.030), SequenceView(1, due_s=0.030)],
+    ...                    [SequenceView(2, n_pending=10), SequenceView(3, n_pending=100)], PolicyState(),
+    ...                    now_s=0.0, cost=CostModel(model, model), max_tokens=512,
+    ...                    limits=Scheduling(prefill_burst_tokens=16)))
     >>> [view.seq_id for view in chosen.decodes], [(chunk.seq_id, chunk.n_tokens) for chunk in chosen.chunks]
     ([0, 1], [(2, 10), (3, 16)])
     """
-    chosen, background_skips = _choose_decodes(decodes, state.background_skips, now_s, cost, attention)
-    state = attrs.evolve(state, background_skips=background_skips)
-    if prefills:
-        separately = bool(chosen) and not mixes_prefill
-        # Prefill in the same call: splitting the decodes would read the weights once more for each call.
-        widths: tuple[int, ...] = (len(chosen),)
-        if separately:
-            widths = _split(chosen, cost, fillers, attention, consecutive_ids=True)
-        # the second of several decode calls that are alike; a prompt of its own call does not come between them
-        is_recorded = records_calls and separately and len(chosen) == state.n_decodes and state.n_alike == 1
-        work = _decode_work(chosen, widths, fillers, attention)
-        work = attrs.evolve(work, n_calls=len(widths) + separately, is_recorded=is_recorded)
-        given, work, service = _choose_prefill(
-            chosen, prefills, work, state, now_s, cost, max_tokens, limits, attention, mixes_prefill, records_calls
-        )
-        state = attrs.evolve(state, service=service)
-        if given:
-            chunks = tuple([PrefillChunk(view.seq_id, n, n == view.n_pending) for view, n in given])
-            rows = len(chosen) + work.prefill_tokens
-            state = attrs.evolve(state.after_decode(chosen), prefill_rows=rows)
-            return Plan(chosen, chunks, state, work, cost.predict(work), widths, separately)
-    after = state.after_decode(chosen)
-    widths = _split(chosen, cost, fillers, attention, consecutive_ids=not mixes_prefill)
-    work = attrs.evolve(_decode_work(chosen, widths, fillers, attention), n_calls=len(widths))
-    if any(view.n_drafts for view in chosen):
-        tries = state.n_without_drafts >= STEPS_WITHOUT_DRAFTS
-        drafts, verified, draft_ms = _choose_drafts(
-            chosen, work, now_s, cost, max_tokens, attention, draft_cost or DraftCost(), gap_ms, tries=tries
-        )
-        after = attrs.evolve(after, n_without_drafts=0 if drafts else state.n_without_drafts + 1)
-        if drafts:
-            return Plan(
-                chosen,
-                (),
-                after,
-                verified,
-                cost.predict(verified) + draft_ms,
-                (len(chosen),),
-                drafts=drafts,
-                min_draft_probability=_min_probability(len(chosen), work, cost, draft_cost or DraftCost()),
-            )
-    return Plan(chosen, (), after, work, cost.predict(work), widths)
+    decodes, background_skips = _choose_decodes(tick)
+    if decodes is not tick.decodes:
+        tick = msgspec.structs.replace(tick, decodes=decodes)
+    state = attrs.evolve(tick.state, background_skips=background_skips)
+    chosen = _plan_with_prefill(tick, state) if tick.prefills else None
+    return _plan_without_prefill(tick, state) if chosen is None else chosen
+
+
+def _plan_with_prefill(tick: Tick, state: PolicyState) -> Plan | None:
+    """The plan of a tick with prompts; ``None`` if there is no time for them."""
+    decodes = tick.decodes
+    separately = bool(decodes) and not tick.mixes_prefill
+    # Prefill in the same call: splitting the decodes would read the weights once more for each call.
+    widths = _split(tick, consecutive_ids=True) if separately else (len(decodes),)
+    # the second of several decode calls that are alike; a prompt of its own call does not come between them
+    is_recorded = tick.records_calls and separately and len(decodes) == state.n_decodes and state.n_alike == 1
+    work = attrs.evolve(_decode_work(tick, widths), n_calls=len(widths) + separately, is_recorded=is_recorded)
+    given, work, service = _choose_prefill(tick, work)
+    if not given:
+        return None
+    chunks = tuple([PrefillChunk(view.seq_id, n, n == view.n_pending) for view, n in given])
+    after = attrs.evolve(state, service=service).after_decode(decodes)
+    after = attrs.evolve(after, prefill_rows=len(decodes) + work.prefill_tokens)
+    return Plan(decodes, chunks, after, work, tick.cost.predict(work), widths, separately)
+
+
+def _plan_without_prefill(tick: Tick, state: PolicyState) -> Plan:
+    """The plan of a tick that decodes only, with draft tokens if they pay."""
+    decodes, cost = tick.decodes, tick.cost
+    after = state.after_decode(decodes)
+    widths = _split(tick, consecutive_ids=not tick.mixes_prefill)
+    work = attrs.evolve(_decode_work(tick, widths), n_calls=len(widths))
+    if not any(view.n_drafts for view in decodes):
+        return Plan(decodes, (), after, work, cost.predict(work), widths)
+    drafts, verified, draft_ms = _choose_drafts(tick, work, tries=state.n_without_drafts >= STEPS_WITHOUT_DRAFTS)
+    if not drafts:
+        after = attrs.evolve(after, n_without_drafts=state.n_without_drafts + 1)
+        return Plan(decodes, (), after, work, cost.predict(work), widths)
+    return Plan(
+        decodes,
+        (),
+        attrs.evolve(after, n_without_drafts=0),
+        verified,
+        cost.predict(verified) + draft_ms,
+        (len(decodes),),
+        drafts=drafts,
+        min_draft_probability=_min_probability(tick, work),
+    )
 
 
 # -- decodes ------------------------------------------------------------------------------------------
 
 
-def _choose_decodes(
-    decodes: Sequence[SequenceView], background_skips: int, now_s: float, cost: CostModel, attention: Attention
-) -> tuple[Sequence[SequenceView], int]:
+def _choose_decodes(tick: Tick) -> tuple[Sequence[SequenceView], int]:
     """The decodes of this tick, and for how many ticks in a row background sequences were left out."""
+    decodes, skips = tick.decodes, tick.state.background_skips
     foreground = [view for view in decodes if view.priority is not Priority.BACKGROUND]
-    if len(foreground) == len(decodes) or not foreground or background_skips >= MAX_BACKGROUND_SKIPS:
+    if len(foreground) == len(decodes) or not foreground or skips >= MAX_BACKGROUND_SKIPS:
         return decodes, 0
-    all_ms = cost.predict(estimated_work(decodes, attention))
-    if _ms_until_due(foreground, now_s) >= all_ms:
+    if _ms_until_due(foreground, tick.now_s) >= tick.cost.predict(estimated_work(decodes, tick.attention)):
         return decodes, 0
-    return foreground, background_skips + 1
+    return foreground, skips + 1
 
 
 def estimated_work(decodes: Sequence[SequenceView], attention: Attention = OWN_CONTEXTS) -> Work:
@@ -275,37 +289,29 @@ def _ms_until_due(views: Sequence[SequenceView], now_s: float) -> float:
     return 1e3 * (min([view.due_s for view in views]) - now_s)
 
 
-def _split(
-    views: Sequence[SequenceView],
-    cost: CostModel,
-    fillers: Mapping[int, int],
-    attention: Attention,
-    *,
-    consecutive_ids: bool,
-) -> tuple[int, ...]:
-    """Split ``views``, in order, into the calls that are predicted to be fastest; returns the views of each call.
+def _split(tick: Tick, *, consecutive_ids: bool) -> tuple[int, ...]:
+    """Split the decodes, in order, into the calls that are predicted to be fastest; returns the decodes of each call.
 
     Args:
-        fillers: see ``plan``.
         consecutive_ids: whether llama.cpp computes only rows with consecutive sequence ids together (per-sequence KV).
     """
-    at, calls, is_padded = 0, [], attention.scan is AttentionScan.LONGEST
+    views, is_padded = tick.decodes, tick.attention.scan is AttentionScan.LONGEST
+    at, calls = 0, []
     for run in runs_of_consecutive_ids(views) if consecutive_ids else (len(views),):
         contexts = [view.n_context for view in views[at : at + run]] if is_padded else ()
-        calls.append(cost.split(run, contexts))
+        calls.append(tick.cost.split(run, contexts))
         at += run
-    return tuple(join_runs(views, calls, cost, fillers, attention))
+    return tuple(join_runs(views, calls, tick.cost, tick.fillers, tick.attention))
 
 
-def _decode_work(
-    views: Sequence[SequenceView], widths: Sequence[int], fillers: Mapping[int, int], attention: Attention
-) -> Work:
-    """The work of decoding ``views`` in calls of ``widths``, filler rows included; counted as one call."""
-    if attention.scan is not AttentionScan.LONGEST and not fillers:
-        return Work(0, len(views), _context(views, attention))
+def _decode_work(tick: Tick, widths: Sequence[int]) -> Work:
+    """The work of the decodes in calls of ``widths``, filler rows included; counted as one call."""
+    views, attention = tick.decodes, tick.attention
+    if attention.scan is not AttentionScan.LONGEST and not tick.fillers:
+        return estimated_work(views, attention)
     rows = total = at = 0
     for width in widths:
-        contexts = contexts_with_fillers(views[at : at + width], fillers)
+        contexts = contexts_with_fillers(views[at : at + width], tick.fillers)
         rows += len(contexts)
         total += attention.decode_context(len(contexts), sum(contexts), max(contexts, default=0))
         at += width
@@ -315,19 +321,7 @@ def _decode_work(
 # -- prefill ------------------------------------------------------------------------------------------
 
 
-def _choose_prefill(
-    decodes: Sequence[SequenceView],
-    prefills: Sequence[SequenceView],
-    work: Work,
-    state: PolicyState,
-    now_s: float,
-    cost: CostModel,
-    max_tokens: int,
-    limits: Scheduling,
-    attention: Attention,
-    mixes_prefill: bool,
-    records_calls: bool,
-) -> tuple[list[tuple[SequenceView, int]], Work, Service]:
+def _choose_prefill(tick: Tick, work: Work) -> tuple[list[tuple[SequenceView, int]], Work, Service]:
     """Choose which prompts advance next to the decodes, and by how many tokens.
 
     The budget (``_prefill_budget``) is what prompts get together.  It is rounded down so that the rows of the call fill
@@ -340,25 +334,26 @@ def _choose_prefill(
     Returns:
         Each prompt that advances with its number of tokens, ``work`` with these tokens, and the service after them.
     """
+    prefills, cost, limits, n_decodes = tick.prefills, tick.cost, tick.limits, len(tick.decodes)
     # The budget depends on the context before the chunks, and which prompts advance is not known yet.  So start from the
     # mean over all of them.
-    mean_context = attention.prefill_context(sum([view.n_context for view in prefills]) / len(prefills))
+    mean_context = tick.attention.prefill_context(sum([view.n_context for view in prefills]) / len(prefills))
     work = attrs.evolve(work, mean_prefill_context=mean_context)
-    overdue = _overdue(decodes, prefills, now_s, max_tokens)
-    budget = _prefill_budget(decodes, overdue, work, state, now_s, cost, max_tokens, limits, attention)
+    overdue = _overdue(tick)
+    budget = _prefill_budget(tick, work, overdue)
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
-        aligned = budget - (budget + len(decodes) if mixes_prefill else budget) % ROW_ALIGNMENT
+        aligned = budget - (budget + n_decodes if tick.mixes_prefill else budget) % ROW_ALIGNMENT
         budget = aligned if aligned >= limits.min_chunk_tokens else budget
-    n_calls, token_s = work.n_calls, 1e-3 * cost.prefill_token_ms
+    n_calls = work.n_calls
     while True:  # the chosen prompts may have more context than the mean, so less fits; mostly one round is enough
-        given, service = _divide(prefills, budget, state.service, limits, token_s)
-        work = _with_prefill(work, given, attention, n_calls=n_calls, mixes_prefill=mixes_prefill)
-        rest = _rest_in_a_call_of_its_own(given, limits) if decodes and not mixes_prefill else 0
+        given, service = _divide(tick, budget)
+        work = _with_prefill(tick, work, given, n_calls=n_calls)
+        rest = _rest_in_a_call_of_its_own(given, limits) if n_decodes and not tick.mixes_prefill else 0
         if rest and cost.predict(work) > MAX_FURTHER_CALL * cost.predict(attrs.evolve(work, n_calls=n_calls)):
-            given, service = _divide(prefills, budget - rest, state.service, limits, token_s)
-            work = _with_prefill(work, given, attention, n_calls=n_calls, mixes_prefill=mixes_prefill)
-        budget = _prefill_budget(decodes, overdue, work, state, now_s, cost, max_tokens, limits, attention)
-        if records_calls and _would_be_recorded(given, len(decodes), state):
+            given, service = _divide(tick, budget - rest)
+            work = _with_prefill(tick, work, given, n_calls=n_calls)
+        budget = _prefill_budget(tick, work, overdue)
+        if tick.records_calls and _would_be_recorded(given, n_decodes + work.prefill_tokens, tick.state):
             budget = min(budget, work.prefill_tokens - 1)
         if budget >= work.prefill_tokens:
             return given, work, service
@@ -381,7 +376,7 @@ def _rest_in_a_call_of_its_own(given: Sequence[tuple[SequenceView, int]], limits
     return n if n < last.n_pending and is_long and end and one_group and enough else 0
 
 
-def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int, state: PolicyState) -> bool:
+def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], rows: int, state: PolicyState) -> bool:
     """Whether the call would be like the call before, so that the device records it.  With one token fewer it is not.
 
     Recording takes several milliseconds.  The calls that repeat a recording save less: during prefill the KV cache is soon
@@ -389,22 +384,22 @@ def _would_be_recorded(given: Sequence[tuple[SequenceView, int]], n_decodes: int
     """
     n = sum([n for _, n in given])
     completes = any(n == view.n_pending for view, n in given)
-    return n > 1 and not completes and n + n_decodes == state.prefill_rows
+    return n > 1 and not completes and rows == state.prefill_rows
 
 
-def _overdue(
-    decodes: Sequence[SequenceView], prefills: Sequence[SequenceView], now_s: float, max_tokens: int
-) -> Sequence[SequenceView]:
+def _overdue(tick: Tick) -> Sequence[SequenceView]:
     """The prompts whose first token is overdue, and that have at most ``max_tokens`` left to compute.
 
     A long prompt would slow down the streams for many seconds, and still be late.  A prompt is never overdue next to a
     stream of a higher class of its own principal, nor one of class ``background`` next to any stream of another class.
     """
-    found = [view for view in prefills if view.n_pending <= max_tokens and view.due_s + view.grace_s < now_s]
+    found = [
+        view for view in tick.prefills if view.n_pending <= tick.max_tokens and view.due_s + view.grace_s < tick.now_s
+    ]
     if not found:
         return found
     highest: dict[str, Priority] = {}
-    for view in decodes:
+    for view in tick.decodes:
         highest[view.principal] = min(highest.get(view.principal, Priority.BACKGROUND), view.priority)
     only_background = all(priority is Priority.BACKGROUND for priority in highest.values())
     return [
@@ -415,17 +410,7 @@ def _overdue(
     ]
 
 
-def _prefill_budget(
-    decodes: Sequence[SequenceView],
-    overdue: Sequence[SequenceView],
-    work: Work,
-    state: PolicyState,
-    now_s: float,
-    cost: CostModel,
-    max_tokens: int,
-    limits: Scheduling,
-    attention: Attention,
-) -> int:
+def _prefill_budget(tick: Tick, work: Work, overdue: Sequence[SequenceView]) -> int:
     """Prefill tokens that this tick has time and rows for; not positive if there is no room.
 
     =========================================  ================================================================
@@ -446,22 +431,23 @@ def _prefill_budget(
 
     The smallest chunk is ``min_chunk_tokens``.
     """
+    decodes, cost, limits = tick.decodes, tick.cost, tick.limits
     if decodes:
-        due_ms = _ms_until_due(decodes, now_s)
+        due_ms = tick.due_ms
         in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
         if overdue:
             share = min(MAX_OVERDUE_SHARE, OVERDUE_PROMPT_STREAMS * len(overdue) / len(decodes))
-            decode_ms = cost.predict(estimated_work(decodes, attention))
+            decode_ms = cost.predict(estimated_work(decodes, tick.attention))
             late_ms = max((1 + LATE_PREFILL_SHARE) * decode_ms, min((1 + share) * decode_ms, limits.prefill_tick_ms))
             late = cost.max_prefill_tokens(late_ms, work)
             most = max(limits.min_chunk_tokens, sum([view.n_pending for view in overdue]))
             in_time = max(in_time, min(late, most))
         least = max(limits.min_chunk_tokens, limits.prefill_burst_tokens)
         if in_time > least:
-            in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, max_tokens - len(decodes))))
+            in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, tick.max_tokens - len(decodes))))
         if in_time < limits.min_chunk_tokens:
-            in_time = 0 if state.prefill_rows else limits.min_chunk_tokens
-            decode_ms = cost.predict(estimated_work(decodes, attention))
+            in_time = 0 if tick.state.prefill_rows else limits.min_chunk_tokens
+            decode_ms = cost.predict(estimated_work(decodes, tick.attention))
             if decode_ms > due_ms:
                 late = cost.max_prefill_tokens((1 + LATE_PREFILL_SHARE) * decode_ms, work)
                 in_time = late if late >= limits.min_chunk_tokens else in_time
@@ -469,21 +455,19 @@ def _prefill_budget(
         in_time = max(
             PREFILL_ONLY_MIN_CHUNKS * limits.min_chunk_tokens, cost.max_prefill_tokens(limits.prefill_tick_ms, work)
         )
-    return int(min(max_tokens - len(decodes), in_time))
+    return int(min(tick.max_tokens - len(decodes), in_time))
 
 
-def _divide(
-    prefills: Sequence[SequenceView], budget: int, service: Service, limits: Scheduling, token_s: float
-) -> tuple[list[tuple[SequenceView, int]], Service]:
+def _divide(tick: Tick, budget: int) -> tuple[list[tuple[SequenceView, int]], Service]:
     """The prompts that get ``budget`` tokens, with the tokens of each, and the service after that."""
+    service = tick.state.service
     if budget <= 0:
         return [], service
-    return fairness.divide(prefills, budget, service, burst=limits.prefill_burst_tokens, token_s=token_s)
+    token_s = 1e-3 * tick.cost.prefill_token_ms
+    return fairness.divide(tick.prefills, budget, service, burst=tick.limits.prefill_burst_tokens, token_s=token_s)
 
 
-def _with_prefill(
-    work: Work, given: Sequence[tuple[SequenceView, int]], attention: Attention, *, n_calls: int, mixes_prefill: bool
-) -> Work:
+def _with_prefill(tick: Tick, work: Work, given: Sequence[tuple[SequenceView, int]], *, n_calls: int) -> Work:
     """``work`` with the prefill tokens ``given`` in place of its own.
 
     Args:
@@ -491,26 +475,15 @@ def _with_prefill(
     """
     n = sum([n for _, n in given])
     mean_context = sum([view.n_context * n for view, n in given]) / n if n else 0.0
-    mean_context = attention.prefill_context(mean_context) if n else 0.0
-    n_calls += 0 if mixes_prefill else max(0, len({n for _, n in given}) - 1)
+    mean_context = tick.attention.prefill_context(mean_context) if n else 0.0
+    n_calls += 0 if tick.mixes_prefill else max(0, len({n for _, n in given}) - 1)
     return attrs.evolve(work, prefill_tokens=n, mean_prefill_context=mean_context, n_calls=n_calls)
 
 
 # -- drafts -------------------------------------------------------------------------------------------
 
 
-def _choose_drafts(
-    decodes: Sequence[SequenceView],
-    work: Work,
-    now_s: float,
-    cost: CostModel,
-    max_tokens: int,
-    attention: Attention,
-    draft_cost: DraftCost,
-    gap_ms: float,
-    *,
-    tries: bool,
-) -> tuple[Sequence[int], Work, float]:
+def _choose_drafts(tick: Tick, work: Work, *, tries: bool) -> tuple[Sequence[int], Work, float]:
     """Choose how many draft tokens of each sequence to verify, so that the tick gives the most tokens a millisecond.
 
     Args:
@@ -521,6 +494,7 @@ def _choose_drafts(
         Draft tokens of each decode, empty if none are to be verified; the work with them; the milliseconds of the draft
         model.
     """
+    decodes, cost, gap_ms = tick.decodes, tick.cost, tick.gap_ms
     work = attrs.evolve(work, n_calls=1)  # more calls are as fast at least
     best_rate = 0.0 if tries else MIN_DRAFT_SPEEDUP * len(decodes) / max(cost.predict(work) + gap_ms, 1e-6)
     best: Sequence[int] = ()
@@ -528,19 +502,19 @@ def _choose_drafts(
     most = sum([_expected_tokens(view.acceptance_rate, view.n_drafts) for view in decodes])
     if most <= best_rate * (cost.predict(attrs.evolve(work, decode_rows=len(decodes) + 1)) + gap_ms):
         return best, verified, best_draft_ms  # the usual case: nothing can be foreseen
-    left_ms = _ms_until_due(decodes, now_s)
+    left_ms = tick.due_ms
     n_missing = sum([view.n_missing for view in decodes if view.drafts_by_model])
     for length in DRAFT_LENGTHS:
         drafts = [min(view.n_drafts, length) for view in decodes]
-        if len(decodes) + sum(drafts) > max_tokens:
+        if len(decodes) + sum(drafts) > tick.max_tokens:
             break
         proposed = [_expected_drafts(view, n) for n, view in zip(drafts, decodes, strict=True)]
         by_model = [n for n, view in zip(proposed, decodes, strict=True) if n and view.drafts_by_model]
-        draft_ms = draft_cost.ms(max(by_model), 0) if by_model else 0.0
-        missing_ms = draft_cost.ms(0, n_missing) if by_model else 0.0  # all drafts of the answer need these tokens
+        draft_ms = tick.draft_cost.ms(max(by_model), 0) if by_model else 0.0
+        missing_ms = tick.draft_cost.ms(0, n_missing) if by_model else 0.0  # all drafts of the answer need these tokens
         rows = len(decodes) + math.ceil(sum(proposed))
         total = round(sum([(1 + n) * view.n_context for n, view in zip(proposed, decodes, strict=True)]))
-        context = attention.decode_context(rows, total, max([view.n_context for view in decodes]))
+        context = tick.attention.decode_context(rows, total, max([view.n_context for view in decodes]))
         with_drafts = attrs.evolve(work, decode_rows=rows, context_tokens=context)
         ms = cost.predict(with_drafts) + draft_ms
         if ms + missing_ms > left_ms:
@@ -554,12 +528,13 @@ def _choose_drafts(
     return best, verified, best_draft_ms
 
 
-def _min_probability(n: int, work: Work, cost: CostModel, draft_cost: DraftCost) -> float:
-    """The probability at which one more draft token costs as much as it saves, next to ``work`` for ``n`` streams."""
+def _min_probability(tick: Tick, work: Work) -> float:
+    """The probability at which one more draft token costs as much as it saves, next to ``work`` of the decodes alone."""
+    cost, n = tick.cost, len(tick.decodes)
     plain_ms = cost.predict(work)
     row_ms = cost.predict(attrs.evolve(work, decode_rows=work.decode_rows + 1)) - plain_ms
     low, high = DRAFT_PROBABILITIES
-    return min(high, max(low, (n * row_ms + draft_cost.call_ms) / max(plain_ms, 1e-6)))
+    return min(high, max(low, (n * row_ms + tick.draft_cost.call_ms) / max(plain_ms, 1e-6)))
 
 
 def _expected_drafts(view: SequenceView, n: int) -> float:

@@ -28,7 +28,7 @@ from uma_trio.scheduling.attention import Attention, AttentionScan
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import MAX_MARGIN
 from uma_trio.scheduling.gaps import NO_FILLERS
-from uma_trio.scheduling.policy import Plan, PolicyState, plan
+from uma_trio.scheduling.policy import NO_DRAFT_MODEL, Plan, PolicyState, Tick, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
 from uma_trio.serving.controllers.driver import ControllerDriver
@@ -353,19 +353,21 @@ class StepPlanner:
 
     def _plan(self, decodes: Items[SequenceView], prefills: Items[SequenceView], starts_at: float) -> Plan:
         return plan(
-            decodes,
-            prefills,
-            self._policy,
-            now_s=starts_at,
-            cost=self._timings.cost,
-            max_tokens=self._info.n_batch,
-            limits=self._limits,
-            mixes_prefill=self._info.unified,
-            attention=self._timings.attention,
-            records_calls=self._info.records_calls,
-            fillers=self._fillers() if len(decodes) > 1 else NO_FILLERS,
-            draft_cost=None if self.drafts is None else self.drafts.cost,
-            gap_ms=self._timings.gap_ms,
+            Tick(
+                decodes,
+                prefills,
+                self._policy,
+                now_s=starts_at,
+                cost=self._timings.cost,
+                max_tokens=self._info.n_batch,
+                limits=self._limits,
+                mixes_prefill=self._info.unified,
+                attention=self._timings.attention,
+                records_calls=self._info.records_calls,
+                fillers=self._fillers() if len(decodes) > 1 else NO_FILLERS,
+                draft_cost=NO_DRAFT_MODEL if self.drafts is None else self.drafts.cost,
+                gap_ms=self._timings.gap_ms,
+            )
         )
 
     def _attention(self, step: InFlightStep | None = None) -> Attention:
