@@ -1,6 +1,6 @@
 """Plans the next tick: one token for every decoding sequence, then prefill in the time that is left.
 
-``plan`` is a pure function of the sequences that are ready, the state after the previous plan, and the cost model.
+``plan`` is a pure function of a ``Tick``: the sequences that are ready, the state after the previous plan, the cost model.
 
 Source: docs/design/scheduler.md.
 """

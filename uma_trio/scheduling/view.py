@@ -29,7 +29,7 @@ class SequenceView(msgspec.Struct, frozen=True, gc=False):
     n_context: int = 0
     """Tokens in the KV cache."""
     due_s: float = math.inf
-    """When the next token is due, on the clock of ``plan(now_s=...)``.  During prefill: when the first one is."""
+    """When the next token is due, on the clock of ``Tick.now_s``.  During prefill: when the first one is."""
     priority: Priority = Priority.NORMAL
     principal: str = ""
     """Name of the principal that is charged for the tokens."""

@@ -383,7 +383,7 @@ class StepPlanner:
         return Attention(scan, self._cache.cells_scanned(n))
 
     def _fillers(self) -> Mapping[int, int]:
-        """See ``plan``.  No sequence holds more than a request may have: a model may know no position beyond that."""
+        """See ``Tick.fillers``.  No sequence holds more than a request may have: a model may know no position beyond that."""
         return self._cache.lengths_below(self._info.max_request_tokens) if self._info.fills_gaps else NO_FILLERS
 
     def _settle(
