@@ -69,7 +69,7 @@ class Planning:
             embeddings=self.embeddings,
             offloader=offloader,
             bisection=self.bisection,
-            controllers=ControllerDriver(None, None, self.running, None),
+            controllers=ControllerDriver(None, None, self.running),
         )
         self.n_steps = 0
 

@@ -9,6 +9,7 @@ Source: docs/ARCHITECTURE.md, "A tick".
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from itertools import chain
@@ -41,7 +42,15 @@ from uma_trio.protocol.requests import Embed, Generate, Rerank
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.timings import StepTimings
-from uma_trio.serving.controllers.driver import ControllerDriver
+from uma_trio.serving.controllers.driver import (
+    MAX_WAIT_S,
+    Actions,
+    ControllerDriver,
+    Deliver,
+    Finish,
+    Signal,
+    WhenDone,
+)
 from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.drafting import DraftModel
 from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
@@ -99,7 +108,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self.cache, self._running, self.telemetry, self.info, config.limits.max_queue)
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._bisection: CrashBisection[Sequence] = CrashBisection()
-        self._controllers = ControllerDriver(runtime, engine, self._running, self)
+        self._controllers = ControllerDriver(runtime, engine, self._running)
         self._planner = StepPlanner(
             info=self.info,
             limits=config.scheduling,
@@ -123,6 +132,11 @@ class Scheduler:
         self._refusal: UmaError | None = None
         self._stopping = False
         self._stopped = False
+        if runtime is not None:
+            runtime.on_change = lambda: self._act(self._controllers.runtime_changed())
+            runtime.on_unused = lambda name: self._act(
+                self._controllers.drop_unused(ControlledRequest(name=name, generation=runtime.generation))
+            )
 
     # -- called from outside, between ticks -----------------------------------------------------
 
@@ -160,7 +174,7 @@ class Scheduler:
             sequences = self._enter(request, prompt, sink, principal, grammar, controlled, durable=durable)
         except UmaError:
             if controlled is not None:
-                self._controllers.drop_unused(controlled)
+                self._act(self._controllers.drop_unused(controlled))
             raise
         if request.echo or request.return_full_text:
             for sequence in sequences:
@@ -257,7 +271,7 @@ class Scheduler:
             if ahead is not None and ahead.row_of(sequence) is not None:
                 self._revoke(ahead)
             self.wake()
-            self.finish(sequence, reason)
+            self._finish(sequence, reason)
 
     def wake(self) -> None:
         """Something has changed that the next plan should know: ends the wait for work.
@@ -267,16 +281,28 @@ class Scheduler:
         ahead = self._ahead
         if ahead is not None and delays_requests(ahead):
             self._revoke(ahead)
-        self.end_wait()
-
-    def end_wait(self) -> None:
-        """End the wait for work, if there is none."""
         self._wake.set()
 
-    def revoke_ahead(self) -> None:
-        """Withdraw the step that runs ahead, if there is one."""
-        if (ahead := self._ahead) is not None:
-            self._revoke(ahead)
+    def _act(self, actions: Actions) -> None:
+        """Do what the driver of controllers asks for."""
+        for action in actions:
+            match action:
+                case Deliver(new):
+                    self._deliver_new(new, trio.current_time())
+                case Finish(sequence, reason):
+                    self._finish(sequence, reason)
+                case WhenDone():
+                    action.exchange.when_done(functools.partial(self._act_later, action))
+                case Signal.END_WAIT:
+                    self._wake.set()
+                case Signal.WAKE:
+                    self.wake()
+                case Signal.REVOKE_AHEAD:
+                    if (ahead := self._ahead) is not None:
+                        self._revoke(ahead)
+
+    def _act_later(self, action: WhenDone) -> None:
+        self._act(action.then())
 
     @property
     def _ahead(self) -> InFlightStep | None:
@@ -396,9 +422,14 @@ class Scheduler:
         """
         for each in completed:
             self._deliver_tokens(each, controlled=True)
-            self._controllers.step_completed(each.step)
-        if not self._in_flight:
-            await self._controllers.wait_briefly()
+            self._act(self._controllers.step_completed(each.step))
+        if self._in_flight:
+            return
+        until = trio.current_time() + MAX_WAIT_S
+        self._act(self._controllers.advance())
+        while await self._controllers.wait_for_exchange(until):
+            self._act(self._controllers.advance())
+        self._controllers.permit()
 
     # 1. complete
 
@@ -493,7 +524,7 @@ class Scheduler:
             self._controllers.attach_masks(step, message)
         self._engine.link.submit(message)
         if self._controllers:
-            self._controllers.request_masks(step)
+            self._act(self._controllers.request_masks(step))
 
     # 3. deliver, while the step computes
 
@@ -515,9 +546,9 @@ class Scheduler:
             if (new.sequence.control is not None) is not controlled:
                 continue
             if new.sequence.state is not State.FINISHED:  # cancelled by what another sequence's delivery set off
-                self.deliver(new, completed.at)
+                self._deliver_new(new, completed.at)
 
-    def deliver(self, new: NewTokens, at: float) -> None:
+    def _deliver_new(self, new: NewTokens, at: float) -> None:
         """Send tokens that a sequence got at ``at``, and end it if they do."""
         if new.tokens:
             self._stats.record_tokens(new, at)
@@ -525,11 +556,11 @@ class Scheduler:
                 self._planner.begin_speculation(new.sequence)
         reason = send_tokens(new, self._token_to_bytes)
         if reason is not None:
-            self.finish(new.sequence, reason)
+            self._finish(new.sequence, reason)
 
     # -- the end of a sequence ------------------------------------------------------------------
 
-    def finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
         """Take ``sequence`` out of the plans, and send its last event."""
         was_waiting = sequence.state is State.WAITING
         sequence.state, sequence.ended_at = State.FINISHED, trio.current_time()
@@ -541,7 +572,7 @@ class Scheduler:
             self._release_when_computed(sequence)
         self._leave(sequence.principal)
         if sequence.control is not None:
-            self._controllers.ended(sequence)
+            self._act(self._controllers.ended(sequence))
         if isinstance(reason, UmaError):
             reason.request_id = sequence.request.id
             sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
@@ -621,7 +652,7 @@ class Scheduler:
         self._stats.end_of_work()
         culprit = self._bisection.crashed(suspects)
         if culprit is not None:
-            self.finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
+            self._finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
         await self._restart_engine()
 
     async def _restart_engine(self) -> None:
@@ -645,7 +676,7 @@ class Scheduler:
         if self._refusal is None or isinstance(self._refusal, ModelUnavailable):
             self._refusal = error
         for sequence in [*self.sequences()]:
-            self.finish(sequence, type(error)(str(error)))
+            self._finish(sequence, type(error)(str(error)))
         for pending in [*self._embeddings]:
             self._embeddings.end(pending, type(error)(str(error)))
 

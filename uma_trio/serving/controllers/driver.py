@@ -9,11 +9,13 @@ Source: docs/design/controllers.md.
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Set
 from collections.abc import Sequence as Items
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
+import attrs
 import trio
 from msgspec import UNSET
 
@@ -45,40 +47,58 @@ MAX_SUSPENDED_EXCHANGES: Final = 4
 MAX_ERROR_CHARACTERS: Final = 2000
 
 
-class SchedulerHooks(Protocol):
-    """What the scheduler does for controlled sequences."""
+@attrs.frozen(eq=False)
+class Deliver:
+    """Send these tokens now, and end the sequence if they do."""
 
-    def deliver(self, new: NewTokens, at: float) -> None:
-        """Send new tokens, and end the sequence if they do."""
+    new: NewTokens
 
-    def finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
-        """End a sequence."""
 
-    def wake(self) -> None:
-        """Make the next plan see a change: end the wait, and revoke a run-ahead step that would take long."""
+@attrs.frozen(eq=False)
+class Finish:
+    """End this sequence."""
 
-    def revoke_ahead(self) -> None:
-        """Withdraw the step that runs ahead, if there is one."""
+    sequence: Sequence
+    reason: FinishReason | UmaError
 
-    def end_wait(self) -> None:
-        """End the tick's wait for work, if it waits."""
+
+@attrs.frozen(eq=False)
+class WhenDone:
+    """When this exchange is done, do what ``then`` gives; at once if it is done."""
+
+    exchange: Exchange[Any]
+    then: Callable[[], Actions]
+
+
+class Signal(enum.Enum):
+    """What the loop of the scheduler should know."""
+
+    END_WAIT = enum.auto()
+    """There is work: end the wait, if the loop waits."""
+    WAKE = enum.auto()
+    """The next plan should see a change: also revoke a run-ahead step that would take long."""
+    REVOKE_AHEAD = enum.auto()
+    """Withdraw the step that runs ahead, if there is one."""
+
+
+Actions: TypeAlias = Iterator[Deliver | Finish | WhenDone | Signal]
+"""What the scheduler must do, one after another.  The driver goes on when an action is done, and sees what it changed."""
 
 
 class ControllerDriver:
     """The controlled sequences of one scheduler.
+
+    It knows nothing of the scheduler: methods that change more than the driver return actions, which the scheduler does.
 
     Args:
         runtime: runs the controllers; ``None``: there are none.
         engine: computes the steps.
     """
 
-    def __init__(
-        self, runtime: ControllerRuntime | None, engine: SupervisedEngine, running: RunningSet, hooks: SchedulerHooks
-    ) -> None:
+    def __init__(self, runtime: ControllerRuntime | None, engine: SupervisedEngine, running: RunningSet) -> None:
         self._runtime = runtime
         self._engine = engine
         self._running = running
-        self._hooks = hooks
         self._controlled = ControlledSequences()
         self._forking = Forking(self._controlled, running)
         self._freed: list[int] = []
@@ -100,11 +120,6 @@ class ControllerDriver:
         """Durations of the latest ``post_pre`` and of the latest ``mid``."""
         self._skipped = 0
         """Steps that controllers skipped, because they took too long."""
-        if runtime is not None:
-            runtime.on_change = self._runtime_changed
-            runtime.on_unused = lambda name: self.drop_unused(
-                ControlledRequest(name=name, generation=runtime.generation)
-            )
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -133,20 +148,20 @@ class ControllerDriver:
         """Steer ``sequence``, the first of ``request``; returns its sequences, a list that grows with each fork."""
         return self._controlled.begin(sequence, request)
 
-    def drop_unused(self, request: ControlledRequest) -> None:
+    def drop_unused(self, request: ControlledRequest) -> Actions:
         """Make the runtime drop the controller of ``request``, which ended before it had a sequence."""
         if self._is_current(request):
             self._unused.append(request)
-            self._hooks.end_wait()
+            yield Signal.END_WAIT
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: Sequence) -> Actions:
         """Forget ``sequence``, which has ended."""
         control = control_of(sequence)
         send_unsent(sequence)
         self._controlled.remove(sequence)
         self._forking.give_up(sequence)
         if control.phase is Phase.NEW:
-            self.drop_unused(control.request)
+            yield from self.drop_unused(control.request)
         elif self._is_current(control.request):
             self._freed.append(control.id)
 
@@ -159,29 +174,29 @@ class ControllerDriver:
         runtime = self._runtime
         return runtime is not None and runtime.is_usable and runtime.generation == request.generation
 
-    def _runtime_changed(self) -> None:
-        """End the sequences whose controllers died with their runtime."""
+    def runtime_changed(self) -> Actions:
+        """The runtime has died or was restarted: end the sequences whose controllers died with their runtime."""
         assert self._runtime is not None
         lost = [each for each in self._controlled if not self._is_current(control_of(each).request)]
         if lost:
-            self._end_lost(lost, self._runtime.reason or "it was restarted")
+            yield from self._end_lost(lost, self._runtime.reason or "it was restarted")
 
-    def _end_lost(self, lost: Items[Sequence], why: str) -> None:
+    def _end_lost(self, lost: Items[Sequence], why: str) -> Actions:
         """End sequences whose controllers died."""
         self._steps.give_up()
         for sequence in lost:
             if sequence.state is not State.FINISHED:  # ended by what another one's end set off
-                self._hooks.finish(sequence, ControllerUnavailable(f"the runtime of controllers has ended: {why}"))
+                yield Finish(sequence, ControllerUnavailable(f"the runtime of controllers has ended: {why}"))
         self._freed = []
         self._unused = [request for request in self._unused if self._is_current(request)]
-        self._hooks.wake()
+        yield Signal.WAKE
 
     # -- called by the tick ---------------------------------------------------------------------
 
-    def step_completed(self, step: InFlightStep) -> None:
+    def step_completed(self, step: InFlightStep) -> Actions:
         """Tell controllers of the tokens of ``step``, which are counted and sent."""
         self._steps.completed(step)
-        self._start_next_exchange()
+        yield from self._start_next_exchange()
 
     def step_revoked(self, step: InFlightStep) -> None:
         """Forget ``step``, which ran ahead and was not begun.  Unused masks and splices stay."""
@@ -191,27 +206,34 @@ class ControllerDriver:
         """Forget all steps in flight: the engine died.  Unused masks and splices stay."""
         self._steps.lost()
 
-    async def wait_briefly(self) -> None:
-        """Wait up to ``MAX_WAIT_S`` for controllers, so that their sequences are in the next plan; no step is in flight."""
-        until = trio.current_time() + MAX_WAIT_S
-        while True:
-            for sequence in self._controlled.in_phase(Phase.MASK_READY):
-                if control_of(sequence).splice is not None:
-                    self._hooks.deliver(splice(sequence, self._running.cache), trio.current_time())
-            self._start_next_exchange()
-            now = trio.current_time()
-            if self._exchange is None or self._is_slow or now >= until:
-                break
-            waits = self._controlled.in_phase(Phase.AWAITING_PRE, Phase.AWAITING_MASK)
-            if not waits:  # the exchange only frees sequences, or asks suspended ones
-                break
-            slow_at = self._sent_at + MAX_WAIT_S
-            if not await self._exchange.wait(max(0.0, min(until, slow_at) - now)):
-                self._is_slow = slow_at <= until
-                break
-        self._permit()
+    def advance(self) -> Actions:
+        """Splice what controllers have asked for, and start the next exchange; no step is in flight."""
+        for sequence in self._controlled.in_phase(Phase.MASK_READY):
+            if control_of(sequence).splice is not None:
+                yield Deliver(splice(sequence, self._running.cache))
+        yield from self._start_next_exchange()
 
-    def _permit(self) -> None:
+    async def wait_for_exchange(self, until: float) -> bool:
+        """Wait for the exchange that runs, if sequences wait for it that should be in the next plan.
+
+        Args:
+            until: on trio's clock.
+
+        Returns:
+            Whether it has ended.  If not, waiting any longer would not pay.
+        """
+        now = trio.current_time()
+        if self._exchange is None or self._is_slow or now >= until:
+            return False
+        if not self._controlled.in_phase(Phase.AWAITING_PRE, Phase.AWAITING_MASK):
+            return False  # the exchange only frees sequences, or asks suspended ones
+        slow_at = self._sent_at + MAX_WAIT_S
+        if await self._exchange.wait(max(0.0, min(until, slow_at) - now)):
+            return True
+        self._is_slow = slow_at <= until
+        return False
+
+    def permit(self) -> None:
         """Decide which sequences may sample in the next step: those that have a mask, or all that can ask for one.
 
         Each ``mid`` overwrites the rows of masks, so both kinds cannot be in one step.
@@ -227,7 +249,7 @@ class ControllerDriver:
         assert self._runtime is not None
         self._steps.attach_masks(step, message, self._runtime.masks)
 
-    def request_masks(self, step: InFlightStep) -> None:
+    def request_masks(self, step: InFlightStep) -> Actions:
         """Ask for the masks of ``step``, which was just sent, or tell the engine that they are ready."""
         if self._steps.begun is not step:
             return
@@ -238,7 +260,7 @@ class ControllerDriver:
         if rows:
             self._steps.ready(step, rows)
         else:
-            self._ask_mid(sampled)
+            yield from self._ask_mid(sampled)
 
     def prevents_run_ahead(self, step: InFlightStep) -> bool:
         """Whether no step may run ahead of ``step``, because that would delay a controlled sequence."""
@@ -268,7 +290,7 @@ class ControllerDriver:
 
     # -- what is asked --------------------------------------------------------------------------
 
-    def _start_next_exchange(self) -> None:
+    def _start_next_exchange(self) -> Actions:
         """Start exchanges, as long as there is one to start and none runs.
 
         None starts between a mask and the token that it allows: ``pre`` comes after ``post``, and the masks of a step
@@ -279,21 +301,21 @@ class ControllerDriver:
                 self._steps.give_up()
                 return
             if self._wants_post_pre:
-                self._ask_post_pre()
+                yield from self._ask_post_pre()
                 continue
             if self._steps.begun is not None:
-                self._ask_mid_for(self._steps.begun)
+                yield from self._ask_mid_for(self._steps.begun)
                 continue
             try:
                 asked = self._forking.next_group()
             except ForkRefused as refusal:
-                self._hooks.finish(refusal.sequence, refusal.error)
+                yield Finish(refusal.sequence, refusal.error)
                 continue
             if not asked:
                 asked = self._ready if any(control_of(each).needs_mask_first for each in self._ready) else []
             if not asked:
                 return
-            self._ask_mid(asked)
+            yield from self._ask_mid(asked)
 
     @property
     def _wants_post_pre(self) -> bool:
@@ -309,7 +331,7 @@ class ControllerDriver:
         """The sequences that can ask for their masks."""
         return reading([each for each in self._controlled.in_phase(Phase.READY) if is_prefilled(each)])
 
-    def _ask_post_pre(self) -> None:
+    def _ask_post_pre(self) -> Actions:
         assert self._runtime is not None
         post: list[PostOp] = []
         pre: list[PreOp] = []
@@ -330,23 +352,23 @@ class ControllerDriver:
         self._unused = []
         exchange = self._runtime.post_pre(post, pre, freed)
 
-        def take() -> None:
+        def take() -> Actions:
             self._exchanges_ms[0] = 1e3 * self._age_s
             self._is_slow = self._age_s > MAX_WAIT_S
-            self._take_post_pre(exchange)
+            yield from self._take_post_pre(exchange)
 
-        self._send(exchange, take, self._post_pre_ms)
+        yield from self._send(exchange, take, self._post_pre_ms)
 
-    def _ask_mid_for(self, step: InFlightStep) -> None:
+    def _ask_mid_for(self, step: InFlightStep) -> Actions:
         """Ask for the masks of ``step``, which ran ahead: of the sequences whose controllers want another token."""
         asked = [each for each in self._ready if step.row_of(each) is not None]
         if asked:
             self._steps.has_asked = True
-            self._ask_mid(asked)
+            yield from self._ask_mid(asked)
         else:
             self._steps.give_up()
 
-    def _ask_mid(self, asked: Items[Sequence]) -> None:
+    def _ask_mid(self, asked: Items[Sequence]) -> Actions:
         assert self._runtime is not None
         ops = []
         for sequence in asked:
@@ -356,15 +378,15 @@ class ControllerDriver:
         exchange = self._runtime.mid(ops)
         step = self._steps.begun
 
-        def take() -> None:
+        def take() -> Actions:
             self._exchanges_ms[1] = 1e3 * self._age_s
             if step is None:
                 self._is_slow = self._age_s > MAX_WAIT_S
                 for sequence in asked:
                     control_of(sequence).needs_mask_first = self._is_slow
-            self._take_mid(exchange, {op.id: row for row, op in enumerate(ops)}, step)
+            yield from self._take_mid(exchange, {op.id: row for row, op in enumerate(ops)}, step)
 
-        self._send(exchange, take, self._mid_ms)
+        yield from self._send(exchange, take, self._mid_ms)
 
     @property
     def _age_s(self) -> float:
@@ -374,44 +396,42 @@ class ControllerDriver:
     def _send(
         self,
         exchange: Exchange[PostPreResults] | Exchange[MidResults],
-        take: Callable[[], None],
+        take: Callable[[], Actions],
         duration_ms: RecentValues,
-    ) -> None:
+    ) -> Actions:
         self._exchange, self._sent_at = exchange, trio.current_time()
 
-        def done() -> None:
+        def done() -> Actions:
             self._exchange, self._done_at = None, trio.current_time()
             if exchange.failure:
                 has_begun = [each for each in self._controlled if control_of(each).phase is not Phase.NEW]
-                self._end_lost(has_begun, exchange.failure)
+                yield from self._end_lost(has_begun, exchange.failure)
             else:
                 duration_ms.add(1e3 * self._age_s)
-                take()
-            self._start_next_exchange()
-            if self._can_go_on:
-                self._hooks.wake()
-            else:
-                self._hooks.end_wait()
+                yield from take()
+            yield from self._start_next_exchange()
+            yield Signal.WAKE if self._can_go_on else Signal.END_WAIT
 
-        exchange.when_done(done)
+        yield WhenDone(exchange, done)
 
     # -- what follows from answers --------------------------------------------------------------
 
-    def _take_post_pre(self, exchange: Exchange[PostPreResults]) -> None:
+    def _take_post_pre(self, exchange: Exchange[PostPreResults]) -> Actions:
         assert exchange.answer is not None
         for id, posted in exchange.answer.post.items():
-            sequence = self._forward_output(id, posted)
+            sequence = yield from self._forward_output(id, posted)
             if sequence is not None and posted.result is not None and posted.result.stop:
-                self._stop(sequence)
+                send_rest(sequence)
+                yield Finish(sequence, "stop")
         for id, found in exchange.answer.pre.items():
-            sequence = self._forward_output(id, found)
+            sequence = yield from self._forward_output(id, found)
             if sequence is not None and found.result is not None:
-                self._begin(sequence, found.result)
+                yield from self._begin(sequence, found.result)
         for sequence in self._controlled.in_phase(Phase.AWAITING_PRE):
-            self._fail(sequence, NO_ANSWER)
-        self._find_deadlocks({id for id, found in exchange.answer.pre.items() if found.skipped is True})
+            yield _failed(sequence, NO_ANSWER)
+        yield from self._find_deadlocks({id for id, found in exchange.answer.pre.items() if found.skipped is True})
 
-    def _forward_output(self, id: int, found: SequenceResult[Any]) -> Sequence | None:
+    def _forward_output(self, id: int, found: SequenceResult[Any]) -> Generator[Finish, None, Sequence | None]:
         """Send the output of a controller to its client.
 
         Returns:
@@ -422,15 +442,15 @@ class ControllerDriver:
             return None
         send_controller_output(sequence, found)
         if found.error:
-            self._fail(sequence, found.error)
+            yield _failed(sequence, found.error)
             return None
         return sequence
 
-    def _begin(self, sequence: Sequence, result: PreResult) -> None:
+    def _begin(self, sequence: Sequence, result: PreResult) -> Actions:
         """Act on the result of ``pre``, which begins a step of ``sequence``."""
         control = control_of(sequence)
         if result.ff_tokens:
-            self._hooks.deliver(append_inserted(sequence, result.ff_tokens), trio.current_time())
+            yield Deliver(append_inserted(sequence, result.ff_tokens))
             if sequence.state is State.FINISHED:
                 return
             if sequence.allocation is not None and not sequence.n_computed:
@@ -442,7 +462,8 @@ class ControllerDriver:
         if result.suspend or result.num_forks != 1:
             control.n_sampled_in_row = 0
         if result.num_forks == 0:
-            self._stop(sequence)
+            send_rest(sequence)
+            yield Finish(sequence, "stop")
         elif result.suspend:
             control.phase = Phase.SUSPENDED
         elif result.num_forks > 1:
@@ -452,14 +473,7 @@ class ControllerDriver:
         if control.phase is not Phase.FORK:
             self._forking.give_up(sequence)
 
-    def _stop(self, sequence: Sequence) -> None:
-        send_rest(sequence)
-        self._hooks.finish(sequence, "stop")
-
-    def _fail(self, sequence: Sequence, reason: str) -> None:
-        self._hooks.finish(sequence, ControllerFailed(reason[-MAX_ERROR_CHARACTERS:]))
-
-    def _find_deadlocks(self, late: Set[int]) -> None:
+    def _find_deadlocks(self, late: Set[int]) -> Actions:
         """End requests whose sequences are all suspended, since none can wake another.
 
         Args:
@@ -471,9 +485,9 @@ class ControllerDriver:
             request.n_deadlocked = request.n_deadlocked + 1 if suspended else 0
             if request.n_deadlocked >= MAX_SUSPENDED_EXCHANGES:
                 for sequence in live:
-                    self._hooks.finish(sequence, "deadlock")
+                    yield Finish(sequence, "deadlock")
 
-    def _take_mid(self, exchange: Exchange[MidResults], rows: Mapping[int, int], step: InFlightStep | None) -> None:
+    def _take_mid(self, exchange: Exchange[MidResults], rows: Mapping[int, int], step: InFlightStep | None) -> Actions:
         """Act on the answer of ``mid``.
 
         Args:
@@ -482,12 +496,12 @@ class ControllerDriver:
         """
         assert exchange.answer is not None
         if any(found.result is not None for found in exchange.answer.values()):
-            self._hooks.revoke_ahead()  # its inputs are tokens that a splice replaces
+            yield Signal.REVOKE_AHEAD  # its inputs are tokens that a splice replaces
         if step is not None:
             good = {id for id, found in exchange.answer.items() if not found.error and found.skipped is not True}
             self._steps.ready(step, {id: row for id, row in rows.items() if id in good})
         for id, found in exchange.answer.items():
-            sequence = self._forward_output(id, found)
+            sequence = yield from self._forward_output(id, found)
             if sequence is None:
                 continue
             control = control_of(sequence)
@@ -498,6 +512,10 @@ class ControllerDriver:
                 control.phase, control.mask_row = Phase.MASK_READY, rows[id]
             else:
                 control.phase, control.splice = Phase.MASK_READY, found.result
+
+
+def _failed(sequence: Sequence, reason: str) -> Finish:
+    return Finish(sequence, ControllerFailed(reason[-MAX_ERROR_CHARACTERS:]))
 
 
 def _can_go_on(sequence: Sequence) -> bool:
