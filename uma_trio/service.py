@@ -7,9 +7,10 @@ cache or the engine.  ``uma_trio.registry`` has the services by the names of the
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import secrets
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any, TypeVar
 
@@ -102,13 +103,20 @@ class ModelService:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def generation(self, request: Generate, principal: Principal, sink: EventSink, *, began: float) -> Generation:
-        """A request that has not begun: see ``Generation.run``.
-
-        Args:
-            began: when it came, on trio's clock.
-        """
-        return Generation(self, self._with_named_adapter(request), principal, sink, began)
+    def answering(
+        self,
+        request: Generate | Embed | Rerank,
+        principal: Principal,
+        sink: EventSink,
+        *,
+        began: float,
+        scope: trio.CancelScope,
+    ) -> Answering:
+        """A request that has not begun: see ``Answering``."""
+        request = self._with_named_adapter(request)
+        if isinstance(request, Generate):
+            return Generation(self, request, principal, sink, began, scope)
+        return Embedding(self, request, principal, sink, began, scope)
 
     def _with_named_adapter(self, request: AnyRequest) -> AnyRequest:
         """``request`` with the adapter that its ``model`` names, if that is ``MODEL:ADAPTER``."""
@@ -118,14 +126,6 @@ class ModelService:
         if bare_name(model) == self.name or adapter not in known:
             return request
         return attrs.evolve(request, adapters=[*request.adapters, AdapterChoice(name=adapter)])
-
-    def embedding(self, request: Embed | Rerank, principal: Principal, sink: EventSink, *, began: float) -> Embedding:
-        """A request to embed or to rank texts that has not begun: see ``Embedding.run``.
-
-        Args:
-            began: when it came, on trio's clock.
-        """
-        return Embedding(self, self._with_named_adapter(request), principal, sink, began)
 
     async def answer_sessions(self, query: SessionQuery, principal: Principal) -> Iterable[SessionList | Transcript]:
         """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.
@@ -331,63 +331,101 @@ class ModelService:
         self._scheduler.check_integrity()
 
 
-class Generation:
-    """One request of a client while it is served."""
+class Answering:
+    """One request of a client while a model serves it; what all kinds of requests have in common.
+
+    Args:
+        began: when it came, on trio's clock.
+        scope: in which ``run`` is called.
+    """
 
     def __init__(
-        self, service: ModelService, request: Generate, principal: Principal, sink: EventSink, began: float
+        self, service: ModelService, principal: Principal, sink: EventSink, began: float, scope: trio.CancelScope
     ) -> None:
         self.service = service
-        self._began = began
-        self.request = request
         self._principal = principal
         self._sink = sink
-        self._scope = trio.CancelScope()
-        self._sequences: Items[Sequence] = []
+        self._began = began
+        self._scope = scope
 
     @property
     def is_answered(self) -> bool:
         """Whether its last event has been sent, although ``run`` has perhaps not returned yet."""
-        return bool(self._sequences) and all(sequence.done.is_set() for sequence in self._sequences)
-
-    def cancel(self) -> None:
-        """End the request: the cancel event of the protocol."""
-        self._scope.cancel()
+        raise NotImplementedError
 
     async def run(self) -> None:
         """Serve the request until its last event has gone to the sink.
 
-        Its own scope, a surrounding one and the request timeout all end it the same way: the last event says why, and
-        the KV cells are free when the step in flight is complete.
+        A cancelled scope and the request timeout end it the same way: the last event says why, and the KV cells are free
+        when the step in flight is complete.
 
         Raises:
             UmaError: the request was refused, and nothing was sent.
         """
-        began = self._began
-        with self._scope:
-            if self.service._draining:
-                raise ShuttingDown("the server is shutting down")
-            check_generates(self.service._model.info)
-            if self.request.controller is not None:
-                await self._steer(began)
-                return
-            _check_session_fields(self.request)
-            sessions = self.service._sessions
-            if sessions.does_without(self.request, self._principal.name):
-                self.request = attrs.evolve(self.request, session_id=None)
-            if self.request.session_id is None:
-                prompt = await self._prepare(
-                    self.service._prompts.make(self.request, principal=self._principal.name), began
-                )
-                await self._stream(prompt, self._sink, began)
-            else:
-                turn = await self._prepare(sessions.begin(self.request, self._principal.name, self._sink), began)
-                try:
-                    await self._stream(turn.prompt, turn, began)
-                finally:
-                    await self._end_turn(turn)
+        if self.service._draining:
+            raise ShuttingDown("the server is shutting down")
+        await self._serve()
 
-    async def _steer(self, began: float) -> None:
+    async def _serve(self) -> None:
+        raise NotImplementedError
+
+    async def _wait(self, answers: Iterable[trio.Event], end: Callable[[UmaError | None], None]) -> None:
+        """Wait for ``answers`` as long as a request may take; ``end`` then ends those that are left, with the reason."""
+        ending: UmaError | None = None
+        limit_s = self.service._limits.request_timeout_s
+        try:
+            with trio.move_on_at(self._began + limit_s) as timer:
+                for answer in answers:
+                    await answer.wait()
+            if timer.cancelled_caught:
+                ending = RequestTimeout(f"not done after {limit_s:g} s")
+        finally:
+            if self.service._draining and not self._scope.cancel_called:
+                ending = ShuttingDown("the server is shutting down")
+            end(ending)
+
+
+class Generation(Answering):
+    """A request for text."""
+
+    def __init__(
+        self,
+        service: ModelService,
+        request: Generate,
+        principal: Principal,
+        sink: EventSink,
+        began: float,
+        scope: trio.CancelScope,
+    ) -> None:
+        super().__init__(service, principal, sink, began, scope)
+        self.request = request
+        self._sequences: Items[Sequence] = []
+
+    @property
+    def is_answered(self) -> bool:
+        """See ``Answering``."""
+        return bool(self._sequences) and all(sequence.done.is_set() for sequence in self._sequences)
+
+    async def _serve(self) -> None:
+        check_generates(self.service._model.info)
+        if self.request.controller is not None:
+            await self._steer()
+            return
+        _check_session_fields(self.request)
+        sessions = self.service._sessions
+        if sessions.does_without(self.request, self._principal.name):
+            self.request = attrs.evolve(self.request, session_id=None)
+        if self.request.session_id is None:
+            prompt = await self._prepare(self.service._prompts.make(self.request, principal=self._principal.name))
+            await self._stream(prompt, self._sink)
+        else:
+            turn = await self._prepare(sessions.begin(self.request, self._principal.name, self._sink))
+            try:
+                await self._stream(turn.prompt, turn)
+            finally:
+                await self._end_turn(turn)
+
+    async def _steer(self) -> None:
         """Serve a request whose controller makes the answer."""
         service, request = self.service, self.request
         runtime = service.runtime
@@ -401,18 +439,18 @@ class Generation:
             prompt.tokens.tolist(),
             library.auth_of(self._principal, is_admin=False),
         )
-        generation: int = await self._prepare(starting, began)
-        await self._stream(prompt, self._sink, began, ControlledRequest(name=name, generation=generation))
+        generation: int = await self._prepare(starting)
+        await self._stream(prompt, self._sink, ControlledRequest(name=name, generation=generation))
 
-    async def _prepare(self, making: Awaitable[Any], began: float) -> Any:
+    async def _prepare(self, making: Awaitable[Any]) -> Any:
         """Wait for what comes before the first step; a request that is cancelled meanwhile has done nothing."""
         try:
             return await making
         except trio.Cancelled:
-            send_cancelled(self.request, self._sink, began, self.service.name)
+            send_cancelled(self.request, self._sink, self._began, self.service.name)
             raise
 
-    async def _compile(self, prompt: Prompt, began: float) -> Grammar | None:
+    async def _compile(self, prompt: Prompt) -> Grammar | None:
         """The grammar of what the answer must look like, before any token is computed."""
         service = self.service
         shape = _answer_shape(self.request, prompt)
@@ -427,32 +465,23 @@ class Generation:
                     grammar = await service._in_thread(grammars.compile, shape)
             return grammar
 
-        grammar: Grammar = await self._prepare(compiled(), began)
+        grammar: Grammar = await self._prepare(compiled())
         return grammar
 
-    async def _stream(
-        self, prompt: Prompt, sink: EventSink, began: float, controlled: ControlledRequest | None = None
-    ) -> None:
-        grammar = await self._compile(prompt, began)
+    async def _stream(self, prompt: Prompt, sink: EventSink, controlled: ControlledRequest | None = None) -> None:
+        grammar = await self._compile(prompt)
         scheduler = self.service._scheduler
         durable = self.request.session_id is not None
         self._sequences = sequences = scheduler.submit(
             self.request, prompt, sink, self._principal, grammar=grammar, controlled=controlled, durable=durable
         )
         log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
-        ending: UmaError | None = None
-        limit_s = self.service._limits.request_timeout_s
-        try:
-            with trio.move_on_at(began + limit_s) as timer:
-                for sequence in sequences:  # a controller may add some meanwhile
-                    await sequence.done.wait()
-            if timer.cancelled_caught:
-                ending = RequestTimeout(f"not done after {limit_s:g} s")
-        finally:
-            if self.service._draining and not self._scope.cancel_called:
-                ending = ShuttingDown("the server is shutting down")
+
+        def end(reason: UmaError | None) -> None:
             for sequence in sequences:
-                scheduler.cancel(sequence, ending or "cancelled")  # does nothing to one that has finished
+                scheduler.cancel(sequence, reason or "cancelled")  # does nothing to one that has finished
+
+        await self._wait((sequence.done for sequence in sequences), end)  # a controller may add some meanwhile
 
     async def _end_turn(self, turn: SessionTurn) -> None:
         """The last event of a session's turn follows when the turn is on disk."""
@@ -543,64 +572,46 @@ def quantization(description: str) -> str | None:
     return f"{kind}_{size[0]}" if size else str(kind)
 
 
-class Embedding:
-    """One request to embed or to rank texts while it is served."""
+class Embedding(Answering):
+    """A request to embed or to rank texts."""
 
     def __init__(
-        self, service: ModelService, request: Embed | Rerank, principal: Principal, sink: EventSink, began: float
+        self,
+        service: ModelService,
+        request: Embed | Rerank,
+        principal: Principal,
+        sink: EventSink,
+        began: float,
+        scope: trio.CancelScope,
     ) -> None:
-        self.service = service
-        self._began = began
+        super().__init__(service, principal, sink, began, scope)
         self.request = request
-        self._principal = principal
-        self._sink = sink
-        self._scope = trio.CancelScope()
         self._pending: PendingEmbeddings | None = None
 
     @property
     def is_answered(self) -> bool:
-        """Whether its last event has been sent, although ``run`` has perhaps not returned yet."""
+        """See ``Answering``."""
         return self._pending is not None and self._pending.done.is_set()
 
-    def cancel(self) -> None:
-        """End the request: the cancel event of the protocol."""
-        self._scope.cancel()
-
-    async def run(self) -> None:
-        """Serve the request until its last event has gone to the sink, or it is cancelled.
-
-        Raises:
-            UmaError: the request was refused, and nothing was sent.
-        """
-        scheduler, limit_s = self.service._scheduler, self.service._limits.request_timeout_s
-        began = self._began
-        with self._scope:
-            if self.service._draining:
-                raise ShuttingDown("the server is shutting down")
-            check_pooling(self.request, scheduler.info)
-            try:
-                texts = await self.service._prompts.texts(
-                    self.request, scheduler.info.embedding_ctx, principal=self._principal.name
-                )
-            except trio.Cancelled:
-                self._sink.send(cancelled(self.request, began, Usage(prompt_tokens=0, completion_tokens=0)))
-                raise
-            self._pending = pending = scheduler.embed(self.request, texts, self._sink, self._principal)
-            ending: UmaError | None = None
-            try:
-                with trio.move_on_at(began + limit_s) as timer:
-                    await pending.done.wait()
-                if timer.cancelled_caught:
-                    ending = RequestTimeout(f"not done after {limit_s:g} s")
-            finally:
-                if self.service._draining and not self._scope.cancel_called:
-                    ending = ShuttingDown("the server is shutting down")
-                scheduler.cancel_embedding(pending, ending)  # does nothing to one that has ended
-                log.info(
-                    "embedded" if isinstance(self.request, Embed) else "ranked",
-                    id=self.request.id,
-                    model=self.service.name,
-                    texts=pending.n_done,
-                    tokens=pending.n_tokens,
-                    total_ms=round(1e3 * (trio.current_time() - began), 1),
-                )
+    async def _serve(self) -> None:
+        scheduler = self.service._scheduler
+        check_pooling(self.request, scheduler.info)
+        try:
+            texts = await self.service._prompts.texts(
+                self.request, scheduler.info.embedding_ctx, principal=self._principal.name
+            )
+        except trio.Cancelled:
+            send_cancelled(self.request, self._sink, self._began)
+            raise
+        self._pending = pending = scheduler.embed(self.request, texts, self._sink, self._principal)
+        try:
+            await self._wait([pending.done], functools.partial(scheduler.cancel_embedding, pending))
+        finally:
+            log.info(
+                "embedded" if isinstance(self.request, Embed) else "ranked",
+                id=self.request.id,
+                model=self.service.name,
+                texts=pending.n_done,
+                tokens=pending.n_tokens,
+                total_ms=round(1e3 * (trio.current_time() - self._began), 1),
+            )

@@ -28,9 +28,8 @@ from uma_trio.errors import (
 from uma_trio.protocol.answers import HealthCheck, ModelDescription, ModelState
 from uma_trio.registry import sharing
 from uma_trio.registry.catalog import Catalog
-from uma_trio.registry.loader import Loader
+from uma_trio.registry.loader import Loader, Unloader
 from uma_trio.registry.model import Attempt, Instance, Model, ModelOpener, ModelSpec
-from uma_trio.registry.unloader import Unloader
 from uma_trio.service import ModelService
 
 log = structlog.get_logger("uma_trio.registry")

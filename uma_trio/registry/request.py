@@ -9,12 +9,12 @@ from uma_trio.protocol.answers import ModelState
 from uma_trio.protocol.events import LoadProgress
 from uma_trio.protocol.requests import Embed, Generate, Rerank
 from uma_trio.registry.registry import ModelRegistry
-from uma_trio.service import Embedding, Generation, send_cancelled
+from uma_trio.service import Answering, send_cancelled
 from uma_trio.serving.sequence import EventSink
 
 
 class ModelRequest:
-    """One request of a client."""
+    """One request of a client until it is answered, the wait for its model included."""
 
     def __init__(
         self, models: ModelRegistry, request: Generate | Embed | Rerank, principal: Principal, sink: EventSink
@@ -24,7 +24,7 @@ class ModelRequest:
         self._principal = principal
         self._sink = sink
         self._scope = trio.CancelScope()
-        self._running: Generation | Embedding | None = None
+        self._running: Answering | None = None
 
     @property
     def is_answered(self) -> bool:
@@ -33,10 +33,7 @@ class ModelRequest:
 
     def cancel(self) -> None:
         """End the request: the cancel event of the protocol."""
-        if self._running is not None:
-            self._running.cancel()
-        else:
-            self._scope.cancel()
+        self._scope.cancel()
 
     def wake(self) -> None:
         """The sink has room again."""
@@ -58,10 +55,9 @@ class ModelRequest:
                 async with self._models.use(
                     request.model, self._principal.name, session=has_session, on_wait=on_wait
                 ) as service:
-                    if isinstance(request, Generate):
-                        self._running = service.generation(request, self._principal, self._sink, began=began)
-                    else:
-                        self._running = service.embedding(request, self._principal, self._sink, began=began)
+                    self._running = service.answering(
+                        request, self._principal, self._sink, began=began, scope=self._scope
+                    )
                     await self._running.run()
         finally:
             if self._running is None and self._scope.cancel_called:
