@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import attrs
+from msgspec import Meta
+
+PrincipalWeight = Annotated[float, Meta(ge=0.01, le=100)]
+PrincipalLimit = Annotated[int, Meta(ge=1, le=1_000_000)]
+"""Bounds of ``Principal.max_requests``."""
 
 
 @attrs.frozen
@@ -17,7 +24,7 @@ class Principal:
     weight: float = 1.0
     """Share of prefill time against other principals: with 2, twice as much."""
     max_requests: int | None = None
-    """Requests in flight at a time, waiting ones included; ``None``: no limit of its own."""
+    """Answers in flight at a time, waiting ones included; ``None``: no limit of its own."""
 
 
 ANONYMOUS = Principal("uid:unknown")

@@ -33,15 +33,6 @@ COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 5
 MAX_FIELDS: Final = 1024
 """Fields of a body, known ones and others."""
 
-MAX_MESSAGES: Final = 1024
-"""Messages of a chat, as in the socket protocol, and parts of a message.  The gateway looks at each of them."""
-MAX_TOOLS: Final = 512
-"""As in the socket protocol."""
-MAX_BIASES: Final = 300
-"""As in the socket protocol."""
-MAX_ADAPTERS: Final = 64
-"""Adapters of a model, as in the configuration."""
-
 PROMPTS: Final = ("prompt", "messages", "input", "content")
 """What the prompt is called in bodies: the first one that a body has."""
 

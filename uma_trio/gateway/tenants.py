@@ -27,7 +27,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from uma_trio.principal import Principal
+from uma_trio.principal import Principal, PrincipalLimit, PrincipalWeight
 from uma_trio.protocol.field_errors import explain
 
 MAX_TENANTS: Final = 1000
@@ -60,9 +60,9 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One party with keys of its own.  A limit that is ``None`` does not exist."""
 
     name: str = ""
-    weight: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    weight: PrincipalWeight = 1.0
     """Share of the model against other principals."""
-    max_requests: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    max_requests: PrincipalLimit | None = None
     """Answers in flight at a time, waiting ones included."""
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None

@@ -13,6 +13,8 @@ from msgspec import Meta
 
 from uma_trio.errors import BadRequest
 
+MAX_MESSAGES: Final = 1024
+"""Messages of a chat, and parts of a message."""
 MAX_TOOLS: Final = 512
 """Tools of a request."""
 
@@ -59,7 +61,7 @@ class ChatMessage:
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """``developer`` means the same as ``system``.  ``tool`` is the result of a tool call."""
-    content: str | Annotated[list[TextPart], Meta(max_length=1024)] | None = None
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
     """``None`` only in a message of the assistant that has ``tool_calls``."""
     reasoning: str | None = None
     """Reasoning before ``content``; only of the assistant.  The chat template decides what the model sees of it."""
@@ -78,7 +80,7 @@ class ChatMessage:
         return self.content or ""
 
 
-Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 @attrs.frozen(kw_only=True)

@@ -9,6 +9,7 @@ import attrs
 from msgspec import Meta
 
 from uma_trio.errors import BadRequest
+from uma_trio.principal import PrincipalLimit, PrincipalWeight
 from uma_trio.protocol.chat import (
     MAX_TOOLS,
     Messages,
@@ -39,11 +40,12 @@ MAX_METADATA_DEPTH: Final = 32
 BANNED: Final = -100.0
 """The ``logit_bias`` that excludes a token, as in the OpenAI API."""
 
+MAX_BIASES: Final = 300
+"""Tokens of ``logit_bias``."""
+
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=BANNED, le=100)]], Meta(max_length=300)]
+LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=BANNED, le=100)]], Meta(max_length=MAX_BIASES)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
-PrincipalWeight = Annotated[float, Meta(ge=0.01, le=100)]
-PrincipalLimit = Annotated[int, Meta(ge=1, le=1_000_000)]
 TargetMs = Annotated[float, Meta(gt=0, le=3_600_000)]
 
 
@@ -61,7 +63,7 @@ class Slo:
 MAX_TEXTS: Final = 2048
 """Texts of one request to embed or to rank."""
 
-MAX_ADAPTERS: Final = 8
+MAX_REQUEST_ADAPTERS: Final = 8
 """LoRA adapters of one request."""
 
 
@@ -104,7 +106,7 @@ class Generate:
     id: Name
     model: Name | None = None
     """Which of the served models answers.  ``None`` is the default model."""
-    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_ADAPTERS)] = attrs.field(factory=list)
+    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_REQUEST_ADAPTERS)] = attrs.field(factory=list)
     """LoRA adapters that the answer is computed with."""
     prompt: str | PromptTokens | None = None
     """A text to continue, or its tokens."""
@@ -216,7 +218,7 @@ class Embed:
     input: Annotated[list[str | PromptTokens], Meta(min_length=1, max_length=MAX_TEXTS)]
     """Texts, or their tokens."""
     model: Name | None = None
-    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_ADAPTERS)] = attrs.field(factory=list)
+    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_REQUEST_ADAPTERS)] = attrs.field(factory=list)
     """This field and the one before are as in ``Generate``."""
     dimensions: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     """Return only this many dimensions of each embedding, with length 1 again."""
@@ -237,7 +239,7 @@ class Rerank:
     top_n: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     """Return only this many of the best documents."""
     model: Name | None = None
-    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_ADAPTERS)] = attrs.field(factory=list)
+    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_REQUEST_ADAPTERS)] = attrs.field(factory=list)
     """This field and the one before are as in ``Generate``."""
     id: Name | None = None
     keep_alive: bool = False

@@ -12,8 +12,9 @@ from msgspec import Meta
 
 from uma_trio.errors import ContextTooSmall, PromptTooLarge
 from uma_trio.gateway.conversation import reasoning_kwargs
-from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Dialect
+from uma_trio.gateway.endpoint import Dialect
 from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
 VERSION_HEADER: Final = "anthropic-version"
 """All clients of Anthropic's API send it.  Where two APIs have the same path, it says which one is meant."""

@@ -7,9 +7,9 @@ from itertools import groupby
 from typing import Any, Final
 
 from uma_trio.client import Client
-from uma_trio.gateway.endpoint import MAX_BIASES, Call
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
-from uma_trio.protocol.requests import BANNED
+from uma_trio.protocol.requests import BANNED, MAX_BIASES
 
 MAX_PARTS: Final = 1024
 """Texts in prompts and in ``logit_bias`` that become tokens before the request."""

@@ -22,9 +22,10 @@ from uma_trio.gateway.conversation import without_noise
 from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_messages, template_fields
 from uma_trio.gateway.dialects.openai_shapes import Detokenized, Health, Rendered, Tokens
 from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, tool_fields
-from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
+from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.health import READY_TIMEOUT_S
+from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
 TOKENS_PER_PIECE: Final = 4096
 """Tokens that are encoded in one piece, with their texts."""

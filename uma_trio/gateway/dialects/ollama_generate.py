@@ -30,9 +30,10 @@ from uma_trio.gateway.dialects.ollama import (
     tools_of,
 )
 from uma_trio.gateway.dialects.ollama_shapes import ChatAnswer, Generated
-from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
+from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_only_user
+from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from uma_trio.protocol.events import Logprobs
 
 DONE_REASONS: Final = {"tool_calls": "stop", "cancelled": "stop", "error": "stop"}

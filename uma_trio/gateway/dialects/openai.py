@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.client import Eos
+from uma_trio.config.lists import MAX_ADAPTERS
 from uma_trio.errors import (
     AdapterNotFound,
     BadRequest,
@@ -23,11 +24,13 @@ from uma_trio.errors import (
     TooManyValues,
 )
 from uma_trio.gateway.dialects.openai_constraints import CONSTRAINT_NAMES, Constrained
-from uma_trio.gateway.endpoint import MAX_ADAPTERS, MAX_BIASES, MAX_MESSAGES, Call, Dialect
+from uma_trio.gateway.endpoint import Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid, refused_json
 from uma_trio.gateway.limits import QUOTA
+from uma_trio.protocol.chat import MAX_MESSAGES
 from uma_trio.protocol.events import Logprobs
 from uma_trio.protocol.json_cost import JsonCost
+from uma_trio.protocol.requests import MAX_BIASES
 
 FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
 """Where the protocol's reason has no counterpart in OpenAI's API."""

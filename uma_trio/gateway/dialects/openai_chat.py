@@ -29,9 +29,10 @@ from uma_trio.gateway.dialects.openai import (
 )
 from uma_trio.gateway.dialects.openai_shapes import ChatChunk, ChatCompletion, InputTokens
 from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, call_delta, tool_fields, whole_calls
-from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
+from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.parts import logprobs_of
+from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
 
 class ChatRequest(Sampling, kw_only=True):

@@ -20,8 +20,9 @@ from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
 from uma_trio.gateway.dialects.openai_shapes import InputTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai_tools import Function, tool_fields
 from uma_trio.gateway.dialects.openai_tools import Tool as ChatTool
-from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
+from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
+from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
 INPUT: Final = {
     "type": "object",
