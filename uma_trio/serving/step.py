@@ -310,57 +310,78 @@ def complete_step(
         can_truncate: the last tokens of a sequence can be removed.
         ahead: the step that ran ahead of it, and may have begun.
     """
-    new_tokens = []
-    failures = dict(output.grammar_failures)
-    forced = dict(output.forced) if can_truncate else {}
-    at = 0
     drafted = drafts_by_sequence(step, output)
+    forced = dict(output.forced) if can_truncate else {}
+    failures = dict(output.grammar_failures)
+    new_tokens, at = [], 0
     for row in step.rows.values():
         sequence, planned_end = row.sequence, row.end
         if row.n_model_drafts:
             row.propose(drafted[sequence].tokens if sequence in drafted else ())
-        computed_end = row.end
         sampled: Items[int] = output.tokens[at : at + row.n_samples]
         scores = output.scores[at : at + row.n_samples]
         at += row.n_samples
         if row.dropped:
             continue
-        if row.drafts:
-            sampled = row.accept(sampled)
-        if ahead is not None and sampled:
-            ahead.move(sequence, row.end - planned_end)
-            if any(_ends(sequence, token) for token in sampled):
-                ahead.drop(sequence)
-        if sequence.allocation is None:
-            continue  # it has finished, and this step's tokens are counted
-        if ahead is None or ahead.row_of(sequence) is None:  # perhaps no step follows, so tell the engine
-            cache.advance(sequence.allocation, computed_end)
-            cache.truncate(sequence.allocation, row.end)
-        else:
-            cache.advance(sequence.allocation, row.end)
-        if sequence.state is State.FINISHED or not row.n_samples:
+        sampled = _count_tokens(row, sampled, planned_end, cache, ahead)
+        allocation = sequence.allocation
+        if allocation is None or sequence.state is State.FINISHED or not row.n_samples:
             continue
-        if sequence.control is not None:
-            new = complete_sample(sequence, sampled[0], scores, cache)
-            if new is not None:
-                new_tokens.append(new)
-            sequence.due_at = now + sequence.target_itl_ms / 1e3
-            continue
-        if MASK_LATE in sampled:  # then all of its samples have it
+        if sequence.control is None and MASK_LATE in sampled:  # then all of its samples have it
             new_tokens.append(_undo(sequence, row, cache, can_truncate=can_truncate))
             continue
-        failure = failures.get(sequence.allocation.seq_id)
-        new = _append(sequence, sampled, scores, failure)
-        new.n_drafts_accepted = max(0, len(new.tokens) - 1)
-        new.draft_source = row.source
-        new_tokens.append(new)
-        if row.source == "grammar":
-            sequence.n_forced += new.n_drafts_accepted
-        all_accepted = len(sampled) == 1 + len(row.drafts)
-        sequence.forced = forced.get(sequence.allocation.seq_id, ()) if all_accepted else ()
-        sequence.state = State.DECODE
         sequence.due_at = now + sequence.target_itl_ms / 1e3
+        if sequence.control is None:
+            failure, allowed = failures.get(allocation.seq_id), forced.get(allocation.seq_id, ())
+            new_tokens.append(_complete_row(row, sampled, scores, failure, allowed))
+        elif (new := complete_sample(sequence, sampled[0], scores, cache)) is not None:
+            new_tokens.append(new)
     return new_tokens
+
+
+def _count_tokens(
+    row: StepRow, sampled: Items[int], planned_end: int, cache: KvCache, ahead: InFlightStep | None
+) -> Items[int]:
+    """Note which tokens of ``row`` the KV cache holds now; returns the tokens that were sampled, up to a wrong draft.
+
+    Args:
+        planned_end: tokens in the KV cache that the step ahead counted on.
+    """
+    sequence, computed_end = row.sequence, row.end
+    if row.drafts:
+        sampled = row.accept(sampled)
+    if ahead is not None and sampled:
+        ahead.move(sequence, row.end - planned_end)
+        if any(_ends(sequence, token) for token in sampled):
+            ahead.drop(sequence)
+    if sequence.allocation is None:
+        return sampled  # it has finished, and this step's tokens are counted
+    if ahead is None or ahead.row_of(sequence) is None:  # perhaps no step follows, so tell the engine
+        cache.advance(sequence.allocation, computed_end)
+        cache.truncate(sequence.allocation, row.end)
+    else:
+        cache.advance(sequence.allocation, row.end)
+    return sampled
+
+
+def _complete_row(
+    row: StepRow, sampled: Items[int], scores: Items[TokenLogprobs | None], failure: str | None, forced: Items[int]
+) -> NewTokens:
+    """Add what was sampled for a sequence without a controller.
+
+    Args:
+        failure: why its grammar cannot go on.
+        forced: the only tokens that its grammar allows next, if all drafts are accepted.
+    """
+    sequence = row.sequence
+    new = _append(sequence, sampled, scores, failure)
+    new.n_drafts_accepted = max(0, len(new.tokens) - 1)
+    new.draft_source = row.source
+    if row.source == "grammar":
+        sequence.n_forced += new.n_drafts_accepted
+    sequence.forced = forced if len(sampled) == 1 + len(row.drafts) else ()
+    sequence.state = State.DECODE
+    return new
 
 
 def _ends(sequence: Sequence, token: int) -> bool:
