@@ -1,4 +1,5 @@
-"""Decides which running sequences lose their places, so that a waiting principal gets its share.
+"""Decides which running sequences lose their places, so that a waiting principal gets its share, and when refused requests
+should come back.
 
 A place is a sequence id with reserved KV cells.  The share of a principal is dominant-resource fair: the larger one of
 its fraction of all sequence ids and its fraction of all cells, divided by its weight.
@@ -19,6 +20,9 @@ from uma_trio.scheduling.view import Priority
 
 MIN_TURN_S: Final = 0.5
 """A sequence keeps the only place of its principal for at least this long."""
+
+LONGEST_WAIT_S: Final = 60.0
+"""Clients of OpenAI's API do not honour longer waits."""
 
 
 @attrs.frozen(kw_only=True)
@@ -173,3 +177,29 @@ def _cost(place: Place, holder: _Holder, room: Room) -> tuple[float, float, int,
     """Sort key of a place: the lowest one is taken first."""
     turn_ends_s = place.turn_ends_s if holder.sequences == 1 else -math.inf
     return turn_ends_s, -holder.share(room), -place.priority, place.n_tokens
+
+
+@attrs.define
+class RetrySchedule:
+    """When refused requests should be sent again: each at a moment of its own, as fast as there will be room for them.
+
+    Without it, all that were refused together would come back together, and most of them would be refused again.
+    """
+
+    _last_s: float = -math.inf
+    """The latest moment that a request was given."""
+
+    def wait_s(self, now_s: float, first_s: float, interval_s: float) -> float:
+        """How long the next refused request should wait.
+
+        Args:
+            first_s: time until there is room for the first one.
+            interval_s: time between two requests that end.
+        """
+        at = min(max(now_s + first_s, self._last_s + interval_s), now_s + LONGEST_WAIT_S)
+        self._last_s = at
+        return at - now_s
+
+    def clear(self) -> None:
+        """Forget those that have not come back: there is room for everybody."""
+        self._last_s = -math.inf

@@ -17,8 +17,7 @@ import msgspec
 from uma_trio.config import Scheduling
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.attention import Attention, AttentionScan
-from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.draft_cost import DraftCost
+from uma_trio.scheduling.cost import CostModel, DraftCost, Work
 from uma_trio.scheduling.fairness import Service
 from uma_trio.scheduling.gaps import NO_FILLERS, contexts_with_fillers, join_runs, runs_of_consecutive_ids
 from uma_trio.scheduling.view import Priority, SequenceView

@@ -13,8 +13,7 @@ import structlog
 
 from uma_trio.engine.messages import Drafted, DraftInput, ModelInfo, StepOutput
 from uma_trio.kv.prefix import common_list_prefix
-from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.draft_cost import DraftCost
+from uma_trio.scheduling.cost import CostModel, DraftCost, Work
 from uma_trio.serving.sequence import DraftState, Sequence
 from uma_trio.serving.step import InFlightStep, NewTokens, PlannedStep, StepRow, drafts_by_sequence
 

@@ -22,7 +22,6 @@ from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.scheduling import fairness, places
 from uma_trio.scheduling.attention import AttentionScan
 from uma_trio.scheduling.fairness import Service
-from uma_trio.scheduling.retry_schedule import RetrySchedule
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.telemetry.metrics import Telemetry
@@ -438,7 +437,7 @@ class WaitingQueue:
         self._n_sequences = info.n_seq_max
         self._max_length = max_length
         self._sequences: list[Sequence] = []
-        self._retries = RetrySchedule()
+        self._retries = places.RetrySchedule()
         self._claimant: Sequence | None = None
         """For which sequences lost their places, or are about to."""
         self._blocked: tuple[Sequence, int] | None = None
