@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import attrs
@@ -118,7 +117,7 @@ class Transfer:
     done: trio.Event = attrs.field(factory=trio.Event)
     refused: str | None = "the cells were needed before"
     """Why it did not take place; ``None`` if it did."""
-    sizes: Items[int] = ()
+    sizes: Sequence[int] = ()
     """What was measured: bytes of the state, and of each checkpoint."""
 
 
@@ -217,7 +216,7 @@ class Offloader:
         """Give back the memory of a parked state that is not needed any longer."""
         self._remove_soon([state.name])
 
-    def next_transfer(self, decodes: Items[SequenceView]) -> Transfer | None:
+    def next_transfer(self, decodes: Sequence[SequenceView]) -> Transfer | None:
         """The copy that the next step should make, if it has the time for one.
 
         Args:
@@ -562,7 +561,7 @@ class Offloader:
         except StateFileError as error:
             log.warning("a saved state could not be removed", reason=str(error))
 
-    def _remove_soon(self, names: Items[str]) -> None:
+    def _remove_soon(self, names: Sequence[str]) -> None:
         for name in names:
             assert self._nursery is not None
             self._nursery.start_soon(self._remove, name)

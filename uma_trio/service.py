@@ -10,8 +10,8 @@ import contextlib
 import functools
 import re
 import secrets
+from collections import abc
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
 from typing import Any, TypeVar
 
 import attrs
@@ -399,7 +399,7 @@ class Generation(Answering):
     ) -> None:
         super().__init__(service, principal, sink, began, scope)
         self.request = request
-        self._sequences: Items[Sequence] = []
+        self._sequences: abc.Sequence[Sequence] = []
 
     @property
     def is_answered(self) -> bool:

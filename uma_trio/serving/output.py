@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -87,7 +87,7 @@ def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReas
     return new.reason
 
 
-def assembler_after(tokens: Items[int], token_to_bytes: TokenToBytes) -> TextAssembler:
+def assembler_after(tokens: abc.Sequence[int], token_to_bytes: TokenToBytes) -> TextAssembler:
     """An assembler that goes on after ``tokens``, whose text was sent."""
     tail: list[bytes] = []
     for token in reversed(tokens):

@@ -8,8 +8,8 @@ talks to the engine or waits.
 from __future__ import annotations
 
 import enum
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Items
 from itertools import chain
 from typing import Final
 
@@ -159,7 +159,7 @@ class StepPlanner:
         if self.drafts is not None and not draft_inputs:
             draft_inputs, draft_ms = self._catch_up(chosen, sequences)
             chosen = attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms)
-        ops: Items[KvOp] = self._cache.take_ops()
+        ops: abc.Sequence[KvOp] = self._cache.take_ops()
         if transfer is not None:
             ops = (*ops, transfer.op)
         if not chosen.decodes and not chosen.chunks and not ops and embedding is None:
@@ -304,7 +304,7 @@ class StepPlanner:
             n_missing=self.drafts.n_missing(sequence) - 1,
         )
 
-    def _catching_up(self, streams: Items[Sequence]) -> list[Sequence]:
+    def _catching_up(self, streams: abc.Sequence[Sequence]) -> list[Sequence]:
         """Streams that the draft model should compute the tokens of, before it can propose some."""
         if self.drafts is None or len(streams) > MAX_DECODES_WITH_DRAFTS or self._bisection.is_active:
             return []
@@ -334,7 +334,9 @@ class StepPlanner:
         assert sequence.allocation is not None
         return self._cache.next_pause(sequence.allocation)
 
-    def _next_chunk(self, decodes: Items[SequenceView], prefills: Items[SequenceView]) -> EmbeddingChunk | None:
+    def _next_chunk(
+        self, decodes: abc.Sequence[SequenceView], prefills: abc.Sequence[SequenceView]
+    ) -> EmbeddingChunk | None:
         """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
         had_chunk, self._had_chunk = self._had_chunk, False
         if not self._embeddings.is_ready or (self._bisection.is_active and (decodes or prefills)):
@@ -351,7 +353,9 @@ class StepPlanner:
         self._had_chunk = chunk is not None
         return chunk
 
-    def _plan(self, decodes: Items[SequenceView], prefills: Items[SequenceView], starts_at: float) -> Plan:
+    def _plan(
+        self, decodes: abc.Sequence[SequenceView], prefills: abc.Sequence[SequenceView], starts_at: float
+    ) -> Plan:
         return plan(
             Tick(
                 decodes,
@@ -410,7 +414,7 @@ class StepPlanner:
         return MASK_TIMEOUT_MS if self._info.can_truncate else LONG_MASK_TIMEOUT_MS
 
 
-def _often_forced(decodes: Items[Sequence]) -> bool:
+def _often_forced(decodes: abc.Sequence[Sequence]) -> bool:
     """Whether to know what grammars force before the next step is planned: if that helps half of the sequences."""
     return 2 * sum([sequence.often_forced for sequence in decodes]) >= max(1, len(decodes))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import abc
 from collections.abc import Container, Iterator
-from collections.abc import Sequence as Items
 from itertools import chain
 from typing import Final
 
@@ -154,7 +154,7 @@ class RunningSet:
             self._offloader.check_for_work()  # something may have to be saved to make room
         return allocations
 
-    def begin_forks(self, forks: Items[Sequence], allocations: Items[Allocation]) -> None:
+    def begin_forks(self, forks: abc.Sequence[Sequence], allocations: abc.Sequence[Allocation]) -> None:
         """Let ``forks`` run, in the places that were allocated for them."""
         for fork, allocation in zip(forks, allocations, strict=True):
             fork.allocation, fork.placed_at = allocation, trio.current_time()
@@ -304,7 +304,7 @@ class RunningSet:
         n = self.cache.n_sequences
         return places.Room(n, kv.cells, n - kv.sequences, kv.cells - kv.cells_reserved)
 
-    def preempt(self, sequences: Items[Sequence]) -> list[Sequence]:
+    def preempt(self, sequences: abc.Sequence[Sequence]) -> list[Sequence]:
         """Take the places of ``sequences``, which no step in flight computes.
 
         What takes long to compute again is copied first; until then no step computes any of them.  While there is room,
@@ -464,7 +464,7 @@ class WaitingQueue:
             HealthCheck(name="memory", ok=not short, reason=describe_cells(kv)),
         ]
 
-    def enter(self, sequences: Items[Sequence]) -> None:
+    def enter(self, sequences: abc.Sequence[Sequence]) -> None:
         """Let each of ``sequences`` run, or wait; all of them or none.
 
         Raises:

@@ -10,8 +10,8 @@ Source: docs/ARCHITECTURE.md, "A tick".
 from __future__ import annotations
 
 import functools
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as Items
 from itertools import chain
 from typing import Any
 
@@ -150,7 +150,7 @@ class Scheduler:
         grammar: Grammar | None = None,
         controlled: ControlledRequest | None = None,
         durable: bool = False,
-    ) -> Items[Sequence]:
+    ) -> abc.Sequence[Sequence]:
         """Accept a request: all of its answers or none.
 
         Its events go to ``sink``.  ``sequence.done`` is set after the last event of each answer.
@@ -211,7 +211,7 @@ class Scheduler:
         return sequences
 
     def embed(
-        self, request: Embed | Rerank, texts: Items[TokenIds], sink: EventSink, principal: Principal
+        self, request: Embed | Rerank, texts: abc.Sequence[TokenIds], sink: EventSink, principal: Principal
     ) -> PendingEmbeddings:
         """Accept a request to embed or to rank ``texts``.  ``pending.done`` is set after its last event.
 

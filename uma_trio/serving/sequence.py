@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import enum
 import math
+from collections import abc
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Items
 from typing import Final, Protocol
 
 import attrs
@@ -135,7 +135,7 @@ class Sequence:
     """Proposes draft tokens, if speculation is on."""
     draft_state: DraftState | None = None
     """How the draft model serves it, if there is one and speculation is on."""
-    forced: Items[int] = ()
+    forced: abc.Sequence[int] = ()
     """The only tokens that can follow by its grammar, as far as they are known."""
     n_forced: int = 0
     """Tokens of the answer that were forced."""
@@ -254,7 +254,7 @@ class Sequence:
             acceptance_rate=self.acceptance_rate,
         )
 
-    def drafts(self, n: int) -> Items[int]:
+    def drafts(self, n: int) -> abc.Sequence[int]:
         """At most ``n`` draft tokens; never so many that not all could become part of the answer.
 
         Tokens that its grammar forces are drafts that are always accepted.
@@ -314,7 +314,7 @@ class Sequence:
         stop_ids, adapters = self.request.stop_token_ids, self.adapters.scales
         return StepInput(self._seq_id, start, tokens, samples, stop_ids, grammar, adapters)
 
-    def decode_input(self, drafts: Items[int] = ()) -> StepInput:
+    def decode_input(self, drafts: abc.Sequence[int] = ()) -> StepInput:
         """The last token, and draft tokens that the same step verifies."""
         n = len(self.tokens)
         if self.sampling.history is not None:

@@ -6,8 +6,8 @@ that this one is about to sample.  The engine begins it at once, so the device n
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Items
 from itertools import islice, repeat
 from operator import attrgetter
 from typing import Final, Literal, TypeAlias
@@ -48,7 +48,7 @@ class PlannedStep:
     plan: Plan
     sequences: Mapping[int, Sequence]
     """By the sequence ids of the plan."""
-    ops: Items[KvOp]
+    ops: abc.Sequence[KvOp]
     """Operations on the KV cache, before anything is computed."""
     policy_before: PolicyState
     """The policy's state without this step; ``plan.state`` is the one with it."""
@@ -60,7 +60,7 @@ class PlannedStep:
     """The state that it saves or loads."""
     embedding: EmbeddingChunk | None = None
     """The texts that it embeds."""
-    draft_inputs: Items[DraftInput] = ()
+    draft_inputs: abc.Sequence[DraftInput] = ()
     """What the draft model computes."""
 
 
@@ -72,7 +72,7 @@ class StepRow:
     end: int
     """Tokens in the KV cache after it.  Until it is complete, with all drafts; then with those that were accepted."""
     n_samples: int
-    drafts: Items[int] = ()
+    drafts: abc.Sequence[int] = ()
     source: DraftSource = "lookup"
     """Where the drafts are from."""
     n_model_drafts: int = 0
@@ -87,14 +87,14 @@ class StepRow:
         """Whether the step samples a token of it."""
         return self.n_samples > 0 and not self.dropped
 
-    def propose(self, drafts: Items[int]) -> None:
+    def propose(self, drafts: abc.Sequence[int]) -> None:
         """The draft model has proposed ``drafts``."""
         n_fewer = self.n_model_drafts - len(drafts)
         self.drafts = drafts
         self.end -= n_fewer
         self.n_samples -= n_fewer
 
-    def accept(self, sampled: Items[int]) -> Items[int]:
+    def accept(self, sampled: abc.Sequence[int]) -> abc.Sequence[int]:
         """The drafts that were sampled as well, and one more token; the engine removes the other drafts."""
         n = 0
         while n < len(self.drafts) and sampled[n] == self.drafts[n]:
@@ -111,7 +111,7 @@ class InFlightStep:
     planned: PlannedStep
     rows: Mapping[Sequence, StepRow]
     """In the order of the step's inputs."""
-    freed: Items[Sequence]
+    freed: abc.Sequence[Sequence]
     """Cancelled sequences whose tokens leave the KV cache with this step."""
     runs_ahead: bool = False
     revoked: bool = False
@@ -170,14 +170,14 @@ class NewTokens:
     """Tokens that a sequence got in a step, on their way to its client.  Empty if its mask was late."""
 
     sequence: Sequence
-    tokens: Items[int]
+    tokens: abc.Sequence[int]
     n_before: int
     """Tokens that the sequence had."""
     reason: FinishReason | UmaError | None
     """Why the sequence ends after these tokens, if it does."""
     paused: bool
     """The client had not read: the time since the last token is not the server's."""
-    scores: Items[TokenLogprobs | None]
+    scores: abc.Sequence[TokenLogprobs | None]
     """Logprobs of the tokens, perhaps followed by those of rejected draft tokens.  Empty unless requested."""
     n_drafts_accepted: int = 0
     draft_source: DraftSource = "lookup"
@@ -198,7 +198,7 @@ class CompletedStep:
 
     step: InFlightStep
     output: StepOutput
-    new_tokens: Items[NewTokens]
+    new_tokens: abc.Sequence[NewTokens]
     at: float
 
     @property
@@ -227,7 +227,7 @@ class CompletedStep:
 
 
 def build_step(
-    planned: PlannedStep, number: int, freed: Items[Sequence], *, in_flight: InFlightStep | None = None
+    planned: PlannedStep, number: int, freed: abc.Sequence[Sequence], *, in_flight: InFlightStep | None = None
 ) -> tuple[InFlightStep, SubmittedStep]:
     """The step that was planned: what the daemon remembers of it, and what the engine gets.
 
@@ -318,7 +318,7 @@ def complete_step(
         sequence, planned_end = row.sequence, row.end
         if row.n_model_drafts:
             row.propose(drafted[sequence].tokens if sequence in drafted else ())
-        sampled: Items[int] = output.tokens[at : at + row.n_samples]
+        sampled: abc.Sequence[int] = output.tokens[at : at + row.n_samples]
         scores = output.scores[at : at + row.n_samples]
         at += row.n_samples
         if row.dropped:
@@ -340,8 +340,8 @@ def complete_step(
 
 
 def _count_tokens(
-    row: StepRow, sampled: Items[int], planned_end: int, cache: KvCache, ahead: InFlightStep | None
-) -> Items[int]:
+    row: StepRow, sampled: abc.Sequence[int], planned_end: int, cache: KvCache, ahead: InFlightStep | None
+) -> abc.Sequence[int]:
     """Note which tokens of ``row`` the KV cache holds now; returns the tokens that were sampled, up to a wrong draft.
 
     Args:
@@ -365,7 +365,11 @@ def _count_tokens(
 
 
 def _complete_row(
-    row: StepRow, sampled: Items[int], scores: Items[TokenLogprobs | None], failure: str | None, forced: Items[int]
+    row: StepRow,
+    sampled: abc.Sequence[int],
+    scores: abc.Sequence[TokenLogprobs | None],
+    failure: str | None,
+    forced: abc.Sequence[int],
 ) -> NewTokens:
     """Add what was sampled for a sequence without a controller.
 
@@ -390,7 +394,7 @@ def _ends(sequence: Sequence, token: int) -> bool:
 
 
 def complete_sample(
-    sequence: Sequence, token: int, scores: Items[TokenLogprobs | None], cache: KvCache
+    sequence: Sequence, token: int, scores: abc.Sequence[TokenLogprobs | None], cache: KvCache
 ) -> NewTokens | None:
     """Add the token that was sampled for a controlled sequence, or what its controller chose instead.
 
@@ -452,7 +456,7 @@ def splice(sequence: Sequence, cache: KvCache) -> NewTokens:
     return append_inserted(sequence, tokens, n_removed)
 
 
-def _without_prompt(sequence: Sequence, tokens: Items[int], n_removed: int) -> tuple[Items[int], int]:
+def _without_prompt(sequence: Sequence, tokens: abc.Sequence[int], n_removed: int) -> tuple[abc.Sequence[int], int]:
     """What a splice changes of the answer, if it removes tokens of the prompt and appends the same ones again.
 
     So a controller gets back to the very start of the answer that cannot remove tokens without appending one.
@@ -463,7 +467,7 @@ def _without_prompt(sequence: Sequence, tokens: Items[int], n_removed: int) -> t
     return tokens, n_removed
 
 
-def append_inserted(sequence: Sequence, tokens: Items[int], n_removed: int = 0) -> NewTokens:
+def append_inserted(sequence: Sequence, tokens: abc.Sequence[int], n_removed: int = 0) -> NewTokens:
     """Append tokens that the controller of ``sequence`` has chosen, up to ``max_tokens``."""
     assert sequence.control is not None
     new = _append(sequence, tokens, (), None)
@@ -487,7 +491,7 @@ def _undo(sequence: Sequence, row: StepRow, cache: KvCache, *, can_truncate: boo
 
 
 def _append(
-    sequence: Sequence, tokens: Items[int], scores: Items[TokenLogprobs | None], failure: str | None
+    sequence: Sequence, tokens: abc.Sequence[int], scores: abc.Sequence[TokenLogprobs | None], failure: str | None
 ) -> NewTokens:
     """Add sampled tokens to ``sequence``, up to one that ends it.
 

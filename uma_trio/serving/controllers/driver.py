@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import abc
 from collections.abc import Callable, Generator, Iterator, Mapping, Set
-from collections.abc import Sequence as Items
 from typing import Any, Final, TypeAlias
 
 import attrs
@@ -181,7 +181,7 @@ class ControllerDriver:
         if lost:
             yield from self._end_lost(lost, self._runtime.reason or "it was restarted")
 
-    def _end_lost(self, lost: Items[Sequence], why: str) -> Actions:
+    def _end_lost(self, lost: abc.Sequence[Sequence], why: str) -> Actions:
         """End sequences whose controllers died."""
         self._steps.give_up()
         for sequence in lost:
@@ -368,7 +368,7 @@ class ControllerDriver:
         else:
             self._steps.give_up()
 
-    def _ask_mid(self, asked: Items[Sequence]) -> Actions:
+    def _ask_mid(self, asked: abc.Sequence[Sequence]) -> Actions:
         assert self._runtime is not None
         ops = []
         for sequence in asked:

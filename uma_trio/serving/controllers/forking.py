@@ -6,7 +6,7 @@ becomes free, before requests that wait in the queue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections import abc
 from typing import Final
 
 from uma_trio.errors import ControllerFailed, KvFull, UmaError
@@ -115,7 +115,7 @@ class Forking:
         return all(other in waiting for other in self._running)
 
 
-def _announce(parent: Sequence, forks: Items[Sequence]) -> None:
+def _announce(parent: Sequence, forks: abc.Sequence[Sequence]) -> None:
     assert parent.index is not None
     for fork in forks:
         assert fork.index is not None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Items
 from itertools import chain
 from typing import Final
 
@@ -106,7 +106,7 @@ class MaskedSteps:
             self.has_asked = True
             self.ready(self.begun, {})
 
-    def may_run_ahead(self, step: InFlightStep, exchanges_ms: Items[float]) -> bool:
+    def may_run_ahead(self, step: InFlightStep, exchanges_ms: abc.Sequence[float]) -> bool:
         """Whether all controllers in ``step`` are expected to want another token, and to answer while it computes.
 
         A controller that does not costs the time of a row.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as Items
 
 import trio
 
@@ -89,6 +89,6 @@ def is_prefilled(sequence: Sequence) -> bool:
     return sequence.allocation is not None and sequence.n_known - sequence.n_computed == 1
 
 
-def reading(sequences: Items[Sequence]) -> list[Sequence]:
+def reading(sequences: abc.Sequence[Sequence]) -> list[Sequence]:
     """The sequences whose outbox has room."""
     return [each for each in sequences if each.sink.has_room]

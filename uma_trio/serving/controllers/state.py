@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from typing import Final
 
 import attrs
@@ -98,7 +98,7 @@ class Control:
         continues = self.phase not in (Phase.SUSPENDED, Phase.FORK) and self.splice is None
         return continues and self.n_sampled_in_row >= STEADY_TOKENS and not self.needs_mask_first
 
-    def set_post(self, tokens: Items[int], backtrack: int = 0) -> None:
+    def set_post(self, tokens: Sequence[int], backtrack: int = 0) -> None:
         """Tell the controller of ``tokens`` with the next ``post_pre``; ``backtrack`` as in ``PostOp``."""
         self.post, self.phase = PostOp(self.id, list(tokens), backtrack), Phase.POST_PENDING
         self.mask_row, self.splice, self.is_permitted, self.mask_requested = None, None, False, False
