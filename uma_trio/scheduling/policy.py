@@ -58,7 +58,7 @@ DRAFT_PROBABILITIES: Final = (0.1, 0.9)
 MIN_DRAFT_SPEEDUP: Final = 1.05
 """Draft tokens are verified only if the tick then gives at least this many times as many tokens a millisecond."""
 
-STEPS_WITHOUT_DRAFTS: Final = 64
+TICKS_WITHOUT_DRAFTS: Final = 64
 """After this many ticks in a row that could have had draft tokens and had none, one tick has some, although it is predicted to
 give fewer tokens a millisecond.  Otherwise the cost model would not learn that drafts have become cheaper or better."""
 
@@ -242,7 +242,7 @@ def _plan_without_prefill(tick: Tick, state: PolicyState) -> Plan:
     work = attrs.evolve(_decode_work(tick, widths), n_calls=len(widths))
     if not any(view.n_drafts for view in decodes):
         return Plan(decodes, (), after, work, cost.predict(work), widths)
-    drafts, verified, draft_ms = _choose_drafts(tick, work, tries=state.n_without_drafts >= STEPS_WITHOUT_DRAFTS)
+    drafts, verified, draft_ms = _choose_drafts(tick, work, tries=state.n_without_drafts >= TICKS_WITHOUT_DRAFTS)
     if not drafts:
         after = attrs.evolve(after, n_without_drafts=state.n_without_drafts + 1)
         return Plan(decodes, (), after, work, cost.predict(work), widths)
