@@ -183,13 +183,13 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
         figure("inter_token_p95_ms", "ms", "last 4096", "95th percentile."),
         figure("inter_token_p99_ms", "ms", "last 4096",
             "99th percentile: the pauses that people notice. Far above `inter_token_p50_ms`: prefill takes too much of "
-            "each tick; lower `target_tbt_ms`. Above `target_tbt_ms` during prefill: the machine is too slow for this "
+            "each tick; lower `target_itl_ms`. Above `target_itl_ms` during prefill: the machine is too slow for this "
             "target, or `tick_prediction_error` is high."),
         figure("ttft_p50_ms", "ms", "last 4096",
             "Median time to first token, from the arrival of the request. Includes time in the queue."),
         figure("ttft_p95_ms", "ms", "last 4096",
             "95th percentile. High while `queue_depth` is 0: prefill gets too little of each tick; raise "
-            "`target_tbt_ms`."),
+            "`target_itl_ms`."),
         figure("requests_inter_token_ms", "ms", "now",
             "Moving average of the inter-token latency of each running request, by request id. The latest token has a "
             "weight of one fifth.", label="id"),
