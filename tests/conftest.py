@@ -1,10 +1,12 @@
 """Settings of the whole test run: hypothesis, one temporary folder, and processes that a test leaves behind.
 
-- Hypothesis tries the same examples in every run, without deadlines.  ``UMA_TEST_EXPLORE=1`` tries many new ones.
-- trio runs tasks that are ready together in a random order.  A test gets the same order in every run, so that one that
-  fails does so again; ``UMA_TEST_EXPLORE=1`` leaves it to chance.
+- ``--profile`` says how much is tried (``tests/support/profile.py``).  The quick profile tries the same in every run; the
+  thorough one tries many new examples.
+- trio runs tasks that are ready together in a random order.  With the quick profile a test gets the same order in every
+  run, so that one that fails does so again; the thorough one leaves it to chance.
 - Caches and states go to a folder of this run, so no test sees the user's files or those of an earlier run.
-- Hundreds of child processes start: where Python must not write bytecode next to the source, it goes to that folder too.
+- Where Python must not write bytecode next to the source, it goes to ``build``: hundreds of child processes start, and
+  pytest compiles each test of each run otherwise.
 - Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
 - Daemons compute with one thread.  Several would meet at barriers, and with other tests on their cores they would wait
   there most of the time.
@@ -23,21 +25,19 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 import psutil
 import pytest
 import trio
-from hypothesis import settings
 
+from tests.support import profile
 from tests.support.run import RUN_VARIABLE, SETTINGS_OF_DAEMONS, run_folder
 
 EXIT_S = 60.0
 """How long processes of the tests may take to end after the last test."""
-
-settings.register_profile("same", derandomize=True, deadline=None, max_examples=20)
-settings.register_profile("explore", derandomize=False, deadline=None, max_examples=2000, print_blob=True)
-settings.load_profile("explore" if os.environ.get("UMA_TEST_EXPLORE") else "same")
 
 is_worker = "PYTEST_XDIST_WORKER" in os.environ
 if not is_worker:
@@ -48,13 +48,29 @@ for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
 os.environ.update(SETTINGS_OF_DAEMONS)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    os.environ["PYTHONPYCACHEPREFIX"] = str(run_folder() / "bytecode")
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / "build/bytecode")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--profile", choices=profile.PROFILES, default="quick", help="how much the tests try")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    profile.choose(config.getoption("--profile"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only the thorough profile runs."""
+    if not profile.is_thorough():
+        config.hook.pytest_deselected(items=[each for each in items if each.get_closest_marker("thorough")])
+        items[:] = [each for each in items if not each.get_closest_marker("thorough")]
 
 
 @pytest.fixture(autouse=True)
 def same_order_of_tasks(request: pytest.FixtureRequest) -> None:
     """Seed what trio shuffles with, as hypothesis does: there is no public way to it."""
-    if "UMA_TEST_EXPLORE" not in os.environ:
+    if not profile.is_thorough():
         trio._core._run._r.seed(request.node.nodeid)
 
 

@@ -22,8 +22,6 @@ import pytest
 from tests.support.aici_client import ADMIN, PATIENCE_S, ROOT, Engine
 from tests.support.wat_controllers import MID, POST, PRE, controller, printing, returning
 
-pytestmark = [pytest.mark.slow]
-
 ids = itertools.count(100)
 
 COUNTER = "(global $step (mut i32) (i32.const 0))"

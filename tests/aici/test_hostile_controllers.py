@@ -32,8 +32,6 @@ from tests.support.hostile_wasm import (
 from tests.support.wat_controllers import MID, POST, PRE, controller, printing, returning
 from uma_trio.aici.runtime.signatures import CONSTRAINT, IMPORTS
 
-pytestmark = [pytest.mark.slow]
-
 ids = itertools.count(1)
 
 MAX_RESIDENT = 700 << 20

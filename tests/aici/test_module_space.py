@@ -17,8 +17,6 @@ from tests.support.aici_client import ADMIN, Engine
 from tests.support.hostile_wasm import with_custom_section
 from tests.support.wat_controllers import controller
 
-pytestmark = [pytest.mark.slow]
-
 GOOD = controller()
 
 

@@ -1,12 +1,11 @@
 """Modules with damage of all kinds: refused with a reason, or run within their limits.
 
-UMA_TEST_EXPLORE=1 tries 20,000 of them.
+The thorough profile tries 20,000 of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.hostile_wasm import GOOD, GROW, ROOM, started
+from tests.support.profile import amount
 from tests.support.wat_controllers import MID, POST, PRE, Words, controller, printing, returning
 from uma_trio.aici.controllers import shipped
 from uma_trio.aici.runtime.compiler import compile_module, make_engine
@@ -34,10 +34,8 @@ from uma_trio.aici.runtime.interface import (
     Limits,
 )
 
-pytestmark = [pytest.mark.slow]
-
 MAX_MEMORY: Final = 16
-EXAMPLES: Final = 20_000 if os.environ.get("UMA_TEST_EXPLORE") else 800
+EXAMPLES: Final = amount(quick=300, thorough=20_000)
 
 MANY_THINGS: Final = controller(
     more="""

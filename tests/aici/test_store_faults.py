@@ -18,8 +18,6 @@ from tests.support.wasm_compiler import killing_the_compiler
 from tests.support.wat_controllers import controller
 from uma_trio.aici.controllers import shipped
 
-pytestmark = [pytest.mark.slow]
-
 GOOD = controller()
 SLOW = with_custom_section(shipped()["jsctrl"], b"mine", b"compiled again")
 PROGRAM = "start(async () => { await $`one` })"

@@ -19,7 +19,6 @@ def test_codecs(tmp_path):
     assert seen >= {"E_PROTO_BAD_REQUEST", "E_PROTO_TRUNCATED", "E_PROTO_FRAME_TOO_LARGE"}
 
 
-@pytest.mark.slow
 def test_socket(tmp_path):
     if (reason := missing()) is not None:
         pytest.skip(reason)

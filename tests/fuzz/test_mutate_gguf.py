@@ -25,7 +25,6 @@ def bases(tmp_path_factory):
     return mutate_gguf.make_bases(tmp_path_factory.mktemp("bases"))
 
 
-@pytest.mark.slow
 def test_no_mutant_ends_the_process(bases):
     found = list(run(bases, range(N_FILES), seed=1, timeout_s=60))
     assert sorted(result.case for result in found) == list(range(N_FILES))

@@ -1,12 +1,11 @@
 """Clients that leave at random moments, in all dialects; everything that they used is released.
 
-UMA_DISCONNECTS=5000 pytest -n 0 -s tests/gateway/test_churn.py
+pytest --profile thorough -n 0 -s tests/gateway/test_churn.py
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import socket
 import threading
@@ -17,10 +16,11 @@ import psutil
 import pytest
 
 from tests.gateway.conftest import Gateway, HttpCanary, Raw
+from tests.support.profile import amount
 from tests.support.real_daemon import Canary, missing, real_daemon
 
 MIB = 1 << 20
-DISCONNECTS = int(os.environ.get("UMA_DISCONNECTS", "300"))
+DISCONNECTS = amount(quick=150, thorough=5000)
 THREADS = 12
 """Clients at a time.  More than run together, so that some leave while they wait."""
 ROOM = 6
@@ -112,7 +112,6 @@ def churn(gateway: Gateway, clients: int, seed: int) -> Counter[str]:
     return moments
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_disconnects_release_everything() -> None:
     if (reason := missing()) is not None:

@@ -19,7 +19,7 @@ from tests.support.small_disk import fill, small_disk
 from tests.support.wasm_compiler import killing_the_compiler
 from tests.support.wat_controllers import PRE, controller, returning
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
+pytestmark = [pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 
 ENDS = controller(pre=returning({**PRE, "num_forks": 0}))
 PROGRAM = "start(async () => { await $`one two` })"

@@ -19,8 +19,6 @@ from tests.support.hostile_wasm import FAILING, LOOPING, ROOM, with_custom_secti
 from tests.support.real_daemon import missing, real_daemon
 from tests.support.wat_controllers import MID, PRE, controller, returning
 
-pytestmark = pytest.mark.slow
-
 SHARED_MEMORY = Path("/dev/shm")
 LIMITS = ("--aici-step-ms", "1000", "--aici-init-ms", "3000", "--max-controller-bytes", "4194304")
 MAX_BYTES = 4 << 20

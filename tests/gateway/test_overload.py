@@ -1,12 +1,11 @@
 """Many clients for 32 sequences: everybody is answered or learns when to come back, and that holds.
 
-UMA_CLIENTS=500 pytest -n 0 -s tests/gateway/test_overload.py
+pytest --profile thorough -n 0 -s tests/gateway/test_overload.py
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 
 import httpx
@@ -15,15 +14,15 @@ import pytest
 import trio
 
 from tests.gateway.conftest import Gateway, HttpCanary
+from tests.support.profile import amount
 from tests.support.real_daemon import Canary, missing, real_daemon
 
 MIB = 1 << 20
-CLIENTS = int(os.environ.get("UMA_CLIENTS", "200"))
+CLIENTS = amount(quick=100, thorough=500)
 ROOM, QUEUE = 32, 16
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
-@pytest.mark.slow
 async def test_many_clients_for_32_sequences() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

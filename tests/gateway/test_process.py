@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.gateway.conftest import Gateway, Raw
+from tests.support.profile import amount
 from tests.support.real_daemon import Canary, missing, real_daemon
 from uma_trio import config
 from uma_trio.daemon.gateway import HttpAddressError, listening
@@ -30,8 +31,8 @@ LONG = {
     "ignore_eos": True,
 }
 
-KILLS = int(os.environ.get("UMA_KILLS", "5"))
-"""How often the gateway is killed: ``UMA_KILLS=100 pytest -n 0 -s tests/gateway/test_process.py -k killed``."""
+KILLS = amount(quick=3, thorough=100)
+"""How often the gateway is killed."""
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,6 @@ def answer(directory: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.slow
 def test_same_greedy_tokens_as_the_cpu() -> None:
     vulkan = os.environ.get(VULKAN_VARIABLE)
     if not vulkan:

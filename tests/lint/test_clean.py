@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("arguments", [("ruff", "check", "."), ("mypy",)], ids=["ruff", "mypy"])
-@pytest.mark.slow
 def test_clean(arguments):
     found = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stdout + found.stderr

@@ -241,7 +241,7 @@ def test_documents_use_the_fields_words() -> None:
         ('"""Some draft\n\nthat came\ntrue."""', ["came true"]),
         ("spilling = SpillWay", ["spilling", "SpillWay"]),
         ("for job_id in jobs: ...", ["job_id", "jobs"]),
-        ("itertools.chain(); pytest.mark.slow; attrs.define(slots=False); besides = departed = reread", []),
+        ("itertools.chain(); attrs.define(slots=False); besides = departed = reread", []),
         ("job.pads = pads(piece)", ["job", "pads"]),
         ("f'--max-sessions {max_sessions}'", ["--max-sessions"]),
         ("value = a if b else c  # a prompt that a client sends", []),

@@ -1,13 +1,11 @@
 """Random controlled answers, cancels, crashes and stalls: all texts are as each answer alone, and nothing is left.
 
 Programs are random too: see ``scripts``.  The events of an example are played at their times over a fake engine and a fake
-runtime in virtual time, so it is reproducible.  After each event the bookkeeping is checked.  UMA_TEST_EXPLORE=1 runs
-longer.
+runtime in virtual time, so it is reproducible.  After each event the bookkeeping is checked.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import trio
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime
+from tests.support.profile import amount
 from tests.support.programs import (
     Back,
     Fail,
@@ -37,8 +36,7 @@ from tests.support.steering import Client, Steering, steering
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.principal import Principal
 
-EXPLORE = "UMA_TEST_EXPLORE" in os.environ
-N_EXAMPLES = 1000 if EXPLORE else 25
+N_EXAMPLES = amount(quick=25, thorough=1000)
 
 TOKENS = st.lists(st.integers(1, 900), min_size=1, max_size=40)
 NAMES = st.sampled_from(["a", "b"])

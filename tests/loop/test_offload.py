@@ -5,7 +5,6 @@ The tests run over a fake engine in virtual time.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import trio
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import STATE_BYTES, FakeEngine, expected_continuation
+from tests.support.profile import amount
 from tests.support.state_files import MemoryFiles
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.kv.ops import LoadState, SaveState
@@ -365,13 +365,12 @@ async def test_a_step_makes_one_copy_at_most(autojump_clock):
         await harness.clean()
 
 
-@pytest.mark.slow
 async def test_many_conversations_with_cells_for_a_few(autojump_clock):
     """25 times as many conversations as sequences, each with three turns.
 
-    UMA_TEST_EXPLORE=1 plays an hour of 500 conversations.
+    The thorough profile plays an hour of 500 conversations.
     """
-    n_conversations, duration_s = (500, 3600) if os.environ.get("UMA_TEST_EXPLORE") else (100, 720)
+    n_conversations, duration_s = amount(quick=50, thorough=500), amount(quick=360, thorough=3600)
     n_sequences = n_conversations // 25
     files, rng = MemoryFiles(), random.Random(5)
     engine = FakeEngine(n_ctx=n_sequences * 256, n_seq_max=n_sequences, unified=False)

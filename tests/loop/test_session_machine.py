@@ -2,14 +2,12 @@
 
 The rules only record events.  When an example is complete, it is played with the real server, its connections and its
 journal, over a fake engine in virtual time, so it is reproducible.  After each event the bookkeeping is checked.
-UMA_TEST_EXPLORE=1 runs longer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import random
 import shutil
 import tempfile
@@ -25,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.profile import amount
 from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import MemoryFiles
 from uma_trio.client import BrokenProtocol, Client, Event, Failure, ServerError, SessionInfo, Token
@@ -441,9 +440,7 @@ class Sessions(RuleBasedStateMachine):
                 clients.cancel_scope.cancel()
 
 
-EXPLORES = bool(os.environ.get("UMA_TEST_EXPLORE"))
-
 TestSessions = Sessions.TestCase
 TestSessions.settings = settings(
-    max_examples=1000 if EXPLORES else 12, stateful_step_count=60 if EXPLORES else 30, deadline=None
+    max_examples=amount(quick=12, thorough=1000), stateful_step_count=amount(quick=30, thorough=60), deadline=None
 )

@@ -61,7 +61,6 @@ def either(rival):
     return "--rival" if rival else "--no-rival"
 
 
-@pytest.mark.slow
 def test_fanout(library, tmp_path, folder, rival):
     out = tmp_path / "runs.csv"
     shape = ("--requests", "3", "--prefix-tokens", "300", "--tail-tokens", "8", "--tokens", "4")
@@ -73,7 +72,6 @@ def test_fanout(library, tmp_path, folder, rival):
         assert computed["uma-trio", f"--kv-unified {layout} --no-prefix-reuse"] == pytest.approx(3, abs=0.01)
 
 
-@pytest.mark.slow
 def test_sessions(library, tmp_path, folder):
     out = tmp_path / "sessions.csv"
     printed = bench("sessions.py", "--tokens", "2000", "--repeat", "2", "--csv", out, folder=folder)
@@ -86,7 +84,6 @@ def test_sessions(library, tmp_path, folder):
     assert f"after a restart {n_read} of 2 were read" in printed
 
 
-@pytest.mark.slow
 def test_more_sessions_than_there_is_room_for(library, tmp_path, folder):
     out = tmp_path / "churn.csv"
     shape = ("--sessions", "12", "--room", "3", "--turns", "3", "--first", "200", "--hour", "0.001")
@@ -95,7 +92,6 @@ def test_more_sessions_than_there_is_room_for(library, tmp_path, folder):
     assert "lost          0" in printed
 
 
-@pytest.mark.slow
 def test_long_ctx(library, tmp_path, folder, rival):
     out, everything = tmp_path / "ctx.csv", tmp_path / "all.csv"
     shape = ("--contexts", "64,256", "--tokens", "8", "--repeat", "1", "--kv-unified", "off,on")
@@ -108,7 +104,6 @@ def test_long_ctx(library, tmp_path, folder, rival):
     assert all(int(row["ctx"]) - 12 <= int(row["prompt_tokens"]) <= int(row["ctx"]) - 8 for row in found)
 
 
-@pytest.mark.slow
 def test_ipc_overhead(library, tmp_path, folder, rival):
     out = tmp_path / "ipc.csv"
     shape = ("--requests", "3", "--streams", "2", "--tokens", "20", "--repeat", "1")
@@ -117,7 +112,6 @@ def test_ipc_overhead(library, tmp_path, folder, rival):
     assert [row["path"] for row in read(out)] == ["uds-json", "uds-cbor", "http-sse"][: 3 if rival else 2]
 
 
-@pytest.mark.slow
 def test_cancel(library, tmp_path, folder, rival):
     out = tmp_path / "cancel.csv"
     printed = bench("cancel.py", "--long-tokens", "2000", "--repeat", "2", "--csv", out, either(rival), folder=folder)
@@ -128,7 +122,6 @@ def test_cancel(library, tmp_path, folder, rival):
     assert all(float(line[4]) > 0 for line in ours), "the server reports when the cells were free"
 
 
-@pytest.mark.slow
 def test_lookup(library, tmp_path, folder, rival):
     out = tmp_path / "lookup.csv"
     flags = ("--rival-flags", "", "--rival-flags", "--spec-type ngram-simple") if rival else ()
@@ -145,7 +138,6 @@ def test_lookup(library, tmp_path, folder, rival):
 SMALL_MIX = ("--short-words", "6", "--short-tokens", "6", "--long-words", "60", "--long-tokens", "4")
 
 
-@pytest.mark.slow
 def test_goodput(library, tmp_path, folder, rival):
     out, plot = tmp_path / "runs.csv", tmp_path / "plot.png"
     rates = ("--rates", "5,20", "--seconds", "2", "--drain", "2")
@@ -160,7 +152,6 @@ def test_goodput(library, tmp_path, folder, rival):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_goodput_when_there_is_too_much(library, tmp_path, folder):
     out = tmp_path / "runs.csv"
     load = (
@@ -183,7 +174,6 @@ def test_goodput_when_there_is_too_much(library, tmp_path, folder):
     assert float(row["refused_p50_ms"]) > 0
 
 
-@pytest.mark.slow
 def test_two_tenants(library, folder):
     done = run(ROOT / "benches" / "goodput.py", "--tenants", "--seconds", "2", *SMALL_MIX, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -239,7 +229,6 @@ class Page(HTMLParser):
         self.sources += [value for name, value in attrs if name in ("src", "href")]
 
 
-@pytest.mark.slow
 def test_a_report_is_self_contained(library, tmp_path, folder):
     pytest.importorskip("matplotlib", reason="plots need the dev extra: ./build_llama.sh --dev")
     out = tmp_path / "a folder"
@@ -260,7 +249,6 @@ def test_a_report_is_self_contained(library, tmp_path, folder):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_bench_that_fails_is_in_the_report(library, tmp_path, folder):
     model = tmp_path / "no.gguf"
     model.write_text("this is not a model")
@@ -293,7 +281,6 @@ def test_what_it_cannot_run(tmp_path, folder, options, remedy):
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
 def test_the_set_for_a_gpu_runs_to_its_end_without_one(library, tmp_path, folder):
     done = command("--gpu", "--quick", "--out", tmp_path, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -309,7 +296,6 @@ def test_the_set_for_a_gpu_runs_to_its_end_without_one(library, tmp_path, folder
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_the_set_for_a_gpu_compares_with_llama_server(library, tmp_path, folder):
     if not (PEERS / "llama-server").exists():
         pytest.skip(f"there is no llama-server in {PEERS}: ./build_llama.sh --peers builds it")

@@ -53,7 +53,6 @@ def read(file):
         return list(csv.DictReader(opened))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["json", "cbor"])
 def test_mixed_load_on_the_embedded_model(library, tmp_path, folder, protocol):
     out = tmp_path / "tokens.csv"
@@ -75,7 +74,6 @@ def test_mixed_load_on_the_embedded_model(library, tmp_path, folder, protocol):
     assert list(folder.iterdir()) == [], "the daemon's files are gone"
 
 
-@pytest.mark.slow
 def test_mixed_load_on_a_random_model_through_a_running_daemon(library, folder):
     model = random_model("2x64")
     with real_daemon("--model", str(model)) as daemon:
@@ -109,7 +107,6 @@ def test_flags_that_a_running_daemon_cannot_take(folder):
 # -- next to llama.cpp's own programs ------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_mixed_load_and_llama_server(library, peers, tmp_path, folder):
     out, plot = tmp_path / "runs.csv", tmp_path / "pareto.png"
     settings = (
@@ -148,7 +145,6 @@ def test_mixed_load_and_llama_server(library, peers, tmp_path, folder):
     assert list(folder.iterdir()) == [], "the servers' files are gone"
 
 
-@pytest.mark.slow
 def test_throughput_and_llama_cpp(library, peers, tmp_path, folder):
     out = tmp_path / "runs.csv"
     shape = ("--streams", "1,3", "--tokens", "20", "--prompt-words", "10", "--repeat", "2")
@@ -165,7 +161,6 @@ def test_throughput_and_llama_cpp(library, peers, tmp_path, folder):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_throughput_without_rivals(library, folder):
     done = bench(
         "--streams", "2", "--tokens", "10", "--no-rivals", "--", "--flash-attn", "on", folder=folder, script=THROUGHPUT
@@ -208,7 +203,6 @@ def test_options_that_make_no_sense(folder, options):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_llama_servers_own_tests(library, peers, folder):
     done = bench("test_tokenize", folder=folder, script=ROOT / "benches" / "llama_server_tests.py")
     assert done.returncode == 0, done.stdout + done.stderr

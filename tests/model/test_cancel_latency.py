@@ -38,7 +38,6 @@ def cancelled(snapshot):
     return snapshot["requests_total"].get("cancelled", 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["cancel event", "closed socket"])
 def test_cancelled_the_kv_is_free_within_a_tick(library, way):
     """Other streams keep the engine busy, so every cancel arrives during a tick."""

@@ -7,8 +7,6 @@ import socket
 import threading
 import time
 
-import pytest
-
 from tests.support.real_daemon import Canary, real_daemon
 
 MIB = 1 << 20
@@ -93,7 +91,6 @@ def churn(daemon, clients, seed):
         raise failures[0]
 
 
-@pytest.mark.slow
 def test_2000_disconnects_release_everything(library):
     with real_daemon("--parallel", "8", "--ctx", "8192", "--log-level", "warning") as daemon:
         churn(daemon, 300, seed=1)  # warm-up

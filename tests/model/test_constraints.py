@@ -169,7 +169,6 @@ def test_biases_and_penalties_choose_among_what_is_allowed(daemon: Daemon) -> No
     assert favoured.ids.count(first) == 12 or first not in plain.ids
 
 
-@pytest.mark.slow
 def test_hostile_constraints_harm_no_neighbour(daemon: Daemon) -> None:
     """``python -m tests.fuzz.hostile_constraints`` sends all of them, and measures."""
     chosen = [each for each in hostile_constraints.ALL if each.name.split(": ")[1] in HOSTILE]

@@ -22,8 +22,6 @@ N_CONTROLLED = 3
 ENDLESS = "start(async () => { await gen({ regex: /[a-z ]{7000}/, maxTokens: 7000 }) })"
 PATIENCE_S = 60
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def daemon(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:

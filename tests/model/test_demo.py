@@ -26,7 +26,6 @@ def demo(*arguments):
     return [sys.executable, "-m", "uma_trio", "demo", *arguments]
 
 
-@pytest.mark.slow
 def test_the_demo_and_its_gate(library, tmp_path, folder):
     """All checks of the scorecard except the one on time, which depends on the load of the machine."""
     picture = tmp_path / "demo.svg"
@@ -52,7 +51,6 @@ def test_the_demo_and_its_gate(library, tmp_path, folder):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_gate_that_nobody_passes_exits_1(library):
     with real_daemon() as daemon:
         asked = demo("--no-live", "--max-gap-ms", "0.001", "--socket", str(daemon.socket))

@@ -126,7 +126,6 @@ def test_markers_of_tools_are_control_tokens(examiner: Examiner, tokenizer: Toke
         assert examiner.encode(marker).tolist()[1:] == [tokenizer.control(marker)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("facts", [20, 300])
 def test_a_fact_is_found_in_a_document(examiner: Examiner, facts: int) -> None:
     """300 facts are a prompt of about 4,000 tokens."""
@@ -195,7 +194,6 @@ def test_the_metadata_of_the_file() -> None:
     assert fields["llama.context_length"].contents() >= 4096
 
 
-@pytest.mark.slow
 def test_the_training_script_runs(library: None, tmp_path: Path) -> None:
     """With the toy model of ``--smoke``: every step runs, nothing is learned."""
     pytest.importorskip("torch", reason="torch is not installed: pip install -e '.[train]' brings it")

@@ -25,7 +25,6 @@ def rows(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(opened))
 
 
-@pytest.mark.slow
 def test_recovery(library, tmp_path):
     out = tmp_path / "crashes.csv"
     done = run("recovery.py", "--count", 4, "--streams", 4, "--tokens", 60, "--csv", out)
@@ -42,7 +41,6 @@ def test_recovery(library, tmp_path):
         assert 0 < float(row["next_token_ms"]) <= float(row["all_streams_ms"])
 
 
-@pytest.mark.slow
 def test_controllers_recovery(library, tmp_path):
     out = tmp_path / "crashes.csv"
     options = ("--count", 2, "--streams", 2, "--controlled", 2, "--tokens", 60)
@@ -57,7 +55,6 @@ def test_controllers_recovery(library, tmp_path):
         assert 0 < float(row["noticed_ms"]) < float(row["first_token_ms"]) <= float(row["answered_ms"])
 
 
-@pytest.mark.slow
 def test_engine_modes(library, tmp_path):
     out = tmp_path / "modes.csv"
     done = run("engine_modes.py", "--streams", "1,2", "--tokens", 20, "--rounds", 2, "--csv", out)

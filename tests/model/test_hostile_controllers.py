@@ -16,8 +16,6 @@ from tests.support.real_daemon import Canary, Daemon, real_daemon
 from uma_trio.cli import main
 from uma_trio.client import ServerError
 
-pytestmark = pytest.mark.slow
-
 LIMITS = ("--aici-step-ms", "1000", "--aici-init-ms", "3000")
 
 NAMES = (

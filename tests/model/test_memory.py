@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from tests.support.real_daemon import real_daemon
 
 MIB = 1 << 20
 
 
-@pytest.mark.slow
 def test_200_prompts_one_after_another_cost_less_than_2_mib(library):
     rng = random.Random(1)
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from tests.support.real_daemon import real_daemon
 from uma_trio.training.skills.documents import make_document
 
 
-@pytest.mark.slow
 def test_metrics_are_answered_during_a_prefill_of_4000_tokens(library):
     prompt = make_document(seed=3, facts=290).text
     with (

@@ -61,7 +61,6 @@ def perf_log(library, tmp_path_factory):
     return log
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Jupyter's own libraries warn
 def test_perf(perf_log, tmp_path, monkeypatch):
     [found] = decode(perf_log.read_bytes())
@@ -74,7 +73,6 @@ def test_perf(perf_log, tmp_path, monkeypatch):
     assert re.search(r"prefill +\d+ ticks", printed)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_the_plots_of_a_log_have_data(perf_log):
     from uma_trio.cli.perf_plots import draw
@@ -85,7 +83,6 @@ def test_the_plots_of_a_log_have_data(perf_log):
     assert not [text for text in texts if text.startswith(NO_DATA)]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["perf", "latency"])
 def test_outside_of_a_checkout_they_say_what_is_missing(name, tmp_path, monkeypatch):
@@ -96,7 +93,6 @@ def test_outside_of_a_checkout_they_say_what_is_missing(name, tmp_path, monkeypa
 
 
 @pytest.mark.benches
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_latencies(library, tmp_path, monkeypatch):
     monkeypatch.setenv("MIXED_LOAD_CSV", str(tmp_path / "tokens.csv"))
@@ -105,7 +101,6 @@ def test_latencies(library, tmp_path, monkeypatch):
     assert " ticks; " in printed, "the bench ran, since there was no recording"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_forks(library):
     printed = outputs_of(run("forks.ipynb"), 2)

@@ -12,7 +12,6 @@ from tests.support.browser import find_chromium
 from tests.support.documents import ROOT
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "texts"), [("chat", ["Paris.", "Rome.", "Your name is Ada."]), ("metrics", ["tokens/s"])]
 )
@@ -31,7 +30,6 @@ def test_a_picture_is_a_recording(library, tmp_path, name, texts):
         assert text in words
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_chromium() is None, reason="needs Chromium: apt-get install chromium")
 def test_the_picture_of_the_dashboard_is_small(library, tmp_path):
     command = [sys.executable, ROOT / "docs" / "pictures.py", "dashboard", "--out", tmp_path]

@@ -48,7 +48,6 @@ def bench(*arguments, folder):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(620)
 def test_both_servers(library, environment, tmp_path, folder):
     if not (PEERS / "llama-server").exists():
@@ -75,7 +74,6 @@ def test_both_servers(library, environment, tmp_path, folder):
     assert list(folder.iterdir()) == [], "the files of the servers and of aiperf are gone"
 
 
-@pytest.mark.slow
 async def test_aiperf_has_the_ids_of_the_servers(library, environment, tmp_path):
     from uma_trio.engine.vocab_only import open_vocabulary
     from uma_trio.models.loaded import EMBEDDED

@@ -97,7 +97,6 @@ def test_a_next_turn_computes_only_new_tokens_and_has_the_same_text(
     reusing.settled()
 
 
-@pytest.mark.slow
 async def test_a_prefix_of_eight_concurrent_requests_is_computed_once(reusing: Daemon) -> None:
     requests: list[dict[str, object]] = [
         {"messages": chat(documents.ask(DOCUMENT, DOCUMENT.facts[7 * n].question)), "max_tokens": 40} for n in range(8)
@@ -166,7 +165,6 @@ def test_copies_need_fewer_calls_than_tokens(reusing: Daemon) -> None:
     )
 
 
-@pytest.mark.slow
 def test_speculation_changes_no_sampled_token(reusing: Daemon, layout: str) -> None:
     """Except where the rounding of a logit decides; this temperature is high enough for that.
 

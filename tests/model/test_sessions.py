@@ -101,7 +101,6 @@ def test_prompts_of_a_session_form_one_long_prompt(daemon: Daemon) -> None:
     assert sessions(daemon, "close", session_id="a long prompt")["sessions"][0]["turns"] == 3
 
 
-@pytest.mark.slow
 def test_a_fork_has_the_same_text_as_a_replay(daemon: Daemon, replayed: list[list[Answer]]) -> None:
     for turn in range(2):
         assert say(daemon, "forked", question(0, turn)).ids == replayed[0][turn].ids
@@ -137,7 +136,6 @@ def crowded(request: pytest.FixtureRequest, library: None) -> Iterator[Daemon]:
         yield daemon
 
 
-@pytest.mark.slow
 def test_evicted_and_restored_sessions_have_the_same_text(crowded: Daemon, replayed: list[list[Answer]]) -> None:
     before = crowded.settled()
     for turn in range(3):
@@ -153,7 +151,6 @@ def test_evicted_and_restored_sessions_have_the_same_text(crowded: Daemon, repla
     assert after["sessions"]["not_durable"] == 0
 
 
-@pytest.mark.slow
 def test_concurrent_sessions_have_the_same_text_as_alone(crowded: Daemon, replayed: list[list[Answer]]) -> None:
     found: dict[tuple[int, int], list[int]] = {}
 
@@ -177,7 +174,6 @@ def exact(request: pytest.FixtureRequest, library: None) -> Iterator[Daemon]:
         yield daemon
 
 
-@pytest.mark.slow
 def test_one_seed_gives_the_same_text_everywhere(exact: Daemon, request: pytest.FixtureRequest) -> None:
     """In the cache, restored, in JSON, in CBOR, and on the command line.
 
@@ -249,7 +245,6 @@ def test_a_restored_state_gives_bit_identical_logits(library: None, unified: boo
 # -- restarts of the daemon ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_sessions_continue_after_sigterm(library: None, tmp_path: Path, replayed: list[list[Answer]]) -> None:
     state = tmp_path / "state"
     flags = (*CROWDED, "--state-dir", str(state), "--offload-after-s", "1000000")
@@ -268,7 +263,6 @@ def test_sessions_continue_after_sigterm(library: None, tmp_path: Path, replayed
         assert daemon.settled()["kv_offload"]["loaded_total"] == 2
 
 
-@pytest.mark.slow
 def test_all_acknowledged_turns_survive_kill_9(library: None, tmp_path: Path, daemon: Daemon) -> None:
     state = tmp_path / "state"
     flags = (*CROWDED, "--state-dir", str(state), "--offload-after-s", "0")
@@ -322,7 +316,6 @@ def test_a_session_that_drops_old_turns_continues_after_a_restart(library: None,
         assert file.stat().st_size < 100_000
 
 
-@pytest.mark.slow
 def test_a_removed_state_folder_is_created_again(library: None, tmp_path: Path, daemon: Daemon) -> None:
     state = tmp_path / "state"
     texts = ["What is the capital of France?", "And of Italy?", "And of Japan?"]
@@ -418,7 +411,6 @@ def test_damage_that_is_found_after_the_copy_changes_no_text(
         assert on_disk(state, "states", "*.bad")
 
 
-@pytest.mark.slow
 def test_a_damaged_state_is_computed_again(library: None, tmp_path: Path, replayed: list[list[Answer]]) -> None:
     state = tmp_path / "state"
     flags = (*CROWDED, "--state-dir", str(state))

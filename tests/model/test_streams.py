@@ -190,7 +190,6 @@ async def test_a_seed_gives_the_same_text_in_any_batch(daemon):
     daemon.settled()
 
 
-@pytest.mark.slow
 async def test_a_seed_gives_the_same_text_next_to_31_others(daemon):
     """With usual sampling parameters."""
     requests = [

@@ -26,7 +26,6 @@ from uma_trio.models.loaded import EMBEDDED
 from uma_trio.models.vocabulary import vocabulary
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(real_daemon.missing() is not None, reason=str(real_daemon.missing())),
 ]
 

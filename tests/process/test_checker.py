@@ -56,7 +56,6 @@ def test_a_hostile_constraint_is_compiled_or_refused_in_words_of_the_client(
     assert len(message) <= 300
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hostile", [each for each in ALL if each.name in COSTLY], ids=str)
 def test_what_costs_too_much_ends_the_process_and_the_next_one_is_compiled(
     compiler: GrammarCompiler, checker: SandboxedChecker, hostile: HostileConstraint

@@ -62,7 +62,6 @@ def killed(parent: subprocess.Popen[str], after_s: float) -> tuple[list[str], li
     return states, turns
 
 
-@pytest.mark.slow
 def test_a_killed_process_loses_nothing_that_it_reported(tmp_path: Path) -> None:
     rng = random.Random(5)
     promised = [0] * len(SESSIONS)

@@ -1,0 +1,38 @@
+"""How much a run of the tests tries: ``pytest`` is quick, ``pytest --profile thorough`` searches long.
+
+The numbers of both stand next to each test that repeats something:
+
+    @settings(max_examples=amount(quick=60, thorough=2000))
+
+A test that only repeats at length what others prove has the marker ``thorough``, and runs with that profile alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+VARIABLE = "UMA_TEST_PROFILE"
+"""Environment variable with the profile; ``tests/conftest.py`` sets it before any test is imported."""
+PROFILES = {
+    # The same examples in every run.
+    "quick": settings(derandomize=True, deadline=None, max_examples=20),
+    "thorough": settings(derandomize=False, deadline=None, max_examples=1000, print_blob=True),
+}
+
+
+def choose(profile: str) -> None:
+    """Make ``profile`` that of this process and of those that it starts."""
+    os.environ[VARIABLE] = profile
+    settings.register_profile(profile, PROFILES[profile])
+    settings.load_profile(profile)
+
+
+def is_thorough() -> bool:
+    return os.environ[VARIABLE] == "thorough"
+
+
+def amount(*, quick: int, thorough: int) -> int:
+    """How many of something this run tries."""
+    return thorough if is_thorough() else quick
