@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.documents import ROOT
+from tests.support.profile import amount
 from uma_trio.aici.controllers import shipped
 from uma_trio.aici.controllers.build import FLAGS, HERE, BuildError, find_tools
 from uma_trio.aici.runtime.host import Module, WasmHost
@@ -276,7 +277,7 @@ def printed(sequence: LiveSequence) -> list[Any]:
 # C
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(amount(quick=4, thorough=10)))
 def test_yesno_answers_yes_or_no(controllers: Controllers, seed: int) -> None:
     assert run(controllers, "yesno", "", anything(seed)).only.text in ("yes", "no")
 
@@ -330,7 +331,7 @@ def test_the_c_example_of_the_page(controllers: Controllers, tmp_path: Path) -> 
 # JavaScript
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(amount(quick=4, thorough=20)))
 def test_the_seeds_program_gives_two_digits(controllers: Controllers, seed: int) -> None:
     text = run(controllers, "jsctrl", SEED_PROGRAM, anything(seed)).only.text
     start = "Ultimate answer is to the life, universe and everything is "

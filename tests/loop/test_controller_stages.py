@@ -12,6 +12,7 @@ import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime
+from tests.support.profile import amount
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
 from tests.support.steering import START, Client, Steering, steering
 from uma_trio.engine.messages import EngineDied, EngineError
@@ -38,6 +39,9 @@ LENGTH_S = 0.13
 
 HELD_S = 0.05
 """So long there is no room for the forks, and for a request in the queue."""
+
+
+N_MOMENTS = amount(quick=14, thorough=200)
 
 
 def moments(n: int) -> list[float]:
@@ -128,7 +132,7 @@ def nothing(observed: Observed) -> None:
 
 async def test_the_script_goes_through_all_phases(autojump_clock):
     found: set[Phase] = set()
-    for moment in moments(40):
+    for moment in moments(N_MOMENTS):
         observed, phases = await at(moment, nothing)
         found |= phases
     assert found == {*Phase}
@@ -156,7 +160,7 @@ def cancel_the_queued_one(observed: Observed) -> None:
 @pytest.mark.parametrize("cancel", [cancel_all, cancel_one, cancel_the_queued_one])
 async def test_cancels_free_cells_and_controllers(autojump_clock, cancel, options):
     found: set[Phase] = set()
-    for moment in moments(10 if options else 40):
+    for moment in moments(6 if options else N_MOMENTS):
         observed, phases = await at(moment, cancel, **options)
         found |= phases
         others = {*observed.client.reasons.values()} - {"cancelled"}
@@ -187,7 +191,7 @@ async def kill_later(observed: Observed) -> None:
 @pytest.mark.parametrize("end", [die, hang])
 async def test_a_runtime_that_ends_takes_its_answers_along_and_nobody_else(autojump_clock, end):
     found: set[Phase] = set()
-    for moment in moments(40):
+    for moment in moments(N_MOMENTS):
         observed, phases = await at(moment, end)
         found |= phases
         assert {*observed.client.reasons.values()} <= {"stop", "E_CONTROLLER_UNAVAILABLE"}
@@ -214,7 +218,7 @@ def kill_the_next_step(observed: Observed) -> None:
 @pytest.mark.parametrize("fail", [kill_the_engine, fail_a_step, kill_the_next_step])
 async def test_controlled_answers_go_on_exactly_after_the_engine_has_failed(autojump_clock, fail, can_truncate):
     found: set[Phase] = set()
-    for moment in moments(40 if can_truncate else 20):
+    for moment in moments(N_MOMENTS if can_truncate else 8):
         observed, phases = await at(moment, fail, can_truncate=can_truncate)
         found |= phases
         assert observed.texts == expected(SCRIPT), f"at {moment}, in {phases}: {observed.client.reasons}"
@@ -236,7 +240,7 @@ async def read_on(observed: Observed) -> None:
 
 
 async def test_a_client_that_does_not_read_changes_no_text_and_stops_nobody(autojump_clock):
-    for moment in moments(40):
+    for moment in moments(N_MOMENTS):
         observed, _ = await at(moment, stop_reading)
         assert observed.texts == expected(SCRIPT)
         assert observed.neighbour.longest_gap_ms < 8

@@ -10,6 +10,7 @@ import trio
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
+from tests.support.profile import amount
 from tests.support.serving import serving
 from uma_trio.client import Token
 from uma_trio.engine.messages import EngineDied, EngineError
@@ -110,7 +111,7 @@ async def test_four_streams(autojump_clock):
         await harness.clean()
 
 
-@pytest.mark.parametrize("eog_after", range(60, 75))
+@pytest.mark.parametrize("eog_after", range(60, amount(quick=66, thorough=75)))
 async def test_an_end_among_draft_tokens(autojump_clock, eog_after):
     async with asking(engine(errors=0, eog_after=eog_after)) as harness:
         client = await harness.answer(PROMPT, 100)
@@ -290,7 +291,7 @@ async def test_cancelling_at_any_time(autojump_clock):
             await harness.clean()
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(amount(quick=8, thorough=500)))
 async def test_anything_at_any_time(autojump_clock, seed):
     """Clients come, leave, stall and stop at strings while the engine fails; all get the text without drafts."""
     rng = random.Random(seed)

@@ -8,6 +8,7 @@ import trio
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime
+from tests.support.profile import amount, thorough
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Set, Wait
 from tests.support.steering import Client as SteeredClient
 from tests.support.steering import steering
@@ -140,11 +141,11 @@ async def test_sessions_that_lose_their_places_are_saved_as_ever(autojump_clock)
         await harness.clean()
 
 
-LOOP = [step for _ in range(30) for step in (Gen(2), Insert([5, 6]), Back(1, [4]))]
+LOOP = [step for _ in range(amount(quick=15, thorough=30)) for step in (Gen(2), Insert([5, 6]), Back(1, [4]))]
 
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
-@pytest.mark.parametrize("exchange_ms", [0.7, 13.0])
+@pytest.mark.parametrize("exchange_ms", [0.7, thorough(13.0)])
 @pytest.mark.parametrize(
     "script",
     [LOOP, [Gen(2), Fork([LOOP, LOOP, LOOP])], [Gen(2), Fork([[Gen(3), Wait("x"), Gen(1)], [*LOOP, Set("x")]])]],

@@ -13,6 +13,7 @@ import trio
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
+from tests.support.profile import amount
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.sampling import SamplingParams
 from uma_trio.serving.planning import MAX_DECODES_WITH_DRAFTS, MAX_DRAFTS
@@ -124,7 +125,7 @@ async def test_a_stop_string_among_accepted_draft_tokens(autojump_clock, params,
     """Tokens behind it are neither sent nor counted, and they leave the KV cache."""
     answer = expected(PROMPT, 200, **params)
     async with asking(engine()) as harness:
-        for at in range(90, 125):
+        for at in range(90, amount(quick=100, thorough=125)):
             stop = f" {answer[at]} {answer[at + 1]}"
             first = f"{' '.join(map(str, answer))} ".index(stop)
             fields = {"stop": [stop], "stream": stream, **params}
@@ -138,13 +139,13 @@ async def test_a_stop_string_among_accepted_draft_tokens(autojump_clock, params,
             on = await harness.answer(turn, 5, speculate=False)
             assert on.tokens == expected(turn, 5)
             assert on.cached >= len(turn) - 2
-        assert draft_tokens(harness)[1] > 500
+        assert draft_tokens(harness)[1] > 100
         await harness.clean()
 
 
 @pytest.mark.parametrize("ignore", [False, True])
 async def test_an_end_token_behind_draft_tokens(autojump_clock, ignore):
-    for eog_after in range(100, 130):
+    for eog_after in range(100, amount(quick=110, thorough=130)):
         async with asking(engine(eog_after=eog_after)) as harness:
             fields = {"ignore_eos": ignore, "cache_prompt": False}
             plain = await harness.answer(PROMPT, 120, speculate=False, **fields)

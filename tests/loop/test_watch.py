@@ -8,10 +8,13 @@ import pytest
 import trio
 
 from tests.support.fake_engine import FakeEngine
+from tests.support.profile import amount
 from tests.support.serving import serving
 from uma_trio.client import ServerError
 from uma_trio.daemon import connection
 from uma_trio.telemetry.perf_records import MAX_RECENT, RecentRecords, TickRecord
+
+N_TOKENS = amount(quick=6000, thorough=20_000)
 
 
 @pytest.mark.parametrize("encoding", ["json", "cbor"])
@@ -112,8 +115,8 @@ async def test_a_watcher_that_does_not_read_misses_records_and_slows_nobody(auto
     ):
         await slow.send({"type": "watch", "interval_ms": 50, "id": "w"})
         await slow.receive()
-        eos = await client.complete(prompt="hello", max_tokens=20_000, ignore_eos=True, speculate=False)
-        assert eos.usage.completion_tokens == 20_000
+        eos = await client.complete(prompt="hello", max_tokens=N_TOKENS, ignore_eos=True, speculate=False)
+        assert eos.usage.completion_tokens == N_TOKENS
         waiting = harness.server.snapshot()["send_queue_bytes"]
         assert 0 < waiting < 2_000_000, "one event waits, and no more"
         records, dropped = [], 0

@@ -15,6 +15,7 @@ import pytest
 
 from llama_abi.logs import LogRouter
 from tests.support.engine_contract import greedy
+from tests.support.profile import amount
 from uma_trio import config
 from uma_trio.engine.messages import Step, StepInput
 from uma_trio.kv.allocation import Allocation
@@ -23,6 +24,7 @@ from uma_trio.kv.idle_limit import IdleLimit
 from uma_trio.models.loaded import EMBEDDED
 
 N_CELLS, N_SEQUENCES = 2048, 8
+N_STEPS = amount(quick=120, thorough=400)
 USED = re.compile(r"find_slot: stream\[0\], n = +(\d+), used = +(\d+)")
 
 
@@ -162,7 +164,7 @@ def test_the_end_of_the_used_cells_is_that_of_llama(
     errors, holes = [], []
     try:
         load = Load(engine, chance)
-        for _ in range(400):
+        for _ in range(N_STEPS):
             if chance.random() < 0.3:
                 load.arrive()
             for request in list(load.requests):
@@ -175,5 +177,5 @@ def test_the_end_of_the_used_cells_is_that_of_llama(
                 holes.append(real - used[0][1])
     finally:
         engine.close()
-    assert sum(map(bool, holes)) > 200
+    assert sum(map(bool, holes)) > N_STEPS / 2
     assert sum(errors) <= most * sum(holes)

@@ -1,4 +1,4 @@
-"""2,000 clients disconnect at the worst moments; everything that they used is released."""
+"""Clients disconnect at the worst moments; everything that they used is released."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import socket
 import threading
 import time
 
+from tests.support.profile import amount
 from tests.support.real_daemon import Canary, real_daemon
 
 MIB = 1 << 20
-CLIENTS, THREADS = 2000, 6
+CLIENTS, THREADS = amount(quick=400, thorough=2000), 6
 
 
 def leave_mid_frame(wire, rng):
@@ -91,9 +92,9 @@ def churn(daemon, clients, seed):
         raise failures[0]
 
 
-def test_2000_disconnects_release_everything(library):
+def test_disconnects_release_everything(library):
     with real_daemon("--parallel", "8", "--ctx", "8192", "--log-level", "warning") as daemon:
-        churn(daemon, 300, seed=1)  # warm-up
+        churn(daemon, 100, seed=1)  # warm-up
         before = daemon.settled()
         fds, rss = daemon.n_fds(), daemon.rss
         began = time.monotonic()
@@ -111,5 +112,5 @@ def test_2000_disconnects_release_everything(library):
         assert after["kv"]["cached_cells"] <= 8192
         daemon.wait_fds(fds)
         assert grown < 8 * MIB
-        assert ended["cancelled"] > 100
+        assert ended["cancelled"] > CLIENTS / 20
         assert daemon.ask(prompt="Hello", max_tokens=3).reason in ("stop", "length")

@@ -28,6 +28,7 @@ from tests.support.kv_cache import (
     share_prefix,
     truncate,
 )
+from tests.support.profile import amount
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.cache import KvCache
@@ -546,7 +547,9 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(
+    max_examples=amount(quick=40, thorough=1000), stateful_step_count=40, deadline=None
+)
 
 
 @pytest.mark.parametrize("checkpoints", [None, 0, 5, 100])
@@ -570,7 +573,7 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
             checkpoints=checkpoints or 0,
             min_idle=chance.choice([None, 30]),
         )
-        for _ in range(500):
+        for _ in range(amount(quick=200, thorough=2000)):
             some = {chance.randrange(8) for _ in range(chance.choice([0, 0, 0, 1, 2]))}
             rules = {
                 "arrive": 25,

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from tests.support.profile import amount
 from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar import GrammarCompiler, LocalChecker, Vocabulary
 from uma_trio.grammar.vocabulary import start_matcher
@@ -75,7 +76,7 @@ def expression(chance: random.Random) -> str:
     return "".join(parts)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(amount(quick=30, thorough=1000)))
 def test_as_in_python(seed):
     chance = random.Random(seed)
     regex = expression(chance)

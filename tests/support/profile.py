@@ -10,7 +10,9 @@ A test that only repeats at length what others prove has the marker ``thorough``
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 VARIABLE = "UMA_TEST_PROFILE"
@@ -36,3 +38,8 @@ def is_thorough() -> bool:
 def amount(*, quick: int, thorough: int) -> int:
     """How many of something this run tries."""
     return thorough if is_thorough() else quick
+
+
+def thorough(*values: Any) -> Any:
+    """A case of ``pytest.mark.parametrize`` that the quick profile leaves out."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
