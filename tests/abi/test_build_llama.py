@@ -258,9 +258,23 @@ class TestManagedPython:
 
 
 class TestPortable:
-    def test_it_is_for_the_cpu(self, checkout: Path) -> None:
-        code, said = build(checkout, "--portable", "--backend=cuda")
-        assert (code, errors(said)) == (1, "error: --portable is for the CPU and Metal: leave out --backend cuda")
+    def test_rocm_has_no_plug_in(self, checkout: Path) -> None:
+        code, said = build(checkout, "--portable", "--backend=hip")
+        assert code == 1
+        assert errors(said) == "error: --portable is for the CPU, Metal, Vulkan and CUDA: leave out --backend hip"
+
+    def test_peers_are_no_plug_in(self, checkout: Path) -> None:
+        code, said = build(checkout, "--portable", "--backend=vulkan", "--peers")
+        assert (code, errors(said)) == (1, "error: --peers need a whole library: leave out --portable")
+
+    def test_a_backend_alone_is_a_plug_in(self, checkout: Path) -> None:
+        arguments = cmake(checkout)
+        fake(checkout / "bin" / "nvcc", "echo release 13.0")
+        _, said = build(checkout, "--portable", "--backend=cuda", "--library-only")
+        assert "as a plug-in" in said, said
+        given = {*arguments.read_text().splitlines()}
+        assert {"-DGGML_CUDA=ON", "-DGGML_CPU=OFF", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF"} <= given
+        assert str(checkout / "tree" / "build" / "cmake-cuda-portable") in given
 
     def test_all_variants_are_built_for_an_old_glibc(self, checkout: Path) -> None:
         arguments = cmake(checkout)
