@@ -46,8 +46,11 @@ def play(service: ModelService, *script: Sequence[ServerEvent] | UmaError) -> li
     found: list[Generate] = []
     cls = type("Scripted", (ScriptedGeneration,), {"script": script, "requests": found})
 
-    def generation(request: Generate, principal: Principal, sink: EventSink, *, began: float) -> Generation:
-        return cls(service, request, principal, sink, began)
+    def answering(
+        request: Generate, principal: Principal, sink: EventSink, *, began: float, scope: trio.CancelScope
+    ) -> Generation:
+        made: Generation = cls(service, request, principal, sink, began, scope)
+        return made
 
-    service.generation = generation  # type: ignore[method-assign]
+    service.answering = answering  # type: ignore[method-assign, assignment]
     return found
