@@ -60,6 +60,7 @@ from uma_trio.protocol.events import (
 )
 from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import parse, to_fields
+from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS
 from uma_trio.protocol.payload import Encoding, decode, encoding_of
 from uma_trio.protocol.queries import HealthQuery, MetricsQuery, ModelsQuery, SessionQuery, TokenizeQuery, WatchQuery
 from uma_trio.protocol.requests import (
@@ -146,7 +147,7 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
 )
 def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: set[str]) -> None:
     rows = tables(section(PROTOCOL, title))[0]
-    assert set(named(rows)) == {field.name for field in attrs.fields(cls)} | more
+    assert set(named(rows)) == {field.name for field in attrs.fields(cls)} - set(BUILT_IN) | more
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,8 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
 def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
     documented = {row[0].strip("`"): row[2] for row in tables(section(PROTOCOL, title))[0]}
     for field in attrs.fields(cls):
+        if field.name in BUILT_IN:
+            continue
         if field.default is attrs.NOTHING:
             expected = "required"
         elif field.default is None:
@@ -189,12 +192,7 @@ def test_bounds_are_the_documented_ones() -> None:
     }
     assert {
         "max_tokens",
-        "temperature",
-        "top_p",
         "seed",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
         "logprobs",
     } < set(bounded)
     for name, match in bounded.items():
@@ -423,6 +421,25 @@ def test_settings_that_metrics_md_names_exist() -> None:
 BEGIN, END = "<!-- made by: python tests/pure/test_docs.py -->\n", "<!-- end -->\n"
 
 
+def parameters_in_markdown() -> str:
+    """The table of PROTOCOL.md, from the table of the code."""
+    lines = [
+        "\n| parameter | type and bounds | built in | key of the GGUF file | llama-server, Ollama | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in PARAMETERS:
+        kind = "integer" if row.type is int else "number"
+        low = f"from {row.bounds['ge']:g}" if "ge" in row.bounds else f"above {row.bounds['gt']:g}, up"
+        names = f"`{row.llama}`" if row.llama else ""
+        if row.minus_one is not None:
+            names += f"{', ' if names else ''}-1 is {row.minus_one:g}"
+        key = f"`{row.gguf}`" if row.gguf else ""
+        lines.append(
+            f"| `{row.name}` | {kind} {low} to {row.bounds['le']:.10g} | {row.default:g} | {key} | {names} | {row.help} |"
+        )
+    return "\n".join(lines) + "\n\n"
+
+
 def settings_in_markdown() -> str:
     """The tables of CONFIG.md, from the fields themselves."""
     lines = []
@@ -437,10 +454,18 @@ def settings_in_markdown() -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def test_the_tables_of_settings_are_made_from_the_fields() -> None:
-    page = text_of("CONFIG.md")
-    shown = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
-    assert shown == settings_in_markdown(), "run: python tests/pure/test_docs.py"
+MADE = {"CONFIG.md": settings_in_markdown, "PROTOCOL.md": parameters_in_markdown}
+
+
+def with_tables(name: str) -> str:
+    """A page with its tables as the code says."""
+    page = text_of(name)
+    return page[: page.index(BEGIN) + len(BEGIN)] + MADE[name]() + page[page.index(END) :]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_tables_are_made_from_the_code(name: str) -> None:
+    assert text_of(name) == with_tables(name), "run: python tests/pure/test_docs.py"
 
 
 def test_the_yaml_example_is_a_configuration(tmp_path: Path) -> None:
@@ -570,7 +595,6 @@ def test_the_headline_table_has_ratios_of_its_figures() -> None:
 
 
 if __name__ == "__main__":
-    page = text_of("CONFIG.md")
-    before, after = page.index(BEGIN) + len(BEGIN), page.index(END)
-    (DOCS / "CONFIG.md").write_text(page[:before] + settings_in_markdown() + page[after:])
+    for name in MADE:
+        (DOCS / name).write_text(with_tables(name))
     METRICS_PAGE.write_text(metrics_in_markdown(METRICS_PAGE.read_text()))

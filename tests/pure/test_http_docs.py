@@ -14,6 +14,7 @@ import pytest
 
 from uma_trio.gateway.application import ENDPOINTS
 from uma_trio.gateway.endpoint import Endpoint
+from uma_trio.protocol.parameters import PARAMETERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "HTTP.md"
 GATEWAY = Path(__file__).parents[2] / "uma_trio" / "gateway"
@@ -32,8 +33,17 @@ def fields_of(endpoint: Endpoint) -> list[str]:
 def rows() -> Iterator[str]:
     for endpoint in ENDPOINTS:
         if endpoint.body is not None and endpoint.path.startswith(("/v1/", "/api/")) | (endpoint.path in ALONE):
-            yield f"| `{endpoint.path}` | {', '.join(f'`{name}`' for name in fields_of(endpoint))} |\n"
+            names = fields_of(endpoint)
+            shown = [f"`{name}`" for name in names if name not in SAMPLING]
+            is_sampled = len(SAMPLING & {*names}) > OF_OTHER_APIS
+            shown = shown + ["and " + LINK] if is_sampled else [f"`{name}`" for name in names]
+            yield f"| `{endpoint.path}` | {', '.join(shown)} |\n"
 
+
+SAMPLING = {name for row in PARAMETERS for name in row.http_names}
+OF_OTHER_APIS = 3
+"""Fields of an API that has no more sampling parameters than these."""
+LINK = "[sampling parameters](PROTOCOL.md#sampling-parameters)"
 
 ALONE = ("/tokenize", "/detokenize", "/apply-template", "/completion", "/v2/rerank")
 """Paths without ``/v1`` that no other path stands for."""

@@ -1,52 +1,46 @@
 """Sampling parameters that a request does not give: whose default counts."""
 
-import types
-import typing
-
-import msgspec
 import pytest
 
 from uma_trio import config
-from uma_trio.protocol.requests import Generate
+from uma_trio.errors import BadRequest
+from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS, Parameter, given
+from uma_trio.protocol.requests import parse_generate
 from uma_trio.sampling import SamplingParams, recommended, sampling_defaults
-from uma_trio.sampling.defaults import BUILT_IN, GGUF_KEYS
 
 SETTINGS = {found.name: found for found in config.settings() if found.section == "sampling"}
 
 
-def test_settings_parameters_and_fields_of_a_request_have_the_same_names() -> None:
-    assert set(BUILT_IN) == set(SETTINGS) - {"seed"} == set(SamplingParams.__struct_fields__) - {"seed"}
-    assert set(GGUF_KEYS) <= set(BUILT_IN)
-    request = Generate(id="a", prompt="b")
-    assert all(getattr(request, name) is None for name in BUILT_IN)
+LEAST = {"id": "a", "prompt": "b"}
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_setting_has_the_bounds_of_the_request(name: str) -> None:
-    hint = typing.get_type_hints(Generate, include_extras=True)[name]
-    assert isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    [annotated] = [each for each in typing.get_args(hint) if each is not type(None)]
-    kind, meta = typing.get_args(annotated)
-    assert SETTINGS[name].type is kind
-    assert isinstance(meta, msgspec.Meta)
-    assert {key: bound for key in ("ge", "gt", "le") if (bound := getattr(meta, key)) is not None} == SETTINGS[
-        name
-    ].bounds
-    assert SETTINGS[name].convert(BUILT_IN[name], "here") == BUILT_IN[name]
+@pytest.mark.parametrize("row", PARAMETERS, ids=lambda row: row.name)
+def test_a_request_and_a_setting_have_the_bounds_of_the_table(row: Parameter) -> None:
+    low, high = row.bounds.get("ge", row.bounds.get("gt")), row.bounds["le"]
+    setting = SETTINGS[row.name]
+    assert setting.type is row.type
+    for value in (row.default, high, *([low] if "ge" in row.bounds else [])):
+        assert getattr(parse_generate(LEAST | {row.name: value}), row.name) == setting.convert(value, "here") == value
+    for value in (high + 1, low - 1, *([low] if "gt" in row.bounds else [])):
+        with pytest.raises(BadRequest, match=f"^{row.name} must be a"):
+            parse_generate(LEAST | {row.name: value})
+        with pytest.raises(config.ConfigError, match=f"here: {row.name} must be a"):
+            setting.convert(value, "here")
+    assert getattr(parse_generate(LEAST | {row.name: None}), row.name) is None
+
+
+def test_no_parameter_is_given_by_default() -> None:
+    assert given(parse_generate(LEAST)) == given(config.Sampling()) == {}
 
 
 def test_the_setting_beats_the_model_beats_what_is_built_in() -> None:
     of_model = {"temperature": 0.6, "top_k": 20}
     found = sampling_defaults(config.Sampling(temperature=0.0, min_p=0.1), of_model)
     assert {name: (each.value, each.source) for name, each in found.items()} == {
+        **{name: (value, "built in") for name, value in BUILT_IN.items()},
         "temperature": (0.0, "server"),
         "top_k": (20, "model"),
-        "top_p": (1.0, "built in"),
         "min_p": (0.1, "server"),
-        "repetition_penalty": (1.0, "built in"),
-        "repeat_last_n": (64, "built in"),
-        "frequency_penalty": (0.0, "built in"),
-        "presence_penalty": (0.0, "built in"),
     }
 
 

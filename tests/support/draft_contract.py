@@ -17,7 +17,7 @@ from uma_trio.engine.worker import StepRunner
 from uma_trio.kv.ops import Truncate
 from uma_trio.sampling import SamplingParams
 
-SAMPLED = SamplingParams(1.0, 0, 1.0, 7)
+SAMPLED = SamplingParams(1.0, seed=7)
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import click
 
 from uma_trio.cli.completion import any_file, session_name
 from uma_trio.cli.constraint import LARK_SUFFIX, constraint_of
+from uma_trio.protocol.parameters import PARAMETERS, Parameter
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FIELDS: Final = (
-    "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n",
-    "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "seed", "stop", "stop_token_ids", "n_keep", "model",
-    "return_full_text",
+    "max_tokens", "n", *(row.name for row in PARAMETERS), "logit_bias", "logprobs", "seed", "stop", "stop_token_ids",
+    "n_keep", "model", "return_full_text",
 )  # fmt: skip
 """Options that become fields of the request by the same name, if they are given."""
 
@@ -79,6 +79,14 @@ def _adapter(given: str) -> dict[str, Any]:
     return {"name": name, "scale": number} if separator else {"name": name}
 
 
+def _parameter(row: Parameter) -> Callable[[Command], Command]:
+    """The option of a sampling parameter."""
+    range_type: Any = click.IntRange if row.type is int else click.FloatRange
+    lowest = row.bounds.get("ge", row.bounds.get("gt"))
+    allowed = range_type(lowest, row.bounds["le"], min_open="gt" in row.bounds)
+    return click.option(*row.flags, row.name, type=allowed, metavar="N" if row.type is int else "X", help=row.help)
+
+
 OPTIONS: Final = (
     click.option("--model", help="Name of the model that answers.  [default: the daemon's first]"),
     click.option(
@@ -93,37 +101,7 @@ OPTIONS: Final = (
         type=click.IntRange(1),
         help="Maximum number of tokens to generate.  [default: as many as the daemon has room for]",
     ),
-    click.option(
-        "--temp",
-        "temperature",
-        type=click.FloatRange(0, 100),
-        help="Temperature; 0 is greedy.  [default: that of the daemon or the model]",
-    ),
-    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling."),
-    click.option("--top-k", type=click.IntRange(0), help="Sample from the k most likely tokens; 0 is off."),
-    click.option(
-        "--min-p",
-        type=click.FloatRange(0, 1),
-        help="Sample from tokens with at least this fraction of the top token's probability.",
-    ),
-    click.option(
-        "--repetition-penalty", type=click.FloatRange(0.1, 10), help="Above 1, recent tokens become less likely."
-    ),
-    click.option(
-        "--repeat-last-n",
-        type=click.IntRange(0, 4096),
-        help="Number of recent tokens that --repetition-penalty looks at.",
-    ),
-    click.option(
-        "--frequency-penalty",
-        type=click.FloatRange(-2, 2),
-        help="Subtracted from a token's logit for each time that it is in the answer.",
-    ),
-    click.option(
-        "--presence-penalty",
-        type=click.FloatRange(-2, 2),
-        help="Subtracted once from the logit of each token in the answer.",
-    ),
+    *(_parameter(row) for row in PARAMETERS),
     click.option(
         "--logit-bias",
         multiple=True,

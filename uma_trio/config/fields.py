@@ -13,6 +13,8 @@ from typing import Any, Final, Literal
 
 import attrs
 
+from uma_trio.protocol.parameters import with_parameters
+
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 MB: Final = 1_000_000
@@ -30,6 +32,7 @@ def setting(
     name: str | None = None,
     short: str | None = None,
     metavar: str | None = None,
+    type: Any = None,
     **bounds: float,
 ) -> Any:
     """Declare a setting.
@@ -38,10 +41,11 @@ def setting(
         name: its name in files, variables and flags, if that is not the name of the field.
         short: a second spelling of the flag, that of llama.cpp's tools.
         metavar: what the help shows in place of the value, if the type does not say it.
+        type: of the value, if no annotation says it.
         bounds: ``ge``, ``gt`` and ``le``, as ``msgspec.Meta`` takes them.
     """
     metadata = {"help": help, "name": name, "short": short, "metavar": metavar, "bounds": bounds}
-    return attrs.field(default=default, metadata=metadata)
+    return attrs.field(default=default, metadata=metadata, type=type)
 
 
 @attrs.frozen(kw_only=True)
@@ -556,46 +560,11 @@ class Scheduling:
     )
 
 
+@with_parameters(lambda row: setting(None, row.help, type=row.type | None, short=row.short, **row.bounds))
 @attrs.frozen(kw_only=True)
 class Sampling:
     """Sampling parameters of requests that give none. Without a setting, the model file decides, or what is built in."""
 
-    temperature: float | None = setting(
-        None,
-        "Divides the logits. 0 always takes the most likely token, and the next three settings have no effect.",
-        short="--temp",
-        ge=0,
-        le=100,
-    )
-    top_k: int | None = setting(None, "Sample from this many most likely tokens. 0 is off.", ge=0, le=2**31 - 1)
-    top_p: float | None = setting(
-        None,
-        "Sample from the smallest set of most likely tokens that together have this probability. 1 is off.",
-        gt=0,
-        le=1,
-    )
-    min_p: float | None = setting(
-        None,
-        "Sample from tokens with at least this fraction of the most likely token's probability. 0 is off.",
-        ge=0,
-        le=1,
-    )
-    repetition_penalty: float | None = setting(
-        None,
-        "Divides positive logits, and multiplies negative ones, of the last repeat_last_n tokens. 1 is off.",
-        short="--repeat-penalty",
-        ge=0.1,
-        le=10,
-    )
-    repeat_last_n: int | None = setting(
-        None, "Window of repetition_penalty, in tokens of prompt and answer together. 0 is off.", ge=0, le=4096
-    )
-    frequency_penalty: float | None = setting(
-        None, "Subtracted from a token's logit for each time that the answer contains it.", ge=-2, le=2
-    )
-    presence_penalty: float | None = setting(
-        None, "Subtracted once from the logit of each token that the answer contains.", ge=-2, le=2
-    )
     seed: int | None = setting(
         None, "Seed of the random numbers. Without it, each request gets a random one.", ge=0, le=2**32 - 1
     )

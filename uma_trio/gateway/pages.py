@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import Final
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from uma_trio.gateway.dialects.starling import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.protocol.parameters import PARAMETERS, Parameter
 
 FOLDER: Final = resources.files("uma_trio.gateway") / "dashboard"
 
@@ -20,6 +22,8 @@ MEDIA_TYPES: Final = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
+
+PLACE: Final = b"<!-- a field for each sampling parameter -->"
 
 CONTENT_SECURITY_POLICY: Final = "; ".join(
     (
@@ -53,12 +57,24 @@ def _serving(content: bytes, media_type: str) -> Callable[[Call], Awaitable[Resp
     return page
 
 
+def _content(name: str) -> bytes:
+    """A file of the folder.  In the page, each sampling parameter gets a field."""
+    content = (FOLDER / name).read_bytes()
+    return content.replace(PLACE, "".join(map(_field, PARAMETERS)).encode()) if name == "index.html" else content
+
+
+def _field(row: Parameter) -> str:
+    bounds = f'min="{row.bounds.get("ge", 0):g}" max="{row.bounds["le"]}" step="{1 if row.type is int else "any"}"'
+    field = f'<input id="option-{row.name}" name="{row.name}" type="number" {bounds} placeholder="default">'
+    return f'<label title="{html.escape(row.help)}">{row.name} {field}</label>'
+
+
 def _endpoint(name: str, path: str) -> Endpoint:
     return Endpoint(
         method="GET",
         path=path,
         dialect=STARLING,
-        answer=_serving((FOLDER / name).read_bytes(), MEDIA_TYPES[name.rpartition(".")[2]]),
+        answer=_serving(_content(name), MEDIA_TYPES[name.rpartition(".")[2]]),
         summary="A file of the dashboard",
         needs_key=False,
     )

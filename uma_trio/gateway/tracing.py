@@ -20,16 +20,13 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import uma_trio
 from uma_trio.gateway.request_record import EndOfAnswer, RequestRecord
+from uma_trio.protocol.parameters import PARAMETERS
 
 NAME: Final = "uma-trio"
 
-PARAMETERS: Final = {
+ATTRIBUTES: Final = {
     "max_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
+    **{row.name: row.name for row in PARAMETERS if row.is_traced},
     "seed": "seed",
     "n": "choice.count",
     "stop": "stop_sequences",
@@ -119,7 +116,7 @@ def attributes_of(seen: RequestRecord, end: EndOfAnswer) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": event.usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": event.usage.cached_tokens,
         "gen_ai.request.stream": seen.is_stream,
-        **{f"gen_ai.request.{name}": fields.get(field) for field, name in PARAMETERS.items()},
+        **{f"gen_ai.request.{name}": fields.get(field) for field, name in ATTRIBUTES.items()},
     }
     return {name: value for name, value in found.items() if value is not None}
 

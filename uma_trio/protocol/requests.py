@@ -25,6 +25,7 @@ from uma_trio.protocol.chat import (
 )
 from uma_trio.protocol.controllers import check_controller
 from uma_trio.protocol.field_errors import convert
+from uma_trio.protocol.parameters import Parameter, with_parameters
 from uma_trio.protocol.types import MAX_INT32, Name, PromptTokens, TokenId
 
 Priority = Literal["interactive", "normal", "background"]
@@ -43,7 +44,6 @@ BANNED: Final = -100.0
 MAX_BIASES: Final = 300
 """Tokens of ``logit_bias``."""
 
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=BANNED, le=100)]], Meta(max_length=MAX_BIASES)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TargetMs = Annotated[float, Meta(gt=0, le=3_600_000)]
@@ -99,9 +99,19 @@ class Constraint:
     """The constraint applies after the first occurrence of this text in the answer, such as ``</think>``."""
 
 
+def _parameter(row: Parameter) -> Any:
+    """The field of a sampling parameter.  ``None`` is the default of the daemon or of the model."""
+    bounded: Any = Annotated[row.type, Meta(description=row.help, **row.bounds)]
+    return attrs.field(default=None, type=bounded | None)
+
+
+@with_parameters(_parameter)
 @attrs.frozen(kw_only=True)
 class Generate:
-    """A request for text.  Exactly one of ``prompt``, ``messages`` and ``controller`` is set."""
+    """A request for text, with a field for each sampling parameter.
+
+    Exactly one of ``prompt``, ``messages`` and ``controller`` is set.
+    """
 
     id: Name
     model: Name | None = None
@@ -136,22 +146,6 @@ class Generate:
     """Whether a ``max_tokens`` for which there is no room counts as ``None``, instead of being refused."""
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     """Number of answers to the prompt.  Each has its own ``index`` and its own seed."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """0 is greedy.  ``None``, here and in the next seven fields, is the default of the daemon or of the model."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """1 is off."""
-    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
-    """0 is off."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """0 is off."""
-    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
-    """1 is off."""
-    repeat_last_n: Annotated[int, Meta(ge=0, le=4096)] | None = None
-    """Window of ``repetition_penalty``: the last tokens of prompt and answer together."""
-    frequency_penalty: Penalty | None = None
-    """Subtracted from a token's logit for each time that the answer contains it.  0 is off."""
-    presence_penalty: Penalty | None = None
-    """Subtracted once from the logit of a token that the answer contains.  0 is off."""
     logit_bias: LogitBias = attrs.field(factory=dict)
     """Token id to a number that is added to its logit.  ``BANNED`` excludes the token."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -8,7 +8,7 @@ This package is pure: it needs numpy, msgspec, the records of the protocol and t
 models nor clients.
 """
 
-from uma_trio.sampling.defaults import SamplingDefault, given, recommended, sampling_defaults
+from uma_trio.sampling.defaults import SamplingDefault, recommended, sampling_defaults
 from uma_trio.sampling.logit_ops import Bias, Past, TokenHistory
 from uma_trio.sampling.logprobs import TokenLogprobs, compute_logprobs
 from uma_trio.sampling.markers import CallMarkers, ParameterTags, ReasoningMarkers
@@ -22,5 +22,5 @@ from uma_trio.sampling.tool_calls import ToolCalling
 __all__ = [
     "NO_TOKEN", "Bias", "CallMarkers", "ParameterTags", "Past", "PromptLookup", "ReasoningMarkers", "RegionAssembler", "SamplingDefault",
     "SamplingParams", "TextAssembler", "TokenHistory", "TokenLogprobs", "ToolCalling", "compute_logprobs", "copied_rows",
-    "distribution", "given", "recommended", "sample", "sampling_defaults",
+    "distribution", "recommended", "sample", "sampling_defaults",
 ]  # fmt: skip

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal
+from typing import Literal
 
 import attrs
 
 from uma_trio import config
-from uma_trio.sampling.params import SamplingParams
-
-BUILT_IN: Final[Mapping[str, float]] = {
-    name: default
-    for name, default in zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True)
-    if name != "seed"
-}
-"""All parameters with a default, by name.  The settings and the fields of a request have the same names."""
-
-GGUF_KEYS: Final = {
-    "temperature": "general.sampling.temp",
-    "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-    "repeat_last_n": "general.sampling.penalty_last_n",
-}
-"""Where a model file recommends a parameter.  Source: llama.h, ``LLAMA_MODEL_META_KEY_SAMPLING_*``."""
+from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS, given
 
 
 @attrs.frozen
@@ -34,11 +17,6 @@ class SamplingDefault:
 
     value: float
     source: Literal["server", "model", "built in"]
-
-
-def given(fields: object) -> dict[str, Any]:
-    """The parameters that a request or the settings give, by name."""
-    return {name: value for name in BUILT_IN if (value := getattr(fields, name)) is not None}
 
 
 def recommended(metadata: Callable[[str], str | None]) -> tuple[dict[str, float], list[str]]:
@@ -53,14 +31,13 @@ def recommended(metadata: Callable[[str], str | None]) -> tuple[dict[str, float]
     found: dict[str, float] = {}
     problems = []
     known = {setting.name: setting for setting in config.settings() if setting.section == "sampling"}
-    for name, key in GGUF_KEYS.items():
-        text = metadata(key)
-        if text is None:
+    for row in PARAMETERS:
+        if row.gguf is None or (text := metadata(row.gguf)) is None:
             continue
-        if name in ("top_k", "repeat_last_n") and text.startswith("-"):  # llama.cpp: all tokens
-            text = "0" if name == "top_k" else f"{known[name].bounds['le']:g}"
+        if row.minus_one is not None and text.startswith("-"):
+            text = f"{row.minus_one:g}"
         try:
-            found[name] = known[name].convert(text, key)
+            found[row.name] = known[row.name].convert(text, row.gguf)
         except config.ConfigError as error:
             problems.append(str(error))
     return found, problems

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-MAX_SEED = 2**64 - 1
+from uma_trio.protocol.parameters import PARAMETERS, SamplingValues
+
+if TYPE_CHECKING:
+    _Values = SamplingValues
+else:  # as an array, a step's parameters are a fraction of the size
+    _Values = msgspec.defstruct(
+        "_Values", [(row.name, row.type, row.default) for row in PARAMETERS], frozen=True, array_like=True
+    )
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How to choose the tokens of one request.
+class SamplingParams(_Values):
+    """How to choose the tokens of one request: a value for each sampling parameter.
 
     The bounds stand in the protocol, which checks every request.  Nothing is checked again here.
     """
 
-    temperature: float = 0.0
-    """Divides the logits.  0 is greedy: the most likely token is taken, and the filters have no effect."""
-
-    top_k: int = 0
-    """Keeps the `top_k` most likely tokens.  0 is off.  May exceed the size of the vocabulary."""
-
-    top_p: float = 1.0
-    """Keeps the smallest set of most likely tokens whose probabilities sum up to `top_p`.  1 is off."""
-
     seed: int = 0
     """Seed of the random numbers, 64 bits.  A random number depends only on the seed and on the number of the draw."""
 
-    min_p: float = 0.0
-    """Keeps tokens that are at least `min_p` times as likely as the most likely one.  0 is off."""
-
-    repetition_penalty: float = 1.0
-    """Divides the positive logits of recent tokens and multiplies the negative ones.  1 is off."""
-
-    repeat_last_n: int = 64
-    """How many tokens the repetition penalty looks back, over prompt and answer together."""
-
-    frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token once for each time that it occurs in the answer.  0 is off."""
-
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of a token if it occurs in the answer.  0 is off."""
+    def with_seed(self, seed: int) -> SamplingParams:
+        """A copy with another seed."""
+        return msgspec.structs.replace(self, seed=seed)  # type: ignore[type-var]
 
     @property
     def greedy(self) -> bool:

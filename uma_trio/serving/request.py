@@ -19,8 +19,9 @@ from uma_trio.grammar import Grammar
 from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet, adapter_set
 from uma_trio.models.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.principal import Principal
+from uma_trio.protocol.parameters import given
 from uma_trio.protocol.requests import BANNED, Embed, Generate, Rerank, Slo
-from uma_trio.sampling import Bias, SamplingParams, TokenHistory, given
+from uma_trio.sampling import Bias, SamplingParams, TokenHistory
 from uma_trio.scheduling.view import Priority
 from uma_trio.serving.sequence import EventSink, Sampling, Sequence
 
@@ -55,10 +56,8 @@ def admit(
     seed = config.sampling.seed if request.seed is None else request.seed
     if seed is None:
         seed = secrets.randbits(63)
-    params = [
-        SamplingParams(seed=(seed + index) % 2**63, **(given(config.sampling) | given(request)))
-        for index in range(request.n)
-    ]
+    values = given(config.sampling) | given(request)
+    params = [SamplingParams(**{**values, "seed": (seed + index) % 2**63}) for index in range(request.n)]
     now = trio.current_time()
     return [
         Sequence(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
 import attrs
-import msgspec
 import numpy as np
 import trio
 
@@ -355,7 +354,7 @@ class Sequence:
     def fork(self, index: int, control: Control, now: float) -> Sequence:
         """A copy of it, of which nothing is in the KV cache yet, as answer ``index``; random numbers are its own."""
         sampling, own = self.sampling, self.index or 0
-        params = msgspec.structs.replace(sampling.params, seed=(sampling.params.seed - own + index) % 2**63)
+        params = sampling.params.with_seed((sampling.params.seed - own + index) % 2**63)
         return Sequence(
             request=self.request,
             prompt=self.prompt,

@@ -3,8 +3,6 @@
 import { Refused, events } from "./api.js";
 import { byId, count, el, ms, setText } from "./dom.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
-
 /** The JSON of a field; undefined if it is empty. */
 function parsed(id, what) {
   const field = byId(id);
@@ -91,7 +89,7 @@ export class Chat {
     const model = new URLSearchParams(location.search).get("model");
     if (model) body.model = model;
     if (session) Object.assign(body, { session_id: session, history: "replace" });
-    for (const name of NUMBERS) if (byId(`option-${name}`).value !== "") body[name] = Number(byId(`option-${name}`).value);
+    for (const field of document.querySelectorAll("#numbers input")) if (field.value !== "") body[field.name] = Number(field.value);
     return body;
   }
 

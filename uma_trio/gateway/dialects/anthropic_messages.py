@@ -13,6 +13,7 @@ from uma_trio.gateway.answer import EVENT_STREAM, json_response, sse
 from uma_trio.gateway.conversation import conversation_fields, without_noise
 from uma_trio.gateway.dialects.anthropic import ANTHROPIC, FIELD_NAMES, Chat, ChatMessages, error_body, tool_fields
 from uma_trio.gateway.dialects.anthropic_shapes import AnswerMessage, MessageEvent, TokenCount
+from uma_trio.gateway.dialects.sampling import sampled, sampling_fields
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import Part, PartRenderer, parts_of
@@ -22,15 +23,13 @@ SIGNATURE: Final = "uma-trio"
 """All thinking blocks have it.  Clients send only blocks back that have one."""
 
 
+@sampled
 class MessagesRequest(Chat, kw_only=True):
     """A request for the next message of a chat."""
 
     max_tokens: int
     """More than there is room for counts as no bound: clients always send a large number."""
     stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     stop_sequences: list[str] | None = None
     metadata: Any = None
     """Has no effect: who asks is decided by the API key."""
@@ -53,9 +52,7 @@ async def answer_messages(call: Call) -> Response:
         **tools,
         max_tokens=request.max_tokens,
         fit_max_tokens=True,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
+        **sampling_fields(request),
         stop=request.stop_sequences,
         constraint={"json_schema": form.schema} if form else None,
         chat_template_kwargs=request.template_kwargs,

@@ -17,6 +17,7 @@ from uma_trio.client import Eos, Event, ModelDescription, PrefillProgress, Reaso
 from uma_trio.gateway.dialects.openai import Sampling
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.events import Logprob, Logprobs, Timings, Usage
+from uma_trio.protocol.parameters import PARAMETERS
 from uma_trio.protocol.requests import BANNED
 
 STOP_TYPES: Final = {"length": "limit", "stop": "eos"}
@@ -24,18 +25,6 @@ STOP_TYPES: Final = {"length": "limit", "stop": "eos"}
 
 ANY_SEED: Final = -1
 NO_LIMIT: Final = -1
-
-SETTINGS: Final = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repeat_last_n": "repeat_last_n",
-    "repetition_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
-"""Sampling parameters of the socket protocol in llama-server's words."""
 
 
 async def head_of(call: Call, wanted: str | None) -> dict[str, Any]:
@@ -218,7 +207,7 @@ def generation_settings(
     stop = known.get("stop") or []
     return {
         "seed": known.get("seed", ANY_SEED),
-        **{theirs: known[ours] for ours, theirs in SETTINGS.items() if ours in known},
+        **{row.llama_name: known[row.name] for row in PARAMETERS if row.name in known},
         "stop": [stop] if isinstance(stop, str) else stop,
         "max_tokens": n_predict,
         "n_predict": n_predict,

@@ -6,7 +6,7 @@ Source: the README of llama.cpp's server.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import attrs
 from starlette.responses import Response
@@ -37,9 +37,6 @@ from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import logprobs_of
 
-MAX_WINDOW: Final = 4096
-"""The protocol's largest ``repeat_last_n``."""
-
 
 class LlamaRequest(Sampling, kw_only=True):
     """A request for text that continues one prompt or several."""
@@ -54,8 +51,6 @@ class LlamaRequest(Sampling, kw_only=True):
     """How many alternatives of each token to report."""
     logit_bias: Any = None
     """Pairs of a token or a text and a bias, as a list or an object.  A bias of ``false`` excludes the token."""
-    repeat_last_n: int | None = None
-    """Window of ``repeat_penalty``.  -1 is as long as possible."""
     return_tokens: bool = False
     """Report the tokens of an answer that is not streamed."""
     response_fields: list[str] | None = None
@@ -68,11 +63,6 @@ class LlamaRequest(Sampling, kw_only=True):
         """The longest answer in tokens; ``None`` if it may be as long as there is room."""
         given = self.max_tokens if self.n_predict is None else self.n_predict
         return None if given == -1 else given
-
-    @property
-    def window(self) -> int | None:
-        """The protocol's ``repeat_last_n``."""
-        return MAX_WINDOW if self.repeat_last_n == -1 else self.repeat_last_n
 
     @property
     def answers(self) -> int:
@@ -89,7 +79,7 @@ async def complete_as_llama_server(call: Call) -> Response:
         bias = await translation.logit_bias(request.logit_bias)
     logprobs = request.n_probs or (0 if request.return_tokens and not request.stream else None)
     adapters = await adapters_of(call, request)
-    sampling = {**request.sampling_fields(), "n": request.answers, "logit_bias": bias, "repeat_last_n": request.window}
+    sampling = {**request.fields(), "n": request.answers, "logit_bias": bias}
     telemetry = Telemetry.of_request(request)
     requests = [
         call.for_daemon(

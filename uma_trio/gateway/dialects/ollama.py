@@ -15,6 +15,7 @@ from uma_trio.client import Eos
 from uma_trio.gateway.endpoint import Call, Dialect, without_effect
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import ModelDescription
+from uma_trio.protocol.parameters import PARAMETERS
 
 API_VERSION: Final = "0.12.0"
 """The version of Ollama's API that is spoken here.  Editors compare it, and some refuse old ones."""
@@ -26,14 +27,7 @@ CAPABILITIES: Final = {"completion": "completion", "tools": "tools", "reasoning"
 """Capabilities of a model, in Ollama's words."""
 
 OPTIONS: Final = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repeat_penalty": "repetition_penalty",
-    "repeat_last_n": "repeat_last_n",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
+    **{row.llama_name: row.name for row in PARAMETERS},
     "seed": "seed",
     "stop": "stop",
     "num_keep": "n_keep",
@@ -167,9 +161,10 @@ def option_fields(options: dict[str, Any] | None) -> tuple[dict[str, Any], list[
 
 def _converted(name: str, value: Any) -> Any:
     """A value of Ollama's as the socket protocol has it."""
-    if name in ("repeat_last_n", "num_keep", "seed") and isinstance(value, int) and value < 0:
-        return None  # the default: the context, nothing, or random
-    return value
+    if name in ("num_keep", "seed") and isinstance(value, int) and value < 0:
+        return None  # the default: nothing, or random
+    row = next((row for row in PARAMETERS if row.llama_name == name), None)
+    return value if row is None else row.from_llama(value)
 
 
 def constraint_of(format: str | dict[str, Any] | None) -> dict[str, Any] | None:

@@ -24,12 +24,14 @@ from uma_trio.errors import (
     TooManyValues,
 )
 from uma_trio.gateway.dialects.openai_constraints import CONSTRAINT_NAMES, Constrained
+from uma_trio.gateway.dialects.sampling import sampled, sampling_fields
 from uma_trio.gateway.endpoint import Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid, refused_json
 from uma_trio.gateway.limits import QUOTA
 from uma_trio.protocol.chat import MAX_MESSAGES
 from uma_trio.protocol.events import Logprobs
 from uma_trio.protocol.json_cost import JsonCost
+from uma_trio.protocol.parameters import PARAMETERS
 from uma_trio.protocol.requests import MAX_BIASES
 
 FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
@@ -140,7 +142,7 @@ class StreamOptions(msgspec.Struct):
 FIELD_NAMES: Final = {
     **CONSTRAINT_NAMES,
     "max_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens", "n_predict"),
-    "repetition_penalty": ("repetition_penalty", "repeat_penalty"),
+    **{row.name: row.http_names for row in PARAMETERS if row.llama is not None},
     "logprobs": ("top_logprobs", "n_probs", "logprobs"),
     "n": ("n_cmpl", "n"),
     "session_id": ("session_id", "prompt_cache_key"),
@@ -156,19 +158,11 @@ class Lora(msgspec.Struct):
     scale: float = 1.0
 
 
+@sampled
 class Sampling(Constrained, kw_only=True):
-    """Parameters of a request that chat and plain completions share.  Bounds are those of the socket protocol."""
+    """Fields of a request that chat and plain completions share.  Bounds are those of the socket protocol."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    repeat_penalty: float | None = None
-    """llama-server's name for ``repetition_penalty``."""
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -206,19 +200,12 @@ class Sampling(Constrained, kw_only=True):
         """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_fields(self) -> dict[str, Any]:
-        """The fields of the socket protocol for these parameters."""
-        top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say that it is off
+    def fields(self) -> dict[str, Any]:
+        """These fields in the socket protocol."""
         seed = None if self.seed == -1 else self.seed  # llama-server's way to say that any will do
         return {
             "model": self.model,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty or self.repeat_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
+            **sampling_fields(self),
             "logit_bias": self.logit_bias,
             "seed": seed,
             "stop": self.stop,

@@ -79,7 +79,7 @@ async def complete_chat(call: Call) -> Response:
     limits = (request.max_completion_tokens, request.max_tokens, request.n_predict)
     limit = next((limit for limit in limits if limit is not None), None)
     n = request.n or 1
-    sampling = request.sampling_fields()
+    sampling = request.fields()
     chat = conversation_fields(
         chat_messages(request.messages),
         call.request.headers if n == 1 else {},

@@ -73,7 +73,7 @@ async def complete(call: Call) -> Response:
     check_session(request.session_id, prompts)
     session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
     adapters = await adapters_of(call, request)
-    sampling = request.sampling_fields()
+    sampling = request.fields()
     head = {
         "id": f"cmpl-{call.id}",
         "object": "text_completion",

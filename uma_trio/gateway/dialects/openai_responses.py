@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -20,6 +20,7 @@ from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
 from uma_trio.gateway.dialects.openai_shapes import InputTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai_tools import Function, tool_fields
 from uma_trio.gateway.dialects.openai_tools import Tool as ChatTool
+from uma_trio.gateway.dialects.sampling import sampled, sampling_fields
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
@@ -103,13 +104,12 @@ class Input(msgspec.Struct, kw_only=True):
                 raise invalid(f"{name} is not supported: {NOTHING_IS_STORED}", parameter=name)
 
 
+@sampled
 class ResponsesRequest(Input, kw_only=True):
     """A request for the next items of a conversation."""
 
     stream: bool = False
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
     session_id: str | None = None
@@ -146,6 +146,7 @@ async def respond(call: Call) -> Response:
     has_logprobs = request.top_logprobs is not None or "message.output_text.logprobs" in include
     form = request.text and request.text.format
     telemetry = Telemetry.of_request(request)
+    sampling = sampling_fields(request)
     fields = call.for_daemon(
         model=request.model,
         **conversation_fields(
@@ -157,15 +158,14 @@ async def respond(call: Call) -> Response:
         **tools,
         max_tokens=request.max_output_tokens,
         fit_max_tokens=True,
-        temperature=request.temperature,
-        top_p=request.top_p,
+        **sampling,
         logprobs=(request.top_logprobs or 0) if has_logprobs else None,
         constraint=constraint_of_format(_chat_format(form)) if form else None,
         chat_template_kwargs=request.template_kwargs,
         separate_reasoning=True,
         **telemetry.fields,
     )
-    head = _head(call.id, request, request.model or (await call.daemon.model()).name)
+    head = _head(call.id, request, request.model or (await call.daemon.model()).name, sampling)
     if warnings:
         head["warnings"] = warnings
     custom = frozenset(tool.name for tool in request.tools or () if tool.type == "custom" and tool.name)
@@ -238,7 +238,7 @@ def _chat_format(form: Format) -> ResponseFormat:
     return ResponseFormat(form.type)
 
 
-def _head(request_id: str, request: ResponsesRequest, model: str) -> dict[str, Any]:
+def _head(request_id: str, request: ResponsesRequest, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a response that its answer does not change."""
     text = request.text or TextSettings()
     tools = [tool for tool in request.tools or () if tool.type in ("function", "custom")]
@@ -252,8 +252,8 @@ def _head(request_id: str, request: ResponsesRequest, model: str) -> dict[str, A
         "tool_choice": request.tool_choice or "auto",
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "max_output_tokens": request.max_output_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
+        "temperature": sampling.get("temperature"),
+        "top_p": sampling.get("top_p"),
         "top_logprobs": request.top_logprobs,
         "reasoning": request.reasoning or ReasoningSettings(),
         "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
