@@ -36,7 +36,7 @@ def rows() -> Iterator[str]:
             names = fields_of(endpoint)
             shown = [f"`{name}`" for name in names if name not in SAMPLING]
             is_sampled = len(SAMPLING & {*names}) > OF_OTHER_APIS
-            shown = shown + ["and " + LINK] if is_sampled else [f"`{name}`" for name in names]
+            shown = [*shown, "and " + LINK] if is_sampled else [f"`{name}`" for name in names]
             yield f"| `{endpoint.path}` | {', '.join(shown)} |\n"
 
 
