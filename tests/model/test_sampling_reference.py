@@ -22,7 +22,7 @@ NEGLIGIBLE = 1e-12
 
 
 def chain_of(library, params, n_vocab=0, counted=(), window=()):
-    """Build llama.cpp's chain: penalties, temperature, filters.
+    """Build llama.cpp's chain in its default order: penalties, filters, temperature.
 
     Args:
         counted: the tokens that the frequency and presence penalties count.
@@ -45,14 +45,13 @@ def chain_of(library, params, n_vocab=0, counted=(), window=()):
 
 
 def add_filters(chain, params):
-    chain.add_temp(params.temperature)
     if params.top_k:
         chain.add_top_k(params.top_k)
     if params.top_p < 1:
         chain.add_top_p(params.top_p)
     if params.min_p:
         chain.add_min_p(params.min_p)
-    return chain
+    return chain.add_temp(params.temperature)
 
 
 @pytest.mark.parametrize("n_vocab", [300, 32_000])

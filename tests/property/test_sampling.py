@@ -16,16 +16,18 @@ def reference(logits, params):
     """Return ids and probabilities, computed in float64 by sorting everything."""
     order = np.lexsort((np.arange(len(logits)), -logits))
     order = order[np.isfinite(logits[order])]
-    weights = np.exp((logits[order].astype(np.float64) - logits[order[0]]) / params.temperature)
+    log_weights = logits[order].astype(np.float64) - logits[order[0]]
     if params.top_k:
-        order, weights = order[: params.top_k], weights[: params.top_k]
-    p = weights / weights.sum()
+        order, log_weights = order[: params.top_k], log_weights[: params.top_k]
+    p = np.exp(log_weights) / np.exp(log_weights).sum()
     if params.top_p < 1:
         kept = int(np.searchsorted(p.cumsum(), params.top_p)) + 1
-        order, p = order[:kept], p[:kept]
+        order, log_weights, p = order[:kept], log_weights[:kept], p[:kept]
     if params.min_p:
         # with tolerance: exp(log(x)) is not always x in float64
-        order, p = order[p >= params.min_p * p[0] * (1 - 1e-12)], p[p >= params.min_p * p[0] * (1 - 1e-12)]
+        likely = p >= params.min_p * p[0] * (1 - 1e-12)
+        order, log_weights = order[likely], log_weights[likely]
+    p = np.exp(log_weights / params.temperature)
     return order[p > 0], p[p > 0] / p.sum()
 
 
@@ -136,7 +138,7 @@ def test_min_p_is_relative_to_the_best_token_and_comes_after_the_other_filters(t
     (logits,) = noise(1, 2000, 3.0, seed=1)
     ids, p = distribution(logits.copy(), SamplingParams(temperature, min_p=min_p, **rest))
     every, plain = distribution(logits.copy(), SamplingParams(temperature, **rest))
-    n = int((plain >= min_p * plain[0]).sum())
+    n = int((logits[every] - logits[every[0]] >= np.log(min_p)).sum())
     assert ids.tolist() == every[:n].tolist()
     np.testing.assert_allclose(p, plain[:n] / plain[:n].sum(), rtol=1e-6)
 

@@ -1,7 +1,6 @@
 """Candidates: the few tokens of a row that the filters leave to draw from.
 
-The weight of a token is ``exp((logit - max_logit) / temperature)``, its probability up to a constant factor.
-Candidates are given as ids with the running sums of their weights, so that a draw is one binary search.
+The weight of a token is ``exp(logit - max_logit)``, its probability up to a constant factor.
 """
 
 from __future__ import annotations
@@ -38,15 +37,12 @@ def relative_weights(logits: Floats, max_logits: Floats, temperatures: Doubles) 
         return np.exp(weights, out=weights)
 
 
-def top_candidates(
-    logits: Floats, max_logits: Floats, temperatures: Doubles, counts: Ints
-) -> tuple[Ints, Doubles, Doubles]:
+def top_candidates(logits: Floats, max_logits: Floats, counts: Ints) -> tuple[Ints, Doubles]:
     """Find at least the ``counts`` (rows,) tokens with the largest logits of each row.
 
     Returns:
-        Ids, logarithms of weights, and running sums of weights, each (rows, width), in descending order of
-        logits and ascending order of ids among equal logits.  Rows with fewer candidates are padded with arbitrary ids
-        of weight 0.
+        Ids, and logits less the largest one, each (rows, width), in descending order of logits and ascending order of
+        ids among equal logits.  Rows with fewer candidates are padded with arbitrary ids of weight 0.
     """
     rows, n_vocab = logits.shape
     flat = np.flatnonzero(logits >= _thresholds(logits, counts)[:, np.newaxis])
@@ -58,39 +54,34 @@ def top_candidates(
     keys[row, np.arange(len(flat)) - first[row]] = _sort_keys(logits.ravel()[flat], flat - row * n_vocab)
     keys.sort(axis=1)
     ids, values = _from_sort_keys(keys)
-    with np.errstate(over="ignore", under="ignore"):
-        log_weights = (values.astype(np.float64) - max_logits[:, np.newaxis]) / temperatures[:, np.newaxis]
-        return ids, log_weights, np.exp(log_weights).cumsum(axis=1)
+    return ids, values.astype(np.float64) - max_logits[:, np.newaxis]
 
 
-def filter_whole_row(
-    logits: Floats, max_logit: float, temperature: float, top_k: int, top_p: float, min_log_weight: float
-) -> Doubles:
+def kept_tokens(logits: Floats, max_logit: float, top_k: int, top_p: float, min_log_weight: float) -> Ints:
     """Apply top-k, top-p and min-p to one row, however many tokens they keep.
 
     Only the tokens near a limit are sorted: a flat distribution keeps most of the vocabulary.
 
     Args:
-        logits: (n_vocab,).
+        logits: (n,).
         top_k: 0 is off.
         min_log_weight: logarithm of the smallest weight that min-p keeps; -inf is off.
 
     Returns:
-        (n_vocab,) running sums of weights, in which the weight of a token that was filtered out is 0.
+        Indices of the tokens that are left, in ascending order.
     """
-    weights = relative_weights(logits[np.newaxis], np.array([max_logit], np.float32), np.array([temperature]))[0]
+    distances = np.float32(max_logit) - logits
+    kept = np.ones(len(logits), bool)
     if top_k:
         limit = np.partition(logits, -top_k)[-top_k]
         kept = logits > limit
         at_limit = np.flatnonzero(logits == limit)
         kept[at_limit[: top_k - np.count_nonzero(kept)]] = True
-        weights *= kept
     if top_p < 1:
-        weights *= _top_p_mask(np.float32(max_logit) - logits, weights, top_p)
+        kept &= _top_p_mask(distances, np.exp(-distances) * kept, top_p)
     if min_log_weight > -np.inf:
-        weights *= logits - np.float32(max_logit) >= min_log_weight * temperature
-    sums: Doubles = weights.cumsum(dtype=np.float64)
-    return sums
+        kept &= -distances >= min_log_weight
+    return np.flatnonzero(kept)
 
 
 def _top_p_mask(distances: Floats, weights: Floats, top_p: float) -> npt.NDArray[np.bool_]:

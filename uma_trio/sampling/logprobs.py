@@ -41,13 +41,12 @@ def compute_logprobs(
         return results
     if len(usable) < len(logits):
         logits, max_logits = logits[usable], max_logits[usable]
-    ones = np.ones(len(logits))
-    weights = relative_weights(logits, max_logits, ones)
+    weights = relative_weights(logits, max_logits, np.ones(len(logits)))
     # Summed row by row, as in the sampler: the sum of a row must not depend on the other rows.
     norms = max_logits.astype(np.float64) + np.log([row.sum(dtype=np.float64) for row in weights])
     sampled = (logits[np.arange(len(logits)), tokens[usable]] - norms).tolist()
     counts = np.array([min(n_top[row], logits.shape[1]) for row in usable.tolist()])
-    ids, log_weights, _ = top_candidates(logits, max_logits, ones, np.maximum(counts, 1))
+    ids, log_weights = top_candidates(logits, max_logits, np.maximum(counts, 1))
     values = log_weights + (max_logits - norms)[:, np.newaxis]
     for row, index in enumerate(usable.tolist()):
         top = zip(ids[row, : counts[row]].tolist(), values[row, : counts[row]].tolist(), strict=True)

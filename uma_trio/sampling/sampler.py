@@ -1,6 +1,6 @@
 """Sample one token for each row of a step, all rows together.
 
-    biases -> repetition, frequency and presence penalties -> masks -> temperature -> top-k -> top-p -> min-p -> draw
+    biases -> repetition, frequency and presence penalties -> masks -> top-k -> top-p -> min-p -> temperature -> draw
 
 Rows are independent: a row gets the same token alone and in any batch.  Touching every logit is the expensive part, so
 that happens in a few passes over the whole matrix.  All further work is on the few candidates that remain.
@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.sampling.candidates import Doubles, Floats, Ints, filter_whole_row, relative_weights, top_candidates
+from uma_trio.sampling.candidates import Doubles, Floats, Ints, kept_tokens, relative_weights, top_candidates
 from uma_trio.sampling.logit_ops import Bias, Past, apply_biases, apply_masks, apply_penalties
 from uma_trio.sampling.params import SamplingParams
 from uma_trio.sampling.rng import uniforms
@@ -37,6 +37,8 @@ _BYTES_AT_ONCE = 1 << 19
 time."""
 
 _GROUP = 64
+
+_LEAST = np.finfo(np.float32).tiny
 
 Mask: TypeAlias = npt.NDArray[np.integer] | None
 
@@ -172,7 +174,6 @@ def _filter(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams]
     There are two code paths.  Which one a row takes depends on that row alone.
     """
     n_vocab = logits.shape[1]
-    temperatures = np.array([p.temperature for p in params])
     top_k = np.array([p.top_k if p.top_k < n_vocab else 0 for p in params])
     min_log_weights = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
     results: list[tuple[int, Ints, Doubles]] = []
@@ -181,28 +182,37 @@ def _filter(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams]
     totals = np.full(len(params), np.inf)
     needs_total = [row for row, p in enumerate(params) if top_k[row] == 0 and p.top_p < 1]
     if needs_total:
-        weights = relative_weights(logits[needs_total], max_logits[needs_total], temperatures[needs_total])
+        weights = relative_weights(logits[needs_total], max_logits[needs_total], np.ones(len(needs_total)))
         # Row by row: a sum over a matrix may add a row's numbers in an order that depends on the other rows.
         totals[needs_total] = [row.sum(dtype=np.float64) for row in weights]
 
     counts = np.where(top_k == 0, min(TOP_P_CANDIDATES, n_vocab), np.minimum(top_k, MAX_SORTED_TOP_K))
-    all_ids, all_log_weights, all_sums = top_candidates(logits, max_logits, temperatures, counts)
+    all_ids, all_log_weights = top_candidates(logits, max_logits, counts)
+    all_sums = _sums(all_log_weights)
+    temperatures = np.array([p.temperature for p in params])
+    all_tempered = all_sums if (temperatures == 1).all() else _sums(all_log_weights, temperatures[:, np.newaxis])
     for row, p in enumerate(params):
         sums, log_weights = all_sums[row, : counts[row]], all_log_weights[row, : counts[row]]
         goal = p.top_p * (totals[row] if top_k[row] == 0 else sums[-1])
         # Whether the limit of top-p or of min-p lies within the sorted candidates.
         is_limited = sums[-1] >= goal or log_weights[-1] < min_log_weights[row]
         if separately[row] or (top_k[row] == 0 and not is_limited and counts[row] < n_vocab):
-            row_sums = filter_whole_row(
-                logits[row], float(max_logits[row]), p.temperature, int(top_k[row]), p.top_p, min_log_weights[row]
-            )
-            results.append((row, np.arange(n_vocab), row_sums))
+            ids = kept_tokens(logits[row], float(max_logits[row]), int(top_k[row]), p.top_p, min_log_weights[row])
+            results.append((row, ids, _sums(logits[row, ids] - max_logits[row], p.temperature)))
             continue
         kept = len(sums) if p.top_p == 1 else min(int(sums.searchsorted(goal)) + 1, len(sums))
         if p.min_p:
             kept = min(kept, int((log_weights >= min_log_weights[row]).sum()))
-        results.append((row, all_ids[row, :kept], sums[:kept]))
+        results.append((row, all_ids[row, :kept], all_tempered[row, :kept]))
     return results
+
+
+def _sums(log_weights: Floats | Doubles, temperature: float | Doubles = 1.0) -> Doubles:
+    """The running sums of weights at a temperature, so that a draw is one binary search."""
+    with np.errstate(over="ignore", under="ignore"):
+        # At a smaller temperature every token but the best has weight 0, and the best would have 0 / 0 = NaN.
+        sums: Doubles = np.exp(log_weights / np.maximum(temperature, _LEAST)).cumsum(axis=-1, dtype=np.float64)
+    return sums
 
 
 def _draw_unfiltered(logits: Floats, max_logits: Floats, temperatures: Doubles, randoms: Doubles) -> Ints:
