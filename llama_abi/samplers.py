@@ -47,6 +47,10 @@ class SamplerChain(Handle):
         """Keep tokens that are at least ``p`` times as likely as the likeliest."""
         return self._add(self._c.llama_sampler_init_min_p(p, max(min_keep, 0)))
 
+    def add_top_n_sigma(self, n: float) -> Self:
+        """Keep tokens whose logit is at most ``n`` standard deviations below the largest one; 0 keeps all."""
+        return self._add(self._c.llama_sampler_init_top_n_sigma(n))
+
     def add_temp(self, temperature: float) -> Self:
         """Divide the logits by ``temperature``. At 0 or less only the likeliest token is kept."""
         return self._add(self._c.llama_sampler_init_temp(temperature))

@@ -45,6 +45,7 @@ def chain_of(library, params, n_vocab=0, counted=(), window=()):
 
 
 def add_filters(chain, params):
+    chain.add_top_n_sigma(params.top_n_sigma)
     if params.top_k:
         chain.add_top_k(params.top_k)
     if params.top_p < 1:
@@ -71,6 +72,8 @@ def add_filters(chain, params):
         SamplingParams(2.5, min_p=0.001),
         SamplingParams(0.8, 40, 0.95, min_p=0.1),
         SamplingParams(1.5, 5000, 0.98, min_p=0.02),
+        SamplingParams(1.0, top_n_sigma=1.0),
+        SamplingParams(2.0, 40, 0.9, top_n_sigma=2.5),
     ],
     ids=str,
 )

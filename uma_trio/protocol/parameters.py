@@ -142,6 +142,14 @@ class SamplingValues:
         le=2,
         is_traced=True,
     )
+    top_n_sigma: float = parameter(
+        0.0,
+        "Sample from tokens whose logit is at most this many standard deviations of all logits below the largest one. "
+        "0 is off.",
+        ge=0,
+        le=100,
+        minus_one=0,
+    )
 
 
 PARAMETERS: Final[tuple[Parameter, ...]] = tuple(

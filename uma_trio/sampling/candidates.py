@@ -57,6 +57,17 @@ def top_candidates(logits: Floats, max_logits: Floats, counts: Ints) -> tuple[In
     return ids, values.astype(np.float64) - max_logits[:, np.newaxis]
 
 
+def cut_by_deviation(logits: Floats, n: float) -> None:
+    """Set the logits to -inf that are more than ``n`` standard deviations below the largest one.
+
+    Args:
+        logits: (n_vocab,); tokens with -inf do not count.
+    """
+    counted = logits[np.isfinite(logits)]
+    if len(counted):
+        logits[logits < counted.max() - n * counted.std(dtype=np.float64)] = -np.inf
+
+
 def kept_tokens(logits: Floats, max_logit: float, top_k: int, top_p: float, min_log_weight: float) -> Ints:
     """Apply top-k, top-p and min-p to one row, however many tokens they keep.
 

@@ -1,6 +1,6 @@
 """Sample one token for each row of a step, all rows together.
 
-    biases -> repetition, frequency and presence penalties -> masks -> top-k -> top-p -> min-p -> temperature -> draw
+    biases -> repetition, frequency and presence penalties -> masks -> top-n-sigma -> top-k -> top-p -> min-p -> temperature -> draw
 
 Rows are independent: a row gets the same token alone and in any batch.  Touching every logit is the expensive part, so
 that happens in a few passes over the whole matrix.  All further work is on the few candidates that remain.
@@ -18,7 +18,15 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.sampling.candidates import Doubles, Floats, Ints, kept_tokens, relative_weights, top_candidates
+from uma_trio.sampling.candidates import (
+    Doubles,
+    Floats,
+    Ints,
+    cut_by_deviation,
+    kept_tokens,
+    relative_weights,
+    top_candidates,
+)
 from uma_trio.sampling.logit_ops import Bias, Past, apply_biases, apply_masks, apply_penalties
 from uma_trio.sampling.params import SamplingParams
 from uma_trio.sampling.rng import uniforms
@@ -130,7 +138,8 @@ def _apply_logit_ops(
     has_masks, has_biases, has_pasts = (
         given is not None and any(one is not None for one in given) for given in (masks, biases, pasts)
     )
-    if not (has_masks or has_biases or has_pasts):
+    cuts = [row for row, p in enumerate(params) if p.top_n_sigma and not p.greedy]
+    if not (has_masks or has_biases or has_pasts or cuts):
         return logits
     if not logits.flags.writeable:
         logits = logits.copy()
@@ -140,6 +149,8 @@ def _apply_logit_ops(
         apply_penalties(logits, params, pasts)
     if has_masks and masks is not None:  # last, so that a mask wins over any bias or penalty, even over NaN
         apply_masks(logits, masks)
+    for row in cuts:
+        cut_by_deviation(logits[row], params[row].top_n_sigma)
     return logits
 
 
