@@ -51,6 +51,10 @@ class SamplerChain(Handle):
         """Keep tokens whose logit is at most ``n`` standard deviations below the largest one; 0 keeps all."""
         return self._add(self._c.llama_sampler_init_top_n_sigma(n))
 
+    def add_typical_p(self, p: float, *, min_keep: int = 1) -> Self:
+        """Keep the tokens whose surprise is nearest to the expected one, until their probabilities exceed ``p``."""
+        return self._add(self._c.llama_sampler_init_typical(p, max(min_keep, 0)))
+
     def add_temp(self, temperature: float) -> Self:
         """Divide the logits by ``temperature``. At 0 or less only the likeliest token is kept."""
         return self._add(self._c.llama_sampler_init_temp(temperature))

@@ -48,6 +48,8 @@ def add_filters(chain, params):
     chain.add_top_n_sigma(params.top_n_sigma)
     if params.top_k:
         chain.add_top_k(params.top_k)
+    if params.typical_p < 1:
+        chain.add_typical_p(params.typical_p)
     if params.top_p < 1:
         chain.add_top_p(params.top_p)
     if params.min_p:
@@ -73,6 +75,10 @@ def add_filters(chain, params):
         SamplingParams(0.8, 40, 0.95, min_p=0.1),
         SamplingParams(1.5, 5000, 0.98, min_p=0.02),
         SamplingParams(1.0, top_n_sigma=1.0),
+        SamplingParams(1.0, typical_p=0.7),
+        SamplingParams(0.8, 40, typical_p=0.5),
+        SamplingParams(1.3, 900, 0.9, typical_p=0.9),
+        SamplingParams(1.3, 200, 0.9, min_p=0.001, typical_p=0.9),
         SamplingParams(2.0, 40, 0.9, top_n_sigma=2.5),
     ],
     ids=str,
@@ -99,6 +105,12 @@ def assert_same(found, reference, params, n_vocab):
     # llama.cpp sums probabilities in float32, so top-p may keep one token more or fewer.
     doubtful = 1e-5 / expected[-1] if params.top_p < 1 else 0
     doubtful = max(doubtful, 1) if params.min_p else doubtful  # a token close to the limit of min-p
+    if params.typical_p < 1:  # the limit is among likely and unlikely tokens, and its sums are in float32 as well
+        shared = np.isin(ids, expected_ids)
+        assert len(np.setxor1d(ids, expected_ids)) <= 3
+        ids, expected = ids[shared], expected[np.isin(expected_ids, ids)]
+        expected_ids, p = expected_ids[np.isin(expected_ids, ids)], p[shared] / p[shared].sum()
+        expected = expected / expected.sum()
     assert abs(len(ids) - len(expected_ids)) <= doubtful
     n = min(len(ids), len(expected_ids))
     theirs = np.zeros(n_vocab)

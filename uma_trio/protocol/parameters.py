@@ -150,6 +150,13 @@ class SamplingValues:
         le=100,
         minus_one=0,
     )
+    typical_p: float = parameter(
+        1.0,
+        "Sample from the tokens whose surprise is nearest to the expected one, and that together have this probability. "
+        "1 is off.",
+        gt=0,
+        le=1,
+    )
 
 
 PARAMETERS: Final[tuple[Parameter, ...]] = tuple(

@@ -68,8 +68,10 @@ def cut_by_deviation(logits: Floats, n: float) -> None:
         logits[logits < counted.max() - n * counted.std(dtype=np.float64)] = -np.inf
 
 
-def kept_tokens(logits: Floats, max_logit: float, top_k: int, top_p: float, min_log_weight: float) -> Ints:
-    """Apply top-k, top-p and min-p to one row, however many tokens they keep.
+def kept_tokens(
+    logits: Floats, max_logit: float, top_k: int, typical_p: float, top_p: float, min_log_weight: float
+) -> Ints:
+    """Apply top-k, typical-p, top-p and min-p to one row, however many tokens they keep.
 
     Only the tokens near a limit are sorted: a flat distribution keeps most of the vocabulary.
 
@@ -88,6 +90,11 @@ def kept_tokens(logits: Floats, max_logit: float, top_k: int, top_p: float, min_
         kept = logits > limit
         at_limit = np.flatnonzero(logits == limit)
         kept[at_limit[: top_k - np.count_nonzero(kept)]] = True
+    if typical_p < 1:
+        weights = np.exp(-distances) * kept
+        likely = weights > 0
+        expected = np.average(distances[likely], weights=weights[likely])
+        kept &= _top_p_mask(np.abs(distances - np.float32(expected)), weights, typical_p)
     if top_p < 1:
         kept &= _top_p_mask(distances, np.exp(-distances) * kept, top_p)
     if min_log_weight > -np.inf:
@@ -96,7 +103,7 @@ def kept_tokens(logits: Floats, max_logit: float, top_k: int, top_p: float, min_
 
 
 def _top_p_mask(distances: Floats, weights: Floats, top_p: float) -> npt.NDArray[np.bool_]:
-    """Mark the smallest set of tokens with the share ``top_p`` of all weight, those nearest to the best token first."""
+    """Mark the smallest set of tokens with the share ``top_p`` of all weight, those with the smallest distance first."""
     # The bits of non-negative floats sort like their values.  The upper half of the bits makes a
     # logarithmic histogram, fine enough that few tokens share a bin.
     bins = (distances.view(np.uint32) >> np.uint32(16)).astype(np.intp)

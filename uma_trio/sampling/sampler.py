@@ -1,6 +1,6 @@
 """Sample one token for each row of a step, all rows together.
 
-    biases -> repetition, frequency and presence penalties -> masks -> top-n-sigma -> top-k -> top-p -> min-p -> temperature -> draw
+    biases -> repetition, frequency and presence penalties -> masks -> top-n-sigma -> top-k -> typical-p -> top-p -> min-p -> temperature -> draw
 
 Rows are independent: a row gets the same token alone and in any batch.  Touching every logit is the expensive part, so
 that happens in a few passes over the whole matrix.  All further work is on the few candidates that remain.
@@ -155,7 +155,8 @@ def _apply_logit_ops(
 
 
 def _is_unfiltered(params: SamplingParams, n_vocab: int) -> bool:
-    return params.top_p == 1 and params.min_p == 0 and not 0 < params.top_k < n_vocab
+    is_off = params.top_p == params.typical_p == 1 and params.min_p == 0
+    return is_off and not 0 < params.top_k < n_vocab
 
 
 def _draw(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams], randoms: Doubles) -> Ints:
@@ -189,7 +190,8 @@ def _filter(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams]
     min_log_weights = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
     results: list[tuple[int, Ints, Doubles]] = []
 
-    separately = (top_k > MAX_SORTED_TOP_K).tolist()
+    is_typical = np.array([p.typical_p < 1 for p in params])
+    separately = ((top_k > MAX_SORTED_TOP_K) | (is_typical & (top_k == 0))).tolist()
     totals = np.full(len(params), np.inf)
     needs_total = [row for row, p in enumerate(params) if top_k[row] == 0 and p.top_p < 1]
     if needs_total:
@@ -208,8 +210,14 @@ def _filter(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams]
         # Whether the limit of top-p or of min-p lies within the sorted candidates.
         is_limited = sums[-1] >= goal or log_weights[-1] < min_log_weights[row]
         if separately[row] or (top_k[row] == 0 and not is_limited and counts[row] < n_vocab):
-            ids = kept_tokens(logits[row], float(max_logits[row]), int(top_k[row]), p.top_p, min_log_weights[row])
+            ids = kept_tokens(
+                logits[row], float(max_logits[row]), int(top_k[row]), p.typical_p, p.top_p, min_log_weights[row]
+            )
             results.append((row, ids, _sums(logits[row, ids] - max_logits[row], p.temperature)))
+            continue
+        if p.typical_p < 1:
+            some = kept_tokens(log_weights.astype(np.float32), 0.0, 0, p.typical_p, p.top_p, min_log_weights[row])
+            results.append((row, all_ids[row, some], _sums(log_weights[some], p.temperature)))
             continue
         kept = len(sums) if p.top_p == 1 else min(int(sums.searchsorted(goal)) + 1, len(sums))
         if p.min_p:
