@@ -55,6 +55,10 @@ class SamplerChain(Handle):
         """Keep the tokens whose surprise is nearest to the expected one, until their probabilities exceed ``p``."""
         return self._add(self._c.llama_sampler_init_typical(p, max(min_keep, 0)))
 
+    def add_xtc(self, probability: float, threshold: float, *, seed: int = 0, min_keep: int = 1) -> Self:
+        """With this ``probability``, exclude all tokens that have at least ``threshold``, but the least likely of them."""
+        return self._add(self._c.llama_sampler_init_xtc(probability, threshold, max(min_keep, 0), seed & UINT32_MAX))
+
     def add_temp(self, temperature: float) -> Self:
         """Divide the logits by ``temperature``. At 0 or less only the likeliest token is kept."""
         return self._add(self._c.llama_sampler_init_temp(temperature))

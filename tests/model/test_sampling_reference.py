@@ -54,6 +54,7 @@ def add_filters(chain, params):
         chain.add_top_p(params.top_p)
     if params.min_p:
         chain.add_min_p(params.min_p)
+    chain.add_xtc(params.xtc_probability, params.xtc_threshold)
     return chain.add_temp(params.temperature)
 
 
@@ -75,6 +76,11 @@ def add_filters(chain, params):
         SamplingParams(0.8, 40, 0.95, min_p=0.1),
         SamplingParams(1.5, 5000, 0.98, min_p=0.02),
         SamplingParams(1.0, top_n_sigma=1.0),
+        SamplingParams(1.0, xtc_probability=1.0, xtc_threshold=0.05),
+        SamplingParams(0.7, 40, xtc_probability=1.0),
+        SamplingParams(1.5, min_p=0.02, xtc_probability=1.0, xtc_threshold=0.01),
+        SamplingParams(1.0, 900, 0.9, typical_p=0.9, xtc_probability=1.0, xtc_threshold=0.02),
+        SamplingParams(1.0, 50, xtc_probability=1.0, xtc_threshold=0.6),
         SamplingParams(1.0, typical_p=0.7),
         SamplingParams(0.8, 40, typical_p=0.5),
         SamplingParams(1.3, 900, 0.9, typical_p=0.9),

@@ -148,6 +148,17 @@ def test_min_p_of_1_keeps_the_best_token_and_ties():
     assert distribution(logits, SamplingParams(0.7, min_p=1.0))[0].tolist() == [1, 3]
 
 
+def test_xtc_excludes_as_often_as_it_shall():
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    params = SamplingParams(1.0, xtc_probability=0.3, xtc_threshold=0.15, seed=3)
+    left = [distribution(logits.copy(), params, step=step)[0].tolist() for step in range(2000)]
+    assert {len(ids) for ids in left} == {2, 4}
+    assert left.count([2, 3]) == pytest.approx(600, abs=100)
+    drawn = np.bincount(sample(np.tile(logits, (2000, 1)), [params] * 2000, range(2000)), minlength=4) / 2000
+    excluded, rest = 0.3 * np.array([0, 0, 2 / 3, 1 / 3]), 0.7 * np.array([0.4, 0.3, 0.2, 0.1])
+    np.testing.assert_allclose(drawn, excluded + rest, atol=0.04)
+
+
 def test_greedy_takes_the_lowest_id_of_a_tie():
     logits = np.zeros((3, 100), np.float32)
     logits[1, [7, 9]] = 1

@@ -157,6 +157,21 @@ class SamplingValues:
         gt=0,
         le=1,
     )
+    xtc_probability: float = parameter(
+        0.0,
+        "Chance for each token that its most likely choices are excluded: all that have xtc_threshold, except the least "
+        "likely one of them. 0 is off.",
+        ge=0,
+        le=1,
+        gguf="general.sampling.xtc_probability",
+    )
+    xtc_threshold: float = parameter(
+        0.1,
+        "Probability from which xtc_probability excludes a choice. Above 0.5 is off.",
+        ge=0,
+        le=1,
+        gguf="general.sampling.xtc_threshold",
+    )
 
 
 PARAMETERS: Final[tuple[Parameter, ...]] = tuple(

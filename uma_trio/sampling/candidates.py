@@ -102,6 +102,24 @@ def kept_tokens(
     return np.flatnonzero(kept)
 
 
+def without_top_choices(log_weights: Doubles, threshold: float) -> Ints:
+    """Exclude the tokens whose probability is at least ``threshold``, except the least likely one of them.
+
+    Args:
+        log_weights: (n,) of candidates; the weights that they have need no sum of 1.
+
+    Returns:
+        Indices of the candidates that are left, in ascending order.
+    """
+    weights = np.exp(log_weights)
+    likely = np.flatnonzero(weights >= threshold * weights.sum())
+    kept = np.ones(len(weights), bool)
+    if len(likely):
+        kept[likely] = False
+        kept[likely[len(likely) - 1 - weights[likely][::-1].argmin()]] = True
+    return np.flatnonzero(kept)
+
+
 def _top_p_mask(distances: Floats, weights: Floats, top_p: float) -> npt.NDArray[np.bool_]:
     """Mark the smallest set of tokens with the share ``top_p`` of all weight, those with the smallest distance first."""
     # The bits of non-negative floats sort like their values.  The upper half of the bits makes a

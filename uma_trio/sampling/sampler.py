@@ -1,6 +1,6 @@
 """Sample one token for each row of a step, all rows together.
 
-    biases -> repetition, frequency and presence penalties -> masks -> top-n-sigma -> top-k -> typical-p -> top-p -> min-p -> temperature -> draw
+    biases -> repetition, frequency and presence penalties -> masks -> top-n-sigma -> top-k -> typical-p -> top-p -> min-p -> XTC -> temperature -> draw
 
 Rows are independent: a row gets the same token alone and in any batch.  Touching every logit is the expensive part, so
 that happens in a few passes over the whole matrix.  All further work is on the few candidates that remain.
@@ -26,6 +26,7 @@ from uma_trio.sampling.candidates import (
     kept_tokens,
     relative_weights,
     top_candidates,
+    without_top_choices,
 )
 from uma_trio.sampling.logit_ops import Bias, Past, apply_biases, apply_masks, apply_penalties
 from uma_trio.sampling.params import SamplingParams
@@ -43,6 +44,12 @@ MAX_SORTED_TOP_K: Final = 512
 _BYTES_AT_ONCE = 1 << 19
 """Logits that are drawn from together.  What is computed of more rows leaves the cache, and its memory the process, each
 time."""
+
+MAX_XTC_THRESHOLD: Final = 0.5
+"""Above it no two tokens have so much, so there is nothing to exclude."""
+
+_XTC_STREAM: Final = 0x5DEECE66D1CE4E5B
+"""Makes the seed of a second sequence of random numbers."""
 
 _GROUP = 64
 
@@ -81,10 +88,11 @@ def sample(
     tokens[~usable] = NO_TOKEN
     drawn = [row for row, p in enumerate(params) if not p.greedy and usable[row]]
     if drawn:
-        randoms = uniforms([params[row].seed for row in drawn], np.asarray(steps)[drawn])
+        seeds, steps = [params[row].seed for row in drawn], np.asarray(steps)[drawn]
+        randoms, chances = uniforms(seeds, steps), _chances([params[row] for row in drawn], steps)
         if len(drawn) < len(logits):
             logits, max_logits = logits[drawn], max_logits[drawn]
-        tokens[drawn] = _draw(logits, max_logits, [params[row] for row in drawn], randoms)
+        tokens[drawn] = _draw(logits, max_logits, [params[row] for row in drawn], randoms, chances)
     chosen: npt.NDArray[np.int32] = tokens.astype(np.int32)
     return chosen
 
@@ -102,12 +110,14 @@ def distribution(
     mask: Mask = None,
     bias: Bias | None = None,
     past: Past | None = None,
+    step: int = 0,
 ) -> tuple[Ints, Doubles]:
     """Return the distribution that ``sample`` draws from in one row, computed by the same code.
 
     Args:
         logits: (n_vocab,); overwritten as by ``sample``.
         params: must not be greedy.
+        step: how many tokens the request has drawn before; XTC depends on it.
 
     Returns:
         Token ids and their probabilities, most likely first.  No probability is 0, and they sum up to 1.  Both
@@ -121,7 +131,7 @@ def distribution(
         ids = np.arange(len(logits))
         sums = relative_weights(rows, max_logits, np.array([params.temperature]))[0].cumsum(dtype=np.float64)
     else:
-        ((_, ids, sums),) = _filter(rows, max_logits, [params])
+        ((_, ids, sums),) = _filter(rows, max_logits, [params], _chances([params], np.array([step])))
     probabilities = np.diff(sums, prepend=0.0) / sums[-1]
     ids, probabilities = ids[probabilities > 0], probabilities[probabilities > 0]
     order = np.lexsort((ids, -rows[0, ids]))
@@ -155,11 +165,22 @@ def _apply_logit_ops(
 
 
 def _is_unfiltered(params: SamplingParams, n_vocab: int) -> bool:
-    is_off = params.top_p == params.typical_p == 1 and params.min_p == 0
+    is_off = params.top_p == params.typical_p == 1 and params.min_p == params.xtc_probability == 0
     return is_off and not 0 < params.top_k < n_vocab
 
 
-def _draw(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams], randoms: Doubles) -> Ints:
+def _chances(params: Sequence[SamplingParams], steps: npt.NDArray[np.integer]) -> Doubles:
+    """A random number in [0, 1) for each row with XTC, independent of that of the draw; 1 for the others."""
+    chances = np.ones(len(params))
+    rows = [row for row, p in enumerate(params) if p.xtc_probability and p.xtc_threshold <= MAX_XTC_THRESHOLD]
+    if rows:
+        chances[rows] = uniforms([params[row].seed ^ _XTC_STREAM for row in rows], steps[rows])
+    return chances
+
+
+def _draw(
+    logits: Floats, max_logits: Floats, params: Sequence[SamplingParams], randoms: Doubles, chances: Doubles
+) -> Ints:
     n_vocab = logits.shape[1]
     tokens = np.empty(len(logits), np.int64)
     unfiltered = [row for row, p in enumerate(params) if _is_unfiltered(p, n_vocab)]
@@ -172,7 +193,7 @@ def _draw(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams], 
     if filtered:
         if unfiltered:
             logits, max_logits = logits[filtered], max_logits[filtered]
-        for row, ids, sums in _filter(logits, max_logits, [params[row] for row in filtered]):
+        for row, ids, sums in _filter(logits, max_logits, [params[row] for row in filtered], chances[filtered]):
             target = randoms[filtered[row]] * sums[-1]
             # The first sum above the target: never that of a token with weight 0.
             place = min(int(sums.searchsorted(target, side="right")), len(sums) - 1)
@@ -180,7 +201,9 @@ def _draw(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams], 
     return tokens
 
 
-def _filter(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams]) -> list[tuple[int, Ints, Doubles]]:
+def _filter(
+    logits: Floats, max_logits: Floats, params: Sequence[SamplingParams], chances: Doubles
+) -> list[tuple[int, Ints, Doubles]]:
     """Apply the filters: for each row its number, the remaining ids, and the running sums of their weights.
 
     There are two code paths.  Which one a row takes depends on that row alone.
@@ -213,17 +236,37 @@ def _filter(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams]
             ids = kept_tokens(
                 logits[row], float(max_logits[row]), int(top_k[row]), p.typical_p, p.top_p, min_log_weights[row]
             )
-            results.append((row, ids, _sums(logits[row, ids] - max_logits[row], p.temperature)))
+            results.append((row, *_weigh(ids, logits[row, ids] - max_logits[row], p, chances[row])))
             continue
         if p.typical_p < 1:
             some = kept_tokens(log_weights.astype(np.float32), 0.0, 0, p.typical_p, p.top_p, min_log_weights[row])
-            results.append((row, all_ids[row, some], _sums(log_weights[some], p.temperature)))
+            results.append((row, *_weigh(all_ids[row, some], log_weights[some], p, chances[row])))
             continue
         kept = len(sums) if p.top_p == 1 else min(int(sums.searchsorted(goal)) + 1, len(sums))
         if p.min_p:
             kept = min(kept, int((log_weights >= min_log_weights[row]).sum()))
-        results.append((row, all_ids[row, :kept], all_tempered[row, :kept]))
+        if chances[row] < p.xtc_probability:
+            results.append((row, *_weigh(all_ids[row, :kept], log_weights[:kept], p, chances[row])))
+        else:
+            results.append((row, all_ids[row, :kept], all_tempered[row, :kept]))
     return results
+
+
+def _weigh(ids: Ints, log_weights: Floats | Doubles, params: SamplingParams, chance: float) -> tuple[Ints, Doubles]:
+    """What comes after the filters, for one row: XTC and the temperature.
+
+    Args:
+        ids: of the candidates.
+        log_weights: their logits less the largest one.
+        chance: a random number.
+
+    Returns:
+        The ids that are left, and the running sums of their weights.
+    """
+    if chance < params.xtc_probability:
+        kept = without_top_choices(log_weights.astype(np.float64), params.xtc_threshold)
+        ids, log_weights = ids[kept], log_weights[kept] - log_weights[kept].max()
+    return ids, _sums(log_weights, params.temperature)
 
 
 def _sums(log_weights: Floats | Doubles, temperature: float | Doubles = 1.0) -> Doubles:
