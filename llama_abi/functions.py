@@ -131,6 +131,7 @@ FUNCTIONS = """
     struct llama_sampler * llama_sampler_init_top_k(int32_t k);                                     // !null
     struct llama_sampler * llama_sampler_init_top_p(float p, size_t min_keep);                      // !null
     struct llama_sampler * llama_sampler_init_min_p(float p, size_t min_keep);                      // !null
+    struct llama_sampler * llama_sampler_init_temp_ext(float t, float delta, float exponent);       // !null
     struct llama_sampler * llama_sampler_init_xtc(float p, float t, size_t min_keep, uint32_t seed);  // !null
     struct llama_sampler * llama_sampler_init_typical(float p, size_t min_keep);                    // !null
     struct llama_sampler * llama_sampler_init_top_n_sigma(float n);                                 // !null

@@ -59,9 +59,12 @@ class SamplerChain(Handle):
         """With this ``probability``, exclude all tokens that have at least ``threshold``, but the least likely of them."""
         return self._add(self._c.llama_sampler_init_xtc(probability, threshold, max(min_keep, 0), seed & UINT32_MAX))
 
-    def add_temp(self, temperature: float) -> Self:
-        """Divide the logits by ``temperature``. At 0 or less only the likeliest token is kept."""
-        return self._add(self._c.llama_sampler_init_temp(temperature))
+    def add_temp(self, temperature: float, *, range: float = 0.0, exponent: float = 1.0) -> Self:
+        """Divide the logits by ``temperature``. At 0 or less only the likeliest token is kept.
+
+        With a ``range``, the entropy decides how far the temperature is below or above.
+        """
+        return self._add(self._c.llama_sampler_init_temp_ext(temperature, range, exponent))
 
     def add_penalties(
         self, n_vocab: int, *, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0

@@ -172,6 +172,18 @@ class SamplingValues:
         le=1,
         gguf="general.sampling.xtc_threshold",
     )
+    dynatemp_range: float = parameter(
+        0.0,
+        "The temperature lies between temperature minus and plus this number: low where the model is sure. 0 is off.",
+        ge=0,
+        le=100,
+    )
+    dynatemp_exponent: float = parameter(
+        1.0,
+        "How the temperature follows the entropy with dynatemp_range: below 1 it rises earlier, above 1 later.",
+        ge=0,
+        le=100,
+    )
 
 
 PARAMETERS: Final[tuple[Parameter, ...]] = tuple(

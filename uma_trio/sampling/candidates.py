@@ -5,6 +5,8 @@ The weight of a token is ``exp(logit - max_logit)``, its probability up to a con
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -118,6 +120,16 @@ def without_top_choices(log_weights: Doubles, threshold: float) -> Ints:
         kept[likely] = False
         kept[likely[len(likely) - 1 - weights[likely][::-1].argmin()]] = True
     return np.flatnonzero(kept)
+
+
+def entropy_share(log_weights: Doubles) -> float:
+    """The entropy of candidates, two or more, as a share of what it would be if all were equally likely."""
+    weights = np.exp(log_weights)
+    likely = weights > 0
+    total = weights.sum()
+    entropy = math.log(total) - float((weights[likely] * log_weights[likely]).sum()) / total
+    share: float = entropy / math.log(len(log_weights))
+    return min(1.0, max(0.0, share))
 
 
 def _top_p_mask(distances: Floats, weights: Floats, top_p: float) -> npt.NDArray[np.bool_]:

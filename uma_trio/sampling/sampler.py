@@ -23,6 +23,7 @@ from uma_trio.sampling.candidates import (
     Floats,
     Ints,
     cut_by_deviation,
+    entropy_share,
     kept_tokens,
     relative_weights,
     top_candidates,
@@ -165,7 +166,8 @@ def _apply_logit_ops(
 
 
 def _is_unfiltered(params: SamplingParams, n_vocab: int) -> bool:
-    is_off = params.top_p == params.typical_p == 1 and params.min_p == params.xtc_probability == 0
+    is_off = params.top_p == params.typical_p == 1
+    is_off = is_off and params.min_p == params.xtc_probability == params.dynatemp_range == 0
     return is_off and not 0 < params.top_k < n_vocab
 
 
@@ -245,7 +247,7 @@ def _filter(
         kept = len(sums) if p.top_p == 1 else min(int(sums.searchsorted(goal)) + 1, len(sums))
         if p.min_p:
             kept = min(kept, int((log_weights >= min_log_weights[row]).sum()))
-        if chances[row] < p.xtc_probability:
+        if p.dynatemp_range or chances[row] < p.xtc_probability:
             results.append((row, *_weigh(all_ids[row, :kept], log_weights[:kept], p, chances[row])))
         else:
             results.append((row, all_ids[row, :kept], all_tempered[row, :kept]))
@@ -266,7 +268,12 @@ def _weigh(ids: Ints, log_weights: Floats | Doubles, params: SamplingParams, cha
     if chance < params.xtc_probability:
         kept = without_top_choices(log_weights.astype(np.float64), params.xtc_threshold)
         ids, log_weights = ids[kept], log_weights[kept] - log_weights[kept].max()
-    return ids, _sums(log_weights, params.temperature)
+    temperature = params.temperature
+    if params.dynatemp_range and len(ids) > 1:
+        share = entropy_share(log_weights.astype(np.float64)) ** params.dynatemp_exponent
+        lowest, highest = max(0.0, temperature - params.dynatemp_range), temperature + params.dynatemp_range
+        temperature = lowest + (highest - lowest) * share
+    return ids, _sums(log_weights, temperature)
 
 
 def _sums(log_weights: Floats | Doubles, temperature: float | Doubles = 1.0) -> Doubles:
