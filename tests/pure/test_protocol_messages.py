@@ -28,6 +28,7 @@ from uma_trio.protocol.events import (
     Usage,
 )
 from uma_trio.protocol.messages import ServerEvent, parse, parse_event, to_fields
+from uma_trio.protocol.parameters import PARAMETERS, Parameter
 from uma_trio.protocol.payload import Encoding, decode, encode
 from uma_trio.protocol.queries import MetricsQuery, ModelsQuery, TokenizeQuery
 from uma_trio.protocol.requests import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, Cancel, Constraint, Generate, Slo
@@ -202,6 +203,11 @@ FLAGS = {
 }
 
 AT_THE_BOUNDS = [
+    *(
+        (row.name, value)
+        for row in PARAMETERS
+        for value in (row.default, row.bounds.get("ge", row.default), row.bounds["le"])
+    ),
     ("continue_final_message", False),
     ("add_generation_prompt", False),
     ("speculate", None),
@@ -223,23 +229,6 @@ AT_THE_BOUNDS = [
     ("max_tokens", 2**31 - 1),
     ("n", 1),
     ("n", 16),
-    ("temperature", 0),
-    ("temperature", -0.0),
-    ("temperature", 100),
-    ("top_p", 5e-324),
-    ("top_p", 1),
-    ("top_k", 0),
-    ("top_k", 2**31 - 1),
-    ("min_p", 0),
-    ("min_p", 1),
-    ("repetition_penalty", 0.1),
-    ("repetition_penalty", 10),
-    ("repeat_last_n", 0),
-    ("repeat_last_n", 4096),
-    ("frequency_penalty", -2),
-    ("frequency_penalty", 2),
-    ("presence_penalty", -2.0),
-    ("presence_penalty", 2.0),
     ("logit_bias", {}),
     ("logit_bias", {str(token): -100 for token in range(300)}),
     ("logit_bias", {"0": 100, str(2**31 - 1): -0.0}),
@@ -311,7 +300,18 @@ def test_only_a_text_of_the_assistant_is_continued(query: dict[str, str]) -> Non
         parse({"id": "r", "continue_final_message": True, **query, **text})
 
 
+def not_taken(row: Parameter) -> list[object]:
+    """Values that a sampling parameter refuses."""
+    beyond = (
+        [row.bounds["gt"]]
+        if "gt" in row.bounds
+        else [row.bounds["ge"] - 1e-9 if row.type is float else row.bounds["ge"] - 1]
+    )
+    return [*beyond, row.bounds["le"] + 1, math.nan, math.inf, "1", True, [], *([1.0] if row.type is int else [])]
+
+
 NOT_TAKEN = [
+    *((row.name, not_taken(row)) for row in PARAMETERS),
     ("id", ["", "x" * 257, 1, None, True, [], {}]),
     ("model", ["", "x" * 257, 1, True, [], b"x"]),
     ("principal", ["", "x" * 257, 1, True, [], b"x"]),
@@ -320,14 +320,6 @@ NOT_TAKEN = [
     ("prompt", [1, True, [], {}, b"x", [-1], [2**31], [1.0], ["1"], [None], [[1]], [1] * ((1 << 20) + 1)]),
     ("max_tokens", [0, -1, 2**31, 2**63, 1.0, 1.5, "1", True, [1], math.nan]),
     ("n", [0, -1, 17, 2**64, 1.0, "1", True, None]),
-    ("temperature", [-1e-9, -1, 100.1, math.nan, math.inf, -math.inf, "0", True, [0]]),
-    ("top_p", [0, -0.1, 1.0000001, 2, math.nan, math.inf, "1", True]),
-    ("top_k", [-1, 2**31, 2**64, 1.0, "1", True]),
-    ("min_p", [-1e-9, 1.0000001, math.nan, math.inf, "0", True]),
-    ("repetition_penalty", [0, 0.09, -1, 10.1, math.nan, math.inf, "1", True]),
-    ("repeat_last_n", [-1, 4097, 2**64, 1.0, "64", True]),
-    ("frequency_penalty", [-2.1, 2.1, math.nan, -math.inf, "0", True, [0]]),
-    ("presence_penalty", [-2.1, 2.1, math.nan, math.inf, "0", True]),
     (
         "logit_bias",
         [
