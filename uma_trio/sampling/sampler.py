@@ -1,6 +1,7 @@
 """Sample one token for each row of a step, all rows together.
 
-    biases -> repetition, frequency and presence penalties -> masks -> top-n-sigma -> top-k -> typical-p -> top-p -> min-p -> XTC -> temperature -> draw
+    biases -> repetition, frequency and presence penalties -> masks
+           -> top-n-sigma -> top-k -> typical-p -> top-p -> min-p -> XTC -> temperature -> draw
 
 Rows are independent: a row gets the same token alone and in any batch.  Touching every logit is the expensive part, so
 that happens in a few passes over the whole matrix.  All further work is on the few candidates that remain.
