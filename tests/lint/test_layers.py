@@ -17,7 +17,7 @@ ROOT = Path(uma_trio.__file__).parent.parent
 
 ROOMS = (
     "files",
-    *("errors", "protocol", "config", "principal", "scheduling", "sampling", "kv", "telemetry"),
+    *("errors", "principal", "protocol", "config", "scheduling", "sampling", "kv", "telemetry"),
     *(
         "store",
         "fair_limiter",
@@ -59,7 +59,7 @@ EXCEPTIONS = {
     "telemetry/perf_records.py": {"gzip", "zlib"},  # used on bytes in memory
 }
 
-NO_NUMPY = ("errors", "protocol", "config", "principal", "scheduling")
+NO_NUMPY = ("errors", "principal", "protocol", "config", "scheduling")
 """Imported by clients and by the command line, which must not wait a tenth of a second for numpy."""
 
 DOOR_MODULES = ("connection", "listener", "outbox", "peers", "watch")
