@@ -131,6 +131,7 @@ FUNCTIONS = """
     struct llama_sampler * llama_sampler_init_top_k(int32_t k);                                     // !null
     struct llama_sampler * llama_sampler_init_top_p(float p, size_t min_keep);                      // !null
     struct llama_sampler * llama_sampler_init_min_p(float p, size_t min_keep);                      // !null
+    struct llama_sampler * llama_sampler_init_dry(const struct llama_vocab * vocab, float dry_multiplier, float dry_base, int32_t dry_allowed_length, int32_t dry_penalty_last_n, const char ** seq_breakers, size_t num_breakers);  // !null
     struct llama_sampler * llama_sampler_init_temp_ext(float t, float delta, float exponent);       // !null
     struct llama_sampler * llama_sampler_init_xtc(float p, float t, size_t min_keep, uint32_t seed);  // !null
     struct llama_sampler * llama_sampler_init_typical(float p, size_t min_keep);                    // !null

@@ -6,6 +6,7 @@ Serving does not use them: sampling all rows of a step at once in numpy is sever
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +17,7 @@ from llama_abi.errors import LlamaError
 from llama_abi.handles import Handle
 from llama_abi.library import Library
 from llama_abi.types import llama_token_data, llama_token_data_array
+from llama_abi.vocab import Vocab
 
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 UINT32_MAX = 2**32 - 1
@@ -73,6 +75,17 @@ class SamplerChain(Handle):
         if repeat <= 0 or last_n < 0:
             raise LlamaError("repeat must be above 0, and last_n must not be negative")
         return self._add(self._c.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence))
+
+    def add_dry(
+        self, vocab: Vocab, *, multiplier: float, base: float, allowed_length: int, last_n: int, breakers: Sequence[str]
+    ) -> Self:
+        """Make accepted tokens less likely that would continue a repetition."""
+        texts = (ctypes.c_char_p * len(breakers))(*[each.encode() for each in breakers])
+        return self._add(
+            self._c.llama_sampler_init_dry(
+                vocab._pointer, multiplier, base, allowed_length, last_n, texts, len(breakers)
+            )
+        )
 
     def add_dist(self, *, seed: int) -> Self:
         """Choose at random. The same ``seed`` makes the same choices."""

@@ -54,10 +54,13 @@ async def test_a_crash_changes_no_text(autojump_clock, after_s):
         clients = [harness.ask([10 + i] * (1 + 90 * i), 40) for i in range(4)]
         clients.append(harness.ask([5], 40, temperature=1.0, seed=5))
         clients.append(harness.ask([6], 40, repetition_penalty=1.5, repeat_last_n=8))
+        clients.append(
+            harness.ask([7] * 30, 40, dry_multiplier=0.8, dry_penalty_last_n=20)
+        )  # the fake checks what it gets
         await trio.sleep(after_s)
         kill(harness)
         await harness.ended(*clients)
-        for client, params in zip(clients, [None] * 4 + [sampled, penalised], strict=True):
+        for client, params in zip(clients, [None] * 4 + [sampled, penalised, None], strict=True):
             assert client.tokens == expected_continuation(client.prompt, 40, params=params)
         await harness.clean()
 

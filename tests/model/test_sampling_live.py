@@ -27,6 +27,16 @@ SAMPLING = (
         "logit_bias": {"300": 5.0, "301": -100.0},
     },
     {"temperature": 2.0, "seed": 4, "top_p": 0.9, "presence_penalty": 2.0},
+    {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": [" time"]},
+    {
+        "temperature": 1.0,
+        "seed": 5,
+        "typical_p": 0.9,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.05,
+        "dynatemp_range": 0.5,
+    },
+    {"temperature": 1.2, "seed": 6, "top_n_sigma": 1.0, "dry_multiplier": 0.8},
 )
 
 
@@ -104,6 +114,18 @@ def test_penalties_break_the_loop_of_a_greedy_answer(daemon):
     assert len(set(penalised.ids)) > len(set(plain.ids))
     unseen = daemon.ask(logit_bias=dict.fromkeys(map(str, set(plain.ids)), -100), **request)
     assert not set(unseen.ids) & set(plain.ids)
+
+
+def test_dry_ends_a_repetition_unless_a_breaker_does(daemon):
+    prompt = "one two three four. one two three four. one two three four"
+    with vocabulary(EMBEDDED) as tokenizer:
+        *before, likely = tokenizer.encode(prompt, add_special=False).tolist()
+    request = {"prompt": before, "max_tokens": 1, "logit_bias": {likely: 90.0}, "logprobs": 0}
+    assert daemon.ask(**request).ids == [likely]
+    assert daemon.ask(**request, dry_multiplier=100.0).ids != [likely]
+    assert daemon.ask(**request, dry_multiplier=100.0, dry_sequence_breakers=["e"]).ids == [likely]
+    assert daemon.ask(**request, dry_multiplier=100.0, dry_penalty_last_n=2).ids == [likely]
+    daemon.settled()
 
 
 def test_a_stop_token_ends_the_answer_like_eos(daemon):

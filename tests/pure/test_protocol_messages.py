@@ -203,6 +203,8 @@ FLAGS = {
 }
 
 AT_THE_BOUNDS = [
+    ("dry_sequence_breakers", []),
+    ("dry_sequence_breakers", ["x" * 40] * 16),
     *(
         (row.name, value)
         for row in PARAMETERS
@@ -312,6 +314,7 @@ def not_taken(row: Parameter) -> list[object]:
 
 NOT_TAKEN = [
     *((row.name, not_taken(row)) for row in PARAMETERS),
+    ("dry_sequence_breakers", [None, "x", [""], ["x" * 41], [1], ["x"] * 17]),
     ("id", ["", "x" * 257, 1, None, True, [], {}]),
     ("model", ["", "x" * 257, 1, True, [], b"x"]),
     ("principal", ["", "x" * 257, 1, True, [], b"x"]),

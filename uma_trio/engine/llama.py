@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -65,6 +66,9 @@ from uma_trio.grammar import AppliedMasks, GrammarState, Matchers, PendingMasks
 
 READ_SHARE: Final = 0.5
 """The engine waits for the next message of the daemon for this fraction of the time that a GPU computes."""
+
+MAX_BREAKERS: Final = 64
+"""Sets of sequence breakers that are remembered as tokens."""
 
 
 class LlamaEngine:
@@ -142,6 +146,7 @@ class LlamaEngine:
         self._device_s = 0.0
         """How long the device computed after the latest ``llama_decode`` call had returned."""
         self.tokenizer = Tokenizer(self._model.vocab)
+        self._breakers = functools.lru_cache(MAX_BREAKERS)(self.tokenizer.breakers)
         self._matchers = Matchers(
             lambda: self.tokenizer.grammar_vocabulary(self._model.vocab.eog_ids),
             self._model.vocab.n_tokens,
@@ -448,6 +453,7 @@ class LlamaEngine:
             [sample.banned for sample in samples],
             [sample.bias for sample in samples],
             [sample.past for sample in samples],
+            [self._breakers(tuple(each.breakers)) if each.params.dry_window else None for each in samples],
         )
         sampled[late] = MASK_LATE
         scores: list[sampling.TokenLogprobs | None] = []

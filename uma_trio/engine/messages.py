@@ -225,6 +225,8 @@ class SampleRequest(msgspec.Struct, array_like=True, gc=False):
     """Also report the log-probability of the token and of this many most likely ones."""
     late_mask: int | None = None
     """Wait for the late masks before sampling, and add the one of this key to the logits; see ``MasksReady``."""
+    breakers: Sequence[str] = ()
+    """Texts that end a repetition, for DRY."""
 
 
 class StepInput(msgspec.Struct, array_like=True, gc=False):

@@ -17,6 +17,7 @@ from llama_abi import TokenAttr
 from uma_trio.engine.alignment import Spelling, align
 from uma_trio.engine.messages import PromptPart, TokenIds
 from uma_trio.grammar import Vocabulary
+from uma_trio.sampling.dry import Breakers
 
 CONTROL_ATTRIBUTES = TokenAttr.CONTROL | TokenAttr.UNKNOWN
 """Tokens found in a text only with ``parse_special``."""
@@ -228,6 +229,14 @@ class Tokenizer:
                 with contextlib.suppress(UnicodeDecodeError):
                     found.add(text.decode())
         return frozenset(found)
+
+    def breakers(self, texts: Sequence[str]) -> Breakers:
+        """Texts that end a repetition, for DRY."""
+        return Breakers(
+            texts,
+            self._spelled,
+            lambda text: self.encode(text, add_special=False, parse_special=False, continues=True).tolist(),
+        )
 
     def grammar_vocabulary(self, end_ids: Sequence[int]) -> Vocabulary:
         """The vocabulary for constrained output.

@@ -200,9 +200,7 @@ def _following(sample: SampleRequest, token: int) -> SampleRequest:
     past = sample.past
     if past is not None:
         past = Past(np.append(past.tokens, np.int32(token)), past.n_prompt)
-    return SampleRequest(
-        sample.params, sample.n_before + 1, sample.banned, sample.bias, past, sample.logprobs, sample.late_mask
-    )
+    return msgspec.structs.replace(sample, n_before=sample.n_before + 1, past=past)
 
 
 def _with_drafts(each: StepInput, drafts: Sequence[int]) -> StepInput:

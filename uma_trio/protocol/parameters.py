@@ -184,6 +184,24 @@ class SamplingValues:
         ge=0,
         le=100,
     )
+    dry_multiplier: float = parameter(
+        0.0,
+        "Subtracted from the logit of a token that would make a repetition longer than dry_allowed_length by one token; "
+        "for each further token, dry_base times as much. 0 is off.",
+        ge=0,
+        le=100,
+    )
+    dry_base: float = parameter(1.75, "Growth of dry_multiplier with the length of the repetition.", ge=1, le=10)
+    dry_allowed_length: int = parameter(
+        2, "Tokens of a repetition from which dry_multiplier makes the next one less likely.", ge=1, le=512
+    )
+    dry_penalty_last_n: int = parameter(
+        4096,
+        "How many tokens dry_multiplier looks back, over prompt and answer together. 0 is off.",
+        ge=0,
+        le=4096,
+        minus_one=4096,
+    )
 
 
 PARAMETERS: Final[tuple[Parameter, ...]] = tuple(

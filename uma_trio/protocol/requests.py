@@ -41,6 +41,9 @@ MAX_METADATA_DEPTH: Final = 32
 BANNED: Final = -100.0
 """The ``logit_bias`` that excludes a token, as in the OpenAI API."""
 
+DEFAULT_BREAKERS: Final = ["\n", ":", '"', "*"]
+"""As in llama.cpp."""
+
 MAX_BIASES: Final = 300
 """Tokens of ``logit_bias``."""
 
@@ -146,6 +149,8 @@ class Generate:
     """Whether a ``max_tokens`` for which there is no room counts as ``None``, instead of being refused."""
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     """Number of answers to the prompt.  Each has its own ``index`` and its own seed."""
+    dry_sequence_breakers: Annotated[list[Annotated[str, Meta(min_length=1, max_length=40)]], Meta(max_length=16)] = attrs.field(factory=DEFAULT_BREAKERS.copy)  # fmt: skip
+    """Texts that end a repetition, for ``dry_multiplier``."""
     logit_bias: LogitBias = attrs.field(factory=dict)
     """Token id to a number that is added to its logit.  ``BANNED`` excludes the token."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -9,6 +9,7 @@ models nor clients.
 """
 
 from uma_trio.sampling.defaults import SamplingDefault, recommended, sampling_defaults
+from uma_trio.sampling.dry import Breakers
 from uma_trio.sampling.logit_ops import Bias, Past, TokenHistory
 from uma_trio.sampling.logprobs import TokenLogprobs, compute_logprobs
 from uma_trio.sampling.markers import CallMarkers, ParameterTags, ReasoningMarkers
@@ -20,7 +21,7 @@ from uma_trio.sampling.text import TextAssembler
 from uma_trio.sampling.tool_calls import ToolCalling
 
 __all__ = [
-    "NO_TOKEN", "Bias", "CallMarkers", "ParameterTags", "Past", "PromptLookup", "ReasoningMarkers", "RegionAssembler", "SamplingDefault",
+    "NO_TOKEN", "Bias", "Breakers", "CallMarkers", "ParameterTags", "Past", "PromptLookup", "ReasoningMarkers", "RegionAssembler", "SamplingDefault",
     "SamplingParams", "TextAssembler", "TokenHistory", "TokenLogprobs", "ToolCalling", "compute_logprobs", "copied_rows",
     "distribution", "recommended", "sample", "sampling_defaults",
 ]  # fmt: skip

@@ -54,7 +54,7 @@ class TokenHistory:
     """
 
     def __init__(self, prompt: Tokens, params: SamplingParams, max_tokens: int) -> None:
-        self._n_prompt = min(len(prompt), params.repetition_window)
+        self._n_prompt = min(len(prompt), max(params.repetition_window, params.dry_window))
         self._tokens = np.zeros(self._n_prompt + max_tokens, np.int32)
         self._tokens[: self._n_prompt] = prompt[len(prompt) - self._n_prompt :]
 

@@ -47,4 +47,9 @@ class SamplingParams(_Values):
     @property
     def has_penalties(self) -> bool:
         """Whether any penalty is on, so that a draw depends on the tokens before it."""
-        return self.repetition_window > 0 or self.counts_answer
+        return self.repetition_window > 0 or self.counts_answer or self.dry_window > 0
+
+    @property
+    def dry_window(self) -> int:
+        """How many tokens before a draw DRY needs; 0 if it is off."""
+        return self.dry_penalty_last_n if self.dry_multiplier else 0

@@ -1,6 +1,6 @@
 """Sample one token for each row of a step, all rows together.
 
-    biases -> repetition, frequency and presence penalties -> masks
+    biases -> repetition, frequency and presence penalties -> DRY -> masks
            -> top-n-sigma -> top-k -> typical-p -> top-p -> min-p -> XTC -> temperature -> draw
 
 Rows are independent: a row gets the same token alone and in any batch.  Touching every logit is the expensive part, so
@@ -30,6 +30,7 @@ from uma_trio.sampling.candidates import (
     top_candidates,
     without_top_choices,
 )
+from uma_trio.sampling.dry import Breakers, apply_dry
 from uma_trio.sampling.logit_ops import Bias, Past, apply_biases, apply_masks, apply_penalties
 from uma_trio.sampling.params import SamplingParams
 from uma_trio.sampling.rng import uniforms
@@ -67,6 +68,7 @@ def sample(
     masks: Sequence[Mask] | None = None,
     biases: Sequence[Bias | None] | None = None,
     pasts: Sequence[Past | None] | None = None,
+    breakers: Sequence[Breakers | None] | None = None,
 ) -> npt.NDArray[np.int32]:
     """Sample one token for each row.
 
@@ -78,12 +80,14 @@ def sample(
         biases: for each row what to add to its logits, or ``None``.
         pasts: for each row the tokens that its penalties need; ``None`` for a row without penalties.
 
-    ``None`` in place of ``masks``, ``biases`` or ``pasts`` stands for ``None`` in every row.
+        breakers: for each row with DRY what ends a repetition.
+
+    ``None`` in place of ``masks``, ``biases``, ``pasts`` or ``breakers`` stands for ``None`` in every row.
 
     Returns:
         (rows,) token ids in [0, n_vocab), or ``NO_TOKEN``.  Among equal logits the lower id counts as more likely.
     """
-    logits = _apply_logit_ops(logits, params, masks, biases, pasts)
+    logits = _apply_logit_ops(logits, params, masks, biases, pasts, breakers)
     tokens = logits.argmax(axis=1)
     max_logits = logits[np.arange(len(logits)), tokens]
     usable = np.isfinite(max_logits)  # argmax returns a NaN or +inf if the row has one
@@ -112,6 +116,7 @@ def distribution(
     mask: Mask = None,
     bias: Bias | None = None,
     past: Past | None = None,
+    breakers: Breakers | None = None,
     step: int = 0,
 ) -> tuple[Ints, Doubles]:
     """Return the distribution that ``sample`` draws from in one row, computed by the same code.
@@ -125,7 +130,7 @@ def distribution(
         Token ids and their probabilities, most likely first.  No probability is 0, and they sum up to 1.  Both
         arrays are empty where ``sample`` returns ``NO_TOKEN``.
     """
-    rows = _apply_logit_ops(logits[np.newaxis], [params], [mask], [bias], [past])
+    rows = _apply_logit_ops(logits[np.newaxis], [params], [mask], [bias], [past], [breakers])
     max_logits = rows.max(axis=1)
     if not np.isfinite(max_logits[0]):
         return np.empty(0, np.int64), np.empty(0)
@@ -146,6 +151,7 @@ def _apply_logit_ops(
     masks: Sequence[Mask] | None,
     biases: Sequence[Bias | None] | None,
     pasts: Sequence[Past | None] | None,
+    breakers: Sequence[Breakers | None] | None,
 ) -> Floats:
     has_masks, has_biases, has_pasts = (
         given is not None and any(one is not None for one in given) for given in (masks, biases, pasts)
@@ -159,6 +165,9 @@ def _apply_logit_ops(
         apply_biases(logits, biases)
     if has_pasts and pasts is not None:
         apply_penalties(logits, params, pasts)
+        for row, (past, found) in enumerate(zip(pasts, breakers or (), strict=False)):
+            if past is not None and found is not None:
+                apply_dry(logits[row], params[row], past.tokens, found)
     if has_masks and masks is not None:  # last, so that a mask wins over any bias or penalty, even over NaN
         apply_masks(logits, masks)
     for row in cuts:

@@ -331,7 +331,10 @@ class Sequence:
     def _sample_request(self, n_before: int) -> SampleRequest:
         sampling = self.sampling
         past = None if sampling.history is None else sampling.history.past(n_before)
-        return SampleRequest(sampling.params, n_before, sampling.banned, sampling.bias, past, sampling.logprobs)
+        breakers = self.request.dry_sequence_breakers if sampling.params.dry_window else ()
+        return SampleRequest(
+            sampling.params, n_before, sampling.banned, sampling.bias, past, sampling.logprobs, breakers=breakers
+        )
 
     def _grammar_state(self) -> GrammarState | None:
         grammar = self.sampling.grammar

@@ -18,7 +18,7 @@ from uma_trio.gateway.dialects.openai import Sampling
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.events import Logprob, Logprobs, Timings, Usage
 from uma_trio.protocol.parameters import PARAMETERS
-from uma_trio.protocol.requests import BANNED
+from uma_trio.protocol.requests import BANNED, DEFAULT_BREAKERS
 
 STOP_TYPES: Final = {"length": "limit", "stop": "eos"}
 """Finish reasons of the protocol in llama-server's words, unless a stop string has ended the answer."""
@@ -208,6 +208,7 @@ def generation_settings(
     return {
         "seed": known.get("seed", ANY_SEED),
         **{row.llama_name: known[row.name] for row in PARAMETERS if row.name in known},
+        "dry_sequence_breakers": known.get("dry_sequence_breakers", DEFAULT_BREAKERS),
         "stop": [stop] if isinstance(stop, str) else stop,
         "max_tokens": n_predict,
         "n_predict": n_predict,

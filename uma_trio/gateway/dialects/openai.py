@@ -165,6 +165,8 @@ class Sampling(Constrained, kw_only=True):
     model: str | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    """llama-server's: texts that end a repetition, for ``dry_multiplier``."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -208,6 +210,7 @@ class Sampling(Constrained, kw_only=True):
             **sampling_fields(self),
             "logit_bias": self.logit_bias,
             "seed": seed,
+            "dry_sequence_breakers": self.dry_sequence_breakers,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
