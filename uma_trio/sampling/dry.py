@@ -24,7 +24,7 @@ MAX_TAIL: Final = 20
 """Tokens of a breaker that are compared, as in llama.cpp."""
 
 ENOUGH: Final = 1e6
-"""A penalty that no difference of logits makes up for.  Longer repetitions than it takes need not be told apart."""
+"""A penalty that no difference of logits makes up for.  Repetitions are counted up to the length that has it."""
 
 
 class Breakers:
