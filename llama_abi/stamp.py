@@ -87,6 +87,12 @@ def build(options: str = "") -> str:
     return in_checkout(f"run ./build_llama.sh {options}".rstrip())
 
 
+def install(options: str = "", extra: str = "llama") -> str:
+    """The command that installs uma-trio with a library. Until the first release, no package index has the wheels."""
+    words = " ".join(filter(None, ["run pip install", options, "--find-links FOLDER", f"'uma-trio[{extra}]'"]))
+    return f"{words}, where FOLDER has the wheels of uma-trio"
+
+
 def fix(directory: Path, backend: str = "", *, clean: bool = False) -> str:
     """The command that repairs the library in ``directory``: a build in a checkout, otherwise an installation.
 
@@ -97,11 +103,11 @@ def fix(directory: Path, backend: str = "", *, clean: bool = False) -> str:
     rebuild = " --clean" if clean else ""
     for package in (WHEEL, *PLUGINS):
         if directory == folder_of_package(package):
-            return f"run pip install --upgrade --force-reinstall 'uma-trio[{package.split('_')[-1]}]'"
+            return install("--upgrade --force-reinstall", package.split("_")[-1])
     if directory == DEFAULT_DIRECTORY.resolve():
-        return build(rebuild.strip()) if is_checkout() else "run pip install 'uma-trio[llama]'"
+        return build(rebuild.strip()) if is_checkout() else install()
     if not is_checkout():
-        return f"run pip install 'uma-trio[llama]' and leave out --llama-dir, llama_dir and {DIRECTORY_VARIABLE}"
+        return f"leave out --llama-dir, llama_dir and {DIRECTORY_VARIABLE}, and {install()}"
     return build(f"{'--backend ' if backend else ''}{backend} --prefix {directory}{rebuild}".strip())
 
 

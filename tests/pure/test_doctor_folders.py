@@ -13,7 +13,7 @@ import pytest
 from tests.support.serving import settings
 from uma_trio.cli.doctor import folders
 from uma_trio.cli.doctor.findings import Finding
-from uma_trio.cli.doctor.folders import WrittenFolder, cannot_write, check_folder, check_folders
+from uma_trio.cli.doctor.folders import WrittenFolder, cannot_write, check_folder, check_folders, check_runtime_folder
 from uma_trio.telemetry.perf_records import FIRST_BYTES
 
 GB = 10**9
@@ -116,3 +116,10 @@ def test_what_is_missing_decides_the_verdict(home: Path) -> None:
     (home / "f").touch()
     assert check_folder(folder).verdict == "problem"
     assert check_folder(attrs.evolve(folder, verdict="warning")).verdict == "warning"
+
+
+def test_a_socket_of_the_environment_needs_no_runtime_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("UMA_SOCKET", "/run/uma-trio/uma.sock")
+    (found,) = [finding for finding in check_runtime_folder() if finding.name == "folders"]
+    assert (found.verdict, found.message) == ("ok", "the default socket is /run/uma-trio/uma.sock, from UMA_SOCKET")

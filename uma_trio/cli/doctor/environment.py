@@ -21,6 +21,8 @@ def check_python() -> Iterator[Finding]:
 def check_packages() -> Iterator[Finding]:
     from importlib import metadata
 
+    from llama_abi.stamp import install
+
     try:
         wanted = [line for line in metadata.requires("uma-trio") or [] if "extra ==" not in line]
         ours = metadata.version("uma-trio")
@@ -47,7 +49,7 @@ def check_packages() -> Iterator[Finding]:
             "packages",
             "problem",
             "; ".join(wrong),
-            "run pip install --upgrade 'uma-trio[llama]', or in a checkout ./build_llama.sh",
+            f"{install('--upgrade')}, or in a checkout ./build_llama.sh",
         )
     else:
         yield Finding("packages", "ok", f"uma-trio {ours}, and all {n_found} packages that it needs")

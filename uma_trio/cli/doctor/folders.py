@@ -42,11 +42,13 @@ class WrittenFolder:
 
 def check_runtime_folder() -> Iterator[Finding]:
     """Check the folder of the default socket."""
-    from uma_trio.protocol.address import default_socket_path
+    from uma_trio.protocol.address import SOCKET_VARIABLE, default_socket_path
 
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     where = f"the default socket is {default_socket_path()}"
-    if not runtime:
+    if os.environ.get(SOCKET_VARIABLE):
+        yield Finding("folders", "ok", f"{where}, from {SOCKET_VARIABLE}")
+    elif not runtime:
         fix = "log in through systemd, or set XDG_RUNTIME_DIR to a private folder"
         yield Finding("folders", "warning", f"XDG_RUNTIME_DIR is not set, {where}", fix)
     elif not os.path.isabs(runtime):
