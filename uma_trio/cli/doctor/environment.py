@@ -21,8 +21,6 @@ def check_python() -> Iterator[Finding]:
 def check_packages() -> Iterator[Finding]:
     from importlib import metadata
 
-    from llama_abi.stamp import install
-
     try:
         wanted = [line for line in metadata.requires("uma-trio") or [] if "extra ==" not in line]
         ours = metadata.version("uma-trio")
@@ -49,7 +47,8 @@ def check_packages() -> Iterator[Finding]:
             "packages",
             "problem",
             "; ".join(wrong),
-            f"{install('--upgrade')}, or in a checkout ./build_llama.sh",
+            "run pip install --upgrade --find-links FOLDER 'uma-trio[llama]', where FOLDER has the wheels of uma-trio, "
+            "or in a checkout ./build_llama.sh",
         )
     else:
         yield Finding("packages", "ok", f"uma-trio {ours}, and all {n_found} packages that it needs")
