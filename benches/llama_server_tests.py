@@ -172,10 +172,10 @@ def page(rows: Sequence[Row], *, is_resumed: bool) -> str:
         "| uma-trio: starts | tests in a row with the same settings share a daemon, except those of caches, metrics and progress |",
         "| uma-trio: settings without a counterpart | `jinja`, `pooling`, `no_ui`, `server_metrics`, `server_slots` are ignored; others skip the test |",
         "",
-        "## Tests",
+        "## Tests that uma-trio does not pass",
         "",
-        "A reason is given where uma-trio does not pass. It is that of the first assertion that fails; what comes after it in",
-        "a test is not seen. Tests of one function with the same outcome share a line.",
+        "The reason is that of the first assertion that fails; what comes after it in a test is not seen. Tests of one",
+        "function with the same outcome share a line.",
         "",
         "| test | llama-server | uma-trio | reason |",
         "|---|---|---|---|",
@@ -183,6 +183,7 @@ def page(rows: Sequence[Row], *, is_resumed: bool) -> str:
     groups = Counter(
         (row.test.partition("[")[0].replace(".py::", ": "), str(row.theirs), str(row.ours), row.judgement[1])
         for row in rows
+        if row.judgement[0] != "pass"
     )
     for (test, their_outcome, our_outcome, reason), count in groups.items():
         times = f" ({count})" if count > 1 else ""
