@@ -68,7 +68,7 @@ def command(**options: Any) -> None:
     answers side by side: the chats go on while the document is prefilled.  Then each client asks again, alone.
 
     The scorecard at the end is a GO if all of its lines pass: no chat froze, the streams took turns, every text is the
-    same as alone, and so on.  docs/SCORECARD.md explains them.  The demo takes about 15 seconds on an idle machine; a busy one may
+    same as alone, and so on.  docs/BENCHMARKS.md explains them.  The demo takes about 15 seconds on an idle machine; a busy one may
     be a NO-GO.  Without --socket, the demo starts and ends a daemon of its own, with the embedded model.
 
     \b

@@ -1,4 +1,4 @@
-"""The go/no-go scorecard of a mixed load.  docs/SCORECARD.md explains its lines.
+"""The go/no-go scorecard of a mixed load.  docs/BENCHMARKS.md explains its lines.
 
 Pure: recordings and counters in, records out.
 """

@@ -2,7 +2,7 @@
 
 llama.cpp trusts what a state says about its cells, and copies keys and values without looking at them.  So the former
 is verified before llama.cpp sees the state, and the latter while it copies them: threads hash the state's pages, which
-also maps them, so that the thread that copies meets few page faults.  docs/design/offload.md has the reasons.
+also maps them, so that the thread that copies meets few page faults.  docs/design/kv-cache.md has the reasons.
 """
 
 from __future__ import annotations

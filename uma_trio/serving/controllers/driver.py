@@ -4,7 +4,7 @@ Only one exchange with the runtime runs at a time.  ``post_pre`` ends a step of 
 next; ``mid`` asks for the masks of those that sample, while the engine computes their logits.  Sequences without a
 controller wait at most ``MAX_WAIT_S`` for a plan and ``SHORT_MASK_TIMEOUT_MS`` for masks.
 
-Source: docs/design/controllers.md.
+Source: docs/design/constraints.md.
 """
 
 from __future__ import annotations
