@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import msgspec
 import psutil
 import trio
 
-import uma_trio
+from uma_trio.interpreter import package_environment, python_module
 from uma_trio.parent_process import LAST_WORDS, LOG_MARK, READY
 from uma_trio.stopped import LOOK_S, StopDetector
 
@@ -36,17 +35,6 @@ POLL_S: Final = 0.1
 """How often to look whether a child has ended, where the system does not report it."""
 
 ASSERTION: Final = re.compile(r"GGML_ASSERT\(.*\) failed|GGML_ABORT|ggml_abort|terminate called|CUDA error|what\(\):")
-
-
-def python_module(module: str) -> list[str]:
-    """The command that runs a module of this package."""
-    return [sys.executable, "-m", module]
-
-
-def package_environment() -> dict[str, str]:
-    """Variables with which another interpreter finds this package."""
-    package = Path(uma_trio.__file__).parent.parent
-    return {"PYTHONPATH": os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 class ChildProcess:

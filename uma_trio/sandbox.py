@@ -26,6 +26,7 @@ from typing import IO, Any, Final, TypeVar
 
 import psutil
 
+from uma_trio.interpreter import package_environment
 from uma_trio.stopped import LOOK_S, StopDetector
 
 T = TypeVar("T")
@@ -155,7 +156,12 @@ class _Child:
     def start(self, command: Sequence[str]) -> None:
         # In its own process group: Ctrl-C is for the daemon.  When the daemon ends, stdin closes and the child ends too.
         self._process = subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+            env={**os.environ, **package_environment()},
         )
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)  # a child that does not read must not stop this thread

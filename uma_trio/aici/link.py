@@ -35,10 +35,11 @@ from uma_trio.aici.messages import (
     rid_of_answer,
 )
 from uma_trio.aici.shared_memory import new_prefix
-from uma_trio.child_process import ChildProcess, package_environment, python_module
+from uma_trio.child_process import ChildProcess
 from uma_trio.config import Aici
 from uma_trio.engine.masks import ITEM_BYTES, MaskFile
 from uma_trio.errors import ControllerUnavailable
+from uma_trio.interpreter import package_environment, python_module
 from uma_trio.parent_process import LOG_VARIABLE
 
 T = TypeVar("T")

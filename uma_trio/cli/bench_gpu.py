@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ import msgspec
 from uma_trio.cli.bench_runs import Bench, Outcome, Settings
 from uma_trio.engine.devices import Devices
 from uma_trio.files import replace_text
+from uma_trio.interpreter import PYTHON, package_environment
 
 ALL_ON_GPU: Final = "--rival-flags '-ngl 999'"
 MODEL: Final = "python benches/make_model.py --shape 7b --quant q8_0 --ctx 32768 --out 7b.gguf"
@@ -110,7 +111,11 @@ def find_devices() -> Devices | str:
     """What the library finds here, or why it does not say.  Asked in a process of its own, since a driver may crash."""
     try:
         ended = subprocess.run(
-            [sys.executable, "-c", LIST_DEVICES], capture_output=True, timeout=DEVICES_S, check=False
+            [*PYTHON, "-c", LIST_DEVICES],
+            env={**os.environ, **package_environment()},
+            capture_output=True,
+            timeout=DEVICES_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"the library does not say within {DEVICES_S:g} s which devices there are"

@@ -181,6 +181,7 @@ def _service(flags: Sequence[str]) -> Service:
     from uma_trio.config import ConfigError, models_of
     from uma_trio.engine.inspect import LibraryProblem, read_stamp
     from uma_trio.hub.errors import HubError
+    from uma_trio.interpreter import PYTHON
     from uma_trio.models.chosen_template import choose_template
     from uma_trio.models.gguf_check import check_gguf
     from uma_trio.models.load_errors import ModelError, explained
@@ -202,9 +203,8 @@ def _service(flags: Sequence[str]) -> Service:
     socket = Path(os.path.abspath(settings.listen.socket or default_socket_path()))
     if reason := too_long(socket):
         raise click.UsageError(f"{reason}; {GIVE_A_SHORTER_PATH}")
-    # -P: a folder uma_trio in the service's current folder is not imported; faulthandler: a daemon that the watchdog
-    # ends leaves in the log where it was
-    program = [sys.executable, "-P", "-X", "faulthandler", "-m", "uma_trio", "serve"]
+    # faulthandler: a daemon that the watchdog ends leaves in the log where it was
+    program = [*PYTHON, "-X", "faulthandler", "-m", "uma_trio", "serve"]
     return Service(
         command=[*program, *arguments],
         socket=socket,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ import attrs
 import trio
 
 from uma_trio.connect import NoServer, can_connect
+from uma_trio.interpreter import package_environment, python_module
 
 POLL_S: Final = 0.02
 LOG_TAIL: Final = 2000
@@ -44,12 +44,15 @@ async def temporary_daemon(flags: Sequence[str] = (), *, timeout_s: float = 120.
     """
     with tempfile.TemporaryDirectory(prefix="uma-") as folder:
         path, log = Path(folder, "uma.sock"), Path(folder, "log")
-        command = [sys.executable, "-m", "uma_trio", "serve", "--socket", os.fspath(path), *flags]
+        command = [*python_module("uma_trio"), "serve", "--socket", os.fspath(path), *flags]
+        environment = {**os.environ, **package_environment()}
         with open(log, "wb") as sink:  # noqa: ASYNC230 - a new file in a private folder
             async with trio.open_nursery() as nursery:
                 # A cancelled run_process sends SIGTERM, and SIGKILL after 5 s.
                 process: trio.Process = await nursery.start(
-                    partial(trio.run_process, command, check=False, stdout=sink, stderr=subprocess.STDOUT)
+                    partial(
+                        trio.run_process, command, check=False, stdout=sink, stderr=subprocess.STDOUT, env=environment
+                    )
                 )
                 try:
                     await _ready(process, path, log, timeout_s)

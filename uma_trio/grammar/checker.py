@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from uma_trio.errors import ModelUnavailable
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
+from uma_trio.interpreter import python_module
 from uma_trio.sandbox import LAST, CannotStart, Interrupted, NoAnswer, Sandbox, limit_cpu, limit_memory
 
 if TYPE_CHECKING:
@@ -105,9 +106,7 @@ class SandboxedChecker:
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        self._sandbox = Sandbox(
-            [sys.executable, "-m", "uma_trio.grammar"], lambda: _setup(vocabulary()), ANSWER_SECONDS
-        )
+        self._sandbox = Sandbox(python_module("uma_trio.grammar"), lambda: _setup(vocabulary()), ANSWER_SECONDS)
 
     def close(self) -> None:
         """End the process.  The next constraint would start another one."""

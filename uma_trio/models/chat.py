@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import attrs
 
 from uma_trio.engine.messages import PromptPart
 from uma_trio.errors import BadRequest, InternalError, ModelUnavailable
+from uma_trio.interpreter import PYTHON
 from uma_trio.models.control_tokens import FINAL_CUT, ControlTokens, texts_of
 from uma_trio.sandbox import CannotStart, Interrupted, NoAnswer, Sandbox
 
@@ -91,8 +91,8 @@ class ChatTemplate:
         self._now = now
         self._name = name
         setup = {"source": source, **attrs.asdict(limits)}
-        # By path, with -P: neither the current directory nor this package's files may shadow the child's imports.
-        self._sandbox = Sandbox([sys.executable, "-P", str(WORKER)], lambda: setup, limits.answer_seconds)
+        # By path: this package's files do not shadow the child's imports.
+        self._sandbox = Sandbox([*PYTHON, str(WORKER)], lambda: setup, limits.answer_seconds)
         try:
             with contextlib.suppress(Interrupted):  # it has been logged, and the first rendering starts another one
                 self._sandbox.start()

@@ -25,6 +25,7 @@ from uma_trio.aici.runtime.binary import NotReadable
 from uma_trio.aici.runtime.instrument import instrument
 from uma_trio.aici.runtime.interface import TURN_SECONDS, BadModule, CannotCompile
 from uma_trio.aici.runtime.interface_check import check_interface
+from uma_trio.interpreter import python_module
 from uma_trio.sandbox import LAST, CannotStart, Interrupted, NoAnswer, Sandbox, limit_memory
 
 MAX_WASM_BYTES: Final = 128 << 20
@@ -85,7 +86,7 @@ class Compiler:
 
     def __init__(self, seconds: float, memory_mb: int, max_memory_mb: int) -> None:
         setup = {"memory_bytes": memory_mb << 20, "max_memory_bytes": max_memory_mb << 20}
-        self._sandbox = Sandbox([sys.executable, "-m", __name__], lambda: setup, seconds, BUSY_SECONDS)
+        self._sandbox = Sandbox(python_module(__name__), lambda: setup, seconds, BUSY_SECONDS)
         self._turn = threading.Lock()
 
     def compile(self, wasm: bytes) -> bytes:

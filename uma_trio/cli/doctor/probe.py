@@ -23,8 +23,11 @@ QUESTION: Final = "What is the capital of France?"
 
 def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
     """Run ``probe`` in a child process; return what each stage reported, by name, and how the process ended."""
+    import os
     import signal
     import subprocess
+
+    from uma_trio.interpreter import package_environment, python_module
 
     names = {"file": "--config"}
     given = [
@@ -35,7 +38,8 @@ def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
     ]
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "uma_trio", "doctor", "--probe", *given],
+            [*python_module("uma_trio"), "doctor", "--probe", *given],
+            env={**os.environ, **package_environment()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=LIMIT_S,
