@@ -198,6 +198,13 @@ case $prefix in
   /*) ;;
   *) prefix=$PWD/$prefix ;;
 esac
+# Without "." and "..", and without "/" at its end: the folder next to it is named after it.
+left=${prefix#/}/ prefix=''
+while [ -n "$left" ]; do
+  case ${left%%/*} in '' | .) ;; ..) prefix=${prefix%/*} ;; *) prefix=$prefix/${left%%/*} ;; esac
+  left=${left#*/}
+done
+[ -n "$prefix" ] || die "--prefix / is no folder for a library: choose another --prefix"
 if [ -n "$source" ]; then
   [ -f "$source/include/llama.h" ] || die "--source $source is not a llama.cpp checkout: it has no include/llama.h"
   source=$(cd "$source" && pwd -P)
@@ -526,10 +533,10 @@ finish() {
   say "Done in $((SECONDS - started)) s: $backend $kind in $prefix"
   if [ -n "$peers" ]; then say "The peers for benches/ are in $peers_dir/bin"; fi
   if [ -n "$plugin" ]; then
-    say "To use it: make its wheel, python llama_abi/wheels/make.py --library $prefix, and install it next to uma-trio-llama"
+    say "To use it: make its wheel, python llama_abi/wheels/make.py --library $(printf %q "$prefix"), and install it next to uma-trio-llama"
     exit 0
   fi
-  if [ "$prefix" != "$root/llama_abi/lib" ]; then say "To use it: export UMA_LLAMA_DIR=$prefix"; fi
+  if [ "$prefix" != "$root/llama_abi/lib" ]; then say "To use it: export UMA_LLAMA_DIR=$(printf %q "$prefix")"; fi
   if [ -n "$library_only" ]; then
     if [ -n "$hint" ]; then say "Note: $hint"; fi
     exit 0
@@ -555,9 +562,22 @@ else
   why='the peers are missing or outdated'
 fi
 
-if [ -d "$prefix" ] && [ -n "$(ls -A "$prefix")" ] && ! [ -d "$prefix/include" ]; then
-  die "$prefix is not empty and was not made by this script: choose another --prefix"
-fi
+
+# Refuses a folder with a file of somebody else, which an installation would remove.
+refuse_folder_of_others() {
+  local each
+  if [ -L "$prefix" ]; then die "$prefix is a link: give the folder that it leads to as --prefix"; fi
+  if [ -e "$prefix" ] && ! [ -d "$prefix" ]; then die "$prefix is a file: choose another --prefix"; fi
+  for each in "$prefix"/* "$prefix"/.[!.]* "$prefix"/include/* "$prefix"/include/.[!.]*; do
+    if ! [ -e "$each" ] && ! [ -L "$each" ]; then continue; fi
+    case ${each#"$prefix"/} in
+      include) if [ -d "$each" ] && { [ -f "$each/llama.h" ] || [ -f "$prefix/stamp.json" ]; }; then continue; fi ;;
+      include/*.h | lib*.so | lib*.dylib | stamp.json) if ! [ -d "$each" ]; then continue; fi ;;
+    esac
+    die "$prefix was not made by this script, or has other files (${each#"$prefix"/}): choose another --prefix"
+  done
+}
+if [ "$todo" = build ]; then refuse_folder_of_others; fi
 
 # ── source ────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shlex
 from pathlib import Path
 
 import attrs
@@ -19,6 +20,9 @@ from llama_abi.check_source import check_source
 from llama_abi.errors import LibraryError
 
 STAMP = "stamp.json"
+MAX_STAMP = 1 << 20
+"""Most bytes of one; those of build_llama.sh have about a thousand."""
+BACKENDS = ("cpu", "metal", "vulkan", "cuda", "hip")
 DIRECTORY_VARIABLE = "UMA_LLAMA_DIR"
 DEFAULT_DIRECTORY = Path(__file__).with_name("lib")
 """Where build_llama.sh installs the library."""
@@ -41,15 +45,15 @@ def declarations_sha256() -> str:
 def header_sha256(directory: Path) -> str:
     """Digest of the names and contents of all headers in ``directory``."""
     digest = hashlib.sha256()
-    for header in sorted(directory.glob("*.h")):
+    for header in filter(Path.is_file, sorted(directory.glob("*.h"))):
         digest.update(header.name.encode() + b"\0" + header.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
 def folder_of_package(name: str) -> Path | None:
-    """The folder ``lib`` of an installed package; ``None`` if it is not installed."""
+    """The folder ``lib`` of an installed package; ``None`` if it is not installed, or only an empty folder is left."""
     found = importlib.util.find_spec(name)
-    if found is None or not found.submodule_search_locations:
+    if found is None or found.origin is None or not found.submodule_search_locations:
         return None
     return Path(found.submodule_search_locations[0], "lib").resolve()
 
@@ -66,7 +70,7 @@ def library_directory(named: Path | None = None) -> Path:
     """
     chosen = named or os.environ.get(DIRECTORY_VARIABLE)
     if chosen:
-        return Path(chosen).resolve()
+        return Path(os.path.realpath(chosen))  # resolve() refuses links that lead to themselves
     if (DEFAULT_DIRECTORY / STAMP).exists():
         return DEFAULT_DIRECTORY.resolve()
     return folder_of_package(WHEEL) or DEFAULT_DIRECTORY.resolve()
@@ -108,12 +112,26 @@ def fix(directory: Path, backend: str = "", *, clean: bool = False) -> str:
         return build(rebuild.strip()) if is_checkout() else install()
     if not is_checkout():
         return f"leave out --llama-dir, llama_dir and {DIRECTORY_VARIABLE}, and {install()}"
-    return build(f"{'--backend ' if backend else ''}{backend} --prefix {directory}{rebuild}".strip())
+    return build(f"{'--backend ' if backend else ''}{backend} --prefix {shlex.quote(str(directory))}{rebuild}".strip())
+
+
+def _read(path: Path) -> bytes:
+    """The content of a small file. A pipe is not waited for, and a device is not read."""
+    if not path.is_file():
+        path.stat()  # says what is missing
+        raise ValueError("it is no regular file")
+    with path.open("rb") as file:
+        data = file.read(MAX_STAMP + 1)
+    if len(data) > MAX_STAMP:
+        raise ValueError(f"it has more than {MAX_STAMP} bytes")
+    return data
 
 
 def _sizes(directory: Path) -> dict[str, int]:
     return {
-        path.name: path.stat().st_size for path in sorted(directory.glob("lib*")) if path.suffix in (".so", ".dylib")
+        path.name: path.stat().st_size
+        for path in sorted(directory.glob("lib*"))
+        if path.suffix in (".so", ".dylib") and path.is_file()
     }
 
 
@@ -133,6 +151,13 @@ class Stamp:
     """CMake options of the build."""
     libraries: dict[str, int]
     """File name -> size in bytes, to detect files that were replaced or copied in part."""
+
+    def __attrs_post_init__(self) -> None:
+        texts = (self.pin, self.backend, self.header_sha256, self.declarations_sha256)
+        if not all(isinstance(text, str) and text.isprintable() for text in texts) or self.backend not in BACKENDS:
+            raise ValueError("its values are not those that build_llama.sh writes")
+        if not isinstance(self.options, tuple) or not all(isinstance(option, str) for option in self.options):
+            raise ValueError("its options are not a list of texts")
 
     @property
     def has_plugins(self) -> bool:
@@ -154,8 +179,10 @@ class Stamp:
         """
         path = directory / STAMP
         try:
-            found = json.loads(path.read_bytes())
-            return cls(**{**found, "options": tuple(found["options"])})
+            found = json.loads(_read(path))
+            if isinstance(found.get("options"), list):
+                found["options"] = tuple(found["options"])
+            return cls(**found)
         except NotADirectoryError:
             raise LibraryError(
                 f"{directory} is a file", f"give the folder of a library, or {fix(DEFAULT_DIRECTORY.resolve())}"
@@ -167,7 +194,7 @@ class Stamp:
             raise LibraryError(
                 f"{directory} has no {STAMP}, so its library and header may not match", fix(directory)
             ) from None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise LibraryError(f"{path} is not readable ({error})", fix(directory, clean=True)) from None
 
     def verify(self, directory: Path) -> None:

@@ -127,6 +127,11 @@ class TestWhichLibrary:
         place = installed(packages, stamps.WHEEL)
         assert stamps.library_directory() == place
 
+    def test_a_folder_that_an_uninstallation_has_left_is_no_plug_in(self, packages: Path) -> None:
+        installed(packages, "uma_trio_llama_vulkan")
+        (packages / "uma_trio_llama_vulkan" / "__init__.py").unlink()
+        assert stamps.plugin_folders() == []
+
     def test_a_built_library_comes_first(self, packages: Path) -> None:
         installed(packages, stamps.WHEEL)
         stamps.DEFAULT_DIRECTORY.mkdir(parents=True)

@@ -301,6 +301,35 @@ def errors(said: str) -> str:
     return error
 
 
+class TestPrefix:
+    """The folder of a library is replaced as a whole, so it must be one."""
+
+    @pytest.mark.parametrize(
+        "foreign", ["include/other.hpp", "include/folder/a.h", "include/mine.h", "bin/x", ".hidden"]
+    )
+    def test_a_folder_of_others_is_left_alone(self, checkout: Path, foreign: str) -> None:
+        """Such as /usr/local, which has a folder include as well."""
+        file = checkout / "usr" / "local" / foreign
+        file.parent.mkdir(parents=True)
+        file.touch()
+        cmake(checkout)
+        code, said = build(checkout, "--prefix", str(checkout / "usr" / "local"))
+        assert code == 1
+        assert "choose another --prefix" in errors(said)
+        assert "==> Configuring" not in said
+        assert file.exists()
+
+    @pytest.mark.parametrize("name", ["lib/", "lib/.", ".//lib", "other/../lib"])
+    def test_one_folder_has_one_name(self, checkout: Path, name: str) -> None:
+        said = build(checkout, f"--prefix={checkout}/it's {name}", todo="nothing", source=False)[1]
+        expected = os.path.normpath(f"{checkout}/it's {name}")
+        [line] = [line for line in said.splitlines() if "export UMA_LLAMA_DIR=" in line]
+        pasted = subprocess.run(
+            ["sh", "-c", f'{line.split("To use it: ")[1]}; printf %s "$UMA_LLAMA_DIR"'], capture_output=True, text=True
+        )
+        assert pasted.stdout == expected
+
+
 class TestLibraryOnly:
     """Without a package index: nothing is installed, and what pip would be asked for is not needed."""
 

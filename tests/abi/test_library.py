@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,46 @@ class TestStamp:
     def test_unreadable(self, copied: Path, text: str) -> None:
         (copied / stamps.STAMP).write_text(text)
         assert "is not readable" in refused(copied)
+
+    def test_nesting_without_end(self, copied: Path) -> None:
+        (copied / stamps.STAMP).write_text("[" * 100_000)
+        assert "is not readable" in refused(copied)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"pin": 5}, {"pin": "x\nline"}, {"pin": "zzz", "backend": "cpu; ls"}, {"options": "abc"}, {"options": [1]}],
+        ids=str,
+    )
+    def test_values_that_nothing_writes(self, copied: Path, fields: dict[str, object]) -> None:
+        """The remedy is pasted into a shell, so it has no text that only the file vouches for."""
+        edit(copied, **fields)
+        assert "is not readable" in refused(copied)
+
+    def test_a_stamp_that_never_ends(self, copied: Path) -> None:
+        path = copied / stamps.STAMP
+        path.write_bytes(b" " * (stamps.MAX_STAMP + 1))
+        assert "more than" in refused(copied)
+        path.unlink()
+        os.mkfifo(path)
+        assert "no regular file" in refused(copied)
+        path.unlink()
+        path.symlink_to("/dev/zero")
+        assert "no regular file" in refused(copied)
+
+    def test_what_is_no_file_is_no_part_of_a_library(self, copied: Path) -> None:
+        (copied / "libother.so").symlink_to("/nowhere")
+        (copied / "include" / "folder.h").mkdir()
+        os.mkfifo(copied / "include" / "pipe.h")
+        Stamp.read(copied).verify(copied)
+
+    def test_a_link_to_itself(self, tmp_path: Path) -> None:
+        loop = tmp_path / "loop"
+        loop.symlink_to(loop)
+        refused(stamps.library_directory(loop))
+
+    def test_the_remedy_can_be_pasted(self, tmp_path: Path) -> None:
+        folder = tmp_path / "it's mine"
+        assert shlex.quote(str(folder)) in refused(folder)
 
     def test_another_pin(self, copied: Path) -> None:
         edit(copied, pin="llama-cpp-python==0.0.1")
