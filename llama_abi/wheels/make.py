@@ -33,6 +33,11 @@ from llama_abi.stamp import WHEEL, Stamp
 
 ROOT = Path(__file__).parents[2]
 MACOS = "13_0"
+LLAMA_LICENSE = ROOT / "build" / "llama.cpp" / "LICENSE"
+NO_COMMIT = "1577836800"
+"""The time of files in a wheel of a source without a history: the first of January 2020."""
+FIRST, LAST = 315_532_800, 4_354_819_199
+"""The years 1980 to 2107 in seconds, which a zip file can hold."""
 CUDA_WHEELS = {
     "cuda12": ["nvidia-cublas-cu12>=12", "nvidia-cuda-runtime-cu12>=12"],
     "cuda13": ["nvidia-cublas>=13,<14", "nvidia-cuda-runtime>=13,<14"],
@@ -87,8 +92,8 @@ def tag(library: Path) -> str:
     """The wheel's tag: it has no Python extension, so it serves every Python with the glibc that its files need."""
     if sys.platform == "darwin":
         return f"py3-none-macosx_{MACOS}_{platform.machine()}"
-    minor = max(int(each) for each in _mentions(library, rb"\0GLIBC_2\.(\d+)"))
-    return f"py3-none-manylinux_2_{max(minor, 28)}_{platform.machine()}"
+    needed = (int(minor) for minor in _mentions(library, rb"\0GLIBC_2\.(\d+)"))
+    return f"py3-none-manylinux_2_{max([28, *needed])}_{platform.machine()}"
 
 
 def extra_of(library: Path, stamp: Stamp) -> str:
@@ -107,10 +112,15 @@ def make(library: Path, out: Path) -> Path:
     """Write the wheel of the library in ``library`` into ``out``.
 
     Raises:
-        LibraryError: it is not a portable library, or it does not match its stamp.
+        LibraryError: it is not a portable library, it does not match its stamp, or the licence of llama.cpp is missing.
+        OSError: a file cannot be read or written.
     """
     stamp = Stamp.read(library)
     stamp.verify(library)
+    if not LLAMA_LICENSE.is_file():
+        raise LibraryError(
+            f"there is no {LLAMA_LICENSE}, which belongs into the wheel", "run ./build_llama.sh --portable --clean"
+        )
     if not stamp.has_plugins:
         raise LibraryError(f"the library in {library} is for this machine only", "run ./build_llama.sh --portable")
     extra = extra_of(library, stamp)
@@ -134,10 +144,14 @@ def make(library: Path, out: Path) -> Path:
         (project / "hatch_build.py").write_text(HOOK.format(**names))
         (project / "README.md").write_text(README.format(**names))
         shutil.copy(ROOT / "LICENSE", project)
-        shutil.copy(ROOT / "build" / "llama.cpp" / "LICENSE", project / "LICENSE.llama.cpp")
+        shutil.copy(LLAMA_LICENSE, project / "LICENSE.llama.cpp")
         (project / package).mkdir()
         (project / package / "__init__.py").write_text(f'"""{names["description"]}."""\n')
-        shutil.copytree(library, project / package / "lib")
+        packed = project / package / "lib"
+        shutil.copytree(library, packed)
+        if Stamp.read(packed) != stamp:
+            raise LibraryError(f"the library in {library} changed while it was packed", "run make.py again")
+        stamp.verify(packed)
         os.environ.setdefault("SOURCE_DATE_EPOCH", _date_of_commit())
         [built] = WheelBuilder(folder).build(directory=str(out.resolve()))
     return Path(built)
@@ -145,8 +159,10 @@ def make(library: Path, out: Path) -> Path:
 
 def _date_of_commit() -> str:
     """When the checkout's commit was made: two wheels of it have the same times."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:  # it may stand in the checkout of another project
+        return NO_COMMIT
     done = subprocess.run(["git", "-C", ROOT, "log", "-1", "--format=%ct"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "1577836800"
+    return done.stdout.strip() or NO_COMMIT
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -160,9 +176,14 @@ def _date_of_commit() -> str:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=ROOT / "dist", show_default="dist", help="Folder of the wheel.")  # fmt: skip
 def main(library: Path, out: Path) -> None:
     """Make the wheel of a portable library, or of a plug-in for one."""
+    date = os.environ.get("SOURCE_DATE_EPOCH", NO_COMMIT)
+    if not (date.isdecimal() and len(date) < 20 and FIRST <= int(date) <= LAST):
+        raise click.ClickException(
+            f"SOURCE_DATE_EPOCH is {date!r}: set it to seconds from {FIRST} to {LAST}, or unset it"
+        )
     try:
         wheel = make(library.resolve(), out)
-    except LibraryError as error:
+    except (LibraryError, OSError) as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"{wheel}: {wheel.stat().st_size / 2**20:.1f} MiB")
 

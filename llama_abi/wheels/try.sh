@@ -16,7 +16,9 @@ finish() {
 }
 trap finish EXIT
 
-if ! ls "$wheels"/uma_trio-*.whl >/dev/null 2>&1; then
+# The wheels of this version, and not a newer one of the index or an older one that was left in the folder.
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$root/uma_trio/__init__.py")
+if ! ls "$wheels/uma_trio-$version"-*.whl >/dev/null 2>&1; then
   "$python" -m hatchling build --help >/dev/null || { echo "try.sh needs hatchling: pip install hatchling" >&2; exit 1; }
   (cd "$root" && "$python" -m hatchling build -t wheel -d "$wheels")
 fi
@@ -56,7 +58,7 @@ answer() {
 cd "$home"
 began=$(now)
 "${newcomer[@]}" python3 -m venv "$home/venv"
-"${newcomer[@]}" pip install --quiet --disable-pip-version-check --find-links "$wheels" 'uma-trio[llama]'
+"${newcomer[@]}" pip install --quiet --disable-pip-version-check --find-links "$wheels" "uma-trio[llama]==$version"
 echo "pip install: $(since "$began") s"
 answer pip
 "${newcomer[@]}" uma-trio doctor | grep -E '^(ok|warning|problem) +(stamp|plug-ins|library) '
@@ -65,7 +67,7 @@ if uv=$(command -v uv); then
   rm -rf "$home/venv"
   ln -s "$(readlink -f "$uv")" "$home/bin/uv"
   began=$(now)
-  "${newcomer[@]}" uv --quiet tool install --find-links "$wheels" --python python3 'uma-trio[llama]'
+  "${newcomer[@]}" uv --quiet tool install --find-links "$wheels" --python python3 "uma-trio[llama]==$version"
   echo "uv tool install: $(since "$began") s"
   answer uv
 fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -20,9 +21,9 @@ pytest.importorskip("hatchling", reason="the extra dev installs hatchling, which
 MAKE = Path(__file__).parents[2] / "llama_abi" / "wheels" / "make.py"
 
 
-def make(library: Path, out: Path) -> subprocess.CompletedProcess[str]:
+def make(library: Path, out: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     arguments = [sys.executable, str(MAKE), "--library", str(library), "--out", str(out)]
-    return subprocess.run(arguments, capture_output=True, text=True, check=False)
+    return subprocess.run(arguments, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -79,3 +80,22 @@ def test_two_wheels_of_a_commit_are_equal(portable: Path, tmp_path: Path) -> Non
         [wheel] = (tmp_path / name).glob("*.whl")
         contents.append(wheel.read_bytes())
     assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize("date", ["", "yesterday", "0", "-1", "9" * 5000])
+def test_a_date_that_no_wheel_can_have(portable: Path, tmp_path: Path, date: str) -> None:
+    done = make(portable, tmp_path, SOURCE_DATE_EPOCH=date)
+    assert done.returncode == 1
+    assert "or unset it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_made(portable: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = make(portable, tmp_path / "file" / "out")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ")
+
+
+def test_without_git(portable: Path, tmp_path: Path) -> None:
+    assert make(portable, tmp_path / "out", PATH="/nowhere").returncode == 0

@@ -64,9 +64,9 @@ def read_stamp(named: Path | None = None) -> StampFacts:
     try:
         stamp = llama_abi.Stamp.read(directory)
         stamp.verify(directory)
+        return StampFacts(stamp.pin, stamp.backend_in_use, directory)
     except llama_abi.LibraryError as error:
         raise LibraryProblem(error.reason, error.remedy) from None
-    return StampFacts(stamp.pin, stamp.backend_in_use, directory)
 
 
 def library_fix(named: Path | None = None) -> str:
