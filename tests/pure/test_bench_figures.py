@@ -12,9 +12,6 @@ import attrs
 import pytest
 
 from tests.support.bench_scripts import FOLDER, bench_script
-from uma_trio.cli import bench_report
-from uma_trio.cli.bench_gpu import GPU_BENCHES, write_results
-from uma_trio.cli.bench_runs import BENCHES, Bench, Outcome, Settings, chosen
 from uma_trio.demo.recording import Answer, Question
 from uma_trio.engine.devices import Device, Devices
 
@@ -100,22 +97,25 @@ def test_tokens_that_came_with_others_count(benches: dict[str, Any]) -> None:
 
 # -- uma-trio bench --------------------------------------------------------------------------------
 
+suite = bench_script("suite")
+BENCHES, GPU_BENCHES, Outcome, Settings = suite.BENCHES, suite.GPU_BENCHES, suite.Outcome, suite.Settings
 
-def settings(**changes: Any) -> Settings:
+
+def settings(**changes: Any) -> Any:
     fields = {"quick": False, "rival": False, "model": Path("/m.gguf"), "threads": 2, "has_matplotlib": True}
     return Settings(folder=FOLDER, out=Path("/out"), **{**fields, **changes})
 
 
 @pytest.mark.parametrize("benches", [BENCHES, GPU_BENCHES], ids=["all", "gpu"])
-def test_every_bench_is_a_script_with_a_name_of_its_own(benches: tuple[Bench, ...]) -> None:
+def test_every_bench_is_a_script_with_a_name_of_its_own(benches: tuple[Any, ...]) -> None:
     assert len({bench.name for bench in benches}) == len(benches)
     for bench in benches:
         assert (FOLDER / bench.script).exists()
 
 
 def test_a_rival_is_for_those_that_have_one() -> None:
-    assert "pareto" not in [bench.name for bench in chosen((), rival=False)]
-    assert [bench.name for bench in chosen(("ipc", "pareto"), rival=True)] == ["pareto", "ipc"]
+    assert "pareto" not in [bench.name for bench in suite.chosen((), rival=False)]
+    assert [bench.name for bench in suite.chosen(("ipc", "pareto"), rival=True)] == ["pareto", "ipc"]
 
 
 @pytest.mark.parametrize("bench", [*BENCHES, *GPU_BENCHES], ids=lambda bench: bench.name)
@@ -139,12 +139,12 @@ def test_the_results_of_a_set_are_kept_step_by_step(tmp_path: Path) -> None:
     (tmp_path / f"{first.name}.csv").write_text("run,wall_s\n1,2.5\n2,2.6\n")
     (tmp_path / f"{second.name}.csv").write_text("run,wall_s\n1,0.5\n2")  # ended in the middle of a row
     ends = [(first, 0, False), (second, 0, True), (third, 3, False)]
-    outcomes: list[Outcome] = []
+    outcomes: list[Any] = []
     for bench, code, cut_off in ends:
         outcomes.append(
             Outcome(bench=bench, command=["x"], code=code, duration_s=1.0, stdout="", stderr="", cut_off=cut_off)
         )
-        found = json.loads(write_results(where, outcomes, devices, "uma-trio bench").read_text())
+        found = json.loads(suite.write_results(where, outcomes, devices, "uma-trio bench").read_text())
         assert len(found["steps"]) == len(outcomes)
     assert found["devices"][0]["name"] == "CUDA0"
     assert [(each["state"], len(each["rows"])) for each in found["steps"]] == [
@@ -156,7 +156,7 @@ def test_the_results_of_a_set_are_kept_step_by_step(tmp_path: Path) -> None:
 
 
 def test_a_table_becomes_html_and_nothing_in_it_does() -> None:
-    shown = bench_report._table("| a | b<c |\n| - | -: |\n| 1 | <b> |\n")
+    shown = suite.suite_report._table("| a | b<c |\n| - | -: |\n| 1 | <b> |\n")
     assert shown.count("<tr>") == 2
     assert "<th>b&lt;c</th>" in shown
     assert "<td>&lt;b&gt;</td>" in shown

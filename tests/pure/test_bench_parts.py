@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.support.bench_scripts import FOLDER, bench_script
-from uma_trio.cli import bench, bench_gpu, bench_runs
+from uma_trio.cli.bench import without_checkout
 from uma_trio.client import BrokenProtocol
 
 SCRIPTS = sorted(file.name for file in FOLDER.glob("*.py") if "__main__" in file.read_text())
 
 
 def test_the_help_of_the_command_names_every_bench() -> None:
-    run = {bench.script for bench in bench_runs.BENCHES}
-    assert bench.command.help is not None
-    for name in [found.name for found in (*bench_runs.BENCHES, *bench_gpu.GPU_BENCHES)]:
-        assert re.search(rf"^ *{name} +", bench.command.help, re.MULTILINE), name
+    suite = bench_script("suite")
+    run = {bench.script for bench in suite.BENCHES}
+    for name in [found.name for found in (*suite.BENCHES, *suite.GPU_BENCHES)]:
+        assert re.search(rf"^ *{name} +", suite.command.help, re.MULTILINE), name
     for script in set(SCRIPTS) - run - {"make_model.py", "make_adapter.py"}:  # which make models for the others
-        assert script in bench.command.help
+        assert script in suite.command.help
+
+
+def test_the_command_of_a_wheel_says_where_the_benches_are(tmp_path: Path) -> None:
+    done = CliRunner().invoke(without_checkout, ["--quick", "--benches", str(tmp_path)])
+    assert done.exit_code == 2
+    assert f"no benchmarks in {tmp_path}" in done.stderr
+
+
+def test_the_command_of_a_wheel_runs_the_benches_of_a_checkout() -> None:
+    done = CliRunner().invoke(without_checkout, ["--benches", str(FOLDER), "--only", "none"])
+    assert done.exit_code == 2
+    assert "'none' is not one of 'mixed'" in done.stderr
 
 
 llama_http, pinning = bench_script("llama_http"), bench_script("pinning")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from suite_runs import Bench, Outcome, Settings
 
-from uma_trio.cli.bench_runs import Bench, Outcome, Settings
 from uma_trio.engine.devices import Devices
 from uma_trio.files import replace_text
 from uma_trio.interpreter import PYTHON, package_environment

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from uma_trio.cli.bench_runs import PERF_LOG, Outcome, Settings
+from suite_runs import PERF_LOG, Outcome, Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
