@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from tests.support.wat_controllers import MID, Words, controller, returning
+from uma_trio.aici.runtime.controller import Controller
 from uma_trio.aici.runtime.host import WasmHost
-from uma_trio.aici.runtime.interface import Controller, ControllerTimeout, Limits
+from uma_trio.aici.runtime.interface import ControllerTimeout, Limits
 from uma_trio.aici.runtime.turns import HostTurns
+from uma_trio.aici.runtime.variables import Variables
 
 N_CALLS = 100
 CALLS = f"""
@@ -40,7 +42,7 @@ class Counted:
 
 def started(host: WasmHost) -> Controller:
     module = host.load(host.compile(controller(mid=CALLS + returning(MID))))
-    found = host.instantiate(module, "", host.new_variables())
+    found = host.instantiate(module, "", Variables())
     found.start([], deadline=time.monotonic() + 60)
     found.assign(1)
     return found

@@ -22,17 +22,11 @@ from tests.support.profile import amount
 from tests.support.wat_controllers import MID, POST, PRE, Words, controller, printing, returning
 from uma_trio.aici.controllers import shipped
 from uma_trio.aici.runtime.compiler import compile_module, make_engine
+from uma_trio.aici.runtime.controller import Controller
 from uma_trio.aici.runtime.host import WasmHost
 from uma_trio.aici.runtime.instrument import NotReadable, instrument
-from uma_trio.aici.runtime.interface import (
-    ALLOWED,
-    DISALLOWED,
-    BadModule,
-    Controller,
-    ControllerError,
-    ControllerTimeout,
-    Limits,
-)
+from uma_trio.aici.runtime.interface import ALLOWED, DISALLOWED, BadModule, ControllerError, ControllerTimeout, Limits
+from uma_trio.aici.runtime.variables import Variables
 
 MAX_MEMORY: Final = 16
 EXAMPLES: Final = amount(quick=300, thorough=20_000)
@@ -157,7 +151,7 @@ def test_mutated_modules(host: WasmHost, engine: wasmtime.Engine, name: str, see
         said = str(error)
         event("refused")
     else:
-        said = ended(host.instantiate(host.load(compiled), "text", host.new_variables()))
+        said = ended(host.instantiate(host.load(compiled), "text", Variables()))
     assert len(said) < 5000
 
 

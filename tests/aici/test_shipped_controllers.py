@@ -18,8 +18,10 @@ from tests.support.documents import ROOT
 from tests.support.profile import amount
 from uma_trio.aici.controllers import shipped
 from uma_trio.aici.controllers.build import FLAGS, HERE, BuildError, find_tools
+from uma_trio.aici.runtime.controller import Controller
 from uma_trio.aici.runtime.host import Module, WasmHost
-from uma_trio.aici.runtime.interface import Controller, ControllerError, Limits, Splice, StopSequence, Variables
+from uma_trio.aici.runtime.interface import ControllerError, Limits, Splice, StopSequence
+from uma_trio.aici.runtime.variables import Variables
 
 EOS, BOS = 0, 1
 
@@ -167,7 +169,7 @@ class Driver:
 
     def __init__(self, controllers: Controllers, controller: str, argument: str, choose: Choose) -> None:
         self.choose = choose
-        self.variables = controllers.host.new_variables()
+        self.variables = Variables()
         first = controllers.host.instantiate(controllers.modules[controller], argument, self.variables)
         first.assign(0)
         self.live = [LiveSequence(0, first, [BOS])]

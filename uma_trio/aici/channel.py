@@ -158,14 +158,6 @@ class Channel:
     outgoing: Mailbox
     incoming: Mailbox
 
-    def send(self, data: bytes | bytearray, timeout: float) -> None:
-        """See ``Mailbox.send``."""
-        self.outgoing.send(data, timeout)
-
-    def receive(self, timeout: float) -> bytes:
-        """See ``Mailbox.receive``."""
-        return self.incoming.receive(timeout)
-
 
 @attrs.frozen
 class Channels:

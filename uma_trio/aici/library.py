@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
+import msgspec
+
 from uma_trio.aici.exchange import ControllerRuntime
-from uma_trio.aici.messages import Auth, ModuleRecord, Removal, RemoveModule, RemoveTags, TagInfo
+from uma_trio.aici.messages import Auth, Removal, RemoveModule, RemoveTags
 from uma_trio.principal import Principal
 from uma_trio.protocol.controllers import ControllerModule, Controllers, ControllersQuery, ControllerTag
 
@@ -51,39 +53,17 @@ async def answer(
             return [Controllers(id=query.id, deleted=await runtime.remove(removal, auth))]
         case "modules":
             modules = await runtime.get_modules(query.owner, auth)
-            return _events(
-                modules, lambda part, more: Controllers(id=query.id, modules=[*map(_module, part)], more=more)
-            )
+            records = [ControllerModule(**msgspec.structs.asdict(each)) for each in modules]
+            return _events(records, lambda part, more: Controllers(id=query.id, modules=[*part], more=more))
     if query.module_id is not None:
         tags = await runtime.set_tags(query.module_id, query.tags or [], auth)
     else:
         tags = await runtime.get_tags(auth)
-    return _events(tags, lambda part, more: Controllers(id=query.id, tags=[*map(_tag, part)], more=more))
+    infos = [ControllerTag(**msgspec.structs.asdict(each)) for each in tags]
+    return _events(infos, lambda part, more: Controllers(id=query.id, tags=[*part], more=more))
 
 
-def _events(infos: Sequence[T], make: Callable[[Sequence[T], bool], Controllers]) -> Iterator[Controllers]:
-    """Events with some of ``infos`` each; at least one."""
-    for at in range(0, max(1, len(infos)), PER_EVENT):
-        yield make(infos[at : at + PER_EVENT], at + PER_EVENT < len(infos))
-
-
-def _module(record: ModuleRecord) -> ControllerModule:
-    return ControllerModule(
-        module_id=record.module_id,
-        owner=record.owner,
-        wasm_size=record.wasm_size,
-        compiled_size=record.compiled_size,
-        used_at=record.used_at,
-        tags=record.tags,
-    )
-
-
-def _tag(info: TagInfo) -> ControllerTag:
-    return ControllerTag(
-        tag=info.tag,
-        module_id=info.module_id,
-        updated_at=info.updated_at,
-        updated_by=info.updated_by,
-        wasm_size=info.wasm_size,
-        compiled_size=info.compiled_size,
-    )
+def _events(found: Sequence[T], make: Callable[[Sequence[T], bool], Controllers]) -> Iterator[Controllers]:
+    """Events with some of ``found`` each; at least one."""
+    for at in range(0, max(1, len(found)), PER_EVENT):
+        yield make(found[at : at + PER_EVENT], at + PER_EVENT < len(found))

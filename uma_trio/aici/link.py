@@ -312,7 +312,9 @@ class RuntimeLink:
 
         self._main_call = _Call(limit_s, take, lambda: failed(self.reason))
         try:
-            self._channels.main.send(encode_request(request), 0.0)  # the message before was taken, as it was answered
+            self._channels.main.outgoing.send(
+                encode_request(request), 0.0
+            )  # the message before was taken, as it was answered
         except ChannelTimeout:
             self.kill("it has answered a message that it has not taken")
         except (MessageTooLarge, OSError) as error:
@@ -383,7 +385,7 @@ class RuntimeLink:
             with self._side_lock:
                 while not self.reason:
                     with contextlib.suppress(ChannelTimeout):
-                        self._channels.side.send(data, WATCH_S)
+                        self._channels.side.outgoing.send(data, WATCH_S)
                         return
 
         try:
@@ -399,7 +401,7 @@ class RuntimeLink:
         with contextlib.suppress(trio.RunFinishedError):
             while not self.reason:
                 try:
-                    data = channel.receive(LISTEN_S)
+                    data = channel.incoming.receive(LISTEN_S)
                 except ChannelTimeout:
                     continue
                 except BrokenChannel as error:

@@ -23,6 +23,8 @@ I32, V128 = 0x7F, 0x7B
 FUNCTION_TYPE: Final = 0x60
 
 HEADER_BYTES: Final = 8
+PAGE_BYTES: Final = 64 << 10
+"""Unit of a memory's size."""
 MAX_NAMES_BYTES: Final = 1 << 20
 """A larger section of functions' names is left out.  It is only for the text of errors."""
 

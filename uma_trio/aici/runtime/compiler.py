@@ -24,7 +24,7 @@ from wasmtime import _ffi as ffi
 from uma_trio.aici.runtime.binary import NotReadable
 from uma_trio.aici.runtime.instrument import instrument
 from uma_trio.aici.runtime.interface import TURN_SECONDS, BadModule, CannotCompile
-from uma_trio.aici.runtime.interface_check import check_interface
+from uma_trio.aici.runtime.signatures import check_interface
 from uma_trio.interpreter import python_module
 from uma_trio.sandbox import LAST, CannotStart, Interrupted, NoAnswer, Sandbox, limit_memory
 

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from uma_trio.aici.runtime.failures import Fatal, OutOfTime
-from uma_trio.aici.runtime.guest import BLOB_CONSTRAINT, Guest
+from uma_trio.aici.runtime.guest import BLOB_CONSTRAINT, Fatal, Guest
+from uma_trio.aici.runtime.turns import OutOfTime
 from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
 from uma_trio.grammar.explain import explain, explain_constraint

@@ -13,9 +13,8 @@ from msgspec import UNSET
 
 from uma_trio.aici.messages import PreResult
 from uma_trio.aici.runtime.epochs import Epochs
-from uma_trio.aici.runtime.failures import Fatal, OutOfTime, Stopped
 from uma_trio.aici.runtime.functions import HostFunctions
-from uma_trio.aici.runtime.guest import BLOB_CALL, Guest
+from uma_trio.aici.runtime.guest import BLOB_CALL, Fatal, Guest, GuestMemory, Stopped
 from uma_trio.aici.runtime.instrument import GLOBAL, NOT_COPIED, OUT_OF_MEMORY, START
 from uma_trio.aici.runtime.interface import (
     ALLOWED,
@@ -30,9 +29,8 @@ from uma_trio.aici.runtime.interface import (
     StopSequence,
     StorageCommand,
 )
-from uma_trio.aici.runtime.memory import GuestMemory
-from uma_trio.aici.runtime.memory_pool import MemoryPool
-from uma_trio.aici.runtime.variables import Variables
+from uma_trio.aici.runtime.turns import OutOfTime
+from uma_trio.aici.runtime.variables import MemoryPool, Variables
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +79,10 @@ _POST: Final = msgspec.json.Decoder(_PostResult)
 
 
 class Controller:
-    """See ``interface.Controller``.
+    """One instance of a module.
+
+    Not thread-safe: one thread at a time.  Different controllers run in different threads at once.  Deadlines are times
+    of ``time.monotonic()``.  Every method that runs the controller raises ``ControllerError`` or ``ControllerTimeout``.
 
     Args:
         module: with its imports resolved.
@@ -112,6 +113,7 @@ class Controller:
         self._failed = False
 
     def start(self, prompt: Sequence[int], *, deadline: float) -> None:
+        """Call its start function, ``aici_init``, ``aici_create`` and ``aici_init_prompt``.  Comes first, once."""
         self._instantiate(deadline)
         if START in self._exports:
             self._run(START, deadline)
@@ -120,6 +122,7 @@ class Controller:
         self._call("aici_init_prompt", {"prompt": prompt}, _EMPTY, deadline)
 
     def assign(self, sequence_id: int) -> None:
+        """Set the id that the controller sees as its own."""
         self._guest.sequence_id = sequence_id
 
     def pre_process(self, *, deadline: float) -> PreResult:
@@ -133,6 +136,7 @@ class Controller:
         return PreResult(found.suspend, found.num_forks, found.ff_tokens, names or UNSET)
 
     def mid_process(self, fork_group: Sequence[int], row: Row, *, deadline: float) -> MidAction:
+        """Fills ``row``: ``ALLOWED`` for tokens that may come next, ``DISALLOWED`` for all others."""
         guest = self._guest
         guest.row, guest.row_is_written = row, False
         try:
@@ -154,9 +158,11 @@ class Controller:
         return action
 
     def post_process(self, tokens: Sequence[int], backtrack: int, *, deadline: float) -> bool:
+        """Whether to stop."""
         return self._call("aici_post_process", {"tokens": tokens, "backtrack": backtrack}, _POST, deadline).stop
 
     def fork(self, sequence_id: int) -> Controller:
+        """A copy: a fresh instance with the memory, globals and tables of this one."""
         if self._failed:
             raise ControllerError(PREVIOUS_ERROR)
         if NOT_COPIED in self._exports:
@@ -182,17 +188,20 @@ class Controller:
 
     @property
     def is_evicted(self) -> bool:
+        """Whether every later call fails, because its request has too much of the memory of all."""
         return self._pool.is_evicted(self._guest.variables)
 
     def take_logs(self) -> str:
+        """What was printed since the last time."""
         return self._guest.logs.take()
 
     def take_storage(self) -> list[StorageCommand]:
+        """Writes of variables since the last time."""
         found, self._guest.storage = self._guest.storage, []
         return found
 
     def close(self) -> None:
-        """Free the instance.  Closing it again is a no-op."""
+        """Free the instance.  Every later call fails with ``PREVIOUS_ERROR``; closing it again is a no-op."""
         self._failed = True
         self._exports = {}
         self._guest.panic = None

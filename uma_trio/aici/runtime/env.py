@@ -1,14 +1,18 @@
-"""Functions of the import module ``env``: AICI's own."""
+"""Functions that a module imports: of ``env``, which are AICI's own, and of ``wasi_snapshot_preview1``.
+
+Of WASI there is output, and answers that say that there is nothing else.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from uma_trio.aici.runtime.failures import Fatal, Stopped
 from uma_trio.aici.runtime.guest import (
     BLOB_ARGUMENT,
     BLOB_CALL,
@@ -16,11 +20,15 @@ from uma_trio.aici.runtime.guest import (
     BLOB_TOKENIZED,
     BLOB_TOKENS,
     BLOB_TRIE,
+    MAX_LOG_BYTES,
     MAX_RESULT_BYTES,
     MAX_STORAGE_BYTES,
     N_PLAIN_BLOBS,
+    Fatal,
     Guest,
+    Stopped,
 )
+from uma_trio.aici.runtime.signatures import IMPORTS, WASI
 from uma_trio.aici.runtime.variables import BadCommand, VariablesFull, run_command
 
 MAX_TOKENIZED_BYTES: Final = 256 << 10
@@ -97,3 +105,65 @@ FUNCTIONS: Final[Mapping[str, Callable[..., int | None]]] = {
     "aici_host_stop": _stop,
 }
 """Each gets the guest and its arguments as unsigned numbers."""
+
+
+SUCCESS: Final = 0
+BADF: Final = 8
+"""The answer to everything about files, the clock and the environment."""
+
+STDOUT, STDERR = 1, 2
+CHARACTER_DEVICE: Final = 2
+MAX_BUFFERS: Final = 1024
+"""Parts of one ``fd_write``; libraries use two."""
+
+
+def _fd_write(guest: Guest, fd: int, buffers: int, n_buffers: int, n_written: int) -> int:
+    if fd not in (STDOUT, STDERR):
+        return BADF
+    if n_buffers > MAX_BUFFERS:
+        raise Fatal(f"fd_write of {n_buffers} buffers; at most {MAX_BUFFERS}")
+    total = 0
+    for start, size in struct.iter_unpack("<II", guest.memory.read(buffers, 8 * n_buffers)):
+        kept = min(size, MAX_LOG_BYTES)
+        first = start if guest.logs.keeps_first else start + size - kept
+        guest.memory.read(start, 0)  # the part that is left out must be in the memory, too
+        guest.logs.write(guest.memory.read(first, kept), size - kept)
+        total += size
+    guest.memory.write(n_written, (total & 0xFFFFFFFF).to_bytes(4, "little"))
+    return SUCCESS
+
+
+def _fd_fdstat_get(guest: Guest, fd: int, found: int) -> int:
+    if fd > STDERR:
+        return BADF
+    guest.memory.write(found, bytes([CHARACTER_DEVICE]) + bytes(23))
+    return SUCCESS
+
+
+def _proc_exit(guest: Guest, code: int) -> None:
+    raise Stopped(f"proc_exit: {code}")
+
+
+def _sizes_get(guest: Guest, count: int, n_bytes: int) -> int:
+    guest.memory.write(count, (0).to_bytes(4, "little"))
+    guest.memory.write(n_bytes, (0).to_bytes(4, "little"))
+    return SUCCESS
+
+
+def _answer(code: int, guest: Guest, *_: int) -> int:
+    return code
+
+
+WASI_FUNCTIONS: Final[Mapping[str, Callable[..., int | None]]] = {
+    **{name: partial(_answer, BADF) for name in IMPORTS[WASI]},
+    "fd_write": _fd_write,
+    "fd_fdstat_get": _fd_fdstat_get,
+    "proc_exit": _proc_exit,
+    "args_sizes_get": _sizes_get,
+    "environ_sizes_get": _sizes_get,
+    "args_get": partial(_answer, SUCCESS),
+    "sched_yield": partial(_answer, SUCCESS),
+    "fd_sync": partial(_answer, SUCCESS),
+    "random_get": partial(_answer, SUCCESS),
+}
+"""As ``FUNCTIONS``.  ``random_get`` leaves the buffer as it is, so a controller does the same every time."""

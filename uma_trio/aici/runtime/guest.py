@@ -1,8 +1,9 @@
-"""What the functions that a module imports work on: the memory of one instance, and what it was given and returns."""
+"""What the functions that a module imports work on: one instance's memory and logs, what it was given and returns."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -11,16 +12,19 @@ import numpy as np
 import numpy.typing as npt
 import wasmtime
 
-from uma_trio.aici.runtime.failures import Fatal
+from uma_trio.aici.runtime.binary import PAGE_BYTES
 from uma_trio.aici.runtime.interface import ALLOWED, DISALLOWED, UNASSIGNED, Row, StorageCommand
-from uma_trio.aici.runtime.logs import LogBuffer
-from uma_trio.aici.runtime.memory import GuestMemory
 from uma_trio.aici.runtime.variables import Variables
 
 MAX_RESULT_BYTES: Final = 1 << 20
 """Size of what a controller returns from one call, and of a storage command."""
 MAX_STORAGE_BYTES: Final = 4 << 20
 """Storage commands of one call together."""
+
+MAX_LOG_BYTES: Final = 64 << 10
+"""Text of a controller that is kept."""
+DROPPED_BYTES: Final = 16 << 10
+"""How much is dropped at once when there is too much."""
 
 BLOB_ARGUMENT, BLOB_TOKENIZED, BLOB_TOKENS, BLOB_CALL, BLOB_STORAGE, BLOB_CONSTRAINT = range(1, 7)
 N_PLAIN_BLOBS: Final = 20
@@ -30,6 +34,92 @@ _BYTE_TO_BIASES: Final[npt.NDArray[np.float32]] = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little") == 1, ALLOWED, DISALLOWED
 ).astype(np.float32)
 """``[256, 8]``: the biases of eight tokens by a byte of a mask."""
+
+
+class Fatal(Exception):
+    """A function of the host ends the call: the controller has called the host in a wrong way."""
+
+
+class Stopped(Exception):
+    """A function of the host ends the call: the controller wants that."""
+
+
+class GuestMemory:
+    """The linear memory of one instance.  Every access is checked, and finds it anew: it moves when it grows."""
+
+    def __init__(self, store: wasmtime.Store, memory: wasmtime.Memory) -> None:
+        self._store = store
+        self._memory = memory
+
+    def read(self, start: int, size: int) -> bytes:
+        """A copy of a part.
+
+        Raises:
+            Fatal: it is not in the memory.
+        """
+        return ctypes.string_at(self._address(start, size), size)
+
+    def write(self, start: int, data: bytes) -> None:
+        """Change a part.
+
+        Raises:
+            Fatal: as ``read``.
+        """
+        ctypes.memmove(self._address(start, len(data)), data, len(data))
+
+    def copy_from(self, other: GuestMemory) -> None:
+        """Become equal to the memory of another instance of the same module.
+
+        Raises:
+            wasmtime.WasmtimeError: there is no memory.
+        """
+        n_bytes = other.n_bytes
+        n_more = (n_bytes - self.n_bytes) // PAGE_BYTES
+        if n_more > 0:
+            self._memory.grow(self._store, n_more)
+        ctypes.memmove(self._address(0, n_bytes), other._address(0, n_bytes), n_bytes)
+
+    @property
+    def n_bytes(self) -> int:
+        """Its size now."""
+        return self._memory.data_len(self._store)
+
+    def _address(self, start: int, size: int) -> int:
+        n_bytes = self.n_bytes
+        if start + size > n_bytes:
+            raise Fatal(f"{size} bytes at {start} are not in the memory, which has {n_bytes}")
+        return ctypes.addressof(self._memory.data_ptr(self._store).contents) + start
+
+
+class LogBuffer:
+    """The last ``MAX_LOG_BYTES`` of what was written; after an error the first ones, so that the error stays readable."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self.keeps_first = False
+        """Whether new text is dropped when there is too much, instead of the oldest."""
+
+    def write(self, text: bytes, n_before: int = 0) -> None:
+        """Append ``text``.
+
+        Args:
+            n_before: bytes that stood before ``text`` and were left out, because it has ``MAX_LOG_BYTES`` without them.
+        """
+        excess = len(self._text) + n_before + len(text) - MAX_LOG_BYTES
+        if excess <= 0:
+            self._text += text
+        elif self.keeps_first:
+            self._text += text[: max(0, MAX_LOG_BYTES - len(self._text))]
+        else:
+            dropped = -(-excess // DROPPED_BYTES) * DROPPED_BYTES
+            n_old = min(dropped, len(self._text))
+            del self._text[:n_old]
+            self._text += text[max(0, dropped - n_old - n_before) :]
+
+    def take(self) -> str:
+        """What was written since the last time.  Bytes that are not UTF-8 become U+FFFD."""
+        text, self._text = self._text, bytearray()
+        return text.decode("utf-8", "replace")
 
 
 @attrs.define(eq=False)

@@ -9,18 +9,17 @@ import attrs
 import wasmtime
 
 from uma_trio import grammar
-from uma_trio.aici.runtime import env, wasi
 from uma_trio.aici.runtime.compiler import Compiler, make_engine, new_store, short
 from uma_trio.aici.runtime.constraints import Constraints
 from uma_trio.aici.runtime.controller import Controller
+from uma_trio.aici.runtime.env import FUNCTIONS, WASI_FUNCTIONS
 from uma_trio.aici.runtime.epochs import Epochs
 from uma_trio.aici.runtime.functions import HostFunctions
 from uma_trio.aici.runtime.guest import BLOB_ARGUMENT, Guest
 from uma_trio.aici.runtime.interface import BadModule, Limits, Vocabulary
-from uma_trio.aici.runtime.memory_pool import MemoryPool
 from uma_trio.aici.runtime.signatures import CONSTRAINT, ENV, WASI
 from uma_trio.aici.runtime.turns import HostTurns
-from uma_trio.aici.runtime.variables import Variables
+from uma_trio.aici.runtime.variables import MemoryPool, Variables
 from uma_trio.aici.token_trie import build_trie
 
 
@@ -33,7 +32,7 @@ class Module:
 
 
 class WasmHost:
-    """See ``interface.Host``."""
+    """Runs Wasm; one in a process.  Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, limits: Limits, turns: HostTurns | None = None) -> None:
         self._vocabulary = vocabulary
@@ -49,7 +48,7 @@ class WasmHost:
         self._constraints = Constraints(lambda: _for_constraints(vocabulary))
         self._functions = HostFunctions(
             self._engine,
-            {ENV: env.FUNCTIONS, WASI: wasi.FUNCTIONS, CONSTRAINT: self._constraints.functions},
+            {ENV: FUNCTIONS, WASI: WASI_FUNCTIONS, CONSTRAINT: self._constraints.functions},
             turns or HostTurns(),
         )
 
@@ -58,6 +57,16 @@ class WasmHost:
         self._constraints.prepare()
 
     def compile(self, wasm: bytes, *, is_ours: bool = False) -> bytes:
+        """Machine code for ``load``.  May take seconds.
+
+        Args:
+            is_ours: the module comes with uma-trio, and does not wait for those that others upload.
+
+        Raises:
+            BadModule: no Wasm, exports are missing, imports are unknown, too large, or it takes too long.
+            CannotCompile: not the module's fault; it may succeed later.
+            OSError: no room for temporary files.
+        """
         compiled = (self._new_compiler() if is_ours else self._compiler).compile(wasm)
         self._check_instance(compiled)
         return compiled
@@ -74,6 +83,7 @@ class WasmHost:
             store.close()
 
     def load(self, compiled: bytes) -> Module:
+        """Raises ``ValueError`` if the code was compiled for something else, such as another version."""
         try:
             code = wasmtime.Module.deserialize(self._engine, compiled)
             linked = self._functions.link(code)
@@ -83,10 +93,8 @@ class WasmHost:
             self.prepare()
         return Module(code, linked)
 
-    def new_variables(self) -> Variables:
-        return Variables()
-
     def instantiate(self, module: Module, argument: str, variables: Variables) -> Controller:
+        """A controller, not started."""
         guest = self._new_guest(variables)
         guest.blobs[BLOB_ARGUMENT] = argument.encode("utf-8", "replace")
         return Controller(module.linked, guest, self._epochs, self._functions, self._new_guest, self._pool)

@@ -1,7 +1,4 @@
-"""What the runtime and its Wasm host expect of each other.
-
-``server.py`` and ``sequences.py`` are on one side, ``host.py`` and ``controller.py`` on the other.
-"""
+"""What the modules of the runtime have in common: limits, actions and errors of controllers."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import attrs
-
-from uma_trio.aici.messages import PreResult
 
 if TYPE_CHECKING:  # each module is compiled by a new process, which imports this module
     import numpy as np
@@ -110,85 +105,3 @@ PREVIOUS_ERROR: Final = "Previous WASM Error"
 
 class ControllerTimeout(Exception):
     """The controller was stopped at its deadline and cannot be used any more."""
-
-
-Module: TypeAlias = Any
-"""Compiled code, ready to be instantiated."""
-
-Variables: TypeAlias = Any
-"""Variables of one request, shared by its sequences."""
-
-
-class Controller(Protocol):
-    """One instance of a module.
-
-    Not thread-safe: one thread at a time.  Different controllers run in different threads at once.  Deadlines are times
-    of ``time.monotonic()``.  Every method that runs the controller raises ``ControllerError`` or ``ControllerTimeout``.
-    """
-
-    def start(self, prompt: Sequence[int], *, deadline: float) -> None:
-        """Call its start function, ``aici_init``, ``aici_create`` and ``aici_init_prompt``.  Comes first, once."""
-        ...
-
-    def assign(self, sequence_id: int) -> None:
-        """Set the id that the controller sees as its own."""
-        ...
-
-    def pre_process(self, *, deadline: float) -> PreResult: ...
-    def mid_process(self, fork_group: Sequence[int], row: Row, *, deadline: float) -> MidAction:
-        """Fills ``row``: ``ALLOWED`` for tokens that may come next, ``DISALLOWED`` for all others."""
-        ...
-
-    def post_process(self, tokens: Sequence[int], backtrack: int, *, deadline: float) -> bool:
-        """Whether to stop."""
-        ...
-
-    def fork(self, sequence_id: int) -> Controller:
-        """A copy: a fresh instance with the memory, globals and tables of this one."""
-        ...
-
-    @property
-    def is_evicted(self) -> bool:
-        """Whether every later call fails, because its request has too much of the memory of all."""
-        ...
-
-    def take_logs(self) -> str:
-        """What was printed since the last time."""
-        ...
-
-    def take_storage(self) -> list[StorageCommand]:
-        """Writes of variables since the last time."""
-        ...
-
-    def close(self) -> None:
-        """Free the instance.  Every later call fails with ``PREVIOUS_ERROR``; closing it again is a no-op."""
-        ...
-
-
-class Host(Protocol):
-    """Runs Wasm; one in a process.  Thread-safe."""
-
-    def compile(self, wasm: bytes, *, is_ours: bool = False) -> bytes:
-        """Machine code for ``load``.  May take seconds.
-
-        Args:
-            is_ours: the module comes with uma-trio, and does not wait for those that others upload.
-
-        Raises:
-            BadModule: no Wasm, exports are missing, imports are unknown, too large, or it takes too long.
-            CannotCompile: not the module's fault; it may succeed later.
-            OSError: no room for temporary files.
-        """
-        ...
-
-    def load(self, compiled: bytes) -> Module:
-        """Raises ``ValueError`` if the code was compiled for something else, such as another version."""
-        ...
-
-    def new_variables(self) -> Variables: ...
-
-    def instantiate(self, module: Module, argument: str, variables: Variables) -> Controller:
-        """A controller, not started."""
-        ...
-
-    def close(self) -> None: ...

@@ -12,8 +12,8 @@ import numpy as np
 
 from uma_trio.aici.messages import MidResult, PostOp, PostResult, PreResult, SequenceResult
 from uma_trio.aici.runtime.calls import Call, CallThreads
+from uma_trio.aici.runtime.controller import Controller
 from uma_trio.aici.runtime.interface import (
-    Controller,
     ControllerError,
     ControllerTimeout,
     Row,

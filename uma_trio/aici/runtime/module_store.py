@@ -21,18 +21,28 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
 from uma_trio.aici.messages import Auth, ModuleInfo, ModuleRecord, TagInfo
-from uma_trio.aici.runtime.interface import TURN_SECONDS, CannotCompile, Host, Module
+from uma_trio.aici.runtime.interface import TURN_SECONDS, CannotCompile
 from uma_trio.aici.runtime.module_space import MIB, NoRoom, Space, StoredModule, to_remove
-from uma_trio.aici.runtime.owner_files import OwnerFiles, all_owners
 from uma_trio.aici.runtime.shipped_modules import ShippedModules
-from uma_trio.aici.runtime.store_files import read_compiled, replace_compiled
-from uma_trio.aici.runtime.tag_files import MODULE_ID, OwnedTag, TagFiles, warn_once
+from uma_trio.aici.runtime.store_files import (
+    MODULE_ID,
+    OwnedTag,
+    OwnerFiles,
+    TagFiles,
+    all_owners,
+    read_compiled,
+    replace_compiled,
+    warn_once,
+)
 from uma_trio.protocol.controllers import TAG_RULE, is_tag
+
+if TYPE_CHECKING:  # the store needs no engine
+    from uma_trio.aici.runtime.host import Module, WasmHost
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +80,7 @@ class ModuleStore:
     """
 
     def __init__(
-        self, folder: Path, host: Host, space: Space = DEFAULT_SPACE, shipped: Mapping[str, bytes] | None = None
+        self, folder: Path, host: WasmHost, space: Space = DEFAULT_SPACE, shipped: Mapping[str, bytes] | None = None
     ) -> None:
         self._folder = folder
         self._host = host

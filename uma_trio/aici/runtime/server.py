@@ -11,7 +11,6 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from uma_trio.aici.biases import TooManyRows
 from uma_trio.aici.channel import BrokenChannel, Channel, Channels, ChannelTimeout, MessageTooLarge
 from uma_trio.aici.messages import (
     Auth,
@@ -46,18 +45,19 @@ from uma_trio.aici.messages import (
     rid_of_answer,
 )
 from uma_trio.aici.runtime.answer_size import FRAME_BYTES, shorten_to_fit
+from uma_trio.aici.runtime.host import WasmHost
 from uma_trio.aici.runtime.interface import (
     BadModule,
     CannotCompile,
     ControllerError,
     ControllerTimeout,
-    Host,
     Limits,
     Vocabulary,
 )
 from uma_trio.aici.runtime.live_sequence import controller_error
 from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
-from uma_trio.aici.runtime.sequences import Sequences
+from uma_trio.aici.runtime.sequences import Sequences, TooManyRows
+from uma_trio.aici.runtime.variables import Variables
 from uma_trio.aici.runtime.waiting import TooManyWaiting, WaitingControllers
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Server:
     def __init__(
         self,
         channels: Channels,
-        host: Host,
+        host: WasmHost,
         vocabulary: Vocabulary,
         limits: Limits,
         modules: ModuleStore,
@@ -160,7 +160,7 @@ class Server:
     def _receive(self, channel: Channel) -> bytes | None:
         """The next message; ``None`` if there is none for a while."""
         try:
-            return channel.receive(LISTEN_S)
+            return channel.incoming.receive(LISTEN_S)
         except ChannelTimeout:
             return None
         except BrokenChannel as error:
@@ -171,7 +171,7 @@ class Server:
         """Write an answer as soon as the engine has taken the one before."""
         while True:
             try:
-                channel.send(answer, LISTEN_S)
+                channel.outgoing.send(answer, LISTEN_S)
             except ChannelTimeout:  # the engine may be busy; if it ends, this process does so, too
                 continue
             except (MessageTooLarge, OSError) as error:
@@ -251,7 +251,7 @@ class Server:
         self._waiting.check_room()
         module = self._modules.open(request.module_id, auth)
         deadline = time.monotonic() + self._limits.max_init_ms / 1000
-        controller = self._host.instantiate(module, request.argument, self._host.new_variables())
+        controller = self._host.instantiate(module, request.argument, Variables())
         try:
             controller.start(tokens, deadline=deadline)
         except ControllerTimeout as error:

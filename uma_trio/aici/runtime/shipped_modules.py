@@ -8,13 +8,16 @@ import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
 from uma_trio.aici.messages import TagInfo
-from uma_trio.aici.runtime.interface import CannotCompile, Host, Module
+from uma_trio.aici.runtime.interface import CannotCompile
 from uma_trio.aici.runtime.store_files import DIGEST_BYTES, read_compiled, replace_compiled
+
+if TYPE_CHECKING:  # the store needs no engine
+    from uma_trio.aici.runtime.host import Module, WasmHost
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ class ShippedModules:
         folder: keeps machine code, so that the next process need not compile again.  Failures with it change nothing else.
     """
 
-    def __init__(self, modules: Mapping[str, bytes], host: Host, folder: Path) -> None:
+    def __init__(self, modules: Mapping[str, bytes], host: WasmHost, folder: Path) -> None:
         self._host = host
         self._folder = folder
         self._of_id = {hashlib.sha256(wasm).hexdigest(): _Shipped(name, wasm) for name, wasm in modules.items()}
@@ -76,7 +79,7 @@ class ShippedModules:
         """A controller, compiled when it is first needed, and again if that failed.
 
         Raises:
-            CannotCompile, BadModule, OSError: see ``Host.compile``.
+            CannotCompile, BadModule, OSError: see ``WasmHost.compile``.
         """
         each = self._of_id[module_id]
         failures = each.failures

@@ -1,13 +1,36 @@
-"""Files of the store of modules: replaced whole; machine code runs as it is, so nobody else may have written it."""
+"""The store of modules on disk: for each owner a folder with modules and tags, so that nothing is shared by accident.
+
+Files are replaced whole.  Machine code runs as it is, so nobody else may have written it.  The same module of two owners is
+there twice.  A tag has a file of its own, so that damage takes one tag and no other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
+import re
 import stat
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from uma_trio.aici.messages import ModuleRecord, TagInfo
+from uma_trio.aici.runtime.module_space import StoredModule
+from uma_trio.files import read_text
+from uma_trio.protocol.controllers import is_tag
+
+log = logging.getLogger(__name__)
+
+MODULE_ID: Final = re.compile(r"[0-9a-f]{64}")
+ABANDONED_S: Final = 3600.0
+"""A file that was begun so long ago, and is not whole, belongs to a process that was killed."""
+_NAME: Final = "owner"
+"""File with the name of the owner, for lists."""
 DIGEST_BYTES: Final = 32
 """Behind the code stands its SHA-256: code that the disk has damaged must not run."""
 
@@ -44,3 +67,211 @@ def replace_file(path: Path, *parts: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+class OwnedTag(TagInfo, frozen=True):
+    """A name as it is stored."""
+
+    owner: str
+    """Whose module it means; the one who has set it may be an administrator."""
+
+    @property
+    def info(self) -> TagInfo:
+        """What others see of it."""
+        return TagInfo(**{name: getattr(self, name) for name in TagInfo.__struct_fields__})
+
+
+class TagFiles:
+    """The names in a folder.
+
+    Args:
+        folder: need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, tag: str) -> OwnedTag | None:
+        """A name; ``None`` if it is not there, or its file is damaged."""
+        if not is_tag(tag):
+            return None
+        path = self._path(tag)
+        try:
+            info = msgspec.json.decode(read_text(path), type=OwnedTag)
+            if info.tag != tag or not MODULE_ID.fullmatch(info.module_id):
+                raise ValueError("it is about something else")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            warn_once(path, f"the tag {tag} is ignored, its file is damaged: {error}")
+            return None
+        return info
+
+    def all(self) -> list[OwnedTag]:
+        """All names whose files can be read."""
+        return [info for tag in self.names() if (info := self.find(tag)) is not None]
+
+    def names(self) -> list[str]:
+        """All names that have a file, damaged or not."""
+        try:
+            found = os.listdir(self._folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            warn_once(self._folder, f"the tags in {self._folder} cannot be read: {error.strerror}")
+            return []
+        return [tag for each in found if each.endswith(".json") and is_tag(tag := each.removesuffix(".json"))]
+
+    def write(self, infos: Iterable[OwnedTag]) -> None:
+        """Set names.  Raises ``OSError``."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for info in infos:
+            replace_file(self._path(info.tag), msgspec.json.encode(info))
+            _warned.discard(self._path(info.tag))
+
+    def remove(self, tag: str) -> None:
+        """Remove a name.  Raises ``OSError``."""
+        self._path(tag).unlink(missing_ok=True)
+
+    def _path(self, tag: str) -> Path:
+        return self._folder / f"{tag}.json"
+
+
+_warned: set[Path] = set()
+
+
+def warn_once(path: Path, message: str) -> None:
+    """Log what is wrong with a file, the first time."""
+    if path not in _warned:
+        _warned.add(path)
+        log.warning("%s", message)
+
+
+class OwnerFiles:
+    """The folder of ``owner`` below ``folder``.  It need not exist."""
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        self.owner = owner
+        self._folder = folder / _folder_name(owner)
+        self.tags = TagFiles(self._folder / "tags")
+
+    def has(self, module_id: str) -> bool:
+        """Whether the module is there, whole or damaged."""
+        return self.wasm(module_id).is_file()
+
+    def is_whole(self, module_id: str) -> bool:
+        """Whether the module and its machine code are there, and the module is not damaged."""
+        try:
+            return self.compiled(module_id).is_file() and self.read(module_id) is not None
+        except OSError:
+            return False
+
+    def read(self, module_id: str) -> bytes | None:
+        """The module; ``None`` if it is damaged.  Raises ``OSError``."""
+        wasm = self.wasm(module_id).read_bytes()
+        return wasm if hashlib.sha256(wasm).hexdigest() == module_id else None
+
+    def write(self, module_id: str, wasm: bytes, compiled: bytes) -> None:
+        """Write a module, or nothing.  Raises ``OSError``."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _name_in(self._folder) != self.owner:
+                replace_file(self._folder / _NAME, self.owner.encode())
+            replace_compiled(self.compiled(module_id), compiled)
+            replace_file(self.wasm(module_id), wasm)
+            self.note_use(module_id)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.remove(module_id)
+            raise OSError(error.errno, f"the module cannot be stored: {error.strerror}") from None
+
+    def remove(self, module_id: str) -> None:
+        """Remove a module.  Raises ``OSError``."""
+        self.wasm(module_id).unlink(missing_ok=True)
+        self.compiled(module_id).unlink(missing_ok=True)
+
+    def note_use(self, module_id: str) -> None:
+        """Note a use: the least recently used modules are removed first.  Raises ``OSError``."""
+        now = time.time_ns()  # the system's own time of a file has steps of milliseconds
+        os.utime(self.wasm(module_id), ns=(now, now))
+
+    def stored(self) -> Iterator[StoredModule]:
+        """All modules, with the room that they take."""
+        tagged = {info.module_id for info in self.tags.all()}
+        sizes: dict[str, int] = {}
+        used_at: dict[str, float] = {}
+        for name, found in _files_of(self._folder):
+            if name.endswith(".tmp"):
+                if time.time() - found.st_mtime > ABANDONED_S:
+                    (self._folder / name).unlink(missing_ok=True)
+            elif MODULE_ID.fullmatch(module_id := name.partition(".")[0]):
+                sizes[module_id] = sizes.get(module_id, 0) + found.st_size
+                if name.endswith(".wasm"):
+                    used_at[module_id] = found.st_mtime
+        for module_id, size in sizes.items():
+            yield StoredModule(self.owner, module_id, size, used_at.get(module_id, 0.0), module_id in tagged)
+
+    def records(self, shared: Iterable[OwnedTag]) -> Iterator[ModuleRecord]:
+        """All modules, as their owner sees them, with their tags, of which ``shared`` are for everybody."""
+        names: dict[str, list[str]] = {}
+        for each in (*self.tags.all(), *shared):
+            if each.owner == self.owner:
+                names.setdefault(each.module_id, []).append(each.tag)
+        for stored in self.stored():
+            wasm_size, compiled_size = self.sizes(stored.module_id)
+            if wasm_size:  # otherwise its machine code alone was left
+                tags = sorted(names.get(stored.module_id, []))
+                yield ModuleRecord(stored.module_id, self.owner, wasm_size, compiled_size, int(stored.used_at), tags)
+
+    def sizes(self, module_id: str) -> tuple[int, int]:
+        """Bytes of the module and of its machine code; 0 for what is not there."""
+        return _size(self.wasm(module_id)), max(0, _size(self.compiled(module_id)) - DIGEST_BYTES)
+
+    def wasm(self, module_id: str) -> Path:
+        """Path of the module."""
+        return self._folder / f"{module_id}.wasm"
+
+    def compiled(self, module_id: str) -> Path:
+        """Path of the machine code."""
+        return self._folder / f"{module_id}.elf"
+
+
+def all_owners(folder: Path) -> Iterator[OwnerFiles]:
+    """All owners below ``folder``.  Raises ``OSError``."""
+    for each in sorted(folder.iterdir()) if folder.is_dir() else []:
+        owner = _name_in(each)
+        if owner is None or _folder_name(owner) != each.name:
+            warn_once(each, f"{each} is ignored: it does not say whose modules it has; remove it")
+        else:
+            yield OwnerFiles(folder, owner)
+
+
+def _folder_name(owner: str) -> str:
+    return hashlib.sha256(owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _name_in(folder: Path) -> str | None:
+    try:
+        return read_text(folder / _NAME)
+    except (OSError, ValueError):
+        return None
+
+
+def _files_of(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Files of a folder.  Raises ``OSError``."""
+    try:
+        entries = os.scandir(folder)
+    except FileNotFoundError:
+        return
+    with entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                if entry.is_file(follow_symlinks=False):
+                    yield entry.name, entry.stat(follow_symlinks=False)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

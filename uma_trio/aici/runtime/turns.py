@@ -16,8 +16,6 @@ from typing import Final
 
 import attrs
 
-from uma_trio.aici.runtime.failures import OutOfTime
-
 ALL_SHARES_S: Final = 0.008
 """Host time of all calls that are in flight together, before any of them has to wait."""
 MIN_SHARE_S: Final = 0.0005
@@ -25,6 +23,10 @@ MIN_SHARE_S: Final = 0.0005
 PROTECTED_S: Final = 0.05
 """For this time after its beginning, a call with some of its share left holds up those that have none.  A controller that
 computes without the host cannot hold them up for longer."""
+
+
+class OutOfTime(Exception):
+    """The deadline of the call came while the host worked for it."""
 
 
 @attrs.define(eq=False)

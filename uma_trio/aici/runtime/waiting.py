@@ -9,7 +9,7 @@ from typing import Final
 
 import attrs
 
-from uma_trio.aici.runtime.interface import Controller
+from uma_trio.aici.runtime.controller import Controller
 
 MAX_WAITING: Final = 256
 
