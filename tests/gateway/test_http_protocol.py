@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from uma_trio.gateway import http_protocol
-from uma_trio.gateway.http_protocol import MAX_HEAD_BYTES, BoundedHttp
+from uma_trio.gateway import process
+from uma_trio.gateway.process import MAX_HEAD_BYTES, BoundedHttp
 
 TIMEOUT_S = 1.0
 IDLE_TIMEOUT_S = 1
@@ -35,7 +35,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(process, "HEAD_TIMEOUT_S", TIMEOUT_S)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         config = uvicorn.Config(
             app,
@@ -158,7 +158,7 @@ def test_a_later_request_may_take_longer_than_a_connection_may_be_idle(address: 
 def test_connections_without_a_request_keep_nobody_out(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(process, "HEAD_TIMEOUT_S", 60.0)
     with contextlib.ExitStack() as stack:
         for _ in range(6 * MAX_CONNECTIONS):
             sock = stack.enter_context(socket.create_connection(address, timeout=60))

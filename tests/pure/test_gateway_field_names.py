@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from uma_trio.gateway.field_names import field_renamer
+from uma_trio.gateway.errors import field_renamer
 
 NAMES = {
     "stop": "stop_sequences",

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from uma_trio.config import Config
-from uma_trio.gateway import health, metrics, openapi, watch
+from uma_trio.config import Config, Http
+from uma_trio.gateway import health, metrics, openapi
 from uma_trio.gateway.body import BodyLimits
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.dialects import (
@@ -43,10 +43,9 @@ from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
-from uma_trio.gateway.metrics import HttpMetrics
 from uma_trio.gateway.origins import Origins
-from uma_trio.gateway.pages import PAGES
-from uma_trio.gateway.request_logger import with_request_log
+from uma_trio.gateway.pages import PAGES, WATCH
+from uma_trio.gateway.request_logger import HttpMetrics, RequestLogger, Tracer, log
 from uma_trio.gateway.usage import UsageFile, usage_path
 
 REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
@@ -79,7 +78,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *aici.ENDPOINTS,
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,
-    *watch.ENDPOINTS,
+    WATCH,
 )
 
 
@@ -125,7 +124,21 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None]]:
         usage.forget()
         tenants.read_again()
 
-    return RequestIds(with_request_log(guard, http_metrics, endpoints, config.http)), read_again
+    dialects = {(endpoint.method, endpoint.path): endpoint.dialect.name for endpoint in endpoints}
+    logs, tracer = config.http.access_log, _tracer(config.http)
+    return RequestIds(RequestLogger(guard, http_metrics, dialects, logs=logs, tracer=tracer)), read_again
+
+
+def _tracer(settings: Http) -> Tracer | None:
+    """What sends traces; ``None`` if none are wanted, or the extra is not there."""
+    if settings.otlp_endpoint is None:
+        return None
+    try:
+        from uma_trio.gateway.tracing import otlp_tracer
+    except ModuleNotFoundError as error:
+        log.warning("no traces are sent: pip install 'uma-trio[otel]'", missing=error.name)
+        return None
+    return otlp_tracer(settings.otlp_endpoint)
 
 
 class RequestIds:

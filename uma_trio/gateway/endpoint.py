@@ -18,11 +18,10 @@ from uma_trio.errors import ModelNotFound
 from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, unless_disconnected
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon import Daemon
-from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.gateway.field_names import FieldNames, field_renamer
+from uma_trio.gateway.errors import FieldNames, HttpError, field_renamer, invalid
 from uma_trio.gateway.guard import check_admin, is_admin
 from uma_trio.gateway.limits import Limiter
-from uma_trio.gateway.request_record import RequestRecord
+from uma_trio.gateway.request_logger import RequestRecord
 from uma_trio.gateway.tenants import Tenant
 from uma_trio.large_work import LargeWork
 from uma_trio.protocol.field_errors import MAX_NAMED, did_you_mean, explain

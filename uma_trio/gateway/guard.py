@@ -21,12 +21,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uma_trio.errors import TooManyConnections
 from uma_trio.gateway.body import Body, BodyLimits, replayed
 from uma_trio.gateway.errors import HttpError, try_again_in
-from uma_trio.gateway.header_names import HeaderName
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import ANY, Origins, is_loopback
 from uma_trio.gateway.tenants import Tenant
 from uma_trio.large_work import LARGE_BYTES, LargeWork
+
+
+class HeaderName(bytes):
+    """The name of a header that keeps its usual spelling.
+
+    Case has no meaning in HTTP, but some clients put headers into a plain dictionary, and look for this name.  uvicorn
+    sends names in lower case, which for this type changes nothing.
+    """
+
+    def lower(self) -> HeaderName:
+        """The same."""
+        return self
+
 
 MAX_HEADERS: Final = 100
 MAX_HEADER_BYTES: Final = 32 * 1024

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
-import prometheus_client
-from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -24,8 +23,9 @@ from starlette.responses import Response
 from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
-from uma_trio.gateway.header_names import HeaderName
+from uma_trio.gateway.guard import HeaderName
 from uma_trio.gateway.metrics_compat import Snapshot, llama_server_entries, vllm_entries
+from uma_trio.gateway.request_logger import HttpMetrics
 from uma_trio.telemetry import catalogue
 from uma_trio.telemetry.catalogue import ANY, METRICS, Kind, find
 
@@ -35,45 +35,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 PROCESS_START: Final = HeaderName(b"Process-Start-Time-Unix")
 """llama-server's header for when counters were 0, in seconds since 1970."""
 
-SECONDS: Final = (0.01, 0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0, 60.0, 300.0)
-"""Upper bounds of the gateway's buckets.  They are coarse, because each route has its own; the daemon's are fine."""
-
 Labels = Mapping[str, str]
-
-
-class HttpMetrics:
-    """What one gateway process measures: HTTP requests by route, dialect and status, and how long they take."""
-
-    def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        by = ("route", "dialect")
-        self.requests = prometheus_client.Counter(
-            "uma_http_requests",
-            "Answered HTTP requests; status 499: the client left.",
-            (*by, "status"),
-            registry=registry,
-        )
-        self.in_flight = prometheus_client.Gauge(
-            "uma_http_requests_in_flight", "HTTP requests that are being answered.", registry=registry
-        )
-        self.streams = prometheus_client.Gauge(
-            "uma_http_streams_open", "Answers that are being streamed.", registry=registry
-        )
-        self.duration = prometheus_client.Histogram(
-            "uma_http_request_duration_seconds",
-            "Time from an HTTP request to the end of its response.",
-            by,
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.response_start = prometheus_client.Histogram(
-            "uma_http_response_start_seconds",
-            "Time from an HTTP request to the status of a streamed response, which comes with the first token.",
-            by,
-            buckets=SECONDS,
-            registry=registry,
-        )
-        ProcessCollector(registry=registry)
 
 
 @attrs.frozen

@@ -6,46 +6,112 @@ Endpoints add what only they know to the request's ``RequestRecord``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import Final, Protocol
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any, Final, Protocol
 
+import attrs
+import prometheus_client
 import structlog
+from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from uma_trio.config import Http
-from uma_trio.gateway.endpoint import Endpoint
-from uma_trio.gateway.metrics import HttpMetrics
-from uma_trio.gateway.request_record import NO_ROUTE, RequestRecord
 from uma_trio.gateway.tenants import Tenant
+from uma_trio.protocol.events import Eos
+from uma_trio.protocol.messages import Event
 
 log = structlog.get_logger("uma_trio.gateway")
 access_log = structlog.get_logger("uma_trio.gateway.access")
 
 STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")
+NO_ROUTE: Final = "other"
+"""Route of requests that no endpoint answers: paths come from outside."""
+
+CLIENT_LEFT: Final = 499
+
+SECONDS: Final = (0.01, 0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0, 60.0, 300.0)
+"""Upper bounds of the gateway's buckets.  They are coarse, because each route has its own; the daemon's are fine."""
+
+
+@attrs.frozen
+class EndOfAnswer:
+    """The last event of an answer, and when it came."""
+
+    event: Eos
+    at_ns: int
+
+
+@attrs.define
+class RequestRecord:
+    """What is known of one HTTP request."""
+
+    request_id: str
+    method: str
+    headers: list[tuple[bytes, bytes]]
+    began_ns: int = attrs.field(factory=time.time_ns)
+    ended_ns: int = 0
+    route: str = NO_ROUTE
+    dialect: str = ""
+    tenant: str | None = None
+    status: int = CLIENT_LEFT
+    is_stream: bool = False
+    fields: Mapping[str, Any] = attrs.field(factory=dict)
+    """The request to the daemon, if there was one."""
+    ends: list[EndOfAnswer] = attrs.field(factory=list)
+    error_code: str | None = None
+    """Why it was refused."""
+
+    def note(self, events: Iterable[object]) -> None:
+        """Keep the last events of answers."""
+        self.ends += [EndOfAnswer(event, time.time_ns()) for event in events if isinstance(event, Eos)]
+
+    async def watch(self, events: AsyncIterator[list[Event]]) -> AsyncIterator[list[Event]]:
+        """Pass ``events`` on, and note them."""
+        async with aclosing(events) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                self.note(batch)
+                yield batch
+
+
+class HttpMetrics:
+    """What one gateway process measures: HTTP requests by route, dialect and status, and how long they take."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        by = ("route", "dialect")
+        self.requests = prometheus_client.Counter(
+            "uma_http_requests",
+            "Answered HTTP requests; status 499: the client left.",
+            (*by, "status"),
+            registry=registry,
+        )
+        self.in_flight = prometheus_client.Gauge(
+            "uma_http_requests_in_flight", "HTTP requests that are being answered.", registry=registry
+        )
+        self.streams = prometheus_client.Gauge(
+            "uma_http_streams_open", "Answers that are being streamed.", registry=registry
+        )
+        self.duration = prometheus_client.Histogram(
+            "uma_http_request_duration_seconds",
+            "Time from an HTTP request to the end of its response.",
+            by,
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.response_start = prometheus_client.Histogram(
+            "uma_http_response_start_seconds",
+            "Time from an HTTP request to the status of a streamed response, which comes with the first token.",
+            by,
+            buckets=SECONDS,
+            registry=registry,
+        )
+        ProcessCollector(registry=registry)
 
 
 class Tracer(Protocol):
     """Gets each observation when its request has ended."""
 
     def record(self, observation: RequestRecord) -> None: ...
-
-
-def with_request_log(app: ASGIApp, metrics: HttpMetrics, endpoints: Iterable[Endpoint], settings: Http) -> ASGIApp:
-    """``app`` with its requests observed, counted in ``metrics``."""
-    dialects = {(endpoint.method, endpoint.path): endpoint.dialect.name for endpoint in endpoints}
-    return RequestLogger(app, metrics, dialects, logs=settings.access_log, tracer=_tracer(settings))
-
-
-def _tracer(settings: Http) -> Tracer | None:
-    """What sends traces; ``None`` if none are wanted, or the extra is not there."""
-    if settings.otlp_endpoint is None:
-        return None
-    try:
-        from uma_trio.gateway.tracing import otlp_tracer
-    except ModuleNotFoundError as error:
-        log.warning("no traces are sent: pip install 'uma-trio[otel]'", missing=error.name)
-        return None
-    return otlp_tracer(settings.otlp_endpoint)
 
 
 class RequestLogger:
