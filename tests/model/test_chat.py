@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.real_daemon import real_daemon
 from tests.support.terminal import Terminal, terminal
-from uma_trio.cli.notice import wrapped
+from uma_trio.cli.stdio import wrapped
 
 FRANCE, PERU = "What is the capital of France?", "And of Peru?"
 CTRL_C, CTRL_D, ESCAPE = "\x03", "\x04", "\x1b"

@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from uma_trio.cli import COMMANDS, LazyGroup, stdin
+from uma_trio.cli import COMMANDS, LazyGroup, stdio
 from uma_trio.cli.client_options import HINTS, reporting_errors
 from uma_trio.cli.exits import FAILED, INTERRUPTED, OUTPUT_CLOSED, PROTOCOL_ERROR, SERVER_ERROR
 from uma_trio.client import BrokenProtocol, Failure, ServerError
@@ -129,7 +129,7 @@ def test_a_pipe_that_nobody_writes_into_is_one_line(arguments: tuple[str, ...], 
 def test_what_is_piped_in_has_a_bound(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from uma_trio.cli import main
 
-    monkeypatch.setattr(stdin, "MAX_BYTES", 4)
+    monkeypatch.setattr(stdio, "MAX_BYTES", 4)
     found = CliRunner().invoke(main, command, input="hello")
     assert (found.exit_code, "send less" in found.stderr) == (2, True)
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from uma_trio import config
 from uma_trio.cli import main
-from uma_trio.cli.doctor.keys import check_keys
+from uma_trio.cli.doctor.environment import check_keys
 from uma_trio.gateway import key_file
 from uma_trio.gateway.key_file import CurrentTenants, KeyFileError, editing, read
 from uma_trio.gateway.limits import QuotaPeriod

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from uma_trio.cli.notice import note
-from uma_trio.cli.tools import call_line
+from uma_trio.cli.stdio import note
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from uma_trio.client import Eos, Event, PrefillProgress
+    from uma_trio.protocol.chat import ToolCall
     from uma_trio.protocol.events import Generated, Logprob, Logprobs
 
 
@@ -36,6 +36,11 @@ def print_json(event: Event) -> None:
 
     fields = event.fields if isinstance(event, UnknownEvent) else to_fields(event)
     click.echo(json.dumps(fields, ensure_ascii=False))
+
+
+def call_line(call: ToolCall) -> str:
+    """A call as JSON on one line."""
+    return json.dumps({"id": call.id, "name": call.name, "arguments": call.arguments}, ensure_ascii=False)
 
 
 class TextPrinter:

@@ -13,10 +13,8 @@ import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
-from uma_trio.cli.notice import note
-from uma_trio.cli.request_options import fields_of, not_empty, request_options
-from uma_trio.cli.stdin import read_stdin, to_text
-from uma_trio.cli.tools import tool_fields
+from uma_trio.cli.request_options import fields_of, not_empty, request_options, tool_fields
+from uma_trio.cli.stdio import note, read_stdin, to_text
 
 STDIN_NOTICE_S = 1.0
 """How long a pipe may be silent before the user hears that it is read."""

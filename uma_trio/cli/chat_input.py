@@ -17,7 +17,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
-from uma_trio.cli.stdin import read_line, to_text
+from uma_trio.cli.stdio import read_line, to_text
 
 
 class Input(Protocol):

@@ -18,8 +18,8 @@ from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
 from uma_trio.cli.client_options import HINTS, say_which_daemon
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
 from uma_trio.cli.generation import connected, generate
-from uma_trio.cli.notice import note
 from uma_trio.cli.run_trio import run
+from uma_trio.cli.stdio import note
 from uma_trio.client import ClientError, Eos, Event, NoServer, Reasoning, ServerError, Token, Transcript
 from uma_trio.files import read_text, replace_text
 from uma_trio.protocol.requests import MAX_SEED

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from uma_trio.cli.tools import call_line
+from uma_trio.cli.answer import call_line
 from uma_trio.protocol.chat import ChatMessage
 
 Message = dict[str, Any]

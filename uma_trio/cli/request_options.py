@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from uma_trio.cli.completion import any_file, session_name
-from uma_trio.cli.constraint import LARK_SUFFIX, constraint_of
+from uma_trio.files import read_text
 from uma_trio.protocol.parameters import PARAMETERS, Parameter
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -20,6 +21,9 @@ FIELDS: Final = (
     "n_keep", "model", "return_full_text",
 )  # fmt: skip
 """Options that become fields of the request by the same name, if they are given."""
+
+LARK_SUFFIX: Final = ".lark"
+TOOL_CHOICES: Final = ("auto", "none", "required")
 
 
 def fields_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +89,94 @@ def _parameter(row: Parameter) -> Callable[[Command], Command]:
     lowest = row.bounds.get("ge", row.bounds.get("gt"))
     allowed = range_type(lowest, row.bounds["le"], min_open="gt" in row.bounds)
     return click.option(*row.flags, row.name, type=allowed, metavar="N" if row.type is int else "X", help=row.help)
+
+
+def constraint_of(options: dict[str, Any]) -> dict[str, Any] | None:
+    """The protocol's ``constraint``; ``None`` if no option asks for one.
+
+    Raises:
+        click.UsageError: more than one option, or a file that cannot be used.
+    """
+    given: dict[str, dict[str, Any]] = {}
+    if options["schema"] is not None:
+        given["--json-schema"] = {"json_schema": _schema(options["schema"])}
+    if options["json_object"]:
+        given["--json-object"] = {"json_object": True}
+    if options["regex"] is not None:
+        given["--regex"] = {"regex": options["regex"]}
+    if options["choice"]:
+        given["--choice"] = {"choice": [*options["choice"]]}
+    if options["grammar"] is not None:
+        kind = "lark" if options["grammar"].suffix == LARK_SUFFIX else "gbnf"
+        given["--grammar"] = {kind: read_given(options["grammar"], "--grammar")}
+    if len(given) > 1:
+        raise click.UsageError(f"{' and '.join(given)} do not go together: an answer has one constraint")
+    if not given:
+        if options["after"] is not None:
+            raise click.UsageError("--after says where a constraint begins; add --json-schema, --regex or --choice")
+        return None
+    [constraint] = given.values()
+    return constraint if options["after"] is None else {**constraint, "after": options["after"]}
+
+
+def _schema(given: str) -> dict[str, Any]:
+    if given.strip() in ("", "-"):
+        raise click.UsageError(f"--json-schema: {given!r} is not a schema; give a file, or the schema inline")
+    text = given if given.lstrip().startswith(("{", "[")) else read_given(Path(given), "--json-schema")
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise click.UsageError(f"--json-schema is not valid JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise click.UsageError("--json-schema must be a JSON object")
+    return schema
+
+
+def read_given(file: Path, option: str) -> str:
+    """The text of a file that an option names.
+
+    Raises:
+        click.UsageError: it cannot be read, or is empty.
+    """
+    try:
+        text = read_text(file, pipes=True)
+    except OSError as error:
+        raise click.UsageError(f"{option}: cannot read {file}: {error.strerror}") from None
+    except ValueError:  # it is not UTF-8, or the path has a NUL
+        raise click.UsageError(f"{option}: cannot read {str(file)!r}: it is not a file of UTF-8 text") from None
+    if not text.strip():
+        raise click.UsageError(f"{option}: {file} is empty")
+    return text
+
+
+def tool_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request that offer tools; empty if no option does.
+
+    Raises:
+        click.UsageError: the file cannot be used.
+    """
+    choice = options["tool_choice"]
+    if options["tools"] is None:
+        if choice is not None:
+            raise click.UsageError("--tool-choice chooses among tools; add --tools FILE")
+        return {}
+    fields: dict[str, Any] = {"tools": _tools(options["tools"])}
+    if choice is not None:
+        fields["tool_choice"] = choice if choice in TOOL_CHOICES else {"name": choice}
+    return fields
+
+
+def _tools(file: Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(read_given(file, "--tools"))
+    except ValueError as error:
+        raise click.UsageError(f"--tools: {file} is not valid JSON: {error}") from None
+    tools = found.get("tools") if isinstance(found, dict) else found
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise click.UsageError(
+            f'--tools: {file} must be a list of tools, each {{"name": ..., "description": ..., "parameters": ...}}'
+        )
+    return [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
 
 
 OPTIONS: Final = (

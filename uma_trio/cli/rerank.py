@@ -12,7 +12,7 @@ import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import model_name
-from uma_trio.cli.stdin import MAX_BYTES, read_stdin, to_text
+from uma_trio.cli.stdio import MAX_BYTES, read_stdin, to_text
 from uma_trio.files import read_bytes
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import click
 
 from uma_trio.cli import SuggestingGroup
+from uma_trio.cli.answer import call_line
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import model_name, session_name
-from uma_trio.cli.tools import call_line
 
 if TYPE_CHECKING:
     from uma_trio.client import Client, SessionInfo, Transcript

@@ -14,7 +14,7 @@ import click
 
 from uma_trio.cli.client_options import DEFAULT_SOCKET
 from uma_trio.cli.completion import model_file
-from uma_trio.cli.stdin import read_stdin, to_text
+from uma_trio.cli.stdio import read_stdin, to_text
 
 if TYPE_CHECKING:
     from uma_trio.engine.tokenizer import Tokenizer

@@ -76,7 +76,7 @@ def _settings(file: str | None, **flags: str | None) -> Config:
 def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
     """Run all checks."""
     from uma_trio import config
-    from uma_trio.cli.doctor import daemon, environment, folders, keys, model
+    from uma_trio.cli.doctor import daemon, environment, folders, model
     from uma_trio.cli.model_option import located
     from uma_trio.config import ConfigError
     from uma_trio.hub.errors import HubError
@@ -90,7 +90,7 @@ def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
         return
     yield from guarded("folders", folders.check_runtime_folder)
     yield from guarded("folders", lambda: folders.check_folders(settings))
-    yield from guarded("keys", lambda: keys.check_keys(settings))
+    yield from guarded("keys", lambda: environment.check_keys(settings))
     yield from guarded("stamp", lambda: model.check_stamp(settings))
     yield from guarded("threads", lambda: environment.check_threads(settings))
     try:
