@@ -17,7 +17,7 @@ import pytest
 from tests.support.documents import ROOT
 from tests.support.profile import amount
 from uma_trio.aici.controllers import shipped
-from uma_trio.aici.controllers.build import FLAGS, HERE, BuildError, find_tools
+from uma_trio.aici.controllers.__main__ import FLAGS, HERE, BuildError, find_tools
 from uma_trio.aici.runtime.controller import Controller
 from uma_trio.aici.runtime.host import Module, WasmHost
 from uma_trio.aici.runtime.interface import ControllerError, Limits, Splice, StopSequence

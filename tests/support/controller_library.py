@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from uma_trio.aici.messages import Auth, ModuleInfo, ModuleRecord, Removal, RemoveModule, TagInfo
 from uma_trio.aici.runtime.interface import BadModule
+from uma_trio.aici.runtime.module_space import Space
 from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
 from uma_trio.aici.supervisor import NO_MODULE
 from uma_trio.errors import ControllerFailed, ControllerNotFound
@@ -40,7 +41,7 @@ class MemoryLibrary:
     def __init__(self, shipped: Mapping[str, bytes] | None = None) -> None:
         folder = Path(tempfile.mkdtemp())
         weakref.finalize(self, shutil.rmtree, folder)
-        self.store = ModuleStore(folder, NoWasmHost(), shipped=shipped)
+        self.store = ModuleStore(folder, NoWasmHost(), Space(1 << 30, 1 << 28), shipped)
 
     async def make_module(self, wasm: bytes, auth: Auth) -> ModuleInfo:
         return _do(lambda: self.store.add(wasm, auth))

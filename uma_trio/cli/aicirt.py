@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -118,33 +118,7 @@ if TYPE_CHECKING:
 @click.option("--bench", is_flag=True, hidden=True)
 @click.option("--fork", is_flag=True, hidden=True)
 @click.option("--llama-dir", type=click.Path(path_type=Path), help="Folder of the built libllama.")
-def command(
-    server: bool,
-    prefix: str,
-    tokenizer: str,
-    json_size: int,
-    bin_size: int,
-    futex: bool,
-    busy_wait_time: int,
-    wasm_max_forks: int,
-    wasm_max_memory: int,
-    uma_max_total_memory: int,
-    wasm_max_pre_step_time: int,
-    wasm_max_step_time: int,
-    wasm_max_init_time: int,
-    uma_skip_slow_ms: int | None,
-    uma_expire_s: int,
-    uma_max_modules: int,
-    uma_max_principal_modules: int,
-    uma_folder: Path,
-    module: Path | None,
-    save_tokenizer: Path | None,
-    run: bool,
-    run_arg: Path | None,
-    bench: bool,
-    fork: bool,
-    llama_dir: Path | None,
-) -> None:
+def command(prefix: str, module: Path | None, save_tokenizer: Path | None, **flags: Any) -> None:
     """Run Wasm controllers for an engine, over shared memory.
 
     An engine starts this command.  It ends when the engine asks it to, or ends itself.  Modules are kept in the folder
@@ -155,45 +129,44 @@ def command(
     """
     if not prefix.startswith("/"):
         _fail("--name must start with /")
-    if run or run_arg or bench or fork:
+    if any(flags[name] for name in ("run", "run_arg", "bench", "fork")):
         _fail(
             "--run, --run-arg, --bench and --fork are for the developers of the reference implementation; leave them out"
         )
-    if not server and module is None and save_tokenizer is None:
+    if not flags["server"] and module is None and save_tokenizer is None:
         click.echo("missing --server")
         sys.exit(1)
     from uma_trio.aici.channel import Layout
-    from uma_trio.aici.runtime.command import Options, serve
+    from uma_trio.aici.runtime.command import NoVocabulary, Options, serve
     from uma_trio.aici.runtime.command import save_tokenizer as save
     from uma_trio.aici.runtime.interface import BadModule, CannotCompile, Limits
     from uma_trio.aici.runtime.module_space import Space
     from uma_trio.aici.runtime.module_store import StoreError
-    from uma_trio.aici.runtime.vocabulary import NoVocabulary
     from uma_trio.models.load_errors import ModelError
 
     options = Options(
-        tokenizer,
-        Layout(prefix, json_size, bin_size, futex),
+        flags["tokenizer"],
+        Layout(prefix, flags["json_size"], flags["bin_size"], flags["futex"]),
         Limits(
-            max_forks=wasm_max_forks,
-            max_memory_mb=wasm_max_memory,
-            max_total_memory_mb=uma_max_total_memory,
-            max_pre_step_ms=wasm_max_pre_step_time,
-            max_step_ms=wasm_max_step_time,
-            max_init_ms=wasm_max_init_time,
+            max_forks=flags["wasm_max_forks"],
+            max_memory_mb=flags["wasm_max_memory"],
+            max_total_memory_mb=flags["uma_max_total_memory"],
+            max_pre_step_ms=flags["wasm_max_pre_step_time"],
+            max_step_ms=flags["wasm_max_step_time"],
+            max_init_ms=flags["wasm_max_init_time"],
         ),
-        uma_expire_s,
-        uma_skip_slow_ms,
-        llama_dir,
-        Space(uma_max_modules << 20, uma_max_principal_modules << 20),
-        uma_folder,
+        flags["uma_expire_s"],
+        flags["uma_skip_slow_ms"],
+        flags["llama_dir"],
+        Space(flags["uma_max_modules"] << 20, flags["uma_max_principal_modules"] << 20),
+        flags["uma_folder"],
     )
     try:
         if save_tokenizer is not None:
             save(options, save_tokenizer)
         if module is not None:
             click.echo(_added(options, module))
-        if server:
+        if flags["server"]:
             serve(options)
     except (OSError, NoVocabulary, ModelError, BadModule, CannotCompile, StoreError) as error:
         _fail(str(error))

@@ -1,4 +1,4 @@
-"""Starts the runtime, and ends it with its engine."""
+"""Starts the runtime with the vocabulary of a GGUF file, and ends it with its engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -20,14 +21,20 @@ from uma_trio import parent_process
 from uma_trio.aici.channel import Channels, Layout
 from uma_trio.aici.controllers import shipped
 from uma_trio.aici.futex import continue_when_parent_ends
+from uma_trio.aici.runtime.compiler import MAX_WASM_BYTES
 from uma_trio.aici.runtime.host import WasmHost
 from uma_trio.aici.runtime.interface import Limits
 from uma_trio.aici.runtime.module_space import Space
-from uma_trio.aici.runtime.module_store import DEFAULT_SPACE, FOLDER, ModuleStore
+from uma_trio.aici.runtime.module_store import FOLDER, ModuleStore
 from uma_trio.aici.runtime.server import Server
-from uma_trio.aici.runtime.vocabulary import open_vocabulary
 from uma_trio.aici.shared_memory import remove_stale
+from uma_trio.engine.messages import TokenIds
+from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.files import read_bytes
+from uma_trio.hub.environment import find_model_locations
+from uma_trio.hub.errors import HubError
+from uma_trio.hub.locate import find_here
+from uma_trio.models.vocabulary import vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +45,8 @@ each message of the engine, and other controllers, by 5 ms for each of their thr
 POLL_PARENT_S: Final = 0.5
 """How often to look for the parent where the system does not report its end."""
 
-
-MAX_WASM_BYTES: Final = 128 << 20
-"""Size of a module on disk."""
+REFERENCE_NAMES = ("gpt4", "llama", "llama16", "orca", "falcon", "mistral", "mpt", "phi", "gpt2")
+"""Tokenizers that the reference implementation downloads."""
 
 
 @attrs.frozen
@@ -49,12 +55,12 @@ class Options:
 
     tokenizer: str
     layout: Layout
-    limits: Limits = attrs.field(factory=Limits)
-    expire_s: int = 60
-    skip_slow_ms: int | None = None
-    llama_dir: Path | None = None
-    space: Space = DEFAULT_SPACE
-    folder: Path = Path()
+    limits: Limits
+    expire_s: int
+    skip_slow_ms: int | None
+    llama_dir: Path | None
+    space: Space
+    folder: Path
     """Modules are in the folder ``cache`` in it."""
 
     def store(self, host: WasmHost) -> ModuleStore:
@@ -186,3 +192,62 @@ def _log_to_stderr() -> None:
     level = os.environ.get("RUST_LOG", "warn").upper()
     levels = {"TRACE": logging.DEBUG, "DEBUG": logging.DEBUG, "INFO": logging.INFO, "ERROR": logging.ERROR}
     logging.basicConfig(level=levels.get(level, logging.WARNING), format="%(levelname)s %(name)s: %(message)s")
+
+
+# -- the vocabulary of a GGUF file ---------------------------------------------------------------
+
+
+class NoVocabulary(Exception):
+    """There is no such vocabulary; says why, and what to give instead."""
+
+
+class ModelVocabulary:
+    """The tokens of a model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if tokenizer.eos_id is None:
+            raise NoVocabulary("this model has no EOS token, which controllers end with")
+        self._tokenizer = tokenizer
+        self.n_vocab = tokenizer.n_tokens
+        self.eos = tokenizer.eos_id
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._tokenizer.token_to_bytes(token)
+
+    def tokenize(self, text: bytes) -> TokenIds:
+        return self._tokenizer.encode(
+            text.decode("utf-8", "replace"), add_special=False, parse_special=False, continues=True
+        )
+
+    def tokenize_prompt(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).tolist()
+        return ids
+
+
+@contextlib.contextmanager
+def open_vocabulary(name: str, llama_dir: Path | None = None) -> Iterator[ModelVocabulary]:
+    """The vocabulary of a model, until the end of the context.
+
+    Args:
+        name: a GGUF file, with or without ``.gguf``, a model of this machine, or ``embedded``.
+
+    Raises:
+        NoVocabulary: there is none.
+        ModelError: see ``uma_trio.models.vocabulary``.
+    """
+    with vocabulary(_find(name), llama_dir) as tokenizer:
+        yield ModelVocabulary(tokenizer)
+
+
+def _find(name: str) -> Path:
+    """The GGUF file that ``name`` means.  Raises ``NoVocabulary``."""
+    if (path := Path(f"{name}.gguf")).is_file():
+        return path
+    try:
+        path = find_here(name, find_model_locations(os.environ)).path
+    except HubError as error:
+        hint = "; this runtime downloads no tokenizers" if name in REFERENCE_NAMES else ""
+        raise NoVocabulary(f"there is no tokenizer {name}{hint}: {error}") from None
+    if not path.is_file():
+        raise NoVocabulary(f"there is no tokenizer {name}; give a GGUF file, the name of a model, or embedded")
+    return path

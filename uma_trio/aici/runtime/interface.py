@@ -88,6 +88,10 @@ class StopSequence:
 MidAction: TypeAlias = Sample | Splice | StopSequence
 
 
+class BadRequest(Exception):
+    """The engine has asked for what cannot be done now; says why."""
+
+
 class BadModule(Exception):
     """The module cannot be used; says why.  The one who uploaded it can fix it."""
 

@@ -27,7 +27,7 @@ import attrs
 
 from uma_trio.aici.messages import Auth, ModuleInfo, ModuleRecord, TagInfo
 from uma_trio.aici.runtime.interface import TURN_SECONDS, CannotCompile
-from uma_trio.aici.runtime.module_space import MIB, NoRoom, Space, StoredModule, to_remove
+from uma_trio.aici.runtime.module_space import NoRoom, Space, StoredModule, to_remove
 from uma_trio.aici.runtime.shipped_modules import ShippedModules
 from uma_trio.aici.runtime.store_files import (
     MODULE_ID,
@@ -58,8 +58,6 @@ MAX_TAGS: Final = 1000
 MAX_LISTED: Final = 10_000
 """Modules in a list of those of all owners."""
 
-DEFAULT_SPACE: Final = Space(max_bytes=1024 * MIB, max_owner_bytes=256 * MIB)
-
 LOCK_S: Final = 5.0
 """Longest wait for another runtime that changes the same folder."""
 LOCK_POLL_S: Final = 0.02
@@ -79,13 +77,11 @@ class ModuleStore:
         shipped: the controllers that come with uma-trio, by name: everybody has them, whatever happens to the folder.
     """
 
-    def __init__(
-        self, folder: Path, host: WasmHost, space: Space = DEFAULT_SPACE, shipped: Mapping[str, bytes] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, host: WasmHost, space: Space, shipped: Mapping[str, bytes]) -> None:
         self._folder = folder
         self._host = host
         self._space = space
-        self._shipped = ShippedModules(shipped or {}, host, folder / "shipped")
+        self._shipped = ShippedModules(shipped, host, folder / "shipped")
         self._shared = TagFiles(folder / "shared")
         self._lock = threading.Lock()
         self._of_module: weakref.WeakValueDictionary[tuple[str, str], _ModuleLock] = weakref.WeakValueDictionary()

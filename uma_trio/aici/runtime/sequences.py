@@ -24,7 +24,7 @@ from uma_trio.aici.messages import (
     SequenceResult,
 )
 from uma_trio.aici.runtime.calls import CallThreads
-from uma_trio.aici.runtime.interface import ALLOWED, Limits, Row
+from uma_trio.aici.runtime.interface import ALLOWED, BadRequest, Limits, Row
 from uma_trio.aici.runtime.live_sequence import (
     ControllerCall,
     ForkCall,
@@ -152,9 +152,9 @@ class Sequences:
         """Ask which tokens are allowed next.  Their rows are in shared memory when this returns.
 
         Raises:
-            TooManyRows, OSError: see ``open_rows``.
+            BadRequest, OSError: see ``_open_rows``.
         """
-        rows = open_rows(self._biases, len(request.ops), self._n_vocab)
+        rows = _open_rows(self._biases, len(request.ops), self._n_vocab)
         rows[:] = ALLOWED
         deadline = self._deadline(self._limits.max_step_ms)
         errors = self._mid_errors(request.ops)
@@ -279,22 +279,18 @@ def _by_text(found: dict[int, T]) -> dict[str, T]:
     return {str(id): each for id, each in found.items()}
 
 
-class TooManyRows(Exception):
-    """The shared memory is too small for a row for each sequence."""
-
-
-def open_rows(memory: SharedMemory, n_rows: int, n_vocab: int) -> npt.NDArray[np.float32]:
+def _open_rows(memory: SharedMemory, n_rows: int, n_vocab: int) -> npt.NDArray[np.float32]:
     """The biases of ``n_rows`` sequences, shape ``[n_rows, n_vocab]``: a view of the shared memory.
 
     The engine adds a row to the logits of a sequence.  The runtime overwrites the rows in the next ``mid_process``.
     The view must be gone before the memory is closed.
 
     Raises:
-        TooManyRows: see there.
+        BadRequest: the shared memory is too small for a row for each sequence.
         OSError: no room in shared memory.
     """
     n_bytes = n_rows * n_vocab * 4
     if memory.size <= n_bytes:
-        raise TooManyRows(f"shm size too small: {memory.size} bytes for {n_rows} rows of {n_vocab} floats")
+        raise BadRequest(f"shm size too small: {memory.size} bytes for {n_rows} rows of {n_vocab} floats")
     memory.reserve(0, n_bytes)
     return np.frombuffer(memory.map, "<f4", n_rows * n_vocab).reshape(n_rows, n_vocab)

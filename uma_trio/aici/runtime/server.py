@@ -48,6 +48,7 @@ from uma_trio.aici.runtime.answer_size import FRAME_BYTES, shorten_to_fit
 from uma_trio.aici.runtime.host import WasmHost
 from uma_trio.aici.runtime.interface import (
     BadModule,
+    BadRequest,
     CannotCompile,
     ControllerError,
     ControllerTimeout,
@@ -56,9 +57,9 @@ from uma_trio.aici.runtime.interface import (
 )
 from uma_trio.aici.runtime.live_sequence import controller_error
 from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
-from uma_trio.aici.runtime.sequences import Sequences, TooManyRows
+from uma_trio.aici.runtime.sequences import Sequences
 from uma_trio.aici.runtime.variables import Variables
-from uma_trio.aici.runtime.waiting import TooManyWaiting, WaitingControllers
+from uma_trio.aici.runtime.waiting import WaitingControllers
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +75,6 @@ MAX_UPLOADS: Final = 8
 
 class UserError(Exception):
     """The one who uploaded or chose the controller can fix it."""
-
-
-class EngineError(Exception):
-    """The engine sent something wrong."""
 
 
 class Server:
@@ -189,7 +186,7 @@ class Server:
             return encode(Error(str(error), is_user_error=True, rid=received.rid))
         except OSError as error:
             return encode(Error(error.strerror or str(error), rid=received.rid))
-        except (CannotCompile, EngineError, TooManyRows, TooManyWaiting) as error:
+        except (CannotCompile, BadRequest) as error:
             return encode(Error(str(error), rid=received.rid))
         except Exception as error:  # a bug must not end the runtime
             log.exception("%s", type(received.request).__name__)
@@ -217,7 +214,7 @@ class Server:
                 return self._sequences.mid(request)
             case Stop():
                 self._on_stop()
-        raise EngineError("bad op")
+        raise BadRequest("bad op")
 
     def _do_side(self, received: ReceivedRequest) -> Any:
         auth = received.auth
@@ -241,13 +238,13 @@ class Server:
                 return Empty()
             case Stop():
                 self._on_stop()
-        raise EngineError("bad op")
+        raise BadRequest("bad op")
 
     def _instantiate(self, request: Instantiate, auth: Auth) -> None:
         prompt = request.prompt
         tokens = self._vocabulary.tokenize_prompt(prompt) if isinstance(prompt, str) else prompt
         if any(token >= self._vocabulary.n_vocab for token in tokens):
-            raise EngineError(f"a token of the prompt is not in [0, {self._vocabulary.n_vocab})")
+            raise BadRequest(f"a token of the prompt is not in [0, {self._vocabulary.n_vocab})")
         self._waiting.check_room()
         module = self._modules.open(request.module_id, auth)
         deadline = time.monotonic() + self._limits.max_init_ms / 1000

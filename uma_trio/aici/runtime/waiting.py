@@ -10,6 +10,7 @@ from typing import Final
 import attrs
 
 from uma_trio.aici.runtime.controller import Controller
+from uma_trio.aici.runtime.interface import BadRequest
 
 MAX_WAITING: Final = 256
 
@@ -18,10 +19,6 @@ MAX_WAITING: Final = 256
 class _Waiting:
     controller: Controller
     since: float
-
-
-class TooManyWaiting(Exception):
-    """``MAX_WAITING`` controllers wait for a sequence."""
 
 
 class WaitingControllers:
@@ -39,9 +36,9 @@ class WaitingControllers:
         self._waiting: dict[str, _Waiting] = {}
 
     def check_room(self) -> None:
-        """Raises ``TooManyWaiting`` if there is no room for another one."""
+        """Raises ``BadRequest`` if there is no room for another one."""
         if len(self._waiting) >= MAX_WAITING:
-            raise TooManyWaiting(f"{MAX_WAITING} controllers wait for a sequence already; assign them with pre_ops")
+            raise BadRequest(f"{MAX_WAITING} controllers wait for a sequence already; assign them with pre_ops")
 
     def put(self, req_id: str, controller: Controller) -> None:
         """Add a controller; one that waits for the same request is closed."""
