@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import click
 
@@ -17,7 +17,9 @@ LINE_S: Final = 15.0
 """Seconds between two lines about one download."""
 
 
-class _Shown(Protocol):
+class _Shown:
+    """What the sums go to.  Shows nothing."""
+
     def start(self, name: str, done: int, total: int | None) -> None: ...
     def progress(self, done: int, total: int | None) -> None: ...
     def message(self, text: str) -> None: ...
@@ -27,11 +29,11 @@ class View(PullReporter):
     """Adds up the parts of a model.
 
     Args:
-        shown: what the sums go to; ``None``: nowhere.
+        shown: what the sums go to; by default nowhere.
     """
 
-    def __init__(self, shown: _Shown | None = None) -> None:
-        self._shown = shown or _Silent()
+    def __init__(self, shown: _Shown = _Shown()) -> None:  # noqa: B008  (it has no state)
+        self._shown = shown
         self._name: str | None = None
         self._done: list[int | None] = []
         self._sizes: list[int | None] = []
@@ -87,7 +89,7 @@ def pull_view(*, quiet: bool = False) -> Iterator[View]:
         yield View(_Lines())
 
 
-class _Bar:
+class _Bar(_Shown):
     """A bar of rich, whose rate does not count what was there before."""
 
     def __init__(self, progress: Any) -> None:
@@ -107,7 +109,7 @@ class _Bar:
         self._progress.console.print(text, style="dim", markup=False, highlight=False)
 
 
-class _Lines:
+class _Lines(_Shown):
     """A line now and then."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -141,14 +143,3 @@ class _Lines:
 
     def message(self, text: str) -> None:
         click.echo(text, err=True)
-
-
-class _Silent:
-    def start(self, name: str, done: int, total: int | None) -> None:
-        pass
-
-    def progress(self, done: int, total: int | None) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass

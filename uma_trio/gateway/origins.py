@@ -5,6 +5,9 @@ could be rebound, so every address is allowed, and so are the names of this mach
 configured.  A page of another origin sends its ``Origin``, and may only use the gateway if that is configured.  Pages
 that this machine serves to its own browser, at any port, are allowed unless the operator says otherwise: whoever can put
 one there can also use the gateway without a browser.
+
+Starlette's own middlewares for hosts and CORS know neither addresses as a whole, nor pages of the same host, of this
+machine or of a scheme of applications, and they refuse in plain text instead of in the dialect of the path.
 """
 
 from __future__ import annotations
