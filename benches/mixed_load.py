@@ -46,7 +46,7 @@ from uma_trio.demo.recording import (
     switches,
 )
 from uma_trio.demo.scorecard import Counters
-from uma_trio.engine.cores import default_threads
+from uma_trio.engine.machine import default_threads
 from uma_trio.models.loaded import EMBEDDED
 
 RIVAL = "llama-server"

@@ -25,8 +25,8 @@ from report import cell, table
 from uma_trio import config
 from uma_trio.demo.recording import percentile
 from uma_trio.engine.calibrate import MAX_CURVE_DECODES, Trial, measured_curves
-from uma_trio.engine.cores import default_threads
 from uma_trio.engine.link import ProcessLauncher
+from uma_trio.engine.machine import default_threads
 from uma_trio.models.loaded import EMBEDDED, open_model
 from uma_trio.scheduling.cost import CostModel, LinearModel, Work
 from uma_trio.scheduling.row_curve import RowCurve

@@ -99,7 +99,8 @@ GPU_BENCHES: Final = (
 LIST_DEVICES: Final = """
 import sys
 import msgspec
-from uma_trio.engine.inspect import LibraryProblem, load_library
+from uma_trio.engine.inspect import load_library
+from uma_trio.engine.installed import LibraryProblem
 try:
     sys.stdout.buffer.write(msgspec.json.encode(load_library().devices))
 except LibraryProblem as problem:

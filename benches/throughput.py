@@ -40,7 +40,7 @@ from rigs import (
 )
 
 from uma_trio.demo.recording import Track, durations_ms, percentile
-from uma_trio.engine.cores import default_threads
+from uma_trio.engine.machine import default_threads
 from uma_trio.models.loaded import EMBEDDED
 
 SERVER, BENCH = "llama-server", "llama-batched-bench"

@@ -29,7 +29,8 @@ from uma_trio.kv.ops import LoadState, MeasureState, SaveState
 from uma_trio.kv.prefix import MIN_SHARED_TOKENS, Tokens
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
-from uma_trio.store import MemoryStates, StateFileError
+from uma_trio.store.memory_states import MemoryStates
+from uma_trio.store.state_folder import StateFileError
 from uma_trio.telemetry.measures import snapshot_of
 from uma_trio.telemetry.metrics import OffloadMetrics
 

@@ -21,8 +21,8 @@ import trio
 from uma_trio.aici import library
 from uma_trio.aici.exchange import ControllerRuntime
 from uma_trio.config import MB, Config, Sampling
-from uma_trio.engine import tuning_cache
 from uma_trio.engine.purpose import IN_WORDS
+from uma_trio.engine.saved_costs import save_costs
 from uma_trio.errors import BadRequest, ControllerUnavailable, RequestTimeout, ShuttingDown, UmaError
 from uma_trio.fair_limiter import FairLimiter
 from uma_trio.grammar import AnswerShape, Grammar
@@ -56,7 +56,7 @@ from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
 from uma_trio.serving.stats import log_request
 from uma_trio.sessions import Sessions, SessionTurn
-from uma_trio.store import Journal
+from uma_trio.store.journal import Journal
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.service")
@@ -246,7 +246,7 @@ class ModelService:
     def keep_learned_costs(self) -> None:
         """Keep what was learned of the engine's speed for the next start.  Blocks briefly."""
         self.set_threads(self.n_threads)
-        tuning_cache.save_costs(self._model.cost_name, self._scheduler.timings.cost)
+        save_costs(self._model.cost_name, self._scheduler.timings.cost)
 
     def stop(self) -> None:
         """End all requests and the engine at once."""

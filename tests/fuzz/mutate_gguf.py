@@ -46,11 +46,10 @@ import llama_abi
 from tests.support.bench_scripts import bench_script
 from tests.support.real_daemon import ROOT
 from uma_trio import config
-from uma_trio.engine.messages import EmbeddingInput, Step
+from uma_trio.engine.messages import EmbeddingInput, LoadError, Step
 from uma_trio.engine.pooling import PoolingEngine
 from uma_trio.engine.purpose import Purpose
-from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.engine.vocab_only import open_vocabulary
+from uma_trio.engine.tokenizer import Tokenizer, open_vocabulary
 from uma_trio.models.gguf_check import GgufError, check_gguf
 from uma_trio.models.gguf_header import TENSOR_TYPES
 
@@ -593,7 +592,7 @@ def attempt(library: llama_abi.Library, path: Path) -> tuple[str, str]:
         return "python error", f"check_gguf: {error!r}"
     try:
         run_file(library, path, summary.purpose)
-    except llama_abi.LlamaError as error:
+    except (llama_abi.LlamaError, LoadError) as error:
         return "refused by the library", str(error)
     except Exception as error:  # noqa: BLE001  (a finding)
         return "python error", repr(error)

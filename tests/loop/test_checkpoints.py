@@ -23,7 +23,7 @@ from uma_trio.daemon.storage import saved_state
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.kv.checkpoints import TOKENS_AFTER_LAST
 from uma_trio.kv.ops import SaveCheckpoint
-from uma_trio.store import StoredState
+from uma_trio.store.state_format import StoredState
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 N_TOKENS = 150

@@ -33,7 +33,7 @@ from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Generate
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.serving.scheduler import Scheduler
-from uma_trio.store import StateFolder
+from uma_trio.store.state_folder import StateFolder
 
 KV_LAYOUTS = pytest.mark.parametrize("kv_unified", ["off", "on"])
 

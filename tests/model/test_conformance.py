@@ -29,7 +29,7 @@ def make(library):
 
 @pytest.fixture(scope="module")
 def prompts(library):
-    from uma_trio.engine.vocab_only import open_vocabulary
+    from uma_trio.engine.tokenizer import open_vocabulary
 
     texts = ("The capital of France", "Once upon a time a fox", "Monday, Tuesday, Wednesday,", "1 2 3 4 5 6")
     with open_vocabulary(EMBEDDED) as vocabulary:

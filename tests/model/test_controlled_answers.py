@@ -20,7 +20,7 @@ from uma_trio import config
 from uma_trio.engine.link import ProcessLauncher
 from uma_trio.engine.messages import Start
 from uma_trio.engine.supervisor import SupervisedEngine
-from uma_trio.engine.vocab_only import open_vocabulary
+from uma_trio.engine.tokenizer import open_vocabulary
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal

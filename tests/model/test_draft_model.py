@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.draft_contract import *  # noqa: F403  (the tests)
 from tests.support.draft_contract import drafts_after
+from tests.support.random_adapters import two_adapters
 from tests.support.real_daemon import real_daemon
 from uma_trio import config
 from uma_trio.engine.messages import DraftInput
@@ -21,7 +22,9 @@ def open_engine(library):
     opened = []
 
     def open_engine(**settings):
-        opened.append(LlamaEngine(EMBEDDED, config.Model(**{**SMALL, "draft_model": str(EMBEDDED), **settings})))
+        adapters = settings.pop("adapters", ())
+        model = config.Model(**{**SMALL, "draft_model": str(EMBEDDED), **settings})
+        opened.append(LlamaEngine(EMBEDDED, model, adapters=adapters))
         return opened[-1]
 
     yield open_engine
@@ -37,7 +40,7 @@ def drafting(open_engine):
 
 @pytest.fixture(scope="module")
 def prompts(library):
-    from uma_trio.engine.vocab_only import open_vocabulary
+    from uma_trio.engine.tokenizer import open_vocabulary
 
     texts = ("What is the capital of France?\n", "Repeat: one two three\n", "What is 3 + 4?\n")
     with open_vocabulary(EMBEDDED) as vocabulary:
@@ -78,6 +81,8 @@ def test_another_vocabulary_is_refused(open_engine, tmp_path):
     other.write_bytes(EMBEDDED.read_bytes().replace(b"Monday", b"Munday"))
     with pytest.raises(llama_abi.LlamaError, match=r"other.gguf has another vocabulary: token \d+ is ' ?Munday'"):
         open_engine(draft_model=str(other))
+    with pytest.raises(llama_abi.LlamaError, match=r"other.gguf has another vocabulary"):  # and not that it is in use
+        open_engine(draft_model=str(other), adapters=two_adapters(EMBEDDED))
 
 
 def test_a_daemon_with_a_draft_model(library):

@@ -20,7 +20,7 @@ from uma_trio.engine.fitting import open_engine
 from uma_trio.engine.link import ProcessLauncher, ThreadLauncher
 from uma_trio.engine.messages import EngineDied, LoadError, Start, Step, StepInput
 from uma_trio.engine.process import EngineProcess
-from uma_trio.engine.vocab_only import open_vocabulary
+from uma_trio.engine.tokenizer import open_vocabulary
 from uma_trio.grammar import GrammarCompiler, LocalChecker, Vocabulary
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.protocol.requests import Constraint

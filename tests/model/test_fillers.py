@@ -82,7 +82,7 @@ def engine(open_engine: Callable[..., Any], flash_attn: str) -> Any:
 
 @pytest.fixture(scope="module")
 def prompts(library: None) -> list[list[int]]:
-    from uma_trio.engine.vocab_only import open_vocabulary
+    from uma_trio.engine.tokenizer import open_vocabulary
 
     with open_vocabulary(EMBEDDED) as vocabulary:
         return [vocabulary.tokenizer.encode(text).tolist() for text in TEXTS]

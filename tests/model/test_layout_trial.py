@@ -17,7 +17,7 @@ from uma_trio.engine import layout_choice, layout_trial
 from uma_trio.engine.layout import Layout, LayoutChoice, MeasuredLayout, choose
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
-from uma_trio.engine.tuning_cache import GIVEN_UP_S, FileLayoutCache
+from uma_trio.engine.saved_layouts import GIVEN_UP_S, FileLayoutCache
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.sampling import SamplingParams
 

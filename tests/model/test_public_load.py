@@ -75,7 +75,7 @@ def test_both_servers(library, environment, tmp_path, folder):
 
 
 async def test_aiperf_has_the_ids_of_the_servers(library, environment, tmp_path):
-    from uma_trio.engine.vocab_only import open_vocabulary
+    from uma_trio.engine.tokenizer import open_vocabulary
     from uma_trio.models.loaded import EMBEDDED
 
     generator = bench_script("public_generator")

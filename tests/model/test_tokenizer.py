@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import llama_abi
 from llama_abi import TokenAttr
 from tests.support.real_daemon import ROOT
-from uma_trio.engine.tokenizer import InvalidTokenId, TokenizedText, Tokenizer
-from uma_trio.engine.vocab_only import open_vocabulary
+from uma_trio.engine.tokenizer import InvalidTokenId, TokenizedText, Tokenizer, open_vocabulary
 from uma_trio.models.loaded import EMBEDDED
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models"

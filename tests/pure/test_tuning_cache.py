@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from uma_trio.engine.tuning_cache import load_corrections, load_costs, model_fingerprint, save_costs
+from uma_trio.engine.fingerprint import model_fingerprint
+from uma_trio.engine.saved_costs import load_costs, save_costs
+from uma_trio.engine.saved_layouts import load_corrections
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.decode_split import DecodeCallTimes
 from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve

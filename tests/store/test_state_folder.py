@@ -25,9 +25,16 @@ from hypothesis import strategies as st
 
 from tests.support.crashes import crash_everywhere
 from tests.support.state_files import content_of, fill
-from uma_trio.store import CorruptState, StateDraft, StateFileError, StateFolder, StateReader, StoredState
 from uma_trio.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile
-from uma_trio.store.state_folder import QUARANTINE_SUFFIX, SUFFIX
+from uma_trio.store.state_folder import (
+    QUARANTINE_SUFFIX,
+    SUFFIX,
+    CorruptState,
+    StateDraft,
+    StateFileError,
+    StateFolder,
+    StateReader,
+)
 from uma_trio.store.state_format import (
     FIELDS,
     HASH_BYTES,
@@ -35,6 +42,7 @@ from uma_trio.store.state_format import (
     PAGE_BYTES,
     PAYLOAD_AT,
     Header,
+    StoredState,
     decode_header,
     encode_header,
     fingerprint_of,

@@ -36,7 +36,8 @@ from uma_trio.sampling import ReasoningMarkers
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.service import ModelService
 from uma_trio.serving.scheduler import Scheduler
-from uma_trio.store import Journal, StateFolder
+from uma_trio.store.journal import Journal
+from uma_trio.store.state_folder import StateFolder
 
 NO_STORAGE: Final = Storage()
 BEFORE, BETWEEN, AFTER = (1,), (2, 3), (4,)

@@ -13,7 +13,7 @@ import trio
 
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.kv.prefix import Tokens
-from uma_trio.store import StateDraft, StateFileError, StateReader
+from uma_trio.store.state_folder import StateDraft, StateFileError, StateReader
 from uma_trio.store.state_format import PAGE_BYTES, hash_of
 
 

@@ -19,7 +19,10 @@ import numpy.typing as npt
 
 from tests.support.state_files import fill
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.store import Journal, JournalError, SessionKey, SessionRecord, StateFolder, StoreError
+from uma_trio.store.folder import StoreError
+from uma_trio.store.journal import Journal, JournalError
+from uma_trio.store.journal_format import SessionKey, SessionRecord
+from uma_trio.store.state_folder import StateFolder
 
 NOBODY = 65534
 

@@ -179,7 +179,7 @@ def _service(flags: Sequence[str]) -> Service:
     from uma_trio.cli.model_option import located
     from uma_trio.cli.service_units import Service
     from uma_trio.config import ConfigError, models_of
-    from uma_trio.engine.inspect import LibraryProblem, read_stamp
+    from uma_trio.engine.installed import LibraryProblem, read_stamp
     from uma_trio.hub.errors import HubError
     from uma_trio.interpreter import PYTHON
     from uma_trio.models.chosen_template import choose_template

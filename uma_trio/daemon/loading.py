@@ -16,10 +16,9 @@ from uma_trio.aici.supervisor import SupervisedRuntime
 from uma_trio.config import MB, Config, Model, settings_of_model
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.storage import open_storage, state_dir, storage_name
-from uma_trio.engine.cores import default_threads
 from uma_trio.engine.fit import FLOOR_TOKENS
 from uma_trio.engine.link import Launcher
-from uma_trio.engine.memory import machine_memory_bytes
+from uma_trio.engine.machine import default_threads, machine_memory_bytes
 from uma_trio.engine.purpose import Purpose
 from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import AliasFileError, HubError

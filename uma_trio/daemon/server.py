@@ -36,7 +36,6 @@ from uma_trio.daemon.loading import CurrentPerfLog, Opener, limits_of, specs_of
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.daemon.uploads import Uploads
-from uma_trio.engine.fitting import open_engine
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
 from uma_trio.engine.process import EngineProcess
 from uma_trio.errors import ErrorWithRemedy, TooManyConnections, UmaError
@@ -265,6 +264,8 @@ def make_launcher(config: Config, nursery: trio.Nursery, first: EngineProcess | 
     """
     if config.engine.mode == "process":
         return ProcessLauncher(nursery, first=first)
+    from uma_trio.engine.fitting import open_engine  # code of the engine, which only this mode has in the daemon
+
     return ThreadLauncher(nursery, open_engine)
 
 

@@ -11,6 +11,9 @@ from uma_trio import config
 
 MIB: Final = 1 << 20
 
+CPU_ALONE: Final = ("none",)
+"""The setting ``devices`` without any."""
+
 GPU_KINDS: Final = ("gpu", "igpu")
 
 BACKENDS: Final = {"cuda": "CUDA", "hip": "ROCm", "vulkan": "Vulkan", "metal": "Metal"}

@@ -6,6 +6,7 @@ of each sequence it holds.  So after a restart, or when its cells were taken, th
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,10 +53,10 @@ class Drafter:
         use_mmap: bool,
     ) -> None:
         self.name = path.name
-        self._model = llama_abi.Model(
-            target.library, path, n_gpu_layers=gpu_layers, placement=placement, use_mmap=use_mmap
-        )
-        try:
+        with contextlib.ExitStack() as stack:
+            self._model = stack.enter_context(
+                llama_abi.Model(target.library, path, n_gpu_layers=gpu_layers, placement=placement, use_mmap=use_mmap)
+            )
             check_vocabulary(target.vocab, self._model.vocab, self.name)
             if self._model.is_recurrent or self._model.is_hybrid or self._model.n_swa:
                 raise llama_abi.LlamaError(f"the draft model {self.name} cannot take tokens back; use another one")
@@ -73,10 +74,9 @@ class Drafter:
             self._held: dict[int, list[int]] = {}
             """The tokens in its KV cache, by sequence."""
             self._open()
+            stack.callback(lambda: self._context.close())  # ``reset`` replaces it
             self.call_ms, self.token_ms = self._measure()
-        except BaseException:
-            self._model.close()
-            raise
+            self._owned = stack.pop_all()
 
     def _open(self) -> None:
         self._context = llama_abi.Context(self._model, self._options)
@@ -109,8 +109,7 @@ class Drafter:
         self._context.set_threads(min(self._n_threads, n_threads), n_threads)
 
     def close(self) -> None:
-        self._context.close()
-        self._model.close()
+        self._owned.close()
 
     # -- proposing ------------------------------------------------------------------------------
 

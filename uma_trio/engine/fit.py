@@ -24,7 +24,7 @@ import attrs
 import msgspec
 
 from uma_trio import config
-from uma_trio.engine.devices import MIB, size
+from uma_trio.engine.devices import CPU_ALONE, MIB, size
 from uma_trio.engine.layout import (
     DEFAULT_WINDOW,
     KV_CELL_MULTIPLE,
@@ -35,7 +35,6 @@ from uma_trio.engine.layout import (
     Shape,
     default_layout,
 )
-from uma_trio.engine.placement import CPU_ALONE
 from uma_trio.errors import ErrorWithRemedy
 
 FLOOR_TOKENS: Final = 2048
@@ -47,6 +46,9 @@ LEAST_TOKENS: Final = 512
 """Context of a request below which a model is of no use."""
 SMALL_BATCH: Final = 128
 """Tokens of a batch where memory is short."""
+
+SHARES: Final = (1.0, 0.85, 0.7)
+"""How much of the free memory each attempt to load a model may take.  The next one follows if there was not enough."""
 
 RESERVE_SHARE: Final = 0.06
 MIN_RESERVE: Final = 64 * MIB

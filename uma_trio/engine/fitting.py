@@ -15,9 +15,11 @@ import msgspec
 
 import llama_abi
 from uma_trio import config
-from uma_trio.engine import tuning_cache
+from uma_trio.engine import saved_layouts
+from uma_trio.engine.fingerprint import model_fingerprint
 from uma_trio.engine.fit import (
     NO_COMPANIONS,
+    SHARES,
     SMALL_BATCH,
     Arrangement,
     Companions,
@@ -31,17 +33,21 @@ from uma_trio.engine.fit import (
     estimate_compute,
     fit,
 )
-from uma_trio.engine.layout import ContextTooLarge, Environment, Layout, LayoutCache, Shape, candidates
+from uma_trio.engine.layout import (
+    ContextTooLarge,
+    Environment,
+    KvCacheTooSmall,
+    Layout,
+    LayoutCache,
+    Shape,
+    candidates,
+)
 from uma_trio.engine.layout_choice import context_options, environment_of
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.load_errors import LOAD_ERRORS
-from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
+from uma_trio.engine.machine import anonymous_bytes, free_memory_bytes
 from uma_trio.engine.messages import NO_MEMORY, AdapterFile, EngineError, LoadError, Start
-from uma_trio.engine.placement import Place, library_environment, open_library, place
+from uma_trio.engine.placement import Place, PlacementError, library_environment, open_library, place
 from uma_trio.engine.pooling import PoolingEngine
-
-SHARES: Final = (1.0, 0.85, 0.7)
-"""How much of the free memory each attempt to load a model may take.  The next one follows if there was not enough."""
 
 CLEARLY: Final = 0.5
 """A model that takes less than this share of the free memory by a cautious estimate fits without a closer look."""
@@ -50,6 +56,9 @@ MAX_CORRECTION: Final = 1.5
 """What was taken beyond this multiple of what was predicted is another program's."""
 WEIGHT_OF_NEW: Final = 0.5
 """Weight of the latest load, against what was learned before."""
+
+LOAD_ERRORS: Final = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall, ContextTooLarge, PlacementError)
+"""What opening an engine raises: about the model, or about the library."""
 
 RAM: Final = "RAM"
 
@@ -96,8 +105,8 @@ def open_fitted(
         )
     library = open_library(settings)
     where = place(settings, library)
-    name = tuning_cache.model_fingerprint(path, "memory", *library_environment(library))
-    learned = tuning_cache.load_corrections(name, cache_dir)
+    name = model_fingerprint(path, "memory", *library_environment(library))
+    learned = saved_layouts.load_corrections(name, cache_dir)
     memories = [
         msgspec.structs.replace(
             each,
@@ -131,7 +140,7 @@ def open_fitted(
         if need
     }
     if any(abs(value - learned.get(each, 1.0)) > 0.01 for each, value in corrections.items()):
-        tuning_cache.save_corrections(name, learned | corrections, cache_dir)
+        saved_layouts.save_corrections(name, learned | corrections, cache_dir)
     predicted = {each.name: need for each, need in zip(found.memories, found.needs, strict=True)}
     free = {each.name: each.free_bytes for each in found.memories}
     engine.fit = FitReport(found.choice, found.why, free, predicted, taken)
@@ -385,7 +394,7 @@ def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngi
             start.settings,
             start.sizes,
             on_progress=on_progress,
-            layout_cache=tuning_cache.FileLayoutCache(start.path, start.cache_dir),
+            layout_cache=saved_layouts.FileLayoutCache(start.path, start.cache_dir),
             cache_dir=start.cache_dir,
             min_batch=start.min_batch,
             attempt=start.attempt,
@@ -395,6 +404,7 @@ def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngi
             target_itl_ms=start.target_itl_ms,
         )
     except (OSError, MemoryError, EngineError, DoesNotFit, *LOAD_ERRORS) as error:
-        raise LoadError(str(error), is_about_memory=is_about_memory(error)) from error
+        reason, remedy = getattr(error, "reason", str(error)), getattr(error, "remedy", "")
+        raise LoadError(reason, remedy, is_about_memory=is_about_memory(error)) from error
     engine.measure_memory()
     return engine

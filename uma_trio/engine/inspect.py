@@ -1,4 +1,4 @@
-"""Facts about the built library as plain values, for ``uma-trio doctor``."""
+"""The loaded library and its devices, and what a loaded model computes on, as plain values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 import llama_abi
 from llama_abi.gpus import look
-from llama_abi.stamp import fix, in_checkout, library_directory
+from llama_abi.stamp import in_checkout
 from uma_trio import config
 from uma_trio.engine.devices import (
     Device,
@@ -20,21 +20,8 @@ from uma_trio.engine.devices import (
     memory_by_device,
     split_in_words,
 )
+from uma_trio.engine.installed import LibraryProblem
 from uma_trio.engine.placement import Place
-from uma_trio.errors import ErrorWithRemedy
-
-
-class LibraryProblem(ErrorWithRemedy):
-    """The library cannot be used."""
-
-
-@attrs.frozen
-class StampFacts:
-    """The source of a library: what its stamp says, verified against its files."""
-
-    pin: str
-    backend: str
-    directory: Path
 
 
 @attrs.frozen
@@ -49,33 +36,6 @@ class LibraryFacts:
     """Files of the backends that were chosen for this machine, if they are plug-ins."""
     unused_plugins: tuple[str, ...]
     """Backends that are installed and do not load on this machine, with the reason."""
-
-
-def read_stamp(named: Path | None = None) -> StampFacts:
-    """Read the stamp of the library and verify it against its files.  Loads nothing.
-
-    Args:
-        named: its directory; by default the one that ``llama_abi.load`` takes.
-
-    Raises:
-        LibraryProblem: there is no stamp, or the files differ from it.
-    """
-    directory = library_directory(named)
-    try:
-        stamp = llama_abi.Stamp.read(directory)
-        stamp.verify(directory)
-        return StampFacts(stamp.pin, stamp.backend_in_use, directory)
-    except llama_abi.LibraryError as error:
-        raise LibraryProblem(error.reason, error.remedy) from None
-
-
-def library_fix(named: Path | None = None) -> str:
-    """The command that installs or builds the library anew, where it loads and does not work.
-
-    Args:
-        named: its directory; by default see ``llama_abi.load``.
-    """
-    return fix(library_directory(named), clean=True)
 
 
 def load_library(named: Path | None = None) -> LibraryFacts:

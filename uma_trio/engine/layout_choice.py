@@ -12,7 +12,6 @@ import attrs
 
 import llama_abi
 from uma_trio import config
-from uma_trio.engine.cores import default_threads
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
     KV_CELL_MULTIPLE,
@@ -26,7 +25,7 @@ from uma_trio.engine.layout import (
     rule_in_words,
 )
 from uma_trio.engine.layout_trial import try_layouts
-from uma_trio.engine.memory import free_memory_bytes, machine_memory_bytes
+from uma_trio.engine.machine import default_threads, free_memory_bytes, machine_memory_bytes
 from uma_trio.engine.placement import Place, compute_environment
 from uma_trio.scheduling.attention import AttentionScan
 

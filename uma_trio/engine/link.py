@@ -167,7 +167,7 @@ class EngineLink:
                         case Loading():
                             on_progress(message.progress)
                         case LoadFailed():
-                            raise LoadError(message.reason, is_about_memory=message.is_about_memory)
+                            raise LoadError(message.reason, message.remedy, is_about_memory=message.is_about_memory)
                         case Ready():
                             self.ready = message
                             loaded = True

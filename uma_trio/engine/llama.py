@@ -19,7 +19,6 @@ import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.adapter_calls import split_by_adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
-from uma_trio.engine.cores import spare_cores
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.draft import Drafter
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
@@ -41,8 +40,8 @@ from uma_trio.engine.layout_choice import (
     shape_of,
 )
 from uma_trio.engine.loaded_adapters import LoadedAdapters
+from uma_trio.engine.machine import free_memory_bytes, machine_memory_bytes, spare_cores
 from uma_trio.engine.masks import Masks
-from uma_trio.engine.memory import free_memory_bytes, machine_memory_bytes
 from uma_trio.engine.messages import (
     MASK_LATE,
     AdapterFile,
@@ -99,52 +98,76 @@ class LlamaEngine:
         layouts: Collection[str] | None = None,
         target_itl_ms: float = config.DEFAULT_TARGET_ITL_MS,
     ) -> None:
-        settings = with_defaults(settings)
+        self._settings = with_defaults(settings)
+        self.fit: FitReport | None = None
+        """How the settings were chosen; set by the caller that chose them."""
+        self.masks: Masks | None = None
+        self._device_s = 0.0
+        """How long the device computed after the latest ``llama_decode`` call had returned."""
+        self._abort = llama_abi.AbortFlag()
+        with contextlib.ExitStack() as stack:
+            self._load(stack, path, on_progress, adapters, layout_cache, layouts, target_itl_ms)
+            self._open_parts(stack)
+            self._info = self._describe_model(path)
+            self._kv_operations = KvOperations(unified=self._info.unified, n_threads=self._info.spare_cores)
+            stack.callback(self._kv_operations.close)
+            self._owned = stack.pop_all()
+
+    def _load(
+        self,
+        stack: contextlib.ExitStack,
+        path: Path,
+        on_progress: Callable[[float], bool] | None,
+        adapters: Sequence[AdapterFile],
+        layout_cache: LayoutCache | None,
+        layouts: Collection[str] | None,
+        target_itl_ms: float,
+    ) -> None:
+        """The weights, the adapters and the context, in the layout that suits this machine."""
+        settings = self._settings
         library = open_library(settings)
         self._place = place(settings, library)
         began = time.perf_counter()
-        self._model = llama_abi.Model(
-            library,
-            path,
-            n_gpu_layers=settings.gpu_layers,
-            placement=self._place.options,
-            use_mmap=settings.mmap,
-            on_progress=on_progress,
-        )
-        self._settings = settings
-        self.fit: FitReport | None = None
-        """How the settings were chosen; set by the caller that chose them."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._model.close)
-            loaded_s = time.perf_counter() - began
-            self._shape = shape_of(self._model, settings)
-            self._adapters = LoadedAdapters(self._model, adapters, on_gpu=self._place.on_gpu)
-            stack.callback(self._adapters.close)
-            layouts_by_rule = layout_candidates(self._model, self._place, self._shape, settings, target_itl_ms)
-            self._default_layout = layouts_by_rule[0]
-            self._choice = choose_layout(
-                self._model,
-                self._place,
-                self._shape,
-                settings,
-                layout_cache,
-                layouts_by_rule,
-                layouts,
-                target_itl_ms=target_itl_ms,
-                loaded_s=loaded_s,
+        self._model = stack.enter_context(
+            llama_abi.Model(
+                library,
+                path,
+                n_gpu_layers=settings.gpu_layers,
+                placement=self._place.options,
+                use_mmap=settings.mmap,
+                on_progress=on_progress,
             )
-            self._context = self._open()
-            stack.pop_all()
-        self._abort = llama_abi.AbortFlag()
+        )
+        loaded_s = time.perf_counter() - began
+        self._shape = shape_of(self._model, settings)
+        self._adapters = LoadedAdapters(self._model, adapters, on_gpu=self._place.on_gpu)
+        stack.callback(self._adapters.close)
+        layouts_by_rule = layout_candidates(self._model, self._place, self._shape, settings, target_itl_ms)
+        self._default_layout = layouts_by_rule[0]
+        self._choice = choose_layout(
+            self._model,
+            self._place,
+            self._shape,
+            settings,
+            layout_cache,
+            layouts_by_rule,
+            layouts,
+            target_itl_ms=target_itl_ms,
+            loaded_s=loaded_s,
+        )
+        self._context = self._open()
+        stack.callback(lambda: self._context.close())  # ``reset`` replaces it
+
+    def _open_parts(self, stack: contextlib.ExitStack) -> None:
+        """What computes with the model and the context; ``stack`` closes it."""
+        settings = self._settings
         in_order = self._options.kv_unified and not (self._model.is_recurrent or self._model.is_hybrid)
         self._rows_in_order = self._context.n_ubatch if in_order else None
         """How many rows of a call llama.cpp computes together and in their order; ``None``: this depends on the call."""
         self._context.set_abort_flag(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
-        self.masks: Masks | None = None
-        self.is_async = self._place.on_gpu and not adapters  # with adapters llama.cpp waits for the device in each call
-        self._device_s = 0.0
-        """How long the device computed after the latest ``llama_decode`` call had returned."""
+        # with adapters llama.cpp waits for the device in each call
+        self.is_async = self._place.on_gpu and not self._adapters.files
         self.tokenizer = Tokenizer(self._model.vocab)
         self._breakers = functools.lru_cache(MAX_BREAKERS)(self.tokenizer.breakers)
         self._matchers = Matchers(
@@ -152,6 +175,7 @@ class LlamaEngine:
             self._model.vocab.n_tokens,
             n_threads=spare_cores(self._options.n_threads, on_gpu=self._place.on_gpu),
         )
+        stack.callback(self._matchers.close)
         self._embedder = Embedder(
             self._model,
             self._adapters,
@@ -161,10 +185,25 @@ class LlamaEngine:
             max_tokens=settings.embedding_ctx,
             free_bytes=None if self._place.on_gpu else free_memory_bytes,
         )
-        self._drafter = self._open_drafter()
+        stack.callback(self._embedder.close)
+        self._drafter: Drafter | None = None
+        if settings.draft_model is not None:
+            self._drafter = Drafter(
+                self._model,
+                Path(settings.draft_model),
+                self._options,
+                self._abort,
+                gpu_layers=settings.gpu_layers,
+                placement=self._place.without_overrides.options,
+                use_mmap=settings.mmap,
+            )
+            stack.callback(self._drafter.close)
         self.chat_template = self._model.chat_template
+
+    def _describe_model(self, path: Path) -> ModelInfo:
+        settings = self._settings
         recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
-        self._info = ModelInfo(
+        return ModelInfo(
             name=settings.alias or path.name,
             description=described(self._model.description, self._model.n_params),
             n_vocab=self._model.vocab.n_tokens,
@@ -197,28 +236,6 @@ class LlamaEngine:
             spare_cores=spare_cores(self._options.n_threads, on_gpu=self._place.on_gpu),
             adapters=self._adapters.files,
         )
-        self._kv_operations = KvOperations(unified=self._info.unified, n_threads=self._info.spare_cores)
-
-    def _open_drafter(self) -> Drafter | None:
-        settings = self._settings
-        if settings.draft_model is None:
-            return None
-        try:
-            return Drafter(
-                self._model,
-                Path(settings.draft_model),
-                self._options,
-                self._abort,
-                gpu_layers=settings.gpu_layers,
-                placement=self._place.without_overrides.options,
-                use_mmap=settings.mmap,
-            )
-        except BaseException:
-            self._embedder.close()
-            self._matchers.close()
-            self._context.close()
-            self._model.close()
-            raise
 
     def _most_checkpoints(self) -> int:
         """By the size of one, which every sequence that holds something has."""
@@ -500,14 +517,7 @@ class LlamaEngine:
         self._abort.set()
 
     def close(self) -> None:
-        self._kv_operations.close()
-        self._matchers.close()
-        self._embedder.close()
-        if self._drafter is not None:
-            self._drafter.close()
-        self._context.close()
-        self._adapters.close()
-        self._model.close()
+        self._owned.close()
 
 
 @attrs.define

@@ -12,15 +12,14 @@ How a row gets its adapters::
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 import llama_abi
+from uma_trio.engine.fingerprint import file_fingerprint
 from uma_trio.engine.messages import AdapterFile, EngineError
 from uma_trio.kv.adapters import Scales
 
@@ -113,9 +112,3 @@ class LoadedAdapters:
         """Free them.  Calling it again does nothing."""
         if self._stacked is not None:
             self._stacked.close()
-
-
-def file_fingerprint(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal.  Blocks while it reads the file.  Raises ``OSError``."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -24,7 +24,8 @@ from uma_trio.engine.devices import Devices
 from uma_trio.engine.fit import SMALL_BATCH, FitReport, ModelSizes
 from uma_trio.engine.masks import Masks
 from uma_trio.engine.purpose import Purpose
-from uma_trio.grammar import GrammarState
+from uma_trio.errors import ErrorWithRemedy
+from uma_trio.grammar.state import GrammarState
 from uma_trio.kv.adapters import Scales
 from uma_trio.kv.ops import KvOp
 from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
@@ -58,15 +59,15 @@ NO_MEMORY: Final = re.compile(
 """How llama.cpp and its backends say that there was not enough memory."""
 
 
-class LoadError(Exception):
-    """The engine cannot load its model; says why.
+class LoadError(ErrorWithRemedy):
+    """The engine cannot load its model.
 
     Args:
         is_about_memory: with a smaller choice of settings it may be possible.
     """
 
-    def __init__(self, reason: str, *, is_about_memory: bool = False) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str, remedy: str = "", *, is_about_memory: bool = False) -> None:
+        super().__init__(reason, remedy)
         self.is_about_memory = is_about_memory
 
 
@@ -432,6 +433,7 @@ class LoadFailed(msgspec.Struct, array_like=True, tag="failed"):
     """The model cannot be loaded."""
 
     reason: str
+    remedy: str = ""
     is_about_memory: bool = False
 
 

@@ -14,12 +14,11 @@ import llama_abi
 from llama_abi import DeviceType
 from llama_abi.stamp import build
 from uma_trio import config
+from uma_trio.engine.devices import CPU_ALONE
 from uma_trio.errors import ErrorWithRemedy
 
 CPU: Final = "CPU"
 """Name of the CPU as a device, and of the machine's own memory as a buffer type."""
-CPU_ALONE: Final = ("none",)
-"""The setting ``devices`` without any."""
 RPC: Final = "RPC"
 TOGETHER: Final = "Meta("
 """Beginning of the name of a buffer that all devices have a part of."""

@@ -17,15 +17,14 @@ import numpy.typing as npt
 
 import llama_abi
 from uma_trio import config
-from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.embedding import MAX_BATCH, MIN_BATCH, MIN_CALL, NOTHING_EMBEDDED, Embedded, normalized
 from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.llama import described
 from uma_trio.engine.loaded_adapters import LoadedAdapters
+from uma_trio.engine.machine import default_threads, free_memory_bytes, spare_cores
 from uma_trio.engine.masks import Masks
-from uma_trio.engine.memory import free_memory_bytes
 from uma_trio.engine.messages import (
     MAX_EMBEDDING_SEQUENCES,
     AdapterFile,

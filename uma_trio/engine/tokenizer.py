@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Final
 
 import attrs
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import llama_abi
 from llama_abi import TokenAttr
 from uma_trio.engine.alignment import Spelling, align
-from uma_trio.engine.messages import PromptPart, TokenIds
+from uma_trio.engine.messages import LoadError, PromptPart, TokenIds
 from uma_trio.grammar import Vocabulary
 from uma_trio.sampling.dry import Breakers
 
@@ -320,3 +321,33 @@ def _with_pauses(spellings: Iterable[Spelling]) -> Iterator[Spelling]:
         if n % TOKENS_BETWEEN_PAUSES == 0:
             time.sleep(PAUSE_S)
         yield spelling
+
+
+@attrs.frozen(eq=False)
+class VocabOnlyModel:
+    """What a model knows without its weights."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None
+    """Jinja source; ``None`` if the file has none."""
+    metadata: Mapping[str, str]
+    """Keys of the file and their values as text, without arrays."""
+
+
+@contextlib.contextmanager
+def open_vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[VocabOnlyModel]:
+    """Load the vocabulary of a GGUF file, without its weights, until the ``with`` block ends.  Blocks.
+
+    Raises:
+        LoadError: the file cannot be loaded, or there is no libllama to load it with.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            library = llama_abi.load(llama_dir)
+            model = stack.enter_context(llama_abi.Model(library, path, vocab_only=True))
+            found = VocabOnlyModel(Tokenizer(model.vocab), model.chat_template, model.metadata())
+        except llama_abi.LlamaError as error:
+            raise LoadError(str(error)) from error
+        except llama_abi.LibraryError as error:
+            raise LoadError(error.reason, error.remedy) from error
+        yield found

@@ -267,7 +267,7 @@ class Worker:
         try:
             self.engine = engine = self._open_engine(self._start, self._report_progress)
         except LoadError as error:
-            self._send(LoadFailed(str(error), error.is_about_memory))
+            self._send(LoadFailed(error.reason, error.remedy, error.is_about_memory))
             return
         self._send(engine.describe())
         runner = StepRunner(engine)

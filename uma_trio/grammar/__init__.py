@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from uma_trio.grammar.calls import AnswerShape
     from uma_trio.grammar.checker import Checker, LocalChecker, SandboxedChecker
     from uma_trio.grammar.compiler import Grammar, GrammarCompiler
-    from uma_trio.grammar.matchers import AppliedMasks, GrammarState, Matchers, PendingMasks
+    from uma_trio.grammar.matchers import AppliedMasks, Matchers, PendingMasks
+    from uma_trio.grammar.state import GrammarState
     from uma_trio.grammar.vocabulary import Vocabulary
 
 __all__ = [
@@ -36,7 +37,8 @@ _MODULES = {
     "calls": ("AnswerShape",),
     "checker": ("Checker", "LocalChecker", "SandboxedChecker"),
     "compiler": ("Grammar", "GrammarCompiler"),
-    "matchers": ("AppliedMasks", "GrammarState", "Matchers", "PendingMasks"),
+    "matchers": ("AppliedMasks", "Matchers", "PendingMasks"),
+    "state": ("GrammarState",),
     "vocabulary": ("Vocabulary",),
 }
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import attrs
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from uma_trio.grammar.slow_thread import SlowThread
+from uma_trio.grammar.state import GrammarState
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
 
 if TYPE_CHECKING:
@@ -44,23 +44,6 @@ _BYTE_TO_BIASES: Final[Biases] = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little") == 1, 0.0, -np.inf
 ).astype(np.float32)
 """``[256, 8]``: the biases of eight tokens by a byte of a mask."""
-
-
-class GrammarState(msgspec.Struct, array_like=True, gc=False):
-    """A grammar, and how far an answer has come in it."""
-
-    key: str
-    """The key of a grammar that was defined before."""
-    answer: np.ndarray
-    """Tokens of the answer, ``[n]`` int32."""
-
-    def after(self, tokens: Sequence[int]) -> GrammarState:
-        """The same with more tokens."""
-        n = len(self.answer)
-        answer = np.empty(n + len(tokens), np.int32)  # quicker than np.append, and the device waits
-        answer[:n] = self.answer
-        answer[n:] = tokens
-        return GrammarState(self.key, answer)
 
 
 @attrs.define(eq=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from uma_trio import config
-from uma_trio.engine.loaded_adapters import file_fingerprint
+from uma_trio.engine.fingerprint import file_fingerprint
 from uma_trio.engine.messages import AdapterFile
 from uma_trio.models.gguf_header import AGAIN, GgufError, GgufHeader, Tensor, parts_of, read_header
 from uma_trio.models.load_errors import ModelError

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from uma_trio.engine.fit import DoesNotFit
-from uma_trio.engine.inspect import library_fix
-from uma_trio.engine.load_errors import LOAD_ERRORS
+from uma_trio.engine.installed import library_fix
 from uma_trio.engine.messages import NO_MEMORY, EngineDied, EngineError, LoadError
 from uma_trio.errors import ErrorWithRemedy
 from uma_trio.models.gguf_header import REMEDY, GgufError
@@ -52,19 +50,18 @@ def explained(path: Path) -> Iterator[None]:
         raise ModelError(f"{path} may not be read", "run chmod u+r on it, or start the daemon as its owner") from None
     except OSError as error:
         raise ModelError(f"cannot load {path}: {error.strerror or error}", GIVE_A_FILE) from error
-    except (GgufError, EngineError, EngineDied, LoadError, DoesNotFit, *LOAD_ERRORS) as error:
+    except (GgufError, EngineError, EngineDied, LoadError) as error:
         reason, remedy = _explain(error, path)
         explanation = ModelError(f"cannot load {path}: {reason}", remedy)
-        explanation.is_about_memory = isinstance(error, DoesNotFit) or getattr(error, "is_about_memory", False)
+        explanation.is_about_memory = isinstance(error, LoadError) and error.is_about_memory
         raise explanation from error
 
 
 def _explain(error: Any, path: Path) -> tuple[str, str]:
-    has_remedy = hasattr(error, "remedy")  # the file, the settings or the library are wrong
-    reason = error.reason if has_remedy else str(error)
+    reason = error.reason if isinstance(error, ErrorWithRemedy) else str(error)
     reason = reason.removeprefix("cannot load ").removeprefix(f"{path}: ")
-    if has_remedy:
-        return reason, error.remedy
+    if remedy := getattr(error, "remedy", ""):  # the file, the settings or the library are wrong
+        return reason, remedy
     died = isinstance(error, EngineDied) or isinstance(error.__cause__, EngineDied)
     return _of_death(reason) if died else readable(reason)
 

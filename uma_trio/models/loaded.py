@@ -14,17 +14,16 @@ import structlog
 import trio
 
 from uma_trio.config import Config, Limits
-from uma_trio.engine import tuning_cache
 from uma_trio.engine.calibrate import calibrate
 from uma_trio.engine.devices import Devices
-from uma_trio.engine.fit import FitReport
-from uma_trio.engine.fitting import SHARES
+from uma_trio.engine.fingerprint import model_fingerprint
+from uma_trio.engine.fit import SHARES, FitReport
 from uma_trio.engine.link import EngineLink, Launcher
-from uma_trio.engine.messages import LayoutReport, LoadError, ModelInfo, Start
+from uma_trio.engine.messages import LayoutReport, LoadError, ModelInfo, Ready, Start
 from uma_trio.engine.purpose import IN_WORDS
+from uma_trio.engine.saved_costs import load_costs, save_costs
 from uma_trio.engine.supervisor import SupervisedEngine
-from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.engine.vocab_only import open_vocabulary
+from uma_trio.engine.tokenizer import Tokenizer, VocabOnlyModel, open_vocabulary
 from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
 from uma_trio.models.adapter_check import check_adapters
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
@@ -120,75 +119,26 @@ async def open_model(
         ModelError: no such file, not a usable GGUF, not enough memory, no libllama, or a broken ``chat_template``.
     """
     path = model_path(config.model.model)
+    given = None
+    if config.model.chat_template is not None:
+        given = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
+    start = await _checked(config, path)
+    with explained(path):
+        link = await _loaded(launcher, start, on_progress or (lambda share: None), go_on)
+    if link is None:
+        yield None
+        return
+    engine = SupervisedEngine(launcher, start, link, config.engine)
     with contextlib.ExitStack() as stack:
-        chosen: TemplateSource | None = None
-        if config.model.chat_template is not None:
-            chosen = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
-        with explained(path):
-            summary = await trio.to_thread.run_sync(check_gguf, path)
-        draft_sizes = None
-        if config.model.draft_model is not None:
-            draft = Path(config.model.draft_model)
-            with explained(draft):
-                of_draft = await trio.to_thread.run_sync(check_gguf, draft)
-                _check_draft(path, summary, draft, of_draft)
-                draft_sizes = of_draft.sizes
-        adapters = await trio.to_thread.run_sync(check_adapters, config.model.adapters, path)
-        with explained(path):
-            start = Start(
-                path,
-                config.model,
-                sizes=summary.sizes,
-                draft_sizes=draft_sizes,
-                min_batch=min_batch(config),
-                adapters=adapters,
-                purpose=summary.purpose,
-                target_itl_ms=config.scheduling.target_itl_ms,
-            )
-            link = await _loaded(launcher, start, on_progress or (lambda share: None), go_on)
-        if link is None:
-            yield None
-            return
-        engine = SupervisedEngine(launcher, start, link, config.engine)
         try:
+            _log_loaded(start, link.ready, config.limits)
             with explained(path):
-                _warn_of_an_unused_gpu(link.ready.devices)
-                generates = summary.purpose == "generate"
-                if generates:
-                    _log_layout(link.ready.layout)
-                    _log_context(link.ready.info, config.limits)
                 # the engine has loaded this vocabulary before, so it does not end this process
                 vocabulary = await trio.to_thread.run_sync(
                     stack.enter_context, open_vocabulary(path, config.model.llama_dir)
                 )
-                name = tuning_cache.model_fingerprint(path, link.ready.environment)
-                known = tuning_cache.load_costs(name)
-                cost = known or CostModel()
-                if generates:
-                    on_gpu = bool(link.ready.devices.layers_on_gpu)
-                    cost = await calibrate(link, known=known, may_have_stairs=on_gpu)
-                    tuning_cache.save_costs(name, cost)  # for the next start, also if this process is killed
-            if not generates:
-                chosen = None
-            elif chosen is None and vocabulary.chat_template is not None:
-                chosen = TemplateSource(vocabulary.chat_template, OF_THE_MODEL)
-            chat = None
-            if generates:  # in a thread: it starts a process, and other models may be serving
-                chat = await trio.to_thread.run_sync(_chat_template, chosen, vocabulary.tokenizer)
-            if chat is not None:
-                stack.callback(chat.close)
-            # a model that reasons does so with another template too
-            templates = [
-                text for text in (chosen.text if chosen else None, vocabulary.chat_template) if text is not None
-            ]
-            text = MarkerText(vocabulary.tokenizer.control_id)
-            markers = _reasoning_markers(templates, text)
-            tools = await trio.to_thread.run_sync(_tool_support, chat, templates, config.model.tool_format, text)
-
-            pairs = None
-            if summary.purpose == "rank":
-                pairs = find_pair_format(vocabulary.metadata, vocabulary.tokenizer)
-            limits = attrs.evolve(config.limits, max_prompt_bytes=max_prompt_bytes(config.limits, engine.info))
+                cost_name, cost = await _costs(link, start)
+            prompts, template = await _prompt_maker(config, start, engine.info, vocabulary, given, stack)
 
             def grammar_vocabulary() -> Vocabulary:
                 return vocabulary.tokenizer.grammar_vocabulary(engine.info.eog_ids)
@@ -197,20 +147,90 @@ async def open_model(
             stack.callback(checker.close)
             yield LoadedModel(
                 engine,
-                PromptMaker(vocabulary.tokenizer, chat, limits, markers, tools, pairs),
+                prompts,
                 GrammarCompiler(grammar_vocabulary, checker),
                 cost,
-                cost_name=name,
-                name=tuning_cache.model_fingerprint(path),
-                state_name=tuning_cache.model_fingerprint(path, link.ready.state_format),
-                chat_template=chosen.origin if chat is not None and chosen is not None else None,
-                template_source=chosen.text if chat is not None and chosen is not None else None,
+                cost_name=cost_name,
+                name=model_fingerprint(path),
+                state_name=model_fingerprint(path, link.ready.state_format),
+                chat_template=None if template is None else template.origin,
+                template_source=None if template is None else template.text,
                 metadata=vocabulary.metadata,
                 written_at=path.stat().st_mtime,
                 recommended_sampling=_recommended_sampling(vocabulary.metadata),
             )
         finally:
             await engine.link.aclose()
+
+
+async def _checked(config: Config, path: Path) -> Start:
+    """Check the files of the model, of its draft model and of its adapters; what the engine is to load.
+
+    Raises:
+        ModelError: one of them cannot be used.
+    """
+    with explained(path):
+        summary = await trio.to_thread.run_sync(check_gguf, path)
+    draft_sizes = None
+    if config.model.draft_model is not None:
+        draft = Path(config.model.draft_model)
+        with explained(draft):
+            of_draft = await trio.to_thread.run_sync(check_gguf, draft)
+            _check_draft(path, summary, draft, of_draft)
+            draft_sizes = of_draft.sizes
+    return Start(
+        path,
+        config.model,
+        sizes=summary.sizes,
+        draft_sizes=draft_sizes,
+        min_batch=min_batch(config),
+        adapters=await trio.to_thread.run_sync(check_adapters, config.model.adapters, path),
+        purpose=summary.purpose,
+        target_itl_ms=config.scheduling.target_itl_ms,
+    )
+
+
+async def _costs(link: EngineLink, start: Start) -> tuple[str, CostModel]:
+    """What steps cost here, and the name under which that is kept.  A model that embeds or ranks has no ticks to measure."""
+    name = model_fingerprint(start.path, link.ready.environment)
+    known = load_costs(name)
+    if start.purpose != "generate":
+        return name, known or CostModel()
+    cost = await calibrate(link, known=known, may_have_stairs=bool(link.ready.devices.layers_on_gpu))
+    save_costs(name, cost)  # for the next start, also if this process is killed
+    return name, cost
+
+
+async def _prompt_maker(
+    config: Config,
+    start: Start,
+    info: ModelInfo,
+    vocabulary: VocabOnlyModel,
+    given: TemplateSource | None,
+    stack: contextlib.ExitStack,
+) -> tuple[PromptMaker, TemplateSource | None]:
+    """What makes prompts for the model, and the chat template that it uses.
+
+    Args:
+        given: the template of the settings; the model's own by default.
+        stack: ends the process of the template.
+    """
+    tokenizer, of_the_model = vocabulary.tokenizer, vocabulary.chat_template
+    chosen, chat, pairs = None, None, None
+    if start.purpose == "generate":  # in a thread: it starts a process, and other models may be serving
+        chosen = given or (None if of_the_model is None else TemplateSource(of_the_model, OF_THE_MODEL))
+        chat = await trio.to_thread.run_sync(_chat_template, chosen, tokenizer)
+    if chat is not None:
+        stack.callback(chat.close)
+    if start.purpose == "rank":
+        pairs = find_pair_format(vocabulary.metadata, tokenizer)
+    # a model that reasons does so with another template too
+    templates = [text for text in (chosen.text if chosen else None, of_the_model) if text is not None]
+    text = MarkerText(tokenizer.control_id)
+    tools = await trio.to_thread.run_sync(_tool_support, chat, templates, config.model.tool_format, text)
+    limits = attrs.evolve(config.limits, max_prompt_bytes=max_prompt_bytes(config.limits, info))
+    prompts = PromptMaker(tokenizer, chat, limits, _reasoning_markers(templates, text), tools, pairs)
+    return prompts, None if chat is None else chosen
 
 
 def _check_draft(path: Path, summary: GgufSummary, draft: Path, of_draft: GgufSummary) -> None:
@@ -262,9 +282,12 @@ def model_path(model: str | None) -> Path:
     return EMBEDDED if model is None else Path(model).expanduser()
 
 
-def _warn_of_an_unused_gpu(devices: Devices) -> None:
-    if devices.fix is not None:
-        log.warning("the model runs without a GPU", device=str(devices), fix=devices.fix)
+def _log_loaded(start: Start, ready: Ready, limits: Limits) -> None:
+    if ready.devices.fix is not None:
+        log.warning("the model runs without a GPU", device=str(ready.devices), fix=ready.devices.fix)
+    if start.purpose == "generate":
+        _log_layout(ready.layout)
+        _log_context(ready.info, limits)
 
 
 def _log_context(info: ModelInfo, limits: Limits) -> None:

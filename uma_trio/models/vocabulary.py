@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.engine.vocab_only import open_vocabulary
+from uma_trio.engine.tokenizer import Tokenizer, open_vocabulary
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.load_errors import explained
 

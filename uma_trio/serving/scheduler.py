@@ -20,7 +20,7 @@ import trio
 
 from uma_trio.aici.exchange import ControllerRuntime
 from uma_trio.config import MB, Config
-from uma_trio.engine.memory import free_memory_bytes
+from uma_trio.engine.machine import free_memory_bytes
 from uma_trio.engine.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput, TokenIds
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.errors import (
@@ -61,7 +61,7 @@ from uma_trio.serving.request import adapters_of, admit
 from uma_trio.serving.sequence import EventSink, Sequence, State
 from uma_trio.serving.stats import Stats
 from uma_trio.serving.step import CompletedStep, InFlightStep, NewTokens, PlannedStep, build_step, complete_step
-from uma_trio.store import MemoryStates
+from uma_trio.store.memory_states import MemoryStates
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.serving")

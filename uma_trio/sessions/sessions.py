@@ -28,8 +28,8 @@ from uma_trio.serving.sequence import EventSink
 from uma_trio.serving.sequence import Sequence as Answer
 from uma_trio.sessions.table import Session, SessionTable, session_list, transcript
 from uma_trio.sessions.trimming import drop_oldest
-from uma_trio.store import SessionKey
 from uma_trio.store.journal import Journal, JournalError
+from uma_trio.store.journal_format import SessionKey
 
 log = structlog.get_logger("uma_trio.sessions")
 

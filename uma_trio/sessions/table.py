@@ -14,7 +14,7 @@ from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
 from uma_trio.kv.prefix import Tokens, common_prefix
 from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.store import SessionKey, SessionRecord
+from uma_trio.store.journal_format import SessionKey, SessionRecord
 
 PART_SESSIONS: Final = 64
 """Sessions in one event of a list."""

@@ -20,7 +20,7 @@ ANSWER: Final = "Paris"
 
 def check_stamp(settings: Config) -> Iterator[Finding]:
     """Check which library there is, without loading it."""
-    from uma_trio.engine.inspect import LibraryProblem, library_fix, read_stamp
+    from uma_trio.engine.installed import LibraryProblem, library_fix, read_stamp
 
     try:
         stamp = read_stamp(settings.model.llama_dir)
@@ -32,7 +32,7 @@ def check_stamp(settings: Config) -> Iterator[Finding]:
 
 def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator[Finding]:
     """Check what ``probe`` reports from a separate process."""
-    from uma_trio.engine.inspect import library_fix
+    from uma_trio.engine.installed import library_fix
     from uma_trio.models.loaded import EMBEDDED, model_path
 
     path, fix = model_path(settings.model.model), library_fix(settings.model.llama_dir)

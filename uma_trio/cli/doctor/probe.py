@@ -65,7 +65,8 @@ def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
 
 def probe(settings: Config) -> None:
     """Load the library, load the model and ask it a question; print a line of JSON for each stage reached."""
-    from uma_trio.engine.inspect import LibraryProblem, load_library
+    from uma_trio.engine.inspect import load_library
+    from uma_trio.engine.installed import LibraryProblem
 
     try:
         library = load_library(settings.model.llama_dir)
@@ -84,10 +85,10 @@ def probe(settings: Config) -> None:
 
 
 def _probe_model(settings: Config) -> None:
-    from uma_trio.engine.fitting import open_fitted, open_pooling
-    from uma_trio.engine.memory import free_memory_bytes
+    from uma_trio.engine.fitting import open_engine
+    from uma_trio.engine.llama import LlamaEngine
+    from uma_trio.engine.machine import free_memory_bytes
     from uma_trio.engine.messages import Start
-    from uma_trio.engine.tuning_cache import FileLayoutCache
     from uma_trio.models.context import explain_context, is_short, more_context
     from uma_trio.models.gguf_check import check_gguf
     from uma_trio.models.load_errors import ModelError, explained
@@ -95,32 +96,27 @@ def _probe_model(settings: Config) -> None:
 
     path, free = model_path(settings.model.model), free_memory_bytes()
     draft = None if settings.model.draft_model is None else Path(settings.model.draft_model)
-    pooling = None
+    trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
     try:
         with explained(draft or path):
             draft_sizes = None if draft is None else check_gguf(draft).sizes
         with explained(path):
             summary = check_gguf(path)
-            if summary.purpose != "generate":
-                start = Start(path, settings.model, sizes=summary.sizes, purpose=summary.purpose)
-                pooling = open_pooling(start, lambda share: True)
-            trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
-            with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
-            if pooling is None:
-                engine = open_fitted(
-                    path,
-                    with_time,
-                    summary.sizes,
-                    layout_cache=FileLayoutCache(path),
-                    min_batch=min_batch(settings),
-                    draft=draft_sizes,
-                    target_itl_ms=settings.scheduling.target_itl_ms,
-                )
+            start = Start(
+                path,
+                attrs.evolve(settings.model, layout_trial_s=trial_s),
+                sizes=summary.sizes,
+                draft_sizes=draft_sizes,
+                min_batch=min_batch(settings),
+                purpose=summary.purpose,
+                target_itl_ms=settings.scheduling.target_itl_ms,
+            )
+            engine = open_engine(start, lambda share: True)
     except ModelError as error:
         _report("model", problem=error.reason, remedy=error.remedy)
         return
-    if pooling is not None:
-        _probe_pooling(pooling, path, free)
+    if not isinstance(engine, LlamaEngine):
+        _probe_pooling(engine, path, free)
         return
     info, choice = engine.info, engine.layout_choice
     _report(
@@ -168,7 +164,7 @@ def _probe_pooling(engine: Any, path: Path, free: int) -> None:
     import numpy as np
 
     from uma_trio.engine.messages import EmbeddingInput, Step
-    from uma_trio.engine.vocab_only import open_vocabulary
+    from uma_trio.engine.tokenizer import open_vocabulary
 
     _report("model", **_facts(engine, free))
     with open_vocabulary(path) as vocabulary:
