@@ -9,7 +9,7 @@ from typing import Final
 from uma_trio.engine.split import existing_parts
 
 FORMAT: Final = 3
-"""Of the files that are kept under such names; a change of it makes all names new."""
+"""Version of the files that are kept under such names; another one makes all names new."""
 
 SAMPLE_BYTES: Final = 1 << 20
 """Bytes hashed at each end of each file of a model: the header and some weights.  Hashing large files whole takes seconds."""
