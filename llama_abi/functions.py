@@ -136,7 +136,6 @@ FUNCTIONS = """
     struct llama_sampler * llama_sampler_init_xtc(float p, float t, size_t min_keep, uint32_t seed);  // !null
     struct llama_sampler * llama_sampler_init_typical(float p, size_t min_keep);                    // !null
     struct llama_sampler * llama_sampler_init_top_n_sigma(float n);                                 // !null
-    struct llama_sampler * llama_sampler_init_temp(float t);                                        // !null
     struct llama_sampler * llama_sampler_init_penalties(int32_t n_vocab, int32_t penalty_last_n, float penalty_repeat, float penalty_freq, float penalty_present);  // !null
     void         llama_sampler_apply(struct llama_sampler * smpl, llama_token_data_array * cur_p);
     void         llama_sampler_accept(struct llama_sampler * smpl, llama_token token);

@@ -36,9 +36,9 @@ DRIFTS = {
         "conflicting types for .llama_sampler_init_greedy",
     ),
     "an argument retyped": (
-        "llama_sampler_init_temp       (float   t)",
-        "llama_sampler_init_temp       (double  t)",
-        "conflicting types for .llama_sampler_init_temp",
+        "llama_sampler_init_temp_ext   (float   t,",
+        "llama_sampler_init_temp_ext   (double  t,",
+        "conflicting types for .llama_sampler_init_temp_ext",
     ),
     "a constness": (
         "LLAMA_API float * llama_get_logits(",

@@ -11,7 +11,7 @@ from typing import Final
 import attrs
 import pytest
 
-SHARED: Final = "config.* errors files kv.* log_limit parent_process principal protocol.* stopped"
+SHARED: Final = "config.* errors files interpreter kv.* log_limit parent_process principal protocol.* stopped"
 """What several processes may import: settings, errors, the protocol, records.  None of it has an event loop or C."""
 
 ENGINE_LINK: Final = (
