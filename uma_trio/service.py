@@ -528,7 +528,8 @@ def _answer_shape(request: Generate, prompt: Prompt) -> Constraint | AnswerShape
     calling = prompt.calling
     if request.constraint is None and not (calling and request.must_call):
         return None
-    if calling is None and (prompt.reasoning is None or _has_own_start(request.constraint)):
+    has_own_start = request.constraint is not None and request.constraint.has_own_start
+    if calling is None and (prompt.reasoning is None or has_own_start):
         return request.constraint
     choice = request.tool_choice
     named = [tool for tool in request.tools if isinstance(choice, NamedTool) and tool.name == choice.name]
@@ -539,13 +540,6 @@ def _answer_shape(request: Generate, prompt: Prompt) -> Constraint | AnswerShape
         text=None if calling and request.must_call else request.constraint,
         reasoning=prompt.reasoning,
         is_open=prompt.opens_reasoning,
-    )
-
-
-def _has_own_start(constraint: Constraint | None) -> bool:
-    """Whether a constraint says itself where it begins, so that reasoning cannot come before it."""
-    return constraint is not None and any(
-        each is not None for each in (constraint.lark, constraint.gbnf, constraint.after)
     )
 
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from tests.gateway.conftest import Gateway
@@ -59,7 +61,50 @@ def test_a_schema_is_for_the_text_and_not_for_the_thinking(thinking: Gateway) ->
 def test_thinking_can_be_left_out(thinking: Gateway, hidden: dict[str, Any], stream: bool) -> None:
     found = answer_of(thinking, stream=stream, thinking=hidden)
     assert [block.type for block in found.content] == ["text"]
-    assert found.content[0].text == ANSWER
+    if hidden["type"] == "disabled":
+        assert found.usage.output_tokens_details.thinking_tokens == 2, "the markers: the model begins to think anyway"
+    else:
+        assert found.content[0].text == ANSWER
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_ends_with_its_budget(thinking: Gateway, stream: bool) -> None:
+    found = answer_of(thinking, stream=stream, thinking={"type": "enabled", "budget_tokens": 2})
+    assert [block.type for block in found.content] == ["thinking", "text"]
+    assert found.content[0].thinking == " ".join(REASONING.split()[:2])
+    assert found.usage.output_tokens_details.thinking_tokens == 4, "two, and the markers"
+
+
+@pytest.mark.parametrize(
+    ("fields", "n_tokens"),
+    [
+        ({"thinking_budget_tokens": 2}, 2),
+        ({"reasoning_budget_tokens": 2, "thinking_budget_tokens": 3}, 2),
+        ({"thinking_budget_tokens": 0}, 0),
+        ({"reasoning_effort": "none"}, 0),
+        ({"reasoning_effort": "none", "thinking_budget_tokens": 1}, 1),
+        ({"thinking_budget_tokens": -1}, 4),
+        ({"reasoning_effort": "low"}, 4),
+    ],
+    ids=str,
+)
+def test_the_budget_of_a_chat(thinking: Gateway, fields: dict[str, Any], n_tokens: int) -> None:
+    found = thinking.openai().chat.completions.create(**ASK, extra_body=fields)
+    message = found.choices[0].message.to_dict()
+    assert str(message.get("reasoning_content") or "").split() == REASONING.split()[:n_tokens]
+    assert message["content"]
+
+
+def test_the_effort_none_is_no_reasoning(thinking: Gateway) -> None:
+    found = thinking.openai().responses.create(model="thinking", input="Hello", reasoning={"effort": "none"})
+    assert [item.type for item in found.output] == ["message"]
+
+
+def test_a_budget_that_cannot_be_is_refused_in_the_words_of_the_client(thinking: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError, match="thinking_budget_tokens"):
+        thinking.openai().chat.completions.create(**ASK, extra_body={"thinking_budget_tokens": -2})
+    with pytest.raises(anthropic.BadRequestError, match=r"thinking\.budget_tokens"):
+        answer_of(thinking, stream=False, thinking={"type": "enabled", "budget_tokens": -2})
 
 
 @pytest.mark.parametrize("stream", [False, True])

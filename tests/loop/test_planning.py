@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from tests.support.fake_engine import FakeEngine
+from tests.support.serving import token_to_bytes
 from uma_trio.config import Config
 from uma_trio.engine.messages import StepInput, StepOutput
 from uma_trio.kv.cache import KvCache
@@ -102,7 +103,8 @@ class Planning:
         """The engine has sampled token 7 wherever it had to."""
         n = sum(row.n_samples for row in step.rows.values())
         output = StepOutput(tokens=(7,) * n, scores=(None,) * n)
-        complete_step(step, output, self.cache, trio.current_time(), can_truncate=self.info.can_truncate)
+        now, can_truncate = trio.current_time(), self.info.can_truncate
+        complete_step(step, output, self.cache, now, can_truncate=can_truncate, token_to_bytes=token_to_bytes)
 
     def streams(self, n: int) -> list[Sequence]:
         """``n`` sequences that decode; the last step was predicted well."""

@@ -48,6 +48,33 @@ def test_a_constraint_is_for_the_answer_after_the_reasoning(
     assert at_once.text == "aris"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n_tokens", [0, 1, 3])
+def test_a_budget_ends_the_reasoning(daemon: Daemon, n_tokens: int, stream: bool) -> None:
+    fields = {"messages": QUESTION, "stream": stream, "reasoning_budget": n_tokens}
+    answer = daemon.ask(separate_reasoning=True, **fields)
+    reasoning = "".join(event["text"] for event in answer.events if event["event"] == "reasoning")
+    reasoning += answer.last.get("reasoning") or ""
+    assert reasoning == "".join(("capital", " of", " F")[:n_tokens])
+    assert answer.last["usage"]["reasoning_tokens"] == 2 + n_tokens
+    constrained = {**fields, "constraint": {"regex": "aris|ome"}, "max_tokens": 20}
+    assert daemon.ask(separate_reasoning=True, **constrained).text in ("aris", "ome")
+
+
+@pytest.mark.parametrize("n_tokens", [0, 1, 3])
+def test_a_constraint_after_the_marker_applies_after_the_forced_one(daemon: Daemon, n_tokens: int) -> None:
+    constraint = {"regex": "aris|ome", "after": "</think>"}
+    answer = daemon.ask(prompt="Hello <think>", constraint=constraint, reasoning_budget=n_tokens, max_tokens=20)
+    assert answer.text.endswith(("aris", "ome"))
+    assert answer.last["constraint_complete"]
+    assert answer.last["usage"]["completion_tokens"] < 10
+
+
+def test_a_budget_that_is_large_enough_changes_nothing(daemon: Daemon) -> None:
+    answer = daemon.ask(messages=QUESTION, separate_reasoning=True, reasoning_budget=10)
+    assert answer.text == "aris."
+
+
 def test_a_session_goes_on_after_reasoning(daemon: Daemon) -> None:
     for text in ("What is the capital of France?", "And of Italy?"):
         answer = daemon.ask(
@@ -77,6 +104,7 @@ def test_ask_prints_the_answer_on_stdout_and_reasoning_on_stderr_if_asked_to(dae
     assert ask("--hide-reasoning") == ("aris.\n", "")
     assert ask("--show-reasoning") == ("aris.\n", "capital of France is\n\n")
     assert ask("--show-reasoning", "--no-stream") == ("aris.\n", "capital of France is\n\n")
+    assert ask("--show-reasoning", "--reasoning-budget", "2")[1] == "capital of\n\n"
     events = [json.loads(line) for line in ask("--json")[0].splitlines()]
     assert "".join(event["text"] for event in events if event["event"] == "reasoning") == "capital of France is"
 

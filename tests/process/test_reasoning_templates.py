@@ -1,4 +1,7 @@
-"""Real chat templates, which llama.cpp's source has: which markers of reasoning they have, and which open the reasoning."""
+"""Real chat templates, which llama.cpp's source has: which markers of reasoning they have, and which open the reasoning.
+
+A budget ends it with the markers of the model.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from tests.support.real_daemon import ROOT
 from uma_trio.models.chat import ChatTemplate
 from uma_trio.models.marker_text import MarkerText
 from uma_trio.models.reasoning import find_format, make_markers
+from uma_trio.sampling import ReasoningLimit
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models" / "templates"
 
@@ -44,4 +48,11 @@ def test_a_real_template(name: str, begin: str | None, opens: bool) -> None:
     assert (None if found is None else found.begin[0]) == begin
     if found is not None:
         prompt = ChatTemplate(source, bos="<s>", eos="</s>").render([{"role": "user", "content": "Hello"}])
-        assert make_markers(found, MarkerText(lambda _: None)).is_opened_by(prompt) is opens
+        markers = make_markers(found, MarkerText(lambda _: None))
+        assert markers.is_opened_by(prompt) is opens
+        limit = ReasoningLimit(n_tokens=2, end=[ord(each) for each in markers.closed_by], markers=markers)
+        budget = limit.budget(prompt, None)
+        thought = [ord(each) for each in f"{'' if opens else found.begin[0]}ab"]
+        ends = [budget.end_after([token], lambda token: chr(token).encode()) for token in thought]
+        assert ends == [*[()] * (len(thought) - 1), limit.end]
+        assert not budget.end_after([ord(each) for each in "the answer"], lambda token: chr(token).encode())

@@ -60,6 +60,7 @@ def test_a_request_with_a_controller_has_no_prompt(arg: object) -> None:
         ("echo", True),
         ("return_full_text", True),
         ("separate_reasoning", True),
+        ("reasoning_budget", 0),
         ("session_id", "s"),
         ("n_keep", 0),
     ],

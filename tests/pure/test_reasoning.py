@@ -243,6 +243,21 @@ def test_each_format_with_and_without_control_tokens(found: ReasoningFormat) -> 
     assert fed([(7, b""), (9, b"a"), (8, b""), (9, b"b")], controls) == ("a", "b", None)
 
 
+@pytest.mark.parametrize("found", FORMATS, ids=lambda each: each.begin[0])
+@pytest.mark.parametrize("is_control", [False, True])
+def test_each_format_can_be_closed(found: ReasoningFormat, is_control: bool) -> None:
+    ids: dict[str, int] = {}
+    markers = make_markers(found, MarkerText(lambda text: ids.setdefault(text, len(ids)) if is_control else None))
+    spelled = sorted(ids, key=len, reverse=True)
+
+    def tokens(text: str) -> list[tuple[int, bytes]]:
+        parts = re.split(f"({'|'.join(map(re.escape, spelled))})", text) if spelled else [text]
+        return [(ids[part], b"") if part in ids else (100, part.encode()) for part in parts if part]
+
+    said = fed([*tokens(f"{found.begin[0]}a"), *tokens(markers.closed_by), *tokens("b")], markers)
+    assert said == ("a", "b", None)
+
+
 def test_a_response_in_markers_of_its_own() -> None:
     found = find_format(TEMPLATES["two parts"][0])
     assert found is not None

@@ -18,6 +18,7 @@ from uma_trio.offload import InThread
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Eos, Failure, Token
 from uma_trio.protocol.requests import Generate
+from uma_trio.sampling import ReasoningLimit
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import Sequence as Answer
 
@@ -67,13 +68,24 @@ class Harness:
     n: int = 0
 
     def ask(
-        self, prompt: Sequence[int], n: int = 8, *, principal: str = "uid:0", durable: bool = False, **fields: Any
+        self,
+        prompt: Sequence[int],
+        n: int = 8,
+        *,
+        principal: str = "uid:0",
+        durable: bool = False,
+        limit: ReasoningLimit | None = None,
+        **fields: Any,
     ) -> Client:
-        """Submit a request for ``n`` tokens; returns the client that gets its events."""
+        """Submit a request for ``n`` tokens; returns the client that gets its events.
+
+        Args:
+            limit: of its reasoning.
+        """
         self.n += 1
         client = Client(list(prompt))
         request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
-        tokens = Prompt(np.asarray(prompt, dtype=np.int32), "")
+        tokens = Prompt(np.asarray(prompt, dtype=np.int32), "", limit=limit)
         [client.sequence] = self.scheduler.submit(request, tokens, client, Principal(principal), durable=durable)
         return client
 

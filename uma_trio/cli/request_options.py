@@ -18,7 +18,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 FIELDS: Final = (
     "max_tokens", "n", *(row.name for row in PARAMETERS), "logit_bias", "logprobs", "seed", "stop", "stop_token_ids",
-    "n_keep", "model", "return_full_text",
+    "n_keep", "reasoning_budget", "model", "return_full_text",
 )  # fmt: skip
 """Options that become fields of the request by the same name, if they are given."""
 
@@ -241,6 +241,12 @@ OPTIONS: Final = (
         "--n-keep",
         type=click.IntRange(0),
         help="If the context is too small, keep this many tokens at the beginning, and drop the oldest ones after them.",
+    ),
+    click.option(
+        "--reasoning-budget",
+        type=click.IntRange(0),
+        metavar="N",
+        help="End the model's reasoning after N tokens; with 0 there is none.  [default: no limit]",
     ),
     click.option(
         "--show-reasoning/--hide-reasoning",

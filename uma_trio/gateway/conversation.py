@@ -65,14 +65,18 @@ def without_noise(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
     return cleaned
 
 
+NO_REASONING: Final = "none"
+"""The effort of a model that does not reason."""
+
+
 def reasoning_kwargs(effort: str | None, *, enabled: bool | None = None) -> dict[str, Any]:
     """Variables for the chat template that say how the model reasons.  They have an effect if the template knows them.
 
     Args:
-        effort: such as ``low``; ``none`` is no reasoning.
+        effort: such as ``low``, or ``NO_REASONING``.
         enabled: ``None`` leaves it to the template.
     """
-    if effort == "none":
+    if effort == NO_REASONING:
         effort, enabled = None, False
     given = {"reasoning_effort": effort, "enable_thinking": enabled}
     return {name: value for name, value in given.items() if value is not None}

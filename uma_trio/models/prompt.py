@@ -25,7 +25,7 @@ from uma_trio.protocol.answers import TokenList
 from uma_trio.protocol.chat import ChatMessage, Tool
 from uma_trio.protocol.queries import TokenizeQuery
 from uma_trio.protocol.requests import Embed, Generate, Rerank
-from uma_trio.sampling import ReasoningMarkers, ToolCalling
+from uma_trio.sampling import ReasoningLimit, ReasoningMarkers, ToolCalling
 
 T = TypeVar("T")
 
@@ -55,6 +55,8 @@ class Prompt:
     """How the output marks reasoning; ``None`` if it stays part of the text."""
     calling: ToolCalling | None = None
     """Which calls of tools the output may have; ``None``: none."""
+    limit: ReasoningLimit | None = None
+    """How much reasoning the output may have; ``None``: as much as the model likes."""
 
     @property
     def opens_reasoning(self) -> bool:
@@ -167,7 +169,29 @@ class PromptMaker:
                 make_id=new_call_id,
             )
         separate = request.separate_reasoning or calling is not None
-        return Prompt(tokens, text, reasoning=self.reasoning if separate else None, calling=calling)
+        prompt = Prompt(tokens, text, reasoning=self.reasoning if separate else None, calling=calling)
+        return prompt if request.reasoning_budget is None else self._limited(prompt, request, request.reasoning_budget)
+
+    def _limited(self, prompt: Prompt, request: Generate, n_tokens: int) -> Prompt:
+        """``prompt`` with a limit of reasoning.  Reasoning that it has begun is ended in it if the limit is 0.
+
+        There is no limit where reasoning cannot come: if the model marks none, or a constraint applies from the first token.
+        """
+        markers, constraint = self.reasoning, request.constraint
+        if markers is None:
+            return prompt
+        end = self.tokenizer.encode(markers.closed_by, continues=True)
+        after = None if constraint is None else constraint.after
+        if not n_tokens and after is None and markers.is_opened_by(prompt.text):
+            tokens, text = np.concatenate([prompt.tokens, end]), prompt.text + markers.closed_by
+            prompt = attrs.evolve(prompt, tokens=tokens, text=text)
+        if (
+            constraint is not None
+            and (prompt.reasoning is None or constraint.has_own_start)
+            and after != markers.closed_by
+        ):
+            return prompt
+        return attrs.evolve(prompt, limit=ReasoningLimit(n_tokens=n_tokens, end=end.tolist(), markers=markers))
 
     def _tokens_and_text(self, request: Generate, history: History | None) -> tuple[TokenIds, str]:
         past = np.empty(0, np.int32) if history is None else history.tokens

@@ -21,6 +21,8 @@ class ReasoningFormat:
     end: tuple[str, ...]
     dropped: tuple[str, ...] = ()
     repeats: bool = False
+    closed_by: str = ""
+    """``""`` is the first of ``end``."""
 
 
 def _pair(begin: str, end: str, *, dropped: tuple[str, ...] = (), signs: tuple[str, ...] = ()) -> ReasoningFormat:
@@ -37,6 +39,7 @@ FORMATS: Final = (
             *("<|end|>", "<|return|>"),
         ),
         repeats=True,
+        closed_by="<|end|><|start|>assistant<|channel|>final<|message|>",  # after the end alone it may reason again
     ),
     ReasoningFormat(  # Gemma 4: a channel, which may come again
         signs=("<|channel>thought", "<channel|>"),
@@ -95,4 +98,5 @@ def make_markers(found: ReasoningFormat, text: MarkerText) -> ReasoningMarkers:
         repeats=found.repeats,
         controls=text.controls,
         opened_by=found.begin,
+        closed_by=found.closed_by or found.end[0],
     )

@@ -101,6 +101,11 @@ class Constraint:
     after: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """The constraint applies after the first occurrence of this text in the answer, such as ``</think>``."""
 
+    @property
+    def has_own_start(self) -> bool:
+        """Whether it says itself where it begins, so that separate reasoning cannot come before it."""
+        return any(each is not None for each in (self.lark, self.gbnf, self.after))
+
 
 def _parameter(row: Parameter) -> Any:
     """The field of a sampling parameter.  ``None`` is the default of the daemon or of the model."""
@@ -175,6 +180,8 @@ class Generate:
     """Keep the connection open for further requests after this one's ``eos`` or ``error``."""
     separate_reasoning: bool = False
     """Send the model's reasoning in events of its own, without its markers, instead of as text."""
+    reasoning_budget: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
+    """Tokens of reasoning after which its end is forced; with 0 there is none.  ``None``: no limit but ``max_tokens``."""
     cache_prompt: bool = True
     """Share the KV cache of common prefixes with other requests of the same principal."""
     speculate: bool | None = None
@@ -329,6 +336,7 @@ _UNCONTROLLED: Final = (
     "echo",
     "return_full_text",
     "separate_reasoning",
+    "reasoning_budget",
     "session_id",
     "n_keep",
 )

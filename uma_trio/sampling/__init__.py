@@ -8,6 +8,7 @@ This package is pure: it needs numpy, msgspec, the records of the protocol and t
 models nor clients.
 """
 
+from uma_trio.sampling.budget import ReasoningBudget, ReasoningLimit
 from uma_trio.sampling.defaults import SamplingDefault, recommended, sampling_defaults
 from uma_trio.sampling.dry import Breakers
 from uma_trio.sampling.logit_ops import Bias, Past, TokenHistory
@@ -21,7 +22,7 @@ from uma_trio.sampling.text import TextAssembler
 from uma_trio.sampling.tool_calls import ToolCalling
 
 __all__ = [
-    "NO_TOKEN", "Bias", "Breakers", "CallMarkers", "ParameterTags", "Past", "PromptLookup", "ReasoningMarkers", "RegionAssembler", "SamplingDefault",
+    "NO_TOKEN", "Bias", "Breakers", "CallMarkers", "ParameterTags", "Past", "PromptLookup", "ReasoningBudget", "ReasoningLimit", "ReasoningMarkers", "RegionAssembler", "SamplingDefault",
     "SamplingParams", "TextAssembler", "TokenHistory", "TokenLogprobs", "ToolCalling", "compute_logprobs", "copied_rows",
     "distribution", "recommended", "sample", "sampling_defaults",
 ]  # fmt: skip

@@ -34,6 +34,8 @@ class ReasoningMarkers:
     """Ids of control tokens, each with the character that stands for it."""
     opened_by: tuple[str, ...] = ()
     """A prompt that ends with one of these, spelled out, begins the reasoning itself."""
+    closed_by: str = ""
+    """What ends reasoning, spelled out, where it is ended from outside."""
 
     def is_opened_by(self, prompt: str) -> bool:
         """Whether the output that follows ``prompt`` begins inside reasoning."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import codecs
 import enum
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from uma_trio.protocol.chat import ToolCall
-from uma_trio.sampling.markers import OTHER_CONTROL, ReasoningMarkers, visible
+from uma_trio.sampling.markers import CONTROL_CHARS, OTHER_CONTROL, ReasoningMarkers, visible
 from uma_trio.sampling.text import StringSearch
 from uma_trio.sampling.tool_calls import CallDelta, CallReader, State, ToolCalling
 
@@ -59,6 +60,8 @@ class RegionAssembler:
         calls = None if calling is None else calling.markers
         self._calling = calling
         self._begins_reasoning = () if reasoning is None else reasoning.begin
+        self._begins_again = self._begins_reasoning if reasoning is not None and reasoning.repeats else ()
+        """What begins reasoning later in the output."""
         self._begins_calls = () if calls is None else calls.begin
         self._bare_calls = calls is not None and calls.bare
         self._controls = {
@@ -72,7 +75,7 @@ class RegionAssembler:
             (
                 *(reasoning.dropped if reasoning is not None else ()),
                 *(calls.dropped if calls is not None else ()),
-                *(self._begins_reasoning if reasoning is not None and reasoning.repeats else ()),
+                *self._begins_again,
                 *self._begins_calls,
             )
         )
@@ -117,6 +120,26 @@ class RegionAssembler:
     def in_calls(self) -> bool:
         """Whether the output so far ends in a region of calls."""
         return self._region is _Region.CALLS
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the output so far ends inside a character, or inside what may be a marker."""
+        if self._region is _Region.START:
+            begun = bool(self._held.strip())
+        else:
+            begun = (self._end if self.in_reasoning else self._in_answer).holds_text
+        return begun or bool(self._decoder.getstate()[0])
+
+    @property
+    def tokens_to_reasoning(self) -> float:
+        """After how many tokens the output may be in reasoning at the earliest: 0 if it is, infinite if it cannot be."""
+        if self.in_reasoning:
+            return 0
+        begins = self._begins if self._region is _Region.START else ()
+        if not begins and not self._begins_again:
+            return math.inf
+        is_near = self.is_undecided or self.in_calls or not all(map(_has_several_tokens, self._begins_reasoning))
+        return 1 if is_near else 2
 
     @property
     def output(self) -> str:
@@ -282,3 +305,8 @@ class RegionAssembler:
         shown = text.rstrip()
         self._held = text[len(shown) :]
         return shown
+
+
+def _has_several_tokens(marker: str) -> bool:
+    """Whether a marker cannot be a single token: it has a control token, and more."""
+    return len(marker) > 1 and any(ord(character) in CONTROL_CHARS for character in marker)

@@ -94,6 +94,11 @@ class StringSearch:
         self._state = 0
         self._held = ""
 
+    @property
+    def holds_text(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held)
+
     def feed(self, new: str) -> str:
         """Append ``new``, and return the text that is not, and does not begin, one of the strings."""
         states = self._states

@@ -109,8 +109,7 @@ class DraftModel:
         """
         if sequence.draft_state is None or self.is_far_behind(sequence) or not self._is_worth(sequence, cost):
             return 0
-        n_left = sequence.max_tokens - len(sequence.tokens) - 1
-        return max(0, min(most, self._max_tokens - sequence.n_known - n_new, n_left - n_new))
+        return max(0, min(most, self._max_tokens - sequence.n_known - n_new, sequence.n_free - 1 - n_new))
 
     def is_far_behind(self, sequence: Sequence) -> bool:
         """Whether too many tokens of ``sequence`` are missing to compute them in the step of the next draft."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import abc
-from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import msgspec
 
@@ -16,10 +15,7 @@ from uma_trio.protocol.events import FinishReason, Logprob, Logprobs, Reasoning,
 from uma_trio.sampling import TextAssembler, TokenLogprobs
 from uma_trio.sampling.regions import Split
 from uma_trio.serving.sequence import Sequence
-from uma_trio.serving.step import NewTokens
-
-TokenToBytes: TypeAlias = Callable[[int], bytes]
-"""Token id -> the bytes that it stands for."""
+from uma_trio.serving.step import NewTokens, TokenToBytes
 
 MAX_UNSENT_CHARACTERS: Final = 1 << 16
 MAX_UNSENT_WRITES: Final = 256

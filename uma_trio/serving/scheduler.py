@@ -54,13 +54,21 @@ from uma_trio.serving.controllers.driver import (
 from uma_trio.serving.controllers.state import ControlledRequest
 from uma_trio.serving.drafting import DraftModel
 from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
-from uma_trio.serving.output import TokenToBytes, send_prompt, send_tokens
+from uma_trio.serving.output import send_prompt, send_tokens
 from uma_trio.serving.planning import NoStep, StepPlanner, delays_requests
 from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.serving.request import adapters_of, admit
 from uma_trio.serving.sequence import EventSink, Sequence, State
 from uma_trio.serving.stats import Stats
-from uma_trio.serving.step import CompletedStep, InFlightStep, NewTokens, PlannedStep, build_step, complete_step
+from uma_trio.serving.step import (
+    CompletedStep,
+    InFlightStep,
+    NewTokens,
+    PlannedStep,
+    TokenToBytes,
+    build_step,
+    complete_step,
+)
 from uma_trio.store.memory_states import MemoryStates
 from uma_trio.telemetry.perf_records import PerfSink
 
@@ -469,7 +477,15 @@ class Scheduler:
         if planned.embedding is not None:
             self._embeddings.complete(planned.embedding, output)
         ahead = self._in_flight[0] if self._in_flight else None
-        new_tokens = complete_step(step, output, self.cache, now, can_truncate=self.info.can_truncate, ahead=ahead)
+        new_tokens = complete_step(
+            step,
+            output,
+            self.cache,
+            now,
+            can_truncate=self.info.can_truncate,
+            token_to_bytes=self._token_to_bytes,
+            ahead=ahead,
+        )
         if self._planner.drafts is not None:
             self._planner.drafts.completed(step, output, new_tokens)
         for new in new_tokens:

@@ -24,7 +24,15 @@ from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.events import Eos, FinishReason, Logprobs, PrefillProgress, Timings, Usage
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
-from uma_trio.sampling import Bias, PromptLookup, RegionAssembler, SamplingParams, TextAssembler, TokenHistory
+from uma_trio.sampling import (
+    Bias,
+    PromptLookup,
+    ReasoningBudget,
+    RegionAssembler,
+    SamplingParams,
+    TextAssembler,
+    TokenHistory,
+)
 from uma_trio.scheduling.places import MIN_TURN_S
 from uma_trio.scheduling.view import Priority, SequenceView
 from uma_trio.serving.controllers.state import Control, Phase
@@ -147,6 +155,10 @@ class Sequence:
     assembler: TextAssembler | RegionAssembler = attrs.field(
         default=attrs.Factory(lambda self: _assembler(self.request, self.prompt), takes_self=True)
     )
+    budget: ReasoningBudget | None = attrs.field(
+        default=attrs.Factory(lambda self: _budget(self.prompt), takes_self=True)
+    )
+    """What it may still reason, if that is limited."""
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -258,10 +270,16 @@ class Sequence:
 
         Tokens that its grammar forces are drafts that are always accepted.
         """
-        n = max(0, min(n, self.max_tokens - len(self.tokens) - 1))
+        n = max(0, min(n, self.n_free - 1))
         if self.forced:
             return self.forced[:n]
         return () if self.lookup is None or not n else self.lookup.draft(n)
+
+    @property
+    def n_free(self) -> int:
+        """How many tokens it may sample before something else decides how it goes on."""
+        n = self.max_tokens - len(self.tokens)
+        return n if self.budget is None else int(min(n, self.budget.room))
 
     @property
     def often_forced(self) -> bool:
@@ -506,6 +524,10 @@ def _assembler(request: Generate, prompt: Prompt) -> TextAssembler | RegionAssem
     if prompt.reasoning is None and prompt.calling is None:
         return TextAssembler(request.stops)
     return RegionAssembler(request.stops, prompt.reasoning, prompt.calling, is_open=prompt.opens_reasoning)
+
+
+def _budget(prompt: Prompt) -> ReasoningBudget | None:
+    return None if prompt.limit is None else prompt.limit.budget(prompt.text, prompt.calling)
 
 
 def _ms(seconds: float) -> float:

@@ -7,7 +7,7 @@ that this one is about to sample.  The engine begins it at once, so the device n
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice, repeat
 from operator import attrgetter
 from typing import Final, Literal, TypeAlias
@@ -36,6 +36,9 @@ MAX_REMOVED: Final = 16
 OUTLIER: Final = 0.5
 """Relative error of the predicted duration above which a step is an outlier: the next plan should know of it at once."""
 
+
+TokenToBytes: TypeAlias = Callable[[int], bytes]
+"""Token id -> the bytes that it stands for."""
 
 DraftSource: TypeAlias = Literal["lookup", "model", "grammar"]
 """Where draft tokens are from: prompt lookup, the draft model, or a grammar that allows nothing else."""
@@ -145,7 +148,7 @@ class InFlightStep:
     def views_after(self, sequences: Iterable[Sequence]) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill if it is planned before this one is complete; by sequence id.
 
-        A sequence whose last token this step may sample is left out.
+        A sequence is left out if this step may sample its last token, or the last one of its reasoning.
         """
         decodes: list[SequenceView] = []
         prefills: list[SequenceView] = []
@@ -157,7 +160,7 @@ class InFlightStep:
                 view = sequence.view()
             else:
                 samples = row.n_samples > 0
-                if samples and len(sequence.tokens) + row.n_samples >= sequence.max_tokens:
+                if samples and row.n_samples >= sequence.n_free:
                     continue
                 view = sequence.view_after(row.end, samples=samples, completed_at=completed_at)
             (decodes if samples else prefills).append(view)
@@ -300,6 +303,7 @@ def complete_step(
     now: float,
     *,
     can_truncate: bool,
+    token_to_bytes: TokenToBytes,
     ahead: InFlightStep | None = None,
 ) -> list[NewTokens]:
     """Note what a step computed: tokens in the KV cache, and tokens that were sampled.
@@ -308,6 +312,7 @@ def complete_step(
 
     Args:
         can_truncate: the last tokens of a sequence can be removed.
+        token_to_bytes: of the model's vocabulary.
         ahead: the step that ran ahead of it, and may have begun.
     """
     drafted = drafts_by_sequence(step, output)
@@ -333,9 +338,12 @@ def complete_step(
         sequence.due_at = now + sequence.target_itl_ms / 1e3
         if sequence.control is None:
             failure, allowed = failures.get(allocation.seq_id), forced.get(allocation.seq_id, ())
-            new_tokens.append(_complete_row(row, sampled, scores, failure, allowed))
-        elif (new := complete_sample(sequence, sampled[0], scores, cache)) is not None:
+            new = _complete_row(row, sampled, scores, failure, allowed)
+            if sequence.budget is not None and new.reason is None:
+                _keep_budget(new, sequence.budget.end_after(new.tokens, token_to_bytes))
             new_tokens.append(new)
+        elif (by_controller := complete_sample(sequence, sampled[0], scores, cache)) is not None:
+            new_tokens.append(by_controller)
     return new_tokens
 
 
@@ -386,6 +394,19 @@ def _complete_row(
     sequence.forced = forced if len(sampled) == 1 + len(row.drafts) else ()
     sequence.state = State.DECODE
     return new
+
+
+def _keep_budget(new: NewTokens, end: abc.Sequence[int]) -> None:
+    """Append the tokens that end the reasoning, if there are some, to those that were sampled.  The next step computes them."""
+    if not end:
+        return
+    sequence, n_sampled = new.sequence, len(new.tokens)
+    forced = _append(sequence, end, (), None)
+    new.tokens, new.reason = [*new.tokens, *forced.tokens], forced.reason
+    if new.scores:
+        new.scores = [*new.scores[:n_sampled], *[None] * len(forced.tokens)]
+    sequence.forced = ()
+    sequence.go_on()
 
 
 def _ends(sequence: Sequence, token: int) -> bool:

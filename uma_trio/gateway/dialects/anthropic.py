@@ -48,6 +48,7 @@ FIELD_NAMES: Final = {
     "constraint": ("output_config", "output_format"),
     "constraint.json_schema": ("output_config", "output_format"),
     "chat_template_kwargs": ("thinking", "output_config"),
+    "reasoning_budget": "thinking.budget_tokens",
     "tools[].parameters": "tools[].input_schema",
 }
 """What fields of the socket protocol are called in Anthropic's API."""
@@ -117,13 +118,18 @@ class Thinking(msgspec.Struct):
 
     type: str
     budget_tokens: int | None = None
-    """Has no effect."""
+    """Tokens of reasoning."""
     display: str | None = None
 
     @property
     def is_hidden(self) -> bool:
         """Whether the client wants no reasoning."""
         return self.type == "disabled" or self.display == "omitted"
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens of reasoning; ``None``: no limit."""
+        return 0 if self.type == "disabled" else self.budget_tokens
 
 
 class JsonFormat(msgspec.Struct):

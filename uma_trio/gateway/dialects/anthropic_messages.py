@@ -57,6 +57,7 @@ async def answer_messages(call: Call) -> Response:
         constraint={"json_schema": form.schema} if form else None,
         chat_template_kwargs=request.template_kwargs,
         separate_reasoning=True,
+        reasoning_budget=request.thinking.budget if request.thinking else None,
     )
     head: dict[str, Any] = {
         "id": f"msg_{call.id}",

@@ -147,6 +147,7 @@ FIELD_NAMES: Final = {
     "n": ("n_cmpl", "n"),
     "session_id": ("session_id", "prompt_cache_key"),
     "chat_template_kwargs": ("chat_template_kwargs", "reasoning_effort", "reasoning"),
+    "reasoning_budget": ("reasoning_budget_tokens", "thinking_budget_tokens"),
 }
 """What fields of the socket protocol are called in requests of OpenAI's API, of vLLM and of llama-server."""
 

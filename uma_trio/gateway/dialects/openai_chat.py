@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
-from uma_trio.gateway.conversation import conversation_fields, reasoning_kwargs, without_noise
-from uma_trio.gateway.dialects.llama_fields import Extras, Telemetry, describe, head_of, rendered
+from uma_trio.gateway.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
+from uma_trio.gateway.dialects.llama_fields import NO_LIMIT, Extras, Telemetry, describe, head_of, rendered
 from uma_trio.gateway.dialects.openai import (
     FIELD_NAMES,
     OPENAI,
@@ -53,12 +53,24 @@ class ChatRequest(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's and llama-server's: variables for the chat template."""
     reasoning_effort: str | None = None
-    """Such as ``low``; ``none`` is no reasoning.  Has an effect with templates that know it."""
+    """Such as ``low``; ``none`` is no reasoning.  Others have an effect with templates that know them."""
+    reasoning_budget_tokens: int | None = None
+    """llama-server's: tokens of reasoning; -1 is no limit."""
+    thinking_budget_tokens: int | None = None
+    """llama-server's other name for it."""
 
     @property
     def template_kwargs(self) -> dict[str, Any] | None:
         """Variables for the chat template."""
         return {**reasoning_kwargs(self.reasoning_effort), **(self.chat_template_kwargs or {})} or None
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """Tokens of reasoning; ``None``: no limit."""
+        for budget in (self.reasoning_budget_tokens, self.thinking_budget_tokens):
+            if budget is not None and budget != NO_LIMIT:
+                return budget
+        return 0 if self.reasoning_effort == NO_REASONING else None
 
     @property
     def template_fields(self) -> dict[str, Any]:
@@ -106,6 +118,7 @@ async def complete_chat(call: Call) -> Response:
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         constraint=request.constraint,
         separate_reasoning=True,
+        reasoning_budget=request.reasoning_budget,
         **extras.fields,
     )
     if request.stream:

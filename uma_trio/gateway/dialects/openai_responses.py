@@ -11,7 +11,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
-from uma_trio.gateway.conversation import conversation_fields, reasoning_kwargs, without_noise
+from uma_trio.gateway.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
 from uma_trio.gateway.dialects.llama_fields import Telemetry
 from uma_trio.gateway.dialects.openai import FIELD_NAMES, OPENAI
 from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
@@ -163,6 +163,7 @@ async def respond(call: Call) -> Response:
         constraint=constraint_of_format(_chat_format(form)) if form else None,
         chat_template_kwargs=request.template_kwargs,
         separate_reasoning=True,
+        reasoning_budget=0 if request.reasoning and request.reasoning.effort == NO_REASONING else None,
         **telemetry.fields,
     )
     head = _head(call.id, request, request.model or (await call.daemon.model()).name, sampling)
