@@ -127,6 +127,7 @@ FUNCTIONS = """
     struct llama_sampler * llama_sampler_chain_init(struct llama_sampler_chain_params params);      // !null
     void         llama_sampler_chain_add(struct llama_sampler * chain, struct llama_sampler * smpl);
     struct llama_sampler * llama_sampler_init_greedy(void);                                         // !null
+    struct llama_sampler * llama_sampler_init_mirostat_v2(uint32_t seed, float tau, float eta);     // !null
     struct llama_sampler * llama_sampler_init_dist(uint32_t seed);                                  // !null
     struct llama_sampler * llama_sampler_init_top_k(int32_t k);                                     // !null
     struct llama_sampler * llama_sampler_init_top_p(float p, size_t min_keep);                      // !null

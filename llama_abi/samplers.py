@@ -32,6 +32,8 @@ class SamplerChain(Handle):
     def __init__(self, library: Library) -> None:
         self._c = library.c
         self._chooses = False
+        self.chosen: int | None = None
+        """The token that a sampler of the chain chose in the last ``apply``."""
         super().__init__(
             self._c.llama_sampler_chain_init(self._c.llama_sampler_chain_default_params()),
             self._c.llama_sampler_free,
@@ -87,6 +89,11 @@ class SamplerChain(Handle):
             )
         )
 
+    def add_mirostat_v2(self, *, seed: int, tau: float, eta: float) -> Self:
+        """Exclude tokens that are too surprising, and choose at random. Each choice changes the limit."""
+        self._chooses = True
+        return self._add(self._c.llama_sampler_init_mirostat_v2(seed & UINT32_MAX, tau, eta))
+
     def add_dist(self, *, seed: int) -> Self:
         """Choose at random. The same ``seed`` makes the same choices."""
         self._chooses = True
@@ -136,6 +143,7 @@ class SamplerChain(Handle):
         address = ctypes.cast(array.data, ctypes.c_void_p).value or 0
         size = array.size * TOKEN_DATA.itemsize
         kept = np.frombuffer((ctypes.c_char * size).from_address(address), TOKEN_DATA).copy()
+        self.chosen = None if array.selected < 0 else int(kept["id"][array.selected])
         kept = kept[np.isfinite(kept["logit"])]
         kept = kept[np.argsort(-kept["logit"], kind="stable")]
         weights = np.exp(kept["logit"].astype(np.float64) - kept["logit"][0])

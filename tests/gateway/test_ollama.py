@@ -69,13 +69,13 @@ def test_log_probabilities(client: ollama.Client) -> None:
 
 
 def test_options_reach_the_daemon_and_unknown_ones_are_named(gateway: Gateway) -> None:
-    options = {"num_predict": 3, "num_ctx": 2048, "temperature": 0, "seed": -1, "mirostat": 2}
+    options = {"num_predict": 3, "num_ctx": 2048, "temperature": 0, "seed": -1, "mirostat": 2, "tfs_z": 1.0}
     with gateway.http() as http:
         found = http.post(
             "/api/chat", json={"model": "embedded", "messages": CHAT, "stream": False, "options": options}
         )
     assert found.json()["eval_count"] == 3
-    assert found.json()["warnings"] == ["the option 'mirostat' is not known and had no effect"]
+    assert found.json()["warnings"] == ["the option 'tfs_z' is not known and had no effect"]
 
 
 def test_models_as_editors_ask_for_them(gateway: Gateway, client: ollama.Client) -> None:

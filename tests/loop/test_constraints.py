@@ -171,6 +171,26 @@ async def test_tokens_without_a_choice_take_no_tick_of_their_own(autojump_clock)
         assert harness.scheduler.telemetry.draft_tokens_total == 0
 
 
+async def test_mirostat_has_no_drafts_and_survives_a_crash(autojump_clock):
+    """Its state after a draw decides how the next one is made, so a step samples one token, forced or not."""
+    fields = {"constraint": {"regex": "600 700 [1-4][0-9]{2} 600 700 " * 4}, "temperature": 1.0, "seed": 4, "mirostat": 2}
+    async with running(repeats=3) as harness:
+        expected, _ = await ask(harness, **fields)
+        assert expected != (await ask(harness, **fields | {"mirostat_tau": 4.0}))[0]
+        tokens: list[int] = []
+
+        async def one() -> None:
+            tokens.extend((await ask(harness, **fields, speculate=True))[0])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one)
+            await trio.sleep(0.05)
+            harness.scheduler._engine.link.kill()
+        assert tokens == expected
+        assert harness.scheduler._engine.restarts == 1
+        assert harness.scheduler.telemetry.draft_tokens_total == 0
+
+
 async def test_turns_of_a_session_have_constraints_of_their_own(autojump_clock):
     async with running() as harness:
         one, _ = await ask(harness, constraint=DIGITS, session_id="s", max_tokens=6)

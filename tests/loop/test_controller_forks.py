@@ -319,3 +319,15 @@ async def test_a_fork_that_waits_may_change_its_mind(autojump_clock):
         assert client.tokens[0][100:] == expected_continuation([START, *LONG[:100]], 45)
         await harness.done([running], sequences)
         await harness.clean()
+
+
+async def test_a_fork_goes_on_with_the_state_of_its_sampler(autojump_clock):
+    """The seeds of the forks decide nothing before they part: the fake engine uses them for every seventh draw."""
+    fields = {"temperature": 1.0, "mirostat": 2}
+    script = [Gen(3), Fork([[Gen(8)]] * 2)]
+    async with steering(PROGRAMS) as harness:
+        client = await run(harness, script, 40, seed=5, **fields)
+        for index, tokens in enumerate(by_path(client, client.tokens).values()):
+            alone = await run(harness, straight(script, [index]), 40, seed=5 + index, **fields)
+            assert alone.tokens[0] == tokens
+        await harness.clean()

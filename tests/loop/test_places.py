@@ -15,6 +15,7 @@ from tests.support.steering import steering
 from uma_trio import errors
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Slo
+from uma_trio.sampling import SamplingParams
 
 LAYOUTS = [{}, {"unified": False, "n_ctx": 8000}, {"can_truncate": False}]
 
@@ -77,6 +78,17 @@ async def test_more_principals_than_places_take_turns(autojump_clock) -> None:
         await harness.ended(*clients)
         assert all(right(each) for each in clients)
         assert harness.scheduler.telemetry.preemptions_total > 5
+        await harness.clean()
+
+
+async def test_the_state_of_mirostat_survives_the_loss_of_a_place(autojump_clock) -> None:
+    fields = {"temperature": 1.0, "seed": 3, "mirostat": 2}
+    async with asking(FakeEngine(n_seq_max=2, n_ctx=100_000)) as harness:
+        clients = [harness.ask([n], 800, principal=f"tenant {n}", **fields) for n in range(3)]
+        await harness.ended(*clients)
+        assert harness.scheduler.telemetry.preemptions_total > 1
+        for client in clients:
+            assert client.tokens == expected_continuation(client.prompt, 800, params=SamplingParams(**fields))
         await harness.clean()
 
 

@@ -50,6 +50,7 @@ async def test_a_crash_changes_no_text(autojump_clock, after_s):
     """Greedy, sampled and penalised texts, in prefill and decode, with and without a run-ahead step."""
     sampled = SamplingParams(temperature=1.0, seed=5)
     penalised = SamplingParams(repetition_penalty=1.5, repeat_last_n=8)
+    adaptive = SamplingParams(temperature=1.0, seed=8, mirostat=2)
     async with asking() as harness:
         clients = [harness.ask([10 + i] * (1 + 90 * i), 40) for i in range(4)]
         clients.append(harness.ask([5], 40, temperature=1.0, seed=5))
@@ -57,10 +58,11 @@ async def test_a_crash_changes_no_text(autojump_clock, after_s):
         clients.append(
             harness.ask([7] * 30, 40, dry_multiplier=0.8, dry_penalty_last_n=20)
         )  # the fake checks what it gets
+        clients.append(harness.ask([8], 40, temperature=1.0, seed=8, mirostat=2))
         await trio.sleep(after_s)
         kill(harness)
         await harness.ended(*clients)
-        for client, params in zip(clients, [None] * 4 + [sampled, penalised, None], strict=True):
+        for client, params in zip(clients, [None] * 4 + [sampled, penalised, None, adaptive], strict=True):
             assert client.tokens == expected_continuation(client.prompt, 40, params=params)
         await harness.clean()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import signal
 
 import pytest
 import trio
@@ -14,6 +16,7 @@ from uma_trio.models.vocabulary import vocabulary
 
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 ONCE = "Once upon a time there was a fox. Once upon a time"
+ADAPTIVE = {"temperature": 1.5, "seed": 7, "mirostat": 2, "mirostat_tau": 1.5, "mirostat_eta": 0.5, "top_k": 1}
 SAMPLING = (
     {},
     {"temperature": 1.0, "seed": 1, "min_p": 0.05},
@@ -37,6 +40,7 @@ SAMPLING = (
         "dynatemp_range": 0.5,
     },
     {"temperature": 1.2, "seed": 6, "top_n_sigma": 1.0, "dry_multiplier": 0.8},
+    ADAPTIVE,
 )
 
 
@@ -232,3 +236,34 @@ async def test_several_answers_match_single_requests_with_their_seeds(daemon, en
     print(f"{same} of 8 answers match single requests")
     assert same >= 7  # rounding of logits may change one of two hundred tokens
     daemon.settled()
+
+
+def test_mirostat_goes_on_after_a_crash_of_the_engine(library):
+    """Its state depends on every draw so far, so it must not be lost with the engine.
+
+    The biases of ten digits decide, at a high temperature: after a crash the tokens are computed in other batches, and
+    rounding must not decide.
+    """
+    with vocabulary(EMBEDDED) as tokenizer:
+        digits = [int(tokenizer.encode(str(n), add_special=False)[-1]) for n in range(10)]
+    request = {
+        "prompt": ONCE,
+        "max_tokens": 100,
+        "constraint": {"regex": "[0-9]{200}"},
+        "logit_bias": {str(token): 99.0 - 20 * n for n, token in enumerate(digits)},
+        **ADAPTIVE,
+        "temperature": 50.0,
+    }
+    with real_daemon("--parallel", "2") as daemon:
+        alone = daemon.ask(**request)
+        assert daemon.ask(**request, speculate=True).ids == alone.ids
+        assert daemon.ask(**request | {"mirostat_tau": 3.0}).ids != alone.ids
+        with daemon.wire() as wire:
+            wire.send(id="a", **request)
+            events = [wire.receive() for _ in range(20)]
+            os.kill(daemon.metrics()["engine"]["pid"], signal.SIGKILL)
+            while events[-1]["event"] != "eos":
+                events.append(wire.receive())
+        assert [event["token_id"] for event in events[:-1]] == alone.ids
+        assert daemon.metrics()["engine"]["restarts_total"] == 1
+        daemon.settled()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import llama_abi
-from uma_trio.sampling import Bias, Past, SamplingParams, distribution
+from uma_trio.sampling import Bias, Past, SamplingParams, distribution, sample
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +197,48 @@ def test_all_operations_together(library, window, filters, n_vocab):
 
     past = Past(np.array([*prompt, *answer], np.int32), len(prompt))
     assert_same(distribution(logits.copy(), params, mask, bias, past), expected, params, n_vocab)
+
+
+@pytest.mark.parametrize("deviation", [0.5, 3.0])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(1.0, mirostat=2),
+        SamplingParams(0.7, mirostat=2, mirostat_tau=2.0, mirostat_eta=1.0),
+        SamplingParams(1.5, mirostat=2, mirostat_tau=1.0, mirostat_eta=1.0),  # often nothing but the best is left
+        SamplingParams(1.0, 1, 0.1, min_p=0.5, typical_p=0.2, top_n_sigma=0.1, xtc_probability=1.0, mirostat=2),
+    ],
+    ids=str,
+)
+def test_mirostat_keeps_the_same_tokens_draw_after_draw(library, params, deviation):
+    """Each draw is llama.cpp's, so that both go on from the same token."""
+    n_vocab = 32_000
+    with llama_abi.SamplerChain(library) as chain:
+        chain.add_temp(params.temperature)
+        chain.add_mirostat_v2(seed=1, tau=params.mirostat_tau, eta=params.mirostat_eta)
+        kept = set()
+        for step in range(30):
+            logits = np.roll(noise(n_vocab, deviation), 777 * step)
+            expected_ids, expected = chain.apply(logits)
+            ids, p = distribution(logits.copy(), params, step=step)
+            assert abs(len(ids) - len(expected_ids)) <= len(expected_ids) // 1000 + 1, "rounding at the limit"
+            ours, theirs = np.zeros(n_vocab), np.zeros(n_vocab)
+            ours[ids], theirs[expected_ids] = p, expected
+            assert np.abs(ours - theirs).sum() < 1e-3
+            kept.add(len(ids))
+            params = params.with_mu(params.next_mu(ours[chain.chosen]))
+    assert len(kept) > 1, "the limit moves"
+
+
+def test_sample_reports_the_state_after_its_own_draw():
+    logits = noise(1000, 3.0)
+    asked = [SamplingParams(1.0, seed=seed, mirostat=2 * (seed % 2), mu=4.0 + seed) for seed in range(8)]
+    mus: dict[int, float] = {}
+    tokens = sample(np.tile(logits, (8, 1)), asked, range(8), mus=mus)
+    assert sorted(mus) == [1, 3, 5, 7]
+    for row, mu in mus.items():
+        ids, p = distribution(logits.copy(), asked[row])
+        assert mu == pytest.approx(asked[row].next_mu(p[ids == tokens[row]][0]))
+        alone: dict[int, float] = {}
+        assert sample(logits[np.newaxis], asked[row : row + 1], [row], mus=alone) == tokens[row]
+        assert alone == {0: mu}

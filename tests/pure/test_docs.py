@@ -430,12 +430,13 @@ def parameters_in_markdown() -> str:
     for row in PARAMETERS:
         kind = "integer" if row.type is int else "number"
         low = f"from {row.bounds['ge']:g}" if "ge" in row.bounds else f"above {row.bounds['gt']:g}, up"
+        step = f" in steps of {row.bounds['multiple_of']:g}" if "multiple_of" in row.bounds else ""
         names = f"`{row.llama}`" if row.llama else ""
         if row.minus_one is not None:
             names += f"{', ' if names else ''}-1 is {row.minus_one:g}"
         key = f"`{row.gguf}`" if row.gguf else ""
         lines.append(
-            f"| `{row.name}` | {kind} {low} to {row.bounds['le']:.10g} | {row.default:g} | {key} | {names} | {row.help} |"
+            f"| `{row.name}` | {kind} {low} to {row.bounds['le']:.10g}{step} | {row.default:g} | {key} | {names} | {row.help} |"
         )
     return "\n".join(lines) + "\n\n"
 

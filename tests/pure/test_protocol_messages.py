@@ -311,7 +311,8 @@ def not_taken(row: Parameter) -> list[object]:
         if "gt" in row.bounds
         else [row.bounds["ge"] - 1e-9 if row.type is float else row.bounds["ge"] - 1]
     )
-    return [*beyond, row.bounds["le"] + 1, math.nan, math.inf, "1", True, [], *([1.0] if row.type is int else [])]
+    between = [1] if "multiple_of" in row.bounds else []
+    return [*beyond, *between, row.bounds["le"] + 1, math.nan, math.inf, "1", True, [], *([1.0] if row.type is int else [])]
 
 
 NOT_TAKEN = [

@@ -60,6 +60,7 @@ def test_a_model_file_recommends_with_the_keys_of_llama_cpp() -> None:
         "general.sampling.penalty_repeat": "1.100000",
         "general.sampling.penalty_last_n": "256",
         "general.sampling.mirostat": "2",
+        "general.sampling.unknown": "2",
     }
     found, problems = recommended(metadata.get)
     assert found == {
@@ -69,6 +70,7 @@ def test_a_model_file_recommends_with_the_keys_of_llama_cpp() -> None:
         "min_p": 0.0,
         "repetition_penalty": 1.1,
         "repeat_last_n": 256,
+        "mirostat": 2,
     }
     assert problems == []
     assert {name: type(value) for name, value in found.items()} == {name: SETTINGS[name].type for name in found}

@@ -151,9 +151,16 @@ class SequenceContent:
         token = 1 + self._digests[length] % (N_VOCAB - 1)
         if repeats and length >= repeats and self._digests[length] % 8:
             token = self._tokens[length - repeats]
+        if sample.params.is_adaptive:
+            token = 1 + (token + round(100 * sample.params.surprise_limit)) % (N_VOCAB - 1)
         if sample.params.greedy or (sample.params.seed + 3 * sample.n_before) % 7:
             return token
         return 1 + (token + sample.params.seed + sample.n_before) % (N_VOCAB - 1)
+
+
+def next_mu(params: SamplingParams, token: int) -> float:
+    """The state of mirostat after ``token``."""
+    return params.surprise_limit - params.mirostat_eta * (token % 11 - params.mirostat_tau)
 
 
 def chosen(preferred: Iterable[int], avoided: Collection[int]) -> int:
@@ -193,6 +200,8 @@ def expected_continuation(
         token = content.next_token(content.length, SampleRequest(params, step), repeats)
         read.append(chosen([token], penalised_tokens(params, read, n_prompt)))
         content.read(read[-1:], with_adapters)
+        if params.is_adaptive:
+            params = params.with_mu(next_mu(params, read[-1]))
     return read[n_prompt:]
 
 
@@ -366,6 +375,7 @@ class FakeEngine:
         self.cost_of_last_ms += copied_ms
         self._grammar_failures: list[tuple[int, str]] = []
         self._forced: list[tuple[int, Sequence[int]]] = []
+        self._mus: list[tuple[int, float]] = []
         inputs = [each for call in step.calls for each in call]
         copied: dict[str, Any] = {
             "copied_ms": copied_ms,
@@ -419,6 +429,7 @@ class FakeEngine:
             decode_ms=self.cost_of_last_ms - drafting_ms - copied_ms - copied.get("embedding_ms", 0.0),
             scores=scores if any(scores) else (),
             forced=self._forced,
+            mus=self._mus,
             grammar_failures=self._grammar_failures,
             **copied,
         )
@@ -580,6 +591,10 @@ class FakeEngine:
                 free = sorted({*range(N_VOCAB)} - banned)
                 preferred += free[token % len(free) :][:1] if free else []
             sampled.append(chosen(preferred, banned | self._penalised(held, length, sample)))
+            if sample.params.is_adaptive:
+                if len(each.samples) > 1:
+                    raise EngineError("mirostat samples one token a step")
+                self._mus.append((each.seq_id, next_mu(sample.params, sampled[-1])))
         return sampled
 
     def _allowed(self, each: StepInput) -> np.ndarray | None:

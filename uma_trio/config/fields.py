@@ -42,7 +42,7 @@ def setting(
         short: a second spelling of the flag, that of llama.cpp's tools.
         metavar: what the help shows in place of the value, if the type does not say it.
         type: of the value, if no annotation says it.
-        bounds: ``ge``, ``gt`` and ``le``, as ``msgspec.Meta`` takes them.
+        bounds: ``ge``, ``gt``, ``le`` and ``multiple_of``, as ``msgspec.Meta`` takes them.
     """
     metadata = {"help": help, "name": name, "short": short, "metavar": metavar, "bounds": bounds}
     return attrs.field(default=default, metadata=metadata, type=type)

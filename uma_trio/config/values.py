@@ -162,7 +162,8 @@ class Setting:
         if not self.bounds:
             return kind
         lower = f"from {self.bounds['ge']:.10g}" if "ge" in self.bounds else f"above {self.bounds['gt']:g}, up"
-        return f"{kind} {lower} to {self.bounds['le']:.10g}"
+        step = f" in steps of {self.bounds['multiple_of']:g}" if "multiple_of" in self.bounds else ""
+        return f"{kind} {lower} to {self.bounds['le']:.10g}{step}"
 
 
 def _path(_: type, value: Any) -> Path:

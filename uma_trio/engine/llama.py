@@ -335,6 +335,7 @@ class LlamaEngine:
         scores: list[sampling.TokenLogprobs | None] = []
         applied: list[AppliedMasks] = []
         forced: dict[int, Sequence[int]] = {}
+        mus: list[tuple[int, float]] = []
         copied = 0
         decode_ms = -outcome.copied_ms - outcome.checkpoints_ms
         sample_ms = 0.0
@@ -351,7 +352,10 @@ class LlamaEngine:
             self._wait(launched, callbacks)
             decoded = time.perf_counter()
             masks = _Masks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
-            sampled, scored = self._sample(samples, masks)
+            sampled, scored, next_mus = self._sample(samples, masks)
+            if next_mus:
+                seq_ids = [each.seq_id for each in inputs for _ in each.samples]
+                mus += [(seq_ids[row], mu) for row, mu in next_mus.items()]
             for each in masks.applied:
                 applied.append(each)
                 forced |= each.forced
@@ -374,6 +378,7 @@ class LlamaEngine:
             ended_s=time.perf_counter(),
             copied_rows=copied,
             scores=scores if any(score is not None for score in scores) else (),
+            mus=mus,
             copied_ms=outcome.copied_ms,
             saved_bytes=outcome.saved_bytes,
             refused=outcome.refused,
@@ -455,14 +460,18 @@ class LlamaEngine:
 
     def _sample(
         self, samples: Sequence[SampleRequest], masks: _Masks
-    ) -> tuple[list[int], list[sampling.TokenLogprobs | None]]:
-        """A token for each request, and its log-probabilities where they are wanted; none of these where nobody asks."""
+    ) -> tuple[list[int], list[sampling.TokenLogprobs | None], dict[int, float]]:
+        """A token for each request, its log-probabilities where they are wanted, and what mirostat changes, by row.
+
+        There are no log-probabilities at all where nobody asks.
+        """
         if not samples:
-            return [], []
+            return [], [], {}
         logits = self._context.logits(len(samples)).array
         with_logprobs = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
         late = masks.apply(logits, self.masks)
+        mus: dict[int, float] = {}
         sampled = sampling.sample(
             logits,
             [sample.params for sample in samples],
@@ -471,8 +480,11 @@ class LlamaEngine:
             [sample.bias for sample in samples],
             [sample.past for sample in samples],
             [self._breakers(tuple(each.breakers)) if each.params.dry_window else None for each in samples],
+            mus,
         )
         sampled[late] = MASK_LATE
+        for row in late:
+            mus.pop(row, None)
         scores: list[sampling.TokenLogprobs | None] = []
         if raw is not None:
             scores = [None] * len(samples)
@@ -481,7 +493,7 @@ class LlamaEngine:
             for row, score in zip(with_logprobs, found, strict=True):
                 scores[row] = score
         tokens: list[int] = sampled.tolist()
-        return tokens, scores
+        return tokens, scores, mus
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
         if self._drafter is None:

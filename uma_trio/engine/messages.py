@@ -466,6 +466,8 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
     """Sequences whose grammar allows only these tokens after the sampled one."""
     grammar_failures: Sequence[tuple[int, str]] = ()
     """Sequences whose grammar cannot go on, and the reason; they have ``NO_TOKEN`` in place of a token."""
+    mus: Sequence[tuple[int, float]] = ()
+    """Sequences that mirostat has sampled for, and ``SamplingParams.mu`` for their next tokens."""
     state_sizes: Sequence[tuple[int, Sequence[int]]] = ()
     """Answers to ``MeasureState``: sequence, then the bytes of its state and of each checkpoint (0: no such one)."""
     embeddings: Sequence[np.ndarray] = ()

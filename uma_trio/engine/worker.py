@@ -82,6 +82,8 @@ class StepRunner:
         self._engine = engine
         self._sampled: dict[int, tuple[StepInput, Sequence[int]]] = {}
         """Sequence id -> its input of the last step, and the tokens that it got: accepted draft tokens and one more."""
+        self._mus: dict[int, float] = {}
+        """Sequence id -> state of mirostat after the last step."""
         self._rejected: list[Truncate] = []
         """For the next step: they remove the draft tokens that the last step rejected."""
         self._end_ids = frozenset(engine.info.eog_ids)
@@ -122,7 +124,7 @@ class StepRunner:
         if drafted is not None:
             output.drafted = drafted
             output.started_s -= drafted.ms / 1e3
-        self._last_number = step.number
+        self._last_number, self._mus = step.number, dict(output.mus)
         tokens = iter(output.tokens)
         for each in chain.from_iterable(kept):
             if each.samples:
@@ -161,6 +163,8 @@ class StepRunner:
         if tokens[-1] < 0 or ends:
             return None
         following = _following(sample, tokens[-1])
+        if seq_id in self._mus:
+            following.params = sample.params.with_mu(self._mus[seq_id])
         grammar = None if last.grammar is None else last.grammar.after(tokens)
         position, stop_ids, adapters = _end(last, len(tokens)), last.stop_ids, last.adapters
         return StepInput(seq_id, position, tokens[-1:], (following,), stop_ids, grammar, adapters)

@@ -69,7 +69,8 @@ def _content(name: str) -> bytes:
 
 
 def _field(row: Parameter) -> str:
-    bounds = f'min="{row.bounds.get("ge", 0):g}" max="{row.bounds["le"]}" step="{1 if row.type is int else "any"}"'
+    step = row.bounds.get("multiple_of", 1) if row.type is int else "any"
+    bounds = f'min="{row.bounds.get("ge", 0):g}" max="{row.bounds["le"]}" step="{step}"'
     field = f'<input id="option-{row.name}" name="{row.name}" type="number" {bounds} placeholder="default">'
     return f'<label title="{html.escape(row.help)}">{row.name} {field}</label>'
 

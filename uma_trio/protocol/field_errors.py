@@ -233,7 +233,8 @@ def _bounds(of: inspect.IntType | inspect.FloatType, value: object) -> str:
     if above is not None:
         return f" above {_number(above)}" + (f", up {to}" if to else "")
     if least is not None:
-        return f" from {_number(least)} {to}" if to else f", {_number(least)} or more"
+        step = "" if of.multiple_of is None else f" in steps of {_number(of.multiple_of)}"
+        return f" from {_number(least)} {to}{step}" if to else f", {_number(least)} or more"
     return f" up {to}" if to else ""
 
 

@@ -30,7 +30,7 @@ class Parameter:
     """Without a request, a setting and a model file that say otherwise."""
     help: str
     bounds: Mapping[str, Any]
-    """``ge``, ``gt`` and ``le``, as ``msgspec.Meta`` takes them."""
+    """``ge``, ``gt``, ``le`` and ``multiple_of``, as ``msgspec.Meta`` takes them."""
     short: str | None = None
     """A second spelling of the flag, that of llama.cpp's tools."""
     llama: str | None = None
@@ -69,7 +69,7 @@ def parameter(default: float, help: str, **rest: Any) -> Any:
     Args:
         rest: bounds and fields of ``Parameter``.
     """
-    bounds: dict[str, Any] = {name: rest.pop(name) for name in ("ge", "gt", "le") if name in rest}
+    bounds: dict[str, Any] = {name: rest.pop(name) for name in ("ge", "gt", "le", "multiple_of") if name in rest}
     row = Parameter(type=type(default), default=default, help=help, bounds=bounds, **rest)
     return attrs.field(default=default, metadata={"row": row})
 
@@ -201,6 +201,29 @@ class SamplingValues:
         ge=0,
         le=4096,
         minus_one=4096,
+    )
+    mirostat: int = parameter(
+        0,
+        "With 2, sample from tokens whose surprise is below a limit that each draw corrects, so that the mean comes near "
+        "mirostat_tau. All other filters, such as top_k, are left out. 0 is off; there is no version 1.",
+        ge=0,
+        le=2,
+        multiple_of=2,
+        gguf="general.sampling.mirostat",
+    )
+    mirostat_tau: float = parameter(
+        5.0,
+        "The surprise of a token that mirostat aims at, in bits.",
+        ge=0,
+        le=100,
+        gguf="general.sampling.mirostat_tau",
+    )
+    mirostat_eta: float = parameter(
+        0.1,
+        "How quickly mirostat corrects itself: the share of a token's deviation from mirostat_tau.",
+        ge=0,
+        le=1,
+        gguf="general.sampling.mirostat_eta",
     )
 
 

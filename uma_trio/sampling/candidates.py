@@ -70,6 +70,20 @@ def cut_by_deviation(logits: Floats, n: float) -> None:
         logits[logits < counted.max() - n * counted.std(dtype=np.float64)] = -np.inf
 
 
+def unsurprising(weights: Floats, limit: float) -> Ints:
+    """Exclude tokens whose surprise, the negative logarithm of the probability, is above ``limit``.
+
+    Args:
+        weights: (n,) of all tokens.
+        limit: in bits.
+
+    Returns:
+        Ids of the tokens that are left, in ascending order; of the most likely one if no other is.
+    """
+    kept = np.flatnonzero(weights >= weights.sum(dtype=np.float64) * 2.0**-limit)
+    return kept if len(kept) else weights.argmax(keepdims=True)
+
+
 def kept_tokens(
     logits: Floats, max_logit: float, top_k: int, typical_p: float, top_p: float, min_log_weight: float
 ) -> Ints:

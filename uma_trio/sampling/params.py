@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,6 +26,10 @@ class SamplingParams(_Values):
     seed: int = 0
     """Seed of the random numbers, 64 bits.  A random number depends only on the seed and on the number of the draw."""
 
+    mu: float | None = None
+    """State of mirostat: the greatest surprise of a token that is drawn next, in bits.  Each draw changes it; see
+    ``surprise_limit``."""
+
     def with_seed(self, seed: int) -> SamplingParams:
         """A copy with another seed."""
         return msgspec.structs.replace(self, seed=seed)  # type: ignore[type-var]
@@ -32,7 +37,25 @@ class SamplingParams(_Values):
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken, without a random draw."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature == 0 or (self.top_k == 1 and not self.mirostat)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether each draw changes how the next one is made.  So a step can sample one token of such a sequence."""
+        return self.mirostat != 0 and not self.greedy
+
+    @property
+    def surprise_limit(self) -> float:
+        """``mu``; before the first draw, which has no state yet, twice ``mirostat_tau``."""
+        return 2 * self.mirostat_tau if self.mu is None else self.mu
+
+    def next_mu(self, probability: float) -> float:
+        """The state after the draw of a token that had this share of what was left to draw from."""
+        return self.surprise_limit - self.mirostat_eta * (-math.log2(probability) - self.mirostat_tau)
+
+    def with_mu(self, mu: float) -> SamplingParams:
+        """A copy with the state after a draw."""
+        return msgspec.structs.replace(self, mu=mu)  # type: ignore[type-var]
 
     @property
     def repetition_window(self) -> int:

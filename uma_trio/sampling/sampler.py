@@ -3,6 +3,8 @@
     biases -> repetition, frequency and presence penalties -> DRY -> masks
            -> top-n-sigma -> top-k -> typical-p -> top-p -> min-p -> XTC -> temperature -> draw
 
+With mirostat, what follows the masks is: temperature -> limit of the surprise -> draw -> next limit.
+
 Rows are independent: a row gets the same token alone and in any batch.  Touching every logit is the expensive part, so
 that happens in a few passes over the whole matrix.  All further work is on the few candidates that remain.
 
@@ -28,6 +30,7 @@ from uma_trio.sampling.candidates import (
     kept_tokens,
     relative_weights,
     top_candidates,
+    unsurprising,
     without_top_choices,
 )
 from uma_trio.sampling.dry import Breakers, apply_dry
@@ -69,6 +72,7 @@ def sample(
     biases: Sequence[Bias | None] | None = None,
     pasts: Sequence[Past | None] | None = None,
     breakers: Sequence[Breakers | None] | None = None,
+    mus: dict[int, float] | None = None,
 ) -> npt.NDArray[np.int32]:
     """Sample one token for each row.
 
@@ -79,8 +83,8 @@ def sample(
         masks: for each row the ids of forbidden tokens, in [0, n_vocab), or ``None``.
         biases: for each row what to add to its logits, or ``None``.
         pasts: for each row the tokens that its penalties need; ``None`` for a row without penalties.
-
         breakers: for each row with DRY what ends a repetition.
+        mus: gets ``SamplingParams.mu`` for the next draw, for each row that mirostat has drawn.
 
     ``None`` in place of ``masks``, ``biases``, ``pasts`` or ``breakers`` stands for ``None`` in every row.
 
@@ -98,7 +102,9 @@ def sample(
         randoms, chances = uniforms(seeds, steps), _chances([params[row] for row in drawn], steps)
         if len(drawn) < len(logits):
             logits, max_logits = logits[drawn], max_logits[drawn]
-        tokens[drawn] = _draw(logits, max_logits, [params[row] for row in drawn], randoms, chances)
+        tokens[drawn], found = _draw(logits, max_logits, [params[row] for row in drawn], randoms, chances)
+        if mus is not None:
+            mus.update({drawn[row]: mu for row, mu in found.items()})
     chosen: npt.NDArray[np.int32] = tokens.astype(np.int32)
     return chosen
 
@@ -156,7 +162,7 @@ def _apply_logit_ops(
     has_masks, has_biases, has_pasts = (
         given is not None and any(one is not None for one in given) for given in (masks, biases, pasts)
     )
-    cuts = [row for row, p in enumerate(params) if p.top_n_sigma and not p.greedy]
+    cuts = [row for row, p in enumerate(params) if p.top_n_sigma and not (p.greedy or p.mirostat)]
     if not (has_masks or has_biases or has_pasts or cuts):
         return logits
     if not logits.flags.writeable:
@@ -177,7 +183,7 @@ def _apply_logit_ops(
 
 def _is_unfiltered(params: SamplingParams, n_vocab: int) -> bool:
     is_off = params.top_p == params.typical_p == 1
-    is_off = is_off and params.min_p == params.xtc_probability == params.dynatemp_range == 0
+    is_off = is_off and params.min_p == params.xtc_probability == params.dynatemp_range == params.mirostat == 0
     return is_off and not 0 < params.top_k < n_vocab
 
 
@@ -192,7 +198,9 @@ def _chances(params: Sequence[SamplingParams], steps: npt.NDArray[np.integer]) -
 
 def _draw(
     logits: Floats, max_logits: Floats, params: Sequence[SamplingParams], randoms: Doubles, chances: Doubles
-) -> Ints:
+) -> tuple[Ints, dict[int, float]]:
+    """A token for each row, and the next state of mirostat for each row that has it."""
+    mus: dict[int, float] = {}
     n_vocab = logits.shape[1]
     tokens = np.empty(len(logits), np.int64)
     unfiltered = [row for row, p in enumerate(params) if _is_unfiltered(p, n_vocab)]
@@ -210,7 +218,10 @@ def _draw(
             # The first sum above the target: never that of a token with weight 0.
             place = min(int(sums.searchsorted(target, side="right")), len(sums) - 1)
             tokens[filtered[row]] = ids[place]
-    return tokens
+            if (p := params[filtered[row]]).mirostat:
+                weight = sums[place] - (sums[place - 1] if place else 0.0)
+                mus[filtered[row]] = p.next_mu(weight / sums[-1])
+    return tokens, mus
 
 
 def _filter(
@@ -218,7 +229,7 @@ def _filter(
 ) -> list[tuple[int, Ints, Doubles]]:
     """Apply the filters: for each row its number, the remaining ids, and the running sums of their weights.
 
-    There are two code paths.  Which one a row takes depends on that row alone.
+    There are three code paths.  Which one a row takes depends on that row alone.
     """
     n_vocab = logits.shape[1]
     top_k = np.array([p.top_k if p.top_k < n_vocab else 0 for p in params])
@@ -240,6 +251,11 @@ def _filter(
     temperatures = np.array([p.temperature for p in params])
     all_tempered = all_sums if (temperatures == 1).all() else _sums(all_log_weights, temperatures[:, np.newaxis])
     for row, p in enumerate(params):
+        if p.mirostat:
+            weights = relative_weights(logits[row : row + 1], max_logits[row : row + 1], temperatures[row : row + 1])[0]
+            ids = unsurprising(weights, p.surprise_limit)
+            results.append((row, ids, weights[ids].cumsum(dtype=np.float64)))
+            continue
         sums, log_weights = all_sums[row, : counts[row]], all_log_weights[row, : counts[row]]
         goal = p.top_p * (totals[row] if top_k[row] == 0 else sums[-1])
         # Whether the limit of top-p or of min-p lies within the sorted candidates.

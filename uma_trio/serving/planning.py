@@ -133,7 +133,8 @@ class StepPlanner:
 
     def _speculates(self, sequence: Sequence) -> bool:
         wanted = sequence.request.speculate
-        return self._info.can_truncate and (self._limits.speculation if wanted is None else wanted)
+        can_draft = self._info.can_truncate and not sequence.sampling.params.is_adaptive
+        return can_draft and (self._limits.speculation if wanted is None else wanted)
 
     # -- the next step --------------------------------------------------------------------------
 

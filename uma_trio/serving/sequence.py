@@ -368,6 +368,10 @@ class Sequence:
         if self.lookup is not None:
             self.lookup.append(token)
 
+    def adapt(self, mu: float) -> None:
+        """Note the state of mirostat after a sampled token."""
+        self.sampling = attrs.evolve(self.sampling, params=self.sampling.params.with_mu(mu))
+
     def go_on(self) -> None:
         """Set the state by how much is to be computed before the next token is sampled."""
         self.state = State.DECODE if self.tokens and self.n_known - self.n_computed == 1 else State.PREFILL

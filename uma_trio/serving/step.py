@@ -317,7 +317,7 @@ def complete_step(
     """
     drafted = drafts_by_sequence(step, output)
     forced = dict(output.forced) if can_truncate else {}
-    failures = dict(output.grammar_failures)
+    failures, mus = dict(output.grammar_failures), dict(output.mus)
     new_tokens, at = [], 0
     for row in step.rows.values():
         sequence, planned_end = row.sequence, row.end
@@ -336,14 +336,19 @@ def complete_step(
             new_tokens.append(_undo(sequence, row, cache, can_truncate=can_truncate))
             continue
         sequence.due_at = now + sequence.target_itl_ms / 1e3
+        mu = mus.get(allocation.seq_id)
         if sequence.control is None:
-            failure, allowed = failures.get(allocation.seq_id), forced.get(allocation.seq_id, ())
-            new = _complete_row(row, sampled, scores, failure, allowed)
+            failure = failures.get(allocation.seq_id)
+            allowed = forced.get(allocation.seq_id, ()) if mu is None else ()  # mirostat samples one token a step
+            new: NewTokens | None = _complete_row(row, sampled, scores, failure, allowed)
             if sequence.budget is not None and new.reason is None:
                 _keep_budget(new, sequence.budget.end_after(new.tokens, token_to_bytes))
+        else:
+            new = complete_sample(sequence, sampled[0], scores, cache)
+        if new is not None:
             new_tokens.append(new)
-        elif (by_controller := complete_sample(sequence, sampled[0], scores, cache)) is not None:
-            new_tokens.append(by_controller)
+            if mu is not None and not new.by_controller:
+                sequence.adapt(mu)
     return new_tokens
 
 
