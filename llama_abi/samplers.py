@@ -90,7 +90,7 @@ class SamplerChain(Handle):
         )
 
     def add_mirostat_v2(self, *, seed: int, tau: float, eta: float) -> Self:
-        """Exclude tokens that are too surprising, and choose at random. Each choice changes the limit."""
+        """Keep tokens whose surprise is below a limit, and choose one at random. Each choice changes the limit."""
         self._chooses = True
         return self._add(self._c.llama_sampler_init_mirostat_v2(seed & UINT32_MAX, tau, eta))
 

@@ -81,7 +81,7 @@ def unsurprising(weights: Floats, limit: float) -> Ints:
         Ids of the tokens that are left, in ascending order; of the most likely one if no other is.
     """
     kept = np.flatnonzero(weights >= weights.sum(dtype=np.float64) * 2.0**-limit)
-    return kept if len(kept) else weights.argmax(keepdims=True)
+    return kept if len(kept) else np.array([weights.argmax()])
 
 
 def kept_tokens(

@@ -33,7 +33,9 @@ class WatchedEngine(LlamaEngine):
 
     margins: list[float]
 
-    def _sample(self, samples: Sequence[SampleRequest], *late: Any) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _sample(
+        self, samples: Sequence[SampleRequest], *late: Any
+    ) -> tuple[list[int], list[TokenLogprobs | None], dict[int, float]]:
         if samples:
             second, best = np.partition(self._context.logits(len(samples)).array, -2, axis=-1)[:, -2:].T
             self.margins.extend((best - second).tolist())
