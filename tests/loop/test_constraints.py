@@ -173,7 +173,12 @@ async def test_tokens_without_a_choice_take_no_tick_of_their_own(autojump_clock)
 
 async def test_mirostat_has_no_drafts_and_survives_a_crash(autojump_clock):
     """Its state after a draw decides how the next one is made, so a step samples one token, forced or not."""
-    fields = {"constraint": {"regex": "600 700 [1-4][0-9]{2} 600 700 " * 4}, "temperature": 1.0, "seed": 4, "mirostat": 2}
+    fields = {
+        "constraint": {"regex": "600 700 [1-4][0-9]{2} 600 700 " * 4},
+        "temperature": 1.0,
+        "seed": 4,
+        "mirostat": 2,
+    }
     async with running(repeats=3) as harness:
         expected, _ = await ask(harness, **fields)
         assert expected != (await ask(harness, **fields | {"mirostat_tau": 4.0}))[0]

@@ -312,7 +312,17 @@ def not_taken(row: Parameter) -> list[object]:
         else [row.bounds["ge"] - 1e-9 if row.type is float else row.bounds["ge"] - 1]
     )
     between = [1] if "multiple_of" in row.bounds else []
-    return [*beyond, *between, row.bounds["le"] + 1, math.nan, math.inf, "1", True, [], *([1.0] if row.type is int else [])]
+    return [
+        *beyond,
+        *between,
+        row.bounds["le"] + 1,
+        math.nan,
+        math.inf,
+        "1",
+        True,
+        [],
+        *([1.0] if row.type is int else []),
+    ]
 
 
 NOT_TAKEN = [
