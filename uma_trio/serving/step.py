@@ -337,10 +337,11 @@ def complete_step(
             continue
         sequence.due_at = now + sequence.target_itl_ms / 1e3
         mu = mus.get(allocation.seq_id)
+        new: NewTokens | None
         if sequence.control is None:
             failure = failures.get(allocation.seq_id)
             allowed = forced.get(allocation.seq_id, ()) if mu is None else ()  # mirostat samples one token a step
-            new: NewTokens | None = _complete_row(row, sampled, scores, failure, allowed)
+            new = _complete_row(row, sampled, scores, failure, allowed)
             if sequence.budget is not None and new.reason is None:
                 _keep_budget(new, sequence.budget.end_after(new.tokens, token_to_bytes))
         else:
