@@ -147,6 +147,8 @@ def command(
     2 no benchmark could run.
     """
     folder = folder.resolve()
+    if not (folder / BENCHES[0].script).exists():
+        _fail(f"there are no benchmarks in {folder}: clone the repository, and name its folder benches")
     _check(folder, rival=rival)
     devices = _check_gpu(model, quick=options["quick"]) if gpu else None
     if gpu:

@@ -30,7 +30,6 @@ class NoWasmHost:
     def load(self, compiled: bytes) -> bytes:
         return compiled
 
-    def new_variables(self) -> None: ...
     def instantiate(self, module: Any, argument: str, variables: Any) -> Any: ...
     def close(self) -> None: ...
 
@@ -41,7 +40,7 @@ class MemoryLibrary:
     def __init__(self, shipped: Mapping[str, bytes] | None = None) -> None:
         folder = Path(tempfile.mkdtemp())
         weakref.finalize(self, shutil.rmtree, folder)
-        self.store = ModuleStore(folder, NoWasmHost(), Space(1 << 30, 1 << 28), shipped)
+        self.store = ModuleStore(folder, NoWasmHost(), Space(1 << 30, 1 << 28), shipped or {})
 
     async def make_module(self, wasm: bytes, auth: Auth) -> ModuleInfo:
         return _do(lambda: self.store.add(wasm, auth))
