@@ -205,7 +205,7 @@ def test_a_library_that_crashes_or_hangs_is_a_finding(examine, tmp_path, monkeyp
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(stat.S_IRWXU)
-    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr("uma_trio.interpreter.PYTHON", (str(python),))
     monkeypatch.setattr(probe, "LIMIT_S", 0.5)
     found = examine()
     assert problems(found) == {"library"}
