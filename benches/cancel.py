@@ -38,8 +38,8 @@ from rigs import Rig, ServerSettings, llama_server_rig, peers_option, uma_trio_f
 from uma_trio.client import Client, Token, open_client
 from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import Question
-from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.tokenizer.tokenizer import Tokenizer
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 Moment = Literal["prefill", "decode"]
 Way = Literal["cancel event", "closed connection"]

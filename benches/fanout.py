@@ -23,7 +23,7 @@ from report import cell, table
 from rigs import ServerSettings, peers_option, with_prefix_reuse
 
 from uma_trio.demo.recording import Question, Stream
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 OURS = (
     "--kv-unified on",

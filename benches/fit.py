@@ -60,11 +60,11 @@ class Result:
 async def serve(model: Path, device: str, fill: int, full: bool, settings: dict[str, Any]) -> None:
     """Load the model as the daemon does, prefill each sequence and decode; print what that took as JSON."""
     from uma_trio import config
+    from uma_trio.daemon.engines.link import ProcessLauncher
+    from uma_trio.daemon.engines.loaded import open_model
     from uma_trio.engine.fitting import RAM
-    from uma_trio.engine.link import ProcessLauncher
-    from uma_trio.engine.messages import SampleRequest, Step, StepInput
-    from uma_trio.models.loaded import open_model
-    from uma_trio.sampling import SamplingParams
+    from uma_trio.engine_link.messages import SampleRequest, Step, StepInput
+    from uma_trio.engine_link.sampling import SamplingParams
 
     chosen = config.Config(model=config.Model(model=str(model), layout_trial_s=0, **settings))
     async with trio.open_nursery() as nursery, open_model(chosen, ProcessLauncher(nursery)) as loaded:

@@ -33,7 +33,7 @@ from open_load import Figures, Mix, Slo, capacity, offer
 from report import cell, table
 from rigs import ServerSettings, peers_option
 
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 NAMES = [field.name for field in attrs.fields(Figures)]
 

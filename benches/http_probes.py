@@ -20,8 +20,8 @@ from report import quantiles, table
 from rigs import Rig, uma_trio_rig
 
 from uma_trio.demo.recording import Question
-from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.tokenizer.tokenizer import Tokenizer
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 try:
     import httpx

@@ -38,7 +38,7 @@ from report import cell, table
 from rigs import Rig, ServerSettings, peers_option, with_prefix_reuse, without_speculation
 
 from uma_trio.demo.recording import Answer, Question, Stream
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 Speeds = dict[int, list[float]]
 """Context in tokens -> tokens per second of each run."""

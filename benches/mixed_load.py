@@ -35,6 +35,7 @@ from rigs import (
     uma_trio_rig,
 )
 
+from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.demo.recording import (
     Stream,
     Track,
@@ -46,8 +47,7 @@ from uma_trio.demo.recording import (
     switches,
 )
 from uma_trio.demo.scorecard import Counters
-from uma_trio.engine.machine import default_threads
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.processes.machine import default_threads
 
 RIVAL = "llama-server"
 RIVAL_BATCHES = "2048,512,128,64"

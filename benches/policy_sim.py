@@ -48,18 +48,18 @@ from machine import machine
 from report import cell, quantiles, table
 
 from uma_trio.config import Scheduling
+from uma_trio.daemon.engines.calibrate import CURVE_ROUNDS, CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS
+from uma_trio.daemon.kv.allocation import Allocation
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.kv.idle_limit import IdleLimit
+from uma_trio.daemon.scheduling.cost import CostModel, Work
+from uma_trio.daemon.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
+from uma_trio.daemon.scheduling.policy import MAX_BACKGROUND_SKIPS, Plan, PolicyState, PrefillChunk, Tick, plan
+from uma_trio.daemon.scheduling.row_curve import PrefillCurves, RowCurve
+from uma_trio.daemon.scheduling.view import Priority, SequenceView
 from uma_trio.demo.recording import percentile
-from uma_trio.engine.calibrate import CURVE_ROUNDS, CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS
-from uma_trio.engine.messages import TokenIds
-from uma_trio.kv.allocation import Allocation
-from uma_trio.kv.cache import KvCache
-from uma_trio.kv.idle_limit import IdleLimit
-from uma_trio.scheduling.attention import Attention, AttentionScan
-from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
-from uma_trio.scheduling.policy import MAX_BACKGROUND_SKIPS, Plan, PolicyState, PrefillChunk, Tick, plan
-from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
-from uma_trio.scheduling.view import Priority, SequenceView
+from uma_trio.engine_link.attention import Attention, AttentionScan
+from uma_trio.engine_link.messages import TokenIds
 
 HOST_MS = 0.3
 """Time between two ticks that the daemon spends on the CPU."""

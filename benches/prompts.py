@@ -6,7 +6,7 @@ import random
 
 from measure import WORDS
 
-from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.tokenizer.tokenizer import Tokenizer
 
 
 def of_tokens(tokenizer: Tokenizer, rng: random.Random, tokens: int) -> str:

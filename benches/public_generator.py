@@ -16,7 +16,7 @@ import trio
 from rigs import LOG_TAIL, RivalError
 from tokenizer_folder import UnknownVocabulary, write_folder
 
-from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.tokenizer.tokenizer import Tokenizer
 
 REQUIREMENT: Final = "aiperf==0.13.0"
 """One version, since its export has a format of its own.  It needs Python 3.11 to 3.13."""

@@ -37,7 +37,7 @@ from report import cell as number
 from report import table
 from rigs import Rig, ServerSettings, peers_option
 
-from uma_trio.engine.tokenizer import open_vocabulary
+from uma_trio.tokenizer.tokenizer import open_vocabulary
 
 DEFAULT: Final = "completions/800/60/8"
 ALL: Final = (

@@ -27,8 +27,8 @@ from report import cell, table
 from rigs import Rig, ServerSettings, uma_trio_flags, uma_trio_rig
 
 from uma_trio.client import Client, Eos, ServerError, Token, open_client
-from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.tokenizer.tokenizer import Tokenizer
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 OFFLOAD_NOW = ("--offload-after-s", "0")
 """Sessions go to disk at once, so that the bench need not wait."""

@@ -19,7 +19,7 @@ from suite_runs import BENCHES, Bench, Outcome, Settings, chosen, run
 
 from uma_trio.cli import run_trio
 from uma_trio.cli.completion import model_file
-from uma_trio.engine.devices import Devices
+from uma_trio.engine_link.devices import Devices
 
 PEERS_VARIABLE = "LLAMA_PEERS_DIR"
 

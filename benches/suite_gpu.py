@@ -13,9 +13,9 @@ from typing import Any, Final
 import msgspec
 from suite_runs import Bench, Outcome, Settings
 
-from uma_trio.engine.devices import Devices
+from uma_trio.engine_link.devices import Devices
 from uma_trio.files import replace_text
-from uma_trio.interpreter import PYTHON, package_environment
+from uma_trio.processes.interpreter import PYTHON, package_environment
 
 ALL_ON_GPU: Final = "--rival-flags '-ngl 999'"
 MODEL: Final = "python benches/make_model.py --shape 7b --quant q8_0 --ctx 32768 --out 7b.gguf"
@@ -100,7 +100,7 @@ LIST_DEVICES: Final = """
 import sys
 import msgspec
 from uma_trio.engine.inspect import load_library
-from uma_trio.engine.installed import LibraryProblem
+from uma_trio.engine_link.installed import LibraryProblem
 try:
     sys.stdout.buffer.write(msgspec.json.encode(load_library().devices))
 except LibraryProblem as problem:

@@ -22,11 +22,11 @@ from rigs import Rig
 
 from uma_trio.client import Client, Token
 from uma_trio.demo.load import Daemon
-from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.tokenizer.tokenizer import Tokenizer
 
 FIRST_UID = 60_001
 PER_GENERATED = 2
-"""Weight of a generated token relative to a prompt token, as in ``uma_trio.scheduling.fairness``."""
+"""Weight of a generated token relative to a prompt token, as in ``uma_trio.daemon.scheduling.fairness``."""
 WARM_UP_S = 3.0
 """Time at the beginning that does not count, because all clients start together."""
 FAIR = 0.1

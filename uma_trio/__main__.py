@@ -14,7 +14,7 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    from uma_trio.interpreter import leave_out_current_folder
+    from uma_trio.processes.interpreter import leave_out_current_folder
 
     leave_out_current_folder()
     run()

@@ -1,4 +1,4 @@
-"""Connects a client to the daemon's socket, and finds out why that fails.
+"""Connects a client to the daemon's socket, finds out why that fails, and asks one question.
 
 A daemon locks a file next to its socket before it loads the model, makes the socket when the model can answer, stops to
 listen when it drains, and unlocks the file when it has ended.  So the lock and the socket together tell a client what
@@ -15,8 +15,10 @@ not locked    either               does not run
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import json
 import math
 import os
 import pwd
@@ -24,11 +26,11 @@ import shlex
 import socket as sockets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from uma_trio.errors import ErrorWithRemedy
+from uma_trio.errors import ErrorWithRemedy, ProtocolError
 from uma_trio.protocol.address import (
     FALLBACK_PATH,
     GIVE_A_SHORTER_PATH,
@@ -37,6 +39,7 @@ from uma_trio.protocol.address import (
     socket_path,
     too_long,
 )
+from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.peer import user_id_of_peer
 
 QUEUE_TIMEOUT_S: Final = 10.0
@@ -44,6 +47,10 @@ QUEUE_TIMEOUT_S: Final = 10.0
 QUEUE_RETRY_S: Final = 0.01
 START_RETRY_S: Final = 0.1
 """Interval between attempts while the daemon is starting."""
+
+MAX_ANSWER_BYTES: Final = 4 << 20
+"""Largest event of an answer that ``query`` reads."""
+READ_BYTES: Final = 1 << 16
 
 SocketPath = str | os.PathLike[str]
 
@@ -268,3 +275,41 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(lock)
     return False
+
+
+def query(path: SocketPath | None, message: Mapping[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+    """Send ``message`` as framed JSON and return the events of its answer, of which all but the last have ``more``.  Blocks.
+
+    Args:
+        path: the daemon's socket; ``default_socket_path()`` if not given.
+
+    Raises:
+        NoServer: no daemon can be reached there.
+        TimeoutError: there was no answer in ``timeout_s`` seconds.
+        BrokenProtocol: the other side does not answer as a daemon does.
+    """
+    until = time.monotonic() + timeout_s
+    frames = FrameReader(max_frame_bytes=MAX_ANSWER_BYTES)
+    events: list[dict[str, Any]] = []
+    with connect_blocking(path) as sock:
+        try:
+            sock.settimeout(timeout_s)
+            with contextlib.suppress(BrokenPipeError):  # a daemon that closed the connection may have sent the reason
+                sock.sendall(frame(json.dumps(message).encode()))
+            while not events or events[-1].get("more"):
+                while (payload := frames.next_payload()) is None:
+                    left_s = until - time.monotonic()
+                    if left_s <= 0:
+                        raise TimeoutError
+                    sock.settimeout(left_s)
+                    data = sock.recv(READ_BYTES)
+                    frames.receive_data(data)
+                    if not data:
+                        raise BrokenProtocol("the server closed the connection without an answer")
+                event = json.loads(payload)
+                if not isinstance(event, dict):
+                    raise BrokenProtocol("the answer is not an object")
+                events.append(event)
+        except (ConnectionError, ProtocolError, ValueError) as error:
+            raise BrokenProtocol(str(error)) from None
+    return events

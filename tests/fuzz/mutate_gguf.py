@@ -46,12 +46,12 @@ import llama_abi
 from tests.support.bench_scripts import bench_script
 from tests.support.real_daemon import ROOT
 from uma_trio import config
-from uma_trio.engine.messages import EmbeddingInput, LoadError, Step
 from uma_trio.engine.pooling import PoolingEngine
-from uma_trio.engine.purpose import Purpose
-from uma_trio.engine.tokenizer import Tokenizer, open_vocabulary
+from uma_trio.engine_link.messages import EmbeddingInput, LoadError, Step
 from uma_trio.models.gguf_check import GgufError, check_gguf
 from uma_trio.models.gguf_header import TENSOR_TYPES
+from uma_trio.models.purpose import Purpose
+from uma_trio.tokenizer.tokenizer import Tokenizer, open_vocabulary
 
 EMBEDDED = ROOT / "uma_trio" / "models" / "embedded" / "embedded.gguf"
 SENTENCEPIECE = ROOT / "build" / "llama.cpp" / "models" / "ggml-vocab-llama-spm.gguf"

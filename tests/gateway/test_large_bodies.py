@@ -13,7 +13,7 @@ import pytest
 
 from tests.gateway.conftest import Gateway, Raw
 from tests.support.real_daemon import missing, real_daemon
-from uma_trio.log_limit import MAX_ALIKE
+from uma_trio.daemon.log_limit import MAX_ALIKE
 
 USER = {"role": "user", "content": "hi"}
 NUMBERS = "[" + ",".join(["1e300"] * 2000) + "]"

@@ -11,21 +11,11 @@ from typing import Final
 import attrs
 import pytest
 
-SHARED: Final = "config.* errors files interpreter kv.* log_limit parent_process principal protocol.* stopped"
-"""What several processes may import: settings, errors, the protocol, records.  None of it has an event loop or C."""
+SHARED: Final = "config.* errors files principal processes.* protocol.*"
+"""What every process may import: settings, errors, messages, how a process starts and ends."""
 
-ENGINE_LINK: Final = (
-    "engine.devices engine.fingerprint engine.fit engine.layout engine.machine engine.masks engine.messages "
-    "engine.purpose engine.split engine.tuning_cache grammar.state scheduling.attention store.encoding store.state_format"
-)
-"""What the daemon and the engine both know: messages, and the records in them."""
-
-VOCABULARY: Final = "engine.alignment engine.installed engine.tokenizer grammar.vocabulary"
-"""A tokenizer over a vocabulary that libllama reads, without the weights.  These modules alone bring libllama elsewhere."""
-
-GATEWAY: Final = "client connect gateway.* large_work telemetry telemetry.catalogue"
-
-CHECKER: Final = "grammar.__main__ grammar.checker grammar.vocabulary sandbox"
+MODEL: Final = "engine_link.* grammar.* models.* tokenizer.*"
+"""What a model's file says, its tokenizer, and what the daemon and the engine say to each other."""
 
 
 @attrs.frozen
@@ -44,24 +34,30 @@ class Process:
 PROCESSES: Final = {
     "daemon": Process(
         "cli.serve daemon.server daemon.logs",
-        f"{SHARED} {ENGINE_LINK} {VOCABULARY} engine.calibrate engine.link engine.process engine.saved_costs "
-        "engine.supervisor aici.* child_process cli.completion cli.exits cli.serve daemon.* fair_limiter grammar.* hub.* "
-        "large_work models.* offload registry.* sampling.* sandbox scheduling.* service serving.* sessions.* store.* "
-        "telemetry.*",
-        no_modules="aici.runtime.* grammar.__main__ grammar.matchers grammar.slow_thread models.template_worker",
+        f"{SHARED} {MODEL} aici.* cli.completion cli.exits cli.serve daemon.* hub.* telemetry.*",
+        no_modules="aici.runtime.* grammar.__main__ daemon.prompts.template_worker",
         no_libraries="anyio click.testing gguf llguidance wasmtime",
     ),
     "engine": Process(
         "engine.__main__ engine.fitting engine.worker",
-        f"{SHARED} {ENGINE_LINK} {VOCABULARY} engine.* grammar.matchers grammar.slow_thread sampling.*",
-        no_modules="engine.calibrate engine.link engine.process engine.saved_costs engine.supervisor",
+        f"{SHARED} {MODEL} engine.*",
+        no_modules="grammar.checker grammar.compiler models.gguf_check",
         no_libraries="anyio click structlog trio",
     ),
-    "gateway": Process(
-        "gateway.__main__ gateway.application", f"{SHARED} {GATEWAY}", no_libraries="llama_abi numpy trio"
+    "controllers' runtime": Process(
+        "cli.aicirt aici.runtime.command aici.runtime.server",
+        f"{SHARED} {MODEL} aici.* cli.aicirt cli.exits hub.*",
+        no_libraries="anyio structlog trio",
     ),
-    "template worker": Process("models.template_worker", "models.template_worker", no_libraries="numpy trio"),
-    "checker": Process("grammar.checker", f"{SHARED} {CHECKER}", no_libraries="llama_abi numpy trio"),
+    "gateway": Process(
+        "gateway.__main__ gateway.application",
+        f"{SHARED} client connect gateway.* telemetry.catalogue",
+        no_libraries="llama_abi numpy trio",
+    ),
+    "template worker": Process(
+        "daemon.prompts.template_worker", "daemon.prompts.template_worker", no_libraries="numpy trio"
+    ),
+    "checker": Process("grammar.checker", "errors grammar.* processes.*", no_libraries="llama_abi msgspec numpy trio"),
     "client": Process("client", f"{SHARED} client connect", no_libraries="llama_abi numpy structlog trio"),
 }
 

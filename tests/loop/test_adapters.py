@@ -16,7 +16,7 @@ from tests.support.serving import remembering, serving
 from tests.support.state_files import MemoryFiles
 from tests.support.steering import Client as Controlled
 from tests.support.steering import steering
-from uma_trio.engine.messages import EngineDied, EngineError
+from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.errors import AdapterNotFound, BadRequest
 from uma_trio.protocol.requests import AdapterChoice
 

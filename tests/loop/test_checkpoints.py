@@ -19,11 +19,11 @@ from tests.support.asking import Client, asking
 from tests.support.checkpoint_contract import *  # noqa: F403  (the tests)
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.state_files import MemoryFiles
+from uma_trio.daemon.kv.checkpoints import TOKENS_AFTER_LAST
 from uma_trio.daemon.storage import saved_state
-from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.kv.checkpoints import TOKENS_AFTER_LAST
-from uma_trio.kv.ops import SaveCheckpoint
-from uma_trio.store.state_format import StoredState
+from uma_trio.daemon.store.state_format import StoredState
+from uma_trio.engine_link.kv_ops import SaveCheckpoint
+from uma_trio.engine_link.messages import EngineDied, EngineError
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 N_TOKENS = 150

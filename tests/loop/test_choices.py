@@ -11,8 +11,8 @@ import trio
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, serving
 from uma_trio.client import Eos, Event, ServerError, Token
-from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.sampling import SamplingParams
+from uma_trio.engine_link.messages import EngineDied, EngineError
+from uma_trio.engine_link.sampling import SamplingParams
 
 TEXT = "a prompt that is long enough to be shared"
 PROMPT = [byte + 100 for byte in TEXT.encode()]

@@ -7,8 +7,8 @@ import pytest
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
 from tests.support.engine_contract import step
 from tests.support.fake_engine import FakeEngine, VirtualLink
-from uma_trio.engine.calibrate import calibrate
-from uma_trio.engine.messages import EngineError, StepInput
+from uma_trio.daemon.engines.calibrate import calibrate
+from uma_trio.engine_link.messages import EngineError, StepInput
 
 
 @pytest.fixture(params=[{}, {"repeats": 3}, {"can_truncate": False}], ids=["fake", "repeating", "recurrent"])

@@ -12,8 +12,8 @@ import trio
 from tests.support.fake_engine import EOG, FakeEngine
 from tests.support.serving import Serving, serving
 from uma_trio.client import Eos, ServerError, Token
-from uma_trio.engine import link
-from uma_trio.grammar import matchers
+from uma_trio.daemon.engines import link
+from uma_trio.engine import matchers
 
 DIGITS = {"regex": "([1-4][0-9]{2} ){30}7 "}
 """Thirty numbers from 100 to 499, then a 7."""

@@ -23,11 +23,11 @@ from tests.support.programs import (
 )
 from tests.support.state_files import MemoryFiles
 from tests.support.steering import START, Client, Steering, steering
-from uma_trio.models.prompt import Prompt
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.controllers import forking
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Failure
 from uma_trio.protocol.requests import Generate
-from uma_trio.serving.controllers import forking
 
 LONG = list(range(100, 400))
 PROGRAMS = {"program": Program}

@@ -11,7 +11,7 @@ import pytest
 from tests.support.controller_library import MemoryLibrary
 from tests.support.serving import Serving, serving
 from uma_trio.client import Client, Failure, ServerError
-from uma_trio.daemon.uploads import MAX_INCOMPLETE
+from uma_trio.daemon.doors.uploads import MAX_INCOMPLETE
 from uma_trio.principal import Principal
 
 WASM = b"\0asm" + bytes(range(256)) * 2000
@@ -187,7 +187,7 @@ async def test_wrong_queries(fields: dict[str, object]) -> None:
 async def test_only_the_user_who_runs_the_daemon_acts_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async with library() as (running, _), running.client() as client:
         await client.upload_controller(WASM, keep_alive=True)
-        monkeypatch.setattr("uma_trio.daemon.connection.principal_of", lambda _: Principal("uid:4711"))
+        monkeypatch.setattr("uma_trio.daemon.doors.connection.principal_of", lambda _: Principal("uid:4711"))
         async with running.client() as other:
             wrong = await refused(other, action="modules", principal_is_admin=True)
             assert "only the user who runs the daemon" in wrong.message

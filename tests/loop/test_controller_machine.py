@@ -33,7 +33,7 @@ from tests.support.programs import (
     expected,
 )
 from tests.support.steering import Client, Steering, steering
-from uma_trio.engine.messages import EngineDied, EngineError
+from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.principal import Principal
 
 N_EXAMPLES = amount(quick=25, thorough=1000)

@@ -15,8 +15,8 @@ from tests.support.fake_runtime import FakeRuntime
 from tests.support.profile import amount
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
 from tests.support.steering import START, Client, Steering, steering
-from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.serving.controllers.state import Phase
+from uma_trio.daemon.serving.controllers.state import Phase
+from uma_trio.engine_link.messages import EngineDied, EngineError
 
 PROGRAMS = {"program": Program}
 

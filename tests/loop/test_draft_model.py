@@ -13,10 +13,10 @@ from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
 from tests.support.profile import amount
 from tests.support.serving import serving
 from uma_trio.client import Token
-from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.sampling import SamplingParams
-from uma_trio.serving.drafting import MAX_MISSING
-from uma_trio.serving.planning import MAX_DRAFTS
+from uma_trio.daemon.serving.drafting import MAX_MISSING
+from uma_trio.daemon.serving.planning import MAX_DRAFTS
+from uma_trio.engine_link.messages import EngineDied, EngineError
+from uma_trio.engine_link.sampling import SamplingParams
 
 PROMPT = random.Random(3).choices(range(1, 900), k=50)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 12}

@@ -11,9 +11,9 @@ import trio
 from tests.support.fake_engine import EMBEDDING_WIDTH, N_VOCAB, FakeEngine, expected_continuation, expected_embedding
 from tests.support.serving import serving
 from uma_trio.client import Embeddings, Eos, ServerError, Token
-from uma_trio.engine.messages import MAX_EMBEDDING_SEQUENCES, EngineDied, EngineError
+from uma_trio.daemon.serving import embedding
+from uma_trio.engine_link.messages import MAX_EMBEDDING_SEQUENCES, EngineDied, EngineError
 from uma_trio.protocol.events import Failure
-from uma_trio.serving import embedding
 
 PROMPT = [byte + 100 for byte in b"hello"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from uma_trio.fair_limiter import FairLimiter
+from uma_trio.daemon.prompts.fair_limiter import FairLimiter
 
 
 class Work:

@@ -12,8 +12,8 @@ from tests.support import hostile
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import BrokenProtocol, ServerError
-from uma_trio.daemon.outbox import Outbox
-from uma_trio.kv.ops import Truncate
+from uma_trio.daemon.doors.outbox import Outbox
+from uma_trio.engine_link.kv_ops import Truncate
 from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.events import Eos, Failure, Token
 

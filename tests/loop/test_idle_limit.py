@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.asking import asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
-from uma_trio.kv.idle_limit import MIN_IDLE_CELLS
-from uma_trio.scheduling.attention import AttentionScan
+from uma_trio.daemon.kv.idle_limit import MIN_IDLE_CELLS
+from uma_trio.engine_link.attention import AttentionScan
 
 pytestmark = pytest.mark.trio
 

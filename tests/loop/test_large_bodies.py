@@ -15,7 +15,7 @@ import trio
 from tests.support.serving import serving, settings
 from uma_trio.gateway.answer import encoded_items
 from uma_trio.gateway.application import make_app
-from uma_trio.large_work import LargeWork
+from uma_trio.processes.large_work import LargeWork
 
 LARGE = [300] * 5_000
 

@@ -8,7 +8,7 @@ from collections.abc import Generator
 import pytest
 import trio
 
-from uma_trio.large_work import LargeWork
+from uma_trio.processes.large_work import LargeWork
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.pauses: list[float] = []
-        monkeypatch.setattr("uma_trio.large_work.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("uma_trio.processes.large_work.time.perf_counter", lambda: self.now)
 
     async def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)

@@ -13,9 +13,10 @@ from tests.support.fake_engine import FakeEngine, fake_vocabulary
 from tests.support.link_contract import *  # noqa: F403
 from tests.support.link_contract import prefill
 from uma_trio import config
-from uma_trio.engine.link import ThreadLauncher
-from uma_trio.engine.messages import LoadError, Start, Step
-from uma_trio.grammar import GrammarCompiler, LocalChecker
+from uma_trio.daemon.engines.link import ThreadLauncher
+from uma_trio.engine_link.messages import LoadError, Start, Step
+from uma_trio.grammar.checker import LocalChecker
+from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.protocol.requests import Constraint
 
 START = Start(Path("fake.gguf"), config.Model())

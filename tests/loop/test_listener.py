@@ -13,8 +13,8 @@ import sys
 import pytest
 import trio
 
-from uma_trio.daemon import listener
-from uma_trio.daemon.listener import SocketPathError, bind, claimed
+from uma_trio.daemon.doors import listener
+from uma_trio.daemon.doors.listener import SocketPathError, bind, claimed
 from uma_trio.protocol.address import MAX_PATH_BYTES, lock_path
 
 
@@ -184,7 +184,7 @@ def test_a_lock_file_that_is_a_fifo_is_refused_although_somebody_holds_its_lock(
 
 def test_the_lock_ends_with_its_process(path):
     """A killed daemon leaves no lock."""
-    hold = f"from pathlib import Path\nfrom uma_trio.daemon.listener import claimed\nwith claimed(Path({str(path)!r})):\n print('held', flush=True); input()"
+    hold = f"from pathlib import Path\nfrom uma_trio.daemon.doors.listener import claimed\nwith claimed(Path({str(path)!r})):\n print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(SocketPathError, match="another daemon"), claimed(path):

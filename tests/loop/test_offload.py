@@ -16,8 +16,8 @@ from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import STATE_BYTES, FakeEngine, expected_continuation
 from tests.support.profile import amount
 from tests.support.state_files import MemoryFiles
-from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.kv.ops import LoadState, SaveState
+from uma_trio.engine_link.kv_ops import LoadState, SaveState
+from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.protocol.requests import Slo
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])

@@ -13,9 +13,9 @@ from tests.support.programs import Back, Fork, Gen, Insert, Program, Set, Wait
 from tests.support.steering import Client as SteeredClient
 from tests.support.steering import steering
 from uma_trio import errors
+from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Slo
-from uma_trio.sampling import SamplingParams
 
 LAYOUTS = [{}, {"unified": False, "n_ctx": 8000}, {"can_truncate": False}]
 

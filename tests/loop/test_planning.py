@@ -12,24 +12,24 @@ import trio
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving import token_to_bytes
 from uma_trio.config import Config
-from uma_trio.engine.messages import StepInput, StepOutput
-from uma_trio.kv.cache import KvCache
-from uma_trio.models.prompt import Prompt
-from uma_trio.offload import Offloader
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.scheduling.bisection import CrashBisection
+from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
+from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.serving.controllers.driver import ControllerDriver
+from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
+from uma_trio.daemon.serving.offload import Offloader
+from uma_trio.daemon.serving.planning import MAX_DECODES_WITH_DRAFTS, NoStep, StepPlanner
+from uma_trio.daemon.serving.prompt_lookup import PromptLookup
+from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
+from uma_trio.daemon.serving.request import admit
+from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, build_step, complete_step
+from uma_trio.engine_link.attention import AttentionScan
+from uma_trio.engine_link.messages import StepInput, StepOutput
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Embed, Generate, Slo
-from uma_trio.sampling import PromptLookup
-from uma_trio.scheduling.attention import AttentionScan
-from uma_trio.scheduling.bisection import CrashBisection
-from uma_trio.scheduling.cost import CostModel, LinearModel
-from uma_trio.scheduling.timings import StepTimings
-from uma_trio.serving.controllers.driver import ControllerDriver
-from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
-from uma_trio.serving.planning import MAX_DECODES_WITH_DRAFTS, NoStep, StepPlanner
-from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for
-from uma_trio.serving.request import admit
-from uma_trio.serving.sequence import Sequence, State
-from uma_trio.serving.step import InFlightStep, PlannedStep, build_step, complete_step
 from uma_trio.telemetry.metrics import Telemetry
 
 CONFIG = Config()

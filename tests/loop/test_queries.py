@@ -8,7 +8,7 @@ import trio
 from tests.support.fake_engine import N_VOCAB, FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import Eos, ServerError, Token
-from uma_trio.daemon import connection
+from uma_trio.daemon.doors import connection
 from uma_trio.protocol.answers import TokenList
 from uma_trio.protocol.events import Failure
 

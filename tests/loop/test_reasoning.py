@@ -12,8 +12,9 @@ import pytest
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import remembering, serving
 from uma_trio.client import Eos, Reasoning, ServerError, Token
-from uma_trio.engine.messages import EngineDied
-from uma_trio.sampling import ReasoningMarkers, SamplingParams
+from uma_trio.engine_link.messages import EngineDied
+from uma_trio.engine_link.sampling import SamplingParams
+from uma_trio.models.markers import ReasoningMarkers
 
 TEXT = "a prompt"
 IDS = expected_continuation([byte + 100 for byte in TEXT.encode()], 12)

@@ -15,8 +15,9 @@ from tests.support.asking import Client, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import Eos, Reasoning, Token
-from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.sampling import ReasoningLimit, ReasoningMarkers
+from uma_trio.daemon.answer.budget import ReasoningLimit
+from uma_trio.engine_link.messages import EngineDied, EngineError
+from uma_trio.models.markers import ReasoningMarkers
 
 PROMPT = random.Random(4).choices(range(1, 900), k=50)
 BUDGET, N = 30, 90

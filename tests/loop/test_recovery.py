@@ -11,8 +11,8 @@ from tests.support.asking import asking
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
 from tests.support.state_files import MemoryFiles
 from uma_trio import errors
-from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.sampling import SamplingParams
+from uma_trio.engine_link.messages import EngineDied, EngineError
+from uma_trio.engine_link.sampling import SamplingParams
 
 POISON = 5000
 """A token that the model never samples."""

@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from uma_trio import config
+from uma_trio.daemon.registry import ModelRegistry, ModelSpec, Needs, RegistryLimits
 from uma_trio.errors import (
     ErrorWithRemedy,
     ModelLoading,
@@ -21,7 +22,6 @@ from uma_trio.errors import (
     UmaError,
 )
 from uma_trio.protocol.answers import HealthCheck, ModelDescription
-from uma_trio.registry import ModelRegistry, ModelSpec, Needs, RegistryLimits
 
 LOAD_S = 10.0
 

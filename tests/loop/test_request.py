@@ -15,12 +15,12 @@ import trio
 from tests.support.asking import Client, asking
 from tests.support.fake_engine import EOG, N_VOCAB, FakeEngine, expected_continuation, expected_score
 from tests.support.serving import token_to_bytes
-from uma_trio.engine.messages import EngineDied, EngineError
+from uma_trio.engine_link.messages import EngineDied, EngineError
+from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.errors import BadRequest
 from uma_trio.principal import ANONYMOUS
 from uma_trio.protocol.events import Eos, PrefillProgress, Token
 from uma_trio.protocol.requests import Generate
-from uma_trio.sampling import SamplingParams
 
 REPEATS = 20
 PROMPT = random.Random(5).choices(range(1, 900), k=40)

@@ -8,7 +8,7 @@ import trio
 from tests.support.fake_engine import FakeEngine, expected_score_of
 from tests.support.serving import AFTER, BEFORE, BETWEEN, serving
 from uma_trio.client import Eos, ServerError
-from uma_trio.engine.messages import EngineDied
+from uma_trio.engine_link.messages import EngineDied
 
 QUERY = "what is a panda"
 DOCUMENTS = ["a bear", "a city", "", "a bear", "bamboo " * 20]

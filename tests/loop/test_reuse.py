@@ -15,11 +15,11 @@ from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.profile import thorough
 from tests.support.serving import serving
-from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.kv.ops import CopyPrefix, Truncate
+from uma_trio.engine_link.kv_ops import CopyPrefix, Truncate
+from uma_trio.engine_link.messages import EngineDied, EngineError
+from uma_trio.engine_link.sampling import NO_TOKEN
 from uma_trio.protocol.events import Token
 from uma_trio.protocol.requests import Slo
-from uma_trio.sampling import NO_TOKEN
 
 SHARED = random.Random(1).choices(range(1, 800), k=1500)
 """About as long as a system prompt with a few tools."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.serving import serving
-from uma_trio.sampling import SamplingParams
+from uma_trio.engine_link.sampling import SamplingParams
 
 OF_MODEL = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
 

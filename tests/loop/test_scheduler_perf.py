@@ -15,11 +15,11 @@ import trio
 from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.perf_runs import HEADER
 from tests.support.serving import settings, token_to_bytes
-from uma_trio.models.prompt import Prompt
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.scheduler import Scheduler
+from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.principal import ANONYMOUS, Principal
 from uma_trio.protocol.requests import Embed, Generate
-from uma_trio.serving.scheduler import Scheduler
-from uma_trio.serving.sequence import Sequence as Answer
 from uma_trio.telemetry.metrics import Telemetry
 from uma_trio.telemetry.perf_causes import explain
 from uma_trio.telemetry.perf_records import RequestRecord, Run, TickRecord

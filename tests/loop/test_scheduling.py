@@ -15,13 +15,13 @@ import trio
 from tests.support.fake_engine import FakeEngine, VirtualEngine, expected_continuation
 from tests.support.serving import settings, token_to_bytes
 from uma_trio import errors
-from uma_trio.models.prompt import Prompt
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.scheduling.policy import LATE_PREFILL_SHARE
+from uma_trio.daemon.serving.scheduler import Scheduler
+from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Token
 from uma_trio.protocol.requests import Generate, Slo
-from uma_trio.scheduling.policy import LATE_PREFILL_SHARE
-from uma_trio.serving.scheduler import Scheduler
-from uma_trio.serving.sequence import Sequence as Answer
 
 INTERACTIVE, BACKGROUND = Slo(priority="interactive"), Slo(priority="background")
 

@@ -27,8 +27,8 @@ from tests.support.profile import amount
 from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import MemoryFiles
 from uma_trio.client import BrokenProtocol, Client, Event, Failure, ServerError, SessionInfo, Token
-from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.store.journal import JournalError
+from uma_trio.daemon.store.journal import JournalError
+from uma_trio.engine_link.messages import EngineDied, EngineError
 
 CELLS = 3 * 768
 WORDS = random.Random(3)

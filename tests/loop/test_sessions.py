@@ -18,15 +18,15 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import at_once
 from uma_trio.client import Eos, PrefillProgress, ServerError, Token, Transcript
-from uma_trio.daemon import connection
-from uma_trio.daemon.peers import OWN_PRINCIPAL
+from uma_trio.daemon.doors import connection
+from uma_trio.daemon.doors.peers import OWN_PRINCIPAL
+from uma_trio.daemon.sessions import table
+from uma_trio.daemon.sessions.sessions import LONGEST_RETRY_S, SWEEP_S
+from uma_trio.daemon.sessions.table import PART_CHARS, PART_SESSIONS
+from uma_trio.daemon.store.journal import Journal, JournalError
+from uma_trio.daemon.store.journal_format import SPARE_BYTES, SessionRecord
 from uma_trio.principal import Principal
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.sessions import table
-from uma_trio.sessions.sessions import LONGEST_RETRY_S, SWEEP_S
-from uma_trio.sessions.table import PART_CHARS, PART_SESSIONS
-from uma_trio.store.journal import Journal, JournalError
-from uma_trio.store.journal_format import SPARE_BYTES, SessionRecord
 
 NEVER = 1e8
 
@@ -795,7 +795,7 @@ async def test_the_list_of_sessions_is_the_same_after_a_restart(autojump_clock, 
 
 
 async def test_more_messages_than_a_file_may_hold_are_refused(autojump_clock, monkeypatch):
-    monkeypatch.setattr("uma_trio.sessions.sessions.MAX_MESSAGES", 4)
+    monkeypatch.setattr("uma_trio.daemon.sessions.sessions.MAX_MESSAGES", 4)
     user = [{"role": "user", "content": "hello"}]
     async with serving() as harness, harness.client() as client:
         await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
@@ -964,7 +964,7 @@ async def test_the_least_recently_used_sessions_are_closed_if_there_are_too_many
 
 
 async def test_sessions_expire_unless_they_are_busy(autojump_clock, monkeypatch):
-    monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 1.0)
+    monkeypatch.setattr("uma_trio.daemon.sessions.sessions.SWEEP_S", 1.0)
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000.0)
     async with serving(slow, session_ttl_s=5, request_timeout_s=1000) as harness:
         harness.service._sessions._monotonic = trio.current_time
@@ -1004,7 +1004,7 @@ async def test_a_session_that_is_used_while_others_expire_stays(autojump_clock, 
             await go_on.wait()
         return await at_once(call, *arguments)
 
-    monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 10.0)
+    monkeypatch.setattr("uma_trio.daemon.sessions.sessions.SWEEP_S", 10.0)
     with remembering(tmp_path) as storage:
         async with serving(storage=storage, in_thread=slow_disk, session_ttl_s=5, offload=False) as harness:
             harness.service._sessions._monotonic = trio.current_time

@@ -14,9 +14,9 @@ import trio
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
 from tests.support.profile import amount
-from uma_trio.engine.messages import EngineDied, EngineError
-from uma_trio.sampling import SamplingParams
-from uma_trio.serving.planning import MAX_DECODES_WITH_DRAFTS, MAX_DRAFTS
+from uma_trio.daemon.serving.planning import MAX_DECODES_WITH_DRAFTS, MAX_DRAFTS
+from uma_trio.engine_link.messages import EngineDied, EngineError
+from uma_trio.engine_link.sampling import SamplingParams
 
 REPEATS = 20
 PROMPT = random.Random(2).choices(range(1, 900), k=50)

@@ -18,10 +18,10 @@ from uma_trio.daemon.gateway import FIRST_STANDBY_S, Gateway
 
 SERVE = """
 import sys
-from uma_trio.engine.process import EngineProcess
+from uma_trio.daemon.engines.process import EngineProcess
 
 def start():
-    large = ("uma_trio.daemon.server", "uma_trio.engine.llama", "uma_trio.serving", "numpy", "structlog")
+    large = ("uma_trio.daemon.server", "uma_trio.engine.llama", "uma_trio.daemon.serving", "numpy", "structlog")
     print("imported before:", [name for name in large if name in sys.modules])
     sys.exit()
 

@@ -15,8 +15,8 @@ import pytest
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
 from tests.support.serving import FakeChat, remembering, serving
 from uma_trio.client import Eos, ServerError, Token, ToolCall, ToolCallDelta
-from uma_trio.engine.messages import EngineDied
-from uma_trio.models.tool_prompts import PLAIN_TOOLS, template_chat
+from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, template_chat
+from uma_trio.engine_link.messages import EngineDied
 from uma_trio.protocol.chat import ChatMessage, Tool
 
 WEATHER = {"name": "weather", "description": "The weather.", "parameters": {"properties": {"city": {"type": "string"}}}}

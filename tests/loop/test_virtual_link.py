@@ -10,8 +10,8 @@ import trio
 
 from tests.support.fake_engine import FakeEngine, VirtualLink
 from tests.support.masks import SharedMasks
-from uma_trio.engine.messages import MASK_LATE, Revoked, SampleRequest, Step, StepInput, StepOutput
-from uma_trio.sampling import SamplingParams
+from uma_trio.engine_link.messages import MASK_LATE, Revoked, SampleRequest, Step, StepInput, StepOutput
+from uma_trio.engine_link.sampling import SamplingParams
 
 COST_MS = 10.0
 ROWS = {1: 1}

@@ -11,7 +11,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.profile import amount
 from tests.support.serving import serving
 from uma_trio.client import ServerError
-from uma_trio.daemon import connection
+from uma_trio.daemon.doors import connection
 from uma_trio.telemetry.perf_records import MAX_RECENT, RecentRecords, TickRecord
 
 N_TOKENS = amount(quick=6000, thorough=20_000)

@@ -7,9 +7,9 @@ import trio
 
 from tests.support.real_daemon import real_daemon
 from tests.support.serving import settings
-from uma_trio.engine.link import ProcessLauncher
-from uma_trio.models import loaded
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.daemon.engines import loaded
+from uma_trio.daemon.engines.link import ProcessLauncher
+from uma_trio.daemon.engines.loaded import EMBEDDED
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "echo": True}
 

@@ -22,18 +22,19 @@ from tests.support.checkpoint_contract import *  # noqa: F403  (the tests)
 from tests.support.random_models import random_model
 from tests.support.serving import settings
 from uma_trio import config
+from uma_trio.daemon.engines.link import ThreadLauncher
+from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.daemon.kv.checkpoints import TOKENS_AFTER_LAST
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.storage import saved_state
-from uma_trio.engine.link import ThreadLauncher
+from uma_trio.daemon.store.state_folder import StateFolder
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.messages import Start
-from uma_trio.engine.supervisor import SupervisedEngine
-from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE, TOKENS_AFTER_LAST
-from uma_trio.models.prompt import Prompt
+from uma_trio.engine_link.kv_ops import MAX_CHECKPOINTS
+from uma_trio.engine_link.messages import Start
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Generate
-from uma_trio.scheduling.timings import StepTimings
-from uma_trio.serving.scheduler import Scheduler
-from uma_trio.store.state_folder import StateFolder
 
 KV_LAYOUTS = pytest.mark.parametrize("kv_unified", ["off", "on"])
 
@@ -237,6 +238,6 @@ async def test_saved_checkpoints_are_usable_after_a_restart(library: None, kv_un
 async def test_a_long_chat_keeps_the_maximum_number_of_checkpoints(library: None) -> None:
     async with asking("off") as ask:
         story = words(1, 100)
-        for turn in range(MAX_PER_SEQUENCE):
+        for turn in range(MAX_CHECKPOINTS):
             story += (await ask(story, 70)).tokens + words(turn, 70)
-        assert ask.engine._kv_operations.n_checkpoints == MAX_PER_SEQUENCE
+        assert ask.engine._kv_operations.n_checkpoints == MAX_CHECKPOINTS

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.real_daemon import ROOT, Daemon, real_daemon
 from tests.support.terminal import Terminal, terminal
-from uma_trio.daemon.listener import locked
+from uma_trio.daemon.doors.listener import locked
 
 SETUP = {
     "bash": (

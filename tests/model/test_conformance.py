@@ -7,7 +7,7 @@ import pytest
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
 from tests.support.random_adapters import two_adapters
 from uma_trio import config
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.daemon.engines.loaded import EMBEDDED
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def make(library):
 
 @pytest.fixture(scope="module")
 def prompts(library):
-    from uma_trio.engine.tokenizer import open_vocabulary
+    from uma_trio.tokenizer.tokenizer import open_vocabulary
 
     texts = ("The capital of France", "Once upon a time a fox", "Monday, Tuesday, Wednesday,", "1 2 3 4 5 6")
     with open_vocabulary(EMBEDDED) as vocabulary:

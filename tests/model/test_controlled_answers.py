@@ -17,17 +17,17 @@ from tests.support.fake_runtime import FakeRuntime
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Script, Set, Skip, Wait, by_path, straight
 from tests.support.steering import Client
 from uma_trio import config
-from uma_trio.engine.link import ProcessLauncher
-from uma_trio.engine.messages import Start
-from uma_trio.engine.supervisor import SupervisedEngine
-from uma_trio.engine.tokenizer import open_vocabulary
-from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.prompt import Prompt
+from uma_trio.daemon.engines.link import ProcessLauncher
+from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.controllers.state import ControlledRequest
+from uma_trio.daemon.serving.scheduler import Scheduler
+from uma_trio.engine_link.messages import Start
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Eos
 from uma_trio.protocol.requests import Generate
-from uma_trio.serving.controllers.state import ControlledRequest
-from uma_trio.serving.scheduler import Scheduler
+from uma_trio.tokenizer.tokenizer import open_vocabulary
 
 SHARED = 600
 """Tokens that the forks share."""

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from uma_trio.cli.doctor import command, environment, probe
 from uma_trio.cli.doctor import daemon as daemon_checks
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.daemon.engines.loaded import EMBEDDED
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_library_that_crashes_or_hangs_is_a_finding(examine, tmp_path, monkeyp
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(stat.S_IRWXU)
-    monkeypatch.setattr("uma_trio.interpreter.PYTHON", (str(python),))
+    monkeypatch.setattr("uma_trio.processes.interpreter.PYTHON", (str(python),))
     monkeypatch.setattr(probe, "LIMIT_S", 0.5)
     found = examine()
     assert problems(found) == {"library"}
@@ -245,7 +245,7 @@ def test_a_wrong_answer(examine, monkeypatch):
 
 
 def test_an_embedded_model_that_differs_from_its_card(examine, no_c, tmp_path, monkeypatch):
-    from uma_trio.models import loaded
+    from uma_trio.daemon.engines import loaded
 
     copy = tmp_path / "embedded.gguf"
     copy.write_bytes(b"replaced")

@@ -9,8 +9,8 @@ from tests.support.draft_contract import drafts_after
 from tests.support.random_adapters import two_adapters
 from tests.support.real_daemon import real_daemon
 from uma_trio import config
-from uma_trio.engine.messages import DraftInput
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.engine_link.messages import DraftInput
 
 SMALL = {"parallel": 4, "batch_tokens": 64, "threads": 1}
 
@@ -40,7 +40,7 @@ def drafting(open_engine):
 
 @pytest.fixture(scope="module")
 def prompts(library):
-    from uma_trio.engine.tokenizer import open_vocabulary
+    from uma_trio.tokenizer.tokenizer import open_vocabulary
 
     texts = ("What is the capital of France?\n", "Repeat: one two three\n", "What is 3 + 4?\n")
     with open_vocabulary(EMBEDDED) as vocabulary:

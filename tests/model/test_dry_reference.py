@@ -10,8 +10,9 @@ import pytest
 
 import llama_abi
 from uma_trio import models
-from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.sampling import Past, SamplingParams, distribution
+from uma_trio.engine.sampling.sampler import distribution
+from uma_trio.engine_link.sampling import Past, SamplingParams
+from uma_trio.tokenizer.tokenizer import Tokenizer
 
 TEXT = (
     'The cat sat on the mat. The cat sat on the hat.\n"Then" the cat: sat on the mat. One two three four five six '

@@ -16,14 +16,16 @@ import trio
 from tests.support.link_contract import *  # noqa: F403
 from tests.support.link_contract import answers, prefill
 from uma_trio import config
+from uma_trio.daemon.engines.link import ProcessLauncher, ThreadLauncher
+from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.daemon.engines.process import EngineProcess
 from uma_trio.engine.fitting import open_engine
-from uma_trio.engine.link import ProcessLauncher, ThreadLauncher
-from uma_trio.engine.messages import EngineDied, LoadError, Start, Step, StepInput
-from uma_trio.engine.process import EngineProcess
-from uma_trio.engine.tokenizer import open_vocabulary
-from uma_trio.grammar import GrammarCompiler, LocalChecker, Vocabulary
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.engine_link.messages import EngineDied, LoadError, Start, Step, StepInput
+from uma_trio.grammar.checker import LocalChecker
+from uma_trio.grammar.compiler import GrammarCompiler
+from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.protocol.requests import Constraint
+from uma_trio.tokenizer.tokenizer import open_vocabulary
 
 SETTINGS = config.Model(ctx=4096, parallel=4, batch_tokens=64, threads=1, layout_trial_s=0)
 
@@ -175,8 +177,8 @@ def test_a_process_without_a_model_ends_with_the_start():
 PARENT = """
 import sys, trio
 from tests.model.test_engine_process import EMBEDDED, SETTINGS
-from uma_trio.engine.link import ProcessLauncher
-from uma_trio.engine.messages import Start
+from uma_trio.daemon.engines.link import ProcessLauncher
+from uma_trio.engine_link.messages import Start
 
 async def main():
     async with trio.open_nursery() as nursery:

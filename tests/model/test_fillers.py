@@ -24,17 +24,17 @@ from tests.support.random_models import random_model
 from tests.support.serving import settings
 from tests.support.state_files import memory_file
 from uma_trio import config
-from uma_trio.engine.link import ThreadLauncher
-from uma_trio.engine.messages import EngineError, SampleRequest, Start, Step, StepInput
-from uma_trio.engine.supervisor import SupervisedEngine
-from uma_trio.kv.ops import CopyPrefix, SaveState, Truncate
-from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.prompt import Prompt
+from uma_trio.daemon.engines.link import ThreadLauncher
+from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
+from uma_trio.daemon.serving.scheduler import Scheduler
+from uma_trio.engine_link.kv_ops import CopyPrefix, SaveState, Truncate
+from uma_trio.engine_link.messages import EngineError, SampleRequest, Start, Step, StepInput
+from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Generate
-from uma_trio.sampling import SamplingParams
-from uma_trio.scheduling.cost import CostModel, LinearModel
-from uma_trio.serving.scheduler import Scheduler
 from uma_trio.telemetry.perf_records import TickRecord
 
 TEXTS = (
@@ -82,7 +82,7 @@ def engine(open_engine: Callable[..., Any], flash_attn: str) -> Any:
 
 @pytest.fixture(scope="module")
 def prompts(library: None) -> list[list[int]]:
-    from uma_trio.engine.tokenizer import open_vocabulary
+    from uma_trio.tokenizer.tokenizer import open_vocabulary
 
     with open_vocabulary(EMBEDDED) as vocabulary:
         return [vocabulary.tokenizer.encode(text).tolist() for text in TEXTS]

@@ -17,19 +17,20 @@ import llama_abi
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio import config
+from uma_trio.daemon.engines import loaded
+from uma_trio.daemon.engines.link import ProcessLauncher
+from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.engine import fitting
-from uma_trio.engine.fit import DoesNotFit, Memory, estimate_compute, fit, with_defaults
+from uma_trio.engine.fit import DoesNotFit, Memory, estimate_compute, fit
 from uma_trio.engine.fitting import ComputeSizes, is_about_memory, measure, open_fitted
 from uma_trio.engine.layout import Environment, Shape, candidates
 from uma_trio.engine.layout_choice import context_options
-from uma_trio.engine.link import ProcessLauncher
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.messages import EngineDied, LoadError, Start
-from uma_trio.engine.supervisor import SupervisedEngine
-from uma_trio.models import loaded
+from uma_trio.engine_link.defaults import with_defaults
+from uma_trio.engine_link.load_errors import ModelError, explained
+from uma_trio.engine_link.messages import EngineDied, LoadError, Start
 from uma_trio.models.gguf_check import check_gguf
-from uma_trio.models.load_errors import ModelError, explained
-from uma_trio.models.loaded import EMBEDDED
 
 MIB = 1 << 20
 SHAPES = ("2x64", "tiny-swa", "tiny-hybrid")
@@ -133,7 +134,7 @@ def test_a_failed_allocation_counts_as_short_memory(library: Path) -> None:
         "from pathlib import Path\n"
         "from uma_trio import config\n"
         "from uma_trio.engine.fitting import open_engine\n"
-        "from uma_trio.engine.messages import EngineDied, LoadError, Start\n"
+        "from uma_trio.engine_link.messages import EngineDied, LoadError, Start\n"
         "import llama_abi; llama_abi.load()\n"
         "used = psutil.Process().memory_info().data\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (used + (100 << 20),) * 2)\n"

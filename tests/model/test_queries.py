@@ -1,8 +1,8 @@
 """Queries of a real daemon: tokens as a request prefills them, and what the model is."""
 
 from tests.support.real_daemon import asked
-from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 TEXT = "Füchse 🦊 <|bos|> jump."
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]

@@ -22,8 +22,8 @@ from tests.support.gguf_files import STRING, pair, text, with_pairs
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, asked, real_daemon
 from uma_trio.client import ServerError
-from uma_trio.models.pairs import TEMPLATE_KEY, find_pair_format
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.daemon.prompts.pairs import TEMPLATE_KEY, find_pair_format
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 LLAMA_SERVER = ROOT / "build/peers/bin/llama-server"
 QUERY = "how do i make pancakes"

@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from tests.support.real_daemon import Answer, real_daemon
-from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 ONCE = "Once upon a time there was a fox. Once upon a time"

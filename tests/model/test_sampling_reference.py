@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import llama_abi
-from uma_trio.sampling import Bias, Past, SamplingParams, distribution, sample
+from uma_trio.engine.sampling.sampler import distribution, sample
+from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from llama_abi.stamp import DIRECTORY_VARIABLE
 from uma_trio.cli import main
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.daemon.engines.loaded import EMBEDDED
 
 EMBEDDED_BYTES = EMBEDDED.read_bytes()
 
@@ -232,7 +232,9 @@ def test_a_model_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(path: Path, **_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("uma_trio.models.loaded.check_gguf", refuse)  # the tests may run as root, who may read all
+    monkeypatch.setattr(
+        "uma_trio.daemon.engines.loaded.check_gguf", refuse
+    )  # the tests may run as root, who may read all
     check_one_sentence(["--model", "m.gguf"], "m.gguf may not be read; run chmod u.r on it, or start the daemon as its")
 
 

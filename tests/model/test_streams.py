@@ -11,8 +11,8 @@ import trio.testing
 
 from tests.support.real_daemon import Answer, real_daemon
 from uma_trio.client import Token
-from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.tokenizer.vocabulary import vocabulary
 from uma_trio.training.skills import documents
 
 NAMES = (

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import llama_abi
 from llama_abi import TokenAttr
 from tests.support.real_daemon import ROOT
-from uma_trio.engine.tokenizer import InvalidTokenId, TokenizedText, Tokenizer, open_vocabulary
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.tokenizer.tokenizer import InvalidTokenId, TokenizedText, Tokenizer, open_vocabulary
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models"
 SEPARATOR = b"\n__ggml_vocab_test__\n"

@@ -17,13 +17,13 @@ from tests.support.documents import ROOT
 from tests.support.runtime_contract import *  # noqa: F403
 from tests.support.runtime_contract import SCRIPTS
 from tests.support.wat_controllers import MID, PRE, controller, returning
-from uma_trio.aici.link import RuntimeStart
 from uma_trio.aici.messages import Auth
-from uma_trio.aici.supervisor import SupervisedRuntime
 from uma_trio.config import Aici
+from uma_trio.daemon.aici.link import RuntimeStart
+from uma_trio.daemon.aici.supervisor import SupervisedRuntime
+from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.errors import ControllerFailed, ControllerNotFound, ControllerUnavailable
-from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 pytestmark = [
     pytest.mark.skipif(real_daemon.missing() is not None, reason=str(real_daemon.missing())),

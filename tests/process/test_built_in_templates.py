@@ -5,10 +5,10 @@ import os
 import pytest
 
 from uma_trio import config
+from uma_trio.daemon.prompts.chat import ChatTemplate
+from uma_trio.daemon.prompts.chosen_template import built_in, choose_template
+from uma_trio.engine_link.load_errors import ModelError
 from uma_trio.errors import BadRequest
-from uma_trio.models.chat import ChatTemplate
-from uma_trio.models.chosen_template import built_in, choose_template
-from uma_trio.models.load_errors import ModelError
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -17,10 +17,10 @@ import trio
 import trio.testing
 
 from uma_trio.config import Limits
+from uma_trio.daemon.prompts.chat import BrokenTemplate, ChatTemplate, TemplateLimits
+from uma_trio.daemon.prompts.control_tokens import ControlTokens
+from uma_trio.daemon.prompts.prompt import INLINE_BYTES, PromptMaker
 from uma_trio.errors import BadRequest, InternalError
-from uma_trio.models.chat import BrokenTemplate, ChatTemplate, TemplateLimits
-from uma_trio.models.control_tokens import ControlTokens
-from uma_trio.models.prompt import INLINE_BYTES, PromptMaker
 from uma_trio.protocol.messages import parse
 
 TALK = [
@@ -414,7 +414,7 @@ def test_the_process_ends_with_the_template():
 def test_the_process_ends_with_the_daemon_even_after_kill_9():
     code = """
 import os
-from uma_trio.models.chat import ChatTemplate
+from uma_trio.daemon.prompts.chat import ChatTemplate
 chat = ChatTemplate('x', bos='', eos='')
 os.kill(os.getpid(), 9)
 """
@@ -423,7 +423,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_lone_surrogates_survive_the_process_boundary():
-    """``models.control_tokens`` masks with them.  Two in a row must not become one character."""
+    """``daemon.prompts.control_tokens`` masks with them.  Two in a row must not become one character."""
     content = "\ud800\udc00 \udfff"
     assert render("{{ messages[0].content }}", [{"role": "user", "content": content}]) == content
 

@@ -12,7 +12,8 @@ import pytest
 from tests.support.fake_engine import fake_vocabulary
 from tests.support.hostile_constraints import ALL, HostileConstraint
 from uma_trio.errors import InvalidConstraint
-from uma_trio.grammar import GrammarCompiler, LocalChecker, SandboxedChecker
+from uma_trio.grammar.checker import LocalChecker, SandboxedChecker
+from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.protocol.requests import Constraint
 
 COSTLY = ("schema: multipleOf", "schema: many patterns", "gbnf: many rules")
@@ -104,7 +105,7 @@ def test_the_process_ends_with_the_daemon_even_after_kill_9() -> None:
     code = """
 import os
 from tests.support.fake_engine import fake_vocabulary
-from uma_trio.grammar import SandboxedChecker
+from uma_trio.grammar.checker import SandboxedChecker
 SandboxedChecker(fake_vocabulary).check("start: /1/")
 os.kill(os.getpid(), 9)
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from uma_trio.interpreter import ROOT, package_environment, python_module
+from uma_trio.processes.interpreter import ROOT, package_environment, python_module
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ RUN_HEADER = """
 import trio
 from uma_trio import config
 from uma_trio.daemon.perf_log import run_header
-from uma_trio.engine.messages import ModelInfo
+from uma_trio.engine_link.messages import ModelInfo
 
 async def version():
     sizes = dict.fromkeys(("n_vocab", "n_ctx", "n_ctx_seq", "n_ctx_train", "n_batch", "n_seq_max"), 1)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.real_daemon import ROOT
-from uma_trio.models.chat import ChatTemplate
-from uma_trio.models.marker_text import MarkerText
-from uma_trio.models.reasoning import find_format, make_markers
-from uma_trio.sampling import ReasoningLimit
+from uma_trio.daemon.answer.budget import ReasoningLimit
+from uma_trio.daemon.prompts.chat import ChatTemplate
+from uma_trio.daemon.prompts.marker_text import MarkerText
+from uma_trio.daemon.prompts.reasoning import find_format, make_markers
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models" / "templates"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from uma_trio.sandbox import Interrupted, NoAnswer, Sandbox
+from uma_trio.processes.sandbox import Interrupted, NoAnswer, Sandbox
 
 CHILD = """
 import json, os, sys

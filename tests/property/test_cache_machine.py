@@ -29,12 +29,12 @@ from tests.support.kv_cache import (
     truncate,
 )
 from tests.support.profile import amount
-from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
-from uma_trio.kv.allocation import Allocation
-from uma_trio.kv.cache import KvCache
-from uma_trio.kv.idle_limit import MAX_GHOSTS, MAX_IDLE_FRACTION, IdleLimit
-from uma_trio.kv.ops import CopyPrefix, DropCheckpoint, KvOp, SaveCheckpoint, Truncate
-from uma_trio.kv.prefix import MIN_SHARED_TOKENS
+from uma_trio.daemon.kv.allocation import Allocation
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.kv.idle_limit import MAX_GHOSTS, MAX_IDLE_FRACTION, IdleLimit
+from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
+from uma_trio.engine_link.kv_ops import CopyPrefix, DropCheckpoint, KvOp, SaveCheckpoint, Truncate
+from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS
 
 ADAPTERS = {"": NO_ADAPTERS, "x": AdapterSet(((0, 1.0),), "x"), "y": AdapterSet(((0, 0.5),), "y")}
 

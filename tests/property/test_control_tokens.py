@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from uma_trio.engine.messages import PromptPart
+from uma_trio.daemon.prompts.chat import ChatTemplate
+from uma_trio.daemon.prompts.control_tokens import MASK_CHARS, ControlTokens, Messages
+from uma_trio.engine_link.messages import PromptPart
 from uma_trio.errors import BadRequest
-from uma_trio.models.chat import ChatTemplate
-from uma_trio.models.control_tokens import MASK_CHARS, ControlTokens, Messages
 
 START, END, THINK = "<|im_start|>", "<|im_end|>", "</think>"
 OVERLAPPING = ("<a>", "<a><b", "b", "<<a>", ">c<", "][", "[", "<a><a>")

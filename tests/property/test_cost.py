@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, Device, SimulatedServer, calibrated
-from uma_trio.scheduling.cost import (
+from uma_trio.daemon.scheduling.cost import (
     CONTEXT_ALIGNMENT,
     FEATURE_SCALES,
     MAX_MARGIN,
@@ -24,7 +24,7 @@ from uma_trio.scheduling.cost import (
     LinearModel,
     Work,
 )
-from uma_trio.scheduling.decode_split import FIRST_TRIAL, SPLIT_THRESHOLD, DecodeCallTimes
+from uma_trio.daemon.scheduling.decode_split import FIRST_TRIAL, SPLIT_THRESHOLD, DecodeCallTimes
 
 DEVICES = [CPU, GPU, QUICK, FLAT, SLOW]
 

@@ -14,7 +14,6 @@ import llama_abi
 from uma_trio import config
 from uma_trio.engine.fit import (
     ANY_GPU,
-    FLOOR_TOKENS,
     GPU_WINDOW,
     LEAST_TOKENS,
     PLAIN,
@@ -23,15 +22,16 @@ from uma_trio.engine.fit import (
     DoesNotFit,
     Fit,
     Memory,
-    ModelSizes,
     Unsupported,
     fit,
     place_layers,
 )
 from uma_trio.engine.fitting import arrangement_of, measure
-from uma_trio.engine.layout import DEFAULT_WINDOW, Environment, Layout
+from uma_trio.engine.layout import Environment, Layout
 from uma_trio.engine.layout_choice import environment_of
 from uma_trio.engine.placement import Place, place_on
+from uma_trio.engine_link.defaults import DEFAULT_WINDOW, FLOOR_TOKENS
+from uma_trio.models.sizes import ModelSizes
 
 GIB = 1 << 30
 MIB = 1 << 20

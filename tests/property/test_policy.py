@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, STAIRS, TOO_SLOW, Device, SimulatedServer, measured_curves
 from uma_trio.config import Scheduling
-from uma_trio.scheduling import cost as cost_module
-from uma_trio.scheduling import policy
-from uma_trio.scheduling.attention import Attention, AttentionScan
-from uma_trio.scheduling.cost import FEATURE_SCALES, PREFILL_SPEED, CostModel, LinearModel, Work
-from uma_trio.scheduling.decode_split import DecodeCallTimes
-from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD, Service
-from uma_trio.scheduling.policy import (
+from uma_trio.daemon.scheduling import cost as cost_module
+from uma_trio.daemon.scheduling import policy
+from uma_trio.daemon.scheduling.cost import FEATURE_SCALES, PREFILL_SPEED, CostModel, LinearModel, Work
+from uma_trio.daemon.scheduling.decode_split import DecodeCallTimes
+from uma_trio.daemon.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD, Service
+from uma_trio.daemon.scheduling.policy import (
     DRAFT_LENGTHS,
     LATE_PREFILL_SHARE,
     MAX_BACKGROUND_SKIPS,
@@ -39,7 +38,8 @@ from uma_trio.scheduling.policy import (
     estimated_work,
     plan,
 )
-from uma_trio.scheduling.view import Priority, SequenceView
+from uma_trio.daemon.scheduling.view import Priority, SequenceView
+from uma_trio.engine_link.attention import Attention, AttentionScan
 
 LIMITS = Scheduling()
 PADDED = Attention(AttentionScan.LONGEST)

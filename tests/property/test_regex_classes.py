@@ -12,8 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.support.profile import amount
 from uma_trio.errors import InvalidConstraint
-from uma_trio.grammar import GrammarCompiler, LocalChecker, Vocabulary
-from uma_trio.grammar.vocabulary import start_matcher
+from uma_trio.grammar.checker import LocalChecker
+from uma_trio.grammar.compiler import GrammarCompiler
+from uma_trio.grammar.vocabulary import Vocabulary, start_matcher
 from uma_trio.protocol.requests import Constraint
 
 END = 256

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, STAIRS, Device, SimulatedServer, calibrated, measured_curves
 from uma_trio.config import Scheduling
-from uma_trio.scheduling import cost as cost_module
-from uma_trio.scheduling.cost import PREFILL_SPEED, STAIR_RATE, STAIR_TOLERANCE, CostModel, Work
-from uma_trio.scheduling.policy import PolicyState, Tick, plan
-from uma_trio.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
-from uma_trio.scheduling.view import SequenceView
+from uma_trio.daemon.scheduling import cost as cost_module
+from uma_trio.daemon.scheduling.cost import PREFILL_SPEED, STAIR_RATE, STAIR_TOLERANCE, CostModel, Work
+from uma_trio.daemon.scheduling.policy import PolicyState, Tick, plan
+from uma_trio.daemon.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
+from uma_trio.daemon.scheduling.view import SequenceView
 
 H200_CURVES = PrefillCurves(
     RowCurve((16, 64, 128, 256, 512), (9.84, 13.43, 18.61, 28.84, 46.91)),

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs, copied_rows, distribution, sample
-from uma_trio.sampling.sampler import MAX_SORTED_TOP_K
+from uma_trio.engine.sampling.sampler import MAX_SORTED_TOP_K, copied_rows, distribution, sample
+from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs
 
 
 def reference(logits, params):

@@ -8,17 +8,20 @@ from functools import cache
 import pytest
 
 from tests.pure.test_tool_calls import CONTROL
+from uma_trio.daemon.answer.regions import RegionAssembler
+from uma_trio.daemon.answer.tool_calls import ToolCalling
+from uma_trio.daemon.prompts.marker_text import MarkerText
+from uma_trio.daemon.prompts.reasoning import FORMATS as REASONING
+from uma_trio.daemon.prompts.reasoning import make_markers
+from uma_trio.daemon.prompts.tool_formats import FORMATS, by_name, make_call_markers, write_calls
 from uma_trio.errors import InvalidConstraint
-from uma_trio.grammar import AnswerShape, GrammarCompiler, LocalChecker, Vocabulary
+from uma_trio.grammar.calls import AnswerShape
+from uma_trio.grammar.checker import LocalChecker
+from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.grammar.terms import json_expression
-from uma_trio.grammar.vocabulary import start_matcher
-from uma_trio.models.marker_text import MarkerText
-from uma_trio.models.reasoning import FORMATS as REASONING
-from uma_trio.models.reasoning import make_markers
-from uma_trio.models.tool_formats import FORMATS, by_name, make_call_markers, write_calls
+from uma_trio.grammar.vocabulary import Vocabulary, start_matcher
 from uma_trio.protocol.chat import Tool
 from uma_trio.protocol.requests import Constraint
-from uma_trio.sampling import RegionAssembler, ToolCalling
 
 WEATHER = Tool(
     name="weather",

@@ -16,8 +16,8 @@ import pytest
 
 import uma_trio.models
 from tests.support.training_chats import messages_of
+from uma_trio.daemon.prompts.template_worker import Renderer
 from uma_trio.demo import script
-from uma_trio.models.template_worker import Renderer
 from uma_trio.training import corpus
 from uma_trio.training.bpe import BYTE_LETTERS, Tokenizer, cut, learn
 from uma_trio.training.chat import CONTROLS, END, TEMPLATE, tokens_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from uma_trio.models.chosen_template import FOLDER
-from uma_trio.models.template_worker import Renderer
+from uma_trio.daemon.prompts.chosen_template import FOLDER
+from uma_trio.daemon.prompts.template_worker import Renderer
 from uma_trio.training.chat import TEMPLATE
 
 WEATHER = {

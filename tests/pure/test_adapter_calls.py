@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.engine.adapter_calls import split_by_adapters, split_into_passes
-from uma_trio.engine.messages import SampleRequest, StepInput
-from uma_trio.kv.adapters import Scales
-from uma_trio.sampling import SamplingParams
+from uma_trio.engine_link.adapters import Scales
+from uma_trio.engine_link.messages import SampleRequest, StepInput
+from uma_trio.engine_link.sampling import SamplingParams
 
 ONE, TWO = ((0, 1.0),), ((1, 0.5),)
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.gguf_files import ARRAY, F32, STRING, U32, array, gguf, pair, tensor, text
 from uma_trio import config
-from uma_trio.models.adapter_check import check_adapters
+from uma_trio.daemon.engines.adapter_check import check_adapters
+from uma_trio.engine_link.load_errors import ModelError
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.gguf_header import GgufError
-from uma_trio.models.load_errors import ModelError
 
 KIND_F32, KIND_F16, KIND_Q4_0, KIND_Q8_0, KIND_I32 = 0, 1, 2, 8, 26
 BYTES = {KIND_F32: 4, KIND_F16: 2, KIND_I32: 4}

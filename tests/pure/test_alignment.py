@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.engine.alignment import Spelling, align
+from uma_trio.tokenizer.alignment import Spelling, align
 
 
 def raw(*spellings: str | bytes) -> list[Spelling]:

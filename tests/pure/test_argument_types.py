@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.models.marker_text import MarkerText
-from uma_trio.models.tool_formats import FORMATS, by_name, make_call_markers, write_calls
+from uma_trio.daemon.answer.regions import RegionAssembler
+from uma_trio.daemon.answer.tool_calls import ToolCalling
+from uma_trio.daemon.prompts.marker_text import MarkerText
+from uma_trio.daemon.prompts.tool_formats import FORMATS, by_name, make_call_markers, write_calls
+from uma_trio.grammar.argument_types import ANY_TYPE, MAX_SCHEMAS, SchemaTypes, property_schema, read_value
 from uma_trio.protocol.chat import MAX_TOOL_DEPTH
-from uma_trio.sampling import RegionAssembler, ToolCalling
-from uma_trio.sampling.argument_types import ANY_TYPE, MAX_SCHEMAS, SchemaTypes, property_schema, read_value
 
 TAGGED = [each.name for each in FORMATS if each.tags is not None]
 

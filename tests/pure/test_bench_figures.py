@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.bench_scripts import FOLDER, bench_script
 from uma_trio.demo.recording import Answer, Question
-from uma_trio.engine.devices import Device, Devices
+from uma_trio.engine_link.devices import Device, Devices
 
 pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
 

@@ -24,10 +24,10 @@ from tests.support.kv_cache import (
     tokens,
     truncate,
 )
-from uma_trio.kv.cache import KvCache
-from uma_trio.kv.idle_limit import MAX_IDLE_FRACTION
-from uma_trio.kv.ops import CopyPrefix, DropCheckpoint, KvOp, LoadState, SaveCheckpoint, SaveState, Truncate
-from uma_trio.kv.prefix import MIN_SHARED_TOKENS
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.kv.idle_limit import MAX_IDLE_FRACTION
+from uma_trio.engine_link.kv_ops import CopyPrefix, DropCheckpoint, KvOp, LoadState, SaveCheckpoint, SaveState, Truncate
+from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS
 
 # -- reservation ----------------------------------------------------------------------------------------
 

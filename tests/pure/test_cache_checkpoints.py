@@ -29,8 +29,8 @@ from tests.support.kv_cache import (
     tokens,
     uncuttable,
 )
-from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE, MIN_SPACING, TOKENS_AFTER_LAST
-from uma_trio.kv.ops import CopyPrefix, DropCheckpoint, SaveCheckpoint, Truncate
+from uma_trio.daemon.kv.checkpoints import MIN_SPACING, TOKENS_AFTER_LAST
+from uma_trio.engine_link.kv_ops import MAX_CHECKPOINTS, CopyPrefix, DropCheckpoint, SaveCheckpoint, Truncate
 
 
 def test_requests_continue_from_checkpoints() -> None:
@@ -69,19 +69,19 @@ def test_the_number_of_checkpoints_is_limited(most: int) -> None:
     """A sequence keeps its first and its latest ones; the longest idle sequence loses one first."""
     cache = make_cache(can_truncate=False, max_checkpoints=most)
     story = tokens(SYSTEM, HELLO)
-    for turn in range(2 * MAX_PER_SEQUENCE):
+    for turn in range(2 * MAX_CHECKPOINTS):
         asked(cache, story, range(MIN_SPACING))
         story = tokens(story, range(MIN_SPACING), [turn])
         cache.check_integrity()
     points = [point.length for point in cache._pool.allocations[0].checkpoints]
-    assert len(points) == min(most, MAX_PER_SEQUENCE)
+    assert len(points) == min(most, MAX_CHECKPOINTS)
     if most > 1:
         assert points[0] == 92
     assert points[-1] == len(story) - (MIN_SPACING + 1) - 1, "where the last turn began"
     asked(cache, LONG[:400], [1, 2, 3])
     cache.check_integrity()
     assert [len(allocation.checkpoints) for allocation in cache._pool.allocations.values()] == [
-        min(most, MAX_PER_SEQUENCE) - (most <= MAX_PER_SEQUENCE),
+        min(most, MAX_CHECKPOINTS) - (most <= MAX_CHECKPOINTS),
         1,
     ]
 
@@ -167,8 +167,8 @@ def test_the_number_of_pauses_is_limited() -> None:
     placed(cache, story)
     for n in range(40):
         placed(cache, tokens(story[: 5000 - 100 * n], [7, 7, 7]))
-    assert len(cache._pool.allocations[0].pauses) == MAX_PER_SEQUENCE
-    assert len(pauses(cache, 0)) <= MAX_PER_SEQUENCE
+    assert len(cache._pool.allocations[0].pauses) == MAX_CHECKPOINTS
+    assert len(pauses(cache, 0)) <= MAX_CHECKPOINTS
     while followed(cache):
         cache.take_ops()
     cache.check_integrity()

@@ -17,7 +17,7 @@ from tests.support.kv_cache import (
     together,
     tokens,
 )
-from uma_trio.kv.ops import CopyPrefix, Truncate
+from uma_trio.engine_link.kv_ops import CopyPrefix, Truncate
 
 
 def test_eight_concurrent_requests_compute_their_prefix_once() -> None:

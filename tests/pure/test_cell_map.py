@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tests.support.kv_cache import advance, make_cache, place, release
-from uma_trio.kv.cache import KvCache
-from uma_trio.kv.idle_limit import IdleLimit
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.kv.idle_limit import IdleLimit
 
 
 def start(cache: KvCache, n: int, n_cells: int = 2000) -> int:

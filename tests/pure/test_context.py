@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.serving import settings
 from uma_trio.config import Limits
+from uma_trio.daemon.prompts.context import explain_context, is_short, max_prompt_bytes, more_context
+from uma_trio.daemon.prompts.prompt import tokens_to_generate
 from uma_trio.engine.layout import Environment, Shape, candidates
-from uma_trio.engine.messages import ModelInfo
+from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.errors import ContextTooSmall
-from uma_trio.models.context import explain_context, is_short, max_prompt_bytes, more_context
-from uma_trio.models.prompt import tokens_to_generate
 from uma_trio.protocol.requests import Generate
 
 INFO = ModelInfo(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from uma_trio.config import Model
-from uma_trio.engine.devices import (
+from uma_trio.engine_link.devices import (
     Device,
     DeviceMemory,
     Devices,

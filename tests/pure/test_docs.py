@@ -15,8 +15,8 @@ import yaml
 from tests.support.documents import ROOT, blocks, fenced, section, tables
 from uma_trio import config
 from uma_trio.cli import COMMANDS
+from uma_trio.daemon.prompts.context import MIN_PROMPT_BYTES
 from uma_trio.errors import BadRequest, all_errors
-from uma_trio.models.context import MIN_PROMPT_BYTES
 from uma_trio.protocol.answers import (
     Activity,
     AdapterDescription,

@@ -6,8 +6,8 @@ import pytest
 
 import llama_abi
 from uma_trio.engine.fillers import FILLER_TOKEN, add_filled, missing_ids
-from uma_trio.engine.messages import SampleRequest, StepInput
-from uma_trio.sampling import SamplingParams
+from uma_trio.engine_link.messages import SampleRequest, StepInput
+from uma_trio.engine_link.sampling import SamplingParams
 
 
 def decode(seq_id: int, n_tokens: int = 1, n_samples: int = 1) -> StepInput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from uma_trio.gateway.conversation import conversation_fields
+from uma_trio.gateway.dialects.conversation import conversation_fields
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.117.48f; cc_entrypoint=cli; cch=71fea;"
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.support.kv_cache import advance, done, make_cache, place, release
-from uma_trio.kv.adapters import AdapterSet
-from uma_trio.kv.cache import KvCache
-from uma_trio.kv.idle_limit import MAX_GHOSTS, IdleLimit
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.kv.idle_limit import MAX_GHOSTS, IdleLimit
+from uma_trio.engine_link.adapters import AdapterSet
 
 N_CELLS = 40_000
 NOBODY = "nobody"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import attrs
 import pytest
 
-from uma_trio.log_limit import MAX_ALIKE, MAX_KINDS, WINDOW_S, LogLimit
+from uma_trio.daemon.log_limit import MAX_ALIKE, MAX_KINDS, WINDOW_S, LogLimit
 
 
 @attrs.define

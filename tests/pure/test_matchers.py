@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tests.support.fake_engine import fake_vocabulary
-from uma_trio.grammar import GrammarState, Matchers
-from uma_trio.grammar import matchers as module
-from uma_trio.grammar.slow_thread import SlowThread
+from uma_trio.engine import matchers as module
+from uma_trio.engine.matchers import Matchers
+from uma_trio.engine.slow_thread import SlowThread
+from uma_trio.engine_link.grammar_state import GrammarState
 
 N_VOCAB = len(fake_vocabulary().tokens)
 DIGITS = '{"grammars": [{"lark_grammar": "start: /([1-4][0-9][0-9] )+/"}]}'

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from uma_trio.engine import machine
+from uma_trio.processes import machine
 
 MIB = 1 << 20
 Group = Callable[..., None]
@@ -72,7 +72,7 @@ def test_a_group_that_is_over_its_limit_has_nothing_free(group: Group, tmp_path:
 def test_ulimit_counts_what_the_process_has_already(name: str) -> None:
     code = (
         "import psutil, resource\n"
-        "from uma_trio.engine import machine\n"
+        "from uma_trio.processes import machine\n"
         "used = psutil.Process().memory_info()\n"
         f"used = used.vms if '{name}' == 'RLIMIT_AS' else used.data\n"
         f"resource.setrlimit(resource.{name}, (used + (100 << 20),) * 2)\n"

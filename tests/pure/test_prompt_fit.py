@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.config import Limits
-from uma_trio.engine.messages import ModelInfo
+from uma_trio.daemon.prompts.prompt import tokens_to_generate
+from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.errors import BadRequest, ContextTooSmall, LimitError, MaxTokensTooLarge, PromptTooLarge
-from uma_trio.models.prompt import tokens_to_generate
 from uma_trio.protocol.requests import Generate
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.sampling.prompt_lookup import ACCEPTANCE_WEIGHT, NGRAM_SIZE, PromptLookup
+from uma_trio.daemon.serving.prompt_lookup import ACCEPTANCE_WEIGHT, NGRAM_SIZE, PromptLookup
 
 token_lists = st.lists(st.integers(0, 2), max_size=60)
 """With a tiny vocabulary, so that n-grams repeat."""

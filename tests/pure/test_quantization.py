@@ -2,7 +2,7 @@
 
 import pytest
 
-from uma_trio.service import quantization
+from uma_trio.daemon.service import quantization
 
 
 @pytest.mark.parametrize(

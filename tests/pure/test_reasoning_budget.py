@@ -7,7 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.sampling import ReasoningLimit, ReasoningMarkers
+from uma_trio.daemon.answer.budget import ReasoningLimit
+from uma_trio.models.markers import ReasoningMarkers
 
 END = ["</", "think>"]
 THINK = ReasoningMarkers(begin=("<think>",), end=("</think>",))

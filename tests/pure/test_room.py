@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from uma_trio.registry.room import (
+from uma_trio.daemon.registry.room import (
     LEAST_LOADED_S,
     PATIENCE_S,
     Bounds,

@@ -3,10 +3,11 @@
 import pytest
 
 from uma_trio import config
+from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.errors import BadRequest
+from uma_trio.models.sampling_defaults import recommended, sampling_defaults
 from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS, Parameter, given
 from uma_trio.protocol.requests import parse_generate
-from uma_trio.sampling import SamplingParams, recommended, sampling_defaults
 
 SETTINGS = {found.name: found for found in config.settings() if found.section == "sampling"}
 

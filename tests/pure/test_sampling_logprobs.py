@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.sampling import NO_TOKEN, compute_logprobs
+from uma_trio.engine.sampling.logprobs import compute_logprobs
+from uma_trio.engine_link.sampling import NO_TOKEN
 
 NEAR = {"rel": 1e-6, "abs": 2e-6}
 """Weights are float32, their sum is float64."""

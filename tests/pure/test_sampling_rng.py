@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from uma_trio.sampling.rng import uniforms
+from uma_trio.engine.sampling.rng import uniforms
 
 
 def test_numbers_are_those_of_splitmix64():

@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.config import Limits
-from uma_trio.engine.messages import ModelInfo
+from uma_trio.daemon.prompts.prompt import Prompt, fit_prompt
+from uma_trio.daemon.sessions import Session, SessionTable
+from uma_trio.daemon.sessions.table import MESSAGE_CHARS, PART_CHARS, transcript
+from uma_trio.daemon.sessions.trimming import drop_oldest
+from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.errors import BadRequest, SessionBusy, SessionExists, SessionNotFound
-from uma_trio.models.prompt import Prompt, fit_prompt
 from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.messages import parse
 from uma_trio.protocol.queries import SessionQuery
 from uma_trio.protocol.requests import Generate
-from uma_trio.sessions import Session, SessionTable
-from uma_trio.sessions.table import MESSAGE_CHARS, PART_CHARS, transcript
-from uma_trio.sessions.trimming import drop_oldest
 
 # -- the table --------------------------------------------------------------------------------------
 

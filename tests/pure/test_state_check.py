@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.state_files import hashes_of
 from uma_trio.engine.state_check import FRONT_PAGES, PAGES_PER_TASK, DamagedState, StateCheck, end_of_cells
-from uma_trio.store.state_format import PAGE_BYTES
+from uma_trio.engine_link.state_pages import PAGE_BYTES
 
 
 def state_of(

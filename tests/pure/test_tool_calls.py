@@ -10,11 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from uma_trio.models.marker_text import MarkerText
-from uma_trio.models.reasoning import FORMATS as REASONING_FORMATS
-from uma_trio.models.reasoning import make_markers
-from uma_trio.models.tool_formats import FORMATS, by_name, find_tool_format, make_call_markers
-from uma_trio.sampling import RegionAssembler, ToolCalling
+from uma_trio.daemon.answer.regions import RegionAssembler
+from uma_trio.daemon.answer.tool_calls import ToolCalling
+from uma_trio.daemon.prompts.marker_text import MarkerText
+from uma_trio.daemon.prompts.reasoning import FORMATS as REASONING_FORMATS
+from uma_trio.daemon.prompts.reasoning import make_markers
+from uma_trio.daemon.prompts.tool_formats import FORMATS, by_name, find_tool_format, make_call_markers
 
 CONTROL = re.compile(r"｜DSML｜|<\|[a-z_]+\|>|<｜[^｜]+｜>|\[[A-Z_]+\]|<\|\"\|>|<\|[a-z_]+>|<[a-z_]+\|>")
 """What is a control token in these tests, except where none is."""

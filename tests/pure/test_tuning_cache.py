@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from uma_trio.engine.fingerprint import model_fingerprint
-from uma_trio.engine.saved_costs import load_costs, save_costs
+from uma_trio.daemon.engines.saved_costs import load_costs, save_costs
+from uma_trio.daemon.scheduling.cost import CostModel, Work
+from uma_trio.daemon.scheduling.decode_split import DecodeCallTimes
+from uma_trio.daemon.scheduling.row_curve import PrefillCurves, RowCurve
 from uma_trio.engine.saved_layouts import load_corrections
-from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.decode_split import DecodeCallTimes
-from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
+from uma_trio.models.fingerprint import model_fingerprint
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.crashes import crash_everywhere
+from uma_trio.daemon.store import journal_format as form
+from uma_trio.daemon.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile
+from uma_trio.daemon.store.journal import MAX_QUARANTINED, MAX_QUARANTINED_BYTES, Journal, JournalError
+from uma_trio.daemon.store.journal_format import MARK, MAX_TURNS, SPARE_BYTES, SessionKey, SessionRecord, decode, encode
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.store import journal_format as form
-from uma_trio.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile
-from uma_trio.store.journal import MAX_QUARANTINED, MAX_QUARANTINED_BYTES, Journal, JournalError
-from uma_trio.store.journal_format import MARK, MAX_TURNS, SPARE_BYTES, SessionKey, SessionRecord, decode, encode
 
 KEY = SessionKey("uid:1000", "a")
 

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 
 from tests.support.crashes import crash_everywhere
 from tests.support.state_files import content_of, fill
-from uma_trio.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile
-from uma_trio.store.state_folder import (
+from uma_trio.daemon.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile
+from uma_trio.daemon.store.state_folder import (
     QUARANTINE_SUFFIX,
     SUFFIX,
     CorruptState,
@@ -35,19 +35,17 @@ from uma_trio.store.state_folder import (
     StateFolder,
     StateReader,
 )
-from uma_trio.store.state_format import (
+from uma_trio.daemon.store.state_format import (
     FIELDS,
-    HASH_BYTES,
     MAX_EXTRA_BYTES,
-    PAGE_BYTES,
     PAYLOAD_AT,
     Header,
     StoredState,
     decode_header,
     encode_header,
     fingerprint_of,
-    hash_of,
 )
+from uma_trio.engine_link.state_pages import HASH_BYTES, PAGE_BYTES, hash_of
 
 MIB = 1 << 20
 ROOM = 16 * MIB
@@ -522,7 +520,7 @@ def test_links_pipes_and_unrelated_files_are_ignored(path: Path, folder: StateFo
 def test_every_page_is_verified_with_any_number_of_readers(
     path: Path, monkeypatch: pytest.MonkeyPatch, readers: int, page: int
 ) -> None:
-    monkeypatch.setattr("uma_trio.store.state_folder.PAGES_PER_READER", 1)
+    monkeypatch.setattr("uma_trio.daemon.store.state_folder.PAGES_PER_READER", 1)
     folder = opened(path, readers=readers)
     whole = os.urandom(3 * PAGE_BYTES + 17)
     state = save(folder, whole)
@@ -577,7 +575,7 @@ def test_a_state_that_is_not_in_the_page_cache_is_verified(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = save(folder, os.urandom(PAGE_BYTES))
-    monkeypatch.setattr("uma_trio.store.state_folder._is_cached", lambda fd, n_bytes: False)
+    monkeypatch.setattr("uma_trio.daemon.store.state_folder._is_cached", lambda fd, n_bytes: False)
     with contextlib.closing(folder.open(state.name, verify=False)) as reader:
         assert reader.hashes == b""
 

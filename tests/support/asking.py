@@ -13,14 +13,14 @@ import trio
 from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.serving import settings, token_to_bytes
 from tests.support.state_files import MemoryFiles, at_once
-from uma_trio.models.prompt import Prompt
-from uma_trio.offload import InThread
+from uma_trio.daemon.answer.budget import ReasoningLimit
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.offload import InThread
+from uma_trio.daemon.serving.scheduler import Scheduler
+from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Eos, Failure, Token
 from uma_trio.protocol.requests import Generate
-from uma_trio.sampling import ReasoningLimit
-from uma_trio.serving.scheduler import Scheduler
-from uma_trio.serving.sequence import Sequence as Answer
 
 
 @attrs.define(eq=False)

@@ -6,8 +6,7 @@ import pytest
 
 from tests.support import engine_contract
 from tests.support.engine_contract import alone, assert_refused, prefill_input, state_sizes, step
-from uma_trio.engine.messages import EngineError, Step, StepInput
-from uma_trio.kv.ops import (
+from uma_trio.engine_link.kv_ops import (
     CopyPrefix,
     DropCheckpoint,
     LoadState,
@@ -16,6 +15,7 @@ from uma_trio.kv.ops import (
     SaveState,
     Truncate,
 )
+from uma_trio.engine_link.messages import EngineError, Step, StepInput
 
 new_file = engine_contract.new_file  # a fixture
 

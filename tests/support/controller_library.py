@@ -13,7 +13,7 @@ from uma_trio.aici.messages import Auth, ModuleInfo, ModuleRecord, Removal, Remo
 from uma_trio.aici.runtime.interface import BadModule
 from uma_trio.aici.runtime.module_space import Space
 from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
-from uma_trio.aici.supervisor import NO_MODULE
+from uma_trio.daemon.aici.supervisor import NO_MODULE
 from uma_trio.errors import ControllerFailed, ControllerNotFound
 
 T = TypeVar("T")

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from uma_trio.config import Scheduling
-from uma_trio.engine.calibrate import CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS
-from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.policy import Plan, PolicyState, Tick, plan
-from uma_trio.scheduling.row_curve import PrefillCurves, RowCurve
-from uma_trio.scheduling.view import Priority, SequenceView
+from uma_trio.daemon.engines.calibrate import CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS
+from uma_trio.daemon.scheduling.cost import CostModel, Work
+from uma_trio.daemon.scheduling.policy import Plan, PolicyState, Tick, plan
+from uma_trio.daemon.scheduling.row_curve import PrefillCurves, RowCurve
+from uma_trio.daemon.scheduling.view import Priority, SequenceView
 
 
 @attrs.define

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.support.engine_contract import GREEDY, alone, prefill_input, step
-from uma_trio.engine.messages import DraftInput, SampleRequest, Step, StepInput
 from uma_trio.engine.worker import StepRunner
-from uma_trio.kv.ops import Truncate
-from uma_trio.sampling import SamplingParams
+from uma_trio.engine_link.kv_ops import Truncate
+from uma_trio.engine_link.messages import DraftInput, SampleRequest, Step, StepInput
+from uma_trio.engine_link.sampling import SamplingParams
 
 SAMPLED = SamplingParams(1.0, seed=7)
 

@@ -6,7 +6,7 @@ The importing file has two fixtures:
   ``adapters=True`` it has two LoRA adapters, and with ``adapters=False`` the same model without them.
 - ``prompts`` is a list of distinct lists of token ids.
 
-Source: ``uma_trio.engine.messages``.
+Source: ``uma_trio.engine_link.messages``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from tests.support.state_files import hashes_of, memory_file
-from uma_trio.engine.messages import EmbeddingInput, EngineError, SampleRequest, Step, StepInput
 from uma_trio.engine.state_check import FRONT_PAGES
-from uma_trio.kv.ops import CopyPrefix, LoadState, MeasureState, SaveState, Truncate
-from uma_trio.sampling import Bias, Past, SamplingParams
-from uma_trio.store.state_format import PAGE_BYTES
+from uma_trio.engine_link.kv_ops import CopyPrefix, LoadState, MeasureState, SaveState, Truncate
+from uma_trio.engine_link.messages import EmbeddingInput, EngineError, SampleRequest, Step, StepInput
+from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
+from uma_trio.engine_link.state_pages import PAGE_BYTES
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0)
 

@@ -24,10 +24,27 @@ import trio
 
 from tests.support.state_files import hashes_of
 from uma_trio import config
-from uma_trio.engine.devices import DeviceMemory, Devices
-from uma_trio.engine.link import KnownGrammars
-from uma_trio.engine.masks import MaskFile, Masks
-from uma_trio.engine.messages import (
+from uma_trio.daemon.engines.link import KnownGrammars
+from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.engine.matchers import Matchers
+from uma_trio.engine.state_check import FRONT_PAGES
+from uma_trio.engine.worker import StepRunner
+from uma_trio.engine_link.adapters import Scales
+from uma_trio.engine_link.attention import AttentionScan
+from uma_trio.engine_link.devices import DeviceMemory, Devices
+from uma_trio.engine_link.kv_ops import (
+    MAX_CHECKPOINTS,
+    CopyPrefix,
+    DropCheckpoint,
+    KvOp,
+    LoadState,
+    MeasureState,
+    SaveCheckpoint,
+    SaveState,
+    Truncate,
+)
+from uma_trio.engine_link.masks import MaskFile, Masks
+from uma_trio.engine_link.messages import (
     MASK_LATE,
     MAX_EMBEDDING_SEQUENCES,
     AdapterFile,
@@ -52,26 +69,10 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
-from uma_trio.engine.purpose import Purpose
-from uma_trio.engine.state_check import FRONT_PAGES
-from uma_trio.engine.supervisor import SupervisedEngine
-from uma_trio.engine.worker import StepRunner
-from uma_trio.grammar import Matchers, Vocabulary
-from uma_trio.kv.adapters import Scales
-from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
-from uma_trio.kv.ops import (
-    CopyPrefix,
-    DropCheckpoint,
-    KvOp,
-    LoadState,
-    MeasureState,
-    SaveCheckpoint,
-    SaveState,
-    Truncate,
-)
-from uma_trio.sampling import NO_TOKEN, SamplingParams, TokenLogprobs
-from uma_trio.scheduling.attention import AttentionScan
-from uma_trio.store.state_format import PAGE_BYTES
+from uma_trio.engine_link.sampling import NO_TOKEN, SamplingParams, TokenLogprobs
+from uma_trio.engine_link.state_pages import PAGE_BYTES
+from uma_trio.grammar.vocabulary import Vocabulary
+from uma_trio.models.purpose import Purpose
 
 N_VOCAB = 1000
 EMBEDDING_WIDTH = 8
@@ -301,7 +302,7 @@ class FakeEngine:
             **drafter,
             can_truncate=can_truncate,
             state_can_truncate=can_truncate,
-            max_checkpoints=0 if can_truncate else MAX_PER_SEQUENCE * n_seq_max if checkpoints is None else checkpoints,
+            max_checkpoints=0 if can_truncate else MAX_CHECKPOINTS * n_seq_max if checkpoints is None else checkpoints,
             adapters=tuple(
                 AdapterFile(name=name, path=Path(f"{name}.gguf"), fingerprint=f"content of {name}") for name in adapters
             ),

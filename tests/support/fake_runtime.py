@@ -15,7 +15,6 @@ import attrs
 import trio
 
 from tests.support.masks import SharedMasks
-from uma_trio.aici.exchange import AnswerCheck, Exchange, MidResults, PostPreResults
 from uma_trio.aici.messages import (
     Auth,
     MidAnswer,
@@ -31,7 +30,8 @@ from uma_trio.aici.messages import (
     TagInfo,
 )
 from uma_trio.aici.runtime.interface import PREVIOUS_ERROR, MidAction, Sample, Splice, StopSequence
-from uma_trio.engine.masks import MaskFile
+from uma_trio.daemon.aici.exchange import AnswerCheck, Exchange, MidResults, PostPreResults
+from uma_trio.engine_link.masks import MaskFile
 from uma_trio.errors import ControllerFailed, ControllerNotFound, ControllerUnavailable
 
 MAX_FORKS = 16

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from uma_trio.kv.allocation import Allocation
-from uma_trio.kv.cache import KvCache
-from uma_trio.kv.ops import KvOp
+from uma_trio.daemon.kv.allocation import Allocation
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.engine_link.kv_ops import KvOp
 
 BACKGROUND, NORMAL = 2, 1
 SYSTEM, HELLO, ANSWER, MORE, OTHER = range(1, 6)

@@ -15,8 +15,10 @@ import pytest
 import trio
 
 from tests.support.masks import SharedMasks
-from uma_trio.engine.link import EngineLink
-from uma_trio.engine.messages import (
+from uma_trio.daemon.engines.link import EngineLink
+from uma_trio.engine_link.grammar_state import GrammarState
+from uma_trio.engine_link.kv_ops import LoadState, MeasureState, SaveState, Truncate
+from uma_trio.engine_link.messages import (
     DROPPED,
     MASK_LATE,
     EngineDied,
@@ -28,9 +30,7 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
-from uma_trio.grammar import GrammarState
-from uma_trio.kv.ops import LoadState, MeasureState, SaveState, Truncate
-from uma_trio.sampling import NO_TOKEN, Past, SamplingParams
+from uma_trio.engine_link.sampling import NO_TOKEN, Past, SamplingParams
 
 GREEDY = SamplingParams()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
-from uma_trio.engine.masks import ITEM_BYTES, MaskFile, Masks
+from uma_trio.engine_link.masks import ITEM_BYTES, MaskFile, Masks
 
 
 class SharedMasks:

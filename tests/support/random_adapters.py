@@ -11,8 +11,8 @@ import numpy as np
 from tests.support.bench_scripts import bench_script
 from tests.support.run import locked, run_folder
 from uma_trio import config
-from uma_trio.engine.messages import AdapterFile
-from uma_trio.models.adapter_check import check_adapters
+from uma_trio.daemon.engines.adapter_check import check_adapters
+from uma_trio.engine_link.messages import AdapterFile
 
 
 @functools.cache

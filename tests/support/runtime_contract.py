@@ -16,10 +16,10 @@ import pytest
 import trio
 
 from tests.support.fake_runtime import ScriptedController, Trap
-from uma_trio.aici.exchange import ControllerRuntime, Exchange
 from uma_trio.aici.messages import Auth, MidOp, MidResult, PostOp, PostResult, PreOp, PreResult
 from uma_trio.aici.runtime.interface import PREVIOUS_ERROR, Splice, StopSequence
-from uma_trio.engine.masks import Masks
+from uma_trio.daemon.aici.exchange import ControllerRuntime, Exchange
+from uma_trio.engine_link.masks import Masks
 from uma_trio.errors import ControllerNotFound, ControllerUnavailable
 
 ALICE = Auth("alice", is_admin=True)

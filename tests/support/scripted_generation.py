@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import attrs
 import trio
 
+from uma_trio.daemon.service import Generation, ModelService
+from uma_trio.daemon.serving.sequence import EventSink
 from uma_trio.errors import UmaError
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Eos, Timings, Usage
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
-from uma_trio.service import Generation, ModelService
-from uma_trio.serving.sequence import EventSink
 
 TIMINGS = Timings(queue_ms=0.0, ttft_ms=1.0, total_ms=2.0)
 

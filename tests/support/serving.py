@@ -16,28 +16,29 @@ from tests.support.fake_engine import N_VOCAB, FakeEngine, VirtualEngine, fake_v
 from tests.support.state_files import at_once
 from uma_trio import config
 from uma_trio.client import Client, open_client
-from uma_trio.daemon import listener
+from uma_trio.daemon.doors import listener
+from uma_trio.daemon.kv.offload_index import SavedState
+from uma_trio.daemon.prompts.pairs import PairFormat
+from uma_trio.daemon.prompts.prompt import History, Prompt, PromptMaker, check_prompt_size
+from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport
+from uma_trio.daemon.registry import ModelRegistry, ModelSpec, Needs
+from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.daemon.server import Server
+from uma_trio.daemon.service import ModelService
+from uma_trio.daemon.serving.offload import InThread, StateFiles
+from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.storage import Storage, saved_state
-from uma_trio.engine.devices import Devices
-from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
-from uma_trio.engine.tokenizer import TokenizedText
-from uma_trio.grammar import GrammarCompiler, LocalChecker
-from uma_trio.kv.offload_index import SavedState
-from uma_trio.models.pairs import PairFormat
-from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
-from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport
-from uma_trio.offload import InThread, StateFiles
+from uma_trio.daemon.store.journal import Journal
+from uma_trio.daemon.store.state_folder import StateFolder
+from uma_trio.engine_link.devices import Devices
+from uma_trio.engine_link.messages import ModelInfo, PromptPart, TokenIds
+from uma_trio.grammar.checker import LocalChecker
+from uma_trio.grammar.compiler import GrammarCompiler
+from uma_trio.models.markers import ReasoningMarkers
 from uma_trio.protocol.answers import ModelDescription, TokenList
 from uma_trio.protocol.queries import TokenizeQuery
 from uma_trio.protocol.requests import Embed, Generate, Rerank
-from uma_trio.registry import ModelRegistry, ModelSpec, Needs
-from uma_trio.sampling import ReasoningMarkers
-from uma_trio.scheduling.cost import CostModel
-from uma_trio.service import ModelService
-from uma_trio.serving.scheduler import Scheduler
-from uma_trio.store.journal import Journal
-from uma_trio.store.state_folder import StateFolder
+from uma_trio.tokenizer.tokenizer import TokenizedText
 
 NO_STORAGE: Final = Storage()
 BEFORE, BETWEEN, AFTER = (1,), (2, 3), (4,)

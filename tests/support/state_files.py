@@ -11,10 +11,10 @@ import attrs
 import numpy as np
 import trio
 
-from uma_trio.kv.offload_index import SavedState
-from uma_trio.kv.prefix import Tokens
-from uma_trio.store.state_folder import StateDraft, StateFileError, StateReader
-from uma_trio.store.state_format import PAGE_BYTES, hash_of
+from uma_trio.daemon.kv.offload_index import SavedState
+from uma_trio.daemon.store.state_folder import StateDraft, StateFileError, StateReader
+from uma_trio.engine_link.prefix import Tokens
+from uma_trio.engine_link.state_pages import PAGE_BYTES, hash_of
 
 
 async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:

@@ -14,13 +14,13 @@ from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.fake_runtime import FakeRuntime, Module
 from tests.support.serving import settings, token_to_bytes
 from tests.support.state_files import MemoryFiles, at_once
-from uma_trio.models.prompt import Prompt
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.controllers.state import ControlledRequest
+from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.principal import Principal
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Fork
 from uma_trio.protocol.events import Eos, Failure, Token
 from uma_trio.protocol.requests import Generate
-from uma_trio.serving.controllers.state import ControlledRequest
-from uma_trio.serving.scheduler import Scheduler
 
 START = 7
 """The token with which every controlled answer begins."""

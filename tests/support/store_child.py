@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.state_files import fill
+from uma_trio.daemon.store.folder import StoreError
+from uma_trio.daemon.store.journal import Journal, JournalError
+from uma_trio.daemon.store.journal_format import SessionKey, SessionRecord
+from uma_trio.daemon.store.state_folder import StateFolder
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.store.folder import StoreError
-from uma_trio.store.journal import Journal, JournalError
-from uma_trio.store.journal_format import SessionKey, SessionRecord
-from uma_trio.store.state_folder import StateFolder
 
 NOBODY = 65534
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import gguf
 
-from uma_trio.models.loaded import EMBEDDED
+from uma_trio.daemon.engines.loaded import EMBEDDED
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 REASONING, ANSWER = "capital of France is", "aris."

@@ -142,7 +142,7 @@ def command(prefix: str, module: Path | None, save_tokenizer: Path | None, **fla
     from uma_trio.aici.runtime.interface import BadModule, CannotCompile, Limits
     from uma_trio.aici.runtime.module_space import Space
     from uma_trio.aici.runtime.module_store import StoreError
-    from uma_trio.models.load_errors import ModelError
+    from uma_trio.engine_link.load_errors import ModelError
 
     options = Options(
         flags["tokenizer"],

@@ -171,9 +171,8 @@ def any_file(context: click.Context, parameter: click.Parameter, incomplete: str
 
 def session_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """A session of the running daemon, the most recently used first; nothing if none runs or it does not answer at once."""
-    from uma_trio.connect import ClientError, is_locked
+    from uma_trio.connect import ClientError, is_locked, query
     from uma_trio.protocol.address import socket_path
-    from uma_trio.query import query
 
     levels: list[click.Context] = [context, *([context.parent] if context.parent is not None else [])]
     path = socket_path(next(filter(None, (level.params.get("socket") for level in levels)), None))

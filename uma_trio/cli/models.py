@@ -77,11 +77,11 @@ def show(model: str, as_json: bool) -> None:
     MODEL is a name that uma-trio models lists, or a path.
     """
     with _reporting():
-        from uma_trio.engine.purpose import IN_WORDS
+        from uma_trio.engine_link.load_errors import explained
         from uma_trio.hub.locate import find_here
         from uma_trio.models.gguf_check import check_gguf
         from uma_trio.models.gguf_header import read_header
-        from uma_trio.models.load_errors import explained
+        from uma_trio.models.purpose import IN_WORDS
 
         places = _places()
         located = find_here(model, places)
@@ -354,9 +354,8 @@ def _describe_served(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _manage(action: str, model: str, socket: Path | None) -> None:
-    from uma_trio.connect import ClientError
+    from uma_trio.connect import ClientError, query
     from uma_trio.protocol.address import socket_path
-    from uma_trio.query import query
 
     path = socket_path(socket)
     try:
@@ -380,9 +379,8 @@ def _served() -> list[str]:
 
 def _of_daemon() -> list[dict[str, Any]]:
     """The models of the daemon at the usual socket; none if none runs."""
-    from uma_trio.connect import ClientError, is_locked
+    from uma_trio.connect import ClientError, is_locked, query
     from uma_trio.protocol.address import socket_path
-    from uma_trio.query import query
 
     path = socket_path(None)
     try:

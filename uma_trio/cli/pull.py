@@ -75,12 +75,12 @@ def _pull(text: str, sha256: str | None, places: ModelLocations, *, quiet: bool)
     """
     from uma_trio.cli.pull_view import View, pull_view
     from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
+    from uma_trio.engine_link.load_errors import explained
     from uma_trio.hub.errors import HubError, NotInstalled
     from uma_trio.hub.locate import find_here, resolve
     from uma_trio.hub.names import EXAMPLES, HubReference, ShortName, UrlReference
     from uma_trio.hub.pull import Puller
     from uma_trio.models.gguf_check import check_gguf
-    from uma_trio.models.load_errors import explained
 
     reference, _ = resolve(text, places)
     if not isinstance(reference, HubReference | UrlReference) or places.is_offline:

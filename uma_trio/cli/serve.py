@@ -21,7 +21,7 @@ from uma_trio.cli.completion import model_file
 from uma_trio.config import Config, ConfigError, Setting
 
 if TYPE_CHECKING:
-    from uma_trio.engine.process import EngineProcess
+    from uma_trio.daemon.engines.process import EngineProcess
 
 
 def _option(setting: Setting) -> Callable[[Any], Any]:
@@ -219,7 +219,7 @@ def _located(settings: Config) -> Config:
 
 def _serve(settings: Config, read_again: Callable[[], Config]) -> int:
     gc.disable()  # imports leave little to collect, and each collection would look at all that they made
-    from uma_trio.engine.process import EngineProcess
+    from uma_trio.daemon.engines.process import EngineProcess
 
     engine = EngineProcess.start() if settings.engine.mode == "process" else None
     try:
@@ -232,10 +232,11 @@ def _serve(settings: Config, read_again: Callable[[], Config]) -> int:
 def _serve_with(engine: EngineProcess | None, settings: Config, read_again: Callable[[], Config]) -> int:
     """Serve.  The process of the first engine imports its libraries while this one imports its own."""
     from uma_trio.cli.run_trio import run
-    from uma_trio.daemon import listener, logs, server
+    from uma_trio.daemon import logs, server
+    from uma_trio.daemon.doors import listener
     from uma_trio.daemon.gateway import HttpAddressError
+    from uma_trio.engine_link.load_errors import ModelError
     from uma_trio.errors import ModelUnavailable
-    from uma_trio.models.load_errors import ModelError
     from uma_trio.protocol.address import socket_path
 
     gc.freeze()  # so later collections are shorter as well

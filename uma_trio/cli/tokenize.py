@@ -17,7 +17,7 @@ from uma_trio.cli.completion import model_file
 from uma_trio.cli.stdio import read_stdin, to_text
 
 if TYPE_CHECKING:
-    from uma_trio.engine.tokenizer import Tokenizer
+    from uma_trio.tokenizer.tokenizer import Tokenizer
 
 
 DAEMON_S: Final = 60.0
@@ -119,11 +119,10 @@ def command(
 def _ask(socket: str | None, model: str | None, **fields: Any) -> dict[str, Any] | None:
     """The answer of the daemon, if it has loaded the model of this name and can answer; otherwise ``None``."""
     from uma_trio.cli.model_option import is_path_of_model
-    from uma_trio.connect import ClientError, is_locked
+    from uma_trio.connect import ClientError, is_locked, query
     from uma_trio.errors import FrameTooLarge, PromptTooLarge
     from uma_trio.protocol.address import socket_path
     from uma_trio.protocol.answers import bare_name
-    from uma_trio.query import query
 
     path = socket_path(socket)
     # without a lock there is no daemon; connecting could make systemd start one
@@ -153,11 +152,11 @@ def _tokenizer(model: str | None, llama_dir: Path | None) -> Iterator[Tokenizer]
     """The vocabulary; what goes wrong with it, or with what is asked of it, ends the program with 1."""
     from uma_trio.cli.model_option import find_model
     from uma_trio.config import ConfigError
-    from uma_trio.engine.tokenizer import InvalidTokenId
+    from uma_trio.daemon.engines.loaded import EMBEDDED
+    from uma_trio.engine_link.load_errors import ModelError
     from uma_trio.hub.errors import HubError, NotInstalled
-    from uma_trio.models.load_errors import ModelError
-    from uma_trio.models.loaded import EMBEDDED
-    from uma_trio.models.vocabulary import vocabulary
+    from uma_trio.tokenizer.tokenizer import InvalidTokenId
+    from uma_trio.tokenizer.vocabulary import vocabulary
 
     try:
         with vocabulary(find_model(model) or EMBEDDED, llama_dir) as tokenizer:

@@ -1,1 +1,1 @@
-"""Lifetimes: sockets, connections, signals, and what ends with what."""
+"""The daemon's process.  docs/ARCHITECTURE.md lists its rooms."""

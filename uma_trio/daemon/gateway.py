@@ -21,8 +21,8 @@ import msgspec
 import structlog
 import trio
 
-from uma_trio.child_process import ChildProcess
 from uma_trio.config import Config
+from uma_trio.processes.child_process import ChildProcess
 from uma_trio.protocol.address import InvalidAddress, http_address
 
 log = structlog.get_logger("uma_trio.daemon")

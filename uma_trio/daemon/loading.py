@@ -11,24 +11,24 @@ import attrs
 import structlog
 import trio
 
-from uma_trio.aici.link import RuntimeStart
-from uma_trio.aici.supervisor import SupervisedRuntime
 from uma_trio.config import MB, Config, Model, settings_of_model
+from uma_trio.daemon.aici.link import RuntimeStart
+from uma_trio.daemon.aici.supervisor import SupervisedRuntime
+from uma_trio.daemon.engines.link import Launcher
+from uma_trio.daemon.engines.loaded import LoadedModel, model_path, open_model
 from uma_trio.daemon.perf_log import PerfLog, perf_log
+from uma_trio.daemon.registry import ModelSpec, Needs, RegistryLimits
+from uma_trio.daemon.registry.outline import ModelOutline, read_outline
+from uma_trio.daemon.service import ModelService
 from uma_trio.daemon.storage import open_storage, state_dir, storage_name
-from uma_trio.engine.fit import FLOOR_TOKENS
-from uma_trio.engine.link import Launcher
-from uma_trio.engine.machine import default_threads, machine_memory_bytes
-from uma_trio.engine.purpose import Purpose
+from uma_trio.engine_link.defaults import FLOOR_TOKENS
 from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import AliasFileError, HubError
 from uma_trio.hub.locate import find_installed, installed_models
 from uma_trio.hub.variants import quantization_of
-from uma_trio.models.loaded import LoadedModel, model_path, open_model
-from uma_trio.models.outline import ModelOutline, read_outline
+from uma_trio.models.purpose import Purpose
+from uma_trio.processes.machine import default_threads, machine_memory_bytes
 from uma_trio.protocol.answers import Capability, ModelDescription, bare_name
-from uma_trio.registry import ModelSpec, Needs, RegistryLimits
-from uma_trio.service import ModelService
 
 log = structlog.get_logger("uma_trio.daemon")
 

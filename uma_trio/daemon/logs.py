@@ -14,7 +14,7 @@ from typing import Any, Final
 import structlog
 
 from uma_trio.config import Operations
-from uma_trio.log_limit import LogLimit
+from uma_trio.daemon.log_limit import LogLimit
 
 MAX_QUEUED: Final = 10_000
 """Records that wait to be written.  Further ones are dropped and counted."""

@@ -25,8 +25,8 @@ import trio
 
 import uma_trio
 from uma_trio.config import MB, Config
-from uma_trio.engine.installed import LibraryProblem, read_stamp
-from uma_trio.engine.messages import ModelInfo
+from uma_trio.engine_link.installed import LibraryProblem, read_stamp
+from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.telemetry.perf_records import FIRST_BYTES, GZIP_MAGIC, Header, RequestRecord, TickRecord, Trailer, encode
 
 log = structlog.get_logger("uma_trio.daemon")

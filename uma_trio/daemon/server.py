@@ -29,22 +29,22 @@ import trio
 
 import uma_trio
 from uma_trio.config import MB, Config, ConfigError, Limits
-from uma_trio.daemon import listener
-from uma_trio.daemon.connection import Connection
+from uma_trio.daemon.doors import listener
+from uma_trio.daemon.doors.connection import Connection
+from uma_trio.daemon.doors.peers import OWN_PRINCIPAL, principal_of
+from uma_trio.daemon.doors.uploads import Uploads
+from uma_trio.daemon.engines.link import Launcher, ProcessLauncher, ThreadLauncher
+from uma_trio.daemon.engines.process import EngineProcess
 from uma_trio.daemon.gateway import Gateway, listening
 from uma_trio.daemon.loading import CurrentPerfLog, Opener, limits_of, specs_of
 from uma_trio.daemon.notifier import Notifier
-from uma_trio.daemon.peers import OWN_PRINCIPAL, principal_of
-from uma_trio.daemon.uploads import Uploads
-from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
-from uma_trio.engine.process import EngineProcess
+from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.errors import ErrorWithRemedy, TooManyConnections, UmaError
 from uma_trio.hub.environment import find_model_locations
-from uma_trio.large_work import LargeWork
+from uma_trio.processes.large_work import LargeWork
 from uma_trio.protocol.answers import Health, HealthCheck
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.events import Failure
-from uma_trio.registry import ModelRegistry
 
 log = structlog.get_logger("uma_trio.daemon")
 

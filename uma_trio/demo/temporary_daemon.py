@@ -15,7 +15,7 @@ import attrs
 import trio
 
 from uma_trio.connect import NoServer, can_connect
-from uma_trio.interpreter import package_environment, python_module
+from uma_trio.processes.interpreter import package_environment, python_module
 
 POLL_S: Final = 0.02
 LOG_TAIL: Final = 2000

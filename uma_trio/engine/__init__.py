@@ -1,1 +1,1 @@
-"""Computes steps with llama.cpp, in a process of its own.  Only this room imports ``llama_abi``."""
+"""The engine's process: computes steps with llama.cpp.  The daemon imports none of it, except with ``--engine thread``."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import setproctitle
 
 from llama_abi.process import die_with_parent
-from uma_trio import parent_process
+from uma_trio.processes import parent_process
 
 
 def main() -> None:
@@ -25,8 +25,8 @@ def main() -> None:
     parent_process.send_log_to_it(logging.DEBUG)
     gc.disable()  # imports leave little to collect, and each collection would look at all that they made
     from uma_trio.engine import fitting
-    from uma_trio.engine.messages import Start
     from uma_trio.engine.worker import LoadedEngine, Worker
+    from uma_trio.engine_link.messages import Start
 
     def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LoadedEngine:
         setproctitle.setproctitle(f"uma-trio engine: {start.settings.alias or start.path.name}")

@@ -25,7 +25,7 @@ from operator import attrgetter
 import msgspec
 
 from uma_trio.engine.fillers import is_decode
-from uma_trio.engine.messages import StepInput
+from uma_trio.engine_link.messages import StepInput
 
 
 def split_by_adapters(

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 import llama_abi
 from uma_trio.engine.loaded_adapters import LoadedAdapters
-from uma_trio.engine.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput
-from uma_trio.engine.purpose import POOLING
-from uma_trio.kv.adapters import Scales
+from uma_trio.engine_link.adapters import Scales
+from uma_trio.engine_link.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput
+from uma_trio.models.purpose import POOLING
 
 Pooling: TypeAlias = Literal["mean", "cls", "last"]
 

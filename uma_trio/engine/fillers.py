@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Final
 
 import llama_abi
-from uma_trio.engine.messages import StepInput
+from uma_trio.engine_link.messages import StepInput
 
 FILLER_TOKEN: Final = 0
 """Every vocabulary has it.  Nothing attends to it but its own row, whose result nobody reads."""

@@ -24,32 +24,17 @@ import attrs
 import msgspec
 
 from uma_trio import config
-from uma_trio.engine.devices import CPU_ALONE, MIB, size
-from uma_trio.engine.layout import (
-    DEFAULT_WINDOW,
-    KV_CELL_MULTIPLE,
-    KV_MEMORY_SHARE,
-    Environment,
-    KvCacheTooSmall,
-    Layout,
-    Shape,
-    default_layout,
-)
+from uma_trio.engine.layout import KV_MEMORY_SHARE, Environment, KvCacheTooSmall, Layout, Shape, default_layout
+from uma_trio.engine_link.defaults import DEFAULT_WINDOW, FLOOR_TOKENS, KV_CELL_MULTIPLE, SMALL_BATCH, with_defaults
+from uma_trio.engine_link.devices import CPU_ALONE, MIB, size
 from uma_trio.errors import ErrorWithRemedy
+from uma_trio.models.sizes import ModelSizes
 
-FLOOR_TOKENS: Final = 2048
-"""Context of a request that is worth a smaller KV type, and layers off the GPU."""
 GPU_WINDOW: Final = 32_768
 """Longest context of a request that is chosen, with per-sequence KV and all layers on GPUs.  Otherwise, and where
 ``KV_MEMORY_SHARE`` of their free memory has no room for more, it is ``DEFAULT_WINDOW``."""
 LEAST_TOKENS: Final = 512
 """Context of a request below which a model is of no use."""
-SMALL_BATCH: Final = 128
-"""Tokens of a batch where memory is short."""
-
-SHARES: Final = (1.0, 0.85, 0.7)
-"""How much of the free memory each attempt to load a model may take.  The next one follows if there was not enough."""
-
 RESERVE_SHARE: Final = 0.06
 MIN_RESERVE: Final = 64 * MIB
 MAX_RESERVE: Final = 1024 * MIB
@@ -66,8 +51,6 @@ ROW_BYTES: Final = 24
 GPU_BYTES: Final = 128 * MIB
 """What a backend takes on a GPU besides buffers: kernels, workspaces of its libraries."""
 
-BYTES_PER_VALUE: Final = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-"""Bytes of a value in the KV cache.  ggml's quantized blocks have 32 values and a 16-bit scale."""
 BLOCK_VALUES: Final = 32
 
 DRAFT_BATCH: Final = 512
@@ -79,58 +62,6 @@ CAUTION: Final = 2.0
 
 class DoesNotFit(ErrorWithRemedy):
     """The model needs more memory than is free, whatever the settings leave to choose."""
-
-
-class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a model file that decide how much memory the model needs."""
-
-    layers: tuple[int, ...]
-    """Bytes of weights, by layer."""
-    input_bytes: int
-    """Bytes of weights that stay on the CPU: token embeddings."""
-    output_bytes: int
-    """Bytes of weights of the output, which llama.cpp counts as a layer of its own."""
-    output_cpu_bytes: int
-    """The same on the CPU, where the token embeddings may serve as the output without a copy."""
-    keys: tuple[int, ...]
-    """Values of the K cache per token, by layer; 0 for a layer without attention."""
-    values: tuple[int, ...]
-    """Values of the V cache per token, by layer."""
-    head_widths: tuple[int, ...] = ()
-    """Widths of the heads of K and V, which a quantized KV cache divides into blocks."""
-    states: tuple[int, ...] = ()
-    """Bytes of the recurrent state of a sequence, by layer; empty without recurrent layers."""
-    n_ctx_train: int
-    n_vocab: int
-    n_embd: int
-    n_head: int
-    widest: int
-    """The most values that a layer computes for a token at once."""
-    tensors: dict[str, int] = {}
-    """Bytes of each tensor, by name."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights on a CPU."""
-        return self.input_bytes + sum(self.layers) + self.output_cpu_bytes
-
-    @property
-    def n_layers(self) -> int:
-        """Layers, with the output as a layer of its own, as llama.cpp counts."""
-        return len(self.layers) + 1
-
-    def kv_bytes_per_token(self, settings: config.Model) -> float:
-        """Over all layers, in the types of ``settings``."""
-        return float(sum(self._kv_bytes(settings, layer) for layer in range(len(self.layers))))
-
-    def _kv_bytes(self, settings: config.Model, layer: int) -> float:
-        of_k, of_v = BYTES_PER_VALUE[settings.type_k], BYTES_PER_VALUE[settings.type_v]
-        return self.keys[layer] * of_k + self.values[layer] * of_v
-
-    def cache_bytes(self, settings: config.Model, layer: int, n_cells: int) -> int:
-        """KV cache and recurrent states of one layer."""
-        state = self.states[layer] * settings.parallel if self.states else 0
-        return math.ceil(self._kv_bytes(settings, layer) * n_cells) + state
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -234,30 +165,6 @@ class Fit:
     def why(self) -> str:
         """The reason of the choice."""
         return f"no room for {', '.join(self.gave_up)}" if self.gave_up else "everything fits"
-
-
-class FitReport(msgspec.Struct, frozen=True):
-    """How a model was fitted, for people."""
-
-    choice: str
-    why: str
-    free: dict[str, int] = {}
-    """Bytes that were free before the load, by memory."""
-    predicted: dict[str, int] = {}
-    """Bytes that the model was expected to take."""
-    taken: dict[str, int] = {}
-    """Bytes that were taken when it was loaded; of the machine's memory only what no file backs."""
-
-
-def with_defaults(settings: config.Model) -> config.Model:
-    """``settings`` with llama.cpp's usual values where they say ``auto``."""
-    return attrs.evolve(
-        settings,
-        type_k="f16" if settings.type_k == "auto" else settings.type_k,
-        type_v="f16" if settings.type_v == "auto" else settings.type_v,
-        flash_attn="on" if settings.split_mode == "tensor" else settings.flash_attn,
-        batch_tokens=settings.batch_tokens or config.DEFAULT_BATCH,
-    )
 
 
 def fit(

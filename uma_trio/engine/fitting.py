@@ -16,19 +16,14 @@ import msgspec
 import llama_abi
 from uma_trio import config
 from uma_trio.engine import saved_layouts
-from uma_trio.engine.fingerprint import model_fingerprint
 from uma_trio.engine.fit import (
     NO_COMPANIONS,
-    SHARES,
-    SMALL_BATCH,
     Arrangement,
     Companions,
     Compute,
     DoesNotFit,
     Fit,
-    FitReport,
     Memory,
-    ModelSizes,
     Unsupported,
     estimate_compute,
     fit,
@@ -44,10 +39,13 @@ from uma_trio.engine.layout import (
 )
 from uma_trio.engine.layout_choice import context_options, environment_of
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.machine import anonymous_bytes, free_memory_bytes
-from uma_trio.engine.messages import NO_MEMORY, AdapterFile, EngineError, LoadError, Start
 from uma_trio.engine.placement import Place, PlacementError, library_environment, open_library, place
 from uma_trio.engine.pooling import PoolingEngine
+from uma_trio.engine_link.defaults import SHARES, SMALL_BATCH
+from uma_trio.engine_link.messages import NO_MEMORY, AdapterFile, EngineError, FitReport, LoadError, Start
+from uma_trio.models.fingerprint import model_fingerprint
+from uma_trio.models.sizes import ModelSizes
+from uma_trio.processes.machine import anonymous_bytes, free_memory_bytes
 
 CLEARLY: Final = 0.5
 """A model that takes less than this share of the free memory by a cautious estimate fits without a closer look."""

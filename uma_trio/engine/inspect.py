@@ -12,16 +12,9 @@ import llama_abi
 from llama_abi.gpus import look
 from llama_abi.stamp import in_checkout
 from uma_trio import config
-from uma_trio.engine.devices import (
-    Device,
-    Devices,
-    MachineGpu,
-    layers_on_gpu,
-    memory_by_device,
-    split_in_words,
-)
-from uma_trio.engine.installed import LibraryProblem
 from uma_trio.engine.placement import Place
+from uma_trio.engine_link.devices import Device, Devices, MachineGpu, layers_on_gpu, memory_by_device, split_in_words
+from uma_trio.engine_link.installed import LibraryProblem
 
 
 @attrs.frozen

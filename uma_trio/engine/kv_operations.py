@@ -1,6 +1,6 @@
 """KV operations on a llama.cpp context: truncate, copy, checkpoints, and states into files and back.
 
-``kv.ops`` says what each operation means.  ``state_check`` verifies a state while it is loaded.
+``engine_link.kv_ops`` says what each operation means.  ``state_check`` verifies a state while it is loaded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Final, assert_never
 import attrs
 
 import llama_abi
-from uma_trio.engine.messages import EngineError
 from uma_trio.engine.state_check import DamagedState, StateCheck
-from uma_trio.kv.ops import (
+from uma_trio.engine_link.kv_ops import (
     CopyPrefix,
     DropCheckpoint,
     KvOp,
@@ -27,6 +26,7 @@ from uma_trio.kv.ops import (
     SaveState,
     Truncate,
 )
+from uma_trio.engine_link.messages import EngineError
 
 MAX_THREADS: Final = 4
 """Most threads that verify a state next to its copy."""

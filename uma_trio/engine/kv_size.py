@@ -11,7 +11,7 @@ from typing import Final
 
 import llama_abi
 from uma_trio import config
-from uma_trio.engine.fit import BYTES_PER_VALUE
+from uma_trio.models.sizes import BYTES_PER_VALUE
 
 CELL_BYTES: Final = 12
 """Metadata of a saved cell: position, number of sequences, sequence id.

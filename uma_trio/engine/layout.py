@@ -24,22 +24,17 @@ from typing import Final, Literal, Protocol
 import attrs
 
 from uma_trio import config
+from uma_trio.engine_link.defaults import DEFAULT_WINDOW, KV_CELL_MULTIPLE
+from uma_trio.engine_link.kv_ops import MAX_CHECKPOINTS
 from uma_trio.errors import ErrorWithRemedy
-from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
 
 MIB: Final = 1 << 20
-DEFAULT_WINDOW: Final = 8192
-"""Tokens of a request for which ``ctx=0`` makes room, if the model was trained for as many."""
 KV_MEMORY_SHARE: Final = 0.25
 """Upper limit of the KV cache with ``ctx=0``, as a share of the machine's memory; of the free memory of its GPUs where ``fit``
 chooses a longer context than ``DEFAULT_WINDOW``."""
 
 CHECKPOINTS_MEMORY_SHARE: Final = 1 / 16
 """Upper limit of the checkpoints of recurrent states, as a share of the machine's memory."""
-
-KV_CELL_MULTIPLE: Final = 256
-"""llama.cpp rounds the cells of the KV cache, or of each sequence's share, up to a multiple of this (GGML_PAD in
-llama-context.cpp)."""
 
 CPU_UBATCH: Final = 256
 """Prefill of 512 tokens took 0.90 ms per token in one micro-batch and 0.79 ms in two.  With more rows the activations
@@ -339,4 +334,4 @@ def _cells_within(settings: config.Model, shape: Shape, *, unified: bool) -> int
 
 def max_checkpoints(n_bytes: int, *, n_sequences: int, memory_bytes: int) -> int:
     """The number of checkpoints to keep, of ``n_bytes`` each: as many as all sequences can use and memory can hold."""
-    return min(MAX_PER_SEQUENCE * n_sequences, int(CHECKPOINTS_MEMORY_SHARE * memory_bytes / max(1, n_bytes)))
+    return min(MAX_CHECKPOINTS * n_sequences, int(CHECKPOINTS_MEMORY_SHARE * memory_bytes / max(1, n_bytes)))

@@ -14,7 +14,6 @@ import llama_abi
 from uma_trio import config
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
-    KV_CELL_MULTIPLE,
     ContextTooLarge,
     Environment,
     Layout,
@@ -25,9 +24,10 @@ from uma_trio.engine.layout import (
     rule_in_words,
 )
 from uma_trio.engine.layout_trial import try_layouts
-from uma_trio.engine.machine import default_threads, free_memory_bytes, machine_memory_bytes
 from uma_trio.engine.placement import Place, compute_environment
-from uma_trio.scheduling.attention import AttentionScan
+from uma_trio.engine_link.attention import AttentionScan
+from uma_trio.engine_link.defaults import KV_CELL_MULTIPLE
+from uma_trio.processes.machine import default_threads, free_memory_bytes, machine_memory_bytes
 
 SCANS_MASKED_CELLS: Final = ("CUDA", "ROCm", "MUSA", "SYCL")
 """How the names of devices begin whose flash attention does not skip masked cells of a unified cache."""

@@ -16,14 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 import llama_abi
-from uma_trio import config, sampling
+from uma_trio import config
 from uma_trio.engine.adapter_calls import split_by_adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
-from uma_trio.engine.devices import Devices
 from uma_trio.engine.draft import Drafter
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
 from uma_trio.engine.fillers import add_filled, is_decode, missing_ids
-from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.kv_operations import NO_OUTCOME, KvOperations
 from uma_trio.engine.layout import (
@@ -40,9 +38,16 @@ from uma_trio.engine.layout_choice import (
     shape_of,
 )
 from uma_trio.engine.loaded_adapters import LoadedAdapters
-from uma_trio.engine.machine import free_memory_bytes, machine_memory_bytes, spare_cores
-from uma_trio.engine.masks import Masks
-from uma_trio.engine.messages import (
+from uma_trio.engine.matchers import AppliedMasks, Matchers, PendingMasks
+from uma_trio.engine.placement import compute_environment, open_library, place
+from uma_trio.engine.sampling import sampler
+from uma_trio.engine.sampling.dry import Breakers
+from uma_trio.engine.sampling.logprobs import compute_logprobs
+from uma_trio.engine_link.defaults import with_defaults
+from uma_trio.engine_link.devices import Devices
+from uma_trio.engine_link.grammar_state import GrammarState
+from uma_trio.engine_link.masks import Masks
+from uma_trio.engine_link.messages import (
     MASK_LATE,
     AdapterFile,
     DefineGrammar,
@@ -50,6 +55,7 @@ from uma_trio.engine.messages import (
     Drafted,
     DraftInput,
     EngineError,
+    FitReport,
     LayoutReport,
     ModelInfo,
     Ready,
@@ -59,9 +65,9 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
-from uma_trio.engine.placement import compute_environment, open_library, place
-from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.grammar import AppliedMasks, GrammarState, Matchers, PendingMasks
+from uma_trio.engine_link.sampling import TokenLogprobs
+from uma_trio.processes.machine import free_memory_bytes, machine_memory_bytes, spare_cores
+from uma_trio.tokenizer.tokenizer import Tokenizer
 
 READ_SHARE: Final = 0.5
 """The engine waits for the next message of the daemon for this fraction of the time that a GPU computes."""
@@ -169,7 +175,7 @@ class LlamaEngine:
         # with adapters llama.cpp waits for the device in each call
         self.is_async = self._place.on_gpu and not self._adapters.files
         self.tokenizer = Tokenizer(self._model.vocab)
-        self._breakers = functools.lru_cache(MAX_BREAKERS)(self.tokenizer.breakers)
+        self._breakers = functools.lru_cache(MAX_BREAKERS)(self._breakers_of)
         self._matchers = Matchers(
             lambda: self.tokenizer.grammar_vocabulary(self._model.vocab.eog_ids),
             self._model.vocab.n_tokens,
@@ -332,7 +338,7 @@ class LlamaEngine:
         began += embedded.ms / 1e3
         outcome = self._kv_operations.apply(step.ops, self._context) if step.ops else NO_OUTCOME
         tokens: list[int] = []
-        scores: list[sampling.TokenLogprobs | None] = []
+        scores: list[TokenLogprobs | None] = []
         applied: list[AppliedMasks] = []
         forced: dict[int, Sequence[int]] = {}
         mus: list[tuple[int, float]] = []
@@ -364,7 +370,7 @@ class LlamaEngine:
             tokens += sampled
             scores += scored or [None] * len(sampled)
             ended = time.perf_counter()
-            copied += sampling.copied_rows([sample.params for sample in samples], self._info.n_vocab)
+            copied += sampler.copied_rows([sample.params for sample in samples], self._info.n_vocab)
             copied += sum([sample.logprobs is not None for sample in samples])
             decode_ms += 1e3 * (decoded - began)
             sample_ms += 1e3 * (ended - decoded)
@@ -460,7 +466,7 @@ class LlamaEngine:
 
     def _sample(
         self, samples: Sequence[SampleRequest], masks: _Masks
-    ) -> tuple[list[int], list[sampling.TokenLogprobs | None], dict[int, float]]:
+    ) -> tuple[list[int], list[TokenLogprobs | None], dict[int, float]]:
         """A token for each request, its log-probabilities where they are wanted, and what mirostat changes, by row.
 
         There are no log-probabilities at all where nobody asks.
@@ -472,7 +478,7 @@ class LlamaEngine:
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
         late = masks.apply(logits, self.masks)
         mus: dict[int, float] = {}
-        sampled = sampling.sample(
+        sampled = sampler.sample(
             logits,
             [sample.params for sample in samples],
             [sample.n_before for sample in samples],
@@ -485,15 +491,22 @@ class LlamaEngine:
         sampled[late] = MASK_LATE
         for row in late:
             mus.pop(row, None)
-        scores: list[sampling.TokenLogprobs | None] = []
+        scores: list[TokenLogprobs | None] = []
         if raw is not None:
             scores = [None] * len(samples)
             wanted = [samples[row].logprobs or 0 for row in with_logprobs]
-            found = sampling.compute_logprobs(raw, sampled[with_logprobs], wanted)
+            found = compute_logprobs(raw, sampled[with_logprobs], wanted)
             for row, score in zip(with_logprobs, found, strict=True):
                 scores[row] = score
         tokens: list[int] = sampled.tolist()
         return tokens, scores, mus
+
+    def _breakers_of(self, texts: Sequence[str]) -> Breakers:
+        def encode(text: str) -> list[int]:
+            found = self.tokenizer.encode(text, add_special=False, parse_special=False, continues=True)
+            return [*map(int, found)]
+
+        return Breakers(texts, lambda token: self.tokenizer.tokens_to_bytes([token])[0], encode)
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
         if self._drafter is None:

@@ -2,9 +2,9 @@
 
 How a row gets its adapters::
 
-    loading      files that are safe -> LoadedAdapters            models/adapter_check.py
-    request      names and scales -> Scales                       serving/request.py (adapters_of)
-    daemon       Sequence.adapters -> StepInput.adapters          serving/sequence.py
+    loading      files that are safe -> LoadedAdapters            daemon/engines/adapter_check.py
+    request      names and scales -> Scales                       daemon/serving/request.py (adapters_of)
+    daemon       Sequence.adapters -> StepInput.adapters          daemon/serving/sequence.py
     engine       which rows can be in one call                    engine/adapter_calls.py
                  Scales of each input -> scales of each row       LoadedAdapters.apply_by_row
     llama_abi    scales of each row -> masks in llama.cpp's graph Context.set_adapter_scales, row_scales.py
@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 import llama_abi
-from uma_trio.engine.fingerprint import file_fingerprint
-from uma_trio.engine.messages import AdapterFile, EngineError
-from uma_trio.kv.adapters import Scales
+from uma_trio.engine_link.adapters import Scales
+from uma_trio.engine_link.messages import AdapterFile, EngineError
+from uma_trio.models.fingerprint import file_fingerprint
 
 CALLS_WITH_ZERO_SCALES: Final = 64
 """The engine turns the adapters off after this many calls in a row that need none: llama.cpp then plans its graphs again, which

@@ -14,7 +14,7 @@ import llama_abi
 from llama_abi import DeviceType
 from llama_abi.stamp import build
 from uma_trio import config
-from uma_trio.engine.devices import CPU_ALONE
+from uma_trio.engine_link.devices import CPU_ALONE
 from uma_trio.errors import ErrorWithRemedy
 
 CPU: Final = "CPU"

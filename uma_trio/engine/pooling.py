@@ -17,15 +17,16 @@ import numpy.typing as npt
 
 import llama_abi
 from uma_trio import config
-from uma_trio.engine.devices import Devices
 from uma_trio.engine.embedding import MAX_BATCH, MIN_BATCH, MIN_CALL, NOTHING_EMBEDDED, Embedded, normalized
-from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.llama import described
 from uma_trio.engine.loaded_adapters import LoadedAdapters
-from uma_trio.engine.machine import default_threads, free_memory_bytes, spare_cores
-from uma_trio.engine.masks import Masks
-from uma_trio.engine.messages import (
+from uma_trio.engine.placement import library_environment, open_library, place
+from uma_trio.engine_link.adapters import Scales
+from uma_trio.engine_link.defaults import with_defaults
+from uma_trio.engine_link.devices import Devices
+from uma_trio.engine_link.masks import Masks
+from uma_trio.engine_link.messages import (
     MAX_EMBEDDING_SEQUENCES,
     AdapterFile,
     DefineGrammar,
@@ -34,6 +35,7 @@ from uma_trio.engine.messages import (
     DraftInput,
     EmbeddingInput,
     EngineError,
+    FitReport,
     LayoutReport,
     ModelInfo,
     Ready,
@@ -42,9 +44,8 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
-from uma_trio.engine.placement import library_environment, open_library, place
-from uma_trio.engine.purpose import POOLING, Purpose
-from uma_trio.kv.adapters import Scales
+from uma_trio.models.purpose import POOLING, Purpose
+from uma_trio.processes.machine import default_threads, free_memory_bytes, spare_cores
 
 MAX_OUTPUT_BYTES: Final = 64 << 20
 """llama.cpp has room for the logits of all tokens of a call, though it computes none.  This bounds that memory where no

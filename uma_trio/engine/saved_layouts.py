@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from uma_trio.engine import tuning_cache
-from uma_trio.engine.fingerprint import model_fingerprint
 from uma_trio.engine.layout import KeptLayout, LayoutChoice
+from uma_trio.engine_link import tuning_cache
+from uma_trio.models.fingerprint import model_fingerprint
 
 GIVEN_UP_S: Final = 86_400.0
 """How long a layout trial that had no time is not repeated: the next start of a busy machine would find no time either."""

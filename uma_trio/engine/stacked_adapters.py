@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import llama_abi
-from uma_trio.engine.messages import EngineError
+from uma_trio.engine_link.messages import EngineError
 
 EMBEDDING: Final = "token_embd.weight"
 """Its matrix A has one row for each token of the vocabulary.  Those of other weights have one row for each rank."""

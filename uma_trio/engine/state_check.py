@@ -12,7 +12,7 @@ import struct
 from concurrent.futures import Executor, Future
 from typing import Final
 
-from uma_trio.store.state_format import HASH_BYTES, PAGE_BYTES, hash_of, n_pages
+from uma_trio.engine_link.state_pages import HASH_BYTES, PAGE_BYTES, hash_of, n_pages
 
 FRONT_PAGES: Final = 4
 """Pages that are verified first.  They describe 340,000 cells; the cells of a longer state are verified as a whole."""

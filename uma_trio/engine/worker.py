@@ -23,8 +23,9 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from uma_trio.engine.masks import MaskFile, Masks
-from uma_trio.engine.messages import (
+from uma_trio.engine_link.kv_ops import LoadState, SaveState, Truncate
+from uma_trio.engine_link.masks import MaskFile, Masks
+from uma_trio.engine_link.messages import (
     DROPPED,
     MAX_FDS,
     AttachMasks,
@@ -52,8 +53,7 @@ from uma_trio.engine.messages import (
     SubmittedStep,
     encode,
 )
-from uma_trio.kv.ops import LoadState, SaveState, Truncate
-from uma_trio.sampling import Past, TokenLogprobs
+from uma_trio.engine_link.sampling import Past, TokenLogprobs
 
 log = logging.getLogger("uma_trio.engine")
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import setproctitle
 
-from uma_trio import parent_process
 from uma_trio.config import Config
 from uma_trio.errors import ErrorWithRemedy
+from uma_trio.processes import parent_process
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from uma_trio.gateway.errors import HttpError
-from uma_trio.large_work import LargeWork
+from uma_trio.processes.large_work import LargeWork
 
 T = TypeVar("T")
 Item = TypeVar("Item")

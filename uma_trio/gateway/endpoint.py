@@ -23,7 +23,7 @@ from uma_trio.gateway.guard import check_admin, is_admin
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.request_logger import RequestRecord
 from uma_trio.gateway.tenants import Tenant
-from uma_trio.large_work import LargeWork
+from uma_trio.processes.large_work import LargeWork
 from uma_trio.protocol.field_errors import MAX_NAMED, did_you_mean, explain
 
 COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)

@@ -25,7 +25,7 @@ from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import ANY, Origins, is_loopback
 from uma_trio.gateway.tenants import Tenant
-from uma_trio.large_work import LARGE_BYTES, LargeWork
+from uma_trio.processes.large_work import LARGE_BYTES, LargeWork
 
 
 class HeaderName(bytes):

@@ -17,9 +17,9 @@ import uvicorn
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from uma_trio import parent_process
 from uma_trio.config import Config
 from uma_trio.gateway.application import build
+from uma_trio.processes import parent_process
 
 
 class Server(uvicorn.Server):

@@ -11,9 +11,9 @@ import attrs
 from uma_trio.grammar.checker import MAX_SOURCE_BYTES
 from uma_trio.grammar.tagged_arguments import any_text, argument_rules
 from uma_trio.grammar.terms import has_control, json_expression, literal
+from uma_trio.models.markers import CallMarkers, ReasoningMarkers
 from uma_trio.protocol.chat import Tool
 from uma_trio.protocol.requests import Constraint
-from uma_trio.sampling import CallMarkers, ReasoningMarkers
 
 _GEMMA_VALUE: Final = r"""
 value: string | NUMBER | "true" | "false" | "null" | object | list

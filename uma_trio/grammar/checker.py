@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from uma_trio.errors import ModelUnavailable
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
-from uma_trio.interpreter import python_module
-from uma_trio.sandbox import LAST, CannotStart, Interrupted, NoAnswer, Sandbox, limit_cpu, limit_memory
+from uma_trio.processes.interpreter import python_module
+from uma_trio.processes.sandbox import LAST, CannotStart, Interrupted, NoAnswer, Sandbox, limit_cpu, limit_memory
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from uma_trio.grammar.argument_types import ANY_TYPE, STRING, SchemaTypes, resolved
 from uma_trio.grammar.terms import json_expression, literal, quoted, up_to_control
+from uma_trio.models.markers import ParameterTags
 from uma_trio.protocol.chat import Tool
-from uma_trio.sampling import ParameterTags
-from uma_trio.sampling.argument_types import ANY_TYPE, STRING, SchemaTypes, resolved
 
 MAX_COUNTED: Final = 1024
 """The largest ``maxLength`` that is kept: counting costs memory for each character."""

@@ -25,11 +25,11 @@ from typing import Final, Literal
 import attrs
 import msgspec
 
-from uma_trio.engine.split import model_stem
 from uma_trio.files import read_text, replace_text
 from uma_trio.hub.errors import AliasFileError, HubError
 from uma_trio.hub.partial import DownloadFolder, DownloadState, read_record
 from uma_trio.hub.variants import group_parts, quantization_of
+from uma_trio.models.split import model_stem
 
 DOWNLOADS: Final = ".downloads"
 MANIFEST: Final = ".json"

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import attrs
-import trio
 
-from uma_trio.engine.split import model_stem
 from uma_trio.hub.caches import all_models
 from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import HubError, NotInstalled
@@ -18,6 +16,7 @@ from uma_trio.hub.folder import InstalledModel, ModelFolder, Origin
 from uma_trio.hub.names import HubReference, PathReference, Reference, ShortName, UrlReference, parse
 from uma_trio.hub.variants import best, group_parts
 from uma_trio.models.packaged import PACKAGED
+from uma_trio.models.split import model_stem
 
 if TYPE_CHECKING:
     from uma_trio.hub.download import PullReporter
@@ -92,6 +91,8 @@ async def find_or_pull(text: str, places: ModelLocations, reporter: PullReporter
     Raises:
         HubError: there is no such model, or it cannot be downloaded.
     """
+    import trio  # the runtime of controllers asks ``find_here`` alone, and has no event loop
+
     try:
         return await trio.to_thread.run_sync(find_here, text, places)
     except NotInstalled:

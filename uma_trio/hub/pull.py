@@ -17,7 +17,6 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import attrs
 import trio
 
-from uma_trio.engine.split import PART, model_stem, part_name
 from uma_trio.hub.caches import cached_models
 from uma_trio.hub.download import Download, PullReporter
 from uma_trio.hub.environment import ModelLocations, read_token
@@ -30,6 +29,7 @@ from uma_trio.hub.partial import DownloadFolder, DownloadState, PartialFile, che
 from uma_trio.hub.urls import without_secrets
 from uma_trio.hub.variants import RemoteFile, choose, variants_of
 from uma_trio.models.gguf_check import GgufError, check_gguf_parts
+from uma_trio.models.split import PART, model_stem, part_name
 
 NOT_MODELS: Final = (
     *(".txt", ".md", ".html", ".htm", ".json", ".yaml", ".yml", ".xml", ".pdf", ".py"),

@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 
 import attrs
 
-from uma_trio.engine.split import PART
 from uma_trio.hub.errors import HubError
+from uma_trio.models.split import PART
 
 QUANTIZATION: Final = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q[1-8](?:_(?:[0-9]|K|X{0,2}[SL]|M|NL|P))*|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|"

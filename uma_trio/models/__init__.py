@@ -1,1 +1,1 @@
-"""Models: validate, load and describe a GGUF; render and tokenize its prompts; the embedded model."""
+"""What a model's file says, and whether it is safe to load; the embedded model."""

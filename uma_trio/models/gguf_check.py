@@ -17,11 +17,10 @@ from pathlib import Path
 
 import attrs
 
-from uma_trio.engine.fit import ModelSizes
-from uma_trio.engine.purpose import ENCODERS, HEADS, POOLING, Purpose, purpose_of
 from uma_trio.models.charsmap import check_charsmap
 from uma_trio.models.gguf_header import AGAIN, GgufError, GgufHeader, parts_of, read_header
-from uma_trio.models.sizes import sizes_of
+from uma_trio.models.purpose import ENCODERS, HEADS, POOLING, Purpose, purpose_of
+from uma_trio.models.sizes import ModelSizes, sizes_of
 
 __all__ = ["GgufError", "GgufSummary", "check_gguf", "check_gguf_parts"]
 

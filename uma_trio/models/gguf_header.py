@@ -15,8 +15,8 @@ from pathlib import Path
 
 import attrs
 
-from uma_trio.engine.split import PART, part_name
 from uma_trio.errors import ErrorWithRemedy
+from uma_trio.models.split import PART, part_name
 
 DEFAULT_ALIGNMENT = 32
 """Bytes; also the smallest alignment that ggml's buffers accept."""

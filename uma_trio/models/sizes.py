@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
-from uma_trio.engine.fit import ModelSizes
+import msgspec
+
+from uma_trio import config
 from uma_trio.models.gguf_header import GgufHeader
 
 RECURRENT_PARTS: Final = ("ssm_", "shortconv.", "time_mix_")
@@ -13,6 +16,61 @@ STATE_VALUE_BYTES: Final = 4
 """Recurrent states are F32."""
 REPACKED: Final = frozenset({"Q4_0", "Q8_0", "Q2_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"})
 """Types that ggml may rearrange for the CPU.  Then an output that is the token embeddings as well is a copy of them."""
+
+BYTES_PER_VALUE: Final = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+"""Bytes of a value in the KV cache.  ggml's quantized blocks have 32 values and a 16-bit scale."""
+
+
+class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a model file that decide how much memory the model needs."""
+
+    layers: tuple[int, ...]
+    """Bytes of weights, by layer."""
+    input_bytes: int
+    """Bytes of weights that stay on the CPU: token embeddings."""
+    output_bytes: int
+    """Bytes of weights of the output, which llama.cpp counts as a layer of its own."""
+    output_cpu_bytes: int
+    """The same on the CPU, where the token embeddings may serve as the output without a copy."""
+    keys: tuple[int, ...]
+    """Values of the K cache per token, by layer; 0 for a layer without attention."""
+    values: tuple[int, ...]
+    """Values of the V cache per token, by layer."""
+    head_widths: tuple[int, ...] = ()
+    """Widths of the heads of K and V, which a quantized KV cache divides into blocks."""
+    states: tuple[int, ...] = ()
+    """Bytes of the recurrent state of a sequence, by layer; empty without recurrent layers."""
+    n_ctx_train: int
+    n_vocab: int
+    n_embd: int
+    n_head: int
+    widest: int
+    """The most values that a layer computes for a token at once."""
+    tensors: dict[str, int] = {}
+    """Bytes of each tensor, by name."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on a CPU."""
+        return self.input_bytes + sum(self.layers) + self.output_cpu_bytes
+
+    @property
+    def n_layers(self) -> int:
+        """Layers, with the output as a layer of its own, as llama.cpp counts."""
+        return len(self.layers) + 1
+
+    def kv_bytes_per_token(self, settings: config.Model) -> float:
+        """Over all layers, in the types of ``settings``."""
+        return float(sum(self._kv_bytes(settings, layer) for layer in range(len(self.layers))))
+
+    def _kv_bytes(self, settings: config.Model, layer: int) -> float:
+        of_k, of_v = BYTES_PER_VALUE[settings.type_k], BYTES_PER_VALUE[settings.type_v]
+        return self.keys[layer] * of_k + self.values[layer] * of_v
+
+    def cache_bytes(self, settings: config.Model, layer: int, n_cells: int) -> int:
+        """KV cache and recurrent states of one layer."""
+        state = self.states[layer] * settings.parallel if self.states else 0
+        return math.ceil(self._kv_bytes(settings, layer) * n_cells) + state
 
 
 def sizes_of(header: GgufHeader, *, generates: bool = True) -> ModelSizes:

@@ -6,7 +6,7 @@ Everything else about a parameter follows from its row:
 - the flags of ``serve``, ``ask`` and ``chat``, the fields of the HTTP APIs, the options of Ollama's API;
 - what llama-server's API reports, the attributes of traces, the form of the dashboard, the tables of the documents.
 
-``sampling/sampler.py`` says what a parameter does.  This module is imported by every command, so it imports little.
+``engine/sampling/sampler.py`` says what a parameter does.  This module is imported by every command, so it imports little.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Counters and recent measurements. Recording is cheap; percentiles are computed when someone asks."""
+"""The table of metrics, the records of the perf log, and what they say about a run."""

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.messages import SampleRequest, Step, StepInput
-from uma_trio.kv.ops import Truncate
-from uma_trio.sampling import SamplingParams, TokenLogprobs
+from uma_trio.engine_link.kv_ops import Truncate
+from uma_trio.engine_link.messages import SampleRequest, Step, StepInput
+from uma_trio.engine_link.sampling import SamplingParams, TokenLogprobs
 from uma_trio.training.chat import segments
 from uma_trio.training.corpus import Question
 from uma_trio.training.sample import Sample

@@ -17,7 +17,6 @@ from typing import Final, NoReturn
 import attrs
 import setproctitle
 
-from uma_trio import parent_process
 from uma_trio.aici.channel import Channels, Layout
 from uma_trio.aici.controllers import shipped
 from uma_trio.aici.futex import continue_when_parent_ends
@@ -28,13 +27,14 @@ from uma_trio.aici.runtime.module_space import Space
 from uma_trio.aici.runtime.module_store import FOLDER, ModuleStore
 from uma_trio.aici.runtime.server import Server
 from uma_trio.aici.shared_memory import remove_stale
-from uma_trio.engine.messages import TokenIds
-from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.engine_link.messages import TokenIds
 from uma_trio.files import read_bytes
 from uma_trio.hub.environment import find_model_locations
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.locate import find_here
-from uma_trio.models.vocabulary import vocabulary
+from uma_trio.processes import parent_process
+from uma_trio.tokenizer.tokenizer import Tokenizer
+from uma_trio.tokenizer.vocabulary import vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def _shipped() -> dict[str, bytes]:
 
 def save_tokenizer(options: Options, path: Path) -> None:
     """Write the token trie that controllers see."""
-    from uma_trio.aici.token_trie import build_trie
+    from uma_trio.aici.runtime.token_trie import build_trie
 
     with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
         tokens = [vocabulary.token_bytes(token) for token in range(vocabulary.n_vocab)]
@@ -233,7 +233,7 @@ def open_vocabulary(name: str, llama_dir: Path | None = None) -> Iterator[ModelV
 
     Raises:
         NoVocabulary: there is none.
-        ModelError: see ``uma_trio.models.vocabulary``.
+        ModelError: see ``uma_trio.tokenizer.vocabulary``.
     """
     with vocabulary(_find(name), llama_dir) as tokenizer:
         yield ModelVocabulary(tokenizer)

@@ -25,8 +25,8 @@ from uma_trio.aici.runtime.binary import NotReadable
 from uma_trio.aici.runtime.instrument import instrument
 from uma_trio.aici.runtime.interface import TURN_SECONDS, BadModule, CannotCompile
 from uma_trio.aici.runtime.signatures import check_interface
-from uma_trio.interpreter import python_module
-from uma_trio.sandbox import LAST, CannotStart, Interrupted, NoAnswer, Sandbox, limit_memory
+from uma_trio.processes.interpreter import python_module
+from uma_trio.processes.sandbox import LAST, CannotStart, Interrupted, NoAnswer, Sandbox, limit_memory
 
 MAX_WASM_BYTES: Final = 128 << 20
 STACK_BYTES: Final = 512 << 10

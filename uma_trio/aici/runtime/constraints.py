@@ -18,9 +18,10 @@ from llguidance import LLMatcher, LLTokenizer
 from uma_trio.aici.runtime.guest import BLOB_CONSTRAINT, Fatal, Guest
 from uma_trio.aici.runtime.turns import OutOfTime
 from uma_trio.errors import InvalidConstraint
-from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
+from uma_trio.grammar.checker import SandboxedChecker
+from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.grammar.explain import explain, explain_constraint
-from uma_trio.grammar.vocabulary import STACK_BYTES, start_matcher
+from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
 from uma_trio.protocol.requests import Constraint
 
 MAX_SOURCE_BYTES: Final = 256 << 10

@@ -8,7 +8,6 @@ import math
 import attrs
 import wasmtime
 
-from uma_trio import grammar
 from uma_trio.aici.runtime.compiler import Compiler, make_engine, new_store, short
 from uma_trio.aici.runtime.constraints import Constraints
 from uma_trio.aici.runtime.controller import Controller
@@ -18,9 +17,10 @@ from uma_trio.aici.runtime.functions import HostFunctions
 from uma_trio.aici.runtime.guest import BLOB_ARGUMENT, Guest
 from uma_trio.aici.runtime.interface import BadModule, Limits, Vocabulary
 from uma_trio.aici.runtime.signatures import CONSTRAINT, ENV, WASI
+from uma_trio.aici.runtime.token_trie import build_trie
 from uma_trio.aici.runtime.turns import HostTurns
 from uma_trio.aici.runtime.variables import MemoryPool, Variables
-from uma_trio.aici.token_trie import build_trie
+from uma_trio.grammar import vocabulary as grammar_vocabulary
 
 
 @attrs.frozen(eq=False)
@@ -110,9 +110,9 @@ class WasmHost:
         return Guest(store, vocabulary.n_vocab, vocabulary.eos, self._trie, vocabulary.tokenize, variables)
 
 
-def _for_constraints(vocabulary: Vocabulary) -> grammar.Vocabulary:
+def _for_constraints(vocabulary: Vocabulary) -> grammar_vocabulary.Vocabulary:
     tokens = [vocabulary.token_bytes(n) for n in range(vocabulary.n_vocab)]
-    return grammar.Vocabulary(
+    return grammar_vocabulary.Vocabulary(
         tokens=tokens,
         control_ids=[token for token, text in enumerate(tokens) if not text],
         end_ids=[vocabulary.eos],

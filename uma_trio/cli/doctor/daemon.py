@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uma_trio.cli.doctor.findings import Finding
 from uma_trio.cli.doctor.folders import cannot_write
-from uma_trio.engine.devices import size
+from uma_trio.engine_link.devices import size
 
 if TYPE_CHECKING:
     from uma_trio.config import Config
@@ -61,8 +61,7 @@ def _unusable(path: Path, found: os.stat_result) -> Finding | None:
 
 def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
     """Check whether a daemon answers at ``path``, how fast, and whether its engine was restarted."""
-    from uma_trio.connect import BrokenProtocol, NoServer, connect_blocking
-    from uma_trio.query import query
+    from uma_trio.connect import BrokenProtocol, NoServer, connect_blocking, query
 
     restart = "stop it (SIGTERM, then SIGKILL) and start uma-trio serve again"
     began = time.monotonic()
@@ -112,8 +111,7 @@ def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
 
 def _served(path: Path) -> Iterator[Finding]:
     """Report what the running daemon gives a request, which its own flags decide and not those of this command."""
-    from uma_trio.connect import BrokenProtocol, NoServer
-    from uma_trio.query import query
+    from uma_trio.connect import BrokenProtocol, NoServer, query
 
     try:
         [answer] = query(path, {"type": "models"}, timeout_s=SOCKET_S)

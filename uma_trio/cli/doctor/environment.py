@@ -59,7 +59,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_threads(settings: Config) -> Iterator[Finding]:
-    from uma_trio.engine.machine import default_threads, physical_cores
+    from uma_trio.processes.machine import default_threads, physical_cores
 
     cores, threads = physical_cores(), settings.model.threads or default_threads()
     message = f"{threads} compute thread{'s' * (threads > 1)} on {cores} physical core{'s' * (cores > 1)}"

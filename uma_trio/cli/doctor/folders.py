@@ -75,7 +75,7 @@ def check_runtime_folder() -> Iterator[Finding]:
 def check_folders(settings: Config) -> Iterator[Finding]:
     """Check every folder that a daemon with these settings writes, except for the one of its socket."""
     from uma_trio.daemon.storage import state_dir
-    from uma_trio.engine.tuning_cache import cost_folder
+    from uma_trio.engine_link.tuning_cache import cost_folder
 
     sessions, operations = settings.sessions, settings.operations
     folders = [

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uma_trio.cli.doctor import probe
 from uma_trio.cli.doctor.findings import Finding
-from uma_trio.engine.devices import Devices, size
-from uma_trio.engine.purpose import IN_WORDS
+from uma_trio.engine_link.devices import Devices, size
+from uma_trio.models.purpose import IN_WORDS
 
 if TYPE_CHECKING:
     from uma_trio.config import Config
@@ -20,7 +20,7 @@ ANSWER: Final = "Paris"
 
 def check_stamp(settings: Config) -> Iterator[Finding]:
     """Check which library there is, without loading it."""
-    from uma_trio.engine.installed import LibraryProblem, library_fix, read_stamp
+    from uma_trio.engine_link.installed import LibraryProblem, library_fix, read_stamp
 
     try:
         stamp = read_stamp(settings.model.llama_dir)
@@ -32,8 +32,8 @@ def check_stamp(settings: Config) -> Iterator[Finding]:
 
 def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator[Finding]:
     """Check what ``probe`` reports from a separate process."""
-    from uma_trio.engine.installed import library_fix
-    from uma_trio.models.loaded import EMBEDDED, model_path
+    from uma_trio.daemon.engines.loaded import EMBEDDED, model_path
+    from uma_trio.engine_link.installed import library_fix
 
     path, fix = model_path(settings.model.model), library_fix(settings.model.llama_dir)
     stages, ending = probe.run(flags)
@@ -71,9 +71,9 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
 
 def check_file(settings: Config) -> Iterator[Finding]:
     """Check the file of a further model, without loading it."""
+    from uma_trio.daemon.engines.loaded import model_path
+    from uma_trio.engine_link.load_errors import ModelError, explained
     from uma_trio.models.gguf_check import check_gguf
-    from uma_trio.models.load_errors import ModelError, explained
-    from uma_trio.models.loaded import model_path
 
     path = model_path(settings.model.model)
     try:
@@ -131,9 +131,9 @@ def _card(path: Path, embedded: Path) -> Iterator[Finding]:
 
 def _adapters(settings: Config, path: Path) -> Iterator[Finding]:
     """Check each adapter against the model."""
-    from uma_trio.models.adapter_check import check_adapters
+    from uma_trio.daemon.engines.adapter_check import check_adapters
+    from uma_trio.engine_link.load_errors import ModelError
     from uma_trio.models.gguf_header import GgufError
-    from uma_trio.models.load_errors import ModelError
 
     for adapter in settings.model.adapters:
         try:
@@ -192,7 +192,7 @@ LAYOUT_WHY: Final = {
 
 
 def _layout(found: dict[str, Any]) -> Finding:
-    """Report the layout of the KV cache, which ``uma_trio.engine.layout`` chooses."""
+    """Report the layout of the KV cache, which ``engine/layout.py`` chooses."""
     shown = [f"{name}: {ticks}" for name, ticks in found["layouts"].items()]
     why = LAYOUT_WHY[found["layout_why"]]
     if found["layout_why"] == "measured":

@@ -27,7 +27,7 @@ def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
     import signal
     import subprocess
 
-    from uma_trio.interpreter import package_environment, python_module
+    from uma_trio.processes.interpreter import package_environment, python_module
 
     names = {"file": "--config"}
     given = [
@@ -66,7 +66,7 @@ def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
 def probe(settings: Config) -> None:
     """Load the library, load the model and ask it a question; print a line of JSON for each stage reached."""
     from uma_trio.engine.inspect import load_library
-    from uma_trio.engine.installed import LibraryProblem
+    from uma_trio.engine_link.installed import LibraryProblem
 
     try:
         library = load_library(settings.model.llama_dir)
@@ -85,14 +85,14 @@ def probe(settings: Config) -> None:
 
 
 def _probe_model(settings: Config) -> None:
+    from uma_trio.daemon.engines.loaded import min_batch, model_path
+    from uma_trio.daemon.prompts.context import explain_context, is_short, more_context
     from uma_trio.engine.fitting import open_engine
     from uma_trio.engine.llama import LlamaEngine
-    from uma_trio.engine.machine import free_memory_bytes
-    from uma_trio.engine.messages import Start
-    from uma_trio.models.context import explain_context, is_short, more_context
+    from uma_trio.engine_link.load_errors import ModelError, explained
+    from uma_trio.engine_link.messages import Start
     from uma_trio.models.gguf_check import check_gguf
-    from uma_trio.models.load_errors import ModelError, explained
-    from uma_trio.models.loaded import min_batch, model_path
+    from uma_trio.processes.machine import free_memory_bytes
 
     path, free = model_path(settings.model.model), free_memory_bytes()
     draft = None if settings.model.draft_model is None else Path(settings.model.draft_model)
@@ -163,8 +163,8 @@ def _probe_pooling(engine: Any, path: Path, free: int) -> None:
     """Let a model that embeds or ranks compute a text."""
     import numpy as np
 
-    from uma_trio.engine.messages import EmbeddingInput, Step
-    from uma_trio.engine.tokenizer import open_vocabulary
+    from uma_trio.engine_link.messages import EmbeddingInput, Step
+    from uma_trio.tokenizer.tokenizer import open_vocabulary
 
     _report("model", **_facts(engine, free))
     with open_vocabulary(path) as vocabulary:
@@ -184,10 +184,9 @@ def _probe_pooling(engine: Any, path: Path, free: int) -> None:
 
 def _probe_answer(engine: Any) -> None:
     """Generate a few greedy tokens, with the model's chat template if it has one."""
-    from uma_trio.engine.messages import SampleRequest, Step, StepInput
-    from uma_trio.models.chat import BrokenTemplate, ChatTemplate
-    from uma_trio.sampling import SamplingParams
-    from uma_trio.sampling.sampler import NO_TOKEN
+    from uma_trio.daemon.prompts.chat import BrokenTemplate, ChatTemplate
+    from uma_trio.engine_link.messages import SampleRequest, Step, StepInput
+    from uma_trio.engine_link.sampling import NO_TOKEN, SamplingParams
 
     prompt = QUESTION
     if engine.chat_template is not None:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.errors import ContextTooSmall, PromptTooLarge
-from uma_trio.gateway.conversation import reasoning_kwargs
+from uma_trio.gateway.dialects.conversation import reasoning_kwargs
 from uma_trio.gateway.endpoint import Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS

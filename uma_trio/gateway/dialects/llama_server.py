@@ -33,9 +33,9 @@ from uma_trio.gateway.dialects.openai import (
 )
 from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
 from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
+from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
-from uma_trio.gateway.parts import logprobs_of
 
 
 class LlamaRequest(Sampling, kw_only=True):

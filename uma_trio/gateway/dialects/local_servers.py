@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from uma_trio.client import TokenList
 from uma_trio.gateway.answer import encoded_items, json_response
-from uma_trio.gateway.conversation import without_noise
+from uma_trio.gateway.dialects.conversation import without_noise
 from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_messages, template_fields
 from uma_trio.gateway.dialects.openai_shapes import Detokenized, Health, Rendered, Tokens
 from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, tool_fields

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token
 from uma_trio.gateway.answer import NDJSON, encode, json_response
-from uma_trio.gateway.conversation import conversation_fields
+from uma_trio.gateway.dialects.conversation import conversation_fields
 from uma_trio.gateway.dialects.ollama import (
     DIALECT,
     FIELD_NAMES,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.shapes import Object, Shape, Warned
+from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
 
 
 class Line(Warned, kw_only=True):

@@ -189,7 +189,7 @@ class Sampling(Constrained, kw_only=True):
     session_id: str | None = None
     """The session that this conversation is, as ``prompt_cache_key`` but with exactly this name."""
     prompt_cache_key: str | None = None
-    """Names the client's own session; see ``gateway.conversation``."""
+    """Names the client's own session; see ``gateway.dialects.conversation``."""
     user: Any = None
     """This and the next five have no effect, and need none."""
     metadata: Any = None

@@ -24,9 +24,9 @@ from uma_trio.gateway.dialects.openai import (
     usage_body,
 )
 from uma_trio.gateway.dialects.openai_shapes import Completion
+from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.gateway.parts import logprobs_of
 from uma_trio.protocol.events import Logprob, Logprobs
 
 DEFAULT_MAX_TOKENS: Final = 16

@@ -9,8 +9,8 @@ from uma_trio.gateway.answer import COMMENT, sse
 from uma_trio.gateway.dialects.llama_fields import Telemetry
 from uma_trio.gateway.dialects.openai import chat_logprobs, error_code
 from uma_trio.gateway.dialects.openai_response_items import custom_input, seal
+from uma_trio.gateway.dialects.parts import Part, PartRenderer, parts_of
 from uma_trio.gateway.errors import HttpError
-from uma_trio.gateway.parts import Part, PartRenderer, parts_of
 from uma_trio.protocol.events import Logprobs
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]

@@ -11,7 +11,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
-from uma_trio.gateway.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
+from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
 from uma_trio.gateway.dialects.llama_fields import Telemetry
 from uma_trio.gateway.dialects.openai import FIELD_NAMES, OPENAI
 from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
@@ -115,7 +115,7 @@ class ResponsesRequest(Input, kw_only=True):
     session_id: str | None = None
     """The session that this conversation is.  Not of OpenAI's API."""
     prompt_cache_key: str | None = None
-    """Names the client's own session; see ``gateway.conversation``."""
+    """Names the client's own session; see ``gateway.dialects.conversation``."""
     return_progress: bool = False
     """llama-server's: report in a stream how far the prefill is."""
     timings_per_token: bool = False

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.shapes import Object, Shape, Warned
+from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
 
 # -- usage and log probabilities ------------------------------------------------------------------------
 

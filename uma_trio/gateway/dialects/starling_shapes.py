@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.shapes import Object, Shape, Warned
+from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
 from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.events import FinishReason, Logprobs, Timings, Usage

@@ -1,0 +1,1 @@
+"""From tokens to an answer: text, stop strings, reasoning, calls of tools."""

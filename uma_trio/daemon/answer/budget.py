@@ -1,0 +1,64 @@
+"""A bound for reasoning: after so many tokens of it, the markers that end it follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import attrs
+
+from uma_trio.daemon.answer.regions import RegionAssembler
+from uma_trio.daemon.answer.tool_calls import ToolCalling
+from uma_trio.models.markers import ReasoningMarkers
+
+MAX_DELAY: Final = 8
+"""Tokens.  Reasoning is not ended inside a character or inside its own end, which may take this many more."""
+
+
+@attrs.frozen(kw_only=True)
+class ReasoningLimit:
+    """How many tokens of reasoning an answer may have, and how the model ends reasoning."""
+
+    n_tokens: int
+    """Tokens of all reasoning in the answer, without the markers that begin and end it."""
+    end: Sequence[int]
+    """Tokens that end reasoning."""
+    markers: ReasoningMarkers
+
+    def budget(self, prompt: str, calling: ToolCalling | None) -> ReasoningBudget:
+        """The budget of an answer to ``prompt``, which may call tools."""
+        is_open = self.markers.is_opened_by(prompt)
+        return ReasoningBudget(self.n_tokens, self.end, RegionAssembler((), self.markers, calling, is_open=is_open))
+
+
+@attrs.define(eq=False)
+class ReasoningBudget:
+    """What is left of a ``ReasoningLimit`` in one answer.
+
+    It depends on the tokens of the answer alone.  So speculation, preemption and a restart of the engine change nothing.
+    """
+
+    n_left: int
+    """Tokens; negative after a delay."""
+    _end: Sequence[int]
+    _regions: RegionAssembler
+
+    @property
+    def room(self) -> float:
+        """How many tokens may be sampled before the end of reasoning may have to follow.  At least 1; infinite if no
+        reasoning can come any more."""
+        return max(1, self._regions.tokens_to_reasoning + max(0, self.n_left))
+
+    def end_after(self, tokens: Sequence[int], token_to_bytes: Callable[[int], bytes]) -> Sequence[int]:
+        """Count new tokens of the answer, at most ``room``; returns the tokens that must follow, mostly none."""
+        for token in tokens:
+            was_reasoning = self._regions.in_reasoning
+            self._regions.feed(token, token_to_bytes(token))
+            self.n_left -= was_reasoning and self._regions.in_reasoning
+        if self.n_left > 0 or not self._regions.in_reasoning:
+            return ()
+        if self._regions.is_undecided and self.n_left > -MAX_DELAY:
+            return ()
+        for token in self._end:
+            self._regions.feed(token, token_to_bytes(token))
+        return self._end

@@ -1,0 +1,433 @@
+"""The daemon's side of an engine: start it, send it steps, receive what it computed, notice when it dies.
+
+An engine runs in a process of its own, so that an ``abort()`` in the library costs a pause and nothing else.  For tests
+and for embedding the same worker runs in a thread; the link is the same socket pair.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import trio
+
+from uma_trio.daemon.engines.process import EngineProcess
+from uma_trio.engine_link.kv_ops import LoadState, SaveState
+from uma_trio.engine_link.masks import MaskFile
+from uma_trio.engine_link.messages import (
+    NO_MEMORY,
+    AttachMasks,
+    Decoder,
+    DefineGrammar,
+    EngineDied,
+    EngineError,
+    FromDaemon,
+    FromEngine,
+    LoadError,
+    LoadFailed,
+    Loading,
+    MasksReady,
+    ModelInfo,
+    Ready,
+    Revoke,
+    SetThreads,
+    Start,
+    StepFailed,
+    StepOutput,
+    SubmittedStep,
+    encode,
+)
+
+log = logging.getLogger("uma_trio.engine")
+
+READ_BYTES: Final = 1 << 16
+EXIT_S: Final = 5.0
+"""How long an engine that was asked to end may take before it is killed."""
+
+EXIT_REASON_TIMEOUT_S: Final = 1.0
+"""How long to wait for the exit status and the last lines of an engine whose socket has closed."""
+
+KILLED: Final = "SIGKILL"
+"""How an engine ends that the kernel ends because memory is full."""
+
+MIN_GRAMMARS: Final = 64
+"""Grammars that an engine remembers, or more if it has many sequences.  It bounds their memory."""
+
+
+def _is_about_memory(death: str) -> bool:
+    """Whether an engine ended because memory was short."""
+    return KILLED in death or NO_MEMORY.search(death) is not None
+
+
+class Process(Protocol):
+    """Where a worker runs."""
+
+    pid: int | None
+    """Process id; ``None`` if the worker is a thread of this process."""
+
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+
+    async def wait(self) -> str:
+        """Wait for its end; returns how it ended."""
+
+    def usage(self) -> dict[str, float]:
+        """Resident memory in bytes and CPU time in seconds; empty for a thread."""
+
+
+class KnownGrammars:
+    """The grammars that an engine knows, by when they were used."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[str, None] = OrderedDict()
+
+    def use(self, key: str, source: str, n_sequences: int) -> DefineGrammar | None:
+        """What to send before a step that names the grammar; ``None`` if the engine knows it.
+
+        The least recently used grammar is replaced.  That is none of the two steps that can be in flight, because there
+        is room for two grammars for each sequence.
+        """
+        is_known = key in self._keys
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if is_known:
+            return None
+        is_full = len(self._keys) > max(MIN_GRAMMARS, 2 * n_sequences)
+        return DefineGrammar(key, source, self._keys.popitem(last=False)[0] if is_full else None)
+
+
+class EngineLink:
+    """A running engine.  Not for several tasks at once.
+
+    Args:
+        sock: connected to the worker; closed here.
+        process: where the worker runs.
+    """
+
+    ready: Ready
+    """What the engine reported when its model was loaded; set by ``load``."""
+
+    def __init__(self, sock: socket.socket, process: Process) -> None:
+        self._sock = sock
+        self._sock.setblocking(False)
+        self._process = process
+        self._decoder = Decoder("engine")
+        self._unsent: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._grammars = KnownGrammars()
+        self._masks: MaskFile | None = None
+        self._broken = False
+        """The socket has closed."""
+        self.ended = trio.Event()
+        """Set when the engine has ended; by then ``reason`` says how."""
+        self.reason = ""
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.ready.info
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine; ``None`` if it runs in a thread."""
+        return self._process.pid
+
+    async def run(self) -> None:
+        """Watch the engine until it ends.  To be started once, in a nursery that outlives the link."""
+        try:
+            self.reason = await self._process.wait()
+        finally:  # also if this task is cancelled, or ``aclose`` would wait for ever
+            self.reason = self.reason or "it is not watched any more"
+            self.ended.set()
+
+    async def load(self, start: Start, on_progress: Callable[[float], None], go_on: Callable[[], bool]) -> bool:
+        """Have the model loaded; ``run`` must have been started.
+
+        Args:
+            on_progress: called with the loaded share in [0, 1].
+            go_on: asked now and then; False gives up.
+
+        Returns:
+            Whether the model is loaded; otherwise loading was given up, and the engine has ended.
+
+        Raises:
+            LoadError: the model cannot be loaded, or the engine died of it.
+        """
+        loaded = False
+        try:
+            self._send(start)
+            while go_on():
+                for message in await self.receive():
+                    match message:
+                        case Loading():
+                            on_progress(message.progress)
+                        case LoadFailed():
+                            raise LoadError(message.reason, message.remedy, is_about_memory=message.is_about_memory)
+                        case Ready():
+                            self.ready = message
+                            loaded = True
+                            return True
+            return False
+        except EngineDied as death:
+            raise LoadError(str(death), is_about_memory=_is_about_memory(str(death))) from death
+        finally:
+            if not loaded:
+                self.kill()
+                await self.aclose()
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def submit(self, step: SubmittedStep) -> None:
+        """Send a step; does not wait.  The engine computes steps in the order of their submission."""
+        fds = [op.fd for op in step.ops if isinstance(op, SaveState | LoadState)]
+        self._send(step, fds)
+
+    def define_grammar(self, key: str, source: str) -> None:
+        """Make a grammar known to the engine; call it before each step that names the grammar."""
+        message = self._grammars.use(key, source, self.info.n_seq_max)
+        if message is not None:
+            self._send(message)
+
+    def set_threads(self, n_threads: int) -> None:
+        """Have the engine compute with this many threads from the next step on."""
+        self._send(SetThreads(n_threads))
+
+    def revoke(self, number: int) -> None:
+        """Ask the engine not to begin step ``number``; it answers ``Revoked`` unless the step has begun."""
+        self._send(Revoke(number))
+
+    def attach_masks(self, file: MaskFile) -> None:
+        """Have the engine read late masks there; call it before each step that waits for masks."""
+        if file is not self._masks:
+            self._masks = file
+            self._send(AttachMasks(file.n_rows, file.n_vocab), [file.fd])
+
+    def masks_ready(self, number: int, rows: Mapping[int, int]) -> None:
+        """Tell the engine that the late masks of step ``number`` are there.
+
+        Args:
+            rows: where each one is, by the key of its sample.  Nothing is sampled for other keys.
+        """
+        self._send(MasksReady(number, rows))
+
+    async def receive(self) -> list[FromEngine]:
+        """The next messages of the engine, at least one.
+
+        Raises:
+            EngineDied: it has ended.
+        """
+        while True:
+            if self._unsent:
+                await self._flush()
+            await trio.lowlevel.wait_readable(self._sock)
+            try:
+                data = self._sock.recv(READ_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                self._broken = True
+                raise EngineDied(await self._exit_reason())
+            if found := self._decoder.feed(data):
+                return found
+
+    async def compute(self, step: SubmittedStep) -> StepOutput:
+        """Submit one step and wait for its output.
+
+        Raises:
+            EngineError: the step failed.
+            EngineDied: the engine has ended.
+        """
+        self.submit(step)
+        [answer] = await self.receive()
+        if isinstance(answer, StepFailed):
+            raise EngineError(answer.reason)
+        assert isinstance(answer, StepOutput)
+        return answer
+
+    # -- how it is ------------------------------------------------------------------------------
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether steps can be sent; not if the engine has died."""
+        return self.reason == "" and not self._broken
+
+    def usage(self) -> dict[str, float]:
+        """Resident memory in bytes and CPU time in seconds, where the engine is a process of its own."""
+        return self._process.usage()
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """End the engine at once, whatever it does."""
+        self._process.kill()
+
+    async def aclose(self) -> None:
+        """Ask the engine to end, and wait for that; one that does not is killed.  ``run`` must have been started."""
+        with trio.CancelScope(shield=True):
+            trio.lowlevel.notify_closing(self._sock)
+            self._sock.close()
+            self._discard_unsent()
+            with trio.move_on_after(EXIT_S):
+                await self.ended.wait()
+            if not self.ended.is_set():
+                self.kill()
+                await self.ended.wait()
+
+    async def _exit_reason(self) -> str:
+        with trio.move_on_after(EXIT_REASON_TIMEOUT_S, shield=True):
+            await self.ended.wait()
+        return self.reason or "it closed its socket"
+
+    # -- sending --------------------------------------------------------------------------------
+
+    def _send(self, message: FromDaemon, fds: Sequence[int] = ()) -> None:
+        self._unsent.append((encode(message), [os.dup(fd) for fd in fds]))
+        self._send_some()
+
+    def _send_some(self) -> None:
+        """Send what the socket takes at once; a descriptor goes with the first byte of its message."""
+        while self._unsent:
+            data, fds = self._unsent.popleft()
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                sent = self._sock.sendmsg([data], ancillary)
+            except BlockingIOError:
+                self._unsent.appendleft((data, fds))
+                return
+            except OSError:  # the engine has died; ``receive`` says so
+                self._unsent.appendleft((data, fds))
+                self._discard_unsent()
+                return
+            for fd in fds:
+                os.close(fd)
+            if sent < len(data):
+                self._unsent.appendleft((data[sent:], ()))
+                return
+
+    def _discard_unsent(self) -> None:
+        for _, fds in self._unsent:
+            for fd in fds:
+                os.close(fd)
+        self._unsent.clear()
+
+    async def _flush(self) -> None:
+        """Send the rest.  An engine that computes does not read; it answers first, so that is no reason to wait."""
+        async with trio.open_nursery() as nursery:
+
+            async def end_when_readable() -> None:
+                await trio.lowlevel.wait_readable(self._sock)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(end_when_readable)
+            while self._unsent:
+                await trio.lowlevel.wait_writable(self._sock)
+                self._send_some()
+            nursery.cancel_scope.cancel()
+
+
+class Launcher(Protocol):
+    """Starts engines."""
+
+    def launch(self, model: str) -> EngineLink:
+        """Start an engine that has no model yet.
+
+        Args:
+            model: the name that ``ps`` and the log show.
+        """
+
+
+# -- in a process of its own -----------------------------------------------------------------------
+
+
+class ProcessLauncher:
+    """Starts each engine in a child process with an interpreter of its own.
+
+    Args:
+        nursery: for the tasks that watch the children.
+        module: what the child runs; see ``EngineProcess.start``.
+        first: the process of the first engine, which has been started already.
+    """
+
+    def __init__(
+        self, nursery: trio.Nursery, module: str = "uma_trio.engine", first: EngineProcess | None = None
+    ) -> None:
+        self._nursery = nursery
+        self._module = module
+        self._first = first
+
+    def launch(self, model: str) -> EngineLink:
+        """See ``Launcher``.  Blocks for some milliseconds."""
+        process, self._first = self._first or EngineProcess.start(self._module), None
+        sock, child = process.take()
+        child.extra = {"model": model}
+        link = EngineLink(sock, child)
+        self._nursery.start_soon(link.run)
+        return link
+
+
+# -- in a thread -----------------------------------------------------------------------------------
+
+
+class ThreadLauncher:
+    """Starts each engine in a thread of this process: for tests, and for programs that embed the daemon.
+
+    Args:
+        nursery: for the tasks that watch the threads.
+        open_engine: loads a model; see ``worker.OpenEngine``.
+    """
+
+    def __init__(self, nursery: trio.Nursery, open_engine: Any) -> None:
+        self._nursery = nursery
+        self._open_engine = open_engine
+
+    def launch(self, model: str) -> EngineLink:
+        """See ``Launcher``."""
+        ours, theirs = socket.socketpair()
+        link = EngineLink(ours, WorkerThread(theirs, self._open_engine))
+        self._nursery.start_soon(link.run)
+        return link
+
+
+class WorkerThread:
+    """A worker in a thread."""
+
+    pid: int | None = None
+
+    def __init__(self, sock: socket.socket, open_engine: Any) -> None:
+        from uma_trio.engine.worker import Worker
+
+        self._trio = trio.lowlevel.current_trio_token()
+        self._ended = trio.Event()
+        self._sock = sock
+        self._worker = Worker(sock, open_engine)
+        self._thread = threading.Thread(target=self._run, name="uma-trio engine", daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        if self._worker.engine is not None:
+            self._worker.engine.abort()
+        with contextlib.suppress(OSError):  # it has ended
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    async def wait(self) -> str:
+        await self._ended.wait()
+        return "the engine thread has ended"
+
+    def usage(self) -> dict[str, float]:
+        return {}
+
+    def _run(self) -> None:
+        try:
+            self._worker.run()
+        except Exception:
+            log.exception("the engine thread failed")
+        finally:
+            with contextlib.suppress(trio.RunFinishedError):
+                self._trio.run_sync_soon(self._ended.set)

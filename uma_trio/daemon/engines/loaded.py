@@ -1,0 +1,354 @@
+"""From a configuration to a running engine with its tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+import msgspec
+import structlog
+import trio
+
+from uma_trio.config import Config, Limits
+from uma_trio.daemon.engines.adapter_check import check_adapters
+from uma_trio.daemon.engines.calibrate import calibrate
+from uma_trio.daemon.engines.link import EngineLink, Launcher
+from uma_trio.daemon.engines.saved_costs import load_costs, save_costs
+from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.daemon.prompts.chat import BrokenTemplate, ChatTemplate
+from uma_trio.daemon.prompts.chosen_template import TemplateSource, choose_template
+from uma_trio.daemon.prompts.context import explain_context, is_short, max_prompt_bytes, more_context
+from uma_trio.daemon.prompts.control_tokens import ControlTokens
+from uma_trio.daemon.prompts.marker_text import MarkerText
+from uma_trio.daemon.prompts.pairs import find_pair_format
+from uma_trio.daemon.prompts.prompt import PromptMaker
+from uma_trio.daemon.prompts.reasoning import find_format, make_markers
+from uma_trio.daemon.prompts.tool_formats import HERMES, by_name, find_tool_format, make_call_markers
+from uma_trio.daemon.prompts.tool_prompts import ToolStyle, ToolSupport, find_style
+from uma_trio.daemon.scheduling.cost import CostModel
+from uma_trio.engine_link.defaults import SHARES
+from uma_trio.engine_link.devices import Devices
+from uma_trio.engine_link.load_errors import explained
+from uma_trio.engine_link.messages import FitReport, LayoutReport, LoadError, ModelInfo, Ready, Start
+from uma_trio.grammar.checker import SandboxedChecker
+from uma_trio.grammar.compiler import GrammarCompiler
+from uma_trio.grammar.vocabulary import Vocabulary
+from uma_trio.models.fingerprint import model_fingerprint
+from uma_trio.models.gguf_check import GgufError, GgufSummary, check_gguf
+from uma_trio.models.markers import ReasoningMarkers
+from uma_trio.models.packaged import PACKAGED
+from uma_trio.models.purpose import IN_WORDS
+from uma_trio.models.sampling_defaults import recommended
+from uma_trio.tokenizer.tokenizer import Tokenizer, VocabOnlyModel, open_vocabulary
+
+log = structlog.get_logger("uma_trio.models")
+
+EMBEDDED: Final = PACKAGED["embedded"]
+"""The demo and test model that comes with the package; see docs/EMBEDDED_MODEL.md."""
+
+EMBEDDED_DRAFT: Final = PACKAGED["embedded-draft"]
+"""The draft model of the embedded one, which comes with the package as well."""
+
+OF_THE_MODEL: Final = "of the model file"
+GIVE_A_TEMPLATE: Final = "--chat-template chatml, or another template that the model was trained with"
+
+
+@attrs.frozen(eq=False)
+class LoadedModel:
+    """An engine that runs, and what the daemon needs of the model besides.
+
+    The tokenizer is that of a vocabulary-only model in this process; the weights are in the engine.
+    """
+
+    engine: SupervisedEngine
+    prompts: PromptMaker
+    grammars: GrammarCompiler
+    cost: CostModel
+    """What steps cost here, measured while loading."""
+    cost_name: str
+    """Under which to keep what is learned later."""
+    name: str
+    """Fingerprint of the model: what tokens mean."""
+    state_name: str
+    """Fingerprint of the model and of how the states of its sequences are laid out."""
+    chat_template: str | None = None
+    """Where the chat template comes from, for people; ``None`` if there is none."""
+    template_source: str | None = None
+    """The chat template itself."""
+    metadata: Mapping[str, str] = attrs.field(factory=dict)
+    """Metadata of the model file, without arrays."""
+    written_at: float = 0.0
+    """When the model file was last written, in seconds since 1970."""
+    recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
+    """Sampling parameters that the model file recommends, by name."""
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.engine.info
+
+    @property
+    def devices(self) -> Devices:
+        return self.engine.link.ready.devices
+
+    @property
+    def fit(self) -> FitReport | None:
+        """How the model was fitted to the memory; ``None`` if that is off."""
+        return self.engine.link.ready.fit
+
+    def token_to_bytes(self, token: int) -> bytes:
+        """The bytes that ``token`` stands for."""
+        return self.prompts.tokenizer.token_to_bytes(token)
+
+
+@contextlib.asynccontextmanager
+async def open_model(
+    config: Config,
+    launcher: Launcher,
+    on_progress: Callable[[float], None] | None = None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> AsyncIterator[LoadedModel | None]:
+    """Load what ``config.model`` names; at the end of the context its engine ends.
+
+    Args:
+        launcher: starts the engine.
+        on_progress: called with the loaded share in [0, 1].
+        go_on: asked now and then; False gives loading up, and the context gets ``None``.
+
+    Raises:
+        ModelError: no such file, not a usable GGUF, not enough memory, no libllama, or a broken ``chat_template``.
+    """
+    path = model_path(config.model.model)
+    given = None
+    if config.model.chat_template is not None:
+        given = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
+    start = await _checked(config, path)
+    with explained(path):
+        link = await _loaded(launcher, start, on_progress or (lambda share: None), go_on)
+    if link is None:
+        yield None
+        return
+    engine = SupervisedEngine(launcher, start, link, config.engine)
+    with contextlib.ExitStack() as stack:
+        try:
+            _log_loaded(start, link.ready, config.limits)
+            with explained(path):
+                # the engine has loaded this vocabulary before, so it does not end this process
+                vocabulary = await trio.to_thread.run_sync(
+                    stack.enter_context, open_vocabulary(path, config.model.llama_dir)
+                )
+                cost_name, cost = await _costs(link, start)
+            prompts, template = await _prompt_maker(config, start, engine.info, vocabulary, given, stack)
+
+            def grammar_vocabulary() -> Vocabulary:
+                return vocabulary.tokenizer.grammar_vocabulary(engine.info.eog_ids)
+
+            checker = SandboxedChecker(grammar_vocabulary)
+            stack.callback(checker.close)
+            yield LoadedModel(
+                engine,
+                prompts,
+                GrammarCompiler(grammar_vocabulary, checker),
+                cost,
+                cost_name=cost_name,
+                name=model_fingerprint(path),
+                state_name=model_fingerprint(path, link.ready.state_format),
+                chat_template=None if template is None else template.origin,
+                template_source=None if template is None else template.text,
+                metadata=vocabulary.metadata,
+                written_at=path.stat().st_mtime,
+                recommended_sampling=_recommended_sampling(vocabulary.metadata),
+            )
+        finally:
+            await engine.link.aclose()
+
+
+async def _checked(config: Config, path: Path) -> Start:
+    """Check the files of the model, of its draft model and of its adapters; what the engine is to load.
+
+    Raises:
+        ModelError: one of them cannot be used.
+    """
+    with explained(path):
+        summary = await trio.to_thread.run_sync(check_gguf, path)
+    draft_sizes = None
+    if config.model.draft_model is not None:
+        draft = Path(config.model.draft_model)
+        with explained(draft):
+            of_draft = await trio.to_thread.run_sync(check_gguf, draft)
+            _check_draft(path, summary, draft, of_draft)
+            draft_sizes = of_draft.sizes
+    return Start(
+        path,
+        config.model,
+        sizes=summary.sizes,
+        draft_sizes=draft_sizes,
+        min_batch=min_batch(config),
+        adapters=await trio.to_thread.run_sync(check_adapters, config.model.adapters, path),
+        purpose=summary.purpose,
+        target_itl_ms=config.scheduling.target_itl_ms,
+    )
+
+
+async def _costs(link: EngineLink, start: Start) -> tuple[str, CostModel]:
+    """What steps cost here, and the name under which that is kept.  A model that embeds or ranks has no ticks to measure."""
+    name = model_fingerprint(start.path, link.ready.environment)
+    known = load_costs(name)
+    if start.purpose != "generate":
+        return name, known or CostModel()
+    cost = await calibrate(link, known=known, may_have_stairs=bool(link.ready.devices.layers_on_gpu))
+    save_costs(name, cost)  # for the next start, also if this process is killed
+    return name, cost
+
+
+async def _prompt_maker(
+    config: Config,
+    start: Start,
+    info: ModelInfo,
+    vocabulary: VocabOnlyModel,
+    given: TemplateSource | None,
+    stack: contextlib.ExitStack,
+) -> tuple[PromptMaker, TemplateSource | None]:
+    """What makes prompts for the model, and the chat template that it uses.
+
+    Args:
+        given: the template of the settings; the model's own by default.
+        stack: ends the process of the template.
+    """
+    tokenizer, of_the_model = vocabulary.tokenizer, vocabulary.chat_template
+    chosen, chat, pairs = None, None, None
+    if start.purpose == "generate":  # in a thread: it starts a process, and other models may be serving
+        chosen = given or (None if of_the_model is None else TemplateSource(of_the_model, OF_THE_MODEL))
+        chat = await trio.to_thread.run_sync(_chat_template, chosen, tokenizer)
+    if chat is not None:
+        stack.callback(chat.close)
+    if start.purpose == "rank":
+        pairs = find_pair_format(vocabulary.metadata, tokenizer)
+    # a model that reasons does so with another template too
+    templates = [text for text in (chosen.text if chosen else None, of_the_model) if text is not None]
+    text = MarkerText(tokenizer.control_id)
+    tools = await trio.to_thread.run_sync(_tool_support, chat, templates, config.model.tool_format, text)
+    limits = attrs.evolve(config.limits, max_prompt_bytes=max_prompt_bytes(config.limits, info))
+    prompts = PromptMaker(tokenizer, chat, limits, _reasoning_markers(templates, text), tools, pairs)
+    return prompts, None if chat is None else chosen
+
+
+def _check_draft(path: Path, summary: GgufSummary, draft: Path, of_draft: GgufSummary) -> None:
+    """
+    Raises:
+        GgufError: one of the two does not generate text.
+    """
+    for file, each in ((path, summary), (draft, of_draft)):
+        if each.purpose != "generate":
+            raise GgufError(
+                f"{file} {IN_WORDS[each.purpose]}, and a draft model is for models that generate text",
+                "leave out draft_model, or name models that generate text",
+            )
+
+
+async def _loaded(
+    launcher: Launcher, start: Start, on_progress: Callable[[float], None], go_on: Callable[[], bool]
+) -> EngineLink | None:
+    """An engine that has loaded the model; ``None`` if loading was given up.
+
+    If memory is short although the model was fitted, tries again with less.
+
+    Raises:
+        LoadError: the model cannot be loaded.
+    """
+    for attempt in range(len(SHARES)):
+        link = launcher.launch(start.settings.alias or start.path.name)
+        try:
+            return link if await link.load(start, on_progress, go_on) else None
+        except LoadError as error:
+            if start.settings.fit == "off" or not error.is_about_memory or attempt + 1 == len(SHARES):
+                raise
+            share = SHARES[attempt + 1]
+            log.warning("there was not enough memory; trying with less", reason=str(error), share_of_free=share)
+            start = msgspec.structs.replace(start, attempt=attempt + 1)
+            if "mmap" in str(error):  # then reading the file takes less address space than mapping it
+                start = msgspec.structs.replace(start, settings=attrs.evolve(start.settings, mmap=False))
+    raise AssertionError("unreachable")
+
+
+def min_batch(config: Config) -> int:
+    """Tokens that a batch must have at least: one of each sequence, and some of a prompt."""
+    scheduling = config.scheduling
+    return config.model.parallel + max(scheduling.prefill_burst_tokens, scheduling.min_chunk_tokens)
+
+
+def model_path(model: str | None) -> Path:
+    """The file of the setting ``model``, once names are resolved (``uma_trio.hub.locate``)."""
+    return EMBEDDED if model is None else Path(model).expanduser()
+
+
+def _log_loaded(start: Start, ready: Ready, limits: Limits) -> None:
+    if ready.devices.fix is not None:
+        log.warning("the model runs without a GPU", device=str(ready.devices), fix=ready.devices.fix)
+    if start.purpose == "generate":
+        _log_layout(ready.layout)
+        _log_context(ready.info, limits)
+
+
+def _log_context(info: ModelInfo, limits: Limits) -> None:
+    """Log how to get more context; nothing where the model allows no more."""
+    if more := more_context(info):
+        level = logging.WARNING if is_short(info, limits) else logging.INFO
+        log.log(level, "context", context=explain_context(info), hint=f"{more} gives a request more")
+
+
+def _log_layout(layout: LayoutReport) -> None:
+    hint = None
+    if layout.reason == "no time":
+        hint = "uma-trio doctor takes the time to measure it, for the next start"
+    elif layout.reason == "measured" and not layout.is_saved:
+        hint = "this cannot be saved, so the next start measures again; uma-trio doctor says why"
+    for name, ticks in layout.measured.items():
+        log.info("measured a layout of the KV cache", layout=name, ticks=ticks)
+    log.info("layout of the KV cache", layout=layout.name, why=layout.reason, rule=layout.rule or None, hint=hint)
+
+
+def _recommended_sampling(metadata: Mapping[str, str]) -> dict[str, float]:
+    found, problems = recommended(metadata.get)
+    for problem in problems:
+        log.warning("ignored a sampling parameter of the model file", reason=problem)
+    return found
+
+
+def _reasoning_markers(templates: Sequence[str], text: MarkerText) -> ReasoningMarkers | None:
+    """The markers of the first template that has some."""
+    found = next(filter(None, map(find_format, templates)), None)
+    return None if found is None else make_markers(found, text)
+
+
+def _tool_support(chat: ChatTemplate | None, templates: Sequence[str], name: str, text: MarkerText) -> ToolSupport:
+    """How the model calls tools.
+
+    Args:
+        templates: the one that is used comes first.
+        name: of the format, or ``auto``.
+    """
+    if name == "auto":
+        found = next(filter(None, map(find_tool_format, templates)), HERMES)
+        is_native = bool(templates) and find_tool_format(templates[0]) is not None
+    else:
+        found, is_native = by_name(name), True
+    style = find_style(chat.render, named_ids=found.numbered) if chat is not None and is_native else ToolStyle()
+    return ToolSupport(found, style, make_call_markers(found, text))
+
+
+def _chat_template(source: TemplateSource | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The compiled template; a broken one of a model file costs the model its chats, and nothing else."""
+    if source is None:
+        log.warning("the model has no chat template; it serves plain prompts", hint=GIVE_A_TEMPLATE)
+        return None
+    name = "the model's chat template" if source.origin == OF_THE_MODEL else f"the chat template {source.origin}"
+    try:
+        controls = ControlTokens(tokenizer.control_tokens, tokenizer.user_defined_controls)
+        return ChatTemplate(source.text, bos=tokenizer.bos, eos=tokenizer.eos, controls=controls, name=name)
+    except (BrokenTemplate, ValueError) as error:
+        log.warning(f"{name} cannot be used; the model serves plain prompts", reason=str(error), hint=GIVE_A_TEMPLATE)
+        return None

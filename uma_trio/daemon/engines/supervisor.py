@@ -1,0 +1,124 @@
+"""Keeps one engine alive: a watchdog for steps that do not end, and restarts with backoff."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import msgspec
+import structlog
+import trio
+
+from uma_trio.config import Engine as EngineSettings
+from uma_trio.daemon.engines.link import EngineLink, Launcher
+from uma_trio.engine_link.messages import LoadError, Start, StepAnswer
+
+log = structlog.get_logger("uma_trio.engine")
+
+WATCH_S: Final = 0.25
+"""How often the watchdog looks at a step that is overdue."""
+
+SLOWER_THAN_PREDICTED: Final = 10
+"""A step may take this many times what was predicted, and ``hang_timeout_s`` on top."""
+
+FIRST_BACKOFF_S: Final = 0.25
+MAX_BACKOFF_S: Final = 30.0
+"""Between attempts to start an engine that keeps dying.  The wait doubles from one to the next."""
+
+
+class SupervisedEngine:
+    """One model's engine, and how to start it again.
+
+    Args:
+        launcher: starts it.
+        start: what it loads.
+        link: to the engine that runs now.
+        settings: When an engine counts as hung, and after how many failed starts all requests fail.
+    """
+
+    def __init__(self, launcher: Launcher, start: Start, link: EngineLink, settings: EngineSettings) -> None:
+        self._launcher = launcher
+        # a restart takes what was chosen at the first start: clients rely on the context
+        chosen = link.ready.settings or start.settings
+        self._start = msgspec.structs.replace(start, settings=chosen, layouts=(link.ready.layout.name,))
+        self._settings = settings
+        self.link = link
+        self.info = link.info
+        self.n_threads = link.info.n_threads
+        self.restarts = 0
+
+    def set_threads(self, n_threads: int) -> None:
+        """Have the engine compute with this many threads, also after a restart."""
+        self.n_threads = n_threads
+        if self.link.is_usable:
+            self.link.set_threads(n_threads)
+
+    async def receive(self, predicted_s: float) -> list[StepAnswer]:
+        """The engine's next answers; an engine that hangs is killed.
+
+        Counts polling intervals and not wall time, so time in which the daemon itself was stopped does not count.
+
+        Args:
+            predicted_s: what the step in flight should take.
+
+        Raises:
+            EngineDied: it has ended, or hung.
+        """
+        limit_s = self._settings.hang_timeout_s + SLOWER_THAN_PREDICTED * predicted_s
+        waited_s = 0.0
+        killed = False
+        while True:
+            with trio.move_on_after(WATCH_S):
+                return cast("list[StepAnswer]", await self.link.receive())
+            waited_s += WATCH_S
+            if not killed and waited_s > limit_s:
+                why = f"no answer for {waited_s:.0f} s"
+                log.error("the engine hangs and is killed", reason=why, predicted_s=round(predicted_s, 3))
+                self.link.kill()
+                killed = True
+
+    async def restart_until_ready(self, n_crashes: int, on_unavailable: Callable[[LoadError, float], None]) -> None:
+        """Start the engine again if it has died, however long that takes.
+
+        Args:
+            n_crashes: since a step was completed; with more than ``restart_attempts`` there is a wait before the restart.
+            on_unavailable: called after ``restart_attempts`` failures in a row, and after each further one, with the reason
+                and the seconds until the next attempt.
+        """
+        attempts = self._settings.restart_attempts
+        backoff_s = FIRST_BACKOFF_S if n_crashes > attempts else 0.0
+        failures = 0
+        while not self.link.is_usable:
+            await trio.sleep(backoff_s)
+            try:
+                await self._restart()
+            except LoadError as error:
+                failures += 1
+                backoff_s = min(max(2 * backoff_s, FIRST_BACKOFF_S), MAX_BACKOFF_S)
+                log.error("the engine cannot be started", reason=str(error), attempt=failures, next_in_s=backoff_s)
+                if failures >= attempts:
+                    on_unavailable(error, backoff_s)
+
+    async def _restart(self) -> None:
+        """Replace the engine by a new one, whose KV cache is empty.
+
+        Raises:
+            LoadError: there is no engine now.
+        """
+        self.link.kill()
+        await self.link.aclose()
+        self.restarts += 1
+        link = self._launcher.launch(self.info.name)
+        if not await link.load(self._start, lambda share: None, lambda: True):
+            raise LoadError("loading was given up")
+        if msgspec.structs.replace(link.info, memory_bytes_per_s=self.info.memory_bytes_per_s) != self.info:
+            link.kill()
+            await link.aclose()
+            raise LoadError(f"{self._start.path} has changed since it was loaded; restart the daemon")
+        self.link = link
+        if self.n_threads != self.info.n_threads:
+            link.set_threads(self.n_threads)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Numbers for the metrics."""
+        return {"pid": self.link.pid, "restarts_total": self.restarts, **self.link.usage()}

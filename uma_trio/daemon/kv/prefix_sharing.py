@@ -1,0 +1,154 @@
+"""Prefix reuse between requests of one principal.
+
+A request does not compute tokens that another sequence already holds.  It continues an idle sequence in place, copies
+a prefix of an idle or busy one, or waits for a sequence that is still computing the shared prefix.  Only sequences of
+the same principal count, because the response time would reveal the prompts of others, and only those with the same
+adapters, because keys and values depend on them.
+
+A prompt is compared with every sequence.  A context has at most 256 sequences and a comparison of 2,000 tokens takes
+2 us, so there is no tree to update with each token and each eviction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from uma_trio.daemon.kv.allocation import Allocation
+from uma_trio.daemon.kv.pool import Pool
+from uma_trio.daemon.kv.truncation import Truncation
+from uma_trio.engine_link.kv_ops import CopyPrefix
+from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, common_prefix
+
+
+class Match(NamedTuple):
+    """The best source for the prefix of a prompt."""
+
+    source: Allocation | None
+    """``None`` if no sequence has enough of the prompt."""
+    n_shared: int
+    """Tokens that the request can get from ``source``, now or later."""
+    n_in_common: int
+    """Longest common prefix with any sequence, including tokens that cannot be reused."""
+
+
+class PrefixSharing:
+    """Finds shared prefixes among the sequences of ``pool``, and copies them."""
+
+    def __init__(self, pool: Pool, truncation: Truncation) -> None:
+        self._pool = pool
+        self._truncation = truncation
+        self.followers: dict[Allocation, None] = {}
+        """Allocations that wait for their leader, by arrival."""
+        # with per-sequence KV a copy moves all cells of the sequence, so computing a few tokens is faster
+        self._min_copied = MIN_SHARED_TOKENS if pool.unified else max(MIN_SHARED_TOKENS, pool.cells_per_sequence // 64)
+
+    def find(
+        self, allocation: Allocation, *, stalled: Collection[int] = (), excluded: Collection[Allocation] = ()
+    ) -> Match:
+        """Find the sequence that saves ``allocation`` most of its prefill.
+
+        Args:
+            stalled: ids of sequences that do not advance; only the tokens that they hold count.
+            excluded: allocations to ignore.
+        """
+        if allocation.private:
+            return Match(None, 0, 0)
+        truncation = self._truncation
+        prompt = allocation.tokens[:-1]  # the last token is always computed, for its logits
+        found: Allocation | None = None
+        n_in_common = 0
+        best = (MIN_SHARED_TOKENS, -1, False, 0)
+        for other in self._pool.allocations.values():
+            if not other.may_share(allocation) or other.private or other is allocation or other in excluded:
+                continue
+            if len(prompt) < best[0] or len(other.tokens) < best[0] or other.waits_for(allocation):
+                continue
+            shared = common_prefix(prompt, other.tokens)
+            n_in_common = max(n_in_common, shared)
+            if other.is_idle:
+                shared = truncation.longest_within(other, shared)
+            else:
+                may_wait = other.rank <= allocation.rank and other.seq_id not in stalled
+                shared = truncation.shareable(other, shared, may_wait=may_wait)
+            # among equals prefer tokens that are there, an idle sequence, and one with few tokens after the prefix
+            quality = (shared, min(shared, other.n_tokens), other.is_idle, -other.n_tokens)
+            if quality > best:
+                found, best = other, quality
+        return Match(found, 0 if found is None else best[0], n_in_common)
+
+    def may_take_over(self, source: Allocation, n_shared: int) -> bool:
+        """Whether the tokens of ``source`` after the shared prefix may be removed."""
+        return source.n_tokens - n_shared <= n_shared and not self.would_lose_unsaved(source, n_shared)
+
+    def would_lose_unsaved(self, source: Allocation, n_shared: int) -> bool:
+        """Whether ``source`` has many tokens after the shared prefix and must be saved first."""
+        return source.n_tokens - n_shared >= MIN_SHARED_TOKENS and source.needs_save
+
+    def take_over(self, source: Allocation, n_shared: int, allocation: Allocation) -> None:
+        """Let ``allocation`` continue the sequence of ``source``, which is idle, after the shared prefix."""
+        self._truncation.truncate(source, n_shared)
+        self._pool.hand_over(source, allocation)
+        self._truncation.save_checkpoint(allocation)
+
+    def branch(self, allocation: Allocation, source: Allocation, n_shared: int) -> None:
+        """Copy the shared prefix to ``allocation``, which holds no tokens, now or when ``source`` has computed it."""
+        if n_shared < self._min_copied:
+            return
+        if source.n_tokens < n_shared or self._copy_is_pending:
+            allocation.leader, allocation.n_awaited = source, n_shared
+            self.followers[allocation] = None
+            self._truncation.add_pause(source, n_shared)
+        else:
+            self._truncation.copy_prefix(source, allocation, n_shared)
+
+    def stop_waiting(self, allocation: Allocation) -> None:
+        """``allocation`` no longer waits for a leader."""
+        allocation.leader = None
+        self.followers.pop(allocation, None)
+
+    def followed(self, stalled: Collection[int]) -> list[Allocation]:
+        """Copy prefixes that are complete, and return the allocations that no longer wait.
+
+        Args:
+            stalled: ids of sequences that do not advance; nobody waits for them.
+        """
+        leaderless: dict[Allocation, None] = {}
+        ready = []
+        for allocation in list(self.followers):
+            leader = allocation.leader
+            assert leader is not None
+            if not self._pool.has(leader) or not self._will_provide(leader, allocation, stalled):
+                leaderless[allocation] = None
+            elif leader.n_tokens >= allocation.n_awaited and not self._copy_is_pending:
+                self._truncation.copy_prefix(leader, allocation, allocation.n_awaited)
+                self.stop_waiting(allocation)
+                ready.append(allocation)
+        while leaderless:  # the first one takes what its leader has computed, and the others may follow it
+            allocation = next(iter(leaderless))
+            source, n_shared, _ = self.find(allocation, stalled=stalled, excluded=leaderless)
+            del leaderless[allocation]
+            self.stop_waiting(allocation)
+            if source is not None:
+                self.branch(allocation, source, n_shared)
+            if allocation.leader is None:
+                ready.append(allocation)
+        return ready
+
+    def _will_provide(self, leader: Allocation, allocation: Allocation, stalled: Collection[int]) -> bool:
+        """Whether ``leader`` holds the prefix that ``allocation`` waits for, or will."""
+        if len(leader.tokens) < allocation.n_awaited:  # a part of it was removed
+            return False
+        if leader.n_tokens >= allocation.n_awaited:
+            return self._truncation.longest_within(leader, allocation.n_awaited) == allocation.n_awaited
+        return not leader.is_idle and leader.rank <= allocation.rank and leader.seq_id not in stalled
+
+    @property
+    def _copy_is_pending(self) -> bool:
+        """The next step already has a copy between separate caches.  A second one would delay all its streams."""
+        return not self._pool.unified and any(isinstance(op, CopyPrefix) for op in self._pool.ops)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless exactly the allocations with a leader wait."""
+        everyone = self._pool.allocations.values()
+        assert set(self.followers) == {allocation for allocation in everyone if allocation.leader is not None}

@@ -1,0 +1,1 @@
+"""From a request's messages to tokens: chat templates, tools, control tokens."""

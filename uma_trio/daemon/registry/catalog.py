@@ -1,0 +1,136 @@
+"""The models by name: those that are configured, and those that requests have found on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+import structlog
+import trio
+
+from uma_trio.config import Http, Listen, Loading, Operations
+from uma_trio.daemon.registry.model import Instance, Model, ModelOpener, ModelSpec
+from uma_trio.errors import ModelNotFound
+from uma_trio.protocol.answers import bare_name
+
+log = structlog.get_logger("uma_trio.registry")
+
+
+class Catalog:
+    """The models, and what is loaded of them.  The first one is the default.
+
+    Args:
+        specs: those that are configured.
+        opener: finds others.
+    """
+
+    def __init__(self, specs: Iterable[ModelSpec], opener: ModelOpener) -> None:
+        self._opener = opener
+        self._models = {spec.name: Model(spec) for spec in specs}
+        self._removed: list[Model] = []
+        """Models without a name, whose last requests are still served."""
+        self._changed = trio.Event()
+
+    @property
+    def models(self) -> list[Model]:
+        """All that have a name, the default one first."""
+        return [*self._models.values()]
+
+    def all(self) -> list[Model]:
+        """Those without a name included."""
+        return [*self._models.values(), *self._removed]
+
+    def instances(self) -> Iterator[Instance]:
+        """All copies that are loaded."""
+        for model in self.all():
+            yield from model.instances
+
+    def announce(self) -> None:
+        """Wake all that wait for a change of any model."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def wait_changed(self) -> None:
+        """Wait for the next change."""
+        await self._changed.wait()
+
+    def named(self, name: str | None) -> Model | None:
+        """The model that requests call so; ``None`` is the name of the default one."""
+        if name is None:
+            return next(iter(self._models.values()))
+        found = self._models.get(bare_name(name)) or self._models.get(name)
+        if found is None:
+            found = next((model for model in self._models.values() if name in model.spec.aliases), None)
+        if found is None and ":" in name:  # MODEL:ADAPTER
+            model, _, adapter = name.rpartition(":")
+            found = self.named(model)
+            if found is not None and adapter not in [each.name for each in found.spec.config.model.adapters]:
+                return None
+        return found
+
+    async def find(self, name: str | None) -> Model:
+        """The model that requests call so; also one of this machine that is not configured.  ``None`` is the default one.
+
+        Raises:
+            ModelNotFound: there is none, or only configured ones are loaded.
+        """
+        found = self.named(name)
+        if found is not None:
+            return found
+        assert name is not None, "there is always a default model"
+        spec = await self._opener.find(name)
+        if spec is None:
+            raise self.not_found(name)
+        same = [model for model in self._models.values() if model.spec.path == spec.path]
+        if same:
+            return same[0]
+        if not self._opener.on_demand:
+            remedy = f"{name} is on this machine; to serve it, start uma-trio serve with --on-demand or --model {name}"
+            raise self.not_found(name, remedy)
+        return self._models.setdefault(spec.name, Model(spec))
+
+    def not_found(self, name: str, remedy: str = "choose one of these") -> ModelNotFound:
+        """The error for a request that names an unknown model.  It lists the models of this daemon."""
+        served = ", ".join(self._models)
+        return ModelNotFound(f"no model {name!r}; this daemon serves {served}; {remedy}", field="model")
+
+    def update(self, specs: Iterable[ModelSpec]) -> tuple[list[Model], list[Model]]:
+        """Take over what is configured now.
+
+        Returns:
+            The models that are no longer configured, and those to load: changed ones that are loaded, and added ones.
+        """
+        wanted = {spec.name: spec for spec in specs}
+        before = self._models
+        found = {name: model for name, model in before.items() if not model.spec.is_configured and name not in wanted}
+        changed, added = [], []
+        for name, spec in wanted.items():
+            model = before.get(name)
+            if model is None:
+                model = Model(spec)
+                added += [model] if spec.at_start else []
+            elif relevant(model.spec) != relevant(spec):
+                model.spec, model.memory_bytes, model.description, model.failure = spec, None, None, None
+                changed.append(model)
+            found[name] = model
+        self._models = {name: found[name] for name in [*wanted, *found]}
+        gone = [model for name, model in before.items() if name not in found]
+        for model in gone:
+            log.info("a model is no longer configured", model=model.name)
+            model.is_removed = True
+            if model.instances or model.attempt is not None:
+                self._removed.append(model)
+        return gone, [*(model for model in changed if model.instance is not None), *added]
+
+    def forget_if_unused(self, model: Model) -> None:
+        """Forget a model that is no longer loaded, if only its requests have made it known."""
+        if not model.instances and model in self._removed:
+            self._removed.remove(model)
+        elif not model.spec.is_configured and model.state == "unloaded" and not model.n_waiting:
+            self._models.pop(model.name, None)
+
+
+def relevant(spec: ModelSpec) -> ModelSpec:
+    """A model without the settings that are read once, at the start of the daemon."""
+    config = attrs.evolve(spec.config, listen=Listen(), http=Http(), operations=Operations(), loading=Loading())
+    return attrs.evolve(spec, config=config)

@@ -1,0 +1,205 @@
+"""Decides which running sequences lose their places, so that a waiting principal gets its share, and when refused requests
+should come back.
+
+A place is a sequence id with reserved KV cells.  The share of a principal is dominant-resource fair: the larger one of
+its fraction of all sequence ids and its fraction of all cells, divided by its weight.
+
+Source: Ghodsi et al., "Dominant Resource Fairness" (NSDI 2011).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+import attrs
+
+from uma_trio.daemon.scheduling.fairness import MAX_LEAD
+from uma_trio.daemon.scheduling.view import Priority
+
+MIN_TURN_S: Final = 0.5
+"""A sequence keeps the only place of its principal for at least this long."""
+
+LONGEST_WAIT_S: Final = 60.0
+"""Clients of OpenAI's API do not honour longer waits."""
+
+
+@attrs.frozen(kw_only=True)
+class Place:
+    """What a running sequence holds."""
+
+    principal: str
+    weight: float
+    priority: Priority
+    cells: int
+    n_tokens: int
+    """Tokens to compute again if it loses its place."""
+    service: float
+    """Virtual tokens that its principal was given."""
+    turn_ends_s: float
+    """When it may lose its place even if that is the only one of its principal."""
+    can_yield: bool = True
+    """Whether it can lose its place now."""
+
+
+@attrs.frozen(kw_only=True)
+class Claimant:
+    """The waiting request that is next."""
+
+    principal: str
+    weight: float
+    priority: Priority
+    cells: int
+    service: float = -math.inf
+    """Virtual tokens that its principal was given."""
+
+
+@attrs.frozen
+class Room:
+    """What a model's KV cache has in total, and what of it is free."""
+
+    sequences: int
+    cells: int
+    free_sequences: int
+    free_cells: int
+
+
+@attrs.frozen
+class Claim:
+    """Places that a waiting request may take."""
+
+    victims: tuple[int, ...]
+    """Indices of the sequences that lose their places."""
+    due_s: float
+    """When they do."""
+
+
+@attrs.define
+class _Holder:
+    """A principal and its places."""
+
+    weight: float
+    sequences: int = 0
+    cells: int = 0
+
+    def add(self, place: Place, n: int) -> None:
+        """Count ``place`` ``n`` times more."""
+        self.sequences += n
+        self.cells += n * place.cells
+
+    def share(self, room: Room, place: Place | Claimant | None = None, n: int = 1) -> float:
+        """Its weighted share, with ``n`` times ``place`` more."""
+        sequences, cells = (0, 0) if place is None else (n, n * place.cells)
+        return max((self.sequences + sequences) / room.sequences, (self.cells + cells) / room.cells) / self.weight
+
+
+def _holders(places: Iterable[Place]) -> dict[str, _Holder]:
+    found: dict[str, _Holder] = {}
+    for place in places:
+        found.setdefault(place.principal, _Holder(place.weight)).add(place, 1)
+    return found
+
+
+def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | None:
+    """Choose the sequences that make room for ``claimant``.
+
+    A principal takes a place from another one that was given more service (``MAX_LEAD``), and whose share is still as large
+    as its own afterwards.  So two principals never take a place from each other in turns, and one whose requests are short
+    may hold more places.  A principal that holds no place may take one from anybody: first from those that keep others, and
+    the only place of a principal when its turn ends.
+
+    The principal with the largest share loses a place.  Of its sequences it is that of the lowest class, then the one that
+    has the fewest tokens to compute again.  Requests of class ``background`` take places from their like only.
+
+    Args:
+        places: of all running sequences.
+
+    Returns:
+        ``None`` if ``claimant`` has to wait until a place becomes free.
+    """
+    holders = _holders(places)
+    own = holders.setdefault(claimant.principal, _Holder(claimant.weight))
+    holds_nothing, share_with_it = not own.sequences, own.share(room, claimant)
+    left = {
+        index: place
+        for index, place in enumerate(places)
+        if place.can_yield
+        and place.principal != claimant.principal
+        and (claimant.priority is not Priority.BACKGROUND or place.priority is Priority.BACKGROUND)
+    }
+    victims: dict[int, Place] = {}
+    while not _fits(claimant, victims.values(), room):
+        costs = [
+            (_cost(place, holders[place.principal], room), index)
+            for index, place in left.items()
+            if holds_nothing
+            or (
+                place.service > claimant.service + MAX_LEAD
+                and share_with_it <= holders[place.principal].share(room, place, -1)
+            )
+        ]
+        if not costs:
+            return None
+        _, index = min(costs)
+        victims[index] = left.pop(index)
+        holders[victims[index].principal].add(victims[index], -1)
+    for index in [*victims]:  # a later one may have been large enough without it
+        others = {other: place for other, place in victims.items() if other != index}
+        if _fits(claimant, others.values(), room):
+            victims = others
+    if not victims:
+        return None
+    left_over = {place.principal for index, place in enumerate(places) if index not in victims}
+    turns = [victim.turn_ends_s for victim in victims.values() if victim.principal not in left_over]
+    return Claim(tuple(victims), max(turns, default=-math.inf))
+
+
+def goes_before(claimant: Claimant, principal: str, places: Sequence[Place], room: Room) -> bool:
+    """Whether ``claimant`` gets room that becomes free before ``principal``, which wants more.
+
+    ``principal`` may just have lost its last place.
+    """
+    if claimant.principal == principal:
+        return False
+    holders = _holders(places)
+    own, other = holders.get(claimant.principal), holders.get(principal)
+    return own is None or other is None or own.share(room, claimant) <= other.share(room)
+
+
+def _fits(claimant: Claimant, victims: Collection[Place], room: Room) -> bool:
+    """Whether there is room for ``claimant`` without ``victims``."""
+    cells = room.free_cells + sum([victim.cells for victim in victims])
+    return room.free_sequences + len(victims) >= 1 and cells >= claimant.cells
+
+
+def _cost(place: Place, holder: _Holder, room: Room) -> tuple[float, float, int, int]:
+    """Sort key of a place: the lowest one is taken first."""
+    turn_ends_s = place.turn_ends_s if holder.sequences == 1 else -math.inf
+    return turn_ends_s, -holder.share(room), -place.priority, place.n_tokens
+
+
+@attrs.define
+class RetrySchedule:
+    """When refused requests should be sent again: each at a moment of its own, as fast as there will be room for them.
+
+    Without it, all that were refused together would come back together, and most of them would be refused again.
+    """
+
+    _last_s: float = -math.inf
+    """The latest moment that a request was given."""
+
+    def wait_s(self, now_s: float, first_s: float, interval_s: float) -> float:
+        """How long the next refused request should wait.
+
+        Args:
+            first_s: time until there is room for the first one.
+            interval_s: time between two requests that end.
+        """
+        at = min(max(now_s + first_s, self._last_s + interval_s), now_s + LONGEST_WAIT_S)
+        self._last_s = at
+        return at - now_s
+
+    def clear(self) -> None:
+        """Forget those that have not come back: there is room for everybody."""
+        self._last_s = -math.inf

@@ -1,0 +1,91 @@
+"""What steps and copies of KV states take on this machine, as learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from uma_trio.daemon.scheduling.cost import CostModel, Work
+from uma_trio.daemon.scheduling.policy import estimated_work
+from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.engine_link.attention import Attention
+
+FIRST_BYTES_PER_MS: Final = {"save": 2e6, "load": 1e7, "read": 1e7}
+"""Copy rates that are assumed until there are measurements."""
+
+LEARN_FROM_BYTES: Final = 4_000_000
+"""In a smaller copy most of the time is overhead, so it says little about the rate."""
+
+RATE_WEIGHT: Final = 0.3
+"""Weight of the latest copy in the rate."""
+
+GAP_WEIGHT: Final = 0.05
+"""Weight of the latest gap between two steps in their mean."""
+
+MAX_GAP_FACTOR: Final = 3.0
+"""A gap counts as this many times the mean at most, so that a hiccup does not count for long."""
+
+OVERHEAD_MS: Final = 3.0
+"""Fixed cost of loading a state, whatever its size."""
+
+
+LONG_PREFILL: Final = 2.0
+"""How much longer than predicted a long prefill may take: after a start, the cost of long contexts is extrapolated from
+short ones, while the cost of a copy is known well."""
+
+
+class StepTimings:
+    """What steps and copies of states take on this machine, as learned.
+
+    Args:
+        cost: what is known of steps at the start.
+        n_batch: tokens of one call.
+    """
+
+    def __init__(self, cost: CostModel, n_batch: int) -> None:
+        self.cost = cost
+        self._others: dict[int, CostModel] = {}
+        """What is known of steps with other numbers of threads than now."""
+        self.gap_ms = 0.0
+        """Mean time that the device waits between two steps."""
+        self.attention = Attention()
+        """What attention scans in the next step; ``StepPlanner`` keeps it up to date."""
+        self._bytes_per_ms = dict(FIRST_BYTES_PER_MS)
+        self._n_batch = n_batch
+
+    def change_threads(self, before: int, now: int) -> None:
+        """Steps are computed with ``now`` threads from now on.  The costs that were learned with as many threads return."""
+        self._others[before] = self.cost
+        self.cost = self._others.get(now, self.cost)
+
+    def record_step(self, work: Work, ms: float) -> None:
+        """Learn from a step."""
+        self.cost = self.cost.observed(work, ms)
+
+    def record_gap(self, ms: float) -> None:
+        """Learn from the time that the device waited for a step."""
+        self.gap_ms += GAP_WEIGHT * (min(ms, MAX_GAP_FACTOR * self.gap_ms + 1.0) - self.gap_ms)
+
+    def record_copy(self, way: Literal["read", "load", "save"], n_bytes: int, ms: float) -> None:
+        """Learn from a copy."""
+        if n_bytes >= LEARN_FROM_BYTES:
+            rate = n_bytes / max(ms, 1e-3)
+            self._bytes_per_ms[way] += RATE_WEIGHT * (rate - self._bytes_per_ms[way])
+
+    def decode_ms(self, decodes: Sequence[SequenceView]) -> float:
+        """What a step of these alone is predicted to take."""
+        return self.cost.predict(estimated_work(decodes, self.attention))
+
+    def copy_ms(self, way: Literal["read", "load", "save"], n_bytes: int) -> float:
+        """What a copy is predicted to take."""
+        return n_bytes / self._bytes_per_ms[way]
+
+    def worth_loading(self, n_tokens: int, n_bytes: int) -> bool:
+        """Whether reading, verifying and loading a state is likely to be faster than computing ``n_tokens`` of it."""
+        copy_ms = OVERHEAD_MS + self.copy_ms("read", n_bytes) + self.copy_ms("load", n_bytes)
+        return copy_ms < LONG_PREFILL * self.prefill_ms(n_tokens)
+
+    def prefill_ms(self, n_tokens: int) -> float:
+        """Predicted duration of the prefill of the first ``n_tokens``, at least 1, of a prompt."""
+        chunk = min(n_tokens, self._n_batch)
+        return self.cost.predict(Work(chunk, 0, 0, mean_prefill_context=n_tokens / 2)) * n_tokens / chunk

@@ -1,0 +1,528 @@
+"""Drives the controllers in the tick: asks their runtime, and acts on its answers.
+
+Only one exchange with the runtime runs at a time.  ``post_pre`` ends a step of all controlled sequences and begins the
+next; ``mid`` asks for the masks of those that sample, while the engine computes their logits.  Sequences without a
+controller wait at most ``MAX_WAIT_S`` for a plan and ``SHORT_MASK_TIMEOUT_MS`` for masks.
+
+Source: docs/design/constraints.md.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import abc
+from collections.abc import Callable, Generator, Iterator, Mapping, Set
+from typing import Any, Final, TypeAlias
+
+import attrs
+import trio
+from msgspec import UNSET
+
+from uma_trio.aici.messages import MidOp, PostOp, PreOp, PreResult, SequenceResult
+from uma_trio.daemon.aici.exchange import NO_ANSWER, ControllerRuntime, Exchange, MidResults, PostPreResults
+from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.daemon.serving.controllers.forking import Forking, ForkRefused
+from uma_trio.daemon.serving.controllers.masked_steps import MaskedSteps
+from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
+from uma_trio.daemon.serving.controllers.state import ControlledRequest, Phase
+from uma_trio.daemon.serving.output import send_controller_output, send_rest, send_unsent
+from uma_trio.daemon.serving.queue import RunningSet
+from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.daemon.serving.step import InFlightStep, NewTokens, append_inserted, splice
+from uma_trio.engine_link.messages import SubmittedStep
+from uma_trio.errors import ControllerFailed, ControllerUnavailable, UmaError
+from uma_trio.protocol.events import FinishReason
+from uma_trio.telemetry.measures import RecentValues
+
+MAX_WAIT_S: Final = 0.002
+"""Longest wait of a plan for an exchange.  After a slower exchange, plans do not wait until one is fast again."""
+
+ASK_AGAIN_S: Final = 0.01
+"""Suspended sequences are asked again after this time, if nothing else happens."""
+
+MAX_SUSPENDED_EXCHANGES: Final = 4
+"""A request ends after this many exchanges in a row in which all of its sequences were suspended."""
+
+MAX_ERROR_CHARACTERS: Final = 2000
+
+
+@attrs.frozen(eq=False)
+class Deliver:
+    """Send these tokens now, and end the sequence if they do."""
+
+    new: NewTokens
+
+
+@attrs.frozen(eq=False)
+class Finish:
+    """End this sequence."""
+
+    sequence: Sequence
+    reason: FinishReason | UmaError
+
+
+@attrs.frozen(eq=False)
+class WhenDone:
+    """When this exchange is done, do what ``then`` gives; at once if it is done."""
+
+    exchange: Exchange[Any]
+    then: Callable[[], Actions]
+
+
+class Signal(enum.Enum):
+    """What the loop of the scheduler should know."""
+
+    END_WAIT = enum.auto()
+    """There is work: end the wait, if the loop waits."""
+    WAKE = enum.auto()
+    """The next plan should see a change: also revoke a run-ahead step that would take long."""
+    REVOKE_AHEAD = enum.auto()
+    """Withdraw the step that runs ahead, if there is one."""
+
+
+Actions: TypeAlias = Iterator[Deliver | Finish | WhenDone | Signal]
+"""What the scheduler must do, one after another.  The driver goes on when an action is done, and sees what it changed."""
+
+
+class ControllerDriver:
+    """The controlled sequences of one scheduler.
+
+    It knows nothing of the scheduler: methods that change more than the driver return actions, which the scheduler does.
+
+    Args:
+        runtime: runs the controllers; ``None``: there are none.
+        engine: computes the steps.
+    """
+
+    def __init__(self, runtime: ControllerRuntime | None, engine: SupervisedEngine, running: RunningSet) -> None:
+        self._runtime = runtime
+        self._engine = engine
+        self._running = running
+        self._controlled = ControlledSequences()
+        self._forking = Forking(self._controlled, running)
+        self._freed: list[int] = []
+        """Ids that the runtime must forget."""
+        self._unused: list[ControlledRequest] = []
+        """Requests that ended before they had a sequence in the runtime."""
+        self._exchange: Exchange[PostPreResults] | Exchange[MidResults] | None = None
+        """The exchange that is running."""
+        self._sent_at = -math.inf
+        """When the latest exchange began."""
+        self._done_at = -math.inf
+        """When the latest exchange ended."""
+        self._is_slow = False
+        """The latest exchange took longer than a plan waits."""
+        self._steps = MaskedSteps(engine)
+        self._post_pre_ms, self._mid_ms = RecentValues(50, 99), RecentValues(50, 99)
+        """Durations of recent exchanges."""
+        self._exchanges_ms = [math.inf, math.inf]
+        """Durations of the latest ``post_pre`` and of the latest ``mid``."""
+        self._skipped = 0
+        """Steps that controllers skipped, because they took too long."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._controlled or self._freed or self._unused or self._steps)
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Numbers for the metrics; ``None`` without a runtime."""
+        if self._runtime is None:
+            return None
+        return {
+            "sequences": len(self._controlled),
+            **self._post_pre_ms.snapshot("post_pre_ms"),
+            **self._mid_ms.snapshot("mid_ms"),
+            "skipped_total": self._skipped,
+            **self._runtime.snapshot(),
+        }
+
+    # -- the life of a sequence -----------------------------------------------------------------
+
+    def check(self, request: ControlledRequest) -> None:
+        """Raise ControllerUnavailable unless the runtime that has the controller of ``request`` still runs."""
+        if not self._is_current(request):
+            raise ControllerUnavailable("the runtime of controllers has ended")
+
+    def add(self, sequence: Sequence, request: ControlledRequest) -> list[Sequence]:
+        """Steer ``sequence``, the first of ``request``; returns its sequences, a list that grows with each fork."""
+        return self._controlled.begin(sequence, request)
+
+    def drop_unused(self, request: ControlledRequest) -> Actions:
+        """Make the runtime drop the controller of ``request``, which ended before it had a sequence."""
+        if self._is_current(request):
+            self._unused.append(request)
+            yield Signal.END_WAIT
+
+    def ended(self, sequence: Sequence) -> Actions:
+        """Forget ``sequence``, which has ended."""
+        control = control_of(sequence)
+        send_unsent(sequence)
+        self._controlled.remove(sequence)
+        self._forking.give_up(sequence)
+        if control.phase is Phase.NEW:
+            yield from self.drop_unused(control.request)
+        elif self._is_current(control.request):
+            self._freed.append(control.id)
+
+    def preempted(self, sequence: Sequence) -> None:
+        """``sequence`` has lost its place in the KV cache, and gets another one later."""
+        control_of(sequence).is_permitted = False
+        self._forking.give_up(sequence)
+
+    def _is_current(self, request: ControlledRequest) -> bool:
+        runtime = self._runtime
+        return runtime is not None and runtime.is_usable and runtime.generation == request.generation
+
+    def runtime_changed(self) -> Actions:
+        """The runtime has died or was restarted: end the sequences whose controllers died with their runtime."""
+        assert self._runtime is not None
+        lost = [each for each in self._controlled if not self._is_current(control_of(each).request)]
+        if lost:
+            yield from self._end_lost(lost, self._runtime.reason or "it was restarted")
+
+    def _end_lost(self, lost: abc.Sequence[Sequence], why: str) -> Actions:
+        """End sequences whose controllers died."""
+        self._steps.give_up()
+        for sequence in lost:
+            if sequence.state is not State.FINISHED:  # ended by what another one's end set off
+                yield Finish(sequence, ControllerUnavailable(f"the runtime of controllers has ended: {why}"))
+        self._freed = []
+        self._unused = [request for request in self._unused if self._is_current(request)]
+        yield Signal.WAKE
+
+    # -- called by the tick ---------------------------------------------------------------------
+
+    def step_completed(self, step: InFlightStep) -> Actions:
+        """Tell controllers of the tokens of ``step``, which are counted and sent."""
+        self._steps.completed(step)
+        yield from self._start_next_exchange()
+
+    def step_revoked(self, step: InFlightStep) -> None:
+        """Forget ``step``, which ran ahead and was not begun.  Unused masks and splices stay."""
+        self._steps.removed(step)
+
+    def steps_lost(self) -> None:
+        """Forget all steps in flight: the engine died.  Unused masks and splices stay."""
+        self._steps.lost()
+
+    def advance(self) -> Actions:
+        """Splice what controllers have asked for, and start the next exchange; no step is in flight."""
+        for sequence in self._controlled.in_phase(Phase.MASK_READY):
+            if control_of(sequence).splice is not None:
+                yield Deliver(splice(sequence, self._running.cache))
+        yield from self._start_next_exchange()
+
+    async def wait_for_exchange(self, until: float) -> bool:
+        """Wait for the exchange that runs, if sequences wait for it that should be in the next plan.
+
+        Args:
+            until: on trio's clock.
+
+        Returns:
+            Whether it has ended.  If not, waiting any longer would not pay.
+        """
+        now = trio.current_time()
+        if self._exchange is None or self._is_slow or now >= until:
+            return False
+        if not self._controlled.in_phase(Phase.AWAITING_PRE, Phase.AWAITING_MASK):
+            return False  # the exchange only frees sequences, or asks suspended ones
+        slow_at = self._sent_at + MAX_WAIT_S
+        if await self._exchange.wait(max(0.0, min(until, slow_at) - now)):
+            return True
+        self._is_slow = slow_at <= until
+        return False
+
+    def permit(self) -> None:
+        """Decide which sequences may sample in the next step: those that have a mask, or all that can ask for one.
+
+        Each ``mid`` overwrites the rows of masks, so both kinds cannot be in one step.
+        """
+        may_ask = self._exchange is None and not self._controlled.in_phase(Phase.MASK_READY)
+        for sequence in self._controlled.in_phase(Phase.READY, Phase.MASK_READY):
+            control = control_of(sequence)
+            asks = may_ask and sequence.sink.has_room and not control.needs_mask_first
+            control.is_permitted = asks or control.phase is Phase.MASK_READY
+
+    def attach_masks(self, step: InFlightStep, message: SubmittedStep) -> None:
+        """Have the engine wait for the masks of controlled sequences in a step that is not sent yet."""
+        assert self._runtime is not None
+        self._steps.attach_masks(step, message, self._runtime.masks)
+
+    def request_masks(self, step: InFlightStep) -> Actions:
+        """Ask for the masks of ``step``, which was just sent, or tell the engine that they are ready."""
+        if self._steps.begun is not step:
+            return
+        sampled = self._steps.sampled(step)
+        rows = {each.id: each.mask_row for each in map(control_of, sampled) if each.mask_row is not None}
+        assert len(rows) in (0, len(sampled))
+        self._steps.has_asked = True
+        if rows:
+            self._steps.ready(step, rows)
+        else:
+            yield from self._ask_mid(sampled)
+
+    def prevents_run_ahead(self, step: InFlightStep) -> bool:
+        """Whether no step may run ahead of ``step``, because that would delay a controlled sequence."""
+        if self._can_go_on:
+            return True
+        return self._steps.begun is step and not self._steps.may_run_ahead(step, self._exchanges_ms)
+
+    @property
+    def _can_go_on(self) -> bool:
+        """Whether the next step could advance a controlled sequence that no step in flight advances."""
+        return self._forking.is_possible() or any(
+            _can_go_on(each) for each in self._controlled if not self._steps.samples(each)
+        )
+
+    @property
+    def has_admitted(self) -> bool:
+        """Whether the latest plan has given places to sequences whose controllers can be asked now."""
+        may_ask = self._exchange is None and not self._controlled.in_phase(Phase.MASK_READY)
+        return may_ask and any(each.allocation for each in self._controlled.in_phase(Phase.NEW))
+
+    @property
+    def ask_at(self) -> float:
+        """When suspended sequences must be asked again, on trio's clock."""
+        if self._exchange is not None or not self._controlled.in_phase(Phase.SUSPENDED):
+            return math.inf
+        return self._done_at + ASK_AGAIN_S
+
+    # -- what is asked --------------------------------------------------------------------------
+
+    def _start_next_exchange(self) -> Actions:
+        """Start exchanges, as long as there is one to start and none runs.
+
+        None starts between a mask and the token that it allows: ``pre`` comes after ``post``, and the masks of a step
+        stay where they are until the engine has read them.
+        """
+        while self._exchange is None and self and not self._steps.keeps_masks:
+            if self._controlled.in_phase(Phase.MASK_READY):
+                self._steps.give_up()
+                return
+            if self._wants_post_pre:
+                yield from self._ask_post_pre()
+                continue
+            if self._steps.begun is not None:
+                yield from self._ask_mid_for(self._steps.begun)
+                continue
+            try:
+                asked = self._forking.next_group()
+            except ForkRefused as refusal:
+                yield Finish(refusal.sequence, refusal.error)
+                continue
+            if not asked:
+                asked = self._ready if any(control_of(each).needs_mask_first for each in self._ready) else []
+            if not asked:
+                return
+            yield from self._ask_mid(asked)
+
+    @property
+    def _wants_post_pre(self) -> bool:
+        controlled = self._controlled
+        if controlled.in_phase(Phase.POST_PENDING) or any(each.allocation for each in controlled.in_phase(Phase.NEW)):
+            return True
+        if self._ready or self._steps.begun is not None:  # masks come first, and a post_pre comes after their tokens
+            return False
+        return bool(self._freed or self._unused) or trio.current_time() >= self.ask_at
+
+    @property
+    def _ready(self) -> list[Sequence]:
+        """The sequences that can ask for their masks."""
+        return reading([each for each in self._controlled.in_phase(Phase.READY) if is_prefilled(each)])
+
+    def _ask_post_pre(self) -> Actions:
+        assert self._runtime is not None
+        post: list[PostOp] = []
+        pre: list[PreOp] = []
+        for sequence in self._controlled:
+            control = control_of(sequence)
+            if control.post is not None:
+                post.append(control.post)
+                control.post = None
+            elif control.phase is Phase.NEW and sequence.allocation is not None:
+                pre.append(PreOp(control.id, control.request.name))
+            else:
+                continue
+            control.phase = Phase.AWAITING_PRE
+        freed, self._freed = self._freed, []
+        for request in self._unused:  # begins and ends in the same exchange
+            freed.append(self._controlled.new_id())
+            pre.append(PreOp(freed[-1], request.name))
+        self._unused = []
+        exchange = self._runtime.post_pre(post, pre, freed)
+
+        def take() -> Actions:
+            self._exchanges_ms[0] = 1e3 * self._age_s
+            self._is_slow = self._age_s > MAX_WAIT_S
+            yield from self._take_post_pre(exchange)
+
+        yield from self._send(exchange, take, self._post_pre_ms)
+
+    def _ask_mid_for(self, step: InFlightStep) -> Actions:
+        """Ask for the masks of ``step``, which ran ahead: of the sequences whose controllers want another token."""
+        asked = [each for each in self._ready if step.row_of(each) is not None]
+        if asked:
+            self._steps.has_asked = True
+            yield from self._ask_mid(asked)
+        else:
+            self._steps.give_up()
+
+    def _ask_mid(self, asked: abc.Sequence[Sequence]) -> Actions:
+        assert self._runtime is not None
+        ops = []
+        for sequence in asked:
+            control = control_of(sequence)
+            ops.append(MidOp(control.id, control.clone_of))
+            control.phase, control.clone_of, control.mask_requested = Phase.AWAITING_MASK, None, True
+        exchange = self._runtime.mid(ops)
+        step = self._steps.begun
+
+        def take() -> Actions:
+            self._exchanges_ms[1] = 1e3 * self._age_s
+            if step is None:
+                self._is_slow = self._age_s > MAX_WAIT_S
+                for sequence in asked:
+                    control_of(sequence).needs_mask_first = self._is_slow
+            yield from self._take_mid(exchange, {op.id: row for row, op in enumerate(ops)}, step)
+
+        yield from self._send(exchange, take, self._mid_ms)
+
+    @property
+    def _age_s(self) -> float:
+        """Time since the latest exchange began."""
+        return trio.current_time() - self._sent_at
+
+    def _send(
+        self,
+        exchange: Exchange[PostPreResults] | Exchange[MidResults],
+        take: Callable[[], Actions],
+        duration_ms: RecentValues,
+    ) -> Actions:
+        self._exchange, self._sent_at = exchange, trio.current_time()
+
+        def done() -> Actions:
+            self._exchange, self._done_at = None, trio.current_time()
+            if exchange.failure:
+                has_begun = [each for each in self._controlled if control_of(each).phase is not Phase.NEW]
+                yield from self._end_lost(has_begun, exchange.failure)
+            else:
+                duration_ms.add(1e3 * self._age_s)
+                yield from take()
+            yield from self._start_next_exchange()
+            yield Signal.WAKE if self._can_go_on else Signal.END_WAIT
+
+        yield WhenDone(exchange, done)
+
+    # -- what follows from answers --------------------------------------------------------------
+
+    def _take_post_pre(self, exchange: Exchange[PostPreResults]) -> Actions:
+        assert exchange.answer is not None
+        for id, posted in exchange.answer.post.items():
+            sequence = yield from self._forward_output(id, posted)
+            if sequence is not None and posted.result is not None and posted.result.stop:
+                send_rest(sequence)
+                yield Finish(sequence, "stop")
+        for id, found in exchange.answer.pre.items():
+            sequence = yield from self._forward_output(id, found)
+            if sequence is not None and found.result is not None:
+                yield from self._begin(sequence, found.result)
+        for sequence in self._controlled.in_phase(Phase.AWAITING_PRE):
+            yield _failed(sequence, NO_ANSWER)
+        yield from self._find_deadlocks({id for id, found in exchange.answer.pre.items() if found.skipped is True})
+
+    def _forward_output(self, id: int, found: SequenceResult[Any]) -> Generator[Finish, None, Sequence | None]:
+        """Send the output of a controller to its client.
+
+        Returns:
+            Its sequence; ``None`` if that has ended, or the controller failed.
+        """
+        sequence = self._controlled.get(id)
+        if sequence is None:
+            return None
+        send_controller_output(sequence, found)
+        if found.error:
+            yield _failed(sequence, found.error)
+            return None
+        return sequence
+
+    def _begin(self, sequence: Sequence, result: PreResult) -> Actions:
+        """Act on the result of ``pre``, which begins a step of ``sequence``."""
+        control = control_of(sequence)
+        if result.ff_tokens:
+            yield Deliver(append_inserted(sequence, result.ff_tokens))
+            if sequence.state is State.FINISHED:
+                return
+            if sequence.allocation is not None and not sequence.n_computed:
+                self._running.share_prefix(sequence)
+        if control.phase is Phase.SUSPENDED and not result.suspend:  # the time until its next token begins now
+            sequence.due_at, sequence.paused = trio.current_time() + sequence.target_itl_ms / 1e3, True
+        control.n_forks, control.is_permitted = result.num_forks, False
+        control.waits_for = [] if result.waits_for is UNSET else result.waits_for
+        if result.suspend or result.num_forks != 1:
+            control.n_sampled_in_row = 0
+        if result.num_forks == 0:
+            send_rest(sequence)
+            yield Finish(sequence, "stop")
+        elif result.suspend:
+            control.phase = Phase.SUSPENDED
+        elif result.num_forks > 1:
+            control.phase = Phase.FORK
+        else:
+            control.phase = Phase.READY
+        if control.phase is not Phase.FORK:
+            self._forking.give_up(sequence)
+
+    def _find_deadlocks(self, late: Set[int]) -> Actions:
+        """End requests whose sequences are all suspended, since none can wake another.
+
+        Args:
+            late: sequences that are suspended only until their controllers answer.
+        """
+        for request, live in self._controlled.by_request():
+            controls = [control_of(each) for each in live]
+            suspended = all(each.phase is Phase.SUSPENDED and each.id not in late for each in controls)
+            request.n_deadlocked = request.n_deadlocked + 1 if suspended else 0
+            if request.n_deadlocked >= MAX_SUSPENDED_EXCHANGES:
+                for sequence in live:
+                    yield Finish(sequence, "deadlock")
+
+    def _take_mid(self, exchange: Exchange[MidResults], rows: Mapping[int, int], step: InFlightStep | None) -> Actions:
+        """Act on the answer of ``mid``.
+
+        Args:
+            rows: row of each mask, by the ids of sequences.
+            step: the step that waits for the masks, unless it ended without them; ``None``: no step does yet.
+        """
+        assert exchange.answer is not None
+        if any(found.result is not None for found in exchange.answer.values()):
+            yield Signal.REVOKE_AHEAD  # its inputs are tokens that a splice replaces
+        if step is not None:
+            good = {id for id, found in exchange.answer.items() if not found.error and found.skipped is not True}
+            self._steps.ready(step, {id: row for id, row in rows.items() if id in good})
+        for id, found in exchange.answer.items():
+            sequence = yield from self._forward_output(id, found)
+            if sequence is None:
+                continue
+            control = control_of(sequence)
+            if found.skipped is True:
+                control.phase = Phase.READY
+                self._skipped += 1
+            elif found.result is None:
+                control.phase, control.mask_row = Phase.MASK_READY, rows[id]
+            else:
+                control.phase, control.splice = Phase.MASK_READY, found.result
+
+
+def _failed(sequence: Sequence, reason: str) -> Finish:
+    return Finish(sequence, ControllerFailed(reason[-MAX_ERROR_CHARACTERS:]))
+
+
+def _can_go_on(sequence: Sequence) -> bool:
+    """Whether the next step could compute, splice or sample something of ``sequence``."""
+    if sequence.allocation is None:
+        return False
+    if sequence.n_known - 1 > sequence.n_computed:
+        return not sequence.is_blocked
+    phase = control_of(sequence).phase
+    return phase is Phase.MASK_READY or (phase is Phase.READY and sequence.sink.has_room)

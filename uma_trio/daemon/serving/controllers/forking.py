@@ -1,0 +1,122 @@
+"""Forks of controlled sequences: which one is next, and whether it waits for room.
+
+Forks reserve cells for all that they may generate, like requests.  The first sequence that finds no room gets all that
+becomes free, before requests that wait in the queue.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import Final
+
+from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
+from uma_trio.daemon.serving.controllers.state import Phase
+from uma_trio.daemon.serving.queue import RunningSet
+from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.errors import ControllerFailed, KvFull, UmaError
+from uma_trio.protocol.controllers import Fork
+
+MAX_ANSWERS: Final = 1024
+"""Answers of one request in all, ended ones included: forks that fork again would go on for ever."""
+
+
+class ForkRefused(Exception):
+    """A sequence cannot be forked.
+
+    Attributes:
+        error: ends it.
+    """
+
+    def __init__(self, sequence: Sequence, error: UmaError) -> None:
+        super().__init__(str(error))
+        self.sequence = sequence
+        self.error = error
+
+
+class Forking:
+    """Forks the sequences of ``controlled`` that are in phase FORK."""
+
+    def __init__(self, controlled: ControlledSequences, running: RunningSet) -> None:
+        self._controlled = controlled
+        self._running = running
+        self._found_no_room: tuple[Sequence, int] | None = None
+        """The sequence that is next, and changes of the cache when it found no room."""
+
+    def is_possible(self) -> bool:
+        """Whether ``next_group`` would try, or refuse, to fork a sequence."""
+        sequence = self._next()
+        return sequence is not None and (not self._waits(sequence) or self._is_deadlocked(sequence))
+
+    def next_group(self) -> list[Sequence]:
+        """Fork the sequence that is next.
+
+        Returns:
+            The sequence and its forks; nothing, if there is no such sequence, or it waits for room.
+
+        Raises:
+            ForkRefused: there will be no room for its forks.
+        """
+        sequence = self._next()
+        if sequence is None:
+            self._keep_room(None)  # its client does not read
+            return []
+        n = control_of(sequence).n_forks - 1
+        if (impossible := self._running.why_no_fork(sequence, n)) is not None:
+            raise ForkRefused(
+                sequence, ControllerFailed(f"the controller forks an answer into {n + 1}, but {impossible}")
+            )
+        if self._controlled.n_answers(sequence) + n > MAX_ANSWERS:
+            raise ForkRefused(
+                sequence,
+                ControllerFailed(f"the controller forks into more than {MAX_ANSWERS} answers, the most of a request"),
+            )
+        if not self._waits(sequence):
+            allocations = self._running.allocate_forks(sequence, n)
+            if allocations is not None:
+                self._keep_room(None)
+                forks = self._controlled.fork(sequence, n)
+                self._running.begin_forks(forks, allocations)
+                _announce(sequence, forks)
+                return [sequence, *forks]
+            self._keep_room(sequence)
+        if self._is_deadlocked(sequence):
+            raise ForkRefused(
+                sequence, KvFull(f"no KV cells to fork into {n + 1} answers: every running request waits for cells")
+            )
+        return []
+
+    def _next(self) -> Sequence | None:
+        return next((each for each in self._ready() if is_prefilled(each)), None)
+
+    def _ready(self) -> list[Sequence]:
+        return reading(self._controlled.in_phase(Phase.FORK))
+
+    def give_up(self, sequence: Sequence) -> None:
+        """``sequence`` has ended, or no longer wants to fork."""
+        if self._found_no_room is not None and self._found_no_room[0] is sequence:
+            self._keep_room(None)
+
+    def _keep_room(self, sequence: Sequence | None) -> None:
+        """All room that becomes free is for the forks of ``sequence``; ``None``: for requests that wait."""
+        self._found_no_room = None if sequence is None else (sequence, self._running.cache.changes)
+        self._running.keep_room(sequence)
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether ``sequence`` has found no room, and nothing has changed in the KV cache."""
+        return self._found_no_room == (sequence, self._running.cache.changes)
+
+    def _is_deadlocked(self, sequence: Sequence) -> bool:
+        """Whether every other running sequence also waits for room, or for one that does, so no cell will become free."""
+        if self._running.cache.offload.blocks_requests:
+            return False
+        wanting = self._ready()
+        stuck = {control_of(each).request for each in wanting}
+        waiting = {*wanting, *[x for x in self._controlled.in_phase(Phase.SUSPENDED) if control_of(x).request in stuck]}
+        return all(other in waiting for other in self._running)
+
+
+def _announce(parent: Sequence, forks: abc.Sequence[Sequence]) -> None:
+    assert parent.index is not None
+    for fork in forks:
+        assert fork.index is not None
+        fork.sink.send(Fork(id=fork.request.id, index=fork.index, parent=parent.index))

@@ -1,0 +1,227 @@
+"""From sampled tokens to events: text, stop strings, log-probabilities, and how an answer ends."""
+
+from __future__ import annotations
+
+import functools
+from collections import abc
+from typing import Any, Final
+
+import msgspec
+
+from uma_trio.aici.messages import SequenceResult
+from uma_trio.daemon.answer.regions import Split
+from uma_trio.daemon.answer.text import TextAssembler
+from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.step import NewTokens, TokenToBytes
+from uma_trio.engine_link.sampling import TokenLogprobs
+from uma_trio.errors import UmaError
+from uma_trio.protocol.controllers import Backtrack, ControllerOutput, StorageWrite
+from uma_trio.protocol.events import FinishReason, Logprob, Logprobs, Reasoning, Token, ToolCallDelta
+
+MAX_UNSENT_CHARACTERS: Final = 1 << 16
+MAX_UNSENT_WRITES: Final = 256
+"""What is kept of a controller's logs and writes of variables while its client does not read."""
+
+MAX_CHARACTER_BYTES: Final = 4
+"""Longest character in UTF-8."""
+
+
+def send_prompt(sequence: Sequence) -> None:
+    """Send the prompt's text, in front of everything else."""
+    if sequence.request.stream:
+        event = Token(id=sequence.request.id, text=sequence.prompt.text, echo=True, index=sequence.index)
+        sequence.sink.send(event)
+    else:
+        sequence.texts.append(sequence.prompt.text)
+
+
+def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
+    """Send new tokens, up to one that completes a stop string, or the only call that the answer may have.
+
+    Returns:
+        Why the sequence ends with them, if it does.
+    """
+    sequence = new.sequence
+    if sequence.control is not None:
+        return _send_controlled(new, token_to_bytes)
+    for n, token in enumerate(new.tokens, 1):
+        score = new.scores[n - 1] if new.scores else None
+        last = new.reason is not None and n == len(new.tokens)
+        _send_token(sequence, token, score, token_to_bytes, last=last)
+        if sequence.assembler.matched is not None:
+            sequence.cut_at_stop(new.n_before + n, token_to_bytes)
+            return "stop"
+        if sequence.assembler.has_ended:
+            del sequence.tokens[new.n_before + n :]
+            return "stop"
+    return new.reason
+
+
+def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
+    """Send what was removed, then new tokens: an event for each, also for tokens without text."""
+    sequence, request = new.sequence, new.sequence.request
+    assert sequence.index is not None
+    assert isinstance(sequence.assembler, TextAssembler)
+    if new.n_removed:
+        removed = "".join(sequence.texts[new.n_before :])
+        del sequence.texts[new.n_before :], sequence.logprobs[new.n_before :]
+        sequence.assembler = assembler_after(sequence.tokens[: new.n_before], token_to_bytes)
+        if request.stream:
+            sequence.sink.send(Backtrack(id=request.id, index=sequence.index, tokens=new.n_removed, text=removed))
+    for n, token in enumerate(new.tokens):
+        text = "" if token in sequence.end_ids else sequence.assembler.feed(token_to_bytes(token))
+        if new.reason is not None and n == len(new.tokens) - 1:
+            text += sequence.assembler.finish()
+        sequence.texts.append(text)
+        score = new.scores[n] if new.scores else None
+        logprobs = None if score is None else _logprobs(token, score, token_to_bytes)
+        if not request.stream:
+            sequence.logprobs.append(logprobs)
+        elif new.by_controller:
+            sequence.sink.send(Token(id=request.id, text=text, token_id=token, index=sequence.index, inserted=True))
+        else:
+            sequence.sink.send(Token.of(request.id, text, token, logprobs, index=sequence.index))
+    return new.reason
+
+
+def assembler_after(tokens: abc.Sequence[int], token_to_bytes: TokenToBytes) -> TextAssembler:
+    """An assembler that goes on after ``tokens``, whose text was sent."""
+    tail: list[bytes] = []
+    for token in reversed(tokens):
+        tail.append(token_to_bytes(token))
+        if sum(map(len, tail)) >= MAX_CHARACTER_BYTES:
+            break
+    assembler = TextAssembler()
+    assembler.feed(b"".join(reversed(tail)))
+    return assembler
+
+
+def send_rest(sequence: Sequence) -> None:
+    """Send what is left of the text of an answer that its controller has ended: bytes that are no whole character."""
+    assert isinstance(sequence.assembler, TextAssembler)
+    text = sequence.assembler.finish()
+    if text and sequence.request.stream:
+        sequence.sink.send(Token(id=sequence.request.id, text=text, index=sequence.index))
+    elif text:
+        sequence.texts.append(text)
+
+
+def send_controller_output(sequence: Sequence, result: SequenceResult[Any]) -> None:
+    """Send what a controller has printed and written, and its error, if there is something.
+
+    A controller may be asked again and again while its client does not read.  What it says meanwhile is kept, but only the
+    end of it, and sent later.
+    """
+    control = sequence.control
+    assert control is not None
+    control.logs = (control.logs + result.logs)[-MAX_UNSENT_CHARACTERS:]
+    control.writes = [*control.writes, *filter(None, map(_write, result.storage))][-MAX_UNSENT_WRITES:]
+    if sequence.sink.has_room or result.error:
+        send_unsent(sequence, result.error)
+
+
+def send_unsent(sequence: Sequence, error: str = "") -> None:
+    """Send what ``send_controller_output`` has kept, if there is something."""
+    control = sequence.control
+    assert control is not None
+    assert sequence.index is not None
+    if control.logs or control.writes or error:
+        sequence.sink.send(
+            ControllerOutput(
+                id=sequence.request.id,
+                index=sequence.index,
+                logs=control.logs or None,
+                storage=control.writes or None,
+                error=error or None,
+            )
+        )
+    control.logs, control.writes = "", []
+
+
+def _write(command: object) -> StorageWrite | None:
+    """A write of a variable as the runtime reports it; ``None`` if it is none."""
+    try:
+        found = msgspec.convert(command, _StorageCommand).WriteVar
+        return StorageWrite.of(
+            found.name, bytes.fromhex(found.value), "append" if found.op == "Append" else "set", found.when_version_is
+        )
+    except (msgspec.ValidationError, ValueError):
+        return None
+
+
+class _WriteVar(msgspec.Struct):
+    name: str
+    value: str
+    op: str = "Set"
+    when_version_is: int | None = None
+
+
+class _StorageCommand(msgspec.Struct):
+    WriteVar: _WriteVar
+
+
+def _send_token(
+    sequence: Sequence, token: int, score: TokenLogprobs | None, token_to_bytes: TokenToBytes, *, last: bool
+) -> None:
+    """Send ``token`` and the text that can be shown with it.
+
+    Args:
+        last: nothing follows, so text that was held back is sent as well.
+    """
+    is_end = token in sequence.end_ids
+    assembler = sequence.assembler
+    is_reasoning = is_call = False
+    if isinstance(assembler, TextAssembler):
+        text = "" if is_end else assembler.feed(token_to_bytes(token))
+        if last and assembler.matched is None:
+            text += assembler.finish()
+        split = Split(text=text)
+    else:
+        was_call = assembler.in_calls
+        split = Split() if is_end else assembler.feed(token, token_to_bytes(token))
+        if last:
+            split += assembler.finish()
+        is_reasoning = not split.text and (bool(split.reasoning) or assembler.in_reasoning)
+        is_call = not split.text and not split.reasoning and (bool(split.calls) or was_call or assembler.in_calls)
+    if is_end and not any(split):
+        return
+    logprobs = None if score is None else _logprobs(token, score, token_to_bytes)
+    if sequence.request.stream:
+        if not is_call:
+            _send_events(sequence, token, split.reasoning, split.text, logprobs, is_reasoning=is_reasoning)
+        for delta in split.calls:
+            sequence.sink.send(ToolCallDelta(id=sequence.request.id, index=sequence.index, **delta._asdict()))
+        return
+    sequence.texts.append(split.text)
+    sequence.reasoning_texts.append(split.reasoning)
+    if logprobs is not None:
+        sequence.logprobs.append(logprobs)
+
+
+def _send_events(
+    sequence: Sequence, token: int, reasoning: str, text: str, logprobs: Logprobs | None, *, is_reasoning: bool
+) -> None:
+    """Send one event of a token, or two if the reasoning ends in the middle of it."""
+    name, index, send = sequence.request.id, sequence.index, sequence.sink.send
+    if is_reasoning:
+        send(Reasoning.of(name, reasoning, token, logprobs, index=index))
+        return
+    if reasoning:
+        send(Reasoning.of(name, reasoning, None, None, index=index))
+    send(Token.of(name, text, token, logprobs, index=index))
+
+
+def _logprobs(token: int, score: TokenLogprobs, token_to_bytes: TokenToBytes) -> Logprobs:
+    """The log-probability of ``token``, and of the most likely tokens."""
+    top = []
+    for other, logprob in score.top_logprobs:
+        text, octets = _shown(token_to_bytes(other))
+        top.append(Logprob(token_id=other, text=text, bytes=octets, logprob=logprob))
+    text, octets = _shown(token_to_bytes(token))
+    return Logprobs(token_id=token, text=text, bytes=octets, logprob=score.logprob, top_logprobs=top)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _shown(data: bytes) -> tuple[str, list[int]]:
+    """Text and bytes of a token.  Cached: an answer that is not streamed keeps twenty times as many as it has tokens."""
+    return data.decode("utf-8", "replace"), list(data)  # a token may be a part of a character

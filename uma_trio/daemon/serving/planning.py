@@ -1,0 +1,425 @@
+"""What the next step contains, or why there is none now.
+
+``daemon/scheduling/policy.py`` divides the time of a step between streams and prompts.  Here is everything around it: what is
+ready, texts to embed and copies of KV states next to it, draft tokens, and when a step may run ahead.  Nothing here
+talks to the engine or waits.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import abc
+from collections.abc import Mapping
+from itertools import chain
+from typing import Final
+
+import attrs
+import msgspec
+import trio
+
+from uma_trio.config import Scheduling
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.scheduling.bisection import CrashBisection
+from uma_trio.daemon.scheduling.cost import MAX_MARGIN
+from uma_trio.daemon.scheduling.gaps import NO_FILLERS
+from uma_trio.daemon.scheduling.policy import NO_DRAFT_MODEL, Plan, PolicyState, Tick, plan
+from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.serving.controllers.driver import ControllerDriver
+from uma_trio.daemon.serving.drafting import MAX_STREAMS, DraftModel
+from uma_trio.daemon.serving.embedding import EmbeddingChunk, EmbeddingQueue
+from uma_trio.daemon.serving.offload import Offloader
+from uma_trio.daemon.serving.prompt_lookup import PromptLookup
+from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue
+from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.daemon.serving.step import InFlightStep, PlannedStep
+from uma_trio.engine_link.attention import Attention, AttentionScan
+from uma_trio.engine_link.kv_ops import KvOp
+from uma_trio.engine_link.messages import DraftInput, ModelInfo
+from uma_trio.principal import Principal
+
+MAX_DRAFTS: Final = 32
+"""Draft tokens of one sequence in one step."""
+
+MAX_DECODES_WITH_DRAFTS: Final = MAX_STREAMS
+"""Sequences.  A wider batch has little to gain from drafts, and looking for them would take time between two steps."""
+
+INITIAL_ACCEPTANCE_RATE: Final = 0.5
+"""Acceptance rate of draft tokens that is assumed at first."""
+
+INITIAL_ACCEPTANCE_RATE_IF_REQUESTED: Final = 0.95
+"""The same where the request asks for speculation."""
+
+MASK_TIMEOUT_MS: Final = 10.0
+"""A sequence whose mask is not ready this long after the logits is left out, and computed again in a later step."""
+
+LONG_MASK_TIMEOUT_MS: Final = 1000.0
+"""The same where that is impossible, because the memory cannot be truncated: then the sequence fails."""
+
+MAX_DELAY_MS: Final = 20.0
+"""A new request may wait this long for a step that runs ahead.  Revoking that step would stop the device until the next
+one is planned, which all other streams would feel."""
+
+
+class NoStep(enum.Enum):
+    """Why there is no next step now."""
+
+    NOTHING_READY = "nothing can be computed"
+    NO_SEQUENCE = "the step in flight computes no sequence"
+    DRAFTS = "prompt lookup or a grammar may have draft tokens, or the draft model lacks a part of a prompt"
+    UNKNOWN_DURATION = "a copy of a KV state or texts to embed wait, and the next plan must know how long they take"
+    OUTLIER = "the last step was predicted badly, so a chunk of a prompt could delay all streams"
+    CONTROLLER = "a controller says what is sampled next, or may say so before this step is complete"
+    SUSPECTS = "the sequence that makes the engine fail is searched, so what runs next depends on this step"
+    PREEMPTION = "a sequence loses its place to a request that waits, and the step in flight computes it"
+    CANNOT_TRUNCATE = "a prompt begins or goes on, and its sequence cannot be cut to what it turns out to hold"
+
+
+@attrs.define(eq=False, kw_only=True)
+class StepPlanner:
+    """Plans the steps of one engine, one after another.
+
+    Its arguments change between two plans, and planning changes some of them: waiting sequences start to run, texts and KV
+    operations leave their queues, and the policy's state advances.  So a planned step must be submitted, or given back
+    with ``undo``.
+    """
+
+    _info: ModelInfo
+    _limits: Scheduling
+    _timings: StepTimings
+    _cache: KvCache
+    _waiting: WaitingQueue
+    _running: RunningSet
+    _embeddings: EmbeddingQueue
+    _offloader: Offloader
+    _bisection: CrashBisection[Sequence]
+    _controllers: ControllerDriver
+    drafts: DraftModel | None = None
+    _policy: PolicyState = attrs.field(factory=PolicyState, init=False)
+    _had_chunk: bool = attrs.field(default=False, init=False)
+    """The last step that was planned had texts to embed."""
+    last_was_outlier: bool = attrs.field(default=True, init=False)
+    """The last step took much more or less time than predicted, or there was none."""
+
+    # -- who is served --------------------------------------------------------------------------
+
+    def arrived(self, principal: Principal) -> None:
+        """A request of ``principal`` has come; call it before the request is in a queue."""
+        waiting = {
+            other.principal.name
+            for other in chain(self._running, self._waiting)
+            if other.state in (State.WAITING, State.PREFILL)
+        }
+        waiting |= {pending.principal.name for pending in self._embeddings}
+        if principal.name not in waiting:
+            self._policy = attrs.evolve(self._policy, service=self._policy.service.arrived(principal.name, waiting))
+
+    def left(self, principal: Principal) -> None:
+        """The last request of ``principal`` has ended."""
+        self._policy = self._policy.without(principal.name)
+
+    def begin_speculation(self, sequence: Sequence) -> None:
+        """Look for draft tokens from the first token on, where wrong ones can be removed and the request wants it."""
+        if self._speculates(sequence):
+            known = [*sequence.prompt.tokens.tolist(), *sequence.tokens]
+            wanted = sequence.request.speculate
+            rate = INITIAL_ACCEPTANCE_RATE_IF_REQUESTED if wanted else INITIAL_ACCEPTANCE_RATE
+            sequence.lookup = PromptLookup(known, acceptance_rate=rate)
+
+    def begin_drafts(self, sequence: Sequence) -> None:
+        """Let the draft model propose tokens from the first one on, under the same conditions."""
+        if self.drafts is not None and self._speculates(sequence):
+            self.drafts.begin(sequence)
+
+    def _speculates(self, sequence: Sequence) -> bool:
+        wanted = sequence.request.speculate
+        can_draft = self._info.can_truncate and not sequence.sampling.params.is_adaptive
+        return can_draft and (self._limits.speculation if wanted is None else wanted)
+
+    # -- the next step --------------------------------------------------------------------------
+
+    def next_step(self) -> PlannedStep | NoStep:
+        """What to compute now; no step is in flight."""
+        self._admit(may_preempt=True)
+        self._timings.attention = self._attention()
+        starts_at = trio.current_time()
+        decodes, prefills = self._views()
+        transfer, embedding = self._offloader.next_transfer(decodes), None
+        if self._running.is_copying:
+            prefills = []  # a request waits for the copy, and a chunk would delay it
+        if transfer is not None:
+            starts_at += self._offloader.predicted_ms(transfer) / 1e3
+        elif not self._running.is_copying:
+            embedding = self._next_chunk(decodes, prefills)
+        if embedding is not None:
+            starts_at += embedding.predicted_ms / 1e3
+        sequences: Mapping[int, Sequence] = self._running.by_seq_id()
+        look_ahead = not prefills and _often_forced([sequences[view.seq_id] for view in decodes])
+        chosen, sequences = self._settle(self._plan(decodes, prefills, starts_at), sequences)
+        draft_inputs = self._draft_inputs(chosen, sequences)
+        if self.drafts is not None and not draft_inputs:
+            draft_inputs, draft_ms = self._catch_up(chosen, sequences)
+            chosen = attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms)
+        ops: abc.Sequence[KvOp] = self._cache.take_ops()
+        if transfer is not None:
+            ops = (*ops, transfer.op)
+        if not chosen.decodes and not chosen.chunks and not ops and embedding is None:
+            return NoStep.NOTHING_READY
+        if embedding is not None:
+            service = chosen.state.service.charged(embedding.costs())
+            chosen = attrs.evolve(chosen, state=attrs.evolve(chosen.state, service=service))
+        before, self._policy = self._policy, chosen.state
+        return PlannedStep(
+            plan=chosen,
+            sequences=sequences,
+            ops=ops,
+            policy_before=before,
+            mask_timeout_ms=self._mask_timeout_ms,
+            look_ahead=look_ahead,
+            transfer=transfer,
+            embedding=embedding,
+            draft_inputs=draft_inputs,
+        )
+
+    def step_ahead(self, step: InFlightStep) -> PlannedStep | NoStep:
+        """What to compute after ``step``, the only one in flight, as soon as it is complete.
+
+        It goes on with the tokens that ``step`` samples, so they must not decide what it contains.
+        """
+        obstacle = self._obstacle(step)
+        if obstacle is not None:
+            return obstacle
+        self._admit(may_preempt=False)
+        self._timings.attention = self._attention(step)
+        decodes, prefills = step.views_after(chain(*self._running.ready(step.rows)))
+        sequences: Mapping[int, Sequence] = self._running.by_seq_id()
+        if prefills:
+            if self.last_was_outlier:
+                return NoStep.OUTLIER
+        else:
+            streams = [sequences[view.seq_id] for view in decodes]
+            if _often_forced(streams) or any(stream.forced for stream in streams) or self._catching_up(streams):
+                return NoStep.DRAFTS
+            if len(streams) <= MAX_DECODES_WITH_DRAFTS:
+                decodes = [self._with_drafts(view, sequences[view.seq_id], step) for view in decodes]
+        chosen = self._plan(decodes, prefills, step.completed_at)
+        if any(n and not view.drafts_by_model for view, n in zip(chosen.decodes, chosen.drafts, strict=False)):
+            return NoStep.DRAFTS
+        if not chosen.decodes and not chosen.chunks:
+            return NoStep.NOTHING_READY
+        chosen, sequences = self._settle(chosen, sequences, step)
+        draft_inputs = self._draft_inputs(chosen, sequences) if chosen.drafts else ()
+        before, self._policy = self._policy, chosen.state
+        return PlannedStep(
+            plan=chosen,
+            sequences=sequences,
+            ops=self._cache.take_ops(in_flight=True),
+            policy_before=before,
+            mask_timeout_ms=self._mask_timeout_ms,
+            draft_inputs=draft_inputs,
+        )
+
+    def undo(self, planned: PlannedStep) -> None:
+        """``planned``, which ran ahead, was not begun."""
+        self._cache.put_back(planned.ops)
+        if self.drafts is not None:
+            self.drafts.undo(planned)
+        self._policy = self._policy.undo(planned.policy_before, planned.plan.state)
+
+    # -- its parts ------------------------------------------------------------------------------
+
+    def _obstacle(self, step: InFlightStep) -> NoStep | None:
+        """Why no step may run ahead of ``step``, whatever is ready."""
+        if step.revoked or not step.rows:
+            return NoStep.NO_SEQUENCE
+        if any(row.drafts for row in step.rows.values()):
+            return NoStep.DRAFTS
+        if self._offloader.has_transfers or self._running.is_copying or self._embeddings.is_ready:
+            return NoStep.UNKNOWN_DURATION
+        if self._bisection.is_active:
+            return NoStep.SUSPECTS
+        if self._waiting and self.preempts_at <= trio.current_time():
+            return NoStep.PREEMPTION
+        if self._controllers and self._controllers.prevents_run_ahead(step):
+            return NoStep.CONTROLLER
+        if not self._info.can_truncate and (
+            self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)
+        ):
+            return NoStep.CANNOT_TRUNCATE
+        return None
+
+    @property
+    def preempts_at(self) -> float:
+        """When a running sequence will lose its place, on trio's clock; infinite if none will."""
+        return self._waiting.preempts_at(self._policy.service)
+
+    def _admit(self, *, may_preempt: bool) -> None:
+        for sequence in self._waiting.admit(self._policy.service, may_preempt=may_preempt):
+            if sequence.control is not None:
+                self._controllers.preempted(sequence)
+            if self.drafts is not None:
+                self.drafts.leave(sequence)
+            self._bisection.discard(sequence)
+
+    def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
+        """What the next step can decode and prefill, if none is in flight; by sequence id."""
+        decodes, prefills = self._running.ready()
+        if self._bisection.is_active:
+            suspects = self._bisection.current({*decodes, *prefills})
+            decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
+            prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
+        max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
+        views = [sequence.view() for sequence in decodes]
+        return (
+            [
+                self._with_drafts(view, sequence) if max_drafts or sequence.forced else view
+                for view, sequence in zip(views, decodes, strict=True)
+            ],
+            [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
+        )
+
+    def _with_drafts(self, view: SequenceView, sequence: Sequence, step: InFlightStep | None = None) -> SequenceView:
+        """``view`` with the drafts that prompt lookup, the grammar or the draft model has.
+
+        Args:
+            step: in flight.  Prompt lookup may have drafts after it if it has some now.
+        """
+        n = len(sequence.drafts(MAX_DRAFTS))
+        if n:
+            view = msgspec.structs.replace(view, n_drafts=n)
+        state = sequence.draft_state
+        if self.drafts is None or state is None or sequence.forced or self._bisection.is_active:
+            return view
+        if n and view.acceptance_rate >= state.acceptance_rate:
+            return view
+        row = None if step is None else step.row_of(sequence)
+        n_drafts = self.drafts.can_draft(sequence, MAX_DRAFTS, self._timings.cost, 0 if row is None else row.n_samples)
+        if not n_drafts:
+            return view
+        return msgspec.structs.replace(
+            view,
+            n_drafts=n_drafts,
+            acceptance_rate=state.acceptance_rate,
+            drafts_by_model=True,
+            draft_precision=state.precision,
+            n_missing=self.drafts.n_missing(sequence) - 1,
+        )
+
+    def _catching_up(self, streams: abc.Sequence[Sequence]) -> list[Sequence]:
+        """Streams that the draft model should compute the tokens of, before it can propose some."""
+        if self.drafts is None or len(streams) > MAX_DECODES_WITH_DRAFTS or self._bisection.is_active:
+            return []
+        return [each for each in streams if self.drafts.should_catch_up(each, self._timings.cost)]
+
+    def _draft_inputs(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> list[DraftInput]:
+        """What the draft model computes for ``chosen``."""
+        if self.drafts is None:
+            return []
+        return [
+            self.drafts.input(sequences[view.seq_id], n)
+            for view, n in zip(chosen.decodes, chosen.drafts, strict=False)
+            if n and view.drafts_by_model
+        ]
+
+    def _catch_up(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> tuple[list[DraftInput], float]:
+        """What the draft model computes next to ``chosen``, which has no drafts of it, and the milliseconds."""
+        assert self.drafts is not None
+        behind = [] if chosen.chunks else self._catching_up([sequences[view.seq_id] for view in chosen.decodes])
+        if not behind:
+            return [], 0.0
+        time_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - trio.current_time())
+        inputs = self.drafts.catch_up(behind, min(time_ms / 2, self._limits.prefill_tick_ms) - chosen.predicted_ms)
+        return inputs, self.drafts.cost.ms(1, sum([len(each.tokens) for each in inputs]))
+
+    def _pause_of(self, sequence: Sequence) -> int:
+        assert sequence.allocation is not None
+        return self._cache.next_pause(sequence.allocation)
+
+    def _next_chunk(
+        self, decodes: abc.Sequence[SequenceView], prefills: abc.Sequence[SequenceView]
+    ) -> EmbeddingChunk | None:
+        """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
+        had_chunk, self._had_chunk = self._had_chunk, False
+        if not self._embeddings.is_ready or (self._bisection.is_active and (decodes or prefills)):
+            return None  # after a crash, texts and sequences are suspected separately
+        time_ms = self._limits.prefill_tick_ms
+        if decodes:
+            time_ms = 1e3 * (min([view.due_s for view in decodes]) - trio.current_time())
+            time_ms = (1 - MAX_MARGIN) * time_ms - self._timings.decode_ms(decodes)
+        if prefills:
+            time_ms /= 2
+        if decodes and had_chunk and time_ms < self._embeddings.min_chunk_ms:
+            return None  # streams will be late: every other step has the smallest chunk
+        chunk = self._embeddings.next_chunk(time_ms, self._policy.service)
+        self._had_chunk = chunk is not None
+        return chunk
+
+    def _plan(
+        self, decodes: abc.Sequence[SequenceView], prefills: abc.Sequence[SequenceView], starts_at: float
+    ) -> Plan:
+        return plan(
+            Tick(
+                decodes,
+                prefills,
+                self._policy,
+                now_s=starts_at,
+                cost=self._timings.cost,
+                max_tokens=self._info.n_batch,
+                limits=self._limits,
+                mixes_prefill=self._info.unified,
+                attention=self._timings.attention,
+                records_calls=self._info.records_calls,
+                fillers=self._fillers() if len(decodes) > 1 else NO_FILLERS,
+                draft_cost=NO_DRAFT_MODEL if self.drafts is None else self.drafts.cost,
+                gap_ms=self._timings.gap_ms,
+            )
+        )
+
+    def _attention(self, step: InFlightStep | None = None) -> Attention:
+        """What attention scans in the next step.
+
+        Args:
+            step: in flight, with rows that the KV cache does not count yet.
+        """
+        scan = self._info.attention_scan
+        if scan is not AttentionScan.CACHE:
+            return Attention(scan)
+        n = None if step is None else step.plan.work.prefill_tokens + step.plan.work.decode_rows
+        return Attention(scan, self._cache.cells_scanned(n))
+
+    def _fillers(self) -> Mapping[int, int]:
+        """See ``Tick.fillers``.  No sequence holds more than a request may have: a model may know no position beyond that."""
+        return self._cache.lengths_below(self._info.max_request_tokens) if self._info.fills_gaps else NO_FILLERS
+
+    def _settle(
+        self, chosen: Plan, sequences: Mapping[int, Sequence], in_flight: InFlightStep | None = None
+    ) -> tuple[Plan, Mapping[int, Sequence]]:
+        """Move the sequences whose prefill begins to the sequence ids that suit best.
+
+        Returns:
+            The plan with those ids, and the sequences by them.
+        """
+        if not chosen.chunks:
+            return chosen, sequences
+        chunks = []
+        for chunk in chosen.chunks:
+            sequence = sequences[chunk.seq_id]
+            if not sequence.n_computed and (in_flight is None or in_flight.row_of(sequence) is None):
+                self._running.settle(sequence)
+            assert sequence.allocation is not None
+            chunks.append(attrs.evolve(chunk, seq_id=sequence.allocation.seq_id))
+        return attrs.evolve(chosen, chunks=tuple(chunks)), self._running.by_seq_id()
+
+    @property
+    def _mask_timeout_ms(self) -> float:
+        return MASK_TIMEOUT_MS if self._info.can_truncate else LONG_MASK_TIMEOUT_MS
+
+
+def _often_forced(decodes: abc.Sequence[Sequence]) -> bool:
+    """Whether to know what grammars force before the next step is planned: if that helps half of the sequences."""
+    return 2 * sum([sequence.often_forced for sequence in decodes]) >= max(1, len(decodes))
+
+
+def delays_requests(step: InFlightStep) -> bool:
+    """Whether a new request would wait too long for ``step``, which runs ahead."""
+    return step.plan.predicted_ms > MAX_DELAY_MS

@@ -1,0 +1,708 @@
+"""The tick: complete, plan, submit, deliver.
+
+One task runs this loop for one model.  An engine computes steps in another process; while it does, the tokens of the
+step before become text and go to the clients, so the device never waits for a socket.  Everything that others ask of
+the scheduler (submit, cancel, a snapshot) is a plain call between two of its checkpoints, so there are no locks.
+
+Source: docs/ARCHITECTURE.md, "A tick".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import abc
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import structlog
+import trio
+
+from uma_trio.config import MB, Config
+from uma_trio.daemon.aici.exchange import ControllerRuntime
+from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.scheduling.bisection import CrashBisection
+from uma_trio.daemon.scheduling.cost import CostModel
+from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.serving.controllers.driver import (
+    MAX_WAIT_S,
+    Actions,
+    ControllerDriver,
+    Deliver,
+    Finish,
+    Signal,
+    WhenDone,
+)
+from uma_trio.daemon.serving.controllers.state import ControlledRequest
+from uma_trio.daemon.serving.drafting import DraftModel
+from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
+from uma_trio.daemon.serving.offload import InThread, Offloader
+from uma_trio.daemon.serving.output import send_prompt, send_tokens
+from uma_trio.daemon.serving.planning import NoStep, StepPlanner, delays_requests
+from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
+from uma_trio.daemon.serving.request import adapters_of, admit
+from uma_trio.daemon.serving.sequence import EventSink, Sequence, State
+from uma_trio.daemon.serving.stats import Stats
+from uma_trio.daemon.serving.step import (
+    CompletedStep,
+    InFlightStep,
+    NewTokens,
+    PlannedStep,
+    TokenToBytes,
+    build_step,
+    complete_step,
+)
+from uma_trio.daemon.store.memory_states import MemoryStates
+from uma_trio.engine_link.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput, TokenIds
+from uma_trio.errors import (
+    DecodeFailed,
+    KvFull,
+    ModelUnavailable,
+    QueueFull,
+    ShuttingDown,
+    TooManyRequests,
+    UmaError,
+)
+from uma_trio.grammar.compiler import Grammar
+from uma_trio.principal import Principal
+from uma_trio.processes.machine import free_memory_bytes
+from uma_trio.protocol.answers import HealthCheck, SequenceInfo
+from uma_trio.protocol.events import Failure, FinishReason
+from uma_trio.protocol.requests import Embed, Generate, Rerank
+from uma_trio.telemetry.perf_records import PerfSink
+
+log = structlog.get_logger("uma_trio.serving")
+
+
+class Scheduler:
+    """Serves sequences with one engine.
+
+    Args:
+        engine: runs the steps; started again when it dies.
+        token_to_bytes: of the model's vocabulary.
+        config: limits and scheduling.
+        cost: what is known of the engine's speed at the start.
+        in_thread: runs a blocking call.
+        runtime: of controllers; ``None``: requests cannot have one.
+    """
+
+    def __init__(
+        self,
+        engine: SupervisedEngine,
+        token_to_bytes: TokenToBytes,
+        config: Config,
+        cost: CostModel | None = None,
+        in_thread: InThread = trio.to_thread.run_sync,
+        runtime: ControllerRuntime | None = None,
+    ) -> None:
+        self.info: ModelInfo = engine.info
+        self._engine = engine
+        self._token_to_bytes = token_to_bytes
+        self._config = config
+        self._stats = Stats(self.info, debug=config.operations.debug)
+        self.telemetry = self._stats.telemetry
+        self.timings = StepTimings(cost or CostModel(), self.info.n_batch)
+        self.cache = cache_for(self.info, self.timings, reuse=config.scheduling.prefix_reuse)
+        self.offloader = Offloader(
+            self.cache,
+            self.timings,
+            self.wake,
+            after_s=config.sessions.offload_after_s,
+            in_thread=in_thread,
+            memory=MemoryStates(config.scheduling.preempted_max_mb * MB, free_memory_bytes),
+        )
+        self._running = RunningSet(self.cache, self.offloader, self.telemetry)
+        self._waiting = WaitingQueue(self.cache, self._running, self.telemetry, self.info, config.limits.max_queue)
+        self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
+        self._bisection: CrashBisection[Sequence] = CrashBisection()
+        self._controllers = ControllerDriver(runtime, engine, self._running)
+        self._planner = StepPlanner(
+            info=self.info,
+            limits=config.scheduling,
+            timings=self.timings,
+            cache=self.cache,
+            waiting=self._waiting,
+            running=self._running,
+            embeddings=self._embeddings,
+            offloader=self.offloader,
+            bisection=self._bisection,
+            controllers=self._controllers,
+            drafts=None if self.info.draft_model is None else DraftModel(self.info),
+        )
+        self._in_flight: list[InFlightStep] = []
+        """The step that computes, and perhaps one that runs ahead."""
+        self._freed: list[Sequence] = []
+        """Cancelled sequences whose tokens leave the KV cache with the next step."""
+        self._n_steps = 0
+        self._wake = trio.Event()
+        self._idle = trio.Event()
+        self._refusal: UmaError | None = None
+        self._stopping = False
+        self._stopped = False
+        if runtime is not None:
+            runtime.on_change = lambda: self._act(self._controllers.runtime_changed())
+            runtime.on_unused = lambda name: self._act(
+                self._controllers.drop_unused(ControlledRequest(name=name, generation=runtime.generation))
+            )
+
+    # -- called from outside, between ticks -----------------------------------------------------
+
+    def submit(
+        self,
+        request: Generate,
+        prompt: Prompt,
+        sink: EventSink,
+        principal: Principal,
+        *,
+        grammar: Grammar | None = None,
+        controlled: ControlledRequest | None = None,
+        durable: bool = False,
+    ) -> abc.Sequence[Sequence]:
+        """Accept a request: all of its answers or none.
+
+        Its events go to ``sink``.  ``sequence.done`` is set after the last event of each answer.
+
+        Args:
+            grammar: of its constraint.
+            controlled: under which the runtime has its controller.
+            durable: what it leaves in the KV cache is saved before it goes.
+
+        Returns:
+            ``request.n`` sequences.  All but the first share the prompt that the first one computes.  With a controller
+            it is one, and the list grows with each fork.
+
+        Raises:
+            UmaError: it cannot be served; see ``request.admit``.
+            QueueFull, KvFull, TooManyRequests: too many wait already.
+            ShuttingDown, ModelUnavailable: the scheduler accepts no requests.
+        """
+        durable = durable and self.offloader.saves
+        try:
+            sequences = self._enter(request, prompt, sink, principal, grammar, controlled, durable=durable)
+        except UmaError:
+            if controlled is not None:
+                self._act(self._controllers.drop_unused(controlled))
+            raise
+        if request.echo or request.return_full_text:
+            for sequence in sequences:
+                send_prompt(sequence)
+        self.wake()
+        return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
+
+    def _enter(
+        self,
+        request: Generate,
+        prompt: Prompt,
+        sink: EventSink,
+        principal: Principal,
+        grammar: Grammar | None,
+        controlled: ControlledRequest | None,
+        *,
+        durable: bool,
+    ) -> list[Sequence]:
+        if self._refusal is not None:
+            raise self._refusal
+        self._check_limit(principal, request.n)
+        if controlled is not None:
+            self._controllers.check(controlled)
+        sequences = admit(request, prompt, sink, principal, self.info, self._config, grammar=grammar, durable=durable)
+        self._planner.arrived(principal)
+        try:
+            self._waiting.enter(sequences)
+        except (QueueFull, KvFull):
+            self.wake()  # some of the answers may have had a place
+            raise
+        if controlled is None:  # a controller may refuse each token, so it is asked one at a time
+            for sequence in sequences:
+                self._planner.begin_drafts(sequence)
+        return sequences
+
+    def embed(
+        self, request: Embed | Rerank, texts: abc.Sequence[TokenIds], sink: EventSink, principal: Principal
+    ) -> PendingEmbeddings:
+        """Accept a request to embed or to rank ``texts``.  ``pending.done`` is set after its last event.
+
+        Args:
+            request: that has passed ``request.check_pooling``.
+
+        Raises:
+            BadRequest, AdapterNotFound: the model has no such adapters.
+            QueueFull, TooManyRequests: too many wait already.
+            ShuttingDown, ModelUnavailable: the scheduler accepts no requests.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        adapters = adapters_of(request, self.info)
+        self._check_limit(principal, 1)
+        pending = PendingEmbeddings(request, texts, sink, principal, adapters.scales)
+        self._planner.arrived(principal)
+        self._embeddings.add(pending)
+        self.wake()
+        return pending
+
+    def retry_after_ms(self) -> int | None:
+        """When a request that was refused may be sent again; see ``WaitingQueue``."""
+        return self._waiting.retry_after_ms()
+
+    def cancel_embedding(self, pending: PendingEmbeddings, reason: UmaError | None) -> None:
+        """End ``pending`` now, if it has not ended: with an error, or as cancelled."""
+        if not pending.done.is_set():
+            self._embeddings.end(pending, reason)
+            self.wake()
+
+    def _leave(self, principal: Principal) -> None:
+        """A request of ``principal`` has ended."""
+        if not self._n_requests(principal):
+            self._planner.left(principal)
+
+    def _n_requests(self, principal: Principal) -> int:
+        """Answers and requests for embeddings of ``principal``, waiting ones included."""
+        running = [*[each.principal for each in self.sequences()], *[pending.principal for pending in self._embeddings]]
+        return sum([other.name == principal.name for other in running])
+
+    def _check_limit(self, principal: Principal, n: int) -> None:
+        most = principal.max_requests
+        if most is not None:
+            now = self._n_requests(principal)
+            if now + n > most:
+                raise TooManyRequests(f"{principal.name} has {now} answers in flight and may have {most}")
+
+    def cancel(self, sequence: Sequence, reason: FinishReason | UmaError = "cancelled") -> None:
+        """End ``sequence`` now, if it has not ended.
+
+        Its last event is sent at once.  Its KV cells are freed at the end of the step in flight.
+        """
+        if sequence.state is not State.FINISHED:
+            sequence.cancelled_at = trio.current_time()
+            ahead = self._ahead
+            if ahead is not None and ahead.row_of(sequence) is not None:
+                self._revoke(ahead)
+            self.wake()
+            self._finish(sequence, reason)
+
+    def wake(self) -> None:
+        """Something has changed that the next plan should know: ends the wait for work.
+
+        A step that runs ahead was planned without knowing it.  A short one is let run.
+        """
+        ahead = self._ahead
+        if ahead is not None and delays_requests(ahead):
+            self._revoke(ahead)
+        self._wake.set()
+
+    def _act(self, actions: Actions) -> None:
+        """Do what the driver of controllers asks for."""
+        for action in actions:
+            match action:
+                case Deliver(new):
+                    self._deliver_new(new, trio.current_time())
+                case Finish(sequence, reason):
+                    self._finish(sequence, reason)
+                case WhenDone():
+                    action.exchange.when_done(functools.partial(self._act_later, action))
+                case Signal.END_WAIT:
+                    self._wake.set()
+                case Signal.WAKE:
+                    self.wake()
+                case Signal.REVOKE_AHEAD:
+                    if (ahead := self._ahead) is not None:
+                        self._revoke(ahead)
+
+    def _act_later(self, action: WhenDone) -> None:
+        self._act(action.then())
+
+    @property
+    def _ahead(self) -> InFlightStep | None:
+        """The step that runs ahead and was not revoked; the first step in flight has begun."""
+        ahead = self._in_flight[-1] if len(self._in_flight) > 1 else None
+        return None if ahead is None or ahead.revoked else ahead
+
+    def _revoke(self, ahead: InFlightStep) -> None:
+        ahead.revoked = True
+        self._engine.link.revoke(ahead.number)
+
+    def set_threads(self, n_threads: int) -> None:
+        """Have steps computed with this many threads, because other engines compute as well."""
+        before = self._engine.n_threads
+        if n_threads != before:
+            self._engine.set_threads(n_threads)
+            self.timings.change_threads(before, n_threads)
+
+    def close(self, reason: UmaError | None = None) -> None:
+        """Accept no more requests; those that were accepted go on."""
+        self._refusal = reason or ShuttingDown("the server is shutting down")
+
+    def stop(self) -> None:
+        """End all requests and the engine at once; ``run`` serves nothing afterwards."""
+        self.close()
+        self._stopping = True
+        self._engine.link.kill()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is left and all KV cells are freed, or ``run`` has ended."""
+        while self._is_busy and not self._stopped:
+            self._idle = trio.Event()
+            await self._idle.wait()
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All that have not finished: running ones, then waiting ones."""
+        return (each for each in chain(self._running, self._waiting) if each.state is not State.FINISHED)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Numbers for the metrics.  Never waits for a tick."""
+        running = [sequence for sequence in self._running if sequence.state is not State.FINISHED]
+        return {
+            **self._stats.snapshot(
+                running, self.cache, waiting=len(self._waiting), tick_error=self.timings.cost.mixed.error
+            ),
+            "preempted_bytes": self.offloader.parked_bytes,
+            "kv_offload": self.offloader.snapshot(),
+            "embeddings": self._embeddings.snapshot(),
+            "controllers": self._controllers.snapshot(),
+            "engine": self._engine.snapshot(),
+        }
+
+    def describe_sequences(self) -> list[SequenceInfo]:
+        """What the KV cache holds.  Never waits for a tick."""
+        return self._running.describe()
+
+    @property
+    def sinks(self) -> list[PerfSink]:
+        """Who gets a record of each tick and each request; others may join and leave."""
+        return self._stats.sinks
+
+    def health(self) -> list[HealthCheck]:
+        """Whether another request could be served now.  Never waits for a tick."""
+        link = self._engine.link
+        if isinstance(self._refusal, ModelUnavailable):
+            engine = HealthCheck(name="engine", ok=False, reason=str(self._refusal))
+        elif not link.is_usable:
+            engine = HealthCheck(name="engine", ok=False, reason=f"restarting: {link.reason or 'it has ended'}")
+        else:
+            engine = HealthCheck(name="engine", ok=True, reason="running")
+        if self.info.purpose != "generate":
+            return [engine, self._embeddings.health()]
+        return [engine, *self._waiting.health()]
+
+    # -- the tick -------------------------------------------------------------------------------
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Tick until cancelled."""
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self.offloader.run)
+                task_status.started()
+                while True:
+                    await self._tick()
+        finally:
+            self._stopped = True
+            self._idle.set()
+
+    async def _tick(self) -> None:
+        """Complete what the engine has answered, keep it busy, then serve the clients.
+
+        If the next step ran ahead and has begun, nothing needs planning: the one after it runs ahead in turn.
+        """
+        completed = await self._complete()
+        if self._controllers:
+            await self._steer(completed)
+        if not self._in_flight:
+            self._submit(self._planner.next_step())
+        for each in completed:
+            self._deliver(each)
+        if len(self._in_flight) == 1:
+            self._submit(self._planner.step_ahead(self._in_flight[0]))
+        elif not self._in_flight and not (self._controllers and self._controllers.has_admitted):
+            self._stats.end_of_work()
+            if self._is_busy:
+                await self._wait_for_work()
+            else:
+                self._idle.set()
+                since = trio.current_time()
+                await self._wait_for_work()
+                self._stats.record_idle(1e3 * (trio.current_time() - since))
+
+    async def _steer(self, completed: list[CompletedStep]) -> None:
+        """Tell controllers what ``completed`` sampled, and wait a moment for what they say about the next step.
+
+        Clients without a controller get their tokens later, as always.
+        """
+        for each in completed:
+            self._deliver_tokens(each, controlled=True)
+            self._act(self._controllers.step_completed(each.step))
+        if self._in_flight:
+            return
+        until = trio.current_time() + MAX_WAIT_S
+        self._act(self._controllers.advance())
+        while await self._controllers.wait_for_exchange(until):
+            self._act(self._controllers.advance())
+        self._controllers.permit()
+
+    # 1. complete
+
+    async def _complete(self) -> list[CompletedStep]:
+        """Wait for the engine, and note what the next plan must know; clients get the tokens later."""
+        if not self._in_flight:
+            return []
+        completed: list[CompletedStep] = []
+        failure: str | None = None
+        try:
+            for answer in await self._engine.receive(self._in_flight[0].plan.predicted_ms / 1e3):
+                if not self._in_flight or answer.number != self._in_flight[0].number:
+                    continue  # the step ran ahead of one that failed
+                match answer:
+                    case StepOutput():
+                        completed.append(self._complete_step(self._in_flight.pop(0), answer))
+                    case Revoked():
+                        self._undo_revoked(self._in_flight.pop(0))
+                    case StepFailed():
+                        failure = answer.reason
+                        break
+        except EngineDied as death:
+            failure = str(death)
+        if failure is None:
+            return completed
+        for each in completed:  # what was computed before the failure does not wait for the restart
+            self._deliver_tokens(each, controlled=True)
+            self._deliver(each)
+        await self._recover(failure)
+        return []
+
+    def _complete_step(self, step: InFlightStep, output: StepOutput) -> CompletedStep:
+        now = trio.current_time()
+        planned = step.planned
+        if planned.transfer is not None:
+            self.offloader.complete(planned.transfer, output)
+        if planned.embedding is not None:
+            self._embeddings.complete(planned.embedding, output)
+        ahead = self._in_flight[0] if self._in_flight else None
+        new_tokens = complete_step(
+            step,
+            output,
+            self.cache,
+            now,
+            can_truncate=self.info.can_truncate,
+            token_to_bytes=self._token_to_bytes,
+            ahead=ahead,
+        )
+        if self._planner.drafts is not None:
+            self._planner.drafts.completed(step, output, new_tokens)
+        for new in new_tokens:
+            if ahead is not None and (new.reason is not None or not new.tokens):
+                ahead.drop(new.sequence)
+            if new.reason is not None:
+                self._release(new.sequence, keep=not isinstance(new.reason, UmaError))
+        self._release_finished(step)
+        self._bisection.step_completed({sequence: row.end for sequence, row in step.rows.items()})
+        if ahead is not None:
+            ahead.began_at = now
+        completed = CompletedStep(step, output, new_tokens, now)
+        self._planner.last_was_outlier = completed.is_outlier
+        if completed.is_outlier:
+            self._learn(completed)
+        return completed
+
+    def _learn(self, completed: CompletedStep) -> None:
+        """Learn from the duration of a step: at once if the next plan should know, otherwise while that step computes."""
+        step = completed.step
+        if step.rows and not any(row.dropped for row in step.rows.values()):
+            self.timings.record_step(completed.work, completed.duration_ms)
+
+    def _undo_revoked(self, step: InFlightStep) -> None:
+        """``step`` was not begun."""
+        self._controllers.step_revoked(step)
+        self._planner.undo(step.planned)
+        self._freed[:0] = step.freed
+        self._release_finished(step)
+
+    def _release_finished(self, step: InFlightStep) -> None:
+        """Give back the cells of sequences that finished while ``step`` was in flight."""
+        for sequence in step.rows:
+            if sequence.state is State.FINISHED and sequence.allocation is not None:
+                self._release_when_computed(sequence)
+
+    # 2. submit what is planned
+
+    def _submit(self, planned: PlannedStep | NoStep) -> None:
+        """Send the next step to the engine, if there is one.  The engine computes it after the step in flight."""
+        if isinstance(planned, NoStep):
+            return
+        in_flight = self._in_flight[0] if self._in_flight else None
+        freed, self._freed = self._freed, []
+        self._n_steps += 1
+        step, message = build_step(planned, self._n_steps, freed, in_flight=in_flight)
+        for sequence in step.rows:
+            if (grammar := sequence.sampling.grammar) is not None:
+                self._engine.link.define_grammar(grammar.key, grammar.source)
+        self._in_flight.append(step)
+        if self._controllers:
+            self._controllers.attach_masks(step, message)
+        self._engine.link.submit(message)
+        if self._controllers:
+            self._act(self._controllers.request_masks(step))
+
+    # 3. deliver, while the step computes
+
+    def _deliver(self, completed: CompletedStep) -> None:
+        if not completed.is_outlier:
+            self._learn(completed)
+        gap_ms = self._stats.record_step(completed, waiting=len(self._waiting), running=len(self._running))
+        if gap_ms is not None:
+            self.timings.record_gap(gap_ms)
+        if completed.step.plan.chunks:
+            for sequence, row in completed.step.rows.items():
+                if sequence.state is not State.FINISHED and row.end <= len(sequence.prompt.tokens):
+                    sequence.report_prefill(row.end)
+        self._deliver_tokens(completed, controlled=False)
+
+    def _deliver_tokens(self, completed: CompletedStep, *, controlled: bool) -> None:
+        """Send the new tokens of sequences with a controller, or of all others."""
+        for new in completed.new_tokens:
+            if (new.sequence.control is not None) is not controlled:
+                continue
+            if new.sequence.state is not State.FINISHED:  # cancelled by what another sequence's delivery set off
+                self._deliver_new(new, completed.at)
+
+    def _deliver_new(self, new: NewTokens, at: float) -> None:
+        """Send tokens that a sequence got at ``at``, and end it if they do."""
+        if new.tokens:
+            self._stats.record_tokens(new, at)
+            if not new.n_before and new.sequence.control is None:
+                self._planner.begin_speculation(new.sequence)
+        reason = send_tokens(new, self._token_to_bytes)
+        if reason is not None:
+            self._finish(new.sequence, reason)
+
+    # -- the end of a sequence ------------------------------------------------------------------
+
+    def _finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
+        """Take ``sequence`` out of the plans, and send its last event."""
+        was_waiting = sequence.state is State.WAITING
+        sequence.state, sequence.ended_at = State.FINISHED, trio.current_time()
+        if was_waiting:
+            self._waiting.remove(sequence)
+        elif sequence.allocation is not None:
+            if isinstance(reason, UmaError):
+                sequence.keep_computed = False
+            self._release_when_computed(sequence)
+        self._leave(sequence.principal)
+        if sequence.control is not None:
+            self._act(self._controllers.ended(sequence))
+        if isinstance(reason, UmaError):
+            reason.request_id = sequence.request.id
+            sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
+        else:
+            sequence.sink.send(sequence.eos(reason, sequence.ended_at))
+        self._stats.record_end(sequence, reason, sequence.ended_at)
+        if self._planner.drafts is not None:
+            self._planner.drafts.ended(sequence)
+        sequence.done.set()
+
+    def _release_when_computed(self, sequence: Sequence) -> None:
+        """Give the cells of a finished sequence back, unless a step in flight still writes to them.
+
+        Tokens that stay for others are given back at once, as the step that has begun will leave them: the next
+        request may come before that step is complete.
+        """
+        was_cancelled = sequence.cancelled_at is not None
+        # a session goes on from what its client has seen, also of an answer that was cancelled
+        keep = sequence.keep_computed and (not was_cancelled or (sequence.durable and bool(sequence.tokens)))
+        computing = [step for step in self._in_flight if step.row_of(sequence) is not None]
+        if keep and computing and computing == self._in_flight[:1] and not computing[0].revoked:
+            assert sequence.allocation is not None
+            self.cache.advance(sequence.allocation, computing[0].rows[sequence].end)
+            computing = []
+        if not computing:
+            self._release(sequence, keep=keep)
+
+    def _release(self, sequence: Sequence, *, keep: bool) -> None:
+        self._running.release(sequence, keep=keep)
+        self._bisection.discard(sequence)
+        if sequence.cancelled_at is not None and not keep:
+            self._freed.append(sequence)
+
+    # -- waiting, for the engine and for work ---------------------------------------------------
+
+    async def _wait_for_work(self) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def wake_when_engine_ends() -> None:
+                await self._engine.link.ended.wait()
+                self._wake.set()
+
+            nursery.start_soon(wake_when_engine_ends)
+            with trio.move_on_at(min(self._controllers.ask_at, self._planner.preempts_at)):
+                await self._wake.wait()
+            nursery.cancel_scope.cancel()
+        self._wake = trio.Event()
+        if self._engine.link.ended.is_set():
+            await self._recover(self._engine.link.reason)
+
+    # -- recovery -------------------------------------------------------------------------------
+
+    async def _recover(self, reason: str) -> None:
+        """The KV cache is lost: bring the engine back, and prefill every sequence again from its tokens.
+
+        The sequences of the fatal step are retried in halves, until the one that kills the engine is alone.
+        """
+        suspects: dict[Sequence, int] = {}
+        for step in self._in_flight:
+            if step.planned.transfer is not None:
+                self.offloader.complete(step.planned.transfer, None)
+            suspects |= {each: row.end for each, row in step.rows.items() if each.state is not State.FINISHED}
+        in_flight, self._in_flight = self._in_flight, []
+        chunks = [step.planned.embedding for step in in_flight if step.planned.embedding is not None]
+        self._embeddings.lost(chunks[0] if chunks else None)
+        if not self._stopping:  # otherwise ``stop`` has ended it
+            log.error("the engine failed", reason=reason, sequences=len(suspects), restarts=self._engine.restarts)
+        for sequence in chain.from_iterable([step.rows for step in in_flight]):
+            if sequence.state is State.FINISHED and sequence.allocation is not None:
+                self._release(sequence, keep=False)
+        self._running.restart()
+        self._controllers.steps_lost()
+        self._stats.record_freed(
+            [*self._freed, *chain.from_iterable([s.freed for s in in_flight])], trio.current_time()
+        )
+        self._freed = []
+        self._stats.end_of_work()
+        culprit = self._bisection.crashed(suspects)
+        if culprit is not None:
+            self._finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
+        await self._restart_engine()
+
+    async def _restart_engine(self) -> None:
+        """Restart the engine if it has died; where that fails for too long, tell the clients, and go on trying."""
+        if self._stopping:
+            self._fail_everything(ShuttingDown("the server is shutting down"))
+            self._stopped = True
+            self._idle.set()
+            await trio.sleep_forever()
+        await self._engine.restart_until_ready(self._bisection.n_crashes, self._on_engine_unavailable)
+        if isinstance(self._refusal, ModelUnavailable):
+            self._refusal = None
+
+    def _on_engine_unavailable(self, error: LoadError, retry_s: float) -> None:
+        """Fail all requests, and refuse new ones until the engine runs."""
+        unavailable = ModelUnavailable(f"the model's engine cannot be started: {error}")
+        unavailable.retry_after_ms = round(1e3 * retry_s)
+        self._fail_everything(unavailable)
+
+    def _fail_everything(self, error: UmaError) -> None:
+        if self._refusal is None or isinstance(self._refusal, ModelUnavailable):
+            self._refusal = error
+        for sequence in [*self.sequences()]:
+            self._finish(sequence, type(error)(str(error)))
+        for pending in [*self._embeddings]:
+            self._embeddings.end(pending, type(error)(str(error)))
+
+    # -- integrity ------------------------------------------------------------------------------
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._waiting or self._running or self._embeddings or self.cache.has_ops or self._in_flight)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless sequences, reservations and steps add up."""
+        self._running.check_integrity()
+        assert all(sequence.state is State.WAITING for sequence in self._waiting)

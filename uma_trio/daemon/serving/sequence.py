@@ -1,0 +1,536 @@
+"""One answer in flight: its request, its tokens, and where it stands."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from collections import abc
+from collections.abc import Callable, Collection
+from typing import Final, Protocol
+
+import attrs
+import numpy as np
+import trio
+
+from uma_trio.daemon.answer.budget import ReasoningBudget
+from uma_trio.daemon.answer.regions import RegionAssembler
+from uma_trio.daemon.answer.text import TextAssembler
+from uma_trio.daemon.kv.allocation import Allocation
+from uma_trio.daemon.kv.offload_index import SavedState
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.scheduling.places import MIN_TURN_S
+from uma_trio.daemon.scheduling.view import Priority, SequenceView
+from uma_trio.daemon.serving.controllers.state import Control, Phase
+from uma_trio.daemon.serving.prompt_lookup import PromptLookup
+from uma_trio.daemon.serving.token_history import TokenHistory
+from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
+from uma_trio.engine_link.grammar_state import GrammarState
+from uma_trio.engine_link.messages import SampleRequest, StepInput, TokenIds
+from uma_trio.engine_link.sampling import Bias, SamplingParams
+from uma_trio.grammar.compiler import Grammar
+from uma_trio.principal import Principal
+from uma_trio.protocol.chat import ToolCall
+from uma_trio.protocol.events import Eos, FinishReason, Logprobs, PrefillProgress, Timings, Usage
+from uma_trio.protocol.messages import ServerEvent
+from uma_trio.protocol.requests import Generate
+
+EWMA_WEIGHT: Final = 0.2
+
+MIN_FORCED: Final = 0.125
+"""Share of forced tokens from which on a sequence counts as often forced; judged after ``MIN_TOKENS_TO_JUDGE``."""
+
+MIN_TOKENS_TO_JUDGE: Final = 16
+
+NOT_PLACED: Final = -1
+"""In a view, instead of the sequence id of a sequence that waits."""
+
+
+class EventSink(Protocol):
+    """Where the events of an answer go.  Never blocks: a client that does not read fills it and so pauses its stream."""
+
+    def send(self, event: ServerEvent) -> None:
+        """Pass ``event`` on, or keep it until the client takes it.  Does nothing once the client has gone."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the sequence may go on.  The sink wakes the scheduler when this turns true again."""
+
+
+class State(enum.Enum):
+    """Where a sequence is.  It moves down this list and may skip; a lost KV cache sends it from DECODE to PREFILL."""
+
+    WAITING = enum.auto()
+    """Waits for KV cells."""
+    PREFILL = enum.auto()
+    """Its tokens are being computed into the KV cache."""
+    DECODE = enum.auto()
+    """Generates."""
+    FINISHED = enum.auto()
+    """Its last event is sent.  It still holds its KV cells while a step computes them."""
+
+
+@attrs.frozen(kw_only=True)
+class Sampling:
+    """How the tokens of one answer are chosen."""
+
+    params: SamplingParams
+    banned: TokenIds | None
+    """Ids that must not be sampled: ``ignore_eos``, and what ``logit_bias`` bans."""
+    bias: Bias | None
+    history: TokenHistory | None
+    """The tokens that penalties look at, if there are penalties."""
+    logprobs: int | None
+    grammar: Grammar | None = None
+    """Allows some tokens only."""
+
+
+@attrs.define
+class DraftState:
+    """How the draft model serves one sequence."""
+
+    acceptance_rate: float
+    """Expected share of the tokens for which it proposes the right one."""
+    precision: float = 1.0
+    """Expected share of the proposed tokens that are right; it mostly stops before a wrong one."""
+    n_computed: int = 0
+    """Tokens of the sequence that it has computed."""
+    seq_id: int | None = None
+    """The sequence id under which it has."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Sequence:
+    """One answer and everything that changes while it is served.  Times are trio's clock, in seconds."""
+
+    request: Generate
+    prompt: Prompt
+    max_tokens: int
+    sampling: Sampling
+    end_ids: Collection[int]
+    """Tokens that end it."""
+    sink: EventSink
+    principal: Principal
+    priority: Priority
+    adapters: AdapterSet = NO_ADAPTERS
+    arrived_at: float
+    due_at: float
+    """When its next token is due."""
+    grace_s: float = 0.0
+    """How much later than ``due_at`` the first token may be before others have to wait for it: a request that sets a short
+    target goes before others of its principal, and does not slow down everybody."""
+    target_itl_ms: float
+    """Inter-token latency that it is promised."""
+    durable: bool
+    index: int | None
+    """Which of the request's answers it is; ``None`` if there is only one, and no controller that could fork it."""
+    control: Control | None = None
+    """Where its controller stands, if it has one."""
+
+    state: State = State.WAITING
+    allocation: Allocation | None = None
+    """Its place in the KV cache, which also counts the tokens there."""
+    n_cached: int = 0
+    """Prompt tokens that did not have to be computed."""
+    tokens: list[int] = attrs.field(factory=list)
+    """Sampled so far."""
+    n_tokens_before_stop: int | None = None
+    """Tokens in front of the stop string that was found; only for sessions, which go on from there."""
+    lookup: PromptLookup | None = None
+    """Proposes draft tokens, if speculation is on."""
+    draft_state: DraftState | None = None
+    """How the draft model serves it, if there is one and speculation is on."""
+    forced: abc.Sequence[int] = ()
+    """The only tokens that can follow by its grammar, as far as they are known."""
+    n_forced: int = 0
+    """Tokens of the answer that were forced."""
+    texts: list[str] = attrs.field(factory=list)
+    """Text that was not streamed."""
+    logprobs: list[Logprobs | None] = attrs.field(factory=list)
+    """Log-probabilities that were not streamed.  With a controller one for each token, ``None`` if there is none."""
+    reasoning_texts: list[str] = attrs.field(factory=list)
+    """Reasoning that was not streamed."""
+    assembler: TextAssembler | RegionAssembler = attrs.field(
+        default=attrs.Factory(lambda self: _assembler(self.request, self.prompt), takes_self=True)
+    )
+    budget: ReasoningBudget | None = attrs.field(
+        default=attrs.Factory(lambda self: _budget(self.prompt), takes_self=True)
+    )
+    """What it may still reason, if that is limited."""
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    inter_token_ewma_ms: float | None = None
+    gaps_ms: list[float] = attrs.field(factory=list)
+    """Time between tokens, for the perf log."""
+    paused: bool = False
+    """Its client did not read, so the time until its next token is not the server's."""
+    stalled_at: float = math.inf
+    """Since when its client has not read; infinite if it reads, or if a step in flight computes its next token."""
+    was_preempted: bool = False
+    """It has lost its place once.  What it finds in the KV cache then is its own."""
+    n_lost: int = 0
+    """Tokens that were in the KV cache when it lost its place or the engine died."""
+    parked: SavedState | None = None
+    """A copy of them."""
+    placed_at: float = -math.inf
+    """When it got its place."""
+    regained_at: float | None = None
+    """When the KV cache had again what was lost."""
+    has_gained: bool = False
+    """Whether it has more than before it got this place: more in the KV cache, or a new token."""
+    queued_at: float = attrs.field(default=attrs.Factory(lambda self: self.arrived_at, takes_self=True))
+    """Since when it has been waiting for a place, if it is: its arrival, or the time at which it lost its place."""
+    keep_computed: bool = True
+    """What it computed may be kept for others; not of one that failed."""
+    cancelled_at: float | None = None
+    """When it was ended from outside: by its client, a timeout, or shutdown."""
+    ended_at: float | None = None
+    done: trio.Event = attrs.field(factory=trio.Event)
+    """Set after the last event."""
+
+    # -- where it stands ------------------------------------------------------------------------
+
+    @property
+    def max_cells(self) -> int:
+        """KV cells that it can need at most.  The last sampled token is never computed."""
+        return len(self.prompt.tokens) + self.max_tokens - 1
+
+    @property
+    def n_computed(self) -> int:
+        """Tokens in the KV cache."""
+        return 0 if self.allocation is None else self.allocation.n_tokens
+
+    @property
+    def is_blocked(self) -> bool:
+        """Waits for another sequence to compute the prefix that both share, or for a saved state."""
+        allocation = self.allocation
+        return allocation is not None and (allocation.leader is not None or allocation.awaits_state)
+
+    @property
+    def n_known(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt.tokens) + len(self.tokens)
+
+    @property
+    def n_computable(self) -> int:
+        """Tokens that the next step may compute in all: all but the last one if none may be sampled after it."""
+        return self.n_known if self.control is None or self.control.may_sample else self.n_known - 1
+
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        """Tokens of prompt and answer from ``start`` on, up to ``end``."""
+        n_prompt = len(self.prompt.tokens)
+        tokens: list[int] = self.prompt.tokens[start:end].tolist()
+        return tokens if end <= n_prompt else tokens + self.tokens[max(0, start - n_prompt) : end - n_prompt]
+
+    def view(self, *, pause: int = 0) -> SequenceView:
+        """What the policy may know of a sequence that no step in flight computes, without drafts.
+
+        Args:
+            pause: a step must end at this many tokens, for a checkpoint; 0: nowhere.
+        """
+        n_computed = self.n_computed
+        return self._view(
+            n_pending=(pause if n_computed < pause else self.n_computable) - n_computed,
+            n_context=n_computed,
+            due_s=self.due_at,
+        )
+
+    def view_after(self, end: int, *, samples: bool, completed_at: float) -> SequenceView:
+        """What the policy may know of it after the step in flight.
+
+        Args:
+            end: tokens in the KV cache after that step.
+            samples: the step samples its next token.
+            completed_at: when the step is expected to be complete.
+        """
+        return self._view(
+            n_pending=1 if samples else self.n_known - end,
+            n_context=end,
+            due_s=completed_at + self.target_itl_ms / 1e3 if samples else self.due_at,
+        )
+
+    def _view(self, *, n_pending: int, n_context: int, due_s: float) -> SequenceView:
+        return SequenceView(
+            seq_id=NOT_PLACED if self.allocation is None else self.allocation.seq_id,
+            n_pending=n_pending,
+            n_context=n_context,
+            due_s=due_s,
+            grace_s=self.grace_s,
+            priority=self.priority,
+            principal=self.principal.name,
+            weight=self.principal.weight,
+            acceptance_rate=self.acceptance_rate,
+        )
+
+    def drafts(self, n: int) -> abc.Sequence[int]:
+        """At most ``n`` draft tokens; never so many that not all could become part of the answer.
+
+        Tokens that its grammar forces are drafts that are always accepted.
+        """
+        n = max(0, min(n, self.n_free - 1))
+        if self.forced:
+            return self.forced[:n]
+        return () if self.lookup is None or not n else self.lookup.draft(n)
+
+    @property
+    def n_free(self) -> int:
+        """How many tokens it may sample before something else decides how it goes on."""
+        n = self.max_tokens - len(self.tokens)
+        return n if self.budget is None else int(min(n, self.budget.room))
+
+    @property
+    def often_forced(self) -> bool:
+        """Whether it is worth knowing what its grammar forces before the next step is planned."""
+        if self.sampling.grammar is None:
+            return False
+        return len(self.tokens) < MIN_TOKENS_TO_JUDGE or self.n_forced >= MIN_FORCED * len(self.tokens)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Expected share of its draft tokens that are accepted."""
+        if self.forced:
+            return 1.0
+        return 0.0 if self.lookup is None else self.lookup.acceptance_rate
+
+    @property
+    def can_yield(self) -> bool:
+        """Whether it can lose its place between two steps, and go on later.
+
+        A sequence that waits for another one or for a saved state computes soon.  A mask of its controller is for the next
+        step.
+        """
+        if self.state not in (State.PREFILL, State.DECODE) or self.is_blocked:
+            return False
+        return self.control is None or self.control.phase not in (Phase.AWAITING_MASK, Phase.MASK_READY)
+
+    @property
+    def turn_ends_at(self) -> float:
+        """When it may lose the only place of its principal.
+
+        After it has lost its place once, its turn begins when the KV cache has again what was lost, and lasts as long as
+        that took.  So every turn gains something, and at least half of the time goes into new work.
+        """
+        is_suspended = self.control is not None and self.control.phase is Phase.SUSPENDED
+        if is_suspended or not self.was_preempted:
+            return self.placed_at + MIN_TURN_S
+        if self.regained_at is None or not self.has_gained:
+            return math.inf
+        return self.regained_at + max(MIN_TURN_S, self.regained_at - self.placed_at)
+
+    # -- what a step computes of it -------------------------------------------------------------
+
+    def prefill_input(self, start: int, n: int) -> StepInput:
+        """``n`` tokens after the first ``start``; the step samples if they are the last known ones."""
+        end = start + n  # after the prompt if the KV cache was lost in the middle of the answer
+        tokens = self.known_tokens(start, end)
+        samples = [self._sample_request(len(self.tokens))] if end == self.n_known else []
+        grammar = self._grammar_state() if samples else None
+        stop_ids, adapters = self.request.stop_token_ids, self.adapters.scales
+        return StepInput(self._seq_id, start, tokens, samples, stop_ids, grammar, adapters)
+
+    def decode_input(self, drafts: abc.Sequence[int] = ()) -> StepInput:
+        """The last token, and draft tokens that the same step verifies."""
+        n = len(self.tokens)
+        if self.sampling.history is not None:
+            self.sampling.history.write(n, drafts)
+        samples = [self._sample_request(n + i) for i in range(1 + len(drafts))]
+        tokens = [self.tokens[-1], *drafts]
+        stop_ids, grammar, adapters = self.request.stop_token_ids, self._grammar_state(), self.adapters.scales
+        return StepInput(self._seq_id, self.n_computed, tokens, samples, stop_ids, grammar, adapters)
+
+    @property
+    def _seq_id(self) -> int:
+        assert self.allocation is not None
+        return self.allocation.seq_id
+
+    def _sample_request(self, n_before: int) -> SampleRequest:
+        sampling = self.sampling
+        past = None if sampling.history is None else sampling.history.past(n_before)
+        breakers = self.request.dry_sequence_breakers if sampling.params.dry_window else ()
+        return SampleRequest(
+            sampling.params, n_before, sampling.banned, sampling.bias, past, sampling.logprobs, breakers=breakers
+        )
+
+    def _grammar_state(self) -> GrammarState | None:
+        grammar = self.sampling.grammar
+        return None if grammar is None else GrammarState(grammar.key, np.array(self.tokens, np.int32))
+
+    # -- results --------------------------------------------------------------------------------
+
+    def append(self, token: int) -> None:
+        """Add a sampled token."""
+        if self.sampling.history is not None:
+            self.sampling.history.write(len(self.tokens), (token,))
+        self.tokens.append(token)
+        if self.lookup is not None:
+            self.lookup.append(token)
+
+    def adapt(self, mu: float) -> None:
+        """Note the state of mirostat after a sampled token."""
+        self.sampling = attrs.evolve(self.sampling, params=self.sampling.params.with_mu(mu))
+
+    def go_on(self) -> None:
+        """Set the state by how much is to be computed before the next token is sampled."""
+        self.state = State.DECODE if self.tokens and self.n_known - self.n_computed == 1 else State.PREFILL
+
+    def fork(self, index: int, control: Control, now: float) -> Sequence:
+        """A copy of it, of which nothing is in the KV cache yet, as answer ``index``; random numbers are its own."""
+        sampling, own = self.sampling, self.index or 0
+        params = sampling.params.with_seed((sampling.params.seed - own + index) % 2**63)
+        return Sequence(
+            request=self.request,
+            prompt=self.prompt,
+            max_tokens=self.max_tokens,
+            sampling=attrs.evolve(sampling, params=params, history=sampling.history and sampling.history.copy()),
+            end_ids=self.end_ids,
+            sink=self.sink,
+            principal=self.principal,
+            priority=self.priority,
+            adapters=self.adapters,
+            arrived_at=now,
+            admitted_at=now,
+            due_at=now + self.target_itl_ms / 1e3,
+            target_itl_ms=self.target_itl_ms,
+            durable=False,
+            index=index,
+            control=control,
+            tokens=list(self.tokens),
+            texts=list(self.texts),
+            logprobs=list(self.logprobs),
+            assembler=copy.deepcopy(self.assembler),
+        )
+
+    def cut_at_stop(self, n: int, token_to_bytes: Callable[[int], bytes]) -> None:
+        """Drop the tokens after the first ``n``, which end with or after a stop string."""
+        del self.tokens[n:]
+        if self.request.session_id is None:
+            return
+        assert self.assembler.matched is not None
+        stop, tail, shown = self.assembler.matched.encode(), token_to_bytes(self.tokens[-1]), n - 1
+        most = len(tail) + 4 * len(stop)  # the stop string is in there, perhaps between bytes that are not valid text
+        while shown and stop not in tail and len(tail) < most:
+            shown -= 1
+            tail = token_to_bytes(self.tokens[shown]) + tail
+        self.n_tokens_before_stop = shown
+
+    def computed_tokens(self) -> TokenIds:
+        """The tokens in the KV cache that others may go on from; without a stop string that a session does not show."""
+        n, n_prompt = self.n_computed, len(self.prompt.tokens)
+        if n <= n_prompt:
+            return self.prompt.tokens[:n]
+        answer = np.asarray(self.tokens[: n - n_prompt][: self.n_tokens_before_stop], dtype=np.int32)
+        return np.concatenate([self.prompt.tokens, answer])
+
+    def report_prefill(self, n_prefilled: int) -> None:
+        """Report that ``n_prefilled`` tokens of the prompt are in the KV cache, if the request asks for that.
+
+        Prefill of an answer that goes on after the engine was restarted is not reported.
+        """
+        if self.request.progress and self.first_token_at is None:
+            event = PrefillProgress(
+                id=self.request.id,
+                prefilled_tokens=n_prefilled,
+                prompt_tokens=len(self.prompt.tokens),
+                index=self.index,
+            )
+            self.sink.send(event)
+
+    def note_progress(self, now: float, *, has_gained: bool) -> None:
+        """Note that the KV cache has again what was lost; ``has_gained``: and more."""
+        if self.regained_at is None:
+            self.regained_at = now
+        self.has_gained = self.has_gained or has_gained
+
+    def record_token_time(self, now: float, *, paused: bool) -> float | None:
+        """Note that tokens came; returns the milliseconds since the ones before, if that time was the server's."""
+        gap_ms = None
+        self.note_progress(now, has_gained=True)
+        if self.last_token_at is None:
+            self.first_token_at = now
+        elif not paused:
+            gap_ms = 1e3 * (now - self.last_token_at)
+            before = gap_ms if self.inter_token_ewma_ms is None else self.inter_token_ewma_ms
+            self.inter_token_ewma_ms = before + EWMA_WEIGHT * (gap_ms - before)
+        self.last_token_at = now
+        return gap_ms
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            prompt_tokens=len(self.prompt.tokens),
+            completion_tokens=len(self.tokens),
+            cached_tokens=self.n_cached,
+            dropped_tokens=self.prompt.dropped,
+            reasoning_tokens=self._n_reasoning_tokens,
+            sampled_tokens=None if self.control is None else self.control.n_sampled,
+            inserted_tokens=None if self.control is None else self.control.n_inserted,
+        )
+
+    @property
+    def _n_reasoning_tokens(self) -> int | None:
+        if self.prompt.reasoning is not None and isinstance(self.assembler, RegionAssembler):
+            return self.assembler.n_reasoning_tokens
+        return 0 if self.request.separate_reasoning else None
+
+    def timings(self, now: float) -> Timings:
+        """Durations until ``now``."""
+        first, n = self.first_token_at, len(self.tokens)
+        generating_s = (self.last_token_at or 0.0) - (first or 0.0)
+        return Timings(
+            queue_ms=_ms((self.admitted_at if self.admitted_at is not None else now) - self.arrived_at),
+            ttft_ms=None if first is None else _ms(first - self.arrived_at),
+            total_ms=_ms(now - self.arrived_at),
+            tokens_per_s=round((n - 1) / generating_s, 2) if n > 1 and generating_s > 0 else None,
+        )
+
+    @property
+    def _has_ended_itself(self) -> bool:
+        """Whether it ended where its grammar allows it: with one of the model's end tokens, or after its only call."""
+        if self.assembler.matched is None and self.assembler.has_ended:
+            return True
+        return (
+            bool(self.tokens) and self.tokens[-1] in self.end_ids and self.tokens[-1] not in self.request.stop_token_ids
+        )
+
+    @property
+    def tool_calls(self) -> list[ToolCall] | None:
+        """The complete calls, if there are some."""
+        return (self.assembler.calls or None) if isinstance(self.assembler, RegionAssembler) else None
+
+    def eos(self, reason: FinishReason, now: float) -> Eos:
+        """The last event of a sequence that was served, wholly or in part."""
+        params, calls = self.sampling.params, self.tool_calls
+        return Eos(
+            id=self.request.id,
+            index=self.index,
+            reason="tool_calls" if calls and reason == "stop" and self.assembler.matched is None else reason,
+            usage=self.usage,
+            timings=self.timings(now),
+            text=None if self.request.stream else "".join(self.texts),
+            reasoning="".join(self.reasoning_texts) or None,
+            tool_calls=calls,
+            logprobs=None
+            if self.request.stream or self.request.logprobs is None
+            else [each for each in self.logprobs if each is not None],
+            constraint_complete=None if self.sampling.grammar is None else self._has_ended_itself,
+            stop=self.assembler.matched,
+            waits_for=(self.control.waits_for or None) if reason == "deadlock" and self.control is not None else None,
+            seed=None if params.greedy else params.seed,
+            metadata=self.request.metadata,
+        )
+
+
+def _assembler(request: Generate, prompt: Prompt) -> TextAssembler | RegionAssembler:
+    if prompt.reasoning is None and prompt.calling is None:
+        return TextAssembler(request.stops)
+    return RegionAssembler(request.stops, prompt.reasoning, prompt.calling, is_open=prompt.opens_reasoning)
+
+
+def _budget(prompt: Prompt) -> ReasoningBudget | None:
+    return None if prompt.limit is None else prompt.limit.budget(prompt.text, prompt.calling)
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

@@ -1,0 +1,254 @@
+"""What happened, as numbers: metrics, the perf log, a debug line for each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import attrs
+import msgspec
+import structlog
+
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.scheduling.cost import Work
+from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.step import CompletedStep, DraftSource, NewTokens
+from uma_trio.engine_link.attention import AttentionScan
+from uma_trio.engine_link.messages import ModelInfo
+from uma_trio.errors import UmaError
+from uma_trio.protocol.events import FinishReason, Timings, Usage
+from uma_trio.protocol.requests import Generate
+from uma_trio.telemetry.metrics import ModelSize, Telemetry, estimate_bytes_moved
+from uma_trio.telemetry.perf_records import PerfSink, RequestRecord, TickRecord
+
+log = structlog.get_logger("uma_trio.serving")
+
+
+def log_request(
+    request: Generate, model: str, reason: str, usage: Usage, timings: Timings, *, index: int | None
+) -> None:
+    """Log an answer that has ended."""
+    log.info(
+        "request",
+        id=request.id,
+        index=index,
+        session=request.session_id,
+        model=model,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        tokens=usage.completion_tokens,
+        ttft_ms=timings.ttft_ms,
+        tokens_per_s=timings.tokens_per_s,
+        total_ms=timings.total_ms,
+        reason=reason,
+    )
+
+
+def log_step(completed: CompletedStep) -> None:
+    """Log a step that computed something."""
+    work, plan, output = completed.work, completed.step.plan, completed.output
+    log.debug(
+        "step",
+        decodes=work.decode_rows,
+        calls=work.n_calls,
+        prompt_tokens=work.prefill_tokens,
+        context_tokens=work.context_tokens,
+        predicted_ms=round(plan.predicted_ms, 3),
+        decode_ms=round(output.decode_ms, 3),
+        sample_ms=round(output.sample_ms, 3),
+    )
+
+
+def _context_read(work: Work, scan: AttentionScan) -> float:
+    """Cells that a step read.  A kernel that scans the whole cache reads each cell once for all rows of a call."""
+    if scan is AttentionScan.CACHE:
+        return work.n_calls * max(work.mean_prefill_context, work.context_tokens / max(1, work.decode_rows))
+    return work.context_tokens + work.prefill_tokens * work.mean_prefill_context
+
+
+class Stats:
+    """Counts for one scheduler.  Called while the next step computes.
+
+    Args:
+        debug: log each step.
+    """
+
+    def __init__(self, info: ModelInfo, *, debug: bool) -> None:
+        self.telemetry = Telemetry(bytes_per_s=info.memory_bytes_per_s)
+        self._info = info
+        self.sinks: list[PerfSink] = []
+        """Receivers of records."""
+        self._debug = debug
+        self._model_size = ModelSize(info.size_bytes, info.kv_bytes_per_token, info.n_layer, info.n_embd, info.n_vocab)
+        self._last_ended_s: float | None = None
+        """End of the last step on the engine's clock; ``None`` after a time with nothing to compute."""
+        self._idle_ms = 0.0
+        """How long there was no request since the last record of a tick."""
+
+    def end_of_work(self) -> None:
+        """There is no next step, so the time until the one after is no gap."""
+        self._last_ended_s = None
+
+    def record_idle(self, ms: float) -> None:
+        """Count a time in which there was no request."""
+        self._idle_ms += ms
+
+    def record_step(self, completed: CompletedStep, *, waiting: int, running: int) -> float | None:
+        """Count a step.
+
+        Args:
+            waiting: requests in the queue.
+            running: sequences that have places.
+
+        Returns:
+            Milliseconds that the device waited for it; ``None`` if there was nothing to compute before.
+        """
+        step, output = completed.step, completed.output
+        self.record_freed(step.freed, step.began_at)
+        if not (step.rows or output.embedding_ms or output.copied_ms):
+            return None
+        gap_ms = None if self._last_ended_s is None else 1e3 * (output.started_s - self._last_ended_s)
+        self._last_ended_s = output.ended_s
+        tick = TickRecord(
+            start_s=step.began_at,
+            decode_calls=0,
+            embedding_ms=output.embedding_ms or None,
+            copy_ms=output.copied_ms or None,
+            host_gap_ms=gap_ms,
+            idle_ms=self._idle_ms or None,
+            running=running,
+            queue_depth=waiting,
+        )
+        self._idle_ms = 0.0
+        if step.rows:
+            tick = msgspec.structs.replace(tick, **self._computed(completed))
+            self.telemetry.count_tick(tick)
+            if self._debug:
+                log_step(completed)
+        self._write(tick)
+        return gap_ms
+
+    def _computed(self, completed: CompletedStep) -> dict[str, Any]:
+        """The fields of a ``TickRecord`` about what the step computed."""
+        step, output, work, plan = completed.step, completed.output, completed.work, completed.step.plan
+        moved = estimate_bytes_moved(
+            self._model_size,
+            calls=work.n_calls,
+            tokens=work.decode_rows + work.prefill_tokens,
+            outputs=len(output.tokens),
+            context_read=_context_read(work, self._info.attention_scan),
+        )
+        could_move = (self._info.memory_bytes_per_s or 0.0) * completed.duration_ms / 1e3
+        drafted: Counter[DraftSource] = Counter()
+        for row in step.rows.values():
+            drafted[row.source] += len(row.drafts)
+        accepted: Counter[DraftSource] = Counter()
+        for new in completed.new_tokens:
+            accepted[new.draft_source] += new.n_drafts_accepted
+        return {
+            "decode_seq_ids": [view.seq_id for view in plan.decodes],
+            "prefill_chunks": [(chunk.seq_id, chunk.n_tokens) for chunk in plan.chunks],
+            "recomputed_tokens": sum([row.n_recomputed for row in step.rows.values()]) if plan.chunks else 0,
+            "tokens": sum([len(new.tokens) for new in completed.new_tokens]),
+            "context_tokens": work.context_tokens,
+            "prefill_context": work.mean_prefill_context,
+            "decode_calls": work.n_calls,
+            "draft_tokens": drafted["lookup"] + drafted["model"],
+            "accepted_draft_tokens": accepted["lookup"] + accepted["model"],
+            "model_draft_tokens": drafted["model"],
+            "accepted_model_draft_tokens": accepted["model"],
+            "forced_tokens": accepted["grammar"],
+            "late_masks": sum([new.is_late for new in completed.new_tokens]),
+            "logits_rows": len(output.tokens),
+            "copied_logits_rows": output.copied_rows,
+            "runs_ahead": step.runs_ahead,
+            "draft_model_ms": None if output.drafted is None else output.drafted.ms,
+            "predicted_ms": plan.predicted_ms,
+            "decode_ms": output.decode_ms,
+            "sample_ms": output.sample_ms,
+            "mask_wait_ms": output.mask_wait_ms,
+            "bytes_moved": moved,
+            "memory_bandwidth_share": moved / could_move if could_move else None,
+        }
+
+    def record_tokens(self, new: NewTokens, at: float) -> None:
+        """Count the tokens that a sequence got at ``at``."""
+        sequence, telemetry = new.sequence, self.telemetry
+        counts = telemetry.principals.of(sequence.principal.name)
+        counts.tokens_total += len(new.tokens)
+        is_first = sequence.first_token_at is None and not new.n_before  # a fork begins with tokens that it has not got
+        gap_ms = sequence.record_token_time(at, paused=new.paused)
+        if gap_ms is not None:
+            telemetry.record_inter_token(gap_ms)
+            if self.sinks:
+                sequence.gaps_ms.append(gap_ms)
+        elif is_first:
+            assert sequence.admitted_at is not None
+            telemetry.record_first_token(1e3 * (at - sequence.arrived_at), 1e3 * (at - sequence.admitted_at))
+            counts.prompt_tokens_total += len(sequence.prompt.tokens) - sequence.n_cached
+            counts.cached_tokens_total += sequence.n_cached
+
+    def record_freed(self, sequences: Iterable[Sequence], at: float) -> None:
+        """``sequences``, which were cancelled, have left the KV cache at ``at``, the beginning of a step."""
+        for sequence in sequences:
+            if sequence.cancelled_at is not None:
+                self.telemetry.cancel_to_free_ms.add(1e3 * (at - sequence.cancelled_at))
+
+    def record_end(self, sequence: Sequence, reason: FinishReason | UmaError, at: float) -> None:
+        """Count an answer that has ended."""
+        why = reason.code if isinstance(reason, UmaError) else reason
+        model = self._info.served_name
+        log_request(sequence.request, model, why, sequence.usage, sequence.timings(at), index=sequence.index)
+        record = RequestRecord(
+            id=sequence.request.id,
+            principal=sequence.principal.name,
+            priority=sequence.request.slo.priority,
+            arrived_s=sequence.arrived_at,
+            admitted_s=sequence.admitted_at,
+            first_token_s=sequence.first_token_at,
+            finished_s=at,
+            prompt_tokens=len(sequence.prompt.tokens),
+            cached_tokens=sequence.n_cached,
+            completion_tokens=len(sequence.tokens),
+            finish_reason=why,
+            inter_token_ms=sequence.gaps_ms,
+        )
+        self.telemetry.count_request(record)
+        self._write(record)
+
+    def _write(self, record: TickRecord | RequestRecord) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+
+    def snapshot(
+        self, running: Collection[Sequence], cache: KvCache, *, waiting: int, tick_error: float
+    ) -> dict[str, Any]:
+        """The scheduler's part of the metrics.
+
+        Args:
+            waiting: requests in the queue.
+            tick_error: how far predictions of steps were off lately, as a share.
+        """
+        kv = cache.statistics()
+        per_token = self._info.kv_bytes_per_token
+        return {
+            "model": self._info.served_name,
+            **self.telemetry.snapshot(),
+            "queue_depth": waiting,
+            "running": len(running),
+            "principals": self.telemetry.principals.snapshot(sequence.principal.name for sequence in running),
+            "tick_prediction_error": round(tick_error, 3),
+            "kv": {
+                **attrs.asdict(kv),
+                "evicted_total": cache.evicted_total,
+                "bytes": round(kv.cells * per_token),
+                "bytes_used": round((kv.cells_used + kv.cached_cells) * per_token),
+                "bytes_reserved": round((kv.cells_reserved + kv.cached_cells) * per_token),
+            },
+            "requests_inter_token_ms": {
+                sequence.request.id: round(sequence.inter_token_ewma_ms, 3)
+                for sequence in running
+                if sequence.inter_token_ewma_ms is not None
+            },
+        }

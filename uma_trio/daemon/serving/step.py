@@ -1,0 +1,558 @@
+"""From a planned step to the engine's, and from its output to tokens; the same for a step that runs ahead.
+
+A step runs ahead when it is planned and submitted while the one before computes.  Sequences go on in it with the tokens
+that this one is about to sample.  The engine begins it at once, so the device never waits for the event loop.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice, repeat
+from operator import attrgetter
+from typing import Final, Literal, TypeAlias
+
+import attrs
+import trio
+
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.scheduling.cost import Work
+from uma_trio.daemon.scheduling.policy import Plan, PolicyState
+from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.serving.controllers.state import Phase
+from uma_trio.daemon.serving.embedding import EmbeddingChunk
+from uma_trio.daemon.serving.offload import Transfer
+from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.engine_link.kv_ops import KvOp
+from uma_trio.engine_link.messages import (
+    MASK_LATE,
+    Continued,
+    Draft,
+    DraftInput,
+    Step,
+    StepInput,
+    StepOutput,
+    SubmittedStep,
+)
+from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
+from uma_trio.errors import ControllerFailed, DecodeFailed, InvalidConstraint, KvFull, UmaError
+from uma_trio.grammar.explain import explain
+from uma_trio.protocol.events import FinishReason
+
+MAX_REMOVED: Final = 16
+"""A controller may remove this many tokens for each of ``max_tokens``, in all answers of its request together."""
+
+OUTLIER: Final = 0.5
+"""Relative error of the predicted duration above which a step is an outlier: the next plan should know of it at once."""
+
+
+TokenToBytes: TypeAlias = Callable[[int], bytes]
+"""Token id -> the bytes that it stands for."""
+
+DraftSource: TypeAlias = Literal["lookup", "model", "grammar"]
+"""Where draft tokens are from: prompt lookup, the draft model, or a grammar that allows nothing else."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class PlannedStep:
+    """What a step is to compute.  Nothing of it is submitted yet."""
+
+    plan: Plan
+    sequences: Mapping[int, Sequence]
+    """By the sequence ids of the plan."""
+    ops: abc.Sequence[KvOp]
+    """Operations on the KV cache, before anything is computed."""
+    policy_before: PolicyState
+    """The policy's state without this step; ``plan.state`` is the one with it."""
+    mask_timeout_ms: float
+    """Time after the logits in which a mask may still arrive.  Later, its sequence gets no token in this step."""
+    look_ahead: bool = False
+    """The engine finds what grammars force, because the next plan needs it."""
+    transfer: Transfer | None = None
+    """The state that it saves or loads."""
+    embedding: EmbeddingChunk | None = None
+    """The texts that it embeds."""
+    draft_inputs: abc.Sequence[DraftInput] = ()
+    """What the draft model computes."""
+
+
+@attrs.define(eq=False)
+class StepRow:
+    """What a step computes of one sequence."""
+
+    sequence: Sequence
+    end: int
+    """Tokens in the KV cache after it.  Until it is complete, with all drafts; then with those that were accepted."""
+    n_samples: int
+    drafts: abc.Sequence[int] = ()
+    source: DraftSource = "lookup"
+    """Where the drafts are from."""
+    n_model_drafts: int = 0
+    """Drafts that the draft model may propose in the step.  Until it is complete, ``n_samples`` counts them."""
+    dropped: bool = False
+    """The step before ended the sequence or sampled nothing for it; the engine leaves it out."""
+    n_recomputed: int = 0
+    """Tokens that had been computed before, and were lost."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step samples a token of it."""
+        return self.n_samples > 0 and not self.dropped
+
+    def propose(self, drafts: abc.Sequence[int]) -> None:
+        """The draft model has proposed ``drafts``."""
+        n_fewer = self.n_model_drafts - len(drafts)
+        self.drafts = drafts
+        self.end -= n_fewer
+        self.n_samples -= n_fewer
+
+    def accept(self, sampled: abc.Sequence[int]) -> abc.Sequence[int]:
+        """The drafts that were sampled as well, and one more token; the engine removes the other drafts."""
+        n = 0
+        while n < len(self.drafts) and sampled[n] == self.drafts[n]:
+            n += 1
+        self.end -= len(self.drafts) - n
+        return sampled[: n + 1]
+
+
+@attrs.define(eq=False)
+class InFlightStep:
+    """A step that was submitted and is not complete."""
+
+    number: int
+    planned: PlannedStep
+    rows: Mapping[Sequence, StepRow]
+    """In the order of the step's inputs."""
+    freed: abc.Sequence[Sequence]
+    """Cancelled sequences whose tokens leave the KV cache with this step."""
+    runs_ahead: bool = False
+    revoked: bool = False
+    """The engine was asked not to begin it."""
+    began_at: float = attrs.field(factory=trio.current_time)
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def completed_at(self) -> float:
+        """When it is expected to be complete."""
+        return max(trio.current_time(), self.began_at + self.plan.predicted_ms / 1e3)
+
+    def row_of(self, sequence: Sequence) -> StepRow | None:
+        """What it computes of ``sequence``, if anything."""
+        row = self.rows.get(sequence)
+        return None if row is None or row.dropped else row
+
+    def drop(self, sequence: Sequence) -> None:
+        """The engine leaves ``sequence`` out: the step before sampled no token for it, or one that ended it."""
+        if sequence in self.rows:
+            self.rows[sequence].dropped = True
+
+    def move(self, sequence: Sequence, n_tokens: int) -> None:
+        """The step before left ``n_tokens`` more tokens of ``sequence`` than was planned; mostly a negative number."""
+        if sequence in self.rows:
+            self.rows[sequence].end += n_tokens
+
+    def views_after(self, sequences: Iterable[Sequence]) -> tuple[list[SequenceView], list[SequenceView]]:
+        """What the next step can decode and prefill if it is planned before this one is complete; by sequence id.
+
+        A sequence is left out if this step may sample its last token, or the last one of its reasoning.
+        """
+        decodes: list[SequenceView] = []
+        prefills: list[SequenceView] = []
+        completed_at = self.completed_at
+        for sequence in sequences:
+            row = self.row_of(sequence)
+            if row is None:
+                samples = sequence.state is State.DECODE
+                view = sequence.view()
+            else:
+                samples = row.n_samples > 0
+                if samples and row.n_samples >= sequence.n_free:
+                    continue
+                view = sequence.view_after(row.end, samples=samples, completed_at=completed_at)
+            (decodes if samples else prefills).append(view)
+        decodes.sort(key=attrgetter("seq_id"))  # one whose prefill ends comes after the others
+        return decodes, prefills
+
+
+@attrs.define(eq=False)
+class NewTokens:
+    """Tokens that a sequence got in a step, on their way to its client.  Empty if its mask was late."""
+
+    sequence: Sequence
+    tokens: abc.Sequence[int]
+    n_before: int
+    """Tokens that the sequence had."""
+    reason: FinishReason | UmaError | None
+    """Why the sequence ends after these tokens, if it does."""
+    paused: bool
+    """The client had not read: the time since the last token is not the server's."""
+    scores: abc.Sequence[TokenLogprobs | None]
+    """Logprobs of the tokens, perhaps followed by those of rejected draft tokens.  Empty unless requested."""
+    n_drafts_accepted: int = 0
+    draft_source: DraftSource = "lookup"
+    by_controller: bool = False
+    """The sequence's controller chose the tokens."""
+    n_removed: int = 0
+    """Tokens that the controller removed before these ones; ``n_before`` does not count them."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the mask was late."""
+        return not self.tokens and not self.n_removed and self.reason is None
+
+
+@attrs.frozen
+class CompletedStep:
+    """A completed step and its tokens."""
+
+    step: InFlightStep
+    output: StepOutput
+    new_tokens: abc.Sequence[NewTokens]
+    at: float
+
+    @property
+    def duration_ms(self) -> float:
+        """Without the time of the draft model."""
+        return self.output.decode_ms + self.output.sample_ms
+
+    @property
+    def work(self) -> Work:
+        """What was computed: the draft model may have proposed fewer tokens than were planned."""
+        work = self.step.plan.work
+        rows = [row for row in self.step.rows.values() if row.n_model_drafts]
+        if not rows:
+            return work
+        n_rows = sum([row.n_samples for row in self.step.rows.values()])
+        context = round(work.context_tokens * n_rows / max(1, work.decode_rows))
+        return attrs.evolve(work, decode_rows=n_rows, context_tokens=context)
+
+    @property
+    def is_outlier(self) -> bool:
+        """It took much more or less time than predicted."""
+        predicted = self.step.plan.predicted_ms
+        drafted = self.output.drafted
+        ms = self.duration_ms + (0.0 if drafted is None else drafted.ms)
+        return abs(ms - predicted) > OUTLIER * predicted
+
+
+def build_step(
+    planned: PlannedStep, number: int, freed: abc.Sequence[Sequence], *, in_flight: InFlightStep | None = None
+) -> tuple[InFlightStep, SubmittedStep]:
+    """The step that was planned: what the daemon remembers of it, and what the engine gets.
+
+    Args:
+        freed: cancelled sequences whose tokens leave the KV cache with it.
+        in_flight: the step in flight that it runs ahead of.
+    """
+    plan = planned.plan
+    calls: list[_Call] = []
+    decodes = iter(zip(plan.decodes, plan.drafts or repeat(0)))  # noqa: B905  (the second has no end)
+    for width in plan.call_widths:
+        call = _Call()
+        for view, n_drafts in islice(decodes, width):
+            sequence = planned.sequences[view.seq_id]
+            n_model_drafts = n_drafts if view.drafts_by_model else 0
+            drafts = sequence.drafts(n_drafts) if n_drafts and not n_model_drafts else ()
+            goes_on = in_flight is not None and in_flight.row_of(sequence) is not None
+            call.inputs.append(view.seq_id if goes_on else sequence.decode_input(drafts))
+            source: DraftSource = "model" if n_model_drafts else "grammar" if sequence.forced else "lookup"
+            n_rows = 1 + len(drafts) + n_model_drafts
+            call.rows.append(StepRow(sequence, view.n_context + n_rows, n_rows, drafts, source, n_model_drafts))
+        if width:
+            calls.append(call)
+    if plan.chunks and (plan.prefill_separately or not calls):
+        calls.append(_Call())
+    for chunk in plan.chunks:
+        sequence = planned.sequences[chunk.seq_id]
+        row = None if in_flight is None else in_flight.row_of(sequence)
+        start = sequence.n_computed if row is None else row.end
+        prefill = sequence.prefill_input(start, chunk.n_tokens)
+        calls[-1].inputs.append(prefill)
+        end = start + chunk.n_tokens
+        n_recomputed = max(0, min(end, sequence.n_lost) - start)
+        calls[-1].rows.append(StepRow(sequence, end, len(prefill.samples), n_recomputed=n_recomputed))
+    step = Step(
+        planned.ops,
+        [call.inputs for call in calls],
+        number,
+        0 if in_flight is None else in_flight.number,
+        planned.look_ahead,
+        planned.mask_timeout_ms,
+    )
+    if planned.embedding is not None:
+        step.embeddings = planned.embedding.inputs
+        step.embedding_adapters = planned.embedding.adapters
+    if planned.draft_inputs:
+        step.drafts, step.min_draft_probability = planned.draft_inputs, plan.min_draft_probability
+    by_sequence = {row.sequence: row for call in calls for row in call.rows}
+    return InFlightStep(number, planned, by_sequence, freed, runs_ahead=in_flight is not None), step
+
+
+@attrs.define
+class _Call:
+    """One ``llama_decode`` call."""
+
+    inputs: list[StepInput | Continued] = attrs.field(factory=list)
+    rows: list[StepRow] = attrs.field(factory=list)
+
+
+def drafts_by_sequence(step: InFlightStep, output: StepOutput) -> dict[Sequence, Draft]:
+    """What the draft model answered, by the sequences of ``step``."""
+    drafts = () if output.drafted is None else output.drafted.drafts
+    return {step.planned.sequences[each.seq_id]: each for each in drafts}
+
+
+def complete_step(
+    step: InFlightStep,
+    output: StepOutput,
+    cache: KvCache,
+    now: float,
+    *,
+    can_truncate: bool,
+    token_to_bytes: TokenToBytes,
+    ahead: InFlightStep | None = None,
+) -> list[NewTokens]:
+    """Note what a step computed: tokens in the KV cache, and tokens that were sampled.
+
+    Sequences that finished while the step was in flight get their tokens counted and nothing else.
+
+    Args:
+        can_truncate: the last tokens of a sequence can be removed.
+        token_to_bytes: of the model's vocabulary.
+        ahead: the step that ran ahead of it, and may have begun.
+    """
+    drafted = drafts_by_sequence(step, output)
+    forced = dict(output.forced) if can_truncate else {}
+    failures, mus = dict(output.grammar_failures), dict(output.mus)
+    new_tokens, at = [], 0
+    for row in step.rows.values():
+        sequence, planned_end = row.sequence, row.end
+        if row.n_model_drafts:
+            row.propose(drafted[sequence].tokens if sequence in drafted else ())
+        sampled: abc.Sequence[int] = output.tokens[at : at + row.n_samples]
+        scores = output.scores[at : at + row.n_samples]
+        at += row.n_samples
+        if row.dropped:
+            continue
+        sampled = _count_tokens(row, sampled, planned_end, cache, ahead)
+        allocation = sequence.allocation
+        if allocation is None or sequence.state is State.FINISHED or not row.n_samples:
+            continue
+        if sequence.control is None and MASK_LATE in sampled:  # then all of its samples have it
+            new_tokens.append(_undo(sequence, row, cache, can_truncate=can_truncate))
+            continue
+        sequence.due_at = now + sequence.target_itl_ms / 1e3
+        mu = mus.get(allocation.seq_id)
+        new: NewTokens | None
+        if sequence.control is None:
+            failure = failures.get(allocation.seq_id)
+            allowed = forced.get(allocation.seq_id, ()) if mu is None else ()  # mirostat samples one token a step
+            new = _complete_row(row, sampled, scores, failure, allowed)
+            if sequence.budget is not None and new.reason is None:
+                _keep_budget(new, sequence.budget.end_after(new.tokens, token_to_bytes))
+        else:
+            new = complete_sample(sequence, sampled[0], scores, cache)
+        if new is not None:
+            new_tokens.append(new)
+            if mu is not None and not new.by_controller:
+                sequence.adapt(mu)
+    return new_tokens
+
+
+def _count_tokens(
+    row: StepRow, sampled: abc.Sequence[int], planned_end: int, cache: KvCache, ahead: InFlightStep | None
+) -> abc.Sequence[int]:
+    """Note which tokens of ``row`` the KV cache holds now; returns the tokens that were sampled, up to a wrong draft.
+
+    Args:
+        planned_end: tokens in the KV cache that the step ahead counted on.
+    """
+    sequence, computed_end = row.sequence, row.end
+    if row.drafts:
+        sampled = row.accept(sampled)
+    if ahead is not None and sampled:
+        ahead.move(sequence, row.end - planned_end)
+        if any(_ends(sequence, token) for token in sampled):
+            ahead.drop(sequence)
+    if sequence.allocation is None:
+        return sampled  # it has finished, and this step's tokens are counted
+    if ahead is None or ahead.row_of(sequence) is None:  # perhaps no step follows, so tell the engine
+        cache.advance(sequence.allocation, computed_end)
+        cache.truncate(sequence.allocation, row.end)
+    else:
+        cache.advance(sequence.allocation, row.end)
+    return sampled
+
+
+def _complete_row(
+    row: StepRow,
+    sampled: abc.Sequence[int],
+    scores: abc.Sequence[TokenLogprobs | None],
+    failure: str | None,
+    forced: abc.Sequence[int],
+) -> NewTokens:
+    """Add what was sampled for a sequence without a controller.
+
+    Args:
+        failure: why its grammar cannot go on.
+        forced: the only tokens that its grammar allows next, if all drafts are accepted.
+    """
+    sequence = row.sequence
+    new = _append(sequence, sampled, scores, failure)
+    new.n_drafts_accepted = max(0, len(new.tokens) - 1)
+    new.draft_source = row.source
+    if row.source == "grammar":
+        sequence.n_forced += new.n_drafts_accepted
+    sequence.forced = forced if len(sampled) == 1 + len(row.drafts) else ()
+    sequence.state = State.DECODE
+    return new
+
+
+def _keep_budget(new: NewTokens, end: abc.Sequence[int]) -> None:
+    """Append the tokens that end the reasoning, if there are some, to those that were sampled.  The next step computes them."""
+    if not end:
+        return
+    sequence, n_sampled = new.sequence, len(new.tokens)
+    forced = _append(sequence, end, (), None)
+    new.tokens, new.reason = [*new.tokens, *forced.tokens], forced.reason
+    if new.scores:
+        new.scores = [*new.scores[:n_sampled], *[None] * len(forced.tokens)]
+    sequence.forced = ()
+    sequence.go_on()
+
+
+def _ends(sequence: Sequence, token: int) -> bool:
+    """Whether the engine drops the sequence from the run-ahead step after ``token``; see ``Continued``."""
+    return token < 0 or (sequence.control is None and token in sequence.end_ids)
+
+
+def complete_sample(
+    sequence: Sequence, token: int, scores: abc.Sequence[TokenLogprobs | None], cache: KvCache
+) -> NewTokens | None:
+    """Add the token that was sampled for a controlled sequence, or what its controller chose instead.
+
+    If the mask was late, there is no token, and the next step uses the mask.
+
+    Returns:
+        ``None`` if the step ran ahead, and the controller did not want a token.
+    """
+    control = sequence.control
+    assert control is not None
+    assert sequence.allocation is not None
+    if control.splice is not None:
+        return splice(sequence, cache)
+    if token == MASK_LATE:
+        cache.backtrack(sequence.allocation, sequence.n_known - 1)
+        sequence.go_on()
+        is_late = control.mask_requested or control.phase in (Phase.POST_PENDING, Phase.AWAITING_PRE)
+        control.mask_requested, control.n_sampled_in_row = False, 0
+        if not is_late:
+            return None
+        if control.phase in (Phase.AWAITING_MASK, Phase.MASK_READY):
+            control.needs_mask_first = True
+        return NewTokens(sequence, (), len(sequence.tokens), None, sequence.paused, ())
+    new = _append(sequence, (token,), scores, None)
+    control.n_sampled += len(new.tokens)
+    control.n_sampled_in_row += 1
+    control.set_post(new.tokens)
+    sequence.state = State.DECODE
+    return new
+
+
+def splice(sequence: Sequence, cache: KvCache) -> NewTokens:
+    """Remove the last tokens of a controlled sequence and append others, as its controller has said."""
+    control = sequence.control
+    assert control is not None
+    assert control.splice is not None
+    assert sequence.allocation is not None
+    reported = control.splice.ff_tokens, control.splice.backtrack
+    n_removed = max(0, control.splice.backtrack - 1)  # the wire counts the token that would be sampled
+    tokens, n_removed = _without_prompt(sequence, control.splice.ff_tokens, n_removed)
+    n_before = len(sequence.tokens) - n_removed
+    control.request.n_removed += n_removed if tokens else max(1, n_removed)
+    failure: UmaError
+    if n_before < 0:
+        failure = ControllerFailed(f"the controller removes {n_removed} tokens of an answer of {len(sequence.tokens)}")
+        return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
+    if control.request.n_removed > MAX_REMOVED * sequence.max_tokens:
+        failure = ControllerFailed(
+            f"the controller has removed {control.request.n_removed} tokens, more than {MAX_REMOVED} times the longest "
+            f"answer of {sequence.max_tokens} (max_tokens)"
+        )
+        return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
+    length = len(sequence.prompt.tokens) + n_before - (not tokens)
+    if not cache.backtrack(sequence.allocation, length):
+        failure = KvFull("the controller removes tokens from before a fork, and there is no room to compute others")
+        return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
+    del sequence.tokens[n_before:]
+    control.set_post(*reported)
+    return append_inserted(sequence, tokens, n_removed)
+
+
+def _without_prompt(sequence: Sequence, tokens: abc.Sequence[int], n_removed: int) -> tuple[abc.Sequence[int], int]:
+    """What a splice changes of the answer, if it removes tokens of the prompt and appends the same ones again.
+
+    So a controller gets back to the very start of the answer that cannot remove tokens without appending one.
+    """
+    n = n_removed - len(sequence.tokens)
+    if 0 < n <= len(sequence.prompt.tokens) and [*tokens[:n]] == sequence.prompt.tokens[-n:].tolist():
+        return tokens[n:], n_removed - n
+    return tokens, n_removed
+
+
+def append_inserted(sequence: Sequence, tokens: abc.Sequence[int], n_removed: int = 0) -> NewTokens:
+    """Append tokens that the controller of ``sequence`` has chosen, up to ``max_tokens``."""
+    assert sequence.control is not None
+    new = _append(sequence, tokens, (), None)
+    new.paused, new.by_controller, new.n_removed = True, True, n_removed
+    sequence.control.n_sampled_in_row = 0
+    sequence.control.n_inserted += len(new.tokens)
+    if sequence.allocation is not None:
+        sequence.go_on()
+    return new
+
+
+def _undo(sequence: Sequence, row: StepRow, cache: KvCache, *, can_truncate: bool) -> NewTokens:
+    """Roll back a row whose mask was late; a later step computes and samples it again."""
+    assert sequence.allocation is not None
+    reason = None
+    if can_truncate:
+        cache.truncate(sequence.allocation, row.end - 1)
+    else:
+        reason = InvalidConstraint("the constraint is too complex to be followed in time")
+    return NewTokens(sequence, (), len(sequence.tokens), reason, sequence.paused, ())
+
+
+def _append(
+    sequence: Sequence, tokens: abc.Sequence[int], scores: abc.Sequence[TokenLogprobs | None], failure: str | None
+) -> NewTokens:
+    """Add sampled tokens to ``sequence``, up to one that ends it.
+
+    Args:
+        failure: why its grammar cannot go on.
+    """
+    n_before, paused = len(sequence.tokens), sequence.paused
+    sequence.paused = False
+    reason: FinishReason | UmaError | None = None
+    for n, token in enumerate(tokens):
+        if token == NO_TOKEN:
+            reason, tokens = _no_token(failure), tokens[:n]
+            break
+        sequence.append(token)
+        if token in sequence.end_ids and sequence.control is None:
+            reason = "stop"
+        elif len(sequence.tokens) == sequence.max_tokens:
+            reason = "length"
+        if reason is not None:
+            tokens = tokens[: n + 1]
+            break
+    return NewTokens(sequence, tokens, n_before, reason, paused, scores)
+
+
+def _no_token(failure: str | None) -> UmaError:
+    if failure is None:
+        return DecodeFailed("the model gave no usable logits")
+    return InvalidConstraint(f"the constraint cannot be followed any further: {explain(failure)}")

@@ -1,0 +1,439 @@
+"""Requests of sessions, their journal on disk, and how sessions expire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import structlog
+import trio
+
+from uma_trio.config import Config
+from uma_trio.daemon.answer.regions import RegionAssembler
+from uma_trio.daemon.prompts.prompt import History, Prompt, PromptMaker, prompt_room, surplus_tokens
+from uma_trio.daemon.serving.scheduler import Scheduler
+from uma_trio.daemon.serving.sequence import EventSink
+from uma_trio.daemon.serving.sequence import Sequence as Answer
+from uma_trio.daemon.sessions.table import Session, SessionTable, session_list, transcript
+from uma_trio.daemon.sessions.trimming import drop_oldest
+from uma_trio.daemon.store.journal import Journal, JournalError
+from uma_trio.daemon.store.journal_format import SessionKey
+from uma_trio.engine_link.prefix import Tokens, common_prefix
+from uma_trio.errors import BadRequest
+from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
+from uma_trio.protocol.chat import ChatMessage
+from uma_trio.protocol.events import Eos, Failure, Reasoning, Token
+from uma_trio.protocol.messages import ServerEvent
+from uma_trio.protocol.queries import SessionQuery
+from uma_trio.protocol.requests import Generate
+
+log = structlog.get_logger("uma_trio.sessions")
+
+MAX_MESSAGES: Final = 1 << 18
+"""Most messages of a session: more than the longest context has room for."""
+
+SWEEP_S: Final = 60.0
+"""Interval between two searches for expired sessions and for damaged files."""
+
+FIRST_RETRY_S: Final = 0.25
+LONGEST_RETRY_S: Final = 2.0
+"""Before what could not be written is tried again.  The wait doubles from one to the next."""
+
+
+class SessionTurn:
+    """One request of a session, and the sink of its events.
+
+    Other events pass through to the client.  The last event is held back until the turn is on disk.
+    """
+
+    def __init__(
+        self, session: Session, history: Sequence[ChatMessage], request: Generate, prompt: Prompt, sink: EventSink
+    ) -> None:
+        self.session = session
+        self.history = history
+        """The messages before those of the request that are part of ``prompt``."""
+        self.prompt = prompt
+        self.request = request
+        self.last: ServerEvent | None = None
+        """The last event, which the client has not received."""
+        self._sink = sink
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+
+    @property
+    def has_room(self) -> bool:
+        return self._sink.has_room
+
+    @property
+    def text(self) -> str:
+        """Text of the answer that the client has received, or will receive with the last event."""
+        if isinstance(self.last, Eos) and self.last.text is not None:
+            shows_prompt = self.request.echo or self.request.return_full_text
+            return self.last.text.removeprefix(self.prompt.text if shows_prompt else "")
+        return "".join(self._texts)
+
+    @property
+    def reply(self) -> ChatMessage:
+        """The answer as a message of the session."""
+        reasoning = "".join(self._reasoning)
+        if isinstance(self.last, Eos) and self.last.reasoning is not None:
+            reasoning = self.last.reasoning
+        calls = self.last.tool_calls if isinstance(self.last, Eos) else None
+        return ChatMessage(role="assistant", content=self.text, reasoning=reasoning or None, tool_calls=calls)
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """The messages of the request and the answer, which may be the rest of the last one."""
+        given, reply = self.request.messages or [], self.reply
+        if not self.request.continue_final_message:
+            return (*given, reply)
+        *before, begun = given
+        reasoning = f"{begun.reasoning or ''}{reply.reasoning or ''}" or None
+        return (*before, attrs.evolve(reply, content=f"{begun.text}{reply.text}", reasoning=reasoning))
+
+    def send(self, event: ServerEvent) -> None:
+        """Pass an event on; keep the last one."""
+        if isinstance(event, Eos | Failure):
+            self.last = event
+            return
+        if isinstance(event, Reasoning):
+            self._reasoning.append(event.text)
+        elif isinstance(event, Token) and not event.echo:
+            self._texts.append(event.text)
+        self._sink.send(event)
+
+
+class Sessions:
+    """All sessions of one model.  They end with the daemon unless they have a journal; see ``open``.
+
+    Args:
+        clock: returns seconds since 1970.
+        monotonic: a clock that nobody can set.
+        in_thread: runs a blocking call.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        scheduler: Scheduler,
+        prompts: PromptMaker,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
+    ) -> None:
+        self._limits = config.limits
+        self._table = SessionTable(
+            max_sessions=config.sessions.max_stored_sessions, ttl_s=config.sessions.session_ttl_s
+        )
+        self._scheduler = scheduler
+        self._prompts = prompts
+        self._journal: Journal | None = None
+        self._clock = clock
+        self._monotonic = monotonic
+        self._in_thread = in_thread
+        self.journal_failures = 0
+        self._write_failed = trio.Event()
+        """Something that the journal should hold is not on disk."""
+        self._repair_failure = ""
+        """Why the last repair failed; empty if it did not."""
+
+    async def open(self, journal: Journal) -> None:
+        """Load the sessions of earlier runs from ``journal``, and write them there from now on.
+
+        A journal that cannot be read is logged, and there are no sessions of earlier runs.
+        """
+        self._journal = journal
+        try:
+            records = await self._in_thread(journal.load)
+        except JournalError as error:
+            log.error("the sessions cannot be read; the daemon starts without any", reason=str(error))
+            return
+        n_vocab = self._scheduler.info.n_vocab
+        for record in records:
+            if len(record.tokens) and not 0 <= record.tokens.min() <= record.tokens.max() < n_vocab:
+                log.warning("skipped a session with tokens that the model does not have", session=record.key.id)
+                continue
+            self._table.add(Session.from_record(record, self._clock(), self._monotonic()))
+        for problem in journal.problems:
+            log.warning("a session's file is damaged", reason=problem)
+        self._scheduler.offloader.keep(
+            lambda state: self._table.any_begins_with(state.tokens, principal=state.principal)
+        )
+        await self._close_expired()
+
+    # -- one request ----------------------------------------------------------------------------
+
+    def does_without(self, request: Generate, principal: str) -> bool:
+        """Whether ``request`` is to run without its session: it has the whole conversation, and the session is busy.
+
+        Its client sends everything each time, perhaps to several at once, and need not know that there is a session.
+        """
+        if request.session_id is None or request.history != "replace":
+            return False
+        session = self._table.find(SessionKey(principal, request.session_id))
+        return session is not None and session.busy
+
+    async def begin(self, request: Generate, principal: str, sink: EventSink) -> SessionTurn:
+        """Begin a request with a ``session_id``.  ``end`` must follow.
+
+        Raises:
+            SessionBusy: another request of the session is running.
+            BadRequest: the request does not fit the session's history.
+            UmaError: as ``PromptMaker.make``.
+        """
+        assert request.session_id is not None
+        session = self._table.begin(principal, request.session_id, self._clock())
+        try:
+            _check(session, request)
+            prompt, history = await self._make_prompt(session, request)
+        except BaseException:
+            self._table.end(session)
+            raise
+        return SessionTurn(session, history, request, prompt, sink)
+
+    async def _make_prompt(self, session: Session, request: Generate) -> tuple[Prompt, Sequence[ChatMessage]]:
+        """Render the prompt; return it with the messages of the history that are in it.
+
+        With ``n_keep``, the oldest messages are dropped until the rest fits the context.  The session forgets them too:
+        otherwise each turn of a long chat would take more time, memory and disk.  If no message can be dropped,
+        ``serving.request.admit`` drops tokens, as it does for a session of plain prompts.
+        """
+        if request.history == "replace":
+            past = None if request.messages is None else History(session.tokens)
+            return await self._prompts.make(request, past, principal=session.principal), ()
+        history = session.messages[: len(session.messages) - request.drop_messages]
+        prompt = await self._prompts.make(request, History(session.tokens, history), principal=session.principal)
+        info, limits, n_whole = self._scheduler.info, self._limits, len(prompt.tokens)
+        n_drop = surplus_tokens(n_whole, request, info, limits)
+        if request.messages is None or not n_drop:
+            return prompt, history
+        while (n_tokens := len(prompt.tokens)) > prompt_room(request, info, limits):
+            shorter = drop_oldest(
+                history,
+                request.messages,
+                n_tokens=n_tokens,
+                n_keep=request.n_keep or 0,
+                n_drop=n_drop - (n_whole - n_tokens),
+            )
+            if len(shorter) == len(history):
+                break
+            history = shorter
+            prompt = await self._prompts.make(request, History(session.tokens, history), principal=session.principal)
+        return attrs.evolve(prompt, dropped=n_whole - len(prompt.tokens)), history
+
+    async def end(self, turn: SessionTurn, answer: Answer | None) -> ServerEvent | None:
+        """End a request: add it to the history, and wait until the history is on disk.
+
+        Args:
+            answer: the finished sequence; ``None`` if none was started.
+
+        Returns:
+            The last event, which the caller sends to the client; ``None`` if there is none.
+        """
+        session = turn.session
+        try:
+            if answer is None or not isinstance(turn.last, Eos):
+                return turn.last
+            if answer.tokens:
+                await self._record_turn(turn, answer)
+            return attrs.evolve(turn.last, session=attrs.evolve(session.info, busy=False))
+        finally:
+            self._table.end(session)
+
+    async def _record_turn(self, turn: SessionTurn, answer: Answer) -> None:
+        session = turn.session
+        before = session.tokens
+        session.tokens = np.concatenate([answer.prompt.tokens, self._history_tokens(turn, answer)])
+        if common_prefix(before, session.tokens) < len(before):  # the chat was rendered differently, or lost messages
+            self._forget(before, session.principal)
+        session.messages = ()
+        if turn.request.messages is not None:
+            session.messages = (*turn.history, *turn.messages)
+        self._table.record_turn(session, self._clock(), self._monotonic())
+        await self._write(session)
+
+    def _history_tokens(self, turn: SessionTurn, answer: Answer) -> Tokens:
+        """Tokens of the answer, ``[n]``, without its end token and without a stop string."""
+        tokens = answer.tokens
+        if answer.assembler.matched is not None:
+            assembler = answer.assembler
+            output = assembler.output if isinstance(assembler, RegionAssembler) else turn.text
+            return self._prompts.truncate_tokens(tokens, output)
+        if tokens and tokens[-1] in answer.end_ids:
+            tokens = tokens[:-1]
+        return np.asarray(tokens, np.int32)
+
+    async def _write(self, session: Session) -> None:
+        """Write ``session`` to the journal.  If that fails, it is logged, and the session lives in memory only."""
+        if self._journal is None:
+            return
+        try:
+            if await self._in_thread(self._journal.write, session.record):
+                log.warning("a session's file was missing or cut; it was written again", session=session.name)
+            session.turns_on_disk = session.turns
+        except JournalError as error:
+            self._failed()
+            log.warning("a session is not on disk; it stays in memory", session=session.name, reason=str(error))
+
+    # -- queries --------------------------------------------------------------------------------
+
+    async def answer_query(self, query: SessionQuery, principal: str) -> Iterable[SessionList | Transcript]:
+        """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.
+
+        Raises:
+            SessionError: the query is not possible.
+        """
+        if query.action == "list":
+            return session_list(self._table, principal, query.id)
+        assert query.session_id is not None
+        if query.action == "fork":
+            assert query.new_id is not None
+            session = await self._fork(principal, query.session_id, query.new_id)
+        else:
+            session = self._table.get(principal, query.session_id)
+            if query.action == "read":
+                return await self._read(session, query.id)
+            if query.action == "close":
+                await self._close(session)
+        return [SessionList(sessions=[session.info], id=query.id)]
+
+    async def _read(self, session: Session, id: str | None) -> Iterable[Transcript]:
+        info, messages, tokens = session.info, session.messages, session.tokens  # the session may go on meanwhile
+        text = None
+        if not messages:
+            text = await self._in_thread(partial(self._prompts.tokenizer.decode, tokens, special=True))
+        return transcript(info, messages, text, id)
+
+    async def _fork(self, principal: str, name: str, new_name: str) -> Session:
+        session = self._table.fork(principal, name, new_name, self._clock(), self._monotonic())
+        session.busy = True
+        try:
+            await self._write(session)
+        finally:
+            session.busy = False
+        return session
+
+    async def _close(self, session: Session) -> None:
+        self._table.remove(session)
+        self._forget(session.tokens, session.principal)
+        if self._journal is not None:
+            try:
+                await self._in_thread(self._journal.remove, session.key)
+            except JournalError as error:
+                self._failed()
+                log.warning("a closed session is still on disk", session=session.name, reason=str(error))
+
+    def _forget(self, tokens: Tokens, principal: str) -> None:
+        """Drop the KV states of ``tokens``, except for prefixes that other sessions of ``principal`` begin with."""
+        self._scheduler.offloader.forget(
+            tokens, principal=principal, needed=lambda found: self._table.any_begins_with(found, principal=principal)
+        )
+
+    # -- housekeeping ---------------------------------------------------------------------------
+
+    def _failed(self) -> None:
+        self.journal_failures += 1
+        self._write_failed.set()
+
+    async def sweep_forever(self) -> None:
+        """Close expired sessions and repair the journal once a minute, until cancelled; after a failed write, soon."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            await self._close_expired()
+            with trio.move_on_after(SWEEP_S):
+                await self._write_failed.wait()
+                await trio.sleep(retry_s)
+            self._write_failed = trio.Event()
+            if await self.repair():
+                retry_s = FIRST_RETRY_S
+            else:
+                self._write_failed.set()
+                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+
+    async def _close_expired(self) -> None:
+        while expired := self._table.expired(self._monotonic()):  # closing one takes time, so look again
+            session = expired[0]
+            log.info("closed an expired session", session=session.name, used_at=session.used_at)
+            await self._close(session)
+
+    async def repair(self) -> bool:
+        """Write turns whose write failed, and files that another program has removed.
+
+        Failures are counted, and logged if they are new.
+
+        Returns:
+            Whether everything is on disk.
+        """
+        journal = self._journal
+        if journal is None:
+            return True
+        n_written, failure = 0, ""
+        try:
+            for key in await self._in_thread(journal.needs_repair):
+                try:
+                    record = await self._in_thread(journal.repair, key)
+                except JournalError as error:  # the others are perhaps luckier
+                    self.journal_failures += 1
+                    failure = str(error)
+                    continue
+                n_written += 1
+                session = self._table.find(key)
+                if record is not None and session is not None and session.created_at == record.created_at:
+                    session.turns_on_disk = max(session.turns_on_disk, record.n_turns)
+        except JournalError as error:
+            self.journal_failures += 1
+            failure = str(error)
+        if n_written:
+            log.warning("wrote sessions that were missing on disk", sessions=n_written)
+        if failure and failure != self._repair_failure:
+            log.warning("some sessions are not on disk", reason=failure)
+        self._repair_failure = failure
+        return not failure
+
+    def latest(self, n: int) -> list[SessionInfo]:
+        """The ``n`` most recently used sessions of all principals, in that order."""
+        return [session.info for session in self._table.latest(n)]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Numbers for the metrics."""
+        sessions = list(self._table)
+        return {
+            "stored": len(sessions),
+            "active": sum(session.busy for session in sessions),
+            "tokens": sum(len(session.tokens) for session in sessions),
+            "not_durable": sum(not session.durable and session.turns > 0 for session in sessions),
+            "journal_failures_total": self.journal_failures,
+            "journal_restored_total": self._journal.restored if self._journal is not None else 0,
+        }
+
+
+def _check(session: Session, request: Generate) -> None:
+    """Check that ``request`` fits the history: a chat continues with messages, and any other session with prompts.
+
+    Raises:
+        BadRequest: it does not fit, or the session would have more than ``MAX_MESSAGES`` messages.
+    """
+    if request.history == "replace":
+        return
+    if session.turns and (request.messages is not None) != bool(session.messages):
+        began, sent = ("messages", "a prompt") if session.messages else ("a prompt", "messages")
+        raise BadRequest(
+            f"session {session.name!r} began with {began} and cannot continue with {sent}: send {began}, or use another "
+            "session",
+            field="session_id",
+        )
+    if request.drop_messages > len(session.messages):
+        raise BadRequest(
+            f"session {session.name!r} has {len(session.messages)} messages; drop_messages is {request.drop_messages}",
+            field="drop_messages",
+        )
+    if len(session.messages) + len(request.messages or ()) >= MAX_MESSAGES:
+        raise BadRequest(
+            f"session {session.name!r} has {len(session.messages)} messages; a session has at most {MAX_MESSAGES}",
+            field="messages",
+        )

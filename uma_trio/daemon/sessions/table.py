@@ -1,0 +1,266 @@
+"""The sessions of one model, and which of them have expired.  Pure: the caller passes the time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Final
+
+import attrs
+import numpy as np
+
+from uma_trio.daemon.store.journal_format import SessionKey, SessionRecord
+from uma_trio.engine_link.prefix import Tokens, common_prefix
+from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
+from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
+from uma_trio.protocol.chat import ChatMessage
+
+PART_SESSIONS: Final = 64
+"""Sessions in one event of a list."""
+PART_CHARS: Final = 1 << 16
+"""Characters in one event of a transcript.  A longer message is not divided."""
+MESSAGE_CHARS: Final = 64
+"""What a message without content counts for."""
+
+
+def no_tokens() -> Tokens:
+    """An empty history."""
+    return np.empty(0, dtype=np.int32)
+
+
+@attrs.define(eq=False)
+class Session:
+    """One conversation after its latest answer.  Times are seconds since 1970."""
+
+    principal: str
+    """Name of its owner."""
+    name: str
+    """Its ``session_id``, unique for each principal."""
+    created_at: float
+    used_at: float
+    """Time of its latest answer, or of the fork that made it."""
+    unused_since: float = 0.0
+    """The same on the monotonic clock.  Expiry counts from it, because somebody may set the other clock."""
+    tokens: Tokens = attrs.field(factory=no_tokens)
+    """The history in tokens, ``[n]``: the beginning of the next prompt."""
+    messages: Sequence[ChatMessage] = ()
+    """The history of a chat as messages; empty for a session of plain prompts."""
+    turns: int = 0
+    """Answered requests."""
+    turns_on_disk: int = 0
+    busy: bool = False
+    """Whether a request is running."""
+
+    @property
+    def key(self) -> SessionKey:
+        return SessionKey(self.principal, self.name)
+
+    @property
+    def durable(self) -> bool:
+        """Whether all turns are on disk."""
+        return self.turns_on_disk == self.turns > 0
+
+    @property
+    def record(self) -> SessionRecord:
+        """The session as the journal stores it."""
+        return SessionRecord(
+            key=self.key,
+            created_at=self.created_at,
+            used_at=self.used_at,
+            n_turns=self.turns,
+            tokens=self.tokens,
+            messages=tuple(self.messages),
+        )
+
+    @classmethod
+    def from_record(cls, record: SessionRecord, now: float, monotonic: float) -> Session:
+        """The session that the journal has stored as ``record``.  One from the future counts as just used."""
+        return cls(
+            principal=record.key.principal,
+            name=record.key.id,
+            created_at=record.created_at,
+            used_at=record.used_at,
+            unused_since=monotonic - max(0.0, now - record.used_at),
+            tokens=record.tokens,
+            messages=record.messages,
+            turns=record.n_turns,
+            turns_on_disk=record.n_turns,
+        )
+
+    @property
+    def info(self) -> SessionInfo:
+        """The session as clients see it."""
+        return SessionInfo(
+            session_id=self.name,
+            turns=self.turns,
+            tokens=len(self.tokens),
+            durable=self.durable,
+            busy=self.busy,
+            created_at=round(self.created_at, 3),
+            used_at=round(self.used_at, 3),
+        )
+
+
+class SessionTable:
+    """All sessions of one model, in the order of their last use.
+
+    Args:
+        max_sessions: beyond this number, the least recently used sessions expire.
+        ttl_s: sessions expire after so many seconds without a request.
+    """
+
+    def __init__(self, *, max_sessions: int, ttl_s: float) -> None:
+        self._max_sessions = max_sessions
+        self._ttl_s = ttl_s
+        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
+        """Least recently used first."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def add(self, session: Session) -> None:
+        """Add a session from the journal.  Its last use is not before that of any session in the table."""
+        self._sessions[session.key] = session
+
+    def of(self, principal: str) -> list[Session]:
+        """Return the sessions of ``principal``, most recently used first."""
+        return [session for session in reversed(self._sessions.values()) if session.principal == principal]
+
+    def latest(self, n: int) -> list[Session]:
+        """Return the ``n`` most recently used sessions of all principals, in that order."""
+        return list(islice(reversed(self._sessions.values()), n))
+
+    def find(self, key: SessionKey) -> Session | None:
+        """Return a session; ``None`` if it does not exist."""
+        return self._sessions.get(key)
+
+    def get(self, principal: str, name: str) -> Session:
+        """Return a session of ``principal``.
+
+        Raises:
+            SessionNotFound: ``principal`` has no session of this name.
+        """
+        session = self._sessions.get(SessionKey(principal, name))
+        if session is None:
+            raise SessionNotFound(f"there is no session {name!r}", field="session_id")
+        return session
+
+    def begin(self, principal: str, name: str, now: float) -> Session:
+        """Mark a session as busy with a request, and create it if it does not exist.  ``end`` must follow.
+
+        Raises:
+            SessionBusy: another request of the session is running.
+        """
+        session = self._sessions.get(SessionKey(principal, name))
+        if session is None:
+            session = Session(principal, name, now, now)
+            self._sessions[session.key] = session
+        if session.busy:
+            raise SessionBusy(
+                f"session {name!r} is answering; wait for its eos, or fork it to ask several things at once",
+                field="session_id",
+            )
+        session.busy = True
+        return session
+
+    def record_turn(self, session: Session, now: float, monotonic: float) -> None:
+        """Count an answered request of ``session``."""
+        session.turns += 1
+        session.used_at = now
+        session.unused_since = monotonic
+        self._sessions.move_to_end(session.key)
+
+    def end(self, session: Session) -> None:
+        """Mark ``session`` as idle.  A session without turns is removed."""
+        session.busy = False
+        if not session.turns:
+            self._sessions.pop(session.key, None)
+
+    def fork(self, principal: str, name: str, new_name: str, now: float, monotonic: float) -> Session:
+        """Copy session ``name`` to ``new_name``.
+
+        Raises:
+            SessionNotFound: there is no session ``name``, or it has no turns yet.
+            SessionExists: there is a session ``new_name`` already.
+        """
+        source = self.get(principal, name)
+        if not source.turns:
+            raise SessionNotFound(f"session {name!r} has no answer yet that a fork could continue", field="session_id")
+        if SessionKey(principal, new_name) in self._sessions:
+            raise SessionExists(
+                f"there is a session {new_name!r} already; choose another name, or close it", field="new_id"
+            )
+        forked = attrs.evolve(
+            source,
+            name=new_name,
+            created_at=now,
+            used_at=now,
+            unused_since=monotonic,
+            turns_on_disk=0,
+            busy=False,
+        )
+        self._sessions[forked.key] = forked
+        return forked
+
+    def remove(self, session: Session) -> None:
+        """Remove ``session``.
+
+        Raises:
+            SessionBusy: a request of the session is running.
+        """
+        if session.busy:
+            raise SessionBusy(f"session {session.name!r} is answering; cancel its request first", field="session_id")
+        self._sessions.pop(session.key, None)
+
+    def expired(self, monotonic: float) -> list[Session]:
+        """Return the idle sessions that are unused for too long or too many, least recently used first."""
+        idle = [session for session in self._sessions.values() if not session.busy]
+        excess = len(self._sessions) - self._max_sessions
+        return [
+            session for n, session in enumerate(idle) if n < excess or monotonic - session.unused_since > self._ttl_s
+        ]
+
+    def any_begins_with(self, tokens: Tokens, *, principal: str) -> bool:
+        """Whether the history of a session of ``principal`` begins with ``tokens``."""
+        return any(
+            session.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)
+            for session in self._sessions.values()
+        )
+
+
+def session_list(table: SessionTable, principal: str, id: str | None) -> Iterator[SessionList]:
+    """Yield the sessions of ``principal`` in parts of ``PART_SESSIONS``, most recently used first; at least one part."""
+    sessions = table.of(principal)
+    for start in range(0, max(1, len(sessions)), PART_SESSIONS):
+        end = start + PART_SESSIONS
+        infos = [session.info for session in sessions[start:end]]
+        yield SessionList(sessions=infos, more=end < len(sessions), id=id)
+
+
+def transcript(
+    info: SessionInfo, messages: Sequence[ChatMessage], text: str | None, id: str | None
+) -> Iterator[Transcript]:
+    """Yield the content of a session in parts of about ``PART_CHARS`` characters; at least one part.
+
+    Args:
+        text: the content of a session of plain prompts; ``None`` for a chat.
+    """
+    if text is not None:
+        for start in range(0, max(1, len(text)), PART_CHARS):
+            more = start + PART_CHARS < len(text)
+            yield Transcript(session=info, text=text[start : start + PART_CHARS], more=more, id=id)
+        return
+    part: list[ChatMessage] = []
+    n_chars = 0
+    for message in messages:
+        size = MESSAGE_CHARS + len(message.text) + len(message.reasoning or "") + len(str(message.tool_calls or ""))
+        if part and n_chars + size > PART_CHARS:
+            yield Transcript(session=info, messages=part, more=True, id=id)
+            part, n_chars = [], 0
+        part.append(message)
+        n_chars += size
+    yield Transcript(session=info, messages=part, id=id)

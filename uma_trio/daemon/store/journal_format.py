@@ -1,0 +1,227 @@
+"""The file format of one session: a record for each turn.  Files only grow.
+
+A record is HEAD and a ``Turn`` as MessagePack.  HEAD contains a CRC-32 of the turn and one of itself, so a reader knows
+how much of a file is intact, and whether the damage is at its end: a crash leaves half a record there, and nowhere
+else.  MARK also identifies the version of the format.
+
+This module is pure: bytes in, bytes out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Annotated, Final
+
+import attrs
+import msgspec
+from msgspec import Meta
+
+from uma_trio.daemon.store.encoding import (
+    MAX_PRINCIPAL_BYTES,
+    MAX_TOKENS,
+    TOKEN_BYTES,
+    DamagedFile,
+    Tokens,
+    decode_tokens,
+    encode_principal,
+    encode_tokens,
+)
+from uma_trio.engine_link.prefix import common_prefix
+from uma_trio.protocol.chat import ChatMessage
+
+MARK: Final = b"\xffUJ4"
+"""UTF-8 text has no byte 0xFF, and every fourth byte of tokens is zero, so neither contains it."""
+
+HEAD: Final = struct.Struct("<4sIII")
+"""Mark, bytes of the turn, CRC-32 of the turn, CRC-32 of the preceding 12 bytes."""
+
+MAX_TEXT_BYTES: Final = 1 << 24
+"""Most bytes of all messages of a session, encoded."""
+MAX_TURNS: Final = 1 << 31
+MAX_ID_CHARACTERS: Final = 256
+
+MAX_SESSION_BYTES: Final = TOKEN_BYTES * MAX_TOKENS + MAX_TEXT_BYTES
+"""Most bytes of one record, and so of a session: a compacted file has only one."""
+
+SPARE_BYTES: Final = 1 << 16
+WASTE: Final = 4
+"""A file is compacted when it exceeds both ``SPARE_BYTES`` and ``WASTE`` times its live content."""
+
+MAX_FILE_BYTES: Final = WASTE * MAX_SESSION_BYTES + HEAD.size
+
+
+@attrs.frozen
+class SessionKey:
+    """Identifies a session: each principal has its own ids."""
+
+    principal: Annotated[str, Meta(min_length=1, max_length=MAX_PRINCIPAL_BYTES)]
+    """Owner of the session, 1 to ``MAX_PRINCIPAL_BYTES`` bytes of UTF-8."""
+    id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARACTERS)]
+    """Any Unicode text."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class SessionRecord:
+    """A session after its last turn."""
+
+    key: SessionKey
+    created_at: float
+    """Seconds since 1970, like ``used_at``."""
+    used_at: float
+    n_turns: int
+    """Includes the turns that were copied by a fork."""
+    tokens: Tokens
+    """What remains of all turns, int32 ``[n]``."""
+    messages: tuple[ChatMessage, ...] = ()
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Turn:
+    """A session's last turn: the first ``keep`` tokens stay, and ``tokens`` follow; likewise for messages.
+
+    A chat whose template renders its end differently is still one record.  So are several turns of which the disk
+    rejected all but the last.
+    """
+
+    key: SessionKey
+    created_at: float
+    used_at: float
+    n_turns: Annotated[int, Meta(ge=1, le=MAX_TURNS)]
+    keep: Annotated[int, Meta(ge=0)]
+    """Tokens that stay, at most as many as there were."""
+    tokens: bytes
+    keep_messages: Annotated[int, Meta(ge=0)]
+    messages: list[ChatMessage]
+
+
+@attrs.frozen(eq=False)
+class SessionFile:
+    """The content of a file."""
+
+    session: SessionRecord
+    n_bytes: int
+    """Bytes of the intact records.  Half a record that a crash left may follow; cut it off."""
+
+
+def file_stem(key: SessionKey) -> str:
+    """Returns the name of a session's file without its suffix: a hash, because ids may contain any character.
+
+    Raises:
+        ValueError: the key contains lone surrogates.
+    """
+    return hashlib.blake2b(msgspec.json.encode([key.principal, key.id]), digest_size=16).hexdigest()
+
+
+def encode(session: SessionRecord, before: SessionRecord | None = None) -> bytes:
+    """Encodes the record that makes ``session`` of ``before``, or of nothing.
+
+    Raises:
+        ValueError: a value is out of range or has the wrong type, or the record is too large.
+    """
+    keep = keep_messages = 0
+    if before is not None:
+        keep = common_prefix(before.tokens, session.tokens)
+        pairs = zip(before.messages, session.messages, strict=False)
+        keep_messages = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    turn = Turn(
+        key=session.key,
+        created_at=session.created_at,
+        used_at=session.used_at,
+        n_turns=session.n_turns,
+        keep=keep,
+        tokens=encode_tokens(session.tokens[keep:]),
+        keep_messages=keep_messages,
+        messages=list(session.messages[keep_messages:]),
+    )
+    if len(session.tokens) > MAX_TOKENS:
+        raise ValueError(f"{len(session.tokens)} tokens exceed the limit of {MAX_TOKENS}")
+    try:
+        data = msgspec.msgpack.encode(turn)
+        _decode_turn(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"a session cannot be stored: {error}") from None
+    if len(data) > MAX_SESSION_BYTES:
+        raise ValueError(f"{len(data)} bytes exceed the limit of {MAX_SESSION_BYTES} for a session")
+    head = HEAD.pack(MARK, len(data), zlib.crc32(data), 0)[:-4]
+    return b"".join([head, zlib.crc32(head).to_bytes(4, "little"), data])
+
+
+def decode(data: bytes | bytearray) -> SessionFile:
+    """Decodes the content of a file.
+
+    Raises:
+        DamagedFile: it is damaged, or not of this version.
+    """
+    last: Turn | None = None
+    tokens, messages = bytearray(), list[ChatMessage]()
+    n_bytes = 0
+    try:
+        for payload, end in _records(data):
+            turn = _decode_turn(payload)
+            last = last or turn
+            if (turn.key, turn.created_at) != (last.key, last.created_at):
+                raise DamagedFile("it contains a record of another session")
+            if TOKEN_BYTES * turn.keep > len(tokens) or turn.keep_messages > len(messages):
+                raise DamagedFile("a turn continues more than there was before it")
+            tokens[TOKEN_BYTES * turn.keep :] = turn.tokens
+            messages[turn.keep_messages :] = turn.messages
+            last, n_bytes = turn, end
+        if last is None:  # a file is created with its first turn, so no crash has left it like this
+            raise DamagedFile("it does not begin like a session file of this version")
+        session = SessionRecord(
+            key=last.key,
+            created_at=last.created_at,
+            used_at=last.used_at,
+            n_turns=last.n_turns,
+            tokens=decode_tokens(tokens),
+            messages=tuple(messages),
+        )
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise DamagedFile(f"it contains an invalid record: {error}") from None
+    return SessionFile(session, n_bytes)
+
+
+def _decode_turn(payload: bytes | memoryview) -> Turn:
+    """Decodes a turn.  Raises ``ValueError`` or ``msgspec.MsgspecError`` if a field is out of range."""
+    turn = msgspec.msgpack.decode(payload, type=Turn)
+    encode_principal(turn.key.principal)
+    if not (math.isfinite(turn.created_at) and math.isfinite(turn.used_at)):
+        raise ValueError("a time is not a number")
+    return turn
+
+
+def _records(data: bytes | bytearray) -> Iterator[tuple[memoryview, int]]:
+    """Yields the payload and the end of each intact record, up to the first damaged one.
+
+    Raises:
+        DamagedFile: intact records follow the damaged one.
+    """
+    view, at = memoryview(data), 0
+    while (found := _head(view, at)) is not None:
+        size, code = found
+        start = at + HEAD.size
+        payload = view[start : start + size]
+        if zlib.crc32(payload) != code:
+            break
+        at = start + size
+        yield payload, at
+    after = at
+    while (after := data.find(MARK, after + 1)) >= 0:
+        if _head(view, after) is not None:
+            raise DamagedFile(f"no record begins at byte {at}, although one begins at byte {after}")
+
+
+def _head(view: memoryview, at: int) -> tuple[int, int] | None:
+    """Returns size and CRC of the payload of the record at ``at``; ``None`` if there is no complete record."""
+    head = view[at : at + HEAD.size]
+    if len(head) < HEAD.size:
+        return None
+    mark, size, code, own = HEAD.unpack(head)
+    if mark != MARK or own != zlib.crc32(head[:-4]) or size > len(view) - at - HEAD.size:
+        return None
+    return size, code

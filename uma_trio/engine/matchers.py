@@ -1,0 +1,320 @@
+"""Follows the grammars of many sequences, and fills the masks of a step while its logits are computed.
+
+A matcher is a cache: it must know a grammar and the tokens of an answer so far, and both come with every input that
+samples.  So forks, rejected draft tokens, restarts of the engine and loaded states need nothing of their own.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from uma_trio.engine.slow_thread import SlowThread
+from uma_trio.engine_link.grammar_state import GrammarState
+from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Future: TypeAlias = concurrent.futures.Future
+Biases: TypeAlias = npt.NDArray[np.float32]
+"""``[n, n_vocab rounded up to whole words]``: 0 for a token that is allowed, -inf otherwise."""
+
+MAX_THREADS: Final = 8
+
+MAX_IDLE: Final = 8
+"""Matchers that are kept of sequences that sample nothing at the moment.  Each can take tens of megabytes."""
+
+SLOW_S: Final = 0.005
+"""CPU time of a mask above which the next one of its sequence is filled by the slow thread."""
+
+LOOK_AHEAD_MS: Final = 2.0
+"""How long ``forced_after`` may take."""
+
+_BYTE_TO_BIASES: Final[Biases] = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little") == 1, 0.0, -np.inf
+).astype(np.float32)
+"""``[256, 8]``: the biases of eight tokens by a byte of a mask."""
+
+
+@attrs.define(eq=False)
+class _SequenceMatcher:
+    """The matcher of one sequence.  Used by one thread at a time."""
+
+    key: str
+    compiled: Future[LLMatcher]
+    """The beginning of its grammar."""
+    matcher: LLMatcher | None = None
+    consumed: list[int] = attrs.field(factory=list)
+    answers: list[list[int]] = attrs.field(factory=list)
+    """After which masks were filled last, or are being filled."""
+    biases: Biases = attrs.field(factory=lambda: np.empty((0, 0), np.float32))
+    """These masks, and room for more."""
+    forced: Sequence[int] = ()
+    """The only tokens that can follow the last of ``answers``."""
+    work: Future[None] | None = None
+    is_slow: bool = False
+    """Whether the slow thread fills its masks."""
+    used_s: float = 0.0
+    """CPU time of all its masks."""
+
+    @property
+    def is_busy(self) -> bool:
+        return self.work is not None and not self.work.done()
+
+
+@attrs.frozen
+class AppliedMasks:
+    """The result of filling the masks of one call."""
+
+    late: Sequence[int]
+    """Rows whose mask was not ready."""
+    failures: Mapping[int, str]
+    """Sequences that cannot go on, with the reason."""
+    forced: Mapping[int, Sequence[int]]
+    """Sequences whose grammar allows only these tokens after the one that is sampled."""
+    wait_ms: float
+
+
+@attrs.frozen
+class PendingMasks:
+    """Masks of one ``llama_decode`` call, on their way."""
+
+    _pending: Sequence[tuple[int, int, int, _SequenceMatcher, Future[None] | None]]
+    """For each sequence: its id, first row, number of rows, matcher, and the work that fills the masks; ``None`` while
+    earlier work goes on."""
+
+    def apply(self, logits: npt.NDArray[np.float32], timeout_ms: float) -> AppliedMasks:
+        """Wait for the masks, and set the logits of tokens that are not allowed to -inf.
+
+        Args:
+            logits: ``[n_rows, n_vocab]``, changed in place.
+        """
+        began = time.perf_counter()
+        unfinished = [work for *_, work in self._pending if work is not None and not work.done()]
+        if unfinished:
+            concurrent.futures.wait(unfinished, timeout_ms / 1e3)
+        wait_ms = 1e3 * (time.perf_counter() - began)
+        late: list[int] = []
+        failures: dict[int, str] = {}
+        forced: dict[int, Sequence[int]] = {}
+        for seq_id, first, n, sequence, work in self._pending:
+            if work is None or not work.done():
+                late += range(first, first + n)
+            elif (error := work.exception()) is not None:
+                failures[seq_id] = str(error)
+                logits[first : first + n] = -np.inf
+            else:
+                rows = logits[first : first + n]
+                np.add(rows, sequence.biases[:n, : logits.shape[1]], out=rows)
+                if len(sequence.forced) > 1:
+                    forced[seq_id] = sequence.forced[1:]
+        return AppliedMasks(late, failures, forced, wait_ms)
+
+
+class GrammarFailed(Exception):
+    """The grammar became too complex, or the answer does not follow it."""
+
+
+class Matchers:
+    """The matchers of one engine.
+
+    Args:
+        vocabulary: makes the vocabulary, when the first constrained request comes.
+        n_threads: for filling masks, next to the computation.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], n_vocab: int, n_threads: int) -> None:
+        self._vocabulary = vocabulary
+        self._n_words = -(-n_vocab // 32)
+        self._n_threads = max(1, min(n_threads, MAX_THREADS))
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._slow: SlowThread | None = None
+        """For compiling, and masks above ``SLOW_S``, so that no other sequence waits for them."""
+        self._tokenizer: Future[LLTokenizer] | None = None
+        self._compiled: dict[str, Future[LLMatcher]] = {}
+        self._sequences: OrderedDict[int, _SequenceMatcher] = OrderedDict()
+        """Those that sampled last are at the end."""
+
+    def define(self, key: str, source: str, *, replaces: str | None = None) -> None:
+        """Make a grammar known.  It is compiled in a thread.
+
+        Args:
+            replaces: key of a grammar to forget.
+        """
+        if self._pool is None:
+            threading.stack_size(STACK_BYTES)
+            self._pool = concurrent.futures.ThreadPoolExecutor(self._n_threads, "uma-trio grammar")
+            self._slow = SlowThread("uma-trio slow grammar")
+            self._tokenizer = self._pool.submit(lambda: self._vocabulary().tokenizer())
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        assert self._slow is not None
+        # submitted before all work that waits for it, with the least time used, so a waiting thread cannot take its place
+        self._compiled[key] = self._slow.submit(0.0, lambda: start_matcher(tokenizer.result(), source))
+        if replaces is not None:
+            del self._compiled[replaces]
+
+    def begin(self, wanted: Iterable[tuple[int, int, GrammarState, Sequence[int]]]) -> PendingMasks:
+        """Begin to fill masks.  Does not block.
+
+        Args:
+            wanted: for each input that samples by a grammar: its sequence, the row of its first sample, the state before
+                that, and the draft tokens between its samples.
+        """
+        pending = []
+        for seq_id, first, state, drafts in wanted:
+            answer = state.answer.tolist()
+            answers = [[*answer, *drafts[:n]] for n in range(1 + len(drafts))]
+            sequence, work = self._fill_soon(seq_id, state.key, answers)
+            pending.append((seq_id, first, len(answers), sequence, work))
+        self._forget(len(pending) + MAX_IDLE)
+        return PendingMasks(pending)
+
+    def forced_after(self, sampled: Sequence[tuple[int, GrammarState]]) -> dict[int, Sequence[int]]:
+        """The only tokens that can follow those that were just sampled, by sequence.
+
+        Blocks for ``LOOK_AHEAD_MS`` at most.  Otherwise ``AppliedMasks.forced`` tells it one step later.
+
+        Args:
+            sampled: sequences, and their grammar after the sampled tokens.
+        """
+        looking = []
+        for seq_id, state in sampled:
+            sequence = self._sequences.get(seq_id)
+            if sequence is not None and sequence.matcher is not None and not (sequence.is_busy or sequence.is_slow):
+                sequence.answers = []
+                sequence.work = self._submit(_look_ahead, sequence, sequence.matcher, state.answer.tolist())
+                looking.append((seq_id, sequence, sequence.work))
+        done, _ = concurrent.futures.wait([work for *_, work in looking], LOOK_AHEAD_MS / 1e3)
+        return {
+            seq_id: sequence.forced
+            for seq_id, sequence, work in looking
+            if work in done and work.exception() is None and sequence.forced
+        }
+
+    def close(self) -> None:
+        """End the threads, when what they do is done."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._slow is not None:
+            self._slow.close()
+
+    def _fill_soon(
+        self, seq_id: int, key: str, answers: list[list[int]]
+    ) -> tuple[_SequenceMatcher, Future[None] | None]:
+        """Fill a mask after each of ``answers``; no work while an earlier one of the same sequence goes on."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is None or sequence.key != key:
+            compiled = self._compiled[key]
+            self._sequences[seq_id] = sequence = _SequenceMatcher(key, compiled, is_slow=not compiled.done())
+        self._sequences.move_to_end(seq_id)
+        if sequence.is_busy:
+            return sequence, None
+        if sequence.work is None or answers != sequence.answers:  # otherwise they were late in the step before
+            if len(sequence.biases) < len(answers):
+                # not empty: what a forbidden draft leaves unwritten is added to logits as well
+                sequence.biases = np.zeros((len(answers), 32 * self._n_words), np.float32)
+            sequence.answers = answers
+            sequence.work = self._submit(_fill, sequence, self._n_words)
+        return sequence, sequence.work
+
+    def _submit(self, function: Callable[..., None], sequence: _SequenceMatcher, *arguments: object) -> Future[None]:
+        assert self._pool is not None
+        assert self._slow is not None
+        if sequence.is_slow:
+            return self._slow.submit(sequence.used_s, functools.partial(function, sequence, *arguments))
+        return self._pool.submit(function, sequence, *arguments)
+
+    def _forget(self, n_kept: int) -> None:
+        """Drop matchers of sequences that ended or pause.  A sequence that goes on gets a new one."""
+        for seq_id in [*self._sequences][: max(0, len(self._sequences) - n_kept)]:
+            if not self._sequences[seq_id].is_busy:
+                del self._sequences[seq_id]
+
+
+def _fill(sequence: _SequenceMatcher, n_words: int) -> None:
+    """Bring the matcher after each of the sequence's answers, and write what may follow.
+
+    A draft token that the grammar forbids is never sampled, so the masks after it are left as they are.
+
+    Raises:
+        GrammarFailed: the matcher cannot go on.
+    """
+    began = time.thread_time()
+    sequence.forced = ()
+    if sequence.matcher is None:
+        sequence.matcher, sequence.consumed = sequence.compiled.result().deep_copy(), []
+    matcher = sequence.matcher
+    bits = np.empty(n_words, np.uint32)
+    for n, answer in enumerate(sequence.answers):
+        if not _advance(sequence, matcher, answer, is_draft=n > 0):
+            return
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        _check(sequence, matcher)
+        np.take(_BYTE_TO_BIASES, bits.view(np.uint8), axis=0, out=sequence.biases[n].reshape(-1, 8), mode="clip")
+        sequence.forced = matcher.compute_ff_tokens() if _is_single(bits) else ()
+    took_s = time.thread_time() - began
+    sequence.used_s += took_s
+    sequence.is_slow = took_s > SLOW_S * len(sequence.answers)
+
+
+def _look_ahead(sequence: _SequenceMatcher, matcher: LLMatcher, answer: list[int]) -> None:
+    """Bring the matcher after ``answer``, and note the only tokens that can follow.
+
+    Raises:
+        GrammarFailed: the matcher cannot go on; the next mask fails in the same way.
+    """
+    sequence.forced = ()
+    if _advance(sequence, matcher, answer, is_draft=True) and not matcher.is_stopped():
+        sequence.forced = matcher.compute_ff_tokens()
+
+
+def _is_single(bits: npt.NDArray[np.uint32]) -> bool:
+    """Whether a mask allows one token only."""
+    words = bits[bits != 0]
+    return len(words) == 1 and int(words[0]).bit_count() == 1
+
+
+def _advance(sequence: _SequenceMatcher, matcher: LLMatcher, answer: list[int], *, is_draft: bool) -> bool:
+    """Go back to what ``answer`` and the matcher have in common, and on from there.
+
+    Returns:
+        Whether the matcher has come to the end of ``answer``; false if a draft token is forbidden.
+
+    Raises:
+        GrammarFailed: the grammar forbids a token of ``answer``, or the matcher cannot go on.
+    """
+    consumed = sequence.consumed
+    same = len(consumed)
+    if answer[:same] != consumed:  # a draft token was rejected, or the sequence id has a new owner
+        same = next(n for n, (a, b) in enumerate(zip([*answer, -1], consumed, strict=False)) if a != b)
+        matcher.rollback(len(consumed) - same)
+    following = answer[same:]
+    n = matcher.try_consume_tokens(following) if following else 0
+    sequence.consumed = answer[: same + n]
+    _check(sequence, matcher)
+    if n < len(following):
+        if is_draft:
+            return False
+        raise GrammarFailed(f"token {following[n]} does not follow the grammar")
+    return True
+
+
+def _check(sequence: _SequenceMatcher, matcher: LLMatcher) -> None:
+    """
+    Raises:
+        GrammarFailed: the matcher cannot go on.  It never recovers, so the sequence gets a new one.
+    """
+    if matcher.is_error():
+        sequence.matcher, sequence.answers = None, []
+        raise GrammarFailed(matcher.get_error())

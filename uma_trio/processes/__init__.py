@@ -1,0 +1,1 @@
+"""What our processes have in common: how one starts another, watches it, and ends with it."""

@@ -1,8 +1,0 @@
-"""Models by name: which are served, which of them are loaded, and who waits for which."""
-
-from uma_trio.registry.model import ModelOpener, ModelSpec, OpenModel
-from uma_trio.registry.registry import ModelRegistry, RegistryLimits
-from uma_trio.registry.request import ModelRequest
-from uma_trio.registry.room import Needs
-
-__all__ = ["ModelOpener", "ModelRegistry", "ModelRequest", "ModelSpec", "Needs", "OpenModel", "RegistryLimits"]
