@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shlex
+import typing
 from pathlib import Path
 
 import attrs
@@ -60,10 +61,11 @@ from uma_trio.protocol.events import (
 )
 from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import parse, to_fields
-from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS
+from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS, ROWS, Field
 from uma_trio.protocol.payload import Encoding, decode, encoding_of
 from uma_trio.protocol.queries import HealthQuery, MetricsQuery, ModelsQuery, SessionQuery, TokenizeQuery, WatchQuery
 from uma_trio.protocol.requests import (
+    MAX_BIASES,
     MAX_METADATA_BYTES,
     MAX_METADATA_DEPTH,
     AdapterChoice,
@@ -184,31 +186,15 @@ def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
 
 def test_bounds_are_the_documented_ones() -> None:
     documented = {row[0].strip("`"): row[1] for row in tables(section(PROTOCOL, "A request for text"))[0]}
-    least = {"id": "r", "prompt": "x"}
-    bounded = {
-        name: match
-        for name, bounds in documented.items()
-        if (match := re.fullmatch(r"(above )?(-?[\d.]+),? to ([\d.]+)", bounds))
-    }
-    assert {
-        "max_tokens",
-        "seed",
-        "logprobs",
-    } < set(bounded)
-    for name, match in bounded.items():
-        above, low, high = match[1], json.loads(match[2]), json.loads(match[3])
-        assert isinstance(parse(least | {name: high}), Generate)
-        wrong = [high + 1, low - 1, *([low] if above else [])]
-        for value in wrong:
-            with pytest.raises(BadRequest):
-                parse(least | {name: value})
-        if not above:
-            parse(least | {name: low})
-    for name, items in (("logit_bias", {str(n): 0 for n in range(301)}), ("stop_token_ids", [*range(65)])):
-        most = int(documented[name].split()[-1])
-        assert most == len(items) - 1
-        with pytest.raises(BadRequest):
-            parse(least | {name: items})
+    for name, bounds in documented.items():
+        if match := re.fullmatch(r"(-?[\d.]+) to ([\d.]+)", bounds):
+            low, high = map(json.loads, match.groups())
+            for value in (low, high):
+                parse({"id": "r", "prompt": "x", name: value})
+            for value in (low - 1, high + 1):
+                with pytest.raises(BadRequest):
+                    parse({"id": "r", "prompt": "x", name: value})
+    assert int(documented["logit_bias"].split()[-1]) == MAX_BIASES
     for number in (MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_ARG_BYTES, MAX_ARG_DEPTH):
         assert str(number) in section(PROTOCOL, "A request for text")
 
@@ -432,13 +418,43 @@ def parameters_in_markdown() -> str:
         low = f"from {row.bounds['ge']:g}" if "ge" in row.bounds else f"above {row.bounds['gt']:g}, up"
         step = f" in steps of {row.bounds['multiple_of']:g}" if "multiple_of" in row.bounds else ""
         names = f"`{row.llama}`" if row.llama else ""
-        if row.minus_one is not None:
+        if row.minus_one != -1:
             names += f"{', ' if names else ''}-1 is {row.minus_one:g}"
         key = f"`{row.gguf}`" if row.gguf else ""
         lines.append(
             f"| `{row.name}` | {kind} {low} to {row.bounds['le']:.10g}{step} | {row.default:g} | {key} | {names} | {row.help} |"
         )
     return "\n".join(lines) + "\n\n"
+
+
+def field_in_markdown(row: Field) -> str:
+    """The row of PROTOCOL.md for a field of a request."""
+    bounds = row.bounds
+    kind = {bool: "bool", str: "text of {min_length} to {max_length} characters"}.get(row.type, "{ge} to {le}")
+    if typing.get_origin(row.type) is typing.Literal:
+        kind = " or ".join(f"`{each}`" for each in typing.get_args(row.type))
+    kind = kind.format(**bounds)
+    if row.is_list:
+        kind = (
+            f"{kind}, or a list of at most {row.most}"
+            if row.type in row.kinds
+            else f"list of at most {row.most}, each {kind}"
+        )
+    default = row.default.factory() if isinstance(row.default, attrs.Factory) else row.default  # type: ignore[arg-type]
+    shown = "*none*" if default is None else f"`{json.dumps(default)}`"
+    unset = "" if row.unset is None else f" *none*: {row.unset}."
+    return f"| `{row.name}` | {kind} | {shown} | {row.help}{unset} |\n"
+
+
+def with_fields(page: str) -> str:
+    """PROTOCOL.md with the fields of the table in the code; a new one is the last."""
+    before = table = re.search(r"(?:^\|.*\n)+", section(page, "A request for text"), re.MULTILINE)[0]  # type: ignore[index]
+    for row in ROWS:
+        if row not in PARAMETERS:
+            line = field_in_markdown(row)
+            table, found = re.subn(rf"^\| `{row.name}` .*\n", lambda _, line=line: line, table, flags=re.MULTILINE)
+            table += "" if found else line
+    return page.replace(before, table)
 
 
 def settings_in_markdown() -> str:
@@ -460,7 +476,7 @@ MADE = {"CONFIG.md": settings_in_markdown, "PROTOCOL.md": parameters_in_markdown
 
 def with_tables(name: str) -> str:
     """A page with its tables as the code says."""
-    page = text_of(name)
+    page = with_fields(text_of(name)) if name == "PROTOCOL.md" else text_of(name)
     return page[: page.index(BEGIN) + len(BEGIN)] + MADE[name]() + page[page.index(END) :]
 
 

@@ -40,7 +40,7 @@ def rows() -> Iterator[str]:
             yield f"| `{endpoint.path}` | {', '.join(shown)} |\n"
 
 
-SAMPLING = {name for row in PARAMETERS for name in row.http_names}
+SAMPLING = {name for row in PARAMETERS for name in row.names_in("openai")}
 OF_OTHER_APIS = 3
 """Fields of an API that has no more sampling parameters than these."""
 LINK = "[sampling parameters](PROTOCOL.md#sampling-parameters)"

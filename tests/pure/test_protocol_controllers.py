@@ -23,6 +23,7 @@ from uma_trio.protocol.controllers import (
 )
 from uma_trio.protocol.events import Eos, Failure, Timings, Token, Usage
 from uma_trio.protocol.messages import ServerEvent, parse, parse_event
+from uma_trio.protocol.parameters import ROWS
 from uma_trio.protocol.payload import Encoding, encoding_of
 from uma_trio.protocol.requests import Generate
 
@@ -45,6 +46,10 @@ def test_a_request_with_a_controller_has_no_prompt(arg: object) -> None:
     assert parse(LEAST | {"controller_arg": arg}) == Generate(id="r1", controller="jsctrl", controller_arg=arg)
 
 
+OTHER: dict[type, object] = {bool: True, int: 2, str: "x"}
+"""Values that are no defaults."""
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -52,17 +57,13 @@ def test_a_request_with_a_controller_has_no_prompt(arg: object) -> None:
         ("prompt", ""),
         ("messages", [{"role": "user", "content": "x"}]),
         ("tools", [{"name": "f"}]),
-        ("n", 2),
-        ("stop", "x"),
-        ("stop_token_ids", [5]),
         ("constraint", {"regex": "x"}),
-        ("ignore_eos", True),
-        ("echo", True),
-        ("return_full_text", True),
-        ("separate_reasoning", True),
-        ("reasoning_budget", 0),
         ("session_id", "s"),
-        ("n_keep", 0),
+        *(
+            (row.name, [OTHER[row.type]] if row.is_list else OTHER[row.type])
+            for row in ROWS
+            if not row.goes_with_controller
+        ),
     ],
 )
 def test_what_does_not_go_with_a_controller_is_named(name: str, value: object) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ from uma_trio.protocol.events import (
     Usage,
 )
 from uma_trio.protocol.messages import ServerEvent, parse, parse_event, to_fields
-from uma_trio.protocol.parameters import PARAMETERS, Parameter
+from uma_trio.protocol.parameters import ROWS, Field, Parameter
 from uma_trio.protocol.payload import Encoding, decode, encode
 from uma_trio.protocol.queries import MetricsQuery, ModelsQuery, TokenizeQuery
 from uma_trio.protocol.requests import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, Cancel, Constraint, Generate, Slo
@@ -197,23 +198,20 @@ def test_stop_is_a_string_or_a_list(stop: object, stops: tuple[str, ...]) -> Non
     assert found.stops == stops
 
 
-FLAGS = {
-    *("ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special", "progress"),
-    *("separate_reasoning", "parallel_tool_calls", "fit_max_tokens"),
-}
+def taken(row: Field) -> list[object]:
+    """Values of a field at its bounds."""
+    bounds, text = row.bounds, "x" * row.bounds.get("max_length", 0)
+    low, high = bounds.get("ge", row.default), bounds.get("le", row.default)
+    words = typing.get_args(row.type)
+    values: list[object] = [*words] if words else {bool: [False, True], str: [text]}.get(row.type, [low, high])
+    several = [[], *([value] * row.most for value in values)] if row.is_list and row.most else []
+    return [*several, *(values if row.type in row.kinds else []), *([None] if row.default is None else [])]
+
 
 AT_THE_BOUNDS = [
-    ("dry_sequence_breakers", []),
-    ("dry_sequence_breakers", ["x" * 40] * 16),
-    *(
-        (row.name, value)
-        for row in PARAMETERS
-        for value in (row.default, row.bounds.get("ge", row.default), row.bounds["le"])
-    ),
+    *((row.name, value) for row in ROWS for value in taken(row)),
     ("continue_final_message", False),
     ("add_generation_prompt", False),
-    ("speculate", None),
-    ("speculate", False),
     ("id", "x" * 256),
     ("model", "x" * 256),
     ("principal", "x" * 256),
@@ -227,32 +225,12 @@ AT_THE_BOUNDS = [
     ("prompt", "a\0b"),
     ("prompt", [0]),
     ("prompt", [2**31 - 1] * (1 << 20)),
-    ("max_tokens", 1),
-    ("max_tokens", 2**31 - 1),
-    ("n", 1),
-    ("n", 16),
     ("logit_bias", {}),
     ("logit_bias", {str(token): -100 for token in range(300)}),
     ("logit_bias", {"0": 100, str(2**31 - 1): -0.0}),
-    ("logprobs", 0),
-    ("logprobs", 20),
-    ("stop_token_ids", []),
-    ("stop_token_ids", [0, 2**31 - 1] * 32),
-    ("seed", 0),
-    ("seed", 2**63 - 1),
-    ("stop", "x" * 256),
-    ("stop", ["x" * 256] * 16),
     ("session_id", "x" * 256),
     ("session_id", "../é\n"),
     ("chat_template_kwargs", {}),
-    ("history", "continue"),
-    ("history", "replace"),
-    ("drop_messages", 0),
-    ("drop_messages", 2**31 - 1),
-    ("n_keep", 0),
-    ("reasoning_budget", 0),
-    ("reasoning_budget", 2**31 - 1),
-    ("n_keep", 2**31 - 1),
     ("slo", {}),
     ("slo", {"target_ttft_ms": 1e-9, "target_itl_ms": 3_600_000}),
     ("slo", {"target_ttft_ms": None, "priority": "interactive"}),
@@ -304,38 +282,33 @@ def test_only_a_text_of_the_assistant_is_continued(query: dict[str, str]) -> Non
         parse({"id": "r", "continue_final_message": True, **query, **text})
 
 
-def not_taken(row: Parameter) -> list[object]:
-    """Values that a sampling parameter refuses."""
-    beyond = (
-        [row.bounds["gt"]]
-        if "gt" in row.bounds
-        else [row.bounds["ge"] - 1e-9 if row.type is float else row.bounds["ge"] - 1]
-    )
-    between = [1] if "multiple_of" in row.bounds else []
-    return [
-        *beyond,
-        *between,
-        row.bounds["le"] + 1,
-        math.nan,
-        math.inf,
-        "1",
-        True,
-        [],
-        *([1.0] if row.type is int else []),
-    ]
+def not_taken(row: Field) -> list[object]:
+    """Values that a field refuses."""
+    bounds, values = row.bounds, list[object]()
+    if row.type is bool:
+        values = [0, 1, "true", []]
+    elif row.type in (int, float):
+        least = bounds["gt"] if "gt" in bounds else bounds["ge"] - (1 if row.type is int else 1e-9)
+        of_type = [1.0, 2**64] if row.type is int else []
+        between = [1] if "multiple_of" in bounds else []
+        values = [least, bounds["le"] + 1, math.nan, math.inf, "1", True, {}, *of_type, *between]
+    else:
+        values = ["", "x" * (bounds.get("max_length", 6) + 1), 1, True, {}, b"x"]
+    if row.is_list:
+        longest = next(value for value in taken(row) if isinstance(value, list) and value)
+        several: list[object] = [*([value] for value in [*values, None]), longest * 2, {}]
+        values = [*several, *(values if row.type in row.kinds else [1, "x"])]
+    return [*values, *([] if row.default is None or isinstance(row, Parameter) else [None])]
 
 
 NOT_TAKEN = [
-    *((row.name, not_taken(row)) for row in PARAMETERS),
-    ("dry_sequence_breakers", [None, "x", [""], ["x" * 41], [1], ["x"] * 17]),
+    *((row.name, not_taken(row)) for row in ROWS),
     ("id", ["", "x" * 257, 1, None, True, [], {}]),
     ("model", ["", "x" * 257, 1, True, [], b"x"]),
     ("principal", ["", "x" * 257, 1, True, [], b"x"]),
     ("principal_weight", [0, 0.009, 100.1, -1, math.nan, math.inf, "1", True, None]),
     ("principal_max_requests", [0, -1, 1_000_001, 1.0, "1", True]),
     ("prompt", [1, True, [], {}, b"x", [-1], [2**31], [1.0], ["1"], [None], [[1]], [1] * ((1 << 20) + 1)]),
-    ("max_tokens", [0, -1, 2**31, 2**63, 1.0, 1.5, "1", True, [1], math.nan]),
-    ("n", [0, -1, 17, 2**64, 1.0, "1", True, None]),
     (
         "logit_bias",
         [
@@ -367,25 +340,12 @@ NOT_TAKEN = [
         ],
     ),
     ("logit_bias", [{str(token): 1 for token in range(301)}]),
-    ("logprobs", [-1, 21, 2**64, 1.0, "1", True, [1]]),
-    ("stop_token_ids", [None, 1, "x", {}, [-1], [2**31], [1.0], ["1"], [None], [True], [[1]], [1] * 65]),
-    ("return_full_text", [0, "true", None]),
-    ("parse_special", [0, 1, "false", None, []]),
-    ("seed", [-1, 2**63, 2**64 - 1, 1.0, "1", True]),
-    ("stop", ["", [""], "x" * 257, ["x" * 257], ["x"] * 17, [1], 1, None, {}, [["x"]], ["x"] * 100_000]),
     ("constraint", [1, "x", [], {}, {"after": "x"}, {"json_object": False}, {"json_object": 1}, {"json_schema": []}]),
     ("constraint", [{"regex": ""}, {"regex": "x" * 65537}, {"regex": "a", "lark": "b"}, {"gbnf": 1}, {"lark": None}]),
     ("constraint", [{"choice": []}, {"choice": [""]}, {"choice": "ab"}, {"choice": ["x"] * 513}, {"choice": [1]}]),
     ("constraint", [{"regex": "a", "after": ""}, {"regex": "a", "after": "x" * 257}]),
-    ("ignore_eos", [0, 1, "true", None]),
-    ("stream", [0, 1, "false", None]),
-    ("echo", [0, "true", None]),
-    ("progress", [0, 1, "true", None]),
-    ("separate_reasoning", [0, 1, "true", None]),
     ("continue_final_message", [0, 1, "true", None]),
     ("add_generation_prompt", [0, 1, "true", None]),
-    ("parallel_tool_calls", [0, 1, "true", None]),
-    ("fit_max_tokens", [0, 1, "true", None]),
     (
         "tools",
         [None, 1, "x", {}, [{}], [1], [{"name": ""}], [{"name": "a b"}], [{"name": "a\n"}], [{"name": "x" * 129}]],
@@ -393,16 +353,9 @@ NOT_TAKEN = [
     ("tools", [[{"name": "a", "parameters": []}], [{"name": "a"}, {"name": "a"}], [{"name": "a", "description": 1}]]),
     ("tools", [[{"name": "a", "parameters": {"type": "string"}}], [{"name": f"t{n}"} for n in range(513)]]),
     ("tool_choice", [None, "some", 1, [], {}, {"name": 1}, {"name": "a"}, "required"]),
-    ("keep_alive", [1, "true", None]),
-    ("cache_prompt", [0, "true", None]),
-    ("speculate", [0, 1, "auto", []]),
     ("session_id", ["", "x" * 257, 1, True, [], b"x"]),
     ("chat_template_kwargs", [None, [], {"a b": 1}, {"": 1}, {"a": []}, {"a": 1.5}, {"a": "<|im_end|>"}]),
     ("chat_template_kwargs", [{"a": "x\n"}, {"messages": 1}, {"tools": True}, {f"v{n}": 1 for n in range(17)}]),
-    ("history", ["", "append", 1, True, None, []]),
-    ("drop_messages", [-1, 2**31, 1.0, "1", True, None, []]),
-    ("n_keep", [-1, 2**31, 1.0, "1", True, []]),
-    ("reasoning_budget", [-1, 2**31, 1.0, "1", True, []]),
     ("slo", [None, [], 1, "x", {"target_ttft_ms": 0}, {"target_ttft_ms": -1}, {"target_itl_ms": 3_600_001}]),
     ("slo", [{"target_itl_ms": math.nan}, {"target_itl_ms": "1"}, {"priority": "high"}, {"priority": None}]),
     ("adapters", [None, 1, "x", {}, ["x"], [{}], [{"name": ""}], [{"name": 1}], [{"name": "x" * 257}], [[]]]),
@@ -426,7 +379,7 @@ def test_values_of_the_wrong_type_or_out_of_bounds_are_refused(name: str, value:
 def test_every_field_has_cases() -> None:
     elsewhere = {"messages", "controller", "controller_arg"}  # the last two: test_protocol_controllers.py
     fields = {field.name for field in attrs.fields(Generate)} - elsewhere
-    assert {name for name, _ in AT_THE_BOUNDS} | FLAGS == fields
+    assert {name for name, _ in AT_THE_BOUNDS} == fields
     assert {name for name, _ in NOT_TAKEN} == fields
 
 
@@ -664,40 +617,38 @@ chats = st.lists(
     min_size=1,
     max_size=4,
 )
+
+
+def values_of(row: Field) -> st.SearchStrategy[object]:
+    """Values that a field takes."""
+    bounds, low = row.bounds, row.bounds.get("ge", row.bounds.get("gt"))
+    found: st.SearchStrategy[object] = st.sampled_from(typing.get_args(row.type) or (row.default,))
+    if row.type is bool:
+        found = st.booleans()
+    elif row.type is str:
+        found = st.text("ab", min_size=bounds["min_length"], max_size=5)
+    elif row.type is int:
+        found = st.integers(low, bounds["le"]).map(lambda value: value - value % bounds.get("multiple_of", 1))
+    elif row.type is float:
+        found = st.floats(low, bounds["le"], exclude_min="gt" in bounds) | st.integers(
+            math.floor(low) + 1, bounds["le"]
+        )
+    lists = st.lists(found, max_size=row.most) if row.is_list else st.nothing()
+    return (
+        lists
+        | (found if row.type in row.kinds else st.nothing())
+        | (st.none() if row.default is None else st.nothing())
+    )
+
+
 options = st.fixed_dictionaries(
     {"id": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)},
     optional={
-        "max_tokens": st.none() | st.integers(1, 2**31 - 1),
-        "n": st.integers(1, 16),
-        "temperature": st.floats(0, 100) | st.integers(0, 100),
-        "top_p": st.floats(0, 1, exclude_min=True),
-        "top_k": st.integers(0, 2**31 - 1),
-        "min_p": st.floats(0, 1),
-        "repetition_penalty": st.floats(0.1, 10),
-        "repeat_last_n": st.integers(0, 4096),
-        "frequency_penalty": st.floats(-2, 2),
-        "presence_penalty": st.floats(-2, 2) | st.integers(-2, 2),
+        **{row.name: values_of(row) for row in ROWS},
         "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1).map(str), st.floats(-100, 100), max_size=5),
-        "logprobs": st.none() | st.integers(0, 20),
-        "stop_token_ids": st.lists(st.integers(0, 2**31 - 1), max_size=64),
-        "return_full_text": st.booleans(),
-        "seed": st.none() | st.integers(0, 2**63 - 1),
-        "stop": st.text("ab", min_size=1, max_size=5) | st.lists(st.text("ab", min_size=1), max_size=16),
         "constraint": st.none()
         | st.builds(lambda texts: {"choice": texts}, st.lists(st.text("ab", min_size=1), min_size=1)),
-        "ignore_eos": st.booleans(),
-        "stream": st.booleans(),
-        "echo": st.booleans(),
-        "progress": st.booleans(),
-        "separate_reasoning": st.booleans(),
-        "keep_alive": st.booleans(),
-        "cache_prompt": st.booleans(),
-        "speculate": st.booleans(),
         "session_id": st.none() | st.text("ab", min_size=1, max_size=256),
-        "history": st.sampled_from(["continue", "replace"]),
-        "drop_messages": st.integers(0, 2**31 - 1),
-        "n_keep": st.none() | st.integers(0, 2**31 - 1),
-        "reasoning_budget": st.none() | st.integers(0, 2**31 - 1),
         "slo": slos,
         "metadata": st.none() | metadatas,
         "a field of the future": scalars,

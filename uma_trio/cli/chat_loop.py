@@ -22,7 +22,7 @@ from uma_trio.cli.run_trio import run
 from uma_trio.cli.stdio import note
 from uma_trio.client import ClientError, Eos, Event, NoServer, Reasoning, ServerError, Token, Transcript
 from uma_trio.files import read_text, replace_text
-from uma_trio.protocol.requests import MAX_SEED
+from uma_trio.protocol.parameters import MAX_SEED
 
 COMMANDS: Final = {
     "/new": ("", "begin another conversation; a session stays with the daemon"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -12,14 +13,11 @@ import click
 
 from uma_trio.cli.completion import any_file, session_name
 from uma_trio.files import read_text
-from uma_trio.protocol.parameters import PARAMETERS, Parameter
+from uma_trio.protocol.parameters import MAX_INT32, ROWS, Field
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-FIELDS: Final = (
-    "max_tokens", "n", *(row.name for row in PARAMETERS), "logit_bias", "logprobs", "seed", "stop", "stop_token_ids",
-    "n_keep", "reasoning_budget", "model", "return_full_text",
-)  # fmt: skip
+FIELDS: Final = (*(row.name for row in ROWS), "logit_bias", "model")
 """Options that become fields of the request by the same name, if they are given."""
 
 LARK_SUFFIX: Final = ".lark"
@@ -83,12 +81,20 @@ def _adapter(given: str) -> dict[str, Any]:
     return {"name": name, "scale": number} if separator else {"name": name}
 
 
-def _parameter(row: Parameter) -> Callable[[Command], Command]:
-    """The option of a sampling parameter."""
+def _option(row: Field) -> Callable[[Command], Command]:
+    """The option of a field."""
+    named = functools.partial(click.option, *row.flags, row.name, default=None)
+    if row.type is bool:
+        return named(is_flag=True, help=row.plain_help)
+    if row.is_list:
+        named = functools.partial(named, multiple=True)
+    help = f"{row.plain_help}  Repeatable." if row.is_list else row.plain_help
+    if row.type is str:
+        return named(callback=not_empty, help=help)
     range_type: Any = click.IntRange if row.type is int else click.FloatRange
-    lowest = row.bounds.get("ge", row.bounds.get("gt"))
-    allowed = range_type(lowest, row.bounds["le"], min_open="gt" in row.bounds)
-    return click.option(*row.flags, row.name, type=allowed, metavar="N" if row.type is int else "X", help=row.help)
+    lowest, highest = row.bounds.get("ge", row.bounds.get("gt")), row.bounds["le"]
+    allowed = range_type(lowest, None if highest >= MAX_INT32 else highest, min_open="gt" in row.bounds)
+    return named(type=allowed, metavar="N" if row.type is int else "X", help=help)
 
 
 def constraint_of(options: dict[str, Any]) -> dict[str, Any] | None:
@@ -188,27 +194,13 @@ OPTIONS: Final = (
         help="Answer with this LoRA adapter of the model; repeatable. See serve --adapter.",
     ),
     click.option("--system", help="System message before the question."),
-    click.option(
-        "--max-tokens",
-        type=click.IntRange(1),
-        help="Maximum number of tokens to generate.  [default: as many as the daemon has room for]",
-    ),
-    *(_parameter(row) for row in PARAMETERS),
+    *(_option(row) for row in ROWS if row.flags),
     click.option(
         "--logit-bias",
         multiple=True,
         metavar="ID=BIAS",
         callback=lambda _, __, given: _biases(given),
         help="Number added to a token's logit, from -100 (never) to 100; repeatable.",
-    ),
-    click.option("--seed", type=click.IntRange(0), help="The same seed gives the same answer."),
-    click.option("--stop", multiple=True, callback=not_empty, help="Stop at this text; repeatable."),
-    click.option(
-        "--stop-token",
-        "stop_token_ids",
-        type=click.IntRange(0),
-        multiple=True,
-        help="Stop at this token id; repeatable.",
     ),
     click.option(
         "--json-schema",
@@ -236,17 +228,6 @@ OPTIONS: Final = (
         shell_complete=session_name,
         callback=not_empty,
         help="Continue or begin this session. See uma-trio sessions.",
-    ),
-    click.option(
-        "--n-keep",
-        type=click.IntRange(0),
-        help="If the context is too small, keep this many tokens at the beginning, and drop the oldest ones after them.",
-    ),
-    click.option(
-        "--reasoning-budget",
-        type=click.IntRange(0),
-        metavar="N",
-        help="End the model's reasoning after N tokens; with 0 there is none.  [default: no limit]",
     ),
     click.option(
         "--show-reasoning/--hide-reasoning",

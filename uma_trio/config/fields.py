@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from uma_trio.protocol.parameters import with_parameters
+from uma_trio.protocol.parameters import PARAMETERS, with_fields
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -560,7 +560,7 @@ class Scheduling:
     )
 
 
-@with_parameters(lambda row: setting(None, row.help, type=row.type | None, short=row.short, **row.bounds))
+@with_fields(PARAMETERS, lambda row: setting(None, row.help, type=row.type | None, short=row.short, **row.bounds))
 @attrs.frozen(kw_only=True)
 class Sampling:
     """Sampling parameters of requests that give none. Without a setting, the model file decides, or what is built in."""

@@ -17,7 +17,7 @@ from uma_trio.gateway.dialects.starling import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import to_fields
-from uma_trio.protocol.parameters import PARAMETERS, Parameter
+from uma_trio.protocol.parameters import ROWS, Field
 
 FOLDER: Final = resources.files("uma_trio.gateway") / "dashboard"
 
@@ -28,7 +28,7 @@ MEDIA_TYPES: Final = {
     "svg": "image/svg+xml",
 }
 
-PLACE: Final = b"<!-- a field for each sampling parameter -->"
+PLACE: Final = b"<!-- a field for each number -->"
 
 CONTENT_SECURITY_POLICY: Final = "; ".join(
     (
@@ -63,16 +63,17 @@ def _serving(content: bytes, media_type: str) -> Callable[[Call], Awaitable[Resp
 
 
 def _content(name: str) -> bytes:
-    """A file of the folder.  In the page, each sampling parameter gets a field."""
+    """A file of the folder.  In the page, each number that the command line has too gets a field."""
     content = (FOLDER / name).read_bytes()
-    return content.replace(PLACE, "".join(map(_field, PARAMETERS)).encode()) if name == "index.html" else content
+    numbers = "".join(_field(row) for row in ROWS if row.flags and row.kinds[0] in (int, float))
+    return content.replace(PLACE, numbers.encode()) if name == "index.html" else content
 
 
-def _field(row: Parameter) -> str:
+def _field(row: Field) -> str:
     step = row.bounds.get("multiple_of", 1) if row.type is int else "any"
     bounds = f'min="{row.bounds.get("ge", 0):g}" max="{row.bounds["le"]}" step="{step}"'
     field = f'<input id="option-{row.name}" name="{row.name}" type="number" {bounds} placeholder="default">'
-    return f'<label title="{html.escape(row.help)}">{row.name} {field}</label>'
+    return f'<label title="{html.escape(row.plain_help)}">{row.name} {field}</label>'
 
 
 def _endpoint(name: str, path: str) -> Endpoint:

@@ -20,17 +20,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import uma_trio
 from uma_trio.gateway.request_logger import EndOfAnswer, RequestRecord
-from uma_trio.protocol.parameters import PARAMETERS
+from uma_trio.protocol.parameters import ROWS
 
 NAME: Final = "uma-trio"
 
-ATTRIBUTES: Final = {
-    "max_tokens": "max_tokens",
-    **{row.name: row.name for row in PARAMETERS if row.is_traced},
-    "seed": "seed",
-    "n": "choice.count",
-    "stop": "stop_sequences",
-}
+ATTRIBUTES: Final = {row.name: row.trace for row in ROWS if row.trace is not None}
 """Fields of a request to the daemon, and what comes after ``gen_ai.request.`` for each."""
 
 NS_PER_MS: Final = 1e6

@@ -34,7 +34,7 @@ def recommended(metadata: Callable[[str], str | None]) -> tuple[dict[str, float]
     for row in PARAMETERS:
         if row.gguf is None or (text := metadata(row.gguf)) is None:
             continue
-        if row.minus_one is not None and text.startswith("-"):
+        if row.minus_one != -1 and text.startswith("-"):
             text = f"{row.minus_one:g}"
         try:
             found[row.name] = known[row.name].convert(text, row.gguf)

@@ -13,7 +13,8 @@ import msgspec
 from msgspec import inspect
 
 from uma_trio.errors import BadRequest
-from uma_trio.protocol.types import MAX_ERROR_CHARS, MAX_INT32
+from uma_trio.protocol.parameters import MAX_INT32
+from uma_trio.protocol.types import MAX_ERROR_CHARS
 
 MAX_SHOWN_CHARS: Final = 40
 """A longer text is not quoted."""

@@ -1,77 +1,290 @@
-"""The table of sampling parameters: name, type, bounds, default, other names, and a sentence for each.
+"""The table of request fields: sampling parameters, and all others with a plain value: numbers, switches, lists of texts.
 
-Everything else about a parameter follows from its row:
+A row has name, type, bounds, default, the names in other APIs, and a sentence.  Everything else follows from it:
 
-- the field of a request (``Generate``), of the settings (``config.Sampling``) and of the engine (``SamplingParams``);
-- the flags of ``serve``, ``ask`` and ``chat``, the fields of the HTTP APIs, the options of Ollama's API;
-- what llama-server's API reports, the attributes of traces, the form of the dashboard, the tables of the documents.
+- the field of a request (``Generate``) and its bounds;
+- the flags of ``ask`` and ``chat``, the form of the dashboard, the attributes of traces, the tables of the documents;
+- the fields of the HTTP APIs, their names in errors and in the OpenAPI document, the options of Ollama's API;
+- of a sampling parameter also the setting (``config.Sampling``), its flag of ``serve``, the field of the engine
+  (``SamplingParams``), and what llama-server's API reports.
 
 ``engine/sampling/sampler.py`` says what a parameter does.  This module is imported by every command, so it imports little.
 """
+# ruff: noqa: RUF009  (``field`` makes a field, not a value)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
 
 import attrs
 
 T = TypeVar("T", bound=type)
 
+MAX_INT32: Final = 2**31 - 1
+"""llama.cpp counts and numbers tokens with 32-bit signed integers."""
+
+MAX_SEED: Final = 2**63 - 1
+"""Largest signed 64-bit integer, which every client's language can hold."""
+
+DEFAULT_BREAKERS: Final = ["\n", ":", '"', "*"]
+"""As in llama.cpp."""
+
 
 @attrs.frozen(kw_only=True)
-class Parameter:
+class Field:
     """One row of the table."""
 
     name: str = ""
     """In requests, settings and the engine."""
-    type: type = float
+    kinds: tuple[Any, ...] = ()
+    """Its types: one, or that of a value and that of a list of them."""
     default: Any
     """Without a request, a setting and a model file that say otherwise."""
     help: str
+    """What it does.  Links lead into docs/PROTOCOL.md."""
+    unset: str | None = None
+    """What holds if the default is ``None``, and the request does not give the field."""
     bounds: Mapping[str, Any]
-    """``ge``, ``gt``, ``le`` and ``multiple_of``, as ``msgspec.Meta`` takes them."""
+    """What a value, or each value of a list, may be: as ``msgspec.Meta`` takes it."""
+    most: int | None = None
+    """Length of a list."""
+    flags: tuple[str, ...] = ()
+    """Spellings of its flag.  A number that has one is in the form of the dashboard, too."""
+    openai: tuple[str, ...] = ()
+    """Its names in the APIs of OpenAI and llama-server.  Of several names in a body the first one counts."""
+    responses: tuple[str, ...] = ()
+    """Its names in OpenAI's Responses."""
+    anthropic: tuple[str, ...] = ()
+    ollama: tuple[str, ...] = ()
+    """Its names in the options of Ollama's API."""
+    minus_one: float | None = -1
+    """What -1 stands for in other APIs and in model files; ``None``: that there is no value."""
+    trace: str | None = None
+    """Its name in OpenTelemetry's conventions, if they have one."""
+    goes_with_controller: bool = True
+    """Whether a request with a controller may have it."""
+
+    @property
+    def type(self) -> Any:
+        """The type of a value, or of each value of a list."""
+        return typing.get_args(self.kinds[-1])[0] if self.is_list else self.kinds[-1]
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it may have several values."""
+        return typing.get_origin(self.kinds[-1]) is list
+
+    @property
+    def plain_help(self) -> str:
+        """``help`` without Markdown, and with what holds without a value."""
+        text = self.help if self.unset is None else f"{self.help}  [default: {self.unset}]"
+        return re.sub(r"\[([^][]+)\]\([^)]+\)", r"\1", text).replace("`", "")
+
+    def names_in(self, dialect: str) -> tuple[str, ...]:
+        """Its names in bodies of a dialect; none: the dialect has no such field, or one with a meaning of its own."""
+        found: tuple[str, ...] = getattr(self, dialect)
+        return found
+
+    def from_client(self, value: Any) -> Any:
+        """A value of another API as the socket protocol has it."""
+        return self.minus_one if value == -1 else value
+
+
+@attrs.frozen(kw_only=True)
+class Parameter(Field):
+    """The row of a sampling parameter."""
+
     short: str | None = None
     """A second spelling of the flag, that of llama.cpp's tools."""
     llama: str | None = None
     """Its name in the APIs of llama-server and Ollama, if they have another one."""
     gguf: str | None = None
     """Key with which a model file recommends a value.  Source: llama.h, ``LLAMA_MODEL_META_KEY_SAMPLING_*``."""
-    minus_one: float | None = None
-    """What -1 stands for in other APIs and in model files; ``None``: nothing, it is out of bounds."""
-    is_traced: bool = False
-    """Whether OpenTelemetry's conventions have an attribute for it."""
 
     @property
     def llama_name(self) -> str:
         """Its name in the APIs of llama-server and Ollama."""
         return self.llama or self.name
 
-    @property
-    def http_names(self) -> tuple[str, ...]:
-        """Its names in bodies of HTTP requests."""
-        return (self.name,) if self.llama is None else (self.name, self.llama)
+    def names_in(self, dialect: str) -> tuple[str, ...]:
+        """Its names in bodies of a dialect.  All dialects have all parameters."""
+        return (self.name,) if self.llama is None else (self.llama,) if dialect == "ollama" else (self.name, self.llama)
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Spellings of its flag."""
-        flag = f"--{self.name.replace('_', '-')}"
-        return (flag,) if self.short is None else (flag, self.short)
 
-    def from_llama(self, value: Any) -> Any:
-        """A value of llama-server's or Ollama's API as the socket protocol has it."""
-        return self.minus_one if value == -1 and self.minus_one is not None else value
+def field(default: Any, help: str, *, row: Callable[..., Field] = Field, **rest: Any) -> Any:
+    """Declare a field.
+
+    Args:
+        rest: fields of the row, and its bounds: ``between``, or ``above`` without the lower one; of a text its ``chars``.
+    """
+    bounds = {"multiple_of": rest.pop("multiple_of")} if "multiple_of" in rest else {}
+    for name, ends in (("between", ("ge", "le")), ("above", ("gt", "le")), ("chars", ("min_length", "max_length"))):
+        bounds |= zip(ends, rest.pop(name, ()), strict=False)
+    return attrs.field(default=default, metadata={"row": row(default=default, help=help, bounds=bounds, **rest)})
 
 
 def parameter(default: float, help: str, **rest: Any) -> Any:
-    """Declare a parameter.
+    """Declare a sampling parameter, as ``field`` does."""
+    return field(default, help, row=Parameter, **rest)
 
-    Args:
-        rest: bounds and fields of ``Parameter``.
-    """
-    bounds: dict[str, Any] = {name: rest.pop(name) for name in ("ge", "gt", "le", "multiple_of") if name in rest}
-    row = Parameter(type=type(default), default=default, help=help, bounds=bounds, **rest)
-    return attrs.field(default=default, metadata={"row": row})
+
+@attrs.frozen(kw_only=True)
+class PlainFields:
+    """The fields of a request that have a plain value and are no sampling parameters."""
+
+    max_tokens: int | None = field(
+        None,
+        "Maximum number of tokens to generate.",
+        unset="[as many as there is room for](#answers-of-open-length), or the daemon's `default_max_tokens`",
+        between=(1, MAX_INT32),
+        flags=("--max-tokens",),
+        openai=("max_completion_tokens", "max_tokens", "n_predict"),
+        responses=("max_output_tokens",),
+        ollama=("num_predict",),
+        minus_one=None,
+        trace="max_tokens",
+    )
+    fit_max_tokens: bool = field(
+        False,
+        "Take a `max_tokens` for which there is no room as absent, instead of refusing the request. For clients that "
+        "always send a large number.",
+    )
+    n: int = field(
+        1,
+        "Number of answers; see [several answers](#several-answers).",
+        between=(1, 16),
+        openai=("n_cmpl", "n"),
+        trace="choice.count",
+        goes_with_controller=False,
+    )
+    seed: int | None = field(
+        None,
+        "The same request with the same seed gives the same text.",
+        unset="the daemon chooses a seed and reports it in `eos`",
+        between=(0, MAX_SEED),
+        flags=("--seed",),
+        openai=("seed",),
+        ollama=("seed",),
+        minus_one=None,
+        trace="seed",
+    )
+    stop: str | list[str] = field(
+        attrs.Factory(list),
+        "Strings that end the answer. They are not part of it.",
+        chars=(1, 256),
+        most=16,
+        flags=("--stop",),
+        openai=("stop",),
+        anthropic=("stop_sequences",),
+        ollama=("stop",),
+        trace="stop_sequences",
+        goes_with_controller=False,
+    )
+    stop_token_ids: list[int] = field(
+        attrs.Factory(list),
+        "Tokens that end the answer with reason `stop`, like the model's own end-of-generation tokens. They add no text.",
+        between=(0, MAX_INT32),
+        most=64,
+        flags=("--stop-token",),
+        openai=("stop_token_ids",),
+        goes_with_controller=False,
+    )
+    ignore_eos: bool = field(
+        False,
+        "Never sample an end-of-generation token: generate exactly `max_tokens`, unless a stop string ends the answer.",
+        openai=("ignore_eos",),
+        goes_with_controller=False,
+    )
+    n_keep: int | None = field(
+        None,
+        "If prompt and answer exceed the context, drop the oldest tokens after the first `n_keep`, or "
+        "[whole messages](#conversations) of a session's chat.",
+        unset="refuse with `E_LIMIT_CONTEXT`",
+        between=(0, MAX_INT32),
+        flags=("--n-keep",),
+        ollama=("num_keep",),
+        minus_one=None,
+        goes_with_controller=False,
+    )
+    separate_reasoning: bool = field(
+        False,
+        "Send the model's reasoning in [events of its own](#reasoning), without its markers. Otherwise both are part of "
+        "the text.",
+        goes_with_controller=False,
+    )
+    reasoning_budget: int | None = field(
+        None,
+        "Tokens of [reasoning](#reasoning) after which its end is forced; with 0 there is none.",
+        unset="no limit but `max_tokens`",
+        between=(0, MAX_INT32),
+        flags=("--reasoning-budget",),
+        openai=("reasoning_budget_tokens", "thinking_budget_tokens"),
+        minus_one=None,
+        goes_with_controller=False,
+    )
+    logprobs: int | None = field(
+        None,
+        "Report the log probability of each token, and of this many most likely alternatives: see [token](#token).",
+        between=(0, 20),
+    )
+    dry_sequence_breakers: list[str] = field(
+        attrs.Factory(DEFAULT_BREAKERS.copy),
+        "Texts that end a repetition, for `dry_multiplier`.",
+        chars=(1, 40),
+        most=16,
+        openai=("dry_sequence_breakers",),
+    )
+    cache_prompt: bool = field(
+        True,
+        "Reuse the KV cache of earlier requests of the same principal that begin alike, and leave this one's to later "
+        "ones; see [prefix reuse](#prefix-reuse).",
+        openai=("cache_prompt",),
+    )
+    speculate: bool | None = field(
+        None,
+        "Use speculative decoding (prompt lookup, and the draft model if there is one) when it is predicted to be faster. "
+        "`true` also tries it before any draft token was accepted, for answers that repeat their prompt. The text is the "
+        "same.",
+        unset="the daemon's `speculation`",
+    )
+    stream: bool = field(True, "`false`: no `token` events; `eos` has the whole text.")
+    echo: bool = field(
+        False, "Send the prompt's text first (for `messages`, the rendered chat).", goes_with_controller=False
+    )
+    return_full_text: bool = field(
+        False,
+        "Alias of `echo`: with `stream: false`, the text begins with the prompt's.",
+        goes_with_controller=False,
+    )
+    progress: bool = field(False, "Send [progress](#progress) events during prefill.")
+    keep_alive: bool = field(False, "Keep the connection open for further requests.")
+    parse_special: bool = field(
+        True,
+        "`false`: control tokens that `prompt` spells out stay text, except user-defined ones. In `messages` they always "
+        "stay text.",
+    )
+    parallel_tool_calls: bool = field(True, "`false`: the answer ends after its first call.")
+    history: Literal["continue", "replace"] = field(
+        "continue",
+        "`replace`: the request has the whole conversation of its [session](#conversations), and replaces what the "
+        "session has.",
+    )
+    drop_messages: int = field(
+        0,
+        "How many of the [session](#conversations)'s last messages this request replaces. With 2, the last question and "
+        "its answer make room for the request's messages: ask again, or ask something else. If the request fails, the "
+        "session keeps them.",
+        between=(0, MAX_INT32),
+    )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """``stop`` as a tuple, whether it was sent as one string or as a list."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @attrs.frozen
@@ -81,41 +294,36 @@ class SamplingValues:
     temperature: float = parameter(
         0.0,
         "Divides the logits. 0 always takes the most likely token, so that the filters have no effect.",
-        ge=0,
-        le=100,
+        between=(0, 100),
         short="--temp",
         gguf="general.sampling.temp",
-        is_traced=True,
+        trace="temperature",
     )
     top_k: int = parameter(
         0,
         "Sample from this many most likely tokens. 0 is off.",
-        ge=0,
-        le=2**31 - 1,
+        between=(0, MAX_INT32),
         minus_one=0,
         gguf="general.sampling.top_k",
-        is_traced=True,
+        trace="top_k",
     )
     top_p: float = parameter(
         1.0,
         "Sample from the smallest set of most likely tokens that together have this probability. 1 is off.",
-        gt=0,
-        le=1,
+        above=(0, 1),
         gguf="general.sampling.top_p",
-        is_traced=True,
+        trace="top_p",
     )
     min_p: float = parameter(
         0.0,
         "Sample from tokens with at least this fraction of the most likely token's probability. 0 is off.",
-        ge=0,
-        le=1,
+        between=(0, 1),
         gguf="general.sampling.min_p",
     )
     repetition_penalty: float = parameter(
         1.0,
         "Divides positive logits, and multiplies negative ones, of the last repeat_last_n tokens. 1 is off.",
-        ge=0.1,
-        le=10,
+        between=(0.1, 10),
         short="--repeat-penalty",
         llama="repeat_penalty",
         gguf="general.sampling.penalty_repeat",
@@ -123,128 +331,132 @@ class SamplingValues:
     repeat_last_n: int = parameter(
         64,
         "Window of repetition_penalty, in tokens of prompt and answer together. 0 is off.",
-        ge=0,
-        le=4096,
+        between=(0, 4096),
         minus_one=4096,
         gguf="general.sampling.penalty_last_n",
     )
     frequency_penalty: float = parameter(
         0.0,
         "Subtracted from a token's logit for each time that the answer contains it. 0 is off.",
-        ge=-2,
-        le=2,
-        is_traced=True,
+        between=(-2, 2),
+        trace="frequency_penalty",
     )
     presence_penalty: float = parameter(
         0.0,
         "Subtracted once from the logit of each token that the answer contains. 0 is off.",
-        ge=-2,
-        le=2,
-        is_traced=True,
+        between=(-2, 2),
+        trace="presence_penalty",
     )
     top_n_sigma: float = parameter(
         0.0,
         "Sample from tokens whose logit is at most this many standard deviations of all logits below the largest one. "
         "0 is off.",
-        ge=0,
-        le=100,
+        between=(0, 100),
         minus_one=0,
     )
     typical_p: float = parameter(
         1.0,
         "Sample from the tokens whose surprise is nearest to the expected one, and that together have this probability. "
         "1 is off.",
-        gt=0,
-        le=1,
+        above=(0, 1),
     )
     xtc_probability: float = parameter(
         0.0,
         "Chance for each token that its most likely choices are excluded: all that have xtc_threshold, except the least "
         "likely one of them. 0 is off.",
-        ge=0,
-        le=1,
+        between=(0, 1),
         gguf="general.sampling.xtc_probability",
     )
     xtc_threshold: float = parameter(
         0.1,
         "Probability from which xtc_probability excludes a choice. Above 0.5 is off.",
-        ge=0,
-        le=1,
+        between=(0, 1),
         gguf="general.sampling.xtc_threshold",
     )
     dynatemp_range: float = parameter(
         0.0,
         "The temperature lies between temperature minus and plus this number: low where the model is sure. 0 is off.",
-        ge=0,
-        le=100,
+        between=(0, 100),
     )
     dynatemp_exponent: float = parameter(
         1.0,
         "How the temperature follows the entropy with dynatemp_range: below 1 it rises earlier, above 1 later.",
-        ge=0,
-        le=100,
+        between=(0, 100),
     )
     dry_multiplier: float = parameter(
         0.0,
         "Subtracted from the logit of a token that would make a repetition longer than dry_allowed_length by one token; "
         "for each further token, dry_base times as much. 0 is off.",
-        ge=0,
-        le=100,
+        between=(0, 100),
     )
-    dry_base: float = parameter(1.75, "Growth of dry_multiplier with the length of the repetition.", ge=1, le=10)
+    dry_base: float = parameter(1.75, "Growth of dry_multiplier with the length of the repetition.", between=(1, 10))
     dry_allowed_length: int = parameter(
-        2, "Tokens of a repetition from which dry_multiplier makes the next one less likely.", ge=1, le=512
+        2, "Tokens of a repetition from which dry_multiplier makes the next one less likely.", between=(1, 512)
     )
     dry_penalty_last_n: int = parameter(
         4096,
         "How many tokens dry_multiplier looks back, over prompt and answer together. 0 is off.",
-        ge=0,
-        le=4096,
+        between=(0, 4096),
         minus_one=4096,
     )
     mirostat: int = parameter(
         0,
         "With 2, sample from tokens whose surprise is below a limit that each draw corrects, so that the mean comes near "
         "mirostat_tau. All other filters, such as top_k, are left out. 0 is off; there is no version 1.",
-        ge=0,
-        le=2,
+        between=(0, 2),
         multiple_of=2,
         gguf="general.sampling.mirostat",
     )
     mirostat_tau: float = parameter(
         5.0,
         "The surprise of a token that mirostat aims at, in bits.",
-        ge=0,
-        le=100,
+        between=(0, 100),
         gguf="general.sampling.mirostat_tau",
     )
     mirostat_eta: float = parameter(
         0.1,
         "How quickly mirostat corrects itself: the share of a token's deviation from mirostat_tau.",
-        ge=0,
-        le=1,
+        between=(0, 1),
         gguf="general.sampling.mirostat_eta",
     )
 
 
-PARAMETERS: Final[tuple[Parameter, ...]] = tuple(
-    attrs.evolve(field.metadata["row"], name=field.name) for field in attrs.fields(SamplingValues)
-)
-"""The rows."""
+def _rows(cls: type) -> tuple[Any, ...]:
+    """The rows that the fields of ``cls`` declare."""
+    hints = typing.get_type_hints(cls)
+    found = []
+    for each in attrs.fields(cls):
+        hint = hints[each.name]
+        parts = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+        kinds = tuple(part for part in parts if part is not types.NoneType)
+        found.append(attrs.evolve(each.metadata["row"], name=each.name, kinds=kinds))
+    return tuple(found)
+
+
+def _with_flag(row: Parameter) -> Parameter:
+    flag = f"--{row.name.replace('_', '-')}"
+    return attrs.evolve(row, flags=(flag,) if row.short is None else (flag, row.short))
+
+
+PARAMETERS: Final[tuple[Parameter, ...]] = tuple(map(_with_flag, _rows(SamplingValues)))
+"""The sampling parameters."""
+
+ROWS: Final[tuple[Field, ...]] = (*_rows(PlainFields), *PARAMETERS)
+"""All rows."""
 
 BUILT_IN: Final[Mapping[str, Any]] = {row.name: row.default for row in PARAMETERS}
 """The default of each parameter."""
 
 
-def with_parameters(field: Callable[[Parameter], Any]) -> Callable[[T], T]:
-    """Decorate an attrs class: it gets a field for each parameter.
+def with_fields(rows: Sequence[Field], field: Callable[[Any], Any]) -> Callable[[T], T]:
+    """Decorate an attrs class: it gets a field for each row.
 
     Args:
-        field: makes the field of a parameter, an ``attrs.field`` with a type.
+        field: makes the field of a row, an ``attrs.field`` with a type.
     """
 
     def extended(cls: T) -> T:
-        fields = {row.name: field(row) for row in PARAMETERS}
+        fields = {row.name: field(row) for row in rows}
         found: Any = attrs.make_class(cls.__name__, fields, bases=(cls,), frozen=True, slots=True, kw_only=True)
         found.__doc__, found.__module__, found.__qualname__ = cls.__doc__, cls.__module__, cls.__qualname__
         return found  # type: ignore[no-any-return]

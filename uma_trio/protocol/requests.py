@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -25,13 +28,10 @@ from uma_trio.protocol.chat import (
 )
 from uma_trio.protocol.controllers import check_controller
 from uma_trio.protocol.field_errors import convert
-from uma_trio.protocol.parameters import Parameter, with_parameters
-from uma_trio.protocol.types import MAX_INT32, Name, PromptTokens, TokenId
+from uma_trio.protocol.parameters import MAX_INT32, ROWS, Field, Parameter, PlainFields, with_fields
+from uma_trio.protocol.types import Name, PromptTokens, TokenId
 
 Priority = Literal["interactive", "normal", "background"]
-MAX_SEED: Final = 2**63 - 1
-"""Largest signed 64-bit integer, which every client's language can hold."""
-
 MAX_METADATA_BYTES: Final = 16 * 1024
 """Size of ``metadata`` as JSON.  The daemon echoes it, so this bounds what a client can make it send."""
 
@@ -41,14 +41,10 @@ MAX_METADATA_DEPTH: Final = 32
 BANNED: Final = -100.0
 """The ``logit_bias`` that excludes a token, as in the OpenAI API."""
 
-DEFAULT_BREAKERS: Final = ["\n", ":", '"', "*"]
-"""As in llama.cpp."""
-
 MAX_BIASES: Final = 300
 """Tokens of ``logit_bias``."""
 
 LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=BANNED, le=100)]], Meta(max_length=MAX_BIASES)]
-StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TargetMs = Annotated[float, Meta(gt=0, le=3_600_000)]
 
 
@@ -107,16 +103,21 @@ class Constraint:
         return any(each is not None for each in (self.lark, self.gbnf, self.after))
 
 
-def _parameter(row: Parameter) -> Any:
-    """The field of a sampling parameter.  ``None`` is the default of the daemon or of the model."""
-    bounded: Any = Annotated[row.type, Meta(description=row.help, **row.bounds)]
-    return attrs.field(default=None, type=bounded | None)
+def _field(row: Field) -> Any:
+    """The field of a row.  A sampling parameter that is ``None`` has the default of the daemon or of the model."""
+    value: Any = Annotated[row.type, Meta(**row.bounds)]
+    several: Any = Annotated[list[value], Meta(max_length=row.most)]
+    kinds = [several if typing.get_origin(kind) is list else value for kind in row.kinds]
+    default = None if isinstance(row, Parameter) else row.default
+    kind: Any = functools.reduce(operator.or_, kinds if default is not None else [*kinds, None])
+    described: Any = Annotated[kind, Meta(description=row.plain_help)]
+    return attrs.field(default=default, type=described)
 
 
-@with_parameters(_parameter)
+@with_fields(ROWS, _field)
 @attrs.frozen(kw_only=True)
-class Generate:
-    """A request for text, with a field for each sampling parameter.
+class Generate(PlainFields):
+    """A request for text: these fields, and those of the table in ``protocol/parameters.py``.
 
     Exactly one of ``prompt``, ``messages`` and ``controller`` is set.
     """
@@ -142,60 +143,14 @@ class Generate:
     """What the model may call, instead of an answer or after it."""
     tool_choice: ToolChoice = "auto"
     """``auto``: the model decides.  ``none``: as without ``tools``.  ``required``, or a tool: the answer is a call."""
-    parallel_tool_calls: bool = True
-    """Whether one answer may have several calls."""
     chat_template_kwargs: TemplateKwargs = attrs.field(factory=dict)
     """Variables for the chat template, such as ``enable_thinking``.  A template ignores those that it does not know."""
-    parse_special: bool = True
-    """Whether text in ``prompt`` that spells a control token becomes that token.  In ``messages`` it never does."""
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
-    """``None`` is the daemon's default, or the room left in the context if that is less."""
-    fit_max_tokens: bool = False
-    """Whether a ``max_tokens`` for which there is no room counts as ``None``, instead of being refused."""
-    n: Annotated[int, Meta(ge=1, le=16)] = 1
-    """Number of answers to the prompt.  Each has its own ``index`` and its own seed."""
-    dry_sequence_breakers: Annotated[list[Annotated[str, Meta(min_length=1, max_length=40)]], Meta(max_length=16)] = attrs.field(factory=DEFAULT_BREAKERS.copy)  # fmt: skip
-    """Texts that end a repetition, for ``dry_multiplier``."""
     logit_bias: LogitBias = attrs.field(factory=dict)
     """Token id to a number that is added to its logit.  ``BANNED`` excludes the token."""
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """Report the log probability of each token and of this many most likely alternatives."""
-    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """``None``: the daemon chooses a seed and reports it in ``eos``."""
-    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] = attrs.field(factory=list)
-    """Strings that end the answer.  They are not part of it."""
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = attrs.field(factory=list)
-    """Tokens that end the answer, like the model's own end-of-generation tokens."""
     constraint: Constraint | None = None
     """Only tokens that it allows are sampled."""
-    ignore_eos: bool = False
-    """Never sample an end-of-generation token: generate exactly ``max_tokens``."""
-    stream: bool = True
-    """Whether each token is sent as an event."""
-    echo: bool = False
-    """Send the prompt's text before the answer."""
-    return_full_text: bool = False
-    """Alias of ``echo``."""
-    keep_alive: bool = False
-    """Keep the connection open for further requests after this one's ``eos`` or ``error``."""
-    separate_reasoning: bool = False
-    """Send the model's reasoning in events of its own, without its markers, instead of as text."""
-    reasoning_budget: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
-    """Tokens of reasoning after which its end is forced; with 0 there is none.  ``None``: no limit but ``max_tokens``."""
-    cache_prompt: bool = True
-    """Share the KV cache of common prefixes with other requests of the same principal."""
-    speculate: bool | None = None
-    """Whether to use speculative decoding.  ``None`` is the daemon's setting.  The text does not depend on it."""
-    progress: bool = False
-    """Whether to send ``progress`` events during prefill."""
     session_id: Name | None = None
     """Session that this request continues, or begins."""
-    history: Literal["continue", "replace"] = "continue"
-    """``continue``: the request comes after what the session has.  ``replace``: it is the whole conversation."""
-    drop_messages: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
-    """How many of the session's last messages the request replaces: the session forgets them."""
-    n_keep: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
-    """If the context is too small, drop the oldest tokens after the first ``n_keep``.  ``None``: drop nothing."""
     slo: Slo = attrs.field(factory=Slo)
     principal: Name | None = None
     """Principal on whose behalf the request is made.  This and the next two are for the user that runs the daemon."""
@@ -210,11 +165,6 @@ class Generate:
     def must_call(self) -> bool:
         """Whether the answer must be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """``stop`` as a tuple, whether it was sent as one string or as a list."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @attrs.frozen(kw_only=True)
@@ -325,20 +275,8 @@ def parse_generate(fields: dict[str, Any]) -> Generate:
 
 
 _UNCONTROLLED: Final = (
-    "prompt",
-    "messages",
-    "tools",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "constraint",
-    "ignore_eos",
-    "echo",
-    "return_full_text",
-    "separate_reasoning",
-    "reasoning_budget",
-    "session_id",
-    "n_keep",
+    *("prompt", "messages", "tools", "constraint", "session_id"),
+    *(row.name for row in ROWS if not row.goes_with_controller),
 )
 """Fields that a request with a controller cannot have: the controller makes the prompt, and ends the answer."""
 

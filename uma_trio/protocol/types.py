@@ -6,8 +6,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-MAX_INT32: Final = 2**31 - 1
-"""llama.cpp counts and numbers tokens with 32-bit signed integers."""
+from uma_trio.protocol.parameters import MAX_INT32
 
 MAX_NAME_CHARS: Final = 256
 """Characters of a name that a client chooses: of a request, a session, a model or a principal."""

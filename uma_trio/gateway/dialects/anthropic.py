@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from uma_trio.errors import ContextTooSmall, PromptTooLarge
 from uma_trio.gateway.dialects.conversation import reasoning_kwargs
+from uma_trio.gateway.dialects.fields import names_of
 from uma_trio.gateway.endpoint import Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
@@ -44,7 +45,7 @@ TOO_LONG: Final = (PromptTooLarge.code, ContextTooSmall.code)
 
 
 FIELD_NAMES: Final = {
-    "stop": "stop_sequences",
+    **names_of("anthropic"),
     "constraint": ("output_config", "output_format"),
     "constraint.json_schema": ("output_config", "output_format"),
     "chat_template_kwargs": ("thinking", "output_config"),

@@ -13,8 +13,8 @@ from uma_trio.gateway.answer import EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.anthropic import ANTHROPIC, FIELD_NAMES, Chat, ChatMessages, error_body, tool_fields
 from uma_trio.gateway.dialects.anthropic_shapes import AnswerMessage, MessageEvent, TokenCount
 from uma_trio.gateway.dialects.conversation import conversation_fields, without_noise
+from uma_trio.gateway.dialects.fields import fields_of, with_fields_of
 from uma_trio.gateway.dialects.parts import Part, PartRenderer, parts_of
-from uma_trio.gateway.dialects.sampling import sampled, sampling_fields
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.events import Logprobs
@@ -23,14 +23,13 @@ SIGNATURE: Final = "uma-trio"
 """All thinking blocks have it.  Clients send only blocks back that have one."""
 
 
-@sampled
+@with_fields_of("anthropic")
 class MessagesRequest(Chat, kw_only=True):
     """A request for the next message of a chat."""
 
     max_tokens: int
     """More than there is room for counts as no bound: clients always send a large number."""
     stream: bool = False
-    stop_sequences: list[str] | None = None
     metadata: Any = None
     """Has no effect: who asks is decided by the API key."""
     service_tier: Any = None
@@ -52,8 +51,7 @@ async def answer_messages(call: Call) -> Response:
         **tools,
         max_tokens=request.max_tokens,
         fit_max_tokens=True,
-        **sampling_fields(request),
-        stop=request.stop_sequences,
+        **fields_of(request, "anthropic"),
         constraint={"json_schema": form.schema} if form else None,
         chat_template_kwargs=request.template_kwargs,
         separate_reasoning=True,

@@ -17,8 +17,8 @@ from uma_trio.client import Eos, Event, ModelDescription, PrefillProgress, Reaso
 from uma_trio.gateway.dialects.openai import Sampling
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.events import Logprob, Logprobs, Timings, Usage
-from uma_trio.protocol.parameters import PARAMETERS
-from uma_trio.protocol.requests import BANNED, DEFAULT_BREAKERS
+from uma_trio.protocol.parameters import DEFAULT_BREAKERS, PARAMETERS
+from uma_trio.protocol.requests import BANNED
 
 STOP_TYPES: Final = {"length": "limit", "stop": "eos"}
 """Finish reasons of the protocol in llama-server's words, unless a stop string has ended the answer."""
@@ -268,15 +268,13 @@ async def describe(
     head: Mapping[str, Any],
     sampling: Mapping[str, Any],
     prompts: Sequence[str | list[int]],
-    *,
-    limit: int | None,
 ) -> Description:
     """The description of a request of OpenAI's API.
 
     Raises:
         HttpError: the daemon cannot be reached.
     """
-    most = None if limit == NO_LIMIT else limit
+    most = sampling.get("max_tokens")
     model = await call.daemon.model(request.model)
     settings = generation_settings(model, sampling, limit=most, stream=request.stream)
     return Description(

@@ -29,7 +29,6 @@ from uma_trio.gateway.dialects.openai import (
     adapters_of,
     check_session,
     error_body,
-    length_fields,
 )
 from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
 from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
@@ -43,10 +42,6 @@ class LlamaRequest(Sampling, kw_only=True):
 
     prompt: Any
     """A text; tokens, with texts among them; ``{"prompt_string": text}``; or a list of these."""
-    max_tokens: int | None = None
-    """Another name for ``n_predict``.  -1 is no limit."""
-    n_cmpl: int | None = None
-    """Another name for ``n``."""
     n_probs: int | None = None
     """How many alternatives of each token to report."""
     logit_bias: Any = None
@@ -58,17 +53,6 @@ class LlamaRequest(Sampling, kw_only=True):
     id_slot: Any = None
     """Has no effect: any sequence can reuse the prefix of any other one."""
 
-    @property
-    def limit(self) -> int | None:
-        """The longest answer in tokens; ``None`` if it may be as long as there is room."""
-        given = self.max_tokens if self.n_predict is None else self.n_predict
-        return None if given == -1 else given
-
-    @property
-    def answers(self) -> int:
-        """Answers to each prompt."""
-        return self.n_cmpl or self.n or 1
-
 
 async def complete_as_llama_server(call: Call) -> Response:
     """Continue prompts, streamed or whole, in llama-server's own format."""
@@ -79,14 +63,14 @@ async def complete_as_llama_server(call: Call) -> Response:
         bias = await translation.logit_bias(request.logit_bias)
     logprobs = request.n_probs or (0 if request.return_tokens and not request.stream else None)
     adapters = await adapters_of(call, request)
-    sampling = {**request.fields(), "n": request.answers, "logit_bias": bias}
+    sampling = {**request.fields(), "logit_bias": bias}
+    limit, n = sampling.get("max_tokens"), sampling.get("n") or 1
     telemetry = Telemetry.of_request(request)
     requests = [
         call.for_daemon(
             **sampling,
             adapters=adapters,
             prompt=prompt,
-            **length_fields(request.limit),
             logprobs=logprobs,
             constraint=request.constraint,
             **telemetry.fields,
@@ -98,11 +82,9 @@ async def complete_as_llama_server(call: Call) -> Response:
     model = await call.daemon.model(request.model)
     description = Description(
         head={"model": request.model or model.name, **({"warnings": warnings} if warnings else {})},
-        settings=generation_settings(
-            model, sampling, limit=request.limit, n_probs=request.n_probs, stream=request.stream
-        ),
-        prompts=[prompt for prompt in prompts for _ in range(request.answers)],
-        limit=request.limit or call.config.limits.default_max_tokens or None,
+        settings=generation_settings(model, sampling, limit=limit, n_probs=request.n_probs, stream=request.stream),
+        prompts=[prompt for prompt in prompts for _ in range(n)],
+        limit=limit or call.config.limits.default_max_tokens or None,
         probabilities=bool(request.n_probs),
     )
     if request.stream:

@@ -12,10 +12,11 @@ from typing import Any, Final, Literal
 import msgspec
 
 from uma_trio.client import Eos
+from uma_trio.gateway.dialects.fields import names_of
 from uma_trio.gateway.endpoint import Call, Dialect, without_effect
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import ModelDescription
-from uma_trio.protocol.parameters import PARAMETERS
+from uma_trio.protocol.parameters import ROWS
 
 API_VERSION: Final = "0.12.0"
 """The version of Ollama's API that is spoken here.  Editors compare it, and some refuse old ones."""
@@ -26,17 +27,11 @@ LATEST: Final = ":latest"
 CAPABILITIES: Final = {"completion": "completion", "tools": "tools", "reasoning": "thinking", "embedding": "embedding"}
 """Capabilities of a model, in Ollama's words."""
 
-OPTIONS: Final = {
-    **{row.llama_name: row.name for row in PARAMETERS},
-    "seed": "seed",
-    "stop": "stop",
-    "num_keep": "n_keep",
-}
-"""Names of options in Ollama's API and in the socket protocol."""
+OPTIONS: Final = {name: row for row in ROWS for name in row.names_in("ollama")}
+"""The fields that are options in Ollama's API."""
 
 FIELD_NAMES: Final = {
-    **{ours: name for name, ours in OPTIONS.items()},
-    "max_tokens": "num_predict",
+    **names_of("ollama"),
     "constraint": "format",
     "constraint.json_schema": "format",
     "logprobs": "top_logprobs",
@@ -137,34 +132,18 @@ def iso_time(seconds: float | None = None) -> str:
 
 
 def option_fields(options: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
-    """Fields of the socket protocol for ``options``, and a warning for each that is not known.
-
-    Raises:
-        HttpError: ``num_predict`` is not a number of tokens.
-    """
+    """Fields of the socket protocol for ``options``, and a warning for each that is not known."""
     fields: dict[str, Any] = {}
     unknown = []
     for name, value in (options or {}).items():
         if value is None or name in OF_THE_DAEMON:
             continue
-        if name == "num_predict":
-            if not isinstance(value, int) or value == 0:
-                raise invalid("num_predict must be a number of tokens, or -1 for no limit", parameter="num_predict")
-            if value > 0:  # -1 and -2 are as long as there is room, which is the default here
-                fields["max_tokens"] = value
-        elif name in OPTIONS:
-            fields[OPTIONS[name]] = _converted(name, value)
+        if row := OPTIONS.get(name):
+            any_will_do = row.minus_one is None and isinstance(value, int) and value < 0
+            fields[row.name] = None if any_will_do else row.from_client(value)
         else:
             unknown.append(name)
     return fields, without_effect(unknown, "option")
-
-
-def _converted(name: str, value: Any) -> Any:
-    """A value of Ollama's as the socket protocol has it."""
-    if name in ("num_keep", "seed") and isinstance(value, int) and value < 0:
-        return None  # the default: nothing, or random
-    row = next((row for row in PARAMETERS if row.llama_name == name), None)
-    return value if row is None else row.from_llama(value)
 
 
 def constraint_of(format: str | dict[str, Any] | None) -> dict[str, Any] | None:

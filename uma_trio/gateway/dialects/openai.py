@@ -23,15 +23,14 @@ from uma_trio.errors import (
     PromptTooLarge,
     TooManyValues,
 )
+from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
 from uma_trio.gateway.dialects.openai_constraints import CONSTRAINT_NAMES, Constrained
-from uma_trio.gateway.dialects.sampling import sampled, sampling_fields
 from uma_trio.gateway.endpoint import Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid, refused_json
 from uma_trio.gateway.limits import QUOTA
 from uma_trio.protocol.chat import MAX_MESSAGES
 from uma_trio.protocol.events import Logprobs
 from uma_trio.protocol.json_cost import JsonCost
-from uma_trio.protocol.parameters import PARAMETERS
 from uma_trio.protocol.requests import MAX_BIASES
 
 FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
@@ -141,13 +140,10 @@ class StreamOptions(msgspec.Struct):
 
 FIELD_NAMES: Final = {
     **CONSTRAINT_NAMES,
-    "max_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens", "n_predict"),
-    **{row.name: row.http_names for row in PARAMETERS if row.llama is not None},
+    **names_of("openai"),
     "logprobs": ("top_logprobs", "n_probs", "logprobs"),
-    "n": ("n_cmpl", "n"),
     "session_id": ("session_id", "prompt_cache_key"),
     "chat_template_kwargs": ("chat_template_kwargs", "reasoning_effort", "reasoning"),
-    "reasoning_budget": ("reasoning_budget_tokens", "thinking_budget_tokens"),
 }
 """What fields of the socket protocol are called in requests of OpenAI's API, of vLLM and of llama-server."""
 
@@ -159,25 +155,14 @@ class Lora(msgspec.Struct):
     scale: float = 1.0
 
 
-@sampled
+@with_fields_of("openai")
 class Sampling(Constrained, kw_only=True):
     """Fields of a request that chat and plain completions share.  Bounds are those of the socket protocol."""
 
     model: str | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASES)] | None = None
-    seed: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    """llama-server's: texts that end a repetition, for ``dry_multiplier``."""
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    cache_prompt: bool | None = None
-    """llama-server's name for whether a cached prefix may be used."""
     lora: Annotated[list[Lora], Meta(max_length=MAX_ADAPTERS)] | None = None
     """LoRA adapters by their numbers, as in llama-server; those that it does not name are not used."""
-    n: int | None = None
-    n_predict: int | None = None
-    """llama-server's name for ``max_tokens``."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool = False
@@ -204,19 +189,16 @@ class Sampling(Constrained, kw_only=True):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def fields(self) -> dict[str, Any]:
-        """These fields in the socket protocol."""
-        seed = None if self.seed == -1 else self.seed  # llama-server's way to say that any will do
+        """These fields in the socket protocol.
+
+        More ``max_tokens`` than there is room for count as no limit, here and in all dialects but Starling's: clients
+        often have a large number in their settings, and an answer that fills the context says so.
+        """
         return {
             "model": self.model,
-            **sampling_fields(self),
             "logit_bias": self.logit_bias,
-            "seed": seed,
-            "dry_sequence_breakers": self.dry_sequence_breakers,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "cache_prompt": self.cache_prompt,
-            "n": self.n,
+            "fit_max_tokens": True,
+            **fields_of(self, "openai"),
         }
 
 
@@ -379,15 +361,6 @@ def usage_body(*ends: Eos) -> dict[str, Any]:
         reasoning = sum(eos.usage.reasoning_tokens or 0 for eos in ends)
         body["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return body
-
-
-def length_fields(max_tokens: int | None) -> dict[str, Any]:
-    """The fields of the socket protocol for the longest answer.  -1 is llama-server's way to say that there is no limit.
-
-    More than there is room for counts as no limit, here and in all dialects but Starling's: clients often have a large
-    number in their settings, and an answer that fills the context says so.
-    """
-    return {"max_tokens": None if max_tokens == -1 else max_tokens, "fit_max_tokens": True}
 
 
 def finish_reason(eos: Eos) -> str:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
-from uma_trio.gateway.dialects.llama_fields import NO_LIMIT, Extras, Telemetry, describe, head_of, rendered
+from uma_trio.gateway.dialects.llama_fields import Extras, Telemetry, describe, head_of, rendered
 from uma_trio.gateway.dialects.openai import (
     FIELD_NAMES,
     OPENAI,
@@ -23,7 +23,6 @@ from uma_trio.gateway.dialects.openai import (
     chat_messages,
     error_body,
     finish_reason,
-    length_fields,
     template_fields,
     usage_body,
 )
@@ -39,8 +38,6 @@ class ChatRequest(Sampling, kw_only=True):
     """A request for the next message of a chat."""
 
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -54,23 +51,18 @@ class ChatRequest(Sampling, kw_only=True):
     """vLLM's and llama-server's: variables for the chat template."""
     reasoning_effort: str | None = None
     """Such as ``low``; ``none`` is no reasoning.  Others have an effect with templates that know them."""
-    reasoning_budget_tokens: int | None = None
-    """llama-server's: tokens of reasoning; -1 is no limit."""
-    thinking_budget_tokens: int | None = None
-    """llama-server's other name for it."""
 
     @property
     def template_kwargs(self) -> dict[str, Any] | None:
         """Variables for the chat template."""
         return {**reasoning_kwargs(self.reasoning_effort), **(self.chat_template_kwargs or {})} or None
 
-    @property
-    def reasoning_budget(self) -> int | None:
-        """Tokens of reasoning; ``None``: no limit."""
-        for budget in (self.reasoning_budget_tokens, self.thinking_budget_tokens):
-            if budget is not None and budget != NO_LIMIT:
-                return budget
-        return 0 if self.reasoning_effort == NO_REASONING else None
+    def fields(self) -> dict[str, Any]:
+        """As for all; no effort is no reasoning, unless there is a budget for it."""
+        found = super().fields()
+        if self.reasoning_effort == NO_REASONING and found.get("reasoning_budget") is None:
+            found["reasoning_budget"] = 0
+        return found
 
     @property
     def template_fields(self) -> dict[str, Any]:
@@ -88,10 +80,8 @@ async def complete_chat(call: Call) -> Response:
     request, warnings = await call.read(ChatRequest)
     if not request.messages:
         raise invalid("messages is empty; send at least one", parameter="messages")
-    limits = (request.max_completion_tokens, request.max_tokens, request.n_predict)
-    limit = next((limit for limit in limits if limit is not None), None)
-    n = request.n or 1
     sampling = request.fields()
+    n = sampling.get("n") or 1
     chat = conversation_fields(
         chat_messages(request.messages),
         call.request.headers if n == 1 else {},
@@ -105,7 +95,7 @@ async def complete_chat(call: Call) -> Response:
     if request.verbose or call.config.http.verbose:
         offered = {} if tools["tool_choice"] == "none" else {"tools": tools["tools"]}
         prompt = await rendered(call, model=request.model, messages=chat["messages"], **template, **offered)
-        description = await describe(call, request, head, sampling, [prompt] * n, limit=limit)
+        description = await describe(call, request, head, sampling, [prompt] * n)
     extras = Extras(Telemetry.of_request(request), description)
     fields = call.for_daemon(
         **sampling,
@@ -114,11 +104,9 @@ async def complete_chat(call: Call) -> Response:
         **template,
         **tools,
         parallel_tool_calls=request.parallel_tool_calls,
-        **length_fields(limit),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         constraint=request.constraint,
         separate_reasoning=True,
-        reasoning_budget=request.reasoning_budget,
         **extras.fields,
     )
     if request.stream:

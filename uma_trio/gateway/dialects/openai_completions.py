@@ -20,7 +20,6 @@ from uma_trio.gateway.dialects.openai import (
     check_session,
     error_body,
     finish_reason,
-    length_fields,
     usage_body,
 )
 from uma_trio.gateway.dialects.openai_shapes import Completion
@@ -41,7 +40,6 @@ class CompletionRequest(Sampling, kw_only=True):
 
     prompt: Any
     """A text, a list of texts, a list of token ids, or a list of texts and such lists.  llama-server's forms too."""
-    max_tokens: int | None = None
     logprobs: int | None = None
     """How many alternatives of each token to report."""
     echo: bool | None = None
@@ -55,7 +53,7 @@ class CompletionRequest(Sampling, kw_only=True):
         """
         if self.suffix:
             raise invalid("suffix is not supported: a text can be continued, but not filled in", parameter="suffix")
-        if self.best_of not in (None, self.n or 1):
+        if self.best_of not in (None, self.fields().get("n", 1)):
             raise invalid("best_of is not supported; use n, and choose among the answers", parameter="best_of")
         if self.echo and self.logprobs is not None:
             raise invalid("echo does not go with logprobs: there are none of the prompt", parameter="logprobs")
@@ -67,13 +65,11 @@ async def complete(call: Call) -> Response:
     request.check()
     async with Translation(call, request.model) as translation:
         prompts = await translation.prompts(request.prompt, "prompt", most=MAX_PROMPTS)
-    given = request.n_predict if request.max_tokens is None else request.max_tokens
-    limit = DEFAULT_MAX_TOKENS if given is None else given
-    n = request.n or 1
     check_session(request.session_id, prompts)
     session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
     adapters = await adapters_of(call, request)
-    sampling = request.fields()
+    sampling = {"max_tokens": DEFAULT_MAX_TOKENS, **request.fields()}
+    n = sampling.get("n") or 1
     head = {
         "id": f"cmpl-{call.id}",
         "object": "text_completion",
@@ -83,7 +79,7 @@ async def complete(call: Call) -> Response:
     description = None
     if request.verbose or call.config.http.verbose:
         each = [prompt for prompt in prompts for _ in range(n)]
-        description = await describe(call, request, head, sampling, each, limit=limit)
+        description = await describe(call, request, head, sampling, each)
     extras = Extras(Telemetry.of_request(request), description)
     requests = [
         call.for_daemon(
@@ -91,7 +87,6 @@ async def complete(call: Call) -> Response:
             adapters=adapters,
             **session,
             prompt=prompt,
-            **length_fields(limit),
             logprobs=request.logprobs,
             echo=request.echo,
             constraint=request.constraint,

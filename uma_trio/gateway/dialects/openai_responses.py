@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
 from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
+from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
 from uma_trio.gateway.dialects.llama_fields import Telemetry
 from uma_trio.gateway.dialects.openai import FIELD_NAMES, OPENAI
 from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
@@ -20,7 +21,6 @@ from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
 from uma_trio.gateway.dialects.openai_shapes import InputTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai_tools import Function, tool_fields
 from uma_trio.gateway.dialects.openai_tools import Tool as ChatTool
-from uma_trio.gateway.dialects.sampling import sampled, sampling_fields
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
@@ -104,12 +104,11 @@ class Input(msgspec.Struct, kw_only=True):
                 raise invalid(f"{name} is not supported: {NOTHING_IS_STORED}", parameter=name)
 
 
-@sampled
+@with_fields_of("responses")
 class ResponsesRequest(Input, kw_only=True):
     """A request for the next items of a conversation."""
 
     stream: bool = False
-    max_output_tokens: int | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
     session_id: str | None = None
@@ -146,7 +145,7 @@ async def respond(call: Call) -> Response:
     has_logprobs = request.top_logprobs is not None or "message.output_text.logprobs" in include
     form = request.text and request.text.format
     telemetry = Telemetry.of_request(request)
-    sampling = sampling_fields(request)
+    sampling = fields_of(request, "responses")
     fields = call.for_daemon(
         model=request.model,
         **conversation_fields(
@@ -156,7 +155,6 @@ async def respond(call: Call) -> Response:
             cache_key=request.prompt_cache_key,
         ),
         **tools,
-        max_tokens=request.max_output_tokens,
         fit_max_tokens=True,
         **sampling,
         logprobs=(request.top_logprobs or 0) if has_logprobs else None,
@@ -252,7 +250,7 @@ def _head(request_id: str, request: ResponsesRequest, model: str, sampling: Mapp
         "tools": tools,
         "tool_choice": request.tool_choice or "auto",
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "max_output_tokens": request.max_output_tokens,
+        "max_output_tokens": sampling.get("max_tokens"),
         "temperature": sampling.get("temperature"),
         "top_p": sampling.get("top_p"),
         "top_logprobs": request.top_logprobs,
@@ -277,7 +275,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         event_shape=ResponseEvent,
         summary="The next items of a conversation",
         body=ResponsesRequest,
-        field_names=FIELD_NAMES,
+        field_names={**FIELD_NAMES, **names_of("responses")},
         media_types=("application/json", EVENT_STREAM),
     ),
     Endpoint(

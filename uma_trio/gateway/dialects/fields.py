@@ -1,0 +1,56 @@
+"""Fields of HTTP requests that the table of ``protocol/parameters.py`` has, under the names that a dialect gives them."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from uma_trio.gateway.errors import FieldNames
+from uma_trio.protocol.parameters import ROWS
+
+T = TypeVar("T", bound=type[msgspec.Struct])
+
+
+def with_fields_of(dialect: str) -> Callable[[T], T]:
+    """Decorate the body of a request: it gets the fields of ``dialect`` that it does not declare itself.
+
+    The daemon checks their bounds.
+    """
+
+    def extended(cls: T) -> T:
+        fields = [
+            (name, Annotated[typing.Union[*row.kinds, None], Meta(description=row.plain_help)], None)
+            for row in ROWS
+            for name in row.names_in(dialect)
+            if name not in cls.__struct_fields__
+        ]
+        namespace = {"__doc__": cls.__doc__}
+        found: Any = msgspec.defstruct(
+            cls.__name__, fields, bases=(cls,), module=cls.__module__, namespace=namespace, kw_only=True
+        )
+        return found  # type: ignore[no-any-return]
+
+    return extended
+
+
+def fields_of(body: msgspec.Struct, dialect: str) -> dict[str, Any]:
+    """The fields that ``body`` gives, in the socket protocol.  One that is ``None`` is not limited, or left to chance."""
+    found = {}
+    for row in ROWS:
+        values = (getattr(body, name) for name in row.names_in(dialect))
+        value = next((value for value in values if value is not None), None)
+        if value is not None:
+            found[row.name] = row.from_client(value)
+    return found
+
+
+def names_of(dialect: str) -> FieldNames:
+    """What the fields are called in ``dialect``, where that is something else."""
+    names = {row.name: row.names_in(dialect) for row in ROWS}
+    return {
+        ours: theirs[0] if len(theirs) == 1 else theirs for ours, theirs in names.items() if theirs not in ((), (ours,))
+    }
