@@ -256,9 +256,7 @@ class PlainFields:
         False, "Send the prompt's text first (for `messages`, the rendered chat).", goes_with_controller=False
     )
     return_full_text: bool = field(
-        False,
-        "Alias of `echo`: with `stream: false`, the text begins with the prompt's.",
-        goes_with_controller=False,
+        False, "Alias of `echo`: with `stream: false`, the text begins with the prompt's.", goes_with_controller=False
     )
     progress: bool = field(False, "Send [progress](#progress) events during prefill.")
     keep_alive: bool = field(False, "Keep the connection open for further requests.")

@@ -185,7 +185,6 @@ def generation_settings(
     model: ModelDescription,
     sampling: Mapping[str, Any],
     *,
-    limit: int | None,
     n_probs: int | None = None,
     stream: bool | None = None,
 ) -> dict[str, Any]:
@@ -194,10 +193,9 @@ def generation_settings(
     Args:
         model: which has the defaults.
         sampling: fields of the socket protocol.
-        limit: the longest answer in tokens; ``None``: there is no limit but the context.
     """
     known = {**model.sampling, **{name: value for name, value in sampling.items() if value is not None}}
-    n_predict = NO_LIMIT if limit is None else limit
+    n_predict = known.get("max_tokens", NO_LIMIT)
     biases = [
         {"token": int(token), "bias": None if bias <= BANNED else bias}
         for token, bias in (known.get("logit_bias") or {}).items()
@@ -274,14 +272,13 @@ async def describe(
     Raises:
         HttpError: the daemon cannot be reached.
     """
-    most = sampling.get("max_tokens")
     model = await call.daemon.model(request.model)
-    settings = generation_settings(model, sampling, limit=most, stream=request.stream)
+    settings = generation_settings(model, sampling, stream=request.stream)
     return Description(
         head={"model": head["model"]},
         settings=settings,
         prompts=prompts,
-        limit=most or call.config.limits.default_max_tokens or None,
+        limit=sampling.get("max_tokens") or call.config.limits.default_max_tokens or None,
     )
 
 

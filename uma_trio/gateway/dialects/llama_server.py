@@ -64,7 +64,7 @@ async def complete_as_llama_server(call: Call) -> Response:
     logprobs = request.n_probs or (0 if request.return_tokens and not request.stream else None)
     adapters = await adapters_of(call, request)
     sampling = {**request.fields(), "logit_bias": bias}
-    limit, n = sampling.get("max_tokens"), sampling.get("n") or 1
+    n = sampling.get("n") or 1
     telemetry = Telemetry.of_request(request)
     requests = [
         call.for_daemon(
@@ -82,9 +82,9 @@ async def complete_as_llama_server(call: Call) -> Response:
     model = await call.daemon.model(request.model)
     description = Description(
         head={"model": request.model or model.name, **({"warnings": warnings} if warnings else {})},
-        settings=generation_settings(model, sampling, limit=limit, n_probs=request.n_probs, stream=request.stream),
+        settings=generation_settings(model, sampling, n_probs=request.n_probs, stream=request.stream),
         prompts=[prompt for prompt in prompts for _ in range(n)],
-        limit=limit or call.config.limits.default_max_tokens or None,
+        limit=sampling.get("max_tokens") or call.config.limits.default_max_tokens or None,
         probabilities=bool(request.n_probs),
     )
     if request.stream:
@@ -183,7 +183,7 @@ async def props(call: Call) -> Response:
         {
             "default_generation_settings": {
                 "n_ctx": model.context_per_request,
-                "params": generation_settings(model, {}, limit=call.config.limits.default_max_tokens or None),
+                "params": generation_settings(model, {"max_tokens": call.config.limits.default_max_tokens or None}),
             },
             "total_slots": model.parallel,
             "model_alias": model.name,

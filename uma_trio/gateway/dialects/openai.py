@@ -194,12 +194,7 @@ class Sampling(Constrained, kw_only=True):
         More ``max_tokens`` than there is room for count as no limit, here and in all dialects but Starling's: clients
         often have a large number in their settings, and an answer that fills the context says so.
         """
-        return {
-            "model": self.model,
-            "logit_bias": self.logit_bias,
-            "fit_max_tokens": True,
-            **fields_of(self, "openai"),
-        }
+        return {"model": self.model, "logit_bias": self.logit_bias, "fit_max_tokens": True, **fields_of(self, "openai")}
 
 
 async def adapters_of(call: Call, request: Sampling) -> list[dict[str, Any]] | None:
