@@ -171,11 +171,11 @@ def test_verbose_has_the_prompt_of_the_request(gateway: Gateway) -> None:
 
 
 def test_generation_settings_have_all_parameters() -> None:
-    found = generation_settings(MODEL, {"top_k": 9, "top_p": None, "logit_bias": {"5": -100.0, "6": 2.0}}, limit=None)
+    found = generation_settings(MODEL, {"top_k": 9, "top_p": None, "logit_bias": {"5": -100.0, "6": 2.0}})
     assert (found["temperature"], found["top_k"], found["repeat_penalty"]) == (0.5, 9, 1.5)
     assert found["logit_bias"] == [{"token": 5, "bias": None}, {"token": 6, "bias": 2.0}]
     assert (found["n_predict"], found["seed"], found["stop"], found["ignore_eos"]) == (-1, -1, [], False)
-    without_end = generation_settings(MODEL, {"ignore_eos": True, "stop": "x"}, limit=3)
+    without_end = generation_settings(MODEL, {"ignore_eos": True, "stop": "x", "max_tokens": 3})
     assert without_end["logit_bias"] == [{"token": 2, "bias": None}, {"token": 3, "bias": None}]
     assert (without_end["n_predict"], without_end["stop"]) == (3, ["x"])
 
