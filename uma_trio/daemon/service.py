@@ -332,22 +332,18 @@ class ModelService:
         self._scheduler.check_integrity()
 
 
+@attrs.define(eq=False, slots=False)
 class Answering:
-    """One request of a client while a model serves it; what all kinds of requests have in common.
+    """One request of a client while a model serves it; what all kinds of requests have in common."""
 
-    Args:
-        began: when it came, on trio's clock.
-        scope: in which ``run`` is called.
-    """
-
-    def __init__(
-        self, service: ModelService, principal: Principal, sink: EventSink, began: float, scope: trio.CancelScope
-    ) -> None:
-        self.service = service
-        self._principal = principal
-        self._sink = sink
-        self._began = began
-        self._scope = scope
+    service: ModelService
+    request: Generate | Embed | Rerank
+    _principal: Principal
+    _sink: EventSink
+    _began: float
+    """When it came, on trio's clock."""
+    _scope: trio.CancelScope
+    """In which ``run`` is called."""
 
     @property
     def is_answered(self) -> bool:
@@ -389,18 +385,8 @@ class Answering:
 class Generation(Answering):
     """A request for text."""
 
-    def __init__(
-        self,
-        service: ModelService,
-        request: Generate,
-        principal: Principal,
-        sink: EventSink,
-        began: float,
-        scope: trio.CancelScope,
-    ) -> None:
-        super().__init__(service, principal, sink, began, scope)
-        self.request = request
-        self._sequences: abc.Sequence[Sequence] = []
+    request: Generate
+    _sequences: abc.Sequence[Sequence] = ()
 
     @property
     def is_answered(self) -> bool:
@@ -570,18 +556,8 @@ def quantization(description: str) -> str | None:
 class Embedding(Answering):
     """A request to embed or to rank texts."""
 
-    def __init__(
-        self,
-        service: ModelService,
-        request: Embed | Rerank,
-        principal: Principal,
-        sink: EventSink,
-        began: float,
-        scope: trio.CancelScope,
-    ) -> None:
-        super().__init__(service, principal, sink, began, scope)
-        self.request = request
-        self._pending: PendingEmbeddings | None = None
+    request: Embed | Rerank
+    _pending: PendingEmbeddings | None = None
 
     @property
     def is_answered(self) -> bool:

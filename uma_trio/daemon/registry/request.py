@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import trio
 
 from uma_trio.daemon.registry.registry import ModelRegistry
@@ -13,18 +14,16 @@ from uma_trio.protocol.events import LoadProgress
 from uma_trio.protocol.requests import Embed, Generate, Rerank
 
 
+@attrs.define(eq=False)
 class ModelRequest:
     """One request of a client until it is answered, the wait for its model included."""
 
-    def __init__(
-        self, models: ModelRegistry, request: Generate | Embed | Rerank, principal: Principal, sink: EventSink
-    ) -> None:
-        self.request = request
-        self._models = models
-        self._principal = principal
-        self._sink = sink
-        self._scope = trio.CancelScope()
-        self._running: Answering | None = None
+    _models: ModelRegistry
+    request: Generate | Embed | Rerank
+    _principal: Principal
+    _sink: EventSink
+    _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
+    _running: Answering | None = attrs.field(default=None, init=False)
 
     @property
     def is_answered(self) -> bool:
