@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -91,6 +92,8 @@ def _option(row: Field) -> Callable[[Command], Command]:
     help = f"{row.plain_help}  Repeatable." if row.is_list else row.plain_help
     if row.type is str:
         return named(callback=not_empty, help=help)
+    if row.type not in (int, float):
+        return named(type=click.Choice(typing.get_args(row.type)), help=help)
     range_type: Any = click.IntRange if row.type is int else click.FloatRange
     lowest, highest = row.bounds.get("ge", row.bounds.get("gt")), row.bounds["le"]
     allowed = range_type(lowest, None if highest >= MAX_INT32 else highest, min_open="gt" in row.bounds)
