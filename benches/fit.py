@@ -62,7 +62,7 @@ async def serve(model: Path, device: str, fill: int, full: bool, settings: dict[
     from uma_trio import config
     from uma_trio.daemon.engines.link import ProcessLauncher
     from uma_trio.daemon.engines.loaded import open_model
-    from uma_trio.engine.fitting import RAM
+    from uma_trio.engine.open_fitted import RAM
     from uma_trio.engine_link.messages import SampleRequest, Step, StepInput
     from uma_trio.engine_link.sampling import SamplingParams
 

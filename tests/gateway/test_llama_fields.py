@@ -15,7 +15,7 @@ from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import missing, real_daemon
 from uma_trio.cli import main
 from uma_trio.client import ModelDescription, PrefillProgress, Token
-from uma_trio.gateway.dialects.llama_fields import Telemetry, fingerprint_of, generation_settings
+from uma_trio.gateway.dialects.llama.extras import Telemetry, fingerprint_of, generation_settings
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -16,7 +16,7 @@ import pytest
 from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import Daemon, missing, real_daemon
 from uma_trio.client import Eos, Timings, ToolCall, Usage
-from uma_trio.gateway.dialects.ollama_generate import _chat, _Lines
+from uma_trio.gateway.dialects.ollama.generate import _chat, _Lines
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."

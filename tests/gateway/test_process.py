@@ -23,7 +23,7 @@ from tests.gateway.conftest import Gateway, Raw
 from tests.support.profile import amount
 from tests.support.real_daemon import Canary, missing, real_daemon
 from uma_trio import config
-from uma_trio.daemon.gateway import HttpAddressError, listening
+from uma_trio.daemon.gateway_process import HttpAddressError, listening
 
 LONG = {
     "messages": [{"role": "user", "content": "Tell me a story about a fox."}],

@@ -9,8 +9,8 @@ import pytest
 
 from tests.gateway.conftest import Gateway
 from uma_trio.client import Eos, Timings, Token, ToolCall, ToolCallDelta, Usage
-from uma_trio.gateway.dialects.llama_fields import Extras, Telemetry
-from uma_trio.gateway.dialects.openai_chat import ChatChunks
+from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry
+from uma_trio.gateway.dialects.openai.chat import ChatChunks
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 ANSWER = "The capital of France is Paris."

@@ -34,19 +34,19 @@ class Process:
 PROCESSES: Final = {
     "daemon": Process(
         "cli.serve daemon.server daemon.logs",
-        f"{SHARED} {MODEL} aici.* cli.completion cli.exits cli.serve daemon.* hub.* telemetry.*",
-        no_modules="aici.runtime.* grammar.__main__ daemon.prompts.template_worker",
+        f"{SHARED} {MODEL} aici.controllers aici_link.* cli.completion cli.exits cli.serve daemon.* hub.* telemetry.*",
+        no_modules="grammar.__main__ daemon.prompts.template_worker",
         no_libraries="anyio click.testing gguf llguidance wasmtime",
     ),
     "engine": Process(
-        "engine.__main__ engine.fitting engine.worker",
+        "engine.__main__ engine.open_fitted engine.worker",
         f"{SHARED} {MODEL} engine.*",
         no_modules="grammar.checker grammar.compiler models.gguf_check",
         no_libraries="anyio click structlog trio",
     ),
     "controllers' runtime": Process(
         "cli.aicirt aici.runtime.command aici.runtime.server",
-        f"{SHARED} {MODEL} aici.* cli.aicirt cli.exits hub.*",
+        f"{SHARED} {MODEL} aici.* aici_link.* cli.aicirt cli.exits hub.*",
         no_libraries="anyio structlog trio",
     ),
     "gateway": Process(

@@ -15,7 +15,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime, ScriptedController
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
 from tests.support.steering import START, Client, Steering, steering
-from uma_trio.aici.messages import PreResult
+from uma_trio.aici_link.messages import PreResult
 from uma_trio.daemon.serving.controllers import driver
 from uma_trio.protocol.controllers import ControllerOutput
 

@@ -8,7 +8,7 @@ import trio
 from tests.support.fake_runtime import SKIPPED, FakeRuntime, ScriptedController
 from tests.support.runtime_contract import *  # noqa: F403  (the tests)
 from tests.support.runtime_contract import SCRIPTS, answer_of, start
-from uma_trio.aici.messages import MidOp, PostOp, PreOp, PreResult
+from uma_trio.aici_link.messages import MidOp, PostOp, PreOp, PreResult
 
 
 class SlowOnce(ScriptedController):

@@ -13,8 +13,8 @@ import trio
 import trio.testing
 
 from uma_trio.config import Config
-from uma_trio.daemon import gateway
-from uma_trio.daemon.gateway import FIRST_STANDBY_S, Gateway
+from uma_trio.daemon import gateway_process as gateway
+from uma_trio.daemon.gateway_process import FIRST_STANDBY_S, Gateway
 
 SERVE = """
 import sys

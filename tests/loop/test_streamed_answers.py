@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Timings, ToolCall, ToolCallDelta, Usage
 from uma_trio.gateway.answer import COMMENT, StreamedAnswer
-from uma_trio.gateway.dialects.llama_fields import Extras, Telemetry
-from uma_trio.gateway.dialects.openai_chat import ChatChunks
+from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry
+from uma_trio.gateway.dialects.openai.chat import ChatChunks
 from uma_trio.gateway.errors import HttpError
 
 KEEP_ALIVE_S = 15.0

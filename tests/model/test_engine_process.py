@@ -19,7 +19,7 @@ from uma_trio import config
 from uma_trio.daemon.engines.link import ProcessLauncher, ThreadLauncher
 from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.daemon.engines.process import EngineProcess
-from uma_trio.engine.fitting import open_engine
+from uma_trio.engine.open_fitted import open_engine
 from uma_trio.engine_link.messages import EngineDied, LoadError, Start, Step, StepInput
 from uma_trio.grammar.checker import LocalChecker
 from uma_trio.grammar.compiler import GrammarCompiler

@@ -21,12 +21,12 @@ from uma_trio.daemon.engines import loaded
 from uma_trio.daemon.engines.link import ProcessLauncher
 from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
-from uma_trio.engine import fitting
+from uma_trio.engine import open_fitted as fitting
 from uma_trio.engine.fit import DoesNotFit, Memory, estimate_compute, fit
-from uma_trio.engine.fitting import ComputeSizes, is_about_memory, measure, open_fitted
 from uma_trio.engine.layout import Environment, Shape, candidates
 from uma_trio.engine.layout_choice import context_options
 from uma_trio.engine.llama import LlamaEngine
+from uma_trio.engine.open_fitted import ComputeSizes, is_about_memory, measure, open_fitted
 from uma_trio.engine_link.defaults import with_defaults
 from uma_trio.engine_link.load_errors import ModelError, explained
 from uma_trio.engine_link.messages import EngineDied, LoadError, Start
@@ -133,7 +133,7 @@ def test_a_failed_allocation_counts_as_short_memory(library: Path) -> None:
         "import resource, sys, psutil\n"
         "from pathlib import Path\n"
         "from uma_trio import config\n"
-        "from uma_trio.engine.fitting import open_engine\n"
+        "from uma_trio.engine.open_fitted import open_engine\n"
         "from uma_trio.engine_link.messages import EngineDied, LoadError, Start\n"
         "import llama_abi; llama_abi.load()\n"
         "used = psutil.Process().memory_info().data\n"

@@ -17,7 +17,7 @@ from tests.support.documents import ROOT
 from tests.support.runtime_contract import *  # noqa: F403
 from tests.support.runtime_contract import SCRIPTS
 from tests.support.wat_controllers import MID, PRE, controller, returning
-from uma_trio.aici.messages import Auth
+from uma_trio.aici_link.messages import Auth
 from uma_trio.config import Aici
 from uma_trio.daemon.aici.link import RuntimeStart
 from uma_trio.daemon.aici.supervisor import SupervisedRuntime

@@ -26,9 +26,9 @@ from uma_trio.engine.fit import (
     fit,
     place_layers,
 )
-from uma_trio.engine.fitting import arrangement_of, measure
 from uma_trio.engine.layout import Environment, Layout
 from uma_trio.engine.layout_choice import environment_of
+from uma_trio.engine.open_fitted import arrangement_of, measure
 from uma_trio.engine.placement import Place, place_on
 from uma_trio.engine_link.defaults import DEFAULT_WINDOW, FLOOR_TOKENS
 from uma_trio.models.sizes import ModelSizes

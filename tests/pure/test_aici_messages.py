@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from uma_trio.aici.messages import (
+from uma_trio.aici_link.messages import (
     PIECE_BYTES,
     Auth,
     MakeModule,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from uma_trio.gateway.dialects.anthropic import Chat, ChatMessages, error_body, tool_fields
+from uma_trio.gateway.dialects.anthropic.shared import Chat, ChatMessages, error_body, tool_fields
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.messages import parse
 from uma_trio.protocol.requests import Generate

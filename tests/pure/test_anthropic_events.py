@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.answers import ANSWER, CALLS, eos
 from uma_trio.client import Event, PrefillProgress, Token
-from uma_trio.gateway.dialects.anthropic_messages import MessageEvents
+from uma_trio.gateway.dialects.anthropic.messages import MessageEvents
 from uma_trio.gateway.errors import HttpError
 
 Fields = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from uma_trio.errors import BadRequest, all_errors
-from uma_trio.gateway.dialects.openai import error_body
+from uma_trio.gateway.dialects.openai.shared import error_body
 from uma_trio.gateway.errors import HttpError, from_failure, try_again_in
 from uma_trio.protocol.events import Failure
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.answers import ANSWER, CALLS, eos
 from uma_trio.client import Event, Token
-from uma_trio.gateway.dialects.llama_fields import Telemetry
-from uma_trio.gateway.dialects.openai_response_events import ResponseEvents, whole_response
-from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
+from uma_trio.gateway.dialects.llama.extras import Telemetry
+from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
+from uma_trio.gateway.dialects.openai.response_items import Conversation, Item
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.messages import parse
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.aici.messages import readable_error
+from uma_trio.aici_link.messages import readable_error
 from uma_trio.errors import BadRequest
 from uma_trio.protocol.codec import ClientCodec, ServerCodec
 from uma_trio.protocol.controllers import (

@@ -15,7 +15,8 @@ import attrs
 import trio
 
 from tests.support.masks import SharedMasks
-from uma_trio.aici.messages import (
+from uma_trio.aici.runtime.interface import PREVIOUS_ERROR, MidAction, Sample, Splice, StopSequence
+from uma_trio.aici_link.messages import (
     Auth,
     MidAnswer,
     MidOp,
@@ -29,7 +30,6 @@ from uma_trio.aici.messages import (
     SequenceResult,
     TagInfo,
 )
-from uma_trio.aici.runtime.interface import PREVIOUS_ERROR, MidAction, Sample, Splice, StopSequence
 from uma_trio.daemon.aici.exchange import AnswerCheck, Exchange, MidResults, PostPreResults
 from uma_trio.engine_link.masks import MaskFile
 from uma_trio.errors import ControllerFailed, ControllerNotFound, ControllerUnavailable

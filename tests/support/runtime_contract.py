@@ -16,8 +16,8 @@ import pytest
 import trio
 
 from tests.support.fake_runtime import ScriptedController, Trap
-from uma_trio.aici.messages import Auth, MidOp, MidResult, PostOp, PostResult, PreOp, PreResult
 from uma_trio.aici.runtime.interface import PREVIOUS_ERROR, Splice, StopSequence
+from uma_trio.aici_link.messages import Auth, MidOp, MidResult, PostOp, PostResult, PreOp, PreResult
 from uma_trio.daemon.aici.exchange import ControllerRuntime, Exchange
 from uma_trio.engine_link.masks import Masks
 from uma_trio.errors import ControllerNotFound, ControllerUnavailable

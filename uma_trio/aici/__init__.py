@@ -1,1 +1,1 @@
-"""AICI: Wasm controllers that decide about every token.  docs/AICI.md describes the protocol and the ABI."""
+"""Controllers: ``aici/runtime/`` is the process that runs their Wasm, ``aici/controllers/`` are those that come with uma-trio."""

@@ -136,12 +136,12 @@ def command(prefix: str, module: Path | None, save_tokenizer: Path | None, **fla
     if not flags["server"] and module is None and save_tokenizer is None:
         click.echo("missing --server")
         sys.exit(1)
-    from uma_trio.aici.channel import Layout
     from uma_trio.aici.runtime.command import NoVocabulary, Options, serve
     from uma_trio.aici.runtime.command import save_tokenizer as save
     from uma_trio.aici.runtime.interface import BadModule, CannotCompile, Limits
     from uma_trio.aici.runtime.module_space import Space
     from uma_trio.aici.runtime.module_store import StoreError
+    from uma_trio.aici_link.channel import Layout
     from uma_trio.engine_link.load_errors import ModelError
 
     options = Options(

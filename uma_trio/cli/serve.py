@@ -234,7 +234,7 @@ def _serve_with(engine: EngineProcess | None, settings: Config, read_again: Call
     from uma_trio.cli.run_trio import run
     from uma_trio.daemon import logs, server
     from uma_trio.daemon.doors import listener
-    from uma_trio.daemon.gateway import HttpAddressError
+    from uma_trio.daemon.gateway_process import HttpAddressError
     from uma_trio.engine_link.load_errors import ModelError
     from uma_trio.errors import ModelUnavailable
     from uma_trio.protocol.address import socket_path

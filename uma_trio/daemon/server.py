@@ -35,7 +35,7 @@ from uma_trio.daemon.doors.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.daemon.doors.uploads import Uploads
 from uma_trio.daemon.engines.link import Launcher, ProcessLauncher, ThreadLauncher
 from uma_trio.daemon.engines.process import EngineProcess
-from uma_trio.daemon.gateway import Gateway, listening
+from uma_trio.daemon.gateway_process import Gateway, listening
 from uma_trio.daemon.loading import CurrentPerfLog, Opener, limits_of, specs_of
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.registry import ModelRegistry
@@ -264,7 +264,7 @@ def make_launcher(config: Config, nursery: trio.Nursery, first: EngineProcess | 
     """
     if config.engine.mode == "process":
         return ProcessLauncher(nursery, first=first)
-    from uma_trio.engine.fitting import open_engine  # code of the engine, which only this mode has in the daemon
+    from uma_trio.engine.open_fitted import open_engine  # code of the engine, which only this mode has in the daemon
 
     return ThreadLauncher(nursery, open_engine)
 

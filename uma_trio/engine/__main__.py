@@ -24,7 +24,7 @@ def main() -> None:
     setproctitle.setproctitle("uma-trio engine")
     parent_process.send_log_to_it(logging.DEBUG)
     gc.disable()  # imports leave little to collect, and each collection would look at all that they made
-    from uma_trio.engine import fitting
+    from uma_trio.engine import open_fitted as fitting
     from uma_trio.engine.worker import LoadedEngine, Worker
     from uma_trio.engine_link.messages import Start
 

@@ -1,6 +1,6 @@
 """Fit a model to memory: which layers on the GPU, how much context, which KV type and which batch.
 
-``fit`` is a function of sizes and free memory.  It asks no device and no clock: ``engine.fitting`` measures, and a caller
+``fit`` is a function of sizes and free memory.  It asks no device and no clock: ``engine.open_fitted`` measures, and a caller
 with several models passes the part of the memory that this one may have.
 
 What the user has set is kept.  What is left to choose is given up in this order, as little as possible:

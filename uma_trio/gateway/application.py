@@ -18,26 +18,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uma_trio.config import Config, Http
 from uma_trio.gateway import health, metrics, openapi
 from uma_trio.gateway.body import BodyLimits
-from uma_trio.gateway.daemon import Daemon
-from uma_trio.gateway.dialects import (
-    aici,
-    anthropic_messages,
-    llama_server,
-    local_servers,
-    ollama_embed,
-    ollama_generate,
-    ollama_models,
-    openai_chat,
-    openai_completions,
-    openai_embeddings,
-    openai_models,
-    openai_responses,
-    rerank,
-    starling,
-)
-from uma_trio.gateway.dialects.anthropic import ANTHROPIC, VERSION_HEADER
-from uma_trio.gateway.dialects.ollama import DIALECT as OLLAMA
-from uma_trio.gateway.dialects.openai import OPENAI
+from uma_trio.gateway.daemon_client import Daemon
+from uma_trio.gateway.dialects import aici, local_servers, rerank, starling
+from uma_trio.gateway.dialects.anthropic import messages as anthropic_messages
+from uma_trio.gateway.dialects.anthropic.shared import ANTHROPIC, VERSION_HEADER
+from uma_trio.gateway.dialects.llama import endpoints as llama_server
+from uma_trio.gateway.dialects.ollama import embed as ollama_embed
+from uma_trio.gateway.dialects.ollama import generate as ollama_generate
+from uma_trio.gateway.dialects.ollama import models as ollama_models
+from uma_trio.gateway.dialects.ollama.shared import DIALECT as OLLAMA
+from uma_trio.gateway.dialects.openai import chat as openai_chat
+from uma_trio.gateway.dialects.openai import completions as openai_completions
+from uma_trio.gateway.dialects.openai import embeddings as openai_embeddings
+from uma_trio.gateway.dialects.openai import models as openai_models
+from uma_trio.gateway.dialects.openai import responses as openai_responses
+from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard

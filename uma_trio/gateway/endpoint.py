@@ -17,7 +17,7 @@ from uma_trio.config import Config
 from uma_trio.errors import ModelNotFound
 from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, unless_disconnected
 from uma_trio.gateway.charging import Account
-from uma_trio.gateway.daemon import Daemon
+from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.errors import FieldNames, HttpError, field_renamer, invalid
 from uma_trio.gateway.guard import check_admin, is_admin
 from uma_trio.gateway.limits import Limiter

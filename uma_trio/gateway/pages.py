@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from uma_trio.client import Activity, Event
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, StreamedAnswer, sse
-from uma_trio.gateway.daemon import Daemon
+from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.dialects.starling import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid

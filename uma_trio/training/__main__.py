@@ -140,7 +140,7 @@ def _file_name(options: argparse.Namespace) -> str:
 
 
 def _evaluate(options: argparse.Namespace, shape: Shape) -> None:
-    from uma_trio.engine.fitting import LOAD_ERRORS
+    from uma_trio.engine.open_fitted import LOAD_ERRORS
     from uma_trio.training.card import card, table, write_card
     from uma_trio.training.evaluate import Examiner, marks_of, shown
 

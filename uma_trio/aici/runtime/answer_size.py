@@ -7,8 +7,8 @@ from typing import Any, Final, TypeVar, overload
 
 import msgspec
 
-from uma_trio.aici.messages import MidAnswer, PostPreAnswer, SequenceResult
 from uma_trio.aici.runtime.live_sequence import worker_error
+from uma_trio.aici_link.messages import MidAnswer, PostPreAnswer, SequenceResult
 
 T = TypeVar("T")
 

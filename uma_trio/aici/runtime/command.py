@@ -17,16 +17,16 @@ from typing import Final, NoReturn
 import attrs
 import setproctitle
 
-from uma_trio.aici.channel import Channels, Layout
 from uma_trio.aici.controllers import shipped
-from uma_trio.aici.futex import continue_when_parent_ends
 from uma_trio.aici.runtime.compiler import MAX_WASM_BYTES
 from uma_trio.aici.runtime.host import WasmHost
 from uma_trio.aici.runtime.interface import Limits
 from uma_trio.aici.runtime.module_space import Space
 from uma_trio.aici.runtime.module_store import FOLDER, ModuleStore
 from uma_trio.aici.runtime.server import Server
-from uma_trio.aici.shared_memory import remove_stale
+from uma_trio.aici_link.channel import Channels, Layout
+from uma_trio.aici_link.futex import continue_when_parent_ends
+from uma_trio.aici_link.shared_memory import remove_stale
 from uma_trio.engine_link.messages import TokenIds
 from uma_trio.files import read_bytes
 from uma_trio.hub.environment import find_model_locations
@@ -104,7 +104,7 @@ def add_module(options: Options, path: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    from uma_trio.aici.messages import Auth
+    from uma_trio.aici_link.messages import Auth
 
     wasm = read_bytes(path, MAX_WASM_BYTES, pipes=True)
     with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:

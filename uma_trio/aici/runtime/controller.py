@@ -11,7 +11,6 @@ import msgspec
 import wasmtime
 from msgspec import UNSET
 
-from uma_trio.aici.messages import PreResult
 from uma_trio.aici.runtime.epochs import Epochs
 from uma_trio.aici.runtime.functions import HostFunctions
 from uma_trio.aici.runtime.guest import BLOB_CALL, Fatal, Guest, GuestMemory, Stopped
@@ -31,6 +30,7 @@ from uma_trio.aici.runtime.interface import (
 )
 from uma_trio.aici.runtime.turns import OutOfTime
 from uma_trio.aici.runtime.variables import MemoryPool, Variables
+from uma_trio.aici_link.messages import PreResult
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from typing import Final, TypeVar
 import attrs
 import numpy as np
 
-from uma_trio.aici.messages import MidResult, PostOp, PostResult, PreResult, SequenceResult
 from uma_trio.aici.runtime.calls import Call, CallThreads
 from uma_trio.aici.runtime.controller import Controller
 from uma_trio.aici.runtime.interface import (
@@ -19,6 +18,7 @@ from uma_trio.aici.runtime.interface import (
     Row,
     Splice,
 )
+from uma_trio.aici_link.messages import MidResult, PostOp, PostResult, PreResult, SequenceResult
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from uma_trio.aici.messages import Auth, ModuleInfo, ModuleRecord, TagInfo
 from uma_trio.aici.runtime.interface import TURN_SECONDS, CannotCompile
 from uma_trio.aici.runtime.module_space import NoRoom, Space, StoredModule, to_remove
 from uma_trio.aici.runtime.shipped_modules import ShippedModules
@@ -39,6 +38,7 @@ from uma_trio.aici.runtime.store_files import (
     replace_compiled,
     warn_once,
 )
+from uma_trio.aici_link.messages import Auth, ModuleInfo, ModuleRecord, TagInfo
 from uma_trio.protocol.controllers import TAG_RULE, is_tag
 
 if TYPE_CHECKING:  # the store needs no engine

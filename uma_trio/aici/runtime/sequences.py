@@ -10,7 +10,18 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.aici.messages import (
+from uma_trio.aici.runtime.calls import CallThreads
+from uma_trio.aici.runtime.interface import ALLOWED, BadRequest, Limits, Row
+from uma_trio.aici.runtime.live_sequence import (
+    ControllerCall,
+    ForkCall,
+    LiveSequence,
+    MidCall,
+    PostPreCall,
+    worker_error,
+)
+from uma_trio.aici.runtime.waiting import WaitingControllers
+from uma_trio.aici_link.messages import (
     MidAnswer,
     MidOp,
     MidProcess,
@@ -23,18 +34,7 @@ from uma_trio.aici.messages import (
     PreResult,
     SequenceResult,
 )
-from uma_trio.aici.runtime.calls import CallThreads
-from uma_trio.aici.runtime.interface import ALLOWED, BadRequest, Limits, Row
-from uma_trio.aici.runtime.live_sequence import (
-    ControllerCall,
-    ForkCall,
-    LiveSequence,
-    MidCall,
-    PostPreCall,
-    worker_error,
-)
-from uma_trio.aici.runtime.waiting import WaitingControllers
-from uma_trio.aici.shared_memory import SharedMemory
+from uma_trio.aici_link.shared_memory import SharedMemory
 
 T = TypeVar("T")
 

@@ -11,8 +11,24 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from uma_trio.aici.channel import BrokenChannel, Channel, Channels, ChannelTimeout, MessageTooLarge
-from uma_trio.aici.messages import (
+from uma_trio.aici.runtime.answer_size import FRAME_BYTES, shorten_to_fit
+from uma_trio.aici.runtime.host import WasmHost
+from uma_trio.aici.runtime.interface import (
+    BadModule,
+    BadRequest,
+    CannotCompile,
+    ControllerError,
+    ControllerTimeout,
+    Limits,
+    Vocabulary,
+)
+from uma_trio.aici.runtime.live_sequence import controller_error
+from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
+from uma_trio.aici.runtime.sequences import Sequences
+from uma_trio.aici.runtime.variables import Variables
+from uma_trio.aici.runtime.waiting import WaitingControllers
+from uma_trio.aici_link.channel import BrokenChannel, Channel, Channels, ChannelTimeout, MessageTooLarge
+from uma_trio.aici_link.messages import (
     Auth,
     BadMessage,
     Empty,
@@ -44,22 +60,6 @@ from uma_trio.aici.messages import (
     encode,
     rid_of_answer,
 )
-from uma_trio.aici.runtime.answer_size import FRAME_BYTES, shorten_to_fit
-from uma_trio.aici.runtime.host import WasmHost
-from uma_trio.aici.runtime.interface import (
-    BadModule,
-    BadRequest,
-    CannotCompile,
-    ControllerError,
-    ControllerTimeout,
-    Limits,
-    Vocabulary,
-)
-from uma_trio.aici.runtime.live_sequence import controller_error
-from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
-from uma_trio.aici.runtime.sequences import Sequences
-from uma_trio.aici.runtime.variables import Variables
-from uma_trio.aici.runtime.waiting import WaitingControllers
 
 log = logging.getLogger(__name__)
 

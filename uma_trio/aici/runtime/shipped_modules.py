@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from uma_trio.aici.messages import TagInfo
 from uma_trio.aici.runtime.interface import CannotCompile
 from uma_trio.aici.runtime.store_files import DIGEST_BYTES, read_compiled, replace_compiled
+from uma_trio.aici_link.messages import TagInfo
 
 if TYPE_CHECKING:  # the store needs no engine
     from uma_trio.aici.runtime.host import Module, WasmHost

@@ -19,8 +19,8 @@ from typing import Final
 
 import msgspec
 
-from uma_trio.aici.messages import ModuleRecord, TagInfo
 from uma_trio.aici.runtime.module_space import StoredModule
+from uma_trio.aici_link.messages import ModuleRecord, TagInfo
 from uma_trio.files import read_text
 from uma_trio.protocol.controllers import is_tag
 

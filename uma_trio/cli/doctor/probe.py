@@ -87,8 +87,8 @@ def probe(settings: Config) -> None:
 def _probe_model(settings: Config) -> None:
     from uma_trio.daemon.engines.loaded import min_batch, model_path
     from uma_trio.daemon.prompts.context import explain_context, is_short, more_context
-    from uma_trio.engine.fitting import open_engine
     from uma_trio.engine.llama import LlamaEngine
+    from uma_trio.engine.open_fitted import open_engine
     from uma_trio.engine_link.load_errors import ModelError, explained
     from uma_trio.engine_link.messages import Start
     from uma_trio.models.gguf_check import check_gguf

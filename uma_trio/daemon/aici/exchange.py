@@ -11,7 +11,7 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 import attrs
 import trio
 
-from uma_trio.aici.messages import (
+from uma_trio.aici_link.messages import (
     Auth,
     MidAnswer,
     MidOp,

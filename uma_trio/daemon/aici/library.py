@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from uma_trio.aici.messages import Auth, Removal, RemoveModule, RemoveTags
+from uma_trio.aici_link.messages import Auth, Removal, RemoveModule, RemoveTags
 from uma_trio.daemon.aici.exchange import ControllerRuntime
 from uma_trio.principal import Principal
 from uma_trio.protocol.controllers import ControllerModule, Controllers, ControllersQuery, ControllerTag

@@ -18,8 +18,8 @@ import attrs
 import structlog
 import trio
 
-from uma_trio.aici.channel import MIB, BrokenChannel, Channel, Channels, ChannelTimeout, Layout, MessageTooLarge
-from uma_trio.aici.messages import (
+from uma_trio.aici_link.channel import MIB, BrokenChannel, Channel, Channels, ChannelTimeout, Layout, MessageTooLarge
+from uma_trio.aici_link.messages import (
     Auth,
     BadMessage,
     Error,
@@ -34,7 +34,7 @@ from uma_trio.aici.messages import (
     encode_request,
     rid_of_answer,
 )
-from uma_trio.aici.shared_memory import new_prefix
+from uma_trio.aici_link.shared_memory import new_prefix
 from uma_trio.config import Aici
 from uma_trio.engine_link.masks import ITEM_BYTES, MaskFile
 from uma_trio.errors import ControllerUnavailable

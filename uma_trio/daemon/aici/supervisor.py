@@ -11,7 +11,7 @@ import structlog
 import trio
 
 from uma_trio.aici.controllers import NAMES, shipped
-from uma_trio.aici.messages import (
+from uma_trio.aici_link.messages import (
     Auth,
     Empty,
     Error,
@@ -38,7 +38,7 @@ from uma_trio.aici.messages import (
     TagList,
     readable_error,
 )
-from uma_trio.aici.shared_memory import remove_stale
+from uma_trio.aici_link.shared_memory import remove_stale
 from uma_trio.daemon.aici.exchange import AnswerCheck, Exchange, MidResults, PostPreResults
 from uma_trio.daemon.aici.link import RuntimeDied, RuntimeLink, RuntimeStart
 from uma_trio.engine_link.masks import MaskFile

@@ -19,8 +19,8 @@ from uma_trio.daemon.kv.allocation import Allocation, count_cells
 from uma_trio.daemon.kv.cell_map import MAX_BEHIND, CellMap
 from uma_trio.daemon.kv.forks import Forks
 from uma_trio.daemon.kv.idle_limit import IdleLimit, expected_tokens
-from uma_trio.daemon.kv.offload import OffloadPlanner
 from uma_trio.daemon.kv.offload_index import OffloadIndex, SavedState
+from uma_trio.daemon.kv.offload_planner import OffloadPlanner
 from uma_trio.daemon.kv.pool import Pool
 from uma_trio.daemon.kv.prefix_sharing import PrefixSharing
 from uma_trio.daemon.kv.truncation import Truncation

@@ -1,7 +1,7 @@
 """Reservation and eviction of sequences, cells and checkpoints.
 
 Every request reserves its cells before it starts.  Ended requests leave idle allocations; the pool evicts the one that
-has been idle longest first.  An idle allocation that must be saved first stays, marked ``cells_wanted``, until it is
+has been idle longest first, with per-sequence KV one whose sequence id lies between busy ones.  An idle allocation that must be saved first stays, marked ``cells_wanted``, until it is
 saved.
 """
 
@@ -153,7 +153,7 @@ class Pool:
         best = max([allocation.seq_id, *sorted(self._free_ids), *idle], key=self._n_busy_neighbours)
         if best != allocation.seq_id:
             if best in self.idle:
-                self.remove(self.idle[best])
+                self._evict([self.idle[best]])
             self._free_ids.remove(best)
             self._free_ids.add(allocation.seq_id)
             del self.allocations[allocation.seq_id]

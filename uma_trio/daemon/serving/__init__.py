@@ -1,1 +1,1 @@
-"""Serves sequences with one engine: the tick, and what it needs.  docs/ARCHITECTURE.md lists the modules."""
+"""Serves sequences with one engine: the tick, and what it needs.  docs/design/scheduler.md lists the modules."""

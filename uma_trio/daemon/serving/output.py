@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from uma_trio.aici.messages import SequenceResult
+from uma_trio.aici_link.messages import SequenceResult
 from uma_trio.daemon.answer.regions import Split
 from uma_trio.daemon.answer.text import TextAssembler
 from uma_trio.daemon.serving.sequence import Sequence

@@ -19,9 +19,9 @@ from starlette.responses import Response
 from uma_trio.client import TokenList
 from uma_trio.gateway.answer import encoded_items, json_response
 from uma_trio.gateway.dialects.conversation import without_noise
-from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_messages, template_fields
-from uma_trio.gateway.dialects.openai_shapes import Detokenized, Health, Rendered, Tokens
-from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, tool_fields
+from uma_trio.gateway.dialects.openai.shapes import Detokenized, Health, Rendered, Tokens
+from uma_trio.gateway.dialects.openai.shared import OPENAI, Message, chat_messages, template_fields
+from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES, Tool, tool_fields
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.health import READY_TIMEOUT_S

@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from uma_trio.client import Ranking
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects import openai_shapes
-from uma_trio.gateway.dialects.openai import OPENAI
+from uma_trio.gateway.dialects.openai import shapes as openai_shapes
+from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
 

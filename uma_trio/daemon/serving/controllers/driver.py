@@ -19,7 +19,7 @@ import attrs
 import trio
 from msgspec import UNSET
 
-from uma_trio.aici.messages import MidOp, PostOp, PreOp, PreResult, SequenceResult
+from uma_trio.aici_link.messages import MidOp, PostOp, PreOp, PreResult, SequenceResult
 from uma_trio.daemon.aici.exchange import NO_ANSWER, ControllerRuntime, Exchange, MidResults, PostPreResults
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.serving.controllers.forking import Forking, ForkRefused

@@ -8,7 +8,7 @@ from typing import Final
 
 import attrs
 
-from uma_trio.aici.messages import MidResult, PostOp
+from uma_trio.aici_link.messages import MidResult, PostOp
 from uma_trio.protocol.controllers import StorageWrite
 
 STEADY_TOKENS: Final = 2

@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
-from uma_trio.gateway.dialects.llama_fields import Extras, Telemetry, describe, head_of
-from uma_trio.gateway.dialects.llama_tokens import Translation
-from uma_trio.gateway.dialects.openai import (
+from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry, describe, head_of
+from uma_trio.gateway.dialects.llama.tokens import Translation
+from uma_trio.gateway.dialects.openai.shapes import Completion
+from uma_trio.gateway.dialects.openai.shared import (
     FIELD_NAMES,
     OPENAI,
     Sampling,
@@ -22,7 +23,6 @@ from uma_trio.gateway.dialects.openai import (
     finish_reason,
     usage_body,
 )
-from uma_trio.gateway.dialects.openai_shapes import Completion
 from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid

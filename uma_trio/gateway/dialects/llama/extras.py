@@ -14,7 +14,7 @@ import attrs
 
 import uma_trio
 from uma_trio.client import Eos, Event, ModelDescription, PrefillProgress, Reasoning, Token
-from uma_trio.gateway.dialects.openai import Sampling
+from uma_trio.gateway.dialects.openai.shared import Sampling
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.events import Logprob, Logprobs, Timings, Usage
 from uma_trio.protocol.parameters import DEFAULT_BREAKERS, PARAMETERS

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import encoded_vectors, json_response
-from uma_trio.gateway.dialects.ollama import DIALECT, model_name
-from uma_trio.gateway.dialects.ollama_shapes import Embedded, EmbeddedOne
+from uma_trio.gateway.dialects.ollama.shapes import Embedded, EmbeddedOne
+from uma_trio.gateway.dialects.ollama.shared import DIALECT, model_name
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.protocol.requests import MAX_TEXTS
 

@@ -16,8 +16,8 @@ from typing import Final, Protocol
 import attrs
 import posix_ipc
 
-from uma_trio.aici import futex
-from uma_trio.aici.shared_memory import MODE, SharedMemory, inode, unlink_semaphore
+from uma_trio.aici_link import futex
+from uma_trio.aici_link.shared_memory import MODE, SharedMemory, inode, unlink_semaphore
 
 MIB: Final = 1 << 20
 

@@ -9,7 +9,8 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.ollama import (
+from uma_trio.gateway.dialects.ollama.shapes import ModelTags, Shown, Version
+from uma_trio.gateway.dialects.ollama.shared import (
     API_VERSION,
     CAPABILITIES,
     DIALECT,
@@ -19,7 +20,6 @@ from uma_trio.gateway.dialects.ollama import (
     iso_time,
     ollama_name,
 )
-from uma_trio.gateway.dialects.ollama_shapes import ModelTags, Shown, Version
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import ModelDescription

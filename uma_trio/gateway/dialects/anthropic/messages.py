@@ -10,8 +10,15 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos
 from uma_trio.gateway.answer import EVENT_STREAM, json_response, sse
-from uma_trio.gateway.dialects.anthropic import ANTHROPIC, FIELD_NAMES, Chat, ChatMessages, error_body, tool_fields
-from uma_trio.gateway.dialects.anthropic_shapes import AnswerMessage, MessageEvent, TokenCount
+from uma_trio.gateway.dialects.anthropic.shapes import AnswerMessage, MessageEvent, TokenCount
+from uma_trio.gateway.dialects.anthropic.shared import (
+    ANTHROPIC,
+    FIELD_NAMES,
+    Chat,
+    ChatMessages,
+    error_body,
+    tool_fields,
+)
 from uma_trio.gateway.dialects.conversation import conversation_fields, without_noise
 from uma_trio.gateway.dialects.fields import fields_of, with_fields_of
 from uma_trio.gateway.dialects.parts import Part, PartRenderer, parts_of

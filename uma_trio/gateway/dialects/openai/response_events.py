@@ -6,9 +6,9 @@ from typing import Any, Final, Literal
 
 from uma_trio.client import Eos, Event, PrefillProgress
 from uma_trio.gateway.answer import COMMENT, sse
-from uma_trio.gateway.dialects.llama_fields import Telemetry
-from uma_trio.gateway.dialects.openai import chat_logprobs, error_code
-from uma_trio.gateway.dialects.openai_response_items import custom_input, seal
+from uma_trio.gateway.dialects.llama.extras import Telemetry
+from uma_trio.gateway.dialects.openai.response_items import custom_input, seal
+from uma_trio.gateway.dialects.openai.shared import chat_logprobs, error_code
 from uma_trio.gateway.dialects.parts import Part, PartRenderer, parts_of
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.events import Logprobs

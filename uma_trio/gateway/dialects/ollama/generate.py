@@ -14,7 +14,8 @@ from starlette.responses import Response
 from uma_trio.client import Eos, Event, Reasoning, Token
 from uma_trio.gateway.answer import NDJSON, encode, json_response
 from uma_trio.gateway.dialects.conversation import conversation_fields
-from uma_trio.gateway.dialects.ollama import (
+from uma_trio.gateway.dialects.ollama.shapes import ChatAnswer, Generated
+from uma_trio.gateway.dialects.ollama.shared import (
     DIALECT,
     FIELD_NAMES,
     Message,
@@ -29,7 +30,6 @@ from uma_trio.gateway.dialects.ollama import (
     option_fields,
     tools_of,
 )
-from uma_trio.gateway.dialects.ollama_shapes import ChatAnswer, Generated
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_only_user

@@ -24,7 +24,7 @@ from uma_trio.errors import (
     TooManyValues,
 )
 from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
-from uma_trio.gateway.dialects.openai_constraints import CONSTRAINT_NAMES, Constrained
+from uma_trio.gateway.dialects.openai.constraints import CONSTRAINT_NAMES, Constrained
 from uma_trio.gateway.endpoint import Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid, refused_json
 from uma_trio.gateway.limits import QUOTA

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.anthropic import ANTHROPIC, VERSION_HEADER
-from uma_trio.gateway.dialects.anthropic_shapes import ModelInfo, ModelInfoPage
-from uma_trio.gateway.dialects.openai import OPENAI
-from uma_trio.gateway.dialects.openai_shapes import ManagedModel, Model, ModelPage
+from uma_trio.gateway.dialects.anthropic.shapes import ModelInfo, ModelInfoPage
+from uma_trio.gateway.dialects.anthropic.shared import ANTHROPIC, VERSION_HEADER
+from uma_trio.gateway.dialects.openai.shapes import ManagedModel, Model, ModelPage
+from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.protocol.answers import bare_name
 

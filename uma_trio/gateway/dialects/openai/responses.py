@@ -13,14 +13,14 @@ from starlette.responses import Response
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
 from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
 from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
-from uma_trio.gateway.dialects.llama_fields import Telemetry
-from uma_trio.gateway.dialects.openai import FIELD_NAMES, OPENAI
-from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
-from uma_trio.gateway.dialects.openai_response_events import ResponseEvents, whole_response
-from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
-from uma_trio.gateway.dialects.openai_shapes import InputTokens, ResponseEvent, ResponseObject
-from uma_trio.gateway.dialects.openai_tools import Function, tool_fields
-from uma_trio.gateway.dialects.openai_tools import Tool as ChatTool
+from uma_trio.gateway.dialects.llama.extras import Telemetry
+from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constraint_of_format
+from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
+from uma_trio.gateway.dialects.openai.response_items import Conversation, Item
+from uma_trio.gateway.dialects.openai.shapes import InputTokens, ResponseEvent, ResponseObject
+from uma_trio.gateway.dialects.openai.shared import FIELD_NAMES, OPENAI
+from uma_trio.gateway.dialects.openai.tools import Function, tool_fields
+from uma_trio.gateway.dialects.openai.tools import Tool as ChatTool
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
-from uma_trio.gateway.dialects.llama_fields import Extras, Telemetry, describe, head_of, rendered
-from uma_trio.gateway.dialects.openai import (
+from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry, describe, head_of, rendered
+from uma_trio.gateway.dialects.openai.shapes import ChatChunk, ChatCompletion, InputTokens
+from uma_trio.gateway.dialects.openai.shared import (
     FIELD_NAMES,
     OPENAI,
     Message,
@@ -26,8 +27,7 @@ from uma_trio.gateway.dialects.openai import (
     template_fields,
     usage_body,
 )
-from uma_trio.gateway.dialects.openai_shapes import ChatChunk, ChatCompletion, InputTokens
-from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, call_delta, tool_fields, whole_calls
+from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES, Tool, call_delta, tool_fields, whole_calls
 from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid

@@ -13,16 +13,20 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
-from uma_trio.gateway.dialects import openai_chat, openai_models, openai_responses
-from uma_trio.gateway.dialects.llama_fields import (
+from uma_trio.gateway.dialects.llama.extras import (
     Description,
     Telemetry,
     fingerprint_of,
     generation_settings,
     probabilities_of,
 )
-from uma_trio.gateway.dialects.llama_tokens import Translation, is_several
-from uma_trio.gateway.dialects.openai import (
+from uma_trio.gateway.dialects.llama.tokens import Translation, is_several
+from uma_trio.gateway.dialects.openai import chat as openai_chat
+from uma_trio.gateway.dialects.openai import models as openai_models
+from uma_trio.gateway.dialects.openai import responses as openai_responses
+from uma_trio.gateway.dialects.openai.completions import MAX_PROMPTS
+from uma_trio.gateway.dialects.openai.shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
+from uma_trio.gateway.dialects.openai.shared import (
     FIELD_NAMES,
     OPENAI,
     Sampling,
@@ -30,8 +34,6 @@ from uma_trio.gateway.dialects.openai import (
     check_session,
     error_body,
 )
-from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
-from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
 from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError

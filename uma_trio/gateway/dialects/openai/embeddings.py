@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import encoded_vectors, json_response
-from uma_trio.gateway.dialects.llama_tokens import Translation
-from uma_trio.gateway.dialects.openai import OPENAI
-from uma_trio.gateway.dialects.openai_shapes import EmbeddingList
+from uma_trio.gateway.dialects.llama.tokens import Translation
+from uma_trio.gateway.dialects.openai.shapes import EmbeddingList
+from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 
 MAX_TEXTS: Final = 2048

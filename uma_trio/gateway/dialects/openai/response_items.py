@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from uma_trio.gateway.dialects.openai import arguments_of
+from uma_trio.gateway.dialects.openai.shared import arguments_of
 from uma_trio.gateway.dialects.parts import Part
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.json_cost import JsonCost
