@@ -139,7 +139,7 @@ async def test_a_stop_string_among_accepted_draft_tokens(autojump_clock, params,
             on = await harness.answer(turn, 5, speculate=False)
             assert on.tokens == expected(turn, 5)
             assert on.cached >= len(turn) - 2
-        assert draft_tokens(harness)[1] > 100
+        assert draft_tokens(harness)[1] > amount(quick=100, thorough=500)
         await harness.clean()
 
 
@@ -267,7 +267,7 @@ async def test_no_speculation_in_a_wide_batch(autojump_clock):
         harness.scheduler.cancel(clients[0].sequence)
         await harness.ended(*clients)
         assert all(client.tokens == expected(client.prompt, 200) for client in clients[1:])
-        assert draft_tokens(harness)[1] > 100, "one stream has ended"
+        assert draft_tokens(harness)[1] > amount(quick=100, thorough=500), "one stream has ended"
         await harness.clean()
 
 
