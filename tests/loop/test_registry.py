@@ -448,6 +448,28 @@ async def test_release_unloads_what_nobody_else_has_used(autojump_clock) -> None
         assert (await models.release("a", "uid1")).state == "unloaded", "another copy, that uid2 has not used"
 
 
+async def test_release_after_a_reload_waits_until_the_copy_before_has_ended(autojump_clock) -> None:
+    opener = FakeOpener()
+    async with registry(spec_of("a"), opener=opener) as models:
+        [old] = [opened.service for opened in opener.loaded]
+
+        async def save_for_long() -> None:
+            await trio.sleep(20)
+
+        old.save_everything = save_for_long
+        assert (await models.reload("a")).state == "ready"
+        assert old.running
+        assert (await models.release("a", "uid1")).state == "unloaded"
+        assert opener.loaded == []
+
+
+async def test_release_leaves_a_model_alone_whose_copy_before_still_serves(autojump_clock) -> None:
+    async with registry(spec_of("a"), opener=FakeOpener()) as models, trio.open_nursery() as nursery:
+        nursery.start_soon(hold, models, "a", 100)
+        await models.reload("a")
+        assert (await models.release("a", "uid1")).state == "ready"
+
+
 async def test_unload_waits_for_requests_and_the_next_one_loads_again(autojump_clock) -> None:
     opener = FakeOpener()
     async with registry(spec_of("a"), opener=opener) as models, trio.open_nursery() as nursery:

@@ -267,16 +267,11 @@ class ModelRegistry:
             UmaError: there is no such model.
         """
         model = await self._catalog.find(name)
-        instance = model.instance
-        if instance is not None and not (
-            instance.n_leases
-            or instance.spec.pinned
-            or instance.users - {principal}
-            or model.n_waiting
-            or model.attempt
-        ):
-            await self._unloader.unload(model, instance)
-        return await self._description(model)
+        current = model.instance
+        is_used = model.n_waiting or model.attempt or any(instance.n_leases for instance in model.instances)
+        if is_used or (current is not None and (current.spec.pinned or current.users - {principal})):
+            return await self._description(model)
+        return await self.unload(name)
 
     async def reload(self, name: str) -> ModelDescription:
         """Load a model again, with its file and its settings as they are now.  No request is dropped.
