@@ -8,7 +8,7 @@ their own.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import attrs
@@ -17,6 +17,9 @@ from llama_abi.errors import LibraryError
 from llama_abi.stamp import Stamp, build, plugin_folders
 
 NO_BACKENDS = ("libggml", "libggml-base")
+
+OnOpen = Callable[[Path], object]
+"""Gets each file before its code runs, which may hang: for example, while a driver does."""
 
 
 @attrs.frozen
@@ -29,7 +32,7 @@ class Backends:
     """Backends of other packages that do not load on this machine, with the reason."""
 
 
-def load_backends(c: ctypes.CDLL, directory: Path) -> Backends:
+def load_backends(c: ctypes.CDLL, directory: Path, on_open: OnOpen = lambda path: None) -> Backends:
     """Load the best variant of each backend in ``directory``, and those of the other packages.
 
     GPUs come first, as llama.cpp wants it.
@@ -42,8 +45,12 @@ def load_backends(c: ctypes.CDLL, directory: Path) -> Backends:
         Stamp.read(folder).verify(folder)
     used, unused = [], []
     for variants in (*_backends(folders), *_backends([directory])):
-        scores = {path: _score(path) for path in variants}
+        scores = {}
+        for path in variants:
+            on_open(path)
+            scores[path] = _score(path)
         best = max(variants, key=lambda path: scores[path].value)
+        on_open(best)
         if scores[best].value > 0 and c.ggml_backend_load(str(best).encode()):
             used.append(best.name)
         elif best.parent != directory:

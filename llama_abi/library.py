@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from llama_abi.backends import Backends, load_backends
+from llama_abi.backends import Backends, OnOpen, load_backends
 from llama_abi.errors import LibraryError, LlamaError
 from llama_abi.functions import FUNCTIONS
 from llama_abi.logs import LogRouter
@@ -77,17 +77,20 @@ class Device:
 class Library:
     """The loaded libllama. A process has one; ``load`` returns it.
 
+    Args:
+        on_open: see ``load``.
+
     ``c`` is the ctypes library with all declared functions bound. Only this package uses it.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, on_open: OnOpen) -> None:
         self.directory = directory
         """Directory that it was loaded from."""
         self.stamp = Stamp.read(directory)
         """Source, backend and options of the build."""
         self.stamp.verify(directory)
         self.logs = LogRouter()
-        self.c = _open(directory)
+        self.c = _open(directory, on_open)
         if missing := C.bind(self.c, FUNCTIONS):
             raise LibraryError(
                 f"the library lacks {', '.join(missing)}, so it is not the llama.cpp version of these declarations",
@@ -96,13 +99,22 @@ class Library:
         self._check_defaults()
         self.c.llama_log_set(self.logs.callback, None)
         atexit.register(self.silence_logging)
-        self.plugins = load_backends(self.c, directory) if self.stamp.has_plugins else Backends()
-        """Backends that were chosen for this machine; none if they are linked in."""
-        self.c.llama_backend_init()
+        self.plugins = Backends()
+        """Backends that were chosen for this machine; none if they are linked in, or not loaded."""
+        self._has_backends = False
         self.max_sequences = int(self.c.llama_max_parallel_sequences())
         """Most sequences in one context, a constant of the build."""
         self.max_devices = int(self.c.llama_max_devices())
         """Most devices of a model, a constant of the build."""
+
+    def load_backends(self, on_open: OnOpen) -> None:
+        """Load what models compute with, unless it is loaded."""
+        if self._has_backends:
+            return
+        if self.stamp.has_plugins:
+            self.plugins = load_backends(self.c, self.directory, on_open)
+        self.c.llama_backend_init()
+        self._has_backends = True
 
     def _check_defaults(self) -> None:
         params = self.c.llama_context_default_params()
@@ -221,7 +233,7 @@ _loaded: Library | None = None
 _loading = threading.Lock()
 
 
-def load(directory: Path | None = None) -> Library:
+def load(directory: Path | None = None, *, backends: bool = True, on_open: OnOpen = lambda path: None) -> Library:
     """Load libllama, or return the loaded one.
 
     Sets ``GGML_NO_BACKTRACE=1`` unless the environment has it: otherwise an assertion in llama.cpp starts a debugger,
@@ -229,6 +241,8 @@ def load(directory: Path | None = None) -> Library:
 
     Args:
         directory: where it is; by default see ``library_directory``.
+        backends: load the backends too. Without them models have a vocabulary only.
+        on_open: called with each file before its code runs, which may hang.
 
     Raises:
         LibraryError: there is no library, it does not match its stamp, it lacks symbols, or the process has loaded
@@ -239,16 +253,18 @@ def load(directory: Path | None = None) -> Library:
     with _loading:
         if _loaded is None:
             os.environ.setdefault(BACKTRACE_VARIABLE, "1")
-            _loaded = Library(place)
+            _loaded = Library(place, on_open)
         elif _loaded.directory != place:
             raise LibraryError(
                 f"this process has loaded the library in {_loaded.directory} and cannot load the one in {place} too",
                 "use another process",
             )
+        if backends:
+            _loaded.load_backends(on_open)
         return _loaded
 
 
-def _open(directory: Path) -> ctypes.CDLL:
+def _open(directory: Path, on_open: OnOpen) -> ctypes.CDLL:
     suffix = "dylib" if sys.platform == "darwin" else "so"
     if sys.platform != "darwin":
         # A CUDA build has libstdc++ symbols of its own. Unless the real ones are global already, libllama's streams
@@ -256,6 +272,7 @@ def _open(directory: Path) -> ctypes.CDLL:
         with contextlib.suppress(OSError):
             ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
     path = directory / f"libllama.{suffix}"
+    on_open(path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:

@@ -166,7 +166,7 @@ class ShortLink:
     error: LoadError
     starts: list[Start]
 
-    async def load(self, start: Start, on_progress: object, go_on: object) -> bool:
+    async def load(self, start: Start, on_progress: object, go_on: object, hang_timeout_s: float) -> bool:
         self.starts.append(start)
         if len(self.starts) <= self.fails:
             raise self.error
@@ -196,7 +196,7 @@ async def test_after_a_failure_for_memory_less_is_taken(
 ) -> None:
     link = ShortLink(fails, LoadError(reason, is_about_memory=about_memory), [])
     start = Start(EMBEDDED, config.Model())
-    loading = loaded._loaded(ShortLauncher(link), start, lambda share: None, lambda: True)
+    loading = loaded._loaded(ShortLauncher(link), start, lambda share: None, lambda: True, 30.0)
     if fails < attempts:
         assert await loading is link
     else:
@@ -209,13 +209,13 @@ async def test_without_fit_a_failure_is_final() -> None:
     link = ShortLink(1, LoadError("out of memory", is_about_memory=True), [])
     with pytest.raises(LoadError):
         await loaded._loaded(
-            ShortLauncher(link), Start(EMBEDDED, config.Model(fit="off")), lambda share: None, lambda: True
+            ShortLauncher(link), Start(EMBEDDED, config.Model(fit="off")), lambda share: None, lambda: True, 30.0
         )
 
 
 async def test_a_file_that_cannot_be_mapped_is_read() -> None:
     link = ShortLink(1, LoadError("mmap failed: Cannot allocate memory", is_about_memory=True), [])
-    await loaded._loaded(ShortLauncher(link), Start(EMBEDDED, config.Model()), lambda share: None, lambda: True)
+    await loaded._loaded(ShortLauncher(link), Start(EMBEDDED, config.Model()), lambda share: None, lambda: True, 30.0)
     assert [each.settings.mmap for each in link.starts] == [True, False]
 
 

@@ -810,7 +810,7 @@ class VirtualLink:
             self.die("killed")
             self._answers.append((trio.current_time(), EngineDied("killed")))
 
-    async def load(self, start: Start, on_progress: Any, go_on: Any) -> bool:
+    async def load(self, start: Start, on_progress: Any, go_on: Any, hang_timeout_s: float) -> bool:
         await trio.sleep(self._start_s)
         if self.engine.fail_restarts:
             self.engine.fail_restarts -= 1

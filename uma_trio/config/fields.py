@@ -314,7 +314,8 @@ class Engine:
     )
     hang_timeout_s: float = setting(
         30.0,
-        "A step that takes this much longer than predicted means that the engine hangs: it is killed and restarted.",
+        "A step that takes this much longer than predicted means that the engine hangs: it is killed and restarted. "
+        "At a start, a file of llama.cpp that takes this long to load ends the engine.",
         name="engine_hang_timeout_s",
         ge=1,
         le=3600,

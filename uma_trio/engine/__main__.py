@@ -30,11 +30,12 @@ def main() -> None:
 
     def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LoadedEngine:
         setproctitle.setproctitle(f"uma-trio engine: {start.settings.alias or start.path.name}")
-        return fitting.open_engine(start, on_progress)
+        return fitting.open_engine(start, on_progress, worker.report_opening)
 
     gc.freeze()  # so later collections are shorter as well
     gc.enable()
-    Worker(socket.socket(fileno=fd), open_engine).run()
+    worker = Worker(socket.socket(fileno=fd), open_engine)
+    worker.run()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import attrs
 import msgspec
 
 import llama_abi
+from llama_abi.backends import OnOpen
 from llama_abi.gpus import look
 from llama_abi.stamp import in_checkout
 from uma_trio import config
@@ -31,17 +32,17 @@ class LibraryFacts:
     """Backends that are installed and do not load on this machine, with the reason."""
 
 
-def load_library(named: Path | None = None) -> LibraryFacts:
+def load_library(named: Path | None = None, on_open: OnOpen = lambda path: None) -> LibraryFacts:
     """Load the library into this process and query it.
 
     Args:
-        named: its directory; by default see ``llama_abi.load``.
+        named, on_open: see ``llama_abi.load``.
 
     Raises:
         LibraryProblem: it cannot be loaded.
     """
     try:
-        library = llama_abi.load(named)
+        library = llama_abi.load(named, on_open=on_open)
     except llama_abi.LibraryError as error:
         raise LibraryProblem(error.reason, error.remedy) from None
     return LibraryFacts(

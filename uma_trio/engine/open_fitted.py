@@ -14,6 +14,7 @@ import attrs
 import msgspec
 
 import llama_abi
+from llama_abi.backends import OnOpen
 from uma_trio import config
 from uma_trio.engine import saved_layouts
 from uma_trio.engine.fit import (
@@ -378,13 +379,20 @@ def open_pooling(start: Start, on_progress: Callable[[float], bool]) -> PoolingE
     return engine
 
 
-def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngine | PoolingEngine:
+def open_engine(
+    start: Start, on_progress: Callable[[float], bool], on_open: OnOpen = lambda path: None
+) -> LlamaEngine | PoolingEngine:
     """Load the model that ``start`` names; see ``worker.OpenEngine``.
+
+    Args:
+        on_open: see ``llama_abi.load``.
 
     Raises:
         LoadError: it cannot be loaded.
     """
     try:
+        llama_abi.load(start.settings.llama_dir, on_open=on_open)
+        on_progress(0.0)
         if start.purpose != "generate":
             return open_pooling(start, on_progress)
         engine = open_fitted(

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -40,6 +41,7 @@ from uma_trio.engine_link.messages import (
     LoadFailed,
     Loading,
     MasksReady,
+    Opening,
     Ready,
     Revoke,
     Revoked,
@@ -288,6 +290,10 @@ class Worker:
         self._send(Loading(share))
         self._read(wait=False)
         return not self._closed
+
+    def report_opening(self, path: Path) -> None:
+        """Tell the daemon that the code of the library ``path`` is about to run."""
+        self._send(Opening(path))
 
     def _compute(self, runner: StepRunner, engine: LoadedEngine, step: SubmittedStep) -> None:
         """Compute one step and answer.  After a failure the engine is reset, and the steps that wait are revoked."""

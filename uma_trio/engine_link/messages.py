@@ -396,6 +396,16 @@ class MasksReady(msgspec.Struct, array_like=True, tag="masks"):
 # -- from the engine -------------------------------------------------------------------------------
 
 
+class Opening(msgspec.Struct, array_like=True, tag="opening"):
+    """The code of a library is about to run.  That may hang, for example while a driver does."""
+
+    path: Path
+
+
+DOES_NOT_OPEN: Final = "check the driver of its device, or remove the file, or the package that it belongs to"
+"""What to do about a library that hangs."""
+
+
 class Loading(msgspec.Struct, array_like=True, tag="loading"):
     """Share of the weights that is loaded, in [0, 1]."""
 
@@ -516,7 +526,7 @@ SubmittedStep: TypeAlias = Step[StepInput | Continued]
 FromDaemon: TypeAlias = Start | SubmittedStep | DefineGrammar | Revoke | AttachMasks | MasksReady | SetThreads
 StepAnswer: TypeAlias = StepOutput | StepFailed | Revoked
 """What comes after ``Ready``: one for each step, in order."""
-FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepAnswer
+FromEngine: TypeAlias = Opening | Loading | Ready | LoadFailed | StepAnswer
 
 
 class StepCallbacks(Protocol):

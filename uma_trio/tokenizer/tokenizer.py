@@ -334,7 +334,7 @@ def open_vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Vocab
     """
     with contextlib.ExitStack() as stack:
         try:
-            library = llama_abi.load(llama_dir)
+            library = llama_abi.load(llama_dir, backends=False)
             model = stack.enter_context(llama_abi.Model(library, path, vocab_only=True))
             found = VocabOnlyModel(Tokenizer(model.vocab), model.chat_template, model.metadata())
         except llama_abi.LlamaError as error:

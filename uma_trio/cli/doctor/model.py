@@ -34,12 +34,16 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
     """Check what ``probe`` reports from a separate process."""
     from uma_trio.daemon.engines.loaded import EMBEDDED, model_path
     from uma_trio.engine_link.installed import library_fix
+    from uma_trio.engine_link.messages import DOES_NOT_OPEN
 
     path, fix = model_path(settings.model.model), library_fix(settings.model.llama_dir)
     stages, ending = probe.run(flags)
     library, model = stages.get("library"), stages.get("model")
     if library is None:
-        yield Finding("library", "problem", f"loading the library {ending}", fix)
+        if opening := stages.get("opening"):
+            yield Finding("library", "problem", f"loading {opening['path']} {ending}", f"{DOES_NOT_OPEN}, or {fix}")
+        else:
+            yield Finding("library", "problem", f"loading the library {ending}", fix)
         return
     if "problem" in library:
         yield Finding("library", "problem", library["problem"], library["remedy"] or fix)

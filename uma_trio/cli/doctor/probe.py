@@ -69,7 +69,7 @@ def probe(settings: Config) -> None:
     from uma_trio.engine_link.installed import LibraryProblem
 
     try:
-        library = load_library(settings.model.llama_dir)
+        library = load_library(settings.model.llama_dir, lambda path: _report("opening", path=str(path)))
     except LibraryProblem as error:
         _report("library", problem=error.reason, remedy=error.remedy)
         return

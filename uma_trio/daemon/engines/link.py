@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
@@ -22,6 +23,7 @@ from uma_trio.daemon.engines.process import EngineProcess
 from uma_trio.engine_link.kv_ops import LoadState, SaveState
 from uma_trio.engine_link.masks import MaskFile
 from uma_trio.engine_link.messages import (
+    DOES_NOT_OPEN,
     NO_MEMORY,
     AttachMasks,
     Decoder,
@@ -35,6 +37,7 @@ from uma_trio.engine_link.messages import (
     Loading,
     MasksReady,
     ModelInfo,
+    Opening,
     Ready,
     Revoke,
     SetThreads,
@@ -48,6 +51,9 @@ from uma_trio.engine_link.messages import (
 log = logging.getLogger("uma_trio.engine")
 
 READ_BYTES: Final = 1 << 16
+WATCH_S: Final = 0.25
+"""How often an engine is looked at that does not answer."""
+
 EXIT_S: Final = 5.0
 """How long an engine that was asked to end may take before it is killed."""
 
@@ -145,12 +151,19 @@ class EngineLink:
             self.reason = self.reason or "it is not watched any more"
             self.ended.set()
 
-    async def load(self, start: Start, on_progress: Callable[[float], None], go_on: Callable[[], bool]) -> bool:
+    async def load(
+        self,
+        start: Start,
+        on_progress: Callable[[float], None],
+        go_on: Callable[[], bool],
+        hang_timeout_s: float = math.inf,
+    ) -> bool:
         """Have the model loaded; ``run`` must have been started.
 
         Args:
             on_progress: called with the loaded share in [0, 1].
-            go_on: asked now and then; False gives up.
+            go_on: asked every ``WATCH_S``; False gives up.
+            hang_timeout_s: how long a file of the library may take until its code has run.
 
         Returns:
             Whether the model is loaded; otherwise loading was given up, and the engine has ended.
@@ -159,12 +172,23 @@ class EngineLink:
             LoadError: the model cannot be loaded, or the engine died of it.
         """
         loaded = False
+        opening, waited_s = None, 0.0
         try:
             self._send(start)
             while go_on():
-                for message in await self.receive():
+                messages: list[FromEngine] = []
+                with trio.move_on_after(WATCH_S):
+                    messages = await self.receive()
+                waited_s = 0.0 if messages else waited_s + WATCH_S
+                if opening is not None and waited_s >= hang_timeout_s:
+                    remedy = f"{DOES_NOT_OPEN}; on a slow disk raise engine_hang_timeout_s"
+                    raise LoadError(f"{opening} hangs while it is loaded, for {hang_timeout_s:g} s", remedy)
+                for message in messages:
                     match message:
+                        case Opening():
+                            opening = message.path
                         case Loading():
+                            opening = None
                             on_progress(message.progress)
                         case LoadFailed():
                             raise LoadError(message.reason, message.remedy, is_about_memory=message.is_about_memory)

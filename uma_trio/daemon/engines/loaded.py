@@ -127,7 +127,8 @@ async def open_model(
         given = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
     start = await _checked(config, path)
     with explained(path):
-        link = await _loaded(launcher, start, on_progress or (lambda share: None), go_on)
+        on_progress = on_progress or (lambda share: None)
+        link = await _loaded(launcher, start, on_progress, go_on, config.engine.hang_timeout_s)
     if link is None:
         yield None
         return
@@ -250,7 +251,11 @@ def _check_draft(path: Path, summary: GgufSummary, draft: Path, of_draft: GgufSu
 
 
 async def _loaded(
-    launcher: Launcher, start: Start, on_progress: Callable[[float], None], go_on: Callable[[], bool]
+    launcher: Launcher,
+    start: Start,
+    on_progress: Callable[[float], None],
+    go_on: Callable[[], bool],
+    hang_timeout_s: float,
 ) -> EngineLink | None:
     """An engine that has loaded the model; ``None`` if loading was given up.
 
@@ -262,7 +267,7 @@ async def _loaded(
     for attempt in range(len(SHARES)):
         link = launcher.launch(start.settings.alias or start.path.name)
         try:
-            return link if await link.load(start, on_progress, go_on) else None
+            return link if await link.load(start, on_progress, go_on, hang_timeout_s) else None
         except LoadError as error:
             if start.settings.fit == "off" or not error.is_about_memory or attempt + 1 == len(SHARES):
                 raise

@@ -10,13 +10,10 @@ import structlog
 import trio
 
 from uma_trio.config import Engine as EngineSettings
-from uma_trio.daemon.engines.link import EngineLink, Launcher
+from uma_trio.daemon.engines.link import WATCH_S, EngineLink, Launcher
 from uma_trio.engine_link.messages import LoadError, Start, StepAnswer
 
 log = structlog.get_logger("uma_trio.engine")
-
-WATCH_S: Final = 0.25
-"""How often the watchdog looks at a step that is overdue."""
 
 SLOWER_THAN_PREDICTED: Final = 10
 """A step may take this many times what was predicted, and ``hang_timeout_s`` on top."""
@@ -109,7 +106,8 @@ class SupervisedEngine:
         await self.link.aclose()
         self.restarts += 1
         link = self._launcher.launch(self.info.name)
-        if not await link.load(self._start, lambda share: None, lambda: True):
+        hang_timeout_s = self._settings.hang_timeout_s
+        if not await link.load(self._start, lambda share: None, lambda: True, hang_timeout_s):
             raise LoadError("loading was given up")
         if msgspec.structs.replace(link.info, memory_bytes_per_s=self.info.memory_bytes_per_s) != self.info:
             link.kill()
