@@ -10,7 +10,7 @@ usage: ./build_llama.sh [options]
 Builds libllama from the pinned llama.cpp source, installs this package (editable) into the active Python
 environment (or into .venv, if the operating system manages Python), checks the package's declarations against
 llama.h with the C compiler, and stamps the library. Requires Python 3.11 or newer and a C++ compiler; downloads
-everything else with pip. A second run skips the steps that are up to date.
+everything else with pip. A second run skips the steps that are up to date; one that is started meanwhile waits.
 
   --backend NAME   auto (default), cpu, metal, vulkan, cuda or hip (ROCm, never tested). auto selects Metal on Apple
                    Silicon. On Linux it selects CUDA or ROCm if driver and toolkit are installed, Vulkan if its
@@ -259,6 +259,20 @@ PY
 }
 
 found=$(probe) || die "$python does not start: install Python 3.11 or newer, or set PYTHON to one"
+
+# Builds of one checkout take turns. Python locks, because macOS has no program flock. The lock is that of descriptor 9,
+# so it lasts until this script and all that it has started end. A file system without locks is used without one.
+try_lock() {
+  "$python" -c 'import fcntl, sys
+try: fcntl.flock(9, fcntl.LOCK_EX | (fcntl.LOCK_NB if sys.argv[1] == "now" else 0))
+except BlockingIOError: sys.exit(1)
+except OSError: pass' "$1" >/dev/null 2>&1
+}
+if { mkdir -p "$work" && exec 9>>"$work/lock"; } 2>/dev/null && ! try_lock now; then
+  say "Another ./build_llama.sh runs in $root: waiting until it ends"
+  try_lock later
+fi
+
 # Where the operating system manages Python, the package goes into an environment of its own.
 if [ "$(printf '%s\n' "$found" | sed -n '2p;3p')" = "new
 managed" ] && [ -z "$library_only" ]; then

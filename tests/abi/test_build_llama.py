@@ -6,6 +6,7 @@ Nothing is compiled, installed or downloaded: fake tools answer the script's que
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -59,6 +60,7 @@ def python(
         f"""case "$*" in
           -I*gpus.py*) exec {sys.executable} "$@" "{folder}" ;;
           *GGML_RPC*) {left}; exit ;;
+          -c*fcntl*) exec {sys.executable} "$@" ;;
           -c*attrs*) {"" if has_attrs else "exit 1"} ;;
           -m*) {more} ;;
           *) printf '%s\\n' {" ".join(lines)} ;;
@@ -236,6 +238,27 @@ def cmake(checkout: Path, said: str = "", *, version: str = "3.30.1", code: int 
         echo {said!r}; exit {code}""",
     )
     return arguments
+
+
+def test_builds_of_one_checkout_take_turns(checkout: Path) -> None:
+    interpreter = python(checkout, todo="build")
+    work = checkout / "tree" / "build"
+    work.mkdir(exist_ok=True)
+    with (work / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        script = subprocess.Popen(
+            [str(shutil.which("bash")), str(checkout / "tree" / "build_llama.sh")],
+            env={"PATH": str(checkout / "bin"), "PYTHON": str(interpreter)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with script:
+            assert script.stdout is not None
+            assert script.stdout.readline().startswith("==> Another ./build_llama.sh runs in ")
+            python(checkout, todo="nothing")  # the other one has done it
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert "==> Next: " in script.stdout.read()
+    assert script.returncode == 0
 
 
 class TestManagedPython:
