@@ -30,6 +30,8 @@ class Backends:
     """Names of the loaded files."""
     unused: tuple[str, ...] = ()
     """Backends of other packages that do not load on this machine, with the reason."""
+    backend: str = ""
+    """What the best of the loaded ones from other packages was built for; empty without one."""
 
 
 def load_backends(c: ctypes.CDLL, directory: Path, on_open: OnOpen = lambda path: None) -> Backends:
@@ -40,11 +42,11 @@ def load_backends(c: ctypes.CDLL, directory: Path, on_open: OnOpen = lambda path
     Raises:
         LibraryError: no variant of the CPU backend runs on this CPU, or a plug-in is of another version.
     """
-    folders = plugin_folders()
-    for folder in folders:
-        Stamp.read(folder).verify(folder)
-    used, unused = [], []
-    for variants in (*_backends(folders), *_backends([directory])):
+    stamps = {folder: Stamp.read(folder) for folder in plugin_folders()}
+    for folder, stamp in stamps.items():
+        stamp.verify(folder)
+    used, unused, backend = [], [], ""
+    for variants in (*_backends(stamps), *_backends([directory])):
         scores = {}
         for path in variants:
             on_open(path)
@@ -53,6 +55,8 @@ def load_backends(c: ctypes.CDLL, directory: Path, on_open: OnOpen = lambda path
         on_open(best)
         if scores[best].value > 0 and c.ggml_backend_load(str(best).encode()):
             used.append(best.name)
+            if best.parent in stamps:
+                backend = backend or stamps[best.parent].backend
         elif best.parent != directory:
             unused.append(f"{best.name}: {scores[best].problem or 'it found no device'}")
     if not any(name.startswith("libggml-cpu") for name in used):
@@ -60,7 +64,7 @@ def load_backends(c: ctypes.CDLL, directory: Path, on_open: OnOpen = lambda path
             f"no variant of the CPU backend in {directory} runs on this CPU",
             f"build the library on this machine: {build()}",
         )
-    return Backends(tuple(used), tuple(unused))
+    return Backends(tuple(used), tuple(unused), backend)
 
 
 def _backends(folders: Iterable[Path]) -> Iterable[list[Path]]:

@@ -130,6 +130,11 @@ class Library:
             )
 
     @property
+    def backend(self) -> str:
+        """The backend in use: that of the best plug-in that was loaded, otherwise what this library was built for."""
+        return self.plugins.backend or self.stamp.backend
+
+    @property
     def system_info(self) -> str:
         """CPU features that the library was compiled with, as llama.cpp prints them."""
         return _text(self.c.llama_print_system_info())

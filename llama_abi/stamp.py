@@ -164,12 +164,6 @@ class Stamp:
         """Whether the backends are plug-ins that are chosen on the machine, and not linked in."""
         return "-DGGML_BACKEND_DL=ON" in self.options
 
-    @property
-    def backend_in_use(self) -> str:
-        """The backend of the first plug-in that is installed next to this library; without one, its own."""
-        plugins = plugin_folders() if self.has_plugins else []
-        return Stamp.read(plugins[0]).backend if plugins else self.backend
-
     @classmethod
     def read(cls, directory: Path) -> Stamp:
         """Read the stamp of ``directory``.

@@ -14,6 +14,7 @@ import uma_trio
 from llama_abi import LibraryError, Stamp, backends
 from llama_abi import stamp as stamps
 from llama_abi.check import find_compiler
+from uma_trio.engine_link.installed import read_stamp
 
 SCORED = "int ggml_backend_score(void) {{ return {score}; }}"
 PLUG_IN = "-DGGML_BACKEND_DL=ON"
@@ -92,8 +93,15 @@ class TestBackends:
     def test_backends_of_other_wheels_come_first(self, folder: Path, vulkan: Path) -> None:
         plugin(vulkan, "libggml-vulkan.so", UNSCORED)
         stamps.write(vulkan, source=stamps.pin(), backend="vulkan", options=(PLUG_IN,))
-        assert backends.load_backends(FakeLibrary(), folder).used[0] == "libggml-vulkan.so"
-        assert Stamp.read(vulkan).backend_in_use == "vulkan"
+        found = backends.load_backends(FakeLibrary(), folder)
+        assert found.used[0] == "libggml-vulkan.so"
+        assert found.backend == "vulkan"
+
+    def test_one_that_is_installed_is_not_what_the_library_was_built_for(self, folder: Path, vulkan: Path) -> None:
+        stamps.write(vulkan, source=stamps.pin(), backend="vulkan", options=(PLUG_IN,))
+        stamps.write(folder, source=stamps.pin(), backend="cpu", options=(PLUG_IN,))
+        found = read_stamp(folder)
+        assert (found.backend, found.plugins) == ("cpu", ("vulkan",))
 
     def test_one_that_libggml_refuses_is_not_used(self, folder: Path, vulkan: Path) -> None:
         plugin(vulkan, "libggml-vulkan.so", UNSCORED)
@@ -101,6 +109,7 @@ class TestBackends:
         found = backends.load_backends(FakeLibrary("libggml-vulkan.so"), folder)
         assert "libggml-vulkan.so" not in found.used
         assert found.unused == ("libggml-vulkan.so: it found no device",)
+        assert found.backend == ""
 
     def test_one_whose_libraries_are_missing_is_not_used(self, folder: Path, vulkan: Path) -> None:
         """As a CUDA plug-in on a machine without a driver."""

@@ -57,7 +57,6 @@ LIBRARY = {
     "devices": {"backend": "cpu", "found": []},
     "system_info": "",
     "plugins": [],
-    "unused_plugins": [],
 }
 """What ``probe`` says of a library."""
 
@@ -226,11 +225,15 @@ def test_plug_ins_are_named(examine, monkeypatch):
 
 
 def test_a_plug_in_that_does_not_load_is_named(examine, monkeypatch):
-    library = {**LIBRARY, "unused_plugins": ["libggml-cuda.so: libcuda.so.1: cannot open shared object file"]}
+    cpu = {"name": "CPU", "description": "a CPU", "kind": "cpu"}
+    unused = ["libggml-cuda.so: libcuda.so.1: cannot open shared object file"]
+    library = {**LIBRARY, "devices": {"backend": "cpu", "found": [cpu], "unused_plugins": unused}}
     monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "was skipped"))
-    found = examine()["plug-ins"]
+    found = examine()["devices"]
     assert found["verdict"] == "warning"
-    assert "not used: libggml-cuda.so: libcuda.so.1" in found["message"]
+    assert "built without a GPU backend" in found["message"]
+    assert found["message"].endswith("; not used: libggml-cuda.so: libcuda.so.1: cannot open shared object file")
+    assert found["fix"].startswith("install what the plug-in lacks, such as a driver, or uninstall its package")
 
 
 def test_a_wrong_answer(examine, monkeypatch):

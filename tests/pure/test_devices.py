@@ -58,6 +58,10 @@ NVIDIA = MachineGpu("an NVIDIA GPU", "run ./build_llama.sh --backend cuda")
         ),
         (Devices(backend="metal", found=(APPLE, CPU)), "MTL0 (Apple M3)"),
         (
+            Devices(backend="metal", found=(APPLE, CPU), unused_plugins=("a.so: no driver", "b.so: no device")),
+            "MTL0 (Apple M3); not used: a.so: no driver; not used: b.so: no device",
+        ),
+        (
             Devices(backend="metal", found=(APPLE, CPU), layers_on_gpu=0, n_layers=33),
             "CPU only: gpu_layers is 0; unused: MTL0 (Apple M3)",
         ),

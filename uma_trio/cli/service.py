@@ -209,7 +209,7 @@ def _service(flags: Sequence[str]) -> Service:
         command=[*program, *arguments],
         socket=socket,
         drain_s=settings.limits.drain_timeout_s,
-        hardened=stamp.backend != "cuda",
+        hardened="cuda" not in (stamp.backend, *stamp.plugins),
         serves_http=settings.http.listen is not None,
     )
 

@@ -28,8 +28,6 @@ class LibraryFacts:
     devices: Devices
     plugins: tuple[str, ...]
     """Files of the backends that were chosen for this machine, if they are plug-ins."""
-    unused_plugins: tuple[str, ...]
-    """Backends that are installed and do not load on this machine, with the reason."""
 
 
 def load_library(named: Path | None = None, on_open: OnOpen = lambda path: None) -> LibraryFacts:
@@ -50,7 +48,6 @@ def load_library(named: Path | None = None, on_open: OnOpen = lambda path: None)
         max_sequences=library.max_sequences,
         devices=find_devices(library),
         plugins=library.plugins.used,
-        unused_plugins=library.plugins.unused,
     )
 
 
@@ -61,7 +58,7 @@ def find_devices(library: llama_abi.Library) -> Devices:
         for device in library.devices()
     )
     here = next((MachineGpu(str(gpus), in_checkout(gpus.fix)) for gpus in look() if gpus.has_gpu), None)
-    return Devices(backend=library.stamp.backend_in_use, found=found, machine_gpu=here)
+    return Devices(backend=library.backend, found=found, machine_gpu=here, unused_plugins=library.plugins.unused)
 
 
 def devices_of_model(

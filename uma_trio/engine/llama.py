@@ -287,7 +287,7 @@ class LlamaEngine:
 
     def describe(self) -> Ready:
         """Return the report to the daemon that the model is loaded."""
-        stamp, options, choice = self._model.library.stamp, self._options, self._choice
+        library, options, choice = self._model.library, self._options, self._choice
         return Ready(
             info=self._info,
             layout=LayoutReport(
@@ -301,12 +301,12 @@ class LlamaEngine:
             settings=self._settings,
             fit=self.fit,
             environment=repr(
-                (*compute_environment(self._model.library, self._place, self._settings), attrs.evolve(options, n_ctx=0))
+                (*compute_environment(library, self._place, self._settings), attrs.evolve(options, n_ctx=0))
             ),
             state_format=repr(
                 (
-                    stamp.pin,
-                    stamp.backend_in_use,
+                    library.stamp.pin,
+                    library.backend,
                     options.type_k,
                     options.type_v,
                     options.kv_unified,

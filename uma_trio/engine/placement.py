@@ -209,4 +209,4 @@ def compute_environment(library: llama_abi.Library, where: Place, settings: conf
 def library_environment(library: llama_abi.Library) -> tuple[object, ...]:
     """The library and its devices."""
     devices = tuple((device.name, device.description) for device in library.devices())
-    return library.stamp.pin, library.stamp.backend_in_use, devices
+    return library.stamp.pin, library.backend, devices

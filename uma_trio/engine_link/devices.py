@@ -20,6 +20,11 @@ BACKENDS: Final = {"cuda": "CUDA", "hip": "ROCm", "vulkan": "Vulkan", "metal": "
 
 NO_GPU_BACKEND: Final = "built without a GPU backend"
 
+MEND_PLUGINS: Final = (
+    "install what the plug-in lacks, such as a driver, or uninstall its package; in a container, start it with access to "
+    "the GPU (--gpus all)"
+)
+
 NVIDIA_SEES: Final = "nvidia-smi must list the GPU; in a container, start it with access to the GPU (--gpus all)"
 TOOL_SEES: Final = {
     "cuda": NVIDIA_SEES,
@@ -99,10 +104,12 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
     """What a library computes on, and how much of a model is there."""
 
     backend: str
-    """What the library was built for; see ``llama_abi.Stamp``."""
+    """What the library computes with; see ``llama_abi.Library``."""
     found: tuple[Device, ...]
     """The library's devices, with the memory that is free after the model was loaded, if one was."""
     machine_gpu: MachineGpu | None = None
+    unused_plugins: tuple[str, ...] = ()
+    """Backends that are installed and do not load on this machine, with the reason."""
     layers_on_gpu: int | None = None
     """``None`` without a model."""
     n_layers: int = 0
@@ -115,6 +122,9 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
     """What a model has allocated, by device."""
 
     def __str__(self) -> str:
+        return "; not used: ".join([self._in_use(), *self.unused_plugins])
+
+    def _in_use(self) -> str:
         gpus = [device for device in self.found if device.is_gpu]
         if gpus and self.layers_on_gpu != 0:
             by_name = {device.name: device for device in gpus}
@@ -136,6 +146,8 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
         """How to use a GPU that stays unused though nobody asked for that; ``None`` if there is none."""
         if any(device.is_gpu for device in self.found):
             return None
+        if self.unused_plugins:
+            return MEND_PLUGINS
         if self.backend in BACKENDS and (self.machine_gpu or self.backend != "vulkan"):
             return TOOL_SEES[self.backend]  # Vulkan is built where its headers are, also without a GPU
         return self.machine_gpu.fix if self.machine_gpu else None

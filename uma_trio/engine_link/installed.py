@@ -7,7 +7,7 @@ from pathlib import Path
 import attrs
 
 import llama_abi
-from llama_abi.stamp import fix, library_directory
+from llama_abi.stamp import fix, library_directory, plugin_folders
 from uma_trio.errors import ErrorWithRemedy
 
 
@@ -21,6 +21,9 @@ class StampFacts:
 
     pin: str
     backend: str
+    """What it was built for."""
+    plugins: tuple[str, ...]
+    """The backends of the plug-ins that are installed for it, whether they load on this machine or not."""
     directory: Path
 
 
@@ -37,7 +40,8 @@ def read_stamp(named: Path | None = None) -> StampFacts:
     try:
         stamp = llama_abi.Stamp.read(directory)
         stamp.verify(directory)
-        return StampFacts(stamp.pin, stamp.backend_in_use, directory)
+        plugins = [llama_abi.Stamp.read(folder).backend for folder in plugin_folders()] if stamp.has_plugins else ()
+        return StampFacts(stamp.pin, stamp.backend, tuple(plugins), directory)
     except llama_abi.LibraryError as error:
         raise LibraryProblem(error.reason, error.remedy) from None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uma_trio.cli.doctor import probe
 from uma_trio.cli.doctor.findings import Finding
-from uma_trio.engine_link.devices import Devices, size
+from uma_trio.engine_link.devices import MEND_PLUGINS, Devices, size
 from uma_trio.models.purpose import IN_WORDS
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def check_stamp(settings: Config) -> Iterator[Finding]:
     except LibraryProblem as error:
         yield Finding("stamp", "problem", error.reason, error.remedy or library_fix(settings.model.llama_dir))
     else:
-        yield Finding("stamp", "ok", f"{stamp.pin}, built for {stamp.backend}, in {stamp.directory}")
+        plugins = f", with plug-ins for {', '.join(stamp.plugins)}" if stamp.plugins else ""
+        yield Finding("stamp", "ok", f"{stamp.pin}, built for {stamp.backend}{plugins}, in {stamp.directory}")
 
 
 def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator[Finding]:
@@ -52,8 +53,6 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
     yield _devices((model or {}).get("devices") or library["devices"], fix)
     if library["plugins"]:
         yield Finding("plug-ins", "ok", f"{', '.join(library['plugins'])}: the best for this machine")
-    for unused in library["unused_plugins"]:
-        yield Finding("plug-ins", "warning", f"not used: {unused}", "install what is missing, or uninstall its package")
     yield Finding("backend", "ok", library["system_info"].strip() or "the library does not describe it")
     yield from _card(path, EMBEDDED)
     yield from _adapters(settings, path)
@@ -100,7 +99,8 @@ def _devices(found: dict[str, Any], fix: str) -> Finding:
     devices = msgspec.convert(found, Devices)
     if not devices.found:
         return Finding("devices", "problem", "the library finds no device to compute with", fix)
-    return Finding("devices", "ok" if devices.fix is None else "warning", str(devices), devices.fix)
+    remedy = devices.fix or (MEND_PLUGINS if devices.unused_plugins else None)
+    return Finding("devices", "ok" if remedy is None else "warning", str(devices), remedy)
 
 
 def _placement(found: dict[str, Any]) -> Iterator[Finding]:

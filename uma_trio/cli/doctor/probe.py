@@ -78,7 +78,6 @@ def probe(settings: Config) -> None:
         system_info=library.system_info,
         max_sequences=library.max_sequences,
         plugins=library.plugins,
-        unused_plugins=library.unused_plugins,
         devices=msgspec.to_builtins(library.devices),
     )
     _probe_model(settings)
