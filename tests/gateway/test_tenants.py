@@ -92,10 +92,12 @@ def test_both_headers_carry_a_key(tenants: Tenants) -> None:
 
 def test_openais_client_with_a_right_and_a_wrong_key(tenants: Tenants) -> None:
     url = f"{tenants.gateway.url}/v1"
-    right = openai.OpenAI(base_url=url, api_key=tenants.create("alice"), max_retries=0)
-    assert right.chat.completions.create(model="embedded", messages=QUESTION).choices
-    wrong = openai.OpenAI(base_url=url, api_key="sk-wrong", max_retries=0)
-    with pytest.raises(openai.AuthenticationError, match="not valid"):
+    with openai.OpenAI(base_url=url, api_key=tenants.create("alice"), max_retries=0) as right:
+        assert right.chat.completions.create(model="embedded", messages=QUESTION).choices
+    with (
+        openai.OpenAI(base_url=url, api_key="sk-wrong", max_retries=0) as wrong,
+        pytest.raises(openai.AuthenticationError, match="not valid"),
+    ):
         wrong.chat.completions.create(model="embedded", messages=QUESTION)
 
 
@@ -108,8 +110,8 @@ def test_a_refusal_has_the_form_that_clients_of_the_path_know(tenants: Tenants) 
 
 def test_anthropics_client_with_a_right_and_a_wrong_key(tenants: Tenants) -> None:
     def create(key: str) -> anthropic.types.Message:
-        client = anthropic.Anthropic(base_url=tenants.gateway.url, api_key=key, max_retries=0)
-        return client.messages.create(model="embedded", messages=QUESTION, max_tokens=8)  # type: ignore[arg-type]
+        with anthropic.Anthropic(base_url=tenants.gateway.url, api_key=key, max_retries=0) as client:
+            return client.messages.create(model="embedded", messages=QUESTION, max_tokens=8)  # type: ignore[arg-type]
 
     assert create(tenants.create("alice")).content
     with pytest.raises(anthropic.AuthenticationError, match="not valid"):
@@ -191,11 +193,11 @@ def test_openais_client_that_waits_as_it_should_is_served(tenants: Tenants) -> N
     with tenants.client(key) as plain:
         while plain.post(CHAT, json={**SHORT, "model": "none"}).status_code == 404:
             """Until the minute is used up; from then on one request a second is admitted."""
-    client = openai.OpenAI(base_url=f"{tenants.gateway.url}/v1", api_key=key, max_retries=1, timeout=60)
     statuses: list[int] = []
-    client._client.event_hooks["response"].append(lambda answer: statuses.append(answer.status_code))
-    for _ in range(3):
-        assert client.chat.completions.create(model="embedded", messages=QUESTION, max_tokens=8).choices
+    with openai.OpenAI(base_url=f"{tenants.gateway.url}/v1", api_key=key, max_retries=1, timeout=60) as client:
+        client._client.event_hooks["response"].append(lambda answer: statuses.append(answer.status_code))
+        for _ in range(3):
+            assert client.chat.completions.create(model="embedded", messages=QUESTION, max_tokens=8).choices
     assert statuses.count(200) == 3
 
 

@@ -23,6 +23,9 @@ from uma_trio.tokenizer.vocabulary import vocabulary
 TEXTS = ["How do I make pancakes?", "Mix flour, milk and eggs.", "The capital of France", "1 2 3 4 5 6 " * 12]
 POOLING = {"none": "mean", "mean": "mean", "cls": "cls", "last": "last"}
 """Pooling type of the model file, and what it means here."""
+CLOSE = 5e-3
+"""How texts are divided among the steps of a daemon depends on time.  With flash attention, which computes in half
+precision, that changes an embedding by up to 1.1e-3.  Embeddings of different texts differ by 0.05 at least."""
 
 
 def with_pooling(folder, pooling):
@@ -95,15 +98,15 @@ def test_a_model_that_ranks_texts_gives_no_embeddings(library, tmp_path):
 def test_embeddings_of_a_daemon(daemon):
     texts = tokens_of(TEXTS)
     found = asked(daemon, lambda client: client.embed(TEXTS))
-    assert np.allclose(found.embeddings, reference(EMBEDDED, texts, "mean"), atol=1e-3)
+    assert np.allclose(found.embeddings, reference(EMBEDDED, texts, "mean"), atol=CLOSE)
     assert found.usage.prompt_tokens == sum(map(len, texts))
     again = asked(daemon, lambda client: client.embed(texts))
-    assert np.allclose(again.embeddings, found.embeddings, atol=1e-3)
+    assert np.allclose(again.embeddings, found.embeddings, atol=CLOSE)
     width = asked(daemon, lambda client: client.models())[0].embedding_length
     assert {len(vector) for vector in found.embeddings} == {width}
     short = asked(daemon, lambda client: client.embed(TEXTS, dimensions=16))
     for vector, whole in zip(short.embeddings, found.embeddings, strict=True):
-        assert np.allclose(vector, np.array(whole[:16]) / np.linalg.norm(whole[:16]), atol=1e-3)
+        assert np.allclose(vector, np.array(whole[:16]) / np.linalg.norm(whole[:16]), atol=CLOSE)
     daemon.settled()
 
 
@@ -115,7 +118,7 @@ def test_streams_next_to_embeddings_are_unchanged(daemon):
     assert canary.rounds
     assert len(found.embeddings) == len(texts)
     for n, vector in enumerate(found.embeddings):
-        assert np.allclose(vector, alone.embeddings[n % 4], atol=1e-3)
+        assert np.allclose(vector, alone.embeddings[n % 4], atol=CLOSE)
     daemon.settled()
 
 
@@ -147,7 +150,7 @@ def test_an_engine_that_is_killed_changes_nothing(library):
 
         before = daemon.metrics()
         found = trio.run(embed_and_kill)
-        assert np.allclose(found.embeddings, expected.embeddings, atol=1e-3)
+        assert np.allclose(found.embeddings, expected.embeddings, atol=CLOSE)
         daemon.wait_until(lambda snapshot: snapshot["engine"]["restarts_total"] == 1, "it was restarted")
 
 
