@@ -18,6 +18,8 @@ nbclient = pytest.importorskip("nbclient", reason="the notebook needs the dev ex
 image = pytest.importorskip("matplotlib.image", reason="the notebook needs the dev extra: ./build_llama.sh --dev")
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+LIMIT_S = 300
+"""For the start of a kernel, and for a cell: imports and the fonts of matplotlib take long on a busy machine."""
 NO_DATA = ("no finished request", "no ticks", "no predicted ticks")
 
 
@@ -26,7 +28,11 @@ def run(name, folder=NOTEBOOKS):
     written = nbformat.read(NOTEBOOKS / name, as_version=4)
     nbformat.validate(written)
     client = nbclient.NotebookClient(
-        written, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        written,
+        timeout=LIMIT_S,
+        startup_timeout=LIMIT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
     )
     return client.execute()
 
