@@ -16,6 +16,7 @@ import click
 import gguf
 import numpy as np
 import numpy.typing as npt
+from gguf_file import Reader, Writer, copy_fields, write_to_end
 
 TARGETS: Final = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 """Matrices of each layer that an adapter changes."""
@@ -32,8 +33,8 @@ def make_adapter(
         targets: names of matrices without layer and suffix.
         dtype: ``f32`` or ``f16``.
     """
-    reader = gguf.GGUFReader(model)
-    writer = gguf.GGUFWriter(out, _architecture(reader))
+    reader = Reader(model)
+    writer = Writer(out, _architecture(reader))
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
@@ -44,21 +45,17 @@ def make_adapter(
             writer.add_tensor(f"{tensor.name}.{half}", matrix.astype(np.float16 if dtype == "f16" else np.float32))
     if not found:
         raise ValueError(f"{model} has none of {', '.join(targets)}")
-    _write(writer)
+    write_to_end(writer)
 
 
 def merge_adapters(out: Path, model: Path, adapters: Sequence[tuple[Path, float]]) -> None:
     """Write ``model`` with each of ``adapters`` merged into its weights, times its scale.  Its matrices are F32."""
-    reader = gguf.GGUFReader(model)
-    writer = gguf.GGUFWriter(out, _architecture(reader))
-    for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            writer.add_key_value(
-                key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
-            )
+    reader = Reader(model)
+    writer = Writer(out, _architecture(reader))
+    copy_fields(reader, writer)
     changes: dict[str, npt.NDArray[np.float32]] = {}
     for path, scale in adapters:
-        other = gguf.GGUFReader(path)
+        other = Reader(path)
         alpha = float(other.fields[gguf.Keys.Adapter.LORA_ALPHA].contents())
         matrices = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in other.tensors}
         for name in {name.rpartition(".")[0] for name in matrices}:
@@ -68,7 +65,7 @@ def merge_adapters(out: Path, model: Path, adapters: Sequence[tuple[Path, float]
     for tensor in reader.tensors:
         matrix = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         writer.add_tensor(tensor.name, matrix + changes[tensor.name] if tensor.name in changes else matrix)
-    _write(writer)
+    write_to_end(writer)
 
 
 def _architecture(reader: gguf.GGUFReader) -> str:
@@ -89,13 +86,6 @@ def _pair(
     a = noise.standard_normal((rank, columns)).astype(np.float32)
     b = noise.standard_normal((rows, rank)).astype(np.float32)
     return a, b * np.float32(strength * size * np.sqrt(rank) / alpha)  # B A has the deviation sqrt(rank)
-
-
-def _write(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @click.command(help=__doc__.split("\n\n")[0])

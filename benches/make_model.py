@@ -22,6 +22,7 @@ import click
 import gguf
 import numpy as np
 import numpy.typing as npt
+from gguf_file import Reader, Writer, copy_fields
 from model_shapes import BLOCK, QUANTS, SHAPES, VECTORS, Shape, Tensor, describe, parse_shape, tensors
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -97,15 +98,15 @@ def make_model(
     vocabulary = vocabulary or shape.vocabulary
     if not vocabulary.exists():
         raise FileNotFoundError(f"there is no vocabulary at {vocabulary}: run ./build_llama.sh, or give --vocab PATH")
-    reader = gguf.GGUFReader(vocabulary)
+    reader = Reader(vocabulary)
     n_vocab = len(reader.fields["tokenizer.ggml.tokens"].data)
     all_tensors = list(tensors(shape, n_vocab, _special_tokens(reader, n_vocab), ctx))
 
     part = out.with_name(out.name + ".part")
-    writer = gguf.GGUFWriter(part, shape.architecture)
+    writer = Writer(part, shape.architecture)
     writer.add_name(f"random {out.stem}")
     describe(writer, shape, quant, n_vocab, ctx)
-    _copy_tokenizer(reader, writer)
+    copy_fields(reader, writer, "tokenizer.")
     total = 0
     for tensor in all_tensors:
         ggml_type = tensor.ggml_type(quant)
@@ -144,14 +145,6 @@ def _special_tokens(reader: gguf.GGUFReader, n_vocab: int) -> npt.NDArray[np.int
     types = reader.fields.get("tokenizer.ggml.token_type")
     kinds = np.array(types.contents() if types else [gguf.TokenType.NORMAL] * n_vocab)
     return np.flatnonzero(np.isin(kinds, (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED)))
-
-
-def _copy_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
-    for key, field in reader.fields.items():
-        if key.startswith("tokenizer."):
-            writer.add_key_value(
-                key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
-            )
 
 
 @click.command(help=__doc__.split("\n\n")[0])

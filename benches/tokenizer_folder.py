@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import gguf
+from gguf_file import Reader
 
 SPACE: Final = "▁"
 """Stands for a space in SentencePiece vocabularies."""
@@ -37,7 +38,7 @@ class UnknownVocabulary(Exception):
 def read_entries(model: Path) -> dict[str, Any]:
     """Read the vocabulary of a GGUF file.  Blocks for a second with a large one."""
     prefix = "tokenizer.ggml."
-    fields = gguf.GGUFReader(model).fields
+    fields = Reader(model).fields
     return {key.removeprefix(prefix): field.contents() for key, field in fields.items() if key.startswith(prefix)}
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import llama_abi
 from llama_abi.stamp import library_directory
+from tests.support.bench_scripts import bench_script
 
 ROOT = Path(__file__).parents[2]
 VOCABULARIES = ROOT / "build" / "llama.cpp" / "models"
@@ -77,8 +78,10 @@ def tiny_q8(vocabularies: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def _write_model(path: Path, vocabularies: Path, kind: gguf.GGMLQuantizationType) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
-    n_vocab = _copy_vocabulary(vocabularies / "ggml-vocab-gpt-2.gguf", writer)
+    files = bench_script("gguf_file")
+    reader, writer = files.Reader(vocabularies / "ggml-vocab-gpt-2.gguf"), files.Writer(path, "llama")
+    files.copy_fields(reader, writer, "tokenizer.")
+    n_vocab = len(reader.fields["tokenizer.ggml.tokens"].data)
     writer.add_name("tiny")
     writer.add_context_length(2048)
     writer.add_embedding_length(WIDTH)
@@ -114,21 +117,8 @@ def _write_model(path: Path, vocabularies: Path, kind: gguf.GGMLQuantizationType
             ("ffn_down", WIDTH, FEED),
         ):
             tensor(f"blk.{layer}.{name}.weight", *shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    files.write_to_end(writer)
     return path
-
-
-def _copy_vocabulary(source: Path, writer: gguf.GGUFWriter) -> int:
-    """Copy every ``tokenizer.*`` field, and return the number of tokens."""
-    fields = gguf.GGUFReader(source).fields
-    for name, field in fields.items():
-        if name.startswith("tokenizer."):
-            part = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], part)
-    return len(fields["tokenizer.ggml.tokens"].contents())
 
 
 @pytest.fixture(scope="session")

@@ -35,10 +35,7 @@ def paths(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for tensors in zip(*[reader.tensors for reader in readers], strict=True):
         axis = 0 if tensors[0].name.endswith("lora_a") else 1
         writer.add_tensor(tensors[0].name, np.concatenate([np.array(each.data) for each in tensors], axis))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    bench_script("gguf_file").write_to_end(writer)
     return [*found, folder / "stack.gguf"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 
+from tests.support.bench_scripts import bench_script
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
 from tests.support.real_daemon import missing, real_daemon
@@ -29,17 +30,10 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         source.fields["general.architecture"].contents(),
         split_max_tensors=n_tensors // 3 + 1,
     )
-    for field in source.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind = field.types[0]
-            inner = field.types[-1] if kind is gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, inner)
+    bench_script("gguf_file").copy_fields(source, writer)
     for tensor in source.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    bench_script("gguf_file").write_to_end(writer)
     return sorted(folder.iterdir())
 
 

@@ -109,7 +109,7 @@ def test_stacked_adapters_of_all_matrices_compute_what_llama_cpp_computes_with_e
     path = random_model("tiny-moe", "f16")
     quants = gguf.GGMLQuantizationType
     kinds = [(32, -8.0, quants.Q8_0), (1, 0.0, quants.F16), (4, 16.0, quants.BF16), (27, None, quants.F32)]
-    reader = gguf.GGUFReader(path)  # takes a second
+    reader = bench_script("gguf_file").Reader(path)
     files = [
         adapter_of_all_matrices(tmp_path / f"{n}.gguf", reader, rank=rank, alpha=alpha, dtype=dtype, seed=n)
         for n, (rank, alpha, dtype) in enumerate(kinds)

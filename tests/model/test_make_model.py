@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -12,13 +13,17 @@ import pytest
 
 import llama_abi
 from tests.support.bench_scripts import bench_script
+from tests.support.profile import thorough
 from tests.support.random_models import random_model
 from uma_trio import config
+from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine_link.kv_ops import Truncate
 from uma_trio.engine_link.messages import SampleRequest, Step, StepInput
 from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.models.gguf_check import check_gguf
+
+VOCABULARIES = Path(__file__).parents[2] / "build/llama.cpp/models"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,7 @@ def test_impossible_shapes(bench, text):
 
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0", "f16"])
 def test_the_deviation_of_weights(bench, made, quant):
-    reader = gguf.GGUFReader(made(quant))
+    reader = bench_script("gguf_file").Reader(made(quant))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     for name, deviation in {
         "token_embd.weight": 1.0,
@@ -68,6 +73,25 @@ def test_the_deviation_of_weights(bench, made, quant):
     output = gguf.dequantize(tensors["output.weight"].data, tensors["output.weight"].tensor_type)
     assert not output[:3].any()  # unknown, begin and end of text
     assert output[3:].any(axis=1).all()
+
+
+@pytest.mark.parametrize(
+    "path", [EMBEDDED, thorough(VOCABULARIES / "ggml-vocab-bert-bge.gguf")], ids=lambda path: path.stem
+)
+def test_a_file_is_read_as_the_library_reads_it_and_copied_unchanged(path, tmp_path):
+    files = bench_script("gguf_file")
+    expected, found = gguf.GGUFReader(path), files.Reader(path)
+    writer = files.Writer(tmp_path / "copy.gguf", expected.fields["general.architecture"].contents())
+    files.copy_fields(found, writer)
+    files.write_to_end(writer)
+    copied = gguf.GGUFReader(tmp_path / "copy.gguf")
+    for name, field in expected.fields.items():
+        assert (found.fields[name].types, found.fields[name].contents()) == (field.types, field.contents()), name
+        if not name.startswith("GGUF."):
+            assert copied.fields[name].contents() == field.contents(), name
+    assert [(each.name, each.data_offset) for each in found.tensors] == [
+        (each.name, each.data_offset) for each in expected.tensors
+    ]
 
 
 def test_the_file_is_sound(made):

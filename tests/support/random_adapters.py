@@ -58,10 +58,7 @@ def adapter_of_all_matrices(
             matrix = noise.standard_normal(shape, np.float32) * np.float32(0.3 if half == "lora_a" else 0.1)
             raw = gguf.quantize(matrix, dtype)
             writer.add_tensor(f"{tensor.name}.{half}", raw, raw_dtype=dtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    bench_script("gguf_file").write_to_end(writer)
     return made
 
 

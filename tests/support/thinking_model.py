@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 
+from tests.support.bench_scripts import bench_script
 from uma_trio.daemon.engines.loaded import EMBEDDED
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -18,24 +19,19 @@ RENAMED = {"The": "<think>", "ĠP": "</think>"}
 
 def write_thinking_model(path: Path, kind: str = "CONTROL") -> None:
     """Write the model to a GGUF file.  ``kind`` is the type of its markers in the vocabulary."""
-    reader = gguf.GGUFReader(EMBEDDED)
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, field in reader.fields.items():
-        value = field.contents()
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        if name == "tokenizer.ggml.tokens":
-            ids = [value.index(text) for text in RENAMED]
-            value = [RENAMED.get(text, text) for text in value]
-        elif name == "tokenizer.ggml.token_type":
-            value = [gguf.TokenType[kind] if token in ids else old for token, old in enumerate(value)]
-        elif name == "tokenizer.chat_template":
-            value += "{# <think> #}"
-        kinds = field.types
-        writer.add_key_value(name, value, kinds[0], sub_type=kinds[-1] if len(kinds) > 1 else None)
+    files = bench_script("gguf_file")
+    reader, writer = files.Reader(EMBEDDED), files.Writer(path, "llama")
+    tokens, kinds, template = (
+        reader.fields[f"tokenizer.{name}"].contents() for name in ("ggml.tokens", "ggml.token_type", "chat_template")
+    )
+    changed = {
+        "tokenizer.ggml.tokens": [RENAMED.get(text, text) for text in tokens],
+        "tokenizer.ggml.token_type": [
+            gguf.TokenType[kind] if text in RENAMED else old for text, old in zip(tokens, kinds, strict=True)
+        ],
+        "tokenizer.chat_template": template + "{# <think> #}",
+    }
+    files.copy_fields(reader, writer, **changed)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    files.write_to_end(writer)
