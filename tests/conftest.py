@@ -4,7 +4,8 @@
   thorough one tries many new examples.
 - trio runs tasks that are ready together in a random order.  With the quick profile a test gets the same order in every
   run, so that one that fails does so again; the thorough one leaves it to chance.
-- Caches and states go to a folder of this run, so no test sees the user's files or those of an earlier run.
+- Caches and states go to a folder of this run, so no test sees the user's files or those of an earlier run.  Its processes
+  share the cache: a daemon starts with what one of another process has measured.
 - Where Python must not write bytecode next to the source, it goes to ``build``: hundreds of child processes start, and
   pytest compiles each test of each run otherwise.
 - Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
@@ -43,8 +44,8 @@ is_worker = "PYTEST_XDIST_WORKER" in os.environ
 if not is_worker:
     os.environ[RUN_VARIABLE] = tempfile.mkdtemp(prefix="uma-trio-tests-")
     atexit.register(shutil.rmtree, os.environ[RUN_VARIABLE], ignore_errors=True)
-for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
-    os.environ[variable] = str(run_folder() / os.environ.get("PYTEST_XDIST_WORKER", "main") / variable)
+os.environ["XDG_CACHE_HOME"] = str(run_folder() / "cache")
+os.environ["XDG_STATE_HOME"] = str(run_folder() / os.environ.get("PYTEST_XDIST_WORKER", "main") / "state")
 os.environ.update(SETTINGS_OF_DAEMONS)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):

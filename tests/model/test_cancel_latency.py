@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from tests.support.profile import amount
 from tests.support.real_daemon import real_daemon
 
 
@@ -42,7 +43,7 @@ def cancelled(snapshot):
 def test_cancelled_the_kv_is_free_within_a_tick(library, way):
     """Other streams keep the engine busy, so every cancel arrives during a tick."""
     with real_daemon("--parallel", "8", "--ctx", "32768") as daemon, contextlib.ExitStack() as stack:
-        readers, rng = [], random.Random(n_cancels := 24)
+        readers, rng = [], random.Random(n_cancels := amount(quick=12, thorough=24))
         for n in range(4):
             wire = stack.enter_context(daemon.wire())
             wire.send(id=f"on {n}", prompt="Tell me a story", max_tokens=3900, ignore_eos=True)

@@ -14,6 +14,7 @@ import pytest
 import trio
 
 import llama_abi
+from tests.support.profile import is_thorough
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio import config
@@ -112,8 +113,9 @@ def test_nothing_decodes_without_memory(library: Path) -> None:
 def test_within_a_real_limit_every_choice_loads_and_uses_most_of_it(library: Path, limit: str) -> None:
     """The bench's daemon and engine, under ``ulimit``; the last step has more than the model needs."""
     path = random_model("12x768x12x4x2048", ctx=8192)
+    free = "250,500,800,1100,3000" if is_thorough() else "250,800,3000"
     command = [sys.executable, str(ROOT / "benches" / "fit.py"), "--model", str(path), "--json", "--limit", limit]
-    command += ["--free", "250,500,800,1100,3000", "--fill", "64"]
+    command += ["--free", free, "--fill", "64"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     none, *some, whole = json.loads(ended.stdout)

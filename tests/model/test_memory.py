@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
+from tests.support.profile import amount
 from tests.support.real_daemon import real_daemon
 
 MIB = 1 << 20
 
 
-def test_200_prompts_one_after_another_cost_less_than_2_mib(library):
-    rng = random.Random(1)
+def test_prompts_one_after_another_cost_less_than_2_mib(library):
+    n, rng = amount(quick=100, thorough=200), random.Random(1)
 
     def ask(daemon, seed):
         words = " ".join(rng.choice(("red", "fox", "seven", "Paris", "river", "é")) for _ in range(rng.randint(1, 60)))
@@ -28,9 +29,9 @@ def test_200_prompts_one_after_another_cost_less_than_2_mib(library):
         for seed in range(60):  # warm-up: buffers reach their final size
             ask(daemon, seed)
         before = daemon.settled()["tokens_total"], daemon.rss, daemon.n_fds()
-        for seed in range(200):
+        for seed in range(n):
             ask(daemon, seed)
         after = daemon.settled()["tokens_total"], daemon.rss
         daemon.wait_fds(before[2])
-    print(f"RSS grew by {(after[1] - before[1]) / MIB:.2f} MiB over {after[0] - before[0]} tokens of 200 prompts")
+    print(f"RSS grew by {(after[1] - before[1]) / MIB:.2f} MiB over {after[0] - before[0]} tokens of {n} prompts")
     assert after[1] - before[1] < 2 * MIB

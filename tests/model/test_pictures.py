@@ -10,10 +10,11 @@ import pytest
 
 from tests.support.browser import find_chromium
 from tests.support.documents import ROOT
+from tests.support.profile import thorough
 
 
 @pytest.mark.parametrize(
-    ("name", "texts"), [("chat", ["Paris.", "Rome.", "Your name is Ada."]), ("metrics", ["tokens/s"])]
+    ("name", "texts"), [("chat", ["Paris.", "Rome.", "Your name is Ada."]), thorough("metrics", ["tokens/s"])]
 )
 def test_a_picture_is_a_recording(library, tmp_path, name, texts):
     done = subprocess.run(
@@ -30,6 +31,7 @@ def test_a_picture_is_a_recording(library, tmp_path, name, texts):
         assert text in words
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_chromium() is None, reason="needs Chromium: apt-get install chromium")
 def test_the_picture_of_the_dashboard_is_small(library, tmp_path):
     command = [sys.executable, ROOT / "docs" / "pictures.py", "dashboard", "--out", tmp_path]

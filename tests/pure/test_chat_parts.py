@@ -10,6 +10,7 @@ import pyte
 import pytest
 from rich.console import Console
 
+from tests.support.profile import thorough
 from uma_trio.cli import answer_view
 from uma_trio.cli.answer import printable, warn_if_cut, warn_if_in_memory
 from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, rendered
@@ -129,8 +130,17 @@ def shown(text: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch, *, width
     return "\n".join([*above, *(line.rstrip() for line in screen.display)]).rstrip()
 
 
-@pytest.mark.parametrize("height", [7, 12, 60])
-@pytest.mark.parametrize("sizes", [[9] * 60, [1, 1, 1, 24, 40, 40], [1] * 100])
+@pytest.mark.parametrize(
+    ("sizes", "height"),
+    [
+        ([9] * 60, 7),
+        ([1, 1, 1, 24, 40, 40], 12),
+        ([1] * 100, 60),
+        *(thorough([9] * 60, height) for height in (12, 60)),
+        *(thorough([1, 1, 1, 24, 40, 40], height) for height in (7, 60)),
+        *(thorough([1] * 100, height) for height in (7, 12)),
+    ],
+)
 def test_streamed_markdown_looks_like_the_whole(sizes: list[int], height: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(PAGE, sizes, monkeypatch, height=height) == shown(PAGE, [], monkeypatch)
 

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.profile import amount
 from uma_trio import config
 from uma_trio.config import (
     Config,
@@ -377,7 +378,7 @@ configs = st.builds(
 
 
 @given(configs)
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=amount(quick=10, thorough=300))
 def test_load_reads_back_what_to_yaml_writes(tmp_path_factory: pytest.TempPathFactory, found: Config) -> None:
     file = tmp_path_factory.mktemp("config") / "uma.yaml"
     file.write_text(to_yaml(found), encoding="utf-8")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.profile import amount
 from uma_trio.daemon.answer.regions import RegionAssembler
 from uma_trio.daemon.answer.tool_calls import ToolCalling
 from uma_trio.daemon.prompts.marker_text import MarkerText
@@ -269,7 +270,7 @@ def test_every_format_has_cases() -> None:
 def test_calls_are_read_at_every_split(name, output, text, expected) -> None:
     for size in range(1, 9):
         assert calls(output, name, itertools.repeat(size)) == (text, expected), size
-    for first in range(1, len(output.encode())):
+    for first in range(1, len(output.encode()), amount(quick=5, thorough=1)):
         assert calls(output, name, [first]) == (text, expected), first
 
 
@@ -283,7 +284,7 @@ def test_markers_may_be_text(name, output, text, expected) -> None:
 @pytest.mark.parametrize(("name", "output", "text", "expected"), CASES)
 def test_a_cut_call_is_text(name, output, text, expected) -> None:
     """At every cut, each character is in the text, or part of a complete call, or of a marker."""
-    for cut in range(len(output)):
+    for cut in range(0, len(output), amount(quick=3, thorough=1)):
         said, found = calls(output[:cut], name, controls=False)
         assert found == expected[: len(found)]
         if not found:

@@ -35,7 +35,7 @@ from uma_trio.protocol.messages import ServerEvent, to_fields
 from uma_trio.protocol.payload import Encoding, decode, encode, encoding_of
 
 ROOT = Path(__file__).parents[2]
-POLL_S = 0.002
+POLL_S = 0.01
 """Between two looks at the metrics."""
 LOG_POLL_S = 0.01
 WAIT_S = 60.0
