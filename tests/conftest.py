@@ -24,6 +24,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -66,6 +67,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not profile.is_thorough():
         config.hook.pytest_deselected(items=[each for each in items if each.get_closest_marker("thorough")])
         items[:] = [each for each in items if not each.get_closest_marker("thorough")]
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the thousands of tests: they live to the end."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
