@@ -25,7 +25,7 @@ SHORT = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
 
 SLOW_LOADING = """
 import pathlib, sys, time
-from uma_trio.models import loaded
+from uma_trio.daemon.engines import loaded
 check = loaded.check_gguf
 def slowly(path):
     pathlib.Path({marker!r}).touch()

@@ -27,6 +27,7 @@ import psutil
 import trio
 
 from llama_abi.stamp import DIRECTORY_VARIABLE, library_directory
+from tests.support.forked import Forked
 from tests.support.run import SETTINGS_OF_DAEMONS
 from uma_trio.client import Client, open_client
 from uma_trio.daemon.engines.loaded import EMBEDDED
@@ -48,6 +49,8 @@ DIES_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])",
 )
 """Command prefix for Linux: the kernel kills the program if this process dies, also after ``kill -9``."""
+
+SERVE = (sys.executable, "-m", "uma_trio", "serve")
 
 Event = dict[str, Any]
 
@@ -169,7 +172,7 @@ class Wire:
 class Daemon:
     """A running ``uma-trio serve``."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     socket: Path
     log_file: Path
 
@@ -316,38 +319,55 @@ def started(
     socket: Path,
     log_file: Path,
     environment: Mapping[str, str] | None = None,
-    command: tuple[str, ...] = (sys.executable, "-m", "uma_trio", "serve"),
+    command: tuple[str, ...] | None = None,
     **options: Any,
 ) -> Iterator[Daemon]:
     """A daemon that may not be ready yet; killed at the end if it still runs.
 
     Its folders for state and configuration are next to its socket, so no other daemon uses them.
+
+    Args:
+        environment: more variables.
+        command: what starts it, in place of ``uma-trio serve``.
+        options: for ``subprocess.Popen``.
     """
-    if sys.platform == "linux":
-        command = (*DIES_WITH_PARENT, *command)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
     clean |= {name: os.environ[name] for name in (DIRECTORY_VARIABLE, *SETTINGS_OF_DAEMONS) if name in os.environ}
-    with log_file.open("ab") as log:
-        process = subprocess.Popen(
-            [*command, "--socket", os.fspath(socket), *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=ROOT,
-            env={
-                **clean,
-                "XDG_STATE_HOME": os.fspath(socket.parent / "state-home"),
-                "XDG_CONFIG_HOME": os.fspath(socket.parent / "config-home"),
-                **(environment or {}),
-            },
-            **options,
-        )
+    clean |= {
+        "XDG_STATE_HOME": os.fspath(socket.parent / "state-home"),
+        "XDG_CONFIG_HOME": os.fspath(socket.parent / "config-home"),
+        **(environment or {}),
+    }
+    arguments = ["--socket", os.fspath(socket), *flags]
+    if _can_fork(command, environment or {}, options):
+        process: Any = Forked(["serve", *arguments], log_file, ROOT, clean)
+    else:
+        prefix = (*(DIES_WITH_PARENT if sys.platform == "linux" else ()), *(command or SERVE))
+        with log_file.open("ab") as log:
+            process = subprocess.Popen(
+                [*prefix, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=clean,
+                **options,
+            )
     try:
         yield Daemon(process, socket, log_file)
     finally:
         if process.poll() is None:
             process.kill()
         process.wait()
+
+
+def _can_fork(command: object, environment: Mapping[str, str], options: Mapping[str, Any]) -> bool:
+    """Whether a daemon may start in a fork (``tests/support/forked.py``): if nothing about its start is special.
+
+    Programs that measure coverage begin with a process.
+    """
+    special = command or options or any(name.startswith("PYTHON") for name in environment)
+    return sys.platform == "linux" and not special and "COVERAGE_PROCESS_START" not in os.environ
 
 
 def wait_ready(daemon: Daemon) -> None:
