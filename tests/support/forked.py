@@ -15,7 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-PRELOADED: Final = ["tests.support.forked", "uma_trio.cli.serve", "uma_trio.daemon.logs", "uma_trio.daemon.server"]
+PRELOADED: Final = [
+    "__main__",
+    "tests.support.forked",
+    "uma_trio.cli.serve",
+    "uma_trio.daemon.logs",
+    "uma_trio.daemon.server",
+]
 CONTEXT: Final = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOADED)
 PR_SET_PDEATHSIG: Final = 1
