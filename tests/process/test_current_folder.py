@@ -1,4 +1,4 @@
-"""Nothing in the current folder is run: whoever starts a daemon there may have downloaded it from a stranger."""
+"""Our processes import no code from the current folder: a user may start a daemon in a folder of downloads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_process_of_the_daemon(downloads: Path) -> None:
 
 
 def test_a_user_who_types_python_m(downloads: Path) -> None:
-    """Python itself imports a folder ``uma_trio`` of that place; nothing else of it is imported."""
+    """Python looks for ``uma_trio`` itself in the current folder first; our code imports nothing else from there."""
     (downloads / "uma_trio" / "__init__.py").unlink()
     (downloads / "uma_trio").rmdir()
     done = subprocess.run(

@@ -597,10 +597,10 @@ def test_the_architecture_fits_on_three_screens() -> None:
     assert len(text_of("ARCHITECTURE.md").splitlines()) <= 150
 
 
-def test_the_architecture_names_files_that_exist() -> None:
-    for name in re.findall(r"`((?:\w+/)+(?:\w+\.(?:py|md))?)`", text_of("ARCHITECTURE.md")):
-        places = [ROOT / name, ROOT / "uma_trio" / name]
-        assert any(place.exists() for place in places), name
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:\w+/)+(?:\w+\.(?:py|md|c|h|sh|js))?)`", page.read_text()):
+        assert any((place / name).exists() for place in (ROOT, ROOT / "uma_trio", page.parent)), name
 
 
 def test_the_headline_table_has_ratios_of_its_figures() -> None:

@@ -68,7 +68,7 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     context_tokens: int = 0
     """KV cells that the attention of all decoding sequences scanned."""
     prefill_context: float = 0.0
-    """KV cells that each prompt token scanned, without those of this tick."""
+    """KV cells from before this tick that each prompt token scanned."""
     decode_calls: int = 1
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0

@@ -1,4 +1,4 @@
-"""The model card: ``card.json`` next to the model, and the table in docs/EMBEDDED_MODEL.md."""
+"""The model card: ``card.json`` next to the model, and the exam as a table, of which docs/EMBEDDED_MODEL.md shows some rows."""
 
 from __future__ import annotations
 
