@@ -1,6 +1,6 @@
 """Run llama.cpp's own tests of llama-server, unmodified, against uma-trio's HTTP gateway, and say why some fail.
 
-python benches/llama_server_tests.py --out docs/benchmarks/llama-server-tests.md
+python benches/llama_server_tests.py
 python benches/llama_server_tests.py test_tokenize test_completion
 
 The tests are those of the pinned source in build/llama.cpp; ./build_llama.sh --peers puts it there and builds
@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal
 
@@ -31,7 +30,6 @@ from rigs import free_port, peer, peers_option
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SUITE: Final = ROOT / "build" / "llama.cpp" / "tools" / "server" / "tests"
-COMMAND: Final = "python benches/llama_server_tests.py --out docs/benchmarks/llama-server-tests.md"
 TIMEOUT_S: Final = 180
 """For one test."""
 FLAGS: Final = ("-p", "llama_server_plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", "-q", "--tb=line", "-m", "not slow")  # fmt: skip
@@ -121,93 +119,52 @@ def _run_file(server: str, name: str, program: Path, results: Path) -> None:
     unfinished.rename(results)
 
 
-def page(rows: Sequence[Row], *, is_resumed: bool) -> str:
-    """The page of documentation.
-
-    Args:
-        is_resumed: results of earlier runs were there, perhaps of other versions.
-    """
+def summary(rows: Sequence[Row]) -> str:
+    """The outcomes, and why uma-trio does not pass some tests, as two tables."""
     verdicts = Counter(row.judgement[0] for row in rows)
     theirs = Counter(str(row.theirs) for row in rows)
     compared = [row for row in rows if row.theirs.outcome == "passed" and row.judgement[0] != "not offered"]
     both = sum(row.ours.outcome == "passed" for row in compared)
+    tests: dict[tuple[str, str], Counter[str]] = {}
+    for row in rows:
+        verdict, reason = row.judgement
+        if verdict not in ("pass", "other text"):
+            name = row.test.partition("[")[0].rpartition("::")[2]
+            tests.setdefault((reason.replace("|", " "), str(row.ours)), Counter())[name] += 1
     lines = [
-        "# llama-server's own tests",
-        "",
-        f"{datetime.now(UTC):%Y-%m-%d}. `tools/server/tests` of the pinned llama.cpp, unmodified, with the embedded model in place of",
-        "the models that the tests download. A plugin for pytest starts `uma-trio serve --http` where a test starts",
-        "llama-server, with the flags that mean the same. Tests marked `slow` need large models and are left out.",
-        "",
-        "```sh",
-        "./build_llama.sh --peers",
-        COMMAND,
-        "```",
-        "",
-        *(
-            [
-                "Some files ran earlier than others (`--keep`), with slightly older versions of the gateway and the plugin.",
-                "",
-            ]
-            if is_resumed
-            else []
-        ),
         "| | tests |",
         "|---|---:|",
-        f"| in the files below | {len(rows)} |",
+        f"| all | {len(rows)} |",
         f"| llama-server with this model: pass / fail / skip | {theirs['pass']} / {theirs['fail']} / {theirs['skip']} |",
         f"| uma-trio: pass | {verdicts['pass']} |",
         f"| uma-trio: fails as llama-server does, since the model is another one | {verdicts['other text']} |",
         f"| uma-trio: skipped, because it is not offered, needs a vision model, or the suite skips it | {verdicts['not offered']} |",
-        f"| uma-trio: fails for another reason, given below | {verdicts['explained']} |",
+        f"| uma-trio: fails for another reason | {verdicts['explained']} |",
         f"| uma-trio: fails without a known reason | {verdicts['unexplained']} |",
         f"| of those that llama-server passes and that use only what is offered: uma-trio passes | {both} of {len(compared)} |",
         "",
-        "## What differs from the suite's own way",
-        "",
-        "| | |",
-        "|---|---|",
-        "| both servers | the embedded model, one compute thread. Its answers are short, so tests of long ones fail with both |",
-        "| llama-server | `--pooling mean` where a test sets none: the suite's own model for embeddings says it |",
-        "| uma-trio: flags | `--http-any-model`, `--http-origins '*'` and `--metrics-compat llama-server`, which let it answer as llama-server does; `--batch-tokens` at least 32; a generated API key in place of the suite's |",
-        "| uma-trio: starts | tests in a row with the same settings share a daemon, except those of caches, metrics and progress |",
-        "| uma-trio: settings without a counterpart | `jinja`, `pooling`, `no_ui`, `server_metrics`, `server_slots` are ignored; others skip the test |",
-        "",
-        "## Tests that uma-trio does not pass",
-        "",
-        "The reason is that of the first assertion that fails; what comes after it in a test is not seen. Tests of one",
-        "function with the same outcome share a line.",
-        "",
-        "| test | llama-server | uma-trio | reason |",
-        "|---|---|---|---|",
+        "| reason | uma-trio | tests |",
+        "|---|---|---|",
     ]
-    groups = Counter(
-        (row.test.partition("[")[0].replace(".py::", ": "), str(row.theirs), str(row.ours), row.judgement[1])
-        for row in rows
-        if row.judgement[0] != "pass"
-    )
-    for (test, their_outcome, our_outcome, reason), count in groups.items():
-        times = f" ({count})" if count > 1 else ""
-        lines.append(f"| {test}{times} | {their_outcome} | {our_outcome} | {reason.replace('|', ' ')} |")
-    lines += ["", "## Files that are left out", "", "| file | reason |", "|---|---|"]
-    lines += [f"| {name} | {reason} |" for name, reason in NOT_OFFERED.items()]
-    return "\n".join(lines) + "\n"
+    for (reason, outcome), names in tests.items():
+        listed = (f"{name} ({count})" if count > 1 else name for name, count in names.items())
+        lines.append(f"| {reason} | {outcome} | {', '.join(listed)} |")
+    lines += [f"| {reason} | left out | {file} |" for file, reason in NOT_OFFERED.items()]
+    return "\n".join(lines)
 
 
 @bench()
 @click.argument("files", nargs=-1, type=click.Choice(OFFERED))
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page of documentation.")
 @click.option(
     "--keep",
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep results in this folder, and go on from there.",
 )
 @peers_option()
-def main(files: tuple[str, ...], out: Path | None, keep: Path | None, peers: Path) -> None:
+def main(files: tuple[str, ...], keep: Path | None, peers: Path) -> None:
     """Run llama.cpp's tests of llama-server against llama-server and uma-trio."""
     if not SUITE.is_dir():
         raise click.ClickException(f"there is no {SUITE}: run ./build_llama.sh --peers")
-    if out is not None and files:
-        raise click.ClickException("--out needs all files")
 
     async def program() -> Path:
         return peer(peers, "llama-server")
@@ -217,7 +174,6 @@ def main(files: tuple[str, ...], out: Path | None, keep: Path | None, peers: Pat
     with tempfile.TemporaryDirectory(prefix="suite-") as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        is_resumed = any(folder.iterdir())
         theirs = run_suite("llama-server", chosen, llama_server, folder)
         ours = run_suite("uma-trio", chosen, llama_server, folder)
     absent = Result("skipped", why="did not run")
@@ -225,9 +181,7 @@ def main(files: tuple[str, ...], out: Path | None, keep: Path | None, peers: Pat
     for row in rows:
         verdict, reason = row.judgement
         click.echo(f"{verdict:12} {row.test}  {reason}")
-    click.echo(dict(Counter(row.judgement[0] for row in rows)))
-    if out is not None:
-        out.write_text(page(rows, is_resumed=is_resumed))
+    click.echo(f"\n{summary(rows)}")
     if any(row.judgement[0] == "unexplained" for row in rows):
         sys.exit(1)
 

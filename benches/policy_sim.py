@@ -129,7 +129,7 @@ H100_STAIRS = (
     (256, 28.6), (257, 32.2), (384, 40.6), (385, 42.4), (512, 48.4),
 )  # fmt: skip
 """Rows and milliseconds of ticks with 8 decodes and one chunk, unified KV; the steps at multiples of ``TILE_ROWS`` are
-what the measured times (docs/benchmarks/gpu.md) leave room for."""
+what the measured times (docs/benchmarks/speed.md) leave room for."""
 
 H200_STAIRS = (
     (0, 6.7), (8, 8.7), (16, 9.72), (32, 10.93), (48, 11.93), (64, 13.22), (80, 14.76), (96, 16.25), (112, 17.46),

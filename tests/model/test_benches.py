@@ -206,7 +206,9 @@ def test_options_that_make_no_sense(folder, options):
 def test_llama_servers_own_tests(library, peers, folder):
     done = bench("test_tokenize", folder=folder, script=ROOT / "benches" / "llama_server_tests.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    outcomes = {line.split()[1].rpartition("::")[2]: line.split()[0] for line in done.stdout.splitlines()[:-1]}
+    listed, _, summary = done.stdout.partition("\n\n")
+    outcomes = {line.split()[1].rpartition("::")[2]: line.split()[0] for line in listed.splitlines()}
+    assert f"| all | {len(outcomes)} |" in summary
     assert outcomes["test_tokenize_detokenize"] == "pass"
     assert outcomes["test_tokenize_with_pieces"] == "pass"
     assert not list(folder.iterdir())

@@ -9,7 +9,7 @@ The default by rule: per-sequence KV without flash attention on a CPU; on a GPU 
   and SYCL.
 - With per-sequence KV, a mixed batch is split by sequence, and each split reads the weights again.
 
-docs/design/kv-cache.md has the reasons and docs/benchmarks/kv-cache.md the figures.  They come from a few devices, so the
+docs/design/kv-cache.md has the reasons and docs/benchmarks/speed.md the figures.  They come from a few devices, so the
 rule is only the default: ``candidates`` lists the layouts that the settings allow, ``layout_trial`` measures them on this
 machine, and ``choose`` takes the fastest if it is clearly faster than the default.
 """

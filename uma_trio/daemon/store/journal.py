@@ -6,7 +6,7 @@ little is still current is compacted, and a file that was removed or cut from ou
 knows the content of every file, because it refers to records that the sessions keep in memory anyway.
 
 A file for each session, and not a table of SQLite: one damaged page must cost one session at most, and closing a
-session must make room on a full disk.  docs/benchmarks/kv-cache.md has the figures.
+session must make room on a full disk.  docs/benchmarks/robustness.md has the figures.
 
 All functions block on the disk.  All may be called from several threads; each file is written by one thread at a time.
 """
