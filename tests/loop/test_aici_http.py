@@ -71,9 +71,10 @@ def texts_of(frames: Sequence[dict[str, Any]]) -> dict[int, str]:
 
 
 async def ran(folder: Path, *script: Sequence[ServerEvent] | UmaError, **fields: Any) -> tuple[Any, list[Generate]]:
-    async with http(folder) as (running, client):
-        requests = play(running.service, *script)
-        return await client.post("/v1/run", json={**RUN, **fields}), requests
+    async with http(folder) as (_, client):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            requests = play(monkeypatch, *script)
+            return await client.post("/v1/run", json={**RUN, **fields}), requests
 
 
 def token(index: int, text: str, *, inserted: bool = False) -> Token:
@@ -201,18 +202,18 @@ async def test_any_json_is_an_argument(tmp_path: Path) -> None:
         assert request.controller_arg == arg
 
 
-async def test_headers_of_a_proxy_choose_nobody(tmp_path: Path) -> None:
+async def test_headers_of_a_proxy_choose_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = create_key(tmp_path, "alice")
-    async with http(tmp_path, key=key) as (running, client):
-        requests = play(running.service, [eos(0)])
+    async with http(tmp_path, key=key) as (_, client):
+        requests = play(monkeypatch, [eos(0)])
         await client.post("/v1/run", json=RUN, headers={"x-user-id": "root", "x-user-role": "admin"})
     assert [request.principal for request in requests] == ["tenant:alice"]
 
 
-async def test_a_run_counts_for_the_limits_of_its_tenant(tmp_path: Path) -> None:
+async def test_a_run_counts_for_the_limits_of_its_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = create_key(tmp_path, "alice", "--tpm", "60")
-    async with http(tmp_path, key=key) as (running, client):
-        play(running.service, [token(0, "x")] * 55, [eos(0, sampled=55)])
+    async with http(tmp_path, key=key) as (_, client):
+        play(monkeypatch, [token(0, "x")] * 55, [eos(0, sampled=55)])
         statuses = [(await client.post("/v1/run", json=RUN)).status_code for _ in range(2)]
         refused = await client.post("/v1/run", json=RUN)
     assert statuses[0] == 200
@@ -321,10 +322,10 @@ async def test_list_and_delete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("client", "principal"), [(HERE, None), (ELSEWHERE, "http")])
 @pytest.mark.parametrize("path", ["/v1/run", "/v1/generate"])
 async def test_who_uploads_without_keys_is_who_runs(
-    tmp_path: Path, client: tuple[str, int], principal: str | None, path: str
+    tmp_path: Path, client: tuple[str, int], principal: str | None, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with http(tmp_path, client=client) as (running, connected):
-        requests = play(running.service, [eos(0)])
+    async with http(tmp_path, client=client) as (_, connected):
+        requests = play(monkeypatch, [eos(0)])
         await connected.post(path, json=RUN)
     assert [request.principal for request in requests] == [principal]
 

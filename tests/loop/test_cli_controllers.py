@@ -35,17 +35,18 @@ class RunningDaemon:
     """A daemon in a thread of its own."""
 
     serving: Serving
+    monkeypatch: pytest.MonkeyPatch
 
     def cli(self, *args: object, input: str | None = None) -> click.testing.Result:
         words = [*map(str, args), "--socket", str(self.serving.path)]
         return CliRunner().invoke(main, words, input=input, prog_name="uma-trio")
 
     def play(self, *script: Sequence[ServerEvent] | UmaError) -> list[Generate]:
-        return play(self.serving.service, *script)
+        return play(self.monkeypatch, *script)
 
 
 @pytest.fixture
-def daemon() -> Iterator[RunningDaemon]:
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
     started, ends, found = threading.Event(), trio.Event(), []
 
     async def serve() -> None:
@@ -60,7 +61,7 @@ def daemon() -> Iterator[RunningDaemon]:
     assert started.wait(60)
     running, token = found[0]
     try:
-        yield RunningDaemon(running)
+        yield RunningDaemon(running, monkeypatch)
     finally:
         token.run_sync_soon(ends.set)
         thread.join(60)

@@ -453,12 +453,12 @@ async def test_a_defect_while_preparing_ends_one_request(autojump_clock):
         async def broken(request):
             raise RuntimeError("a defect")
 
-        right, harness.service._prompts = harness.service._prompts, SimpleNamespace(make=broken)
+        right, harness.service.prompts = harness.service.prompts, SimpleNamespace(make=broken)
         async with harness.client() as client:
             with pytest.raises(ServerError) as refused:
                 await all_of(client.generate(prompt="hello"))
             assert refused.value.code == "E_RUNTIME_INTERNAL"
-        harness.service._prompts = right
+        harness.service.prompts = right
         async with harness.client() as client:
             await all_of(client.generate(prompt="hello", max_tokens=2))
         await harness.settled()

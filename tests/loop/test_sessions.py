@@ -457,7 +457,7 @@ async def test_a_transcript_while_the_session_answers_ends_before_the_current_tu
 async def test_a_client_that_does_not_read_a_long_transcript_costs_bounded_memory(autojump_clock):
     async with serving() as harness, harness.client() as client:
         await client.complete(messages=[{"role": "user", "content": "one"}], session_id="a", keep_alive=True)
-        [session] = harness.service._sessions._table
+        [session] = harness.service.sessions._table
         session.messages = [ChatMessage(role="user", content=f"{n} " * 10_000) for n in range(100)]
         await client.send({"type": "sessions", "action": "read", "session_id": "a"})
         await trio.sleep(30)
@@ -472,7 +472,7 @@ async def test_a_client_that_does_not_read_a_long_transcript_costs_bounded_memor
 
 async def test_a_list_of_any_length_reaches_a_client_that_reads_it_later(autojump_clock):
     async with serving() as harness, harness.client() as client:
-        stored, now = harness.service._sessions._table, time.time()
+        stored, now = harness.service.sessions._table, time.time()
         for n in range(9000):
             session = stored.begin(OWN_PRINCIPAL, f"session {n}", now)
             stored.record_turn(session, now, time.monotonic())
@@ -511,7 +511,7 @@ async def test_all_clients_together_have_one_event_of_an_answer_made_in_each_tur
         monkeypatch.setattr(owner, name, counting)
 
     async with serving() as harness, contextlib.AsyncExitStack() as connections:
-        stored, now = harness.service._sessions._table, time.time()
+        stored, now = harness.service.sessions._table, time.time()
         for n in range(10 * PART_SESSIONS):
             stored.record_turn(stored.begin(OWN_PRINCIPAL, f"session {n}", now), now, time.monotonic())
         clients = [await connections.enter_async_context(harness.client()) for _ in range(20)]
@@ -771,7 +771,7 @@ async def test_the_list_of_sessions_is_the_same_after_a_restart(autojump_clock, 
     times = itertools.count(time.time(), 0.125)
     with remembering(tmp_path) as storage:
         async with serving(storage=storage, offload=False) as harness:
-            harness.service._sessions._clock = lambda: next(times)
+            harness.service.sessions._clock = lambda: next(times)
             await run_turns(harness, "a", "once", " upon", " a time")
             await query(harness, "fork", session_id="a", new_id="b")
             await ask(harness, "b", " there was")
@@ -828,7 +828,7 @@ async def test_a_chat_with_n_keep_does_not_grow(autojump_clock, tmp_path):
                 assert [f"what is {n}?"] == shown[-1].split("|")[-1:]
                 assert eos.usage.prompt_tokens == len(shown[-1]) <= 400 - 8 + 1
                 dropped += bool(eos.usage.dropped_tokens)
-                [found] = harness.service._sessions._table
+                [found] = harness.service.sessions._table
                 n_messages.append(len(found.messages))
                 roles = [message.role for message in found.messages[1:]]
                 assert roles == ["user", "assistant"] * (len(roles) // 2), "roles still alternate"
@@ -845,7 +845,7 @@ async def test_a_chat_with_n_keep_does_not_grow(autojump_clock, tmp_path):
             serving(FakeEngine(n_ctx=400), storage=storage, offload=False) as harness,
             harness.client() as client,
         ):
-            [session] = harness.service._sessions._table
+            [session] = harness.service.sessions._table
             assert list(session.messages) == list(found.messages)
 
 
@@ -967,7 +967,7 @@ async def test_sessions_expire_unless_they_are_busy(autojump_clock, monkeypatch)
     monkeypatch.setattr("uma_trio.daemon.sessions.sessions.SWEEP_S", 1.0)
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000.0)
     async with serving(slow, session_ttl_s=5, request_timeout_s=1000) as harness:
-        harness.service._sessions._monotonic = trio.current_time
+        harness.service.sessions._monotonic = trio.current_time
         await run_turns(harness, "a", "hello", n=2)
         events = await ask(harness, "b", "hello", 20)
         assert events[-1].reason == "length"
@@ -988,7 +988,7 @@ async def test_nothing_expires_when_somebody_sets_the_clock(autojump_clock, tmp_
             await run_turns(harness, "since the start", "hello")
             set_to = time.time() + years * 365 * 86400
             monkeypatch.setattr(time, "time", lambda: set_to)
-            harness.service._sessions._clock = time.time
+            harness.service.sessions._clock = time.time
             await trio.sleep(2 * SWEEP_S)
             assert await names(harness) == ["since the start", "before the start"]
             assert 0 <= harness.server.snapshot()["uptime_s"] < 1000
@@ -1007,7 +1007,7 @@ async def test_a_session_that_is_used_while_others_expire_stays(autojump_clock, 
     monkeypatch.setattr("uma_trio.daemon.sessions.sessions.SWEEP_S", 10.0)
     with remembering(tmp_path) as storage:
         async with serving(storage=storage, in_thread=slow_disk, session_ttl_s=5, offload=False) as harness:
-            harness.service._sessions._monotonic = trio.current_time
+            harness.service.sessions._monotonic = trio.current_time
             await run_turns(harness, "a", "hello")
             said = await run_turns(harness, "b", "hello")
             await closing.wait()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+import pytest
 import trio
 
-from uma_trio.daemon.service import Generation, ModelService
-from uma_trio.daemon.serving.sequence import EventSink
+from uma_trio.daemon.requests import Generation
+from uma_trio.daemon.service import ModelService
 from uma_trio.errors import UmaError
-from uma_trio.principal import Principal
 from uma_trio.protocol.events import Eos, Timings, Usage
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
@@ -25,32 +25,19 @@ def eos(index: int, reason: str = "stop", *, sampled: int = 0, inserted: int = 0
     return Eos(id="", index=index, reason=reason, usage=usage, timings=TIMINGS)  # type: ignore[arg-type]
 
 
-class ScriptedGeneration(Generation):
-    """Sends the events of a script, those of one step together."""
+def play(monkeypatch: pytest.MonkeyPatch, *script: Sequence[ServerEvent] | UmaError) -> list[Generate]:
+    """Answer all requests for text from now on with ``script``, the events of each step together; returns the list of
+    the requests."""
+    found: list[Generate] = []
 
-    script: Sequence[Sequence[ServerEvent] | UmaError] = ()
-    requests: list[Generate]
-
-    async def run(self) -> None:
-        self.requests.append(self.request)
-        for step in self.script:
+    async def serve(self: Generation, service: ModelService) -> None:
+        found.append(self.request)
+        for step in script:
             if isinstance(step, UmaError):
                 raise step
             await trio.sleep(0.01)
             for event in step:
                 self._sink.send(attrs.evolve(event, id=self.request.id))
 
-
-def play(service: ModelService, *script: Sequence[ServerEvent] | UmaError) -> list[Generate]:
-    """Answer all requests of ``service`` from now on with ``script``; returns the list of the requests."""
-    found: list[Generate] = []
-    cls = type("Scripted", (ScriptedGeneration,), {"script": script, "requests": found})
-
-    def answering(
-        request: Generate, principal: Principal, sink: EventSink, *, began: float, scope: trio.CancelScope
-    ) -> Generation:
-        made: Generation = cls(service, request, principal, sink, began, scope)
-        return made
-
-    service.answering = answering  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(Generation, "_serve", serve)
     return found

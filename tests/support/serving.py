@@ -188,7 +188,7 @@ class Serving:
 
     @property
     def scheduler(self) -> Scheduler:
-        return self.service._scheduler
+        return self.service.scheduler
 
     def client(self, **options: Any) -> contextlib.AbstractAsyncContextManager[Client]:
         return open_client(self.path, **options)

@@ -15,7 +15,8 @@ from uma_trio.daemon.doors.outbox import Outbox
 from uma_trio.daemon.doors.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.daemon.doors.uploads import Upload, Uploads
 from uma_trio.daemon.doors.watch import Watch
-from uma_trio.daemon.registry import ModelRegistry, ModelRequest
+from uma_trio.daemon.registry import ModelRegistry
+from uma_trio.daemon.requests import Embedding, Generation, ModelRequest
 from uma_trio.errors import (
     BadRequest,
     Busy,
@@ -298,7 +299,8 @@ class Connection:
                     self._check_may_watch()
                     self._running = Watch(request, self._owner, self._outbox)
                 case _:
-                    self._running = ModelRequest(models, request, principal, self._outbox)
+                    kind = Generation if isinstance(request, Generate) else Embedding
+                    self._running = kind(models, request, principal, self._outbox)
         except UmaError as error:
             self._refuse(error, request)
             self._leaving = self._leaving or not request.keep_alive

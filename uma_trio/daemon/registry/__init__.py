@@ -2,7 +2,6 @@
 
 from uma_trio.daemon.registry.model import ModelOpener, ModelSpec, OpenModel
 from uma_trio.daemon.registry.registry import ModelRegistry, RegistryLimits
-from uma_trio.daemon.registry.request import ModelRequest
 from uma_trio.daemon.registry.room import Needs
 
-__all__ = ["ModelOpener", "ModelRegistry", "ModelRequest", "ModelSpec", "Needs", "OpenModel", "RegistryLimits"]
+__all__ = ["ModelOpener", "ModelRegistry", "ModelSpec", "Needs", "OpenModel", "RegistryLimits"]

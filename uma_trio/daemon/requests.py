@@ -1,0 +1,262 @@
+"""One request of a client until it is answered, the wait for its model included."""
+
+from __future__ import annotations
+
+import secrets
+from collections import abc
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import attrs
+import structlog
+import trio
+
+from uma_trio.daemon.aici import library
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.registry import ModelRegistry
+from uma_trio.daemon.service import ModelService
+from uma_trio.daemon.serving.controllers.state import ControlledRequest
+from uma_trio.daemon.serving.embedding import PendingEmbeddings, cancelled
+from uma_trio.daemon.serving.request import check_generates, check_pooling
+from uma_trio.daemon.serving.sequence import EventSink, Sequence
+from uma_trio.daemon.serving.stats import log_request
+from uma_trio.daemon.sessions import SessionTurn
+from uma_trio.errors import BadRequest, ControllerUnavailable, RequestTimeout, ShuttingDown, UmaError
+from uma_trio.grammar.calls import AnswerShape
+from uma_trio.principal import Principal
+from uma_trio.protocol.answers import ModelState
+from uma_trio.protocol.chat import NamedTool
+from uma_trio.protocol.events import Eos, LoadProgress, Timings, Usage
+from uma_trio.protocol.requests import Constraint, Embed, Generate, Rerank
+
+log = structlog.get_logger("uma_trio.daemon.requests")
+
+Answer = TypeVar("Answer", Sequence, PendingEmbeddings)
+
+NO_USAGE: Final = Usage(prompt_tokens=0, completion_tokens=0)
+
+
+@attrs.define(eq=False, slots=False)
+class ModelRequest:
+    """One request of a client; what all kinds have in common."""
+
+    _models: ModelRegistry
+    request: Generate | Embed | Rerank
+    _principal: Principal
+    _sink: EventSink
+    _began: float = attrs.field(factory=trio.current_time, init=False)
+    """When it came, on trio's clock."""
+    _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
+    _service: ModelService | None = attrs.field(default=None, init=False)
+    """The service of its model; ``None`` before that is loaded."""
+    _answers: abc.Sequence[Sequence | PendingEmbeddings] = attrs.field(default=(), init=False)
+    """What the scheduler makes for it."""
+    _is_submitted: bool = attrs.field(default=False, init=False)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its last event has been sent, although ``run`` has perhaps not returned yet."""
+        return bool(self._answers) and all(answer.done.is_set() for answer in self._answers)
+
+    def cancel(self) -> None:
+        """End the request: the cancel event of the protocol."""
+        self._scope.cancel()
+
+    def wake(self) -> None:
+        """The sink has room again."""
+        if self._service is not None:
+            self._service.wake()
+
+    async def run(self) -> None:
+        """Serve the request until its last event has gone to the sink.
+
+        A cancel and the request timeout end it the same way: the last event says why, and the KV cells are free when the
+        step in flight is complete.  A request that is cancelled before it is submitted has done nothing.
+
+        Raises:
+            UmaError: the request was refused, and nothing was sent.
+        """
+        request = self.request
+        has_session = isinstance(request, Generate) and request.session_id is not None
+        on_wait = self._tell if isinstance(request, Generate) and request.progress else None
+        with self._scope:
+            try:
+                async with self._models.use(
+                    request.model, self._principal.name, session=has_session, on_wait=on_wait
+                ) as service:
+                    self._service = service
+                    if service.is_draining:
+                        raise ShuttingDown("the server is shutting down")
+                    self.request = service.with_named_adapter(request)
+                    await self._serve(service)
+            except trio.Cancelled:
+                if not self._is_submitted:
+                    self._send_cancelled()
+                raise
+
+    def _tell(self, model: str, state: ModelState, progress: float) -> None:
+        self._sink.send(LoadProgress(id=self.request.id or "", model=model, state=state, progress=round(progress, 3)))
+
+    async def _serve(self, service: ModelService) -> None:
+        raise NotImplementedError
+
+    def _send_cancelled(self) -> None:
+        """Send the last events of a request that was not submitted."""
+        raise NotImplementedError
+
+    async def _wait(
+        self, service: ModelService, answers: abc.Sequence[Answer], cancel: Callable[[Answer, UmaError | None], None]
+    ) -> None:
+        """Wait for ``answers`` as long as a request may take; ``cancel`` then ends those that are left, with the reason."""
+        self._answers, self._is_submitted = answers, True
+        ending: UmaError | None = None
+        limit_s = service.limits.request_timeout_s
+        try:
+            with trio.move_on_at(self._began + limit_s) as timer:
+                for answer in answers:  # a controller may add some meanwhile
+                    await answer.done.wait()
+            if timer.cancelled_caught:
+                ending = RequestTimeout(f"not done after {limit_s:g} s")
+        finally:
+            if service.is_draining and not self._scope.cancel_called:
+                ending = ShuttingDown("the server is shutting down")
+            for answer in answers:
+                cancel(answer, ending)  # does nothing to one that has finished
+
+
+class Generation(ModelRequest):
+    """A request for text."""
+
+    request: Generate
+    _answers: abc.Sequence[Sequence]
+
+    async def _serve(self, service: ModelService) -> None:
+        check_generates(service.scheduler.info)
+        if self.request.controller is not None:
+            await self._steer(service, self.request.controller)
+            return
+        _check_session_fields(self.request)
+        if service.sessions.does_without(self.request, self._principal.name):
+            self.request = attrs.evolve(self.request, session_id=None)
+        if self.request.session_id is None:
+            prompt = await service.prompts.make(self.request, principal=self._principal.name)
+            await self._stream(service, prompt, self._sink)
+        else:
+            turn = await service.sessions.begin(self.request, self._principal.name, self._sink)
+            try:
+                await self._stream(service, turn.prompt, turn)
+            finally:
+                await self._end_turn(service, turn)
+
+    async def _steer(self, service: ModelService, controller: str) -> None:
+        """Serve a request whose controller makes the answer."""
+        if service.runtime is None:
+            raise ControllerUnavailable("this daemon runs no controllers")
+        prompt, name = service.prompts.start(), secrets.token_hex(16)
+        generation = await service.runtime.instantiate(
+            name,
+            controller,
+            self.request.controller_arg,
+            prompt.tokens.tolist(),
+            library.auth_of(self._principal, is_admin=False),
+        )
+        await self._stream(service, prompt, self._sink, ControlledRequest(name=name, generation=generation))
+
+    async def _stream(
+        self, service: ModelService, prompt: Prompt, sink: EventSink, controlled: ControlledRequest | None = None
+    ) -> None:
+        shape = _answer_shape(self.request, prompt)
+        grammar = None if shape is None else await service.compile(shape, self._principal)
+        scheduler, durable = service.scheduler, self.request.session_id is not None
+        sequences = scheduler.submit(
+            self.request, prompt, sink, self._principal, grammar=grammar, controlled=controlled, durable=durable
+        )
+        log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
+        await self._wait(service, sequences, lambda sequence, reason: scheduler.cancel(sequence, reason or "cancelled"))
+
+    async def _end_turn(self, service: ModelService, turn: SessionTurn) -> None:
+        """The last event of a session's turn follows when the turn is on disk."""
+        sequences, self._answers = self._answers, ()  # finished, but not answered yet
+        with trio.CancelScope(shield=True):
+            last = await service.sessions.end(turn, sequences[0] if sequences else None)
+        if last is not None:
+            self._sink.send(last)
+
+    def _send_cancelled(self) -> None:
+        request = self.request
+        has_index = request.n > 1 or request.controller is not None
+        model = request.model or "" if self._service is None else self._service.name
+        waited_ms = round(1e3 * (trio.current_time() - self._began), 3)
+        timings = Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None)
+        for index in range(request.n) if has_index else (None,):
+            log_request(request, model, "cancelled", NO_USAGE, timings, index=index)
+            self._sink.send(
+                Eos(
+                    id=request.id,
+                    index=index,
+                    reason="cancelled",
+                    usage=NO_USAGE,
+                    timings=timings,
+                    metadata=request.metadata,
+                )
+            )
+
+
+class Embedding(ModelRequest):
+    """A request to embed or to rank texts."""
+
+    request: Embed | Rerank
+
+    async def _serve(self, service: ModelService) -> None:
+        scheduler, request = service.scheduler, self.request
+        check_pooling(request, scheduler.info)
+        texts = await service.prompts.texts(request, scheduler.info.embedding_ctx, principal=self._principal.name)
+        pending = scheduler.embed(request, texts, self._sink, self._principal)
+        try:
+            await self._wait(service, [pending], scheduler.cancel_embedding)
+        finally:
+            log.info(
+                "embedded" if isinstance(request, Embed) else "ranked",
+                id=request.id,
+                model=service.name,
+                texts=pending.n_done,
+                tokens=pending.n_tokens,
+                total_ms=round(1e3 * (trio.current_time() - self._began), 1),
+            )
+
+    def _send_cancelled(self) -> None:
+        self._sink.send(cancelled(self.request, self._began, NO_USAGE))
+
+
+def _answer_shape(request: Generate, prompt: Prompt) -> Constraint | AnswerShape | None:
+    """What the answer must look like; ``None``: it is free.
+
+    Reasoning is not a part of it: a model that has to answer at once answers worse.
+    """
+    calling = prompt.calling
+    if request.constraint is None and not (calling and request.must_call):
+        return None
+    has_own_start = request.constraint is not None and request.constraint.has_own_start
+    if calling is None and (prompt.reasoning is None or has_own_start):
+        return request.constraint
+    choice = request.tool_choice
+    named = [tool for tool in request.tools if isinstance(choice, NamedTool) and tool.name == choice.name]
+    return AnswerShape(
+        markers=None if calling is None else calling.markers,
+        tools=named or request.tools,
+        parallel=request.parallel_tool_calls and not named,
+        text=None if calling and request.must_call else request.constraint,
+        reasoning=prompt.reasoning,
+        is_open=prompt.opens_reasoning,
+    )
+
+
+def _check_session_fields(request: Generate) -> None:
+    if request.session_id is None:
+        for name, given in (("drop_messages", request.drop_messages), ("history", request.history != "continue")):
+            if given:
+                raise BadRequest(f"{name} is for the messages of a session: send it with a session_id", field=name)
+    elif request.drop_messages and request.history == "replace":
+        raise BadRequest(
+            "drop_messages does not go with history 'replace', which replaces all messages", field="drop_messages"
+        )
