@@ -16,8 +16,8 @@ from rigs import RivalError, peer, same_library
 
 from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
 from uma_trio.client import ClientError
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine_link.load_errors import ModelError
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.processes.machine import default_threads
 
 T = TypeVar("T")

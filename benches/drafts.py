@@ -25,9 +25,9 @@ from measure import WORDS, measure, warm_up
 from report import cell, table
 from rigs import Rig, ServerSettings
 
-from uma_trio.daemon.engines.loaded import EMBEDDED_DRAFT
 from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import Question, Stream
+from uma_trio.models.packaged import EMBEDDED_DRAFT
 from uma_trio.training import corpus
 
 OFF = "--no-speculation"

@@ -15,9 +15,9 @@ import click
 from machine import machine
 
 from uma_trio import config
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine.layout import KeptLayout, LayoutCache, LayoutChoice, MeasuredLayout
 from uma_trio.engine.llama import LlamaEngine
+from uma_trio.models.packaged import EMBEDDED
 
 
 class TimingCache(LayoutCache):

@@ -28,10 +28,10 @@ import attrs
 import pytest
 import requests
 
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.daemon.prompts.chosen_template import built_in
 from uma_trio.gateway.key_file import editing
 from uma_trio.gateway.tenants import Tenants, changed, new_key
+from uma_trio.models.packaged import EMBEDDED
 
 START_S: Final = 120.0
 STOP_S: Final = 20.0

@@ -23,9 +23,9 @@ from measure import WORDS, Result, decode_rate, measure, warm_up
 from report import cell, table
 from rigs import Rig, ServerSettings, peers_option, uma_trio_flags, uma_trio_rig
 
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import Question, Stream
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.training.skills import records, stories
 
 OFF, ON = "--no-speculation", "--speculation"

@@ -35,7 +35,6 @@ from rigs import (
     uma_trio_rig,
 )
 
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.demo.recording import (
     Stream,
     Track,
@@ -47,6 +46,7 @@ from uma_trio.demo.recording import (
     switches,
 )
 from uma_trio.demo.scorecard import Counters
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.processes.machine import default_threads
 
 RIVAL = "llama-server"

@@ -14,8 +14,8 @@ import trio
 from measure import WORDS
 
 from uma_trio.client import Eos, ServerError, Token, open_client
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.demo.load import Daemon
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.training.skills.documents import ask, make_document
 
 KINDS: Final = ("greedy", "seeded", "choices", "sessions")

@@ -23,9 +23,9 @@ from llama_http import LlamaServer
 from pinning import Cores
 
 from llama_abi.stamp import library_directory
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.demo import load
 from uma_trio.demo.temporary_daemon import temporary_daemon
+from uma_trio.models.packaged import EMBEDDED
 
 PEERS_VARIABLE = "LLAMA_PEERS_DIR"
 DEFAULT_PEERS = Path(__file__).resolve().parent.parent / "build" / "peers" / "bin"

@@ -39,8 +39,8 @@ from rigs import (
     uma_trio_rig,
 )
 
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.demo.recording import Track, durations_ms, percentile
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.processes.machine import default_threads
 
 SERVER, BENCH = "llama-server", "llama-batched-bench"

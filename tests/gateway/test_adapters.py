@@ -17,7 +17,7 @@ from tests.gateway.conftest import Gateway
 from tests.support.commands import run_process
 from tests.support.random_adapters import random_adapter
 from tests.support.real_daemon import missing, real_daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 QUESTION = {"role": "user", "content": "Tell me a story about a fox."}
 GREEDY = {"temperature": 0, "max_tokens": 24}

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import missing, real_daemon
 from uma_trio.cli import main
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.gateway.pages import FOLDER
+from uma_trio.models.packaged import EMBEDDED
 
 pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import missing, real_daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 
 def test_the_models_that_are_served(gateway: Gateway) -> None:

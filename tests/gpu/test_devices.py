@@ -20,7 +20,7 @@ from llama_abi import DeviceType, Placement
 from tests.support.placements import Placed, answers
 from tests.support.random_models import random_model
 from tests.support.real_daemon import real_daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 pytestmark = pytest.mark.skipif("UMA_TEST_GPUS" not in os.environ, reason="set UMA_TEST_GPUS=1 on a machine with GPUs")
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.hub_server import FakeHub, fake_hub
 from tests.support.model_home import Home, make_home
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 
 @pytest.fixture

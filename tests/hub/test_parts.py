@@ -13,8 +13,8 @@ from tests.support.bench_scripts import bench_script
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
 from tests.support.real_daemon import missing, real_daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.models.gguf_check import GgufError, check_gguf
+from uma_trio.models.packaged import EMBEDDED
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 

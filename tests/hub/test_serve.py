@@ -13,7 +13,7 @@ from tests.support.hub_server import FakeHub
 from tests.support.model_home import Home
 from tests.support.random_adapters import random_adapter
 from tests.support.real_daemon import missing, real_daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 

@@ -13,9 +13,9 @@ from tests.support import aborting_engine
 from uma_trio.cli.serve import command
 from uma_trio.daemon import server
 from uma_trio.daemon.engines.link import EngineLink, ProcessLauncher
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine_link.load_errors import ModelError, explained, readable
 from uma_trio.engine_link.messages import EngineDied
+from uma_trio.models.packaged import EMBEDDED
 
 
 class CountingLauncher(ProcessLauncher):

@@ -21,10 +21,10 @@ from tests.support.random_models import random_model
 from tests.support.rpc_server import rpc_server
 from uma_trio import config
 from uma_trio.daemon.engines.adapter_check import check_adapters
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine.stacked_adapters import stack_adapters, write_stacked
 from uma_trio.engine_link.kv_ops import Truncate
 from uma_trio.engine_link.messages import EngineError, SampleRequest, Step, StepInput
+from uma_trio.models.packaged import EMBEDDED
 
 N = 24
 SETTINGS = {"ctx": 2048, "parallel": 4, "batch_tokens": 64, "threads": 1, "layout_trial_s": 0}

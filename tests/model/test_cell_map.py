@@ -17,11 +17,11 @@ from llama_abi.logs import LogRouter
 from tests.support.engine_contract import greedy
 from tests.support.profile import amount
 from uma_trio import config
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import IdleLimit
 from uma_trio.engine_link.messages import Step, StepInput
+from uma_trio.models.packaged import EMBEDDED
 
 N_CELLS, N_SEQUENCES = 2048, 8
 N_STEPS = amount(quick=120, thorough=400)

@@ -9,7 +9,8 @@ from tests.support.real_daemon import real_daemon
 from tests.support.serving import settings
 from uma_trio.daemon.engines import loaded
 from uma_trio.daemon.engines.link import ProcessLauncher
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.daemon.prompts import open_prompts
+from uma_trio.models.packaged import EMBEDDED
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "echo": True}
 
@@ -64,13 +65,13 @@ def test_a_model_without_a_template_says_so_and_names_the_flag(without_template,
 
 async def test_no_stream_of_another_model_waits_for_a_template_to_start(library, monkeypatch):
     """It is compiled in a process of its own, whose start takes a good part of a second on a busy machine."""
-    threads, start = [], loaded.ChatTemplate
+    threads, start = [], open_prompts.ChatTemplate
 
     def started(*args, **kwargs):
         threads.append(threading.get_ident())
         return start(*args, **kwargs)
 
-    monkeypatch.setattr(loaded, "ChatTemplate", started)
+    monkeypatch.setattr(open_prompts, "ChatTemplate", started)
     async with trio.open_nursery() as nursery, loaded.open_model(settings(), ProcessLauncher(nursery)) as model:
         assert model.prompts.chat is not None
     assert len(threads) == 1

@@ -7,7 +7,7 @@ import pytest
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
 from tests.support.random_adapters import two_adapters
 from uma_trio import config
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import llama_abi
 from llama_abi import TokenAttr
 from tests.support.real_daemon import ROOT, Daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.daemon.prompts.chat import ChatTemplate
 from uma_trio.daemon.prompts.control_tokens import ControlTokens
 from uma_trio.engine_link.messages import PromptPart
 from uma_trio.errors import UmaError
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.tokenizer import CONTROL_ATTRIBUTES, Tokenizer
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models"

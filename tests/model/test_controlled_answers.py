@@ -18,12 +18,12 @@ from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Script
 from tests.support.steering import Client
 from uma_trio import config
 from uma_trio.daemon.engines.link import ProcessLauncher
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.engine_link.messages import Start
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Eos
 from uma_trio.protocol.requests import Generate

@@ -18,8 +18,8 @@ from tests.support.random_adapters import random_adapter
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 from tests.support.rpc_server import rpc_server
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.models.gguf_check import check_gguf
+from uma_trio.models.packaged import EMBEDDED
 
 pytestmark = pytest.mark.usefixtures("library")
 

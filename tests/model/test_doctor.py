@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from uma_trio.cli.doctor import command, environment, probe
 from uma_trio.cli.doctor import daemon as daemon_checks
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 
 @pytest.fixture
@@ -248,12 +248,12 @@ def test_a_wrong_answer(examine, monkeypatch):
 
 
 def test_an_embedded_model_that_differs_from_its_card(examine, no_c, tmp_path, monkeypatch):
-    from uma_trio.daemon.engines import loaded
+    from uma_trio.models import packaged
 
     copy = tmp_path / "embedded.gguf"
     copy.write_bytes(b"replaced")
     (tmp_path / "card.json").write_text(json.dumps({"sha256": "0" * 64}))
-    monkeypatch.setattr(loaded, "EMBEDDED", copy)
+    monkeypatch.setattr(packaged, "EMBEDDED", copy)
     monkeypatch.setattr(probe, "run", lambda flags: ({"library": LIBRARY}, "was skipped"))
     assert "differs from the one in its card" in examine()["embedded"]["message"]
 

@@ -30,7 +30,7 @@ from tests.support.real_daemon import Daemon, real_daemon, wait_ready
 from tests.support.terminal import terminal
 from uma_trio.aici.controllers import shipped
 from uma_trio.cli import main
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 

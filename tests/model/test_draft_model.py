@@ -9,8 +9,8 @@ from tests.support.draft_contract import drafts_after
 from tests.support.random_adapters import two_adapters
 from tests.support.real_daemon import real_daemon
 from uma_trio import config
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine_link.messages import DraftInput
+from uma_trio.models.packaged import EMBEDDED
 
 SMALL = {"parallel": 4, "batch_tokens": 64, "threads": 1}
 

@@ -12,7 +12,7 @@ from random import Random
 import gguf
 import pytest
 
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.training import corpus
 from uma_trio.training.bpe import Tokenizer
 from uma_trio.training.chat import CONTROLS, TEMPLATE

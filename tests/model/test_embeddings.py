@@ -16,8 +16,8 @@ from tests.support.gguf_files import U32, pair, with_pairs
 from tests.support.real_daemon import Canary, asked, real_daemon
 from uma_trio import config
 from uma_trio.client import ServerError
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine_link.messages import EmbeddingInput, Step
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.vocabulary import vocabulary
 
 TEXTS = ["How do I make pancakes?", "Mix flour, milk and eggs.", "The capital of France", "1 2 3 4 5 6 " * 12]

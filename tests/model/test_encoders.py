@@ -21,8 +21,8 @@ from tests.support.gguf_files import U32, pair, with_pairs
 from tests.support.random_models import random_model
 from tests.support.real_daemon import asked, real_daemon
 from uma_trio.client import ServerError
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine.embedding import MIN_CALL
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.vocabulary import vocabulary
 
 CTX = 512

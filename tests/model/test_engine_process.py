@@ -17,13 +17,13 @@ from tests.support.link_contract import *  # noqa: F403
 from tests.support.link_contract import answers, prefill
 from uma_trio import config
 from uma_trio.daemon.engines.link import ProcessLauncher, ThreadLauncher
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.daemon.engines.process import EngineProcess
 from uma_trio.engine.open_fitted import open_engine
 from uma_trio.engine_link.messages import EngineDied, LoadError, Start, Step, StepInput
 from uma_trio.grammar.checker import LocalChecker
 from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.grammar.vocabulary import Vocabulary
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.protocol.requests import Constraint
 from uma_trio.tokenizer.tokenizer import open_vocabulary
 

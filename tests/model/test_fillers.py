@@ -25,7 +25,6 @@ from tests.support.serving import settings
 from tests.support.state_files import memory_file
 from uma_trio import config
 from uma_trio.daemon.engines.link import ThreadLauncher
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
@@ -33,6 +32,7 @@ from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.engine_link.kv_ops import CopyPrefix, SaveState, Truncate
 from uma_trio.engine_link.messages import EngineError, SampleRequest, Start, Step, StepInput
 from uma_trio.engine_link.sampling import SamplingParams
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Generate
 from uma_trio.telemetry.perf_records import TickRecord

@@ -20,7 +20,6 @@ from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio import config
 from uma_trio.daemon.engines import loaded
 from uma_trio.daemon.engines.link import ProcessLauncher
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.engine import open_fitted as fitting
 from uma_trio.engine.fit import DoesNotFit, Memory, estimate_compute, fit
@@ -32,6 +31,7 @@ from uma_trio.engine_link.defaults import with_defaults
 from uma_trio.engine_link.load_errors import ModelError, explained
 from uma_trio.engine_link.messages import EngineDied, LoadError, Start
 from uma_trio.models.gguf_check import check_gguf
+from uma_trio.models.packaged import EMBEDDED
 
 MIB = 1 << 20
 SHAPES = ("2x64", "tiny-swa", "tiny-hybrid")

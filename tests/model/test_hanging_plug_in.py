@@ -13,7 +13,7 @@ from llama_abi import stamp
 from llama_abi.check import find_compiler
 from tests.support.commands import environment, run_process
 from tests.support.real_daemon import ROOT, WAIT_S, started
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 HANGS = """
 #include <fcntl.h>

@@ -16,7 +16,7 @@ import pytest
 from tests.fuzz.mutate_gguf import Gguf
 from tests.support import hostile
 from tests.support.real_daemon import Canary, real_daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.vocabulary import vocabulary
 
 FLAGS = ("--parallel", "4", "--ctx", "16384", "--max-frame-bytes", str(hostile.CAP), "--max-tx-bytes", "8192")

@@ -13,13 +13,13 @@ import llama_abi
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio import config
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine import layout_choice, layout_trial
 from uma_trio.engine.layout import Layout, LayoutChoice, MeasuredLayout, choose
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.saved_layouts import GIVEN_UP_S, FileLayoutCache
 from uma_trio.engine_link.messages import SampleRequest, Step, StepInput
 from uma_trio.engine_link.sampling import SamplingParams
+from uma_trio.models.packaged import EMBEDDED
 
 PLENTY_S = 600.0
 SETTINGS = config.Model(ctx=8192, parallel=4, threads=1, layout_trial_s=PLENTY_S)

@@ -16,12 +16,12 @@ from tests.support.bench_scripts import bench_script
 from tests.support.profile import thorough
 from tests.support.random_models import random_model
 from uma_trio import config
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine_link.kv_ops import Truncate
 from uma_trio.engine_link.messages import SampleRequest, Step, StepInput
 from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.models.gguf_check import check_gguf
+from uma_trio.models.packaged import EMBEDDED
 
 VOCABULARIES = Path(__file__).parents[2] / "build/llama.cpp/models"
 

@@ -9,7 +9,7 @@ import trio
 from tests.model.test_encoders import model, reference, texts, tokens_of
 from tests.support.real_daemon import Canary, asked, real_daemon
 from uma_trio.client import ServerError
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 QUERY = "how do i make pancakes"
 CONFIG = f"""

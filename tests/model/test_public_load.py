@@ -75,7 +75,7 @@ def test_both_servers(library, environment, tmp_path, folder):
 
 
 async def test_aiperf_has_the_ids_of_the_servers(library, environment, tmp_path):
-    from uma_trio.daemon.engines.loaded import EMBEDDED
+    from uma_trio.models.packaged import EMBEDDED
     from uma_trio.tokenizer.tokenizer import open_vocabulary
 
     generator = bench_script("public_generator")

@@ -1,7 +1,7 @@
 """Queries of a real daemon: tokens as a request prefills them, and what the model is."""
 
 from tests.support.real_daemon import asked
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.vocabulary import vocabulary
 
 TEXT = "Füchse 🦊 <|bos|> jump."

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.gguf_files import F32, U32, pair, with_pairs
 from tests.support.real_daemon import real_daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 STORY = {"prompt": "Once upon a time", "max_tokens": 40, "seed": 5}
 

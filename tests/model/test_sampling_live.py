@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from tests.support.real_daemon import Answer, real_daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.vocabulary import vocabulary
 
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]

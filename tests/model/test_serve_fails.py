@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from llama_abi.stamp import DIRECTORY_VARIABLE
 from uma_trio.cli import main
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 EMBEDDED_BYTES = EMBEDDED.read_bytes()
 

@@ -22,9 +22,9 @@ import llama_abi
 from llama_abi import Batch, Context, ContextOptions, Model
 from tests.support.commands import invoke
 from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED, EMBEDDED_DRAFT
 from uma_trio.daemon.store.journal import Journal
 from uma_trio.daemon.store.state_format import PAYLOAD_AT
+from uma_trio.models.packaged import EMBEDDED, EMBEDDED_DRAFT
 from uma_trio.training.skills import documents
 
 N = 4

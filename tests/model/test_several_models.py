@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.commands import invoke
 from tests.support.real_daemon import Daemon, real_daemon
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 pytestmark = pytest.mark.usefixtures("library")
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.real_daemon import real_daemon
 from uma_trio.config import Model
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.engine.llama import LlamaEngine
+from uma_trio.models.packaged import EMBEDDED
 
 
 @pytest.fixture

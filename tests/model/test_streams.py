@@ -11,7 +11,7 @@ import trio.testing
 
 from tests.support.real_daemon import Answer, real_daemon
 from uma_trio.client import Token
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.vocabulary import vocabulary
 from uma_trio.training.skills import documents
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import llama_abi
 from llama_abi import TokenAttr
 from tests.support.real_daemon import ROOT
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.tokenizer import InvalidTokenId, TokenizedText, Tokenizer, open_vocabulary
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models"

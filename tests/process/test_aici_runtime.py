@@ -21,8 +21,8 @@ from uma_trio.aici_link.messages import Auth
 from uma_trio.config import Aici
 from uma_trio.daemon.aici.link import RuntimeStart
 from uma_trio.daemon.aici.supervisor import SupervisedRuntime
-from uma_trio.daemon.engines.loaded import EMBEDDED
 from uma_trio.errors import ControllerFailed, ControllerNotFound, ControllerUnavailable
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.vocabulary import vocabulary
 
 pytestmark = [

@@ -30,7 +30,7 @@ from llama_abi.stamp import DIRECTORY_VARIABLE, library_directory
 from tests.support.forked import Forked
 from tests.support.run import SETTINGS_OF_DAEMONS
 from uma_trio.client import Client, open_client
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import ServerEvent, to_fields
 from uma_trio.protocol.payload import Encoding, decode, encode, encoding_of

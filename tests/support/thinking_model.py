@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 
 from tests.support.bench_scripts import bench_script
-from uma_trio.daemon.engines.loaded import EMBEDDED
+from uma_trio.models.packaged import EMBEDDED
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 REASONING, ANSWER = "capital of France is", "aris."

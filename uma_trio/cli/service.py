@@ -179,12 +179,12 @@ def _service(flags: Sequence[str]) -> Service:
     from uma_trio.cli.model_option import located
     from uma_trio.cli.service_units import Service
     from uma_trio.config import ConfigError, models_of
-    from uma_trio.daemon.engines.loaded import model_path
     from uma_trio.daemon.prompts.chosen_template import choose_template
     from uma_trio.engine_link.installed import LibraryProblem, read_stamp
     from uma_trio.engine_link.load_errors import ModelError, explained
     from uma_trio.hub.errors import HubError
     from uma_trio.models.gguf_check import check_gguf
+    from uma_trio.models.packaged import model_path
     from uma_trio.processes.interpreter import PYTHON
     from uma_trio.protocol.address import GIVE_A_SHORTER_PATH, default_socket_path, too_long
 

@@ -152,9 +152,9 @@ def _tokenizer(model: str | None, llama_dir: Path | None) -> Iterator[Tokenizer]
     """The vocabulary; what goes wrong with it, or with what is asked of it, ends the program with 1."""
     from uma_trio.cli.model_option import find_model
     from uma_trio.config import ConfigError
-    from uma_trio.daemon.engines.loaded import EMBEDDED
     from uma_trio.engine_link.load_errors import ModelError
     from uma_trio.hub.errors import HubError, NotInstalled
+    from uma_trio.models.packaged import EMBEDDED
     from uma_trio.tokenizer.tokenizer import InvalidTokenId
     from uma_trio.tokenizer.vocabulary import vocabulary
 

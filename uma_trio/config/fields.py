@@ -738,6 +738,11 @@ class Config:
     models: tuple[ModelEntry, ...] = ()
     """The models of the file's list ``models:``, or of several flags ``--model``; empty: ``model`` is the only one."""
 
+    @property
+    def min_batch(self) -> int:
+        """Tokens that a batch must have at least: one of each sequence, and some of a prompt."""
+        return self.model.parallel + max(self.scheduling.prefill_burst_tokens, self.scheduling.min_chunk_tokens)
+
 
 SECTIONS: Final[Mapping[str, type]] = {
     name: cls for name, cls in typing.get_type_hints(Config).items() if attrs.has(cls)

@@ -15,7 +15,7 @@ from uma_trio.config import MB, Config, Model, settings_of_model
 from uma_trio.daemon.aici.link import RuntimeStart
 from uma_trio.daemon.aici.supervisor import SupervisedRuntime
 from uma_trio.daemon.engines.link import Launcher
-from uma_trio.daemon.engines.loaded import LoadedModel, model_path, open_model
+from uma_trio.daemon.engines.loaded import LoadedModel, open_model
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.registry import ModelSpec, Needs, RegistryLimits
 from uma_trio.daemon.registry.outline import ModelOutline, read_outline
@@ -26,6 +26,7 @@ from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import AliasFileError, HubError
 from uma_trio.hub.locate import find_installed, installed_models
 from uma_trio.hub.variants import quantization_of
+from uma_trio.models.packaged import model_path
 from uma_trio.models.purpose import Purpose
 from uma_trio.processes.machine import default_threads, machine_memory_bytes
 from uma_trio.protocol.answers import Capability, ModelDescription, bare_name

@@ -16,13 +16,14 @@ import platformdirs
 import structlog
 
 from uma_trio.config import MB, Config
-from uma_trio.daemon.engines.loaded import LoadedModel, model_path
+from uma_trio.daemon.engines.loaded import LoadedModel
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.serving.offload import StateFiles
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.state_folder import StateFileError, StateFolder
 from uma_trio.daemon.store.state_format import StoredState
 from uma_trio.models.fingerprint import model_fingerprint
+from uma_trio.models.packaged import model_path
 
 log = structlog.get_logger("uma_trio.daemon")
 

@@ -7,8 +7,19 @@ from typing import Final
 
 _FOLDER: Final = Path(__file__).parent / "embedded"
 
-PACKAGED: Final = {"embedded": _FOLDER / "embedded.gguf", "embedded-draft": _FOLDER / "draft.gguf"}
-"""Their files, by name; see docs/EMBEDDED_MODEL.md."""
+EMBEDDED: Final = _FOLDER / "embedded.gguf"
+"""The demo and test model; see docs/EMBEDDED_MODEL.md."""
+
+EMBEDDED_DRAFT: Final = _FOLDER / "draft.gguf"
+"""Its draft model."""
+
+PACKAGED: Final = {"embedded": EMBEDDED, "embedded-draft": EMBEDDED_DRAFT}
+"""Their files, by name."""
 
 PACKAGED_QUANTIZATION: Final = "Q8_0"
 """The quantization of all of them, which the names of their files do not have."""
+
+
+def model_path(model: str | None) -> Path:
+    """The file of the setting ``model``, once names are resolved (``uma_trio.hub.locate``)."""
+    return EMBEDDED if model is None else Path(model).expanduser()

@@ -33,9 +33,9 @@ def check_stamp(settings: Config) -> Iterator[Finding]:
 
 def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator[Finding]:
     """Check what ``probe`` reports from a separate process."""
-    from uma_trio.daemon.engines.loaded import EMBEDDED, model_path
     from uma_trio.engine_link.installed import library_fix
     from uma_trio.engine_link.messages import DOES_NOT_OPEN
+    from uma_trio.models.packaged import EMBEDDED, model_path
 
     path, fix = model_path(settings.model.model), library_fix(settings.model.llama_dir)
     stages, ending = probe.run(flags)
@@ -74,9 +74,9 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
 
 def check_file(settings: Config) -> Iterator[Finding]:
     """Check the file of a further model, without loading it."""
-    from uma_trio.daemon.engines.loaded import model_path
     from uma_trio.engine_link.load_errors import ModelError, explained
     from uma_trio.models.gguf_check import check_gguf
+    from uma_trio.models.packaged import model_path
 
     path = model_path(settings.model.model)
     try:

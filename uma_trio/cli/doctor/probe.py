@@ -84,13 +84,13 @@ def probe(settings: Config) -> None:
 
 
 def _probe_model(settings: Config) -> None:
-    from uma_trio.daemon.engines.loaded import min_batch, model_path
     from uma_trio.daemon.prompts.context import explain_context, is_short, more_context
     from uma_trio.engine.llama import LlamaEngine
     from uma_trio.engine.open_fitted import open_engine
     from uma_trio.engine_link.load_errors import ModelError, explained
     from uma_trio.engine_link.messages import Start
     from uma_trio.models.gguf_check import check_gguf
+    from uma_trio.models.packaged import model_path
     from uma_trio.processes.machine import free_memory_bytes
 
     path, free = model_path(settings.model.model), free_memory_bytes()
@@ -106,7 +106,7 @@ def _probe_model(settings: Config) -> None:
                 attrs.evolve(settings.model, layout_trial_s=trial_s),
                 sizes=summary.sizes,
                 draft_sizes=draft_sizes,
-                min_batch=min_batch(settings),
+                min_batch=settings.min_batch,
                 purpose=summary.purpose,
                 target_itl_ms=settings.scheduling.target_itl_ms,
             )

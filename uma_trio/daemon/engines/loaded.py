@@ -1,12 +1,11 @@
-"""From a configuration to a running engine with its tokenizer and its chat template."""
+"""From a configuration to a running engine, with what the daemon needs of its model."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Final
 
 import attrs
 import msgspec
@@ -19,16 +18,10 @@ from uma_trio.daemon.engines.calibrate import calibrate
 from uma_trio.daemon.engines.link import EngineLink, Launcher
 from uma_trio.daemon.engines.saved_costs import load_costs, save_costs
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
-from uma_trio.daemon.prompts.chat import BrokenTemplate, ChatTemplate
-from uma_trio.daemon.prompts.chosen_template import TemplateSource, choose_template
-from uma_trio.daemon.prompts.context import explain_context, is_short, max_prompt_bytes, more_context
-from uma_trio.daemon.prompts.control_tokens import ControlTokens
-from uma_trio.daemon.prompts.marker_text import MarkerText
-from uma_trio.daemon.prompts.pairs import find_pair_format
+from uma_trio.daemon.prompts.chosen_template import choose_template
+from uma_trio.daemon.prompts.context import explain_context, is_short, more_context
+from uma_trio.daemon.prompts.open_prompts import open_prompts
 from uma_trio.daemon.prompts.prompt import PromptMaker
-from uma_trio.daemon.prompts.reasoning import find_format, make_markers
-from uma_trio.daemon.prompts.tool_formats import HERMES, by_name, find_tool_format, make_call_markers
-from uma_trio.daemon.prompts.tool_prompts import ToolStyle, ToolSupport, find_style
 from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.engine_link.defaults import SHARES
 from uma_trio.engine_link.devices import Devices
@@ -39,22 +32,12 @@ from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.models.fingerprint import model_fingerprint
 from uma_trio.models.gguf_check import GgufError, GgufSummary, check_gguf
-from uma_trio.models.markers import ReasoningMarkers
-from uma_trio.models.packaged import PACKAGED
+from uma_trio.models.packaged import model_path
 from uma_trio.models.purpose import IN_WORDS
 from uma_trio.models.sampling_defaults import recommended
-from uma_trio.tokenizer.tokenizer import Tokenizer, VocabOnlyModel, open_vocabulary
+from uma_trio.tokenizer.tokenizer import open_vocabulary
 
 log = structlog.get_logger("uma_trio.models")
-
-EMBEDDED: Final = PACKAGED["embedded"]
-"""The demo and test model that comes with the package; see docs/EMBEDDED_MODEL.md."""
-
-EMBEDDED_DRAFT: Final = PACKAGED["embedded-draft"]
-"""The draft model of the embedded one, which comes with the package as well."""
-
-OF_THE_MODEL: Final = "of the model file"
-GIVE_A_TEMPLATE: Final = "--chat-template chatml, or another template that the model was trained with"
 
 
 @attrs.frozen(eq=False)
@@ -142,7 +125,9 @@ async def open_model(
                     stack.enter_context, open_vocabulary(path, config.model.llama_dir)
                 )
                 cost_name, cost = await _costs(link, start)
-            prompts, template = await _prompt_maker(config, start, engine.info, vocabulary, given, stack)
+            opening = open_prompts(config, engine.info, vocabulary, given)
+            # in a thread: it starts a process, and other models may be serving
+            prompts, template = await trio.to_thread.run_sync(stack.enter_context, opening)
 
             def grammar_vocabulary() -> Vocabulary:
                 return vocabulary.tokenizer.grammar_vocabulary(engine.info.eog_ids)
@@ -187,7 +172,7 @@ async def _checked(config: Config, path: Path) -> Start:
         config.model,
         sizes=summary.sizes,
         draft_sizes=draft_sizes,
-        min_batch=min_batch(config),
+        min_batch=config.min_batch,
         adapters=await trio.to_thread.run_sync(check_adapters, config.model.adapters, path),
         purpose=summary.purpose,
         target_itl_ms=config.scheduling.target_itl_ms,
@@ -203,38 +188,6 @@ async def _costs(link: EngineLink, start: Start) -> tuple[str, CostModel]:
     cost = await calibrate(link, known=known, may_have_stairs=bool(link.ready.devices.layers_on_gpu))
     save_costs(name, cost)  # for the next start, also if this process is killed
     return name, cost
-
-
-async def _prompt_maker(
-    config: Config,
-    start: Start,
-    info: ModelInfo,
-    vocabulary: VocabOnlyModel,
-    given: TemplateSource | None,
-    stack: contextlib.ExitStack,
-) -> tuple[PromptMaker, TemplateSource | None]:
-    """What makes prompts for the model, and the chat template that it uses.
-
-    Args:
-        given: the template of the settings; the model's own by default.
-        stack: ends the process of the template.
-    """
-    tokenizer, of_the_model = vocabulary.tokenizer, vocabulary.chat_template
-    chosen, chat, pairs = None, None, None
-    if start.purpose == "generate":  # in a thread: it starts a process, and other models may be serving
-        chosen = given or (None if of_the_model is None else TemplateSource(of_the_model, OF_THE_MODEL))
-        chat = await trio.to_thread.run_sync(_chat_template, chosen, tokenizer)
-    if chat is not None:
-        stack.callback(chat.close)
-    if start.purpose == "rank":
-        pairs = find_pair_format(vocabulary.metadata, tokenizer)
-    # a model that reasons does so with another template too
-    templates = [text for text in (chosen.text if chosen else None, of_the_model) if text is not None]
-    text = MarkerText(tokenizer.control_id)
-    tools = await trio.to_thread.run_sync(_tool_support, chat, templates, config.model.tool_format, text)
-    limits = attrs.evolve(config.limits, max_prompt_bytes=max_prompt_bytes(config.limits, info))
-    prompts = PromptMaker(tokenizer, chat, limits, _reasoning_markers(templates, text), tools, pairs)
-    return prompts, None if chat is None else chosen
 
 
 def _check_draft(path: Path, summary: GgufSummary, draft: Path, of_draft: GgufSummary) -> None:
@@ -279,17 +232,6 @@ async def _loaded(
     raise AssertionError("unreachable")
 
 
-def min_batch(config: Config) -> int:
-    """Tokens that a batch must have at least: one of each sequence, and some of a prompt."""
-    scheduling = config.scheduling
-    return config.model.parallel + max(scheduling.prefill_burst_tokens, scheduling.min_chunk_tokens)
-
-
-def model_path(model: str | None) -> Path:
-    """The file of the setting ``model``, once names are resolved (``uma_trio.hub.locate``)."""
-    return EMBEDDED if model is None else Path(model).expanduser()
-
-
 def _log_loaded(start: Start, ready: Ready, limits: Limits) -> None:
     if ready.devices.fix is not None:
         log.warning("the model runs without a GPU", device=str(ready.devices), fix=ready.devices.fix)
@@ -321,39 +263,3 @@ def _recommended_sampling(metadata: Mapping[str, str]) -> dict[str, float]:
     for problem in problems:
         log.warning("ignored a sampling parameter of the model file", reason=problem)
     return found
-
-
-def _reasoning_markers(templates: Sequence[str], text: MarkerText) -> ReasoningMarkers | None:
-    """The markers of the first template that has some."""
-    found = next(filter(None, map(find_format, templates)), None)
-    return None if found is None else make_markers(found, text)
-
-
-def _tool_support(chat: ChatTemplate | None, templates: Sequence[str], name: str, text: MarkerText) -> ToolSupport:
-    """How the model calls tools.
-
-    Args:
-        templates: the one that is used comes first.
-        name: of the format, or ``auto``.
-    """
-    if name == "auto":
-        found = next(filter(None, map(find_tool_format, templates)), HERMES)
-        is_native = bool(templates) and find_tool_format(templates[0]) is not None
-    else:
-        found, is_native = by_name(name), True
-    style = find_style(chat.render, named_ids=found.numbered) if chat is not None and is_native else ToolStyle()
-    return ToolSupport(found, style, make_call_markers(found, text))
-
-
-def _chat_template(source: TemplateSource | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The compiled template; a broken one of a model file costs the model its chats, and nothing else."""
-    if source is None:
-        log.warning("the model has no chat template; it serves plain prompts", hint=GIVE_A_TEMPLATE)
-        return None
-    name = "the model's chat template" if source.origin == OF_THE_MODEL else f"the chat template {source.origin}"
-    try:
-        controls = ControlTokens(tokenizer.control_tokens, tokenizer.user_defined_controls)
-        return ChatTemplate(source.text, bos=tokenizer.bos, eos=tokenizer.eos, controls=controls, name=name)
-    except (BrokenTemplate, ValueError) as error:
-        log.warning(f"{name} cannot be used; the model serves plain prompts", reason=str(error), hint=GIVE_A_TEMPLATE)
-        return None

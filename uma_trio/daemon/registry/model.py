@@ -12,9 +12,9 @@ import attrs
 import trio
 
 from uma_trio.config import Config
-from uma_trio.daemon.engines.loaded import model_path
 from uma_trio.daemon.registry.room import Needs
 from uma_trio.daemon.service import ModelService
+from uma_trio.models.packaged import model_path
 from uma_trio.protocol.answers import ModelDescription, ModelState
 
 
