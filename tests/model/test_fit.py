@@ -239,11 +239,12 @@ def test_what_was_taken_beyond_the_prediction_counts_at_the_next_start(
 ) -> None:
     sizes = check_gguf(EMBEDDED).sizes
     settings = config.Model(threads=1, parallel=4, layout_trial_s=0, memory_limit_mb=2000)
+    start = Start(EMBEDDED, settings, cache_dir=tmp_path, sizes=sizes)
 
     def predicted(taken: float = 0.0) -> int:
         amounts = iter([0, int(taken)])
         monkeypatch.setattr(fitting, "anonymous_bytes", lambda: next(amounts))
-        engine = open_fitted(EMBEDDED, settings, sizes, cache_dir=tmp_path, target_itl_ms=200)
+        engine = open_fitted(start)
         engine.close()
         assert engine.fit is not None
         assert engine.fit.taken["RAM"] == int(taken)
@@ -278,16 +279,10 @@ def test_memory_is_that_of_the_machine_or_less(library: Path) -> None:
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(library: Path, tmp_path: Path) -> None:
     progress: list[float] = []
-    sizes = check_gguf(EMBEDDED).sizes
+    settings = config.Model(memory_limit_mb=5)
+    start = Start(EMBEDDED, settings, cache_dir=tmp_path, sizes=check_gguf(EMBEDDED).sizes)
     with pytest.raises(DoesNotFit, match=r"memory_limit_mb"):
-        open_fitted(
-            EMBEDDED,
-            config.Model(memory_limit_mb=5),
-            sizes,
-            cache_dir=tmp_path,
-            on_progress=lambda s: progress.append(s) or True,
-            target_itl_ms=200,
-        )
+        open_fitted(start, lambda s: progress.append(s) or True)
     assert progress == []
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +18,6 @@ from llama_abi.backends import OnOpen
 from uma_trio import config
 from uma_trio.engine import saved_layouts
 from uma_trio.engine.fit import (
-    NO_COMPANIONS,
     Arrangement,
     Companions,
     Compute,
@@ -34,7 +33,6 @@ from uma_trio.engine.layout import (
     Environment,
     KvCacheTooSmall,
     Layout,
-    LayoutCache,
     Shape,
     candidates,
 )
@@ -42,8 +40,8 @@ from uma_trio.engine.layout_choice import context_options, environment_of
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.placement import Place, PlacementError, library_environment, open_library, place
 from uma_trio.engine.pooling import PoolingEngine
-from uma_trio.engine_link.defaults import SHARES, SMALL_BATCH
-from uma_trio.engine_link.messages import NO_MEMORY, AdapterFile, EngineError, FitReport, LoadError, Start
+from uma_trio.engine_link.defaults import SHARES
+from uma_trio.engine_link.messages import NO_MEMORY, EngineError, FitReport, LoadError, Start
 from uma_trio.models.fingerprint import model_fingerprint
 from uma_trio.models.sizes import ModelSizes
 from uma_trio.processes.machine import anonymous_bytes, free_memory_bytes
@@ -67,69 +65,42 @@ def is_about_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | ContextTooLarge) or NO_MEMORY.search(str(error)) is not None
 
 
-def open_fitted(
-    path: Path,
-    settings: config.Model,
-    sizes: ModelSizes | None,
-    *,
-    on_progress: Callable[[float], bool] | None = None,
-    layout_cache: LayoutCache | None = None,
-    cache_dir: Path | None = None,
-    min_batch: int = SMALL_BATCH,
-    attempt: int = 0,
-    adapters: Sequence[AdapterFile] = (),
-    draft: ModelSizes | None = None,
-    layouts: Collection[str] = (),
-    target_itl_ms: float,
-) -> LlamaEngine:
-    """Load the model with settings with which it fits.  Blocks until it is loaded.
+def open_fitted(start: Start, on_progress: Callable[[float], bool] | None = None) -> LlamaEngine:
+    """Load the model that ``start`` names with settings with which it fits.  Blocks until it is loaded.
 
-    Args:
-        sizes: of the model; without them, or with ``fit`` off, the settings are taken as they are.
-        min_batch: see ``fit``.
-        attempt: how often this was tried before; each time less memory is taken.
-        adapters: loaded with it.
-        draft: sizes of its draft model.
-        layouts: names of the layouts to choose from if ``fit`` is off; empty for all.
-        target_itl_ms: see ``Environment``.
+    Without sizes of the model, or with ``fit`` off, the settings are taken as they are.
 
     Raises:
         DoesNotFit: the model cannot fit; nothing was loaded.
         PlacementError: the settings and the devices do not go together; nothing was loaded.
         KvCacheTooSmall, llama_abi.LlamaError, llama_abi.LibraryError: see ``LlamaEngine``.
     """
+    settings, sizes = start.settings, start.sizes
+    load = functools.partial(
+        LlamaEngine,
+        start.path,
+        on_progress=on_progress,
+        layout_cache=saved_layouts.FileLayoutCache(start.path, start.cache_dir),
+        adapters=start.adapters,
+        target_itl_ms=start.target_itl_ms,
+    )
     if settings.fit == "off" or sizes is None:
-        return LlamaEngine(
-            path, settings, on_progress, layout_cache, adapters, layouts=layouts or None, target_itl_ms=target_itl_ms
-        )
+        return load(settings, layouts=start.layouts or None)
     library = open_library(settings)
     where = place(settings, library)
-    name = model_fingerprint(path, "memory", *library_environment(library))
-    learned = saved_layouts.load_corrections(name, cache_dir)
+    name = model_fingerprint(start.path, "memory", *library_environment(library))
+    learned = saved_layouts.load_corrections(name, start.cache_dir)
     memories = [
         msgspec.structs.replace(
             each,
-            free_bytes=int(SHARES[attempt] * each.free_bytes),
+            free_bytes=int(SHARES[start.attempt] * each.free_bytes),
             correction=min(max(learned.get(each.name, 1.0), 1.0), MAX_CORRECTION),
         )
         for each in measure(library, where)
     ]
-    companions = Companions(draft=draft, adapter_bytes=sum([file.size_bytes for file in adapters]))
-    found, fitting = choose(
-        library,
-        path,
-        settings,
-        sizes,
-        memories,
-        where,
-        min_batch=min_batch,
-        companions=companions,
-        target_itl_ms=target_itl_ms,
-    )
+    found, fitting = choose(library, start, sizes, memories, where)
     before, anonymous = measure(library, where), anonymous_bytes()
-    engine = LlamaEngine(
-        path, found.settings, on_progress, layout_cache, adapters, layouts=fitting, target_itl_ms=target_itl_ms
-    )
+    engine = load(found.settings, layouts=fitting)
     after = measure(library, where)
     taken = {old.name: max(0, old.free_bytes - new.free_bytes) for old, new in zip(before, after, strict=True)}
     taken[RAM] = max(0, anonymous_bytes() - anonymous)
@@ -139,7 +110,7 @@ def open_fitted(
         if need
     }
     if any(abs(value - learned.get(each, 1.0)) > 0.01 for each, value in corrections.items()):
-        saved_layouts.save_corrections(name, learned | corrections, cache_dir)
+        saved_layouts.save_corrections(name, learned | corrections, start.cache_dir)
     predicted = {each.name: need for each, need in zip(found.memories, found.needs, strict=True)}
     free = {each.name: each.free_bytes for each in found.memories}
     engine.fit = FitReport(found.choice, found.why, free, predicted, taken)
@@ -207,16 +178,7 @@ def arrangement_of(where: Place, memories: Sequence[Memory]) -> Arrangement:
 
 
 def choose(
-    library: llama_abi.Library,
-    path: Path,
-    settings: config.Model,
-    sizes: ModelSizes,
-    memories: Sequence[Memory],
-    where: Place | None = None,
-    *,
-    min_batch: int = SMALL_BATCH,
-    companions: Companions = NO_COMPANIONS,
-    target_itl_ms: float,
+    library: llama_abi.Library, start: Start, sizes: ModelSizes, memories: Sequence[Memory], where: Place
 ) -> tuple[Fit, frozenset[str] | None]:
     """Choose settings with which the model fits, and the names of the layouts that fit; ``None`` for all of them.
 
@@ -224,13 +186,13 @@ def choose(
         DoesNotFit, KvCacheTooSmall: see ``fit``.
         llama_abi.LlamaError: llama.cpp refuses the file.
     """
-    where = place(settings, library) if where is None else where
-    environment = environment_of(where, target_itl_ms)
+    settings, environment = start.settings, environment_of(where, start.target_itl_ms)
+    companions = Companions(draft=start.draft_sizes, adapter_bytes=sum([file.size_bytes for file in start.adapters]))
     fitted = functools.partial(
         fit,
         sizes,
         settings,
-        min_batch=min_batch,
+        min_batch=start.min_batch,
         arrangement=arrangement_of(where, memories),
         environment=environment,
     )
@@ -244,7 +206,7 @@ def choose(
         if not found.gave_up and all(need <= most for need, most in zip(found.needs, room, strict=True)):
             return found, None
     with contextlib.ExitStack() as stack:
-        compute = stack.enter_context(ComputeSizes(library, path, memories, where))
+        compute = stack.enter_context(ComputeSizes(library, start.path, memories, where))
         if companions.draft is not None and settings.draft_model is not None:
             of_draft = stack.enter_context(
                 ComputeSizes(library, Path(settings.draft_model), memories, where.without_overrides)
@@ -395,20 +357,7 @@ def open_engine(
         on_progress(0.0)
         if start.purpose != "generate":
             return open_pooling(start, on_progress)
-        engine = open_fitted(
-            start.path,
-            start.settings,
-            start.sizes,
-            on_progress=on_progress,
-            layout_cache=saved_layouts.FileLayoutCache(start.path, start.cache_dir),
-            cache_dir=start.cache_dir,
-            min_batch=start.min_batch,
-            attempt=start.attempt,
-            adapters=start.adapters,
-            draft=start.draft_sizes,
-            layouts=start.layouts,
-            target_itl_ms=start.target_itl_ms,
-        )
+        engine = open_fitted(start, on_progress)
     except (OSError, MemoryError, EngineError, DoesNotFit, *LOAD_ERRORS) as error:
         reason, remedy = getattr(error, "reason", str(error)), getattr(error, "remedy", "")
         raise LoadError(reason, remedy, is_about_memory=is_about_memory(error)) from error
