@@ -10,6 +10,7 @@ import pytest
 
 import llama_abi
 from uma_trio import models
+from uma_trio.engine.llama import breakers_of
 from uma_trio.engine.sampling.sampler import distribution
 from uma_trio.engine_link.sampling import Past, SamplingParams
 from uma_trio.tokenizer.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ def test_logits(model: llama_abi.Model, text: str, fields: dict[str, float], bre
             chain.accept(token)
         ids, expected = chain.apply(logits)
     found_ids, found = distribution(
-        logits.copy(), params, past=Past(tokens, len(tokens)), breakers=tokenizer.breakers(breakers)
+        logits.copy(), params, past=Past(tokens, len(tokens)), breakers=breakers_of(tokenizer, breakers)
     )
     ours, theirs = np.zeros(tokenizer.n_tokens), np.zeros(tokenizer.n_tokens)
     ours[found_ids], theirs[ids] = found, expected

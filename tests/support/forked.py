@@ -70,5 +70,5 @@ def _run(arguments: Sequence[str], log: Path, cwd: Path, environment: Mapping[st
         for fd in fds:
             os.dup2(opened, fd)
         os.close(opened)
-    sys.argv = ["uma-trio", *arguments]
+    sys.argv = ["uma-trio", *map(str, arguments)]
     run()

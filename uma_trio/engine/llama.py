@@ -76,6 +76,15 @@ MAX_BREAKERS: Final = 64
 """Sets of sequence breakers that are remembered as tokens."""
 
 
+def breakers_of(tokenizer: Tokenizer, texts: Sequence[str]) -> Breakers:
+    """Texts that end a repetition, for DRY."""
+
+    def encode(text: str) -> list[int]:
+        return [*map(int, tokenizer.encode(text, add_special=False, parse_special=False, continues=True))]
+
+    return Breakers(texts, lambda token: tokenizer.tokens_to_bytes([token])[0], encode)
+
+
 class LlamaEngine:
     """A loaded model with its context.  See ``messages.Engine`` for the contract.
 
@@ -175,7 +184,7 @@ class LlamaEngine:
         # with adapters llama.cpp waits for the device in each call
         self.is_async = self._place.on_gpu and not self._adapters.files
         self.tokenizer = Tokenizer(self._model.vocab)
-        self._breakers = functools.lru_cache(MAX_BREAKERS)(self._breakers_of)
+        self._breakers = functools.lru_cache(MAX_BREAKERS)(functools.partial(breakers_of, self.tokenizer))
         self._matchers = Matchers(
             lambda: self.tokenizer.grammar_vocabulary(self._model.vocab.eog_ids),
             self._model.vocab.n_tokens,
@@ -500,13 +509,6 @@ class LlamaEngine:
                 scores[row] = score
         tokens: list[int] = sampled.tolist()
         return tokens, scores, mus
-
-    def _breakers_of(self, texts: Sequence[str]) -> Breakers:
-        def encode(text: str) -> list[int]:
-            found = self.tokenizer.encode(text, add_special=False, parse_special=False, continues=True)
-            return [*map(int, found)]
-
-        return Breakers(texts, lambda token: self.tokenizer.tokens_to_bytes([token])[0], encode)
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
         if self._drafter is None:
