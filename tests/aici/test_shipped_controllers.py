@@ -243,7 +243,7 @@ class Driver:
         if isinstance(action, StopSequence):
             tokens, backtrack = [EOS], 0
         elif isinstance(action, Splice):
-            tokens, backtrack = [*action.ff_tokens], action.backtrack
+            tokens, backtrack = [*action.ff_tokens], action.n_removed
             assert tokens, "a splice without a token leaves the engine without logits"
             assert backtrack <= len(sequence.tokens)
         else:

@@ -311,10 +311,10 @@ class FakeRuntime:
                     shared.allow_only(row, EOS)
                 case Splice(ff_tokens=tokens) if any(token >= self._check.n_vocab for token in tokens):
                     raise Trap("ff_token out of range")
-                case Splice(backtrack=0, ff_tokens=tokens):
+                case Splice(n_removed=0, ff_tokens=tokens):
                     shared.allow_only(row, tokens[0])
                     return MidResult(list(tokens), 0)
-                case Splice(backtrack=backtrack, ff_tokens=tokens):
+                case Splice(n_removed=backtrack, ff_tokens=tokens):
                     shared.rows[row] = 0.0
                     return MidResult(list(tokens), backtrack + 1)
                 case str():

@@ -217,7 +217,7 @@ def readable_error(error: str) -> str:
 
 
 def error_and_logs(error: str, logs: str) -> tuple[str, str]:
-    """What is wrong with a controller, and what it has printed, from a result where each of the two has both."""
+    """The error of a result and its logs, each without what it repeats of the other."""
     if not error or not logs.endswith(error):
         return readable_error(error), logs
     logs = logs.removesuffix(error)
@@ -231,7 +231,7 @@ def error_and_logs(error: str, logs: str) -> tuple[str, str]:
 
 
 def _said_why(error: str) -> tuple[str, str] | None:
-    """What a controller has printed that ended itself, and why it did so; ``None`` if it did not."""
+    """What a controller printed before it ended itself, and why it did; ``None`` if it did not end itself."""
     ended_itself = _ENDED_ITSELF.fullmatch(error)
     if ended_itself is None:
         return None

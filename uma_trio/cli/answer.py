@@ -119,7 +119,7 @@ class ReasoningPrinter:
 
     @property
     def is_open(self) -> bool:
-        """Whether reasoning was printed after which the answer does not yet go on."""
+        """Whether reasoning was printed, and no text of the answer after it yet."""
         return bool(self._last_character)
 
     def feed(self, text: str) -> None:
@@ -235,6 +235,6 @@ def warn_if_cut(eos: Eos, max_tokens: int | None) -> None:
 
 
 def warn_if_in_memory(eos: Eos) -> None:
-    """Say on stderr that a session is not on disk.  One without turns does not exist: its first answer was cancelled."""
+    """Say on stderr that a session is not on disk.  One without turns is not kept at all."""
     if eos.session is not None and eos.session.turns and not eos.session.durable:
         note("this session is in memory only and ends with the daemon; see its log")

@@ -19,7 +19,7 @@ MAX_KINDS: Final = 1000
 MAX_TEXT_CHARS: Final = 200
 
 SERVED: Final = frozenset({"request", "embedded", "ranked", "http"})
-"""Events of requests that were served, each of which has its line."""
+"""Records of served requests.  They always pass."""
 
 Kind = tuple[str, int, str]
 """Logger, level, and what the record says, without its fields."""

@@ -35,7 +35,7 @@ MAX_TABLES: Final = 2
 MAX_TABLE_ELEMENTS: Final = 100_000
 MAX_ERROR_CHARS: Final = 1000
 BUSY_SECONDS: Final = 50.0
-"""Longest wait for a module on a busy machine, where a compiler gets what others leave.  A daemon waits for a minute."""
+"""Longest wait for a module on a busy machine, where a compiler gets what others leave.  A daemon waits for ``SIDE_S``."""
 
 N_THREADS: Final = 4
 ADDRESS_BYTES: Final = 512 << 20

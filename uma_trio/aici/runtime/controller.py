@@ -150,7 +150,7 @@ class Controller:
         if isinstance(action, Sample):
             if not guest.row_is_written:
                 row[:] = DISALLOWED
-        elif isinstance(action, Splice) and action.backtrack:
+        elif isinstance(action, Splice) and action.n_removed:
             row[:] = ALLOWED
         else:
             row[:] = DISALLOWED
@@ -307,7 +307,7 @@ class Controller:
             return Sample()
         splice = Splice(found.Splice.backtrack, found.Splice.ff_tokens)
         self._check_tokens(splice.ff_tokens)
-        if not splice.backtrack and not splice.ff_tokens:
+        if not splice.n_removed and not splice.ff_tokens:
             raise self._wrong("empty splice: without backtrack there must be ff_tokens")
         return splice
 

@@ -21,7 +21,7 @@ ALLOWED: Final = 0.0
 DISALLOWED: Final = -100.0
 
 TURN_SECONDS: Final = 5.0
-"""Longest wait for another compilation.  The daemon's minute has room for two of these waits."""
+"""Longest wait for another compilation.  The daemon's ``SIDE_S`` has room for two of these waits."""
 
 UNASSIGNED: Final = 424242
 """Id of a controller that no sequence has yet."""
@@ -69,14 +69,14 @@ class Limits:
 
 @attrs.frozen
 class Sample:
-    """Sample a token with the row."""
+    """Sample a token; the controller's row is added to the logits."""
 
 
 @attrs.frozen
 class Splice:
-    """Replace the last ``backtrack`` tokens by ``ff_tokens``.  ``backtrack`` does not count a token that would be sampled."""
+    """Replace the last ``n_removed`` tokens by ``ff_tokens``.  A token that would be sampled does not count."""
 
-    backtrack: int
+    n_removed: int
     ff_tokens: Sequence[int]
 
 

@@ -176,7 +176,7 @@ class MidCall(ControllerCall):
         if not isinstance(action, Splice):
             return None
         # in messages, the number counts the token that would be sampled now
-        return MidResult(list(action.ff_tokens), action.backtrack + 1 if action.backtrack else 0)
+        return MidResult(list(action.ff_tokens), action.n_removed + 1 if action.n_removed else 0)
 
 
 class ForkCall(Call):

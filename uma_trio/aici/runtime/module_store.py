@@ -2,7 +2,7 @@
 
 ::
 
-    owners/HASH/     the modules and tags of one owner: nobody else sees them (owner_files.py)
+    owners/HASH/     the modules and tags of one owner: nobody else sees them (store_files.py)
     shared/          tags that administrators have set: everybody sees them
     shipped/         machine code of the controllers that come with uma-trio; they also run without it
 """
@@ -74,7 +74,7 @@ class ModuleStore:
 
     Args:
         folder: made when it is needed.  Compiled code is read from it only if no other user can write to it.
-        shipped: the controllers that come with uma-trio, by name: everybody has them, whatever happens to the folder.
+        shipped: the controllers that come with uma-trio, by name: everybody has them, also without the folder.
     """
 
     def __init__(self, folder: Path, host: WasmHost, space: Space, shipped: Mapping[str, bytes]) -> None:
@@ -312,7 +312,7 @@ class ModuleStore:
         return self._host.load(compiled)
 
     def _keep(self, files: OwnerFiles, module_id: str, wasm: bytes, compiled: bytes, auth: Auth) -> None:
-        """Write a module, for which others leave.
+        """Write a module; remove modules without a tag if it needs their space.
 
         Raises:
             StoreError, OSError: as ``add``.

@@ -249,11 +249,11 @@ class Sequences:
         self._threads.wait(calls, until)
 
     def _may_go_on(self, call: ControllerCall) -> bool:
-        """Whether a step goes on without the answer of ``call``, which then counts in a later one."""
+        """Whether a step goes on without the answer of ``call``.  A later step then takes the answer."""
         return not call.is_finished and self._skip_slow_s is not None and time.monotonic() < call.deadline + GRACE_S
 
     def _drop(self, id: int, call: ControllerCall | None = None) -> None:
-        """Forget a sequence, and close its controller as soon as ``call``, or the late one, does not use it."""
+        """Forget a sequence, and close its controller, at once or when ``call`` or the late call ends."""
         sequence = self._live.pop(id, None)
         if sequence is None:
             return
