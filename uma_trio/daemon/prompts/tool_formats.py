@@ -13,25 +13,14 @@ from uma_trio.models.markers import CallMarkers, ParameterTags
 
 
 @attrs.frozen(kw_only=True)
-class ToolFormat:
-    """Markers as a template spells them; the other fields are those of ``CallMarkers``."""
+class ToolFormat(CallMarkers):
+    """Markers as a template spells them: ``make_call_markers`` makes those that output is searched for."""
 
     name: str
     signs: tuple[str, ...]
     """A template that has all of these is of this format,"""
     not_signs: tuple[str, ...] = ()
     """unless it has one of these."""
-    begin: tuple[str, ...]
-    end: tuple[str, ...] = ()
-    bare: bool = False
-    named: bool = False
-    numbered: bool = False
-    tags: ParameterTags | None = None
-    quote: str | None = None
-    dropped: tuple[str, ...] = ()
-    written: tuple[str, str, str]
-    around: tuple[str, str] = ("", "")
-    separator: str | None = None
 
 
 HERMES: Final = ToolFormat(
@@ -271,24 +260,16 @@ def _write_argument(tags: ParameterTags, key: str, value: Any) -> str:
 
 def make_call_markers(found: ToolFormat, text: MarkerText) -> CallMarkers:
     """The markers in the form in which output is searched for them."""
-    before, between, after = map(text.searched, found.written)
-    return CallMarkers(
-        begin=tuple(map(text.searched, found.begin)),
-        end=tuple(map(text.searched, found.end)),
-        bare=found.bare,
-        named=found.named,
-        numbered=found.numbered,
-        tags=None if found.tags is None else _searched_tags(found.tags, text),
-        quote=None if found.quote is None else text.searched(found.quote),
-        dropped=tuple(map(text.searched, found.dropped)),
-        written=(before, between, after),
-        around=(text.searched(found.around[0]), text.searched(found.around[1])),
-        separator=None if found.separator is None else text.searched(found.separator),
-        controls=text.controls,
-    )
+    fields = {each.name: _searched(getattr(found, each.name), text) for each in attrs.fields(CallMarkers)}
+    return CallMarkers(**{**fields, "controls": text.controls})
 
 
-def _searched_tags(tags: ParameterTags, text: MarkerText) -> ParameterTags:
-    spelled = attrs.asdict(tags)
-    found: dict[str, Any] = {name: text.searched(tag) for name, tag in spelled.items() if tag}
-    return attrs.evolve(tags, **found)
+def _searched(spelled: Any, text: MarkerText) -> Any:
+    """The texts in ``spelled`` in that form; anything else as it is."""
+    if isinstance(spelled, str):
+        return text.searched(spelled) if spelled else ""
+    if isinstance(spelled, tuple):
+        return tuple(_searched(each, text) for each in spelled)
+    if isinstance(spelled, ParameterTags):
+        return ParameterTags(**{name: _searched(tag, text) for name, tag in attrs.asdict(spelled).items()})
+    return spelled
