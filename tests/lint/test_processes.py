@@ -57,7 +57,7 @@ PROCESSES: Final = {
     "template worker": Process(
         "daemon.prompts.template_worker", "daemon.prompts.template_worker", no_libraries="numpy trio"
     ),
-    "checker": Process("grammar.checker", "errors grammar.* processes.*", no_libraries="llama_abi msgspec numpy trio"),
+    "checker": Process("grammar.__main__", "errors grammar.* processes.*", no_libraries="llama_abi msgspec numpy trio"),
     "client": Process("client", f"{SHARED} client connect", no_libraries="llama_abi numpy structlog trio"),
 }
 
