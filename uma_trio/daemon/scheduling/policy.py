@@ -188,10 +188,9 @@ def plan(tick: Tick) -> Plan:
     Prefill gets as many tokens as the tick is predicted to have time for before the earliest deadline of the decodes.
     If not even the smallest chunk fits, every other tick has such a chunk and is late: neither prefill nor decoding
     starves.  Where decoding alone is late, or prompts are overdue, prompts get a share of the time in every tick.
-    Without decodes, prefill can take ``prefill_tick_ms``.  ``_prefill_budget`` says how many tokens of prompts
-    a tick has time for; ``_choose_prefill`` gives them to prompts (``fairness.divide``), shortens chunks so that
-    ``llama_decode`` is quick, and leaves out what would be recorded.  A sequence itself ends a chunk where it pauses for a
-    checkpoint (``Sequence.pause``).
+    Without decodes, prefill can take ``prefill_tick_ms``.  What rules the length of
+    chunks: ``_prefill_budget`` (the time), ``_choose_prefill`` (tiles, calls of their own, recording) with
+    ``fairness.divide`` (the shares), and ``pause`` of the sequence's ``view`` (where a checkpoint is).
 
     Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time.  Now and then
     they are verified anyway, to learn whether they pay by now.
