@@ -5,17 +5,41 @@ from __future__ import annotations
 from typing import Final
 
 import anyio
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 import uma_trio
 from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.dialects.shapes import Shape
 from uma_trio.gateway.dialects.starling import STARLING
-from uma_trio.gateway.dialects.starling_shapes import Healthy, Readiness
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 
 READY_TIMEOUT_S: Final = 2.0
 """A daemon that does not answer in this time is not ready."""
+
+
+class Healthy(Shape):
+    """The gateway is up."""
+
+    status: str
+    version: str
+
+
+class Check(Shape):
+    """A condition of being ready."""
+
+    name: str
+    ok: bool
+    reason: str
+    model: str | UnsetType = UNSET
+
+
+class Readiness(Shape):
+    """Whether the daemon could serve another request."""
+
+    ready: bool
+    checks: list[Check]
 
 
 async def healthz(call: Call) -> Response:

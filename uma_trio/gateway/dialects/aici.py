@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 
 import attrs
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
 
 from uma_trio.client import (
@@ -31,7 +31,7 @@ from uma_trio.client import (
     Token,
 )
 from uma_trio.gateway.answer import EVENT_STREAM, StreamedAnswer, json_response, sse
-from uma_trio.gateway.dialects.starling_shapes import ControllerList, Deleted, RunEvent, TagList, Uploaded
+from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
 from uma_trio.gateway.endpoint import UNKNOWN_PRINCIPAL, Call, Dialect, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_admin
@@ -51,6 +51,41 @@ FINISH_REASONS: Final = {"stop": "aici-stop", "length": "length", "deadlock": "d
 
 
 # -- controllers --------------------------------------------------------------------------------------
+
+
+class Uploaded(Shape):
+    """A controller that was stored."""
+
+    module_id: str | None
+    wasm_size: int | None
+    compiled_size: int | None
+    time: int
+
+
+class TagList(Warned):
+    """Names of controllers."""
+
+    tags: list[Object]
+
+
+class ControllerList(Shape):
+    """Controllers that are stored."""
+
+    controllers: list[Object]
+
+
+class Deleted(Shape):
+    """Controllers and names that are gone."""
+
+    deleted: list[str]
+
+
+class RunEvent(msgspec.Struct):
+    """An event of a run.  The last one is the text ``[DONE]``."""
+
+    object: str
+    forks: list[Object] | UnsetType = UNSET
+    usage: Object | UnsetType = UNSET
 
 
 async def upload(call: Call) -> Response:

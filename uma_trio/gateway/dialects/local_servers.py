@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import anyio
 import msgspec
@@ -19,9 +19,9 @@ from starlette.responses import Response
 from uma_trio.client import TokenList
 from uma_trio.gateway.answer import encoded_items, json_response
 from uma_trio.gateway.dialects.conversation import without_noise
-from uma_trio.gateway.dialects.openai.shapes import Detokenized, Health, Rendered, Tokens
 from uma_trio.gateway.dialects.openai.shared import OPENAI, Message, chat_messages, template_fields
 from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES, Tool, tool_fields
+from uma_trio.gateway.dialects.shapes import Shape, Warned
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.health import READY_TIMEOUT_S
@@ -29,6 +29,39 @@ from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
 TOKENS_PER_PIECE: Final = 4096
 """Tokens that are encoded in one piece, with their texts."""
+
+
+class Health(Shape):
+    """The daemon answers."""
+
+    status: Literal["ok"]
+
+
+class Piece(Shape):
+    """A token, and its text; its bytes if they are no whole characters."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Tokens(Warned):
+    """Tokens of a text or of a chat, with their texts if the request says ``with_pieces``."""
+
+    tokens: list[int | Piece]
+    count: int
+
+
+class Detokenized(Warned):
+    """The text of tokens, under two names."""
+
+    content: str
+    prompt: str
+
+
+class Rendered(Warned):
+    """A chat as the text that the model sees."""
+
+    prompt: str
 
 
 async def health(call: Call) -> Response:

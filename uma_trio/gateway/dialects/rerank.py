@@ -8,21 +8,69 @@ Source: the README of llama.cpp's server, and the API references of Jina, Cohere
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
 
-from uma_trio.client import Ranking
+from uma_trio import client
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.openai import shapes as openai_shapes
+from uma_trio.gateway.dialects.openai.shapes import EmbeddingUsage
 from uma_trio.gateway.dialects.openai.shared import OPENAI
+from uma_trio.gateway.dialects.shapes import Shape, Warned
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
 
 MAX_DOCUMENTS: Final = 2048
 """Documents of one request, as in the socket protocol."""
+
+
+class RankedText(Shape):
+    """The text of a ranked document."""
+
+    text: str
+
+
+class RankedDocument(Shape):
+    """A document of the request, by its place there.  ``document`` is for requests with ``return_documents``."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(Warned):
+    """Documents, the best one first, as llama-server and Jina's API have it."""
+
+    id: str
+    object: Literal["list"]
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+class RankingMeta(Shape):
+    """What Cohere's API says of an answer."""
+
+    api_version: dict[str, str]
+    billed_units: dict[str, int]
+
+
+class CohereRanking(Warned):
+    """Documents, the best one first, as Cohere's API has it."""
+
+    id: str
+    results: list[RankedDocument]
+    meta: RankingMeta
+
+
+class RankedIndex(Shape):
+    """A document of the request, as the API of Text Embeddings Inference has it.  ``text`` is for ``return_text``."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
 
 
 class TextDocument(msgspec.Struct):
@@ -86,9 +134,9 @@ async def rank_for_cohere(call: Call) -> Response:
     return json_response(body, warnings=warnings)
 
 
-async def _ranked(call: Call, request: RerankRequest, texts: list[str]) -> Ranking:
+async def _ranked(call: Call, request: RerankRequest, texts: list[str]) -> client.Ranking:
     fields = call.for_daemon(query=request.query, documents=texts, top_n=request.top_n, model=request.model)
-    found: Ranking = await call.unless_disconnected(call.daemon.rerank(fields))
+    found: client.Ranking = await call.unless_disconnected(call.daemon.rerank(fields))
     return found
 
 
@@ -102,7 +150,7 @@ def _documents(request: RerankRequest) -> list[str]:
     return [each if isinstance(each, str) else each.text for each in request.documents or request.texts or ()]
 
 
-def _results(request: RerankRequest, texts: list[str], found: Ranking) -> list[dict[str, Any]]:
+def _results(request: RerankRequest, texts: list[str], found: client.Ranking) -> list[dict[str, Any]]:
     return [
         {
             "index": each.index,
@@ -120,7 +168,7 @@ ENDPOINTS = (
             path=path,
             dialect=OPENAI,
             answer=rank,
-            shapes=(openai_shapes.Ranking, list[openai_shapes.RankedIndex]),
+            shapes=(Ranking, list[RankedIndex]),
             summary="Documents by how well they answer a query",
             body=RerankRequest,
             field_names={"documents": ("documents", "texts")},
@@ -132,7 +180,7 @@ ENDPOINTS = (
         path="/v2/rerank",
         dialect=OPENAI,
         answer=rank_for_cohere,
-        shapes=(openai_shapes.CohereRanking,),
+        shapes=(CohereRanking,),
         summary="The same for clients of Cohere",
         body=RerankRequest,
     ),

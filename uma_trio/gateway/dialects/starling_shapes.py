@@ -1,11 +1,11 @@
-"""Shapes of answers in Starling's API, which docs/PROTOCOL.md describes, in AICI's, and of the gateway's health."""
+"""Shapes of answers in Starling's API, which docs/PROTOCOL.md describes."""
 
 from __future__ import annotations
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
+from uma_trio.gateway.dialects.shapes import Object, Warned
 from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.events import FinishReason, Logprobs, Timings, Usage
@@ -53,61 +53,3 @@ class Closed(Warned):
     session_id: str
     closed: bool
     tokens: int
-
-
-class Healthy(Shape):
-    """The gateway is up."""
-
-    status: str
-    version: str
-
-
-class Check(Shape):
-    """A condition of being ready."""
-
-    name: str
-    ok: bool
-    reason: str
-    model: str | UnsetType = UNSET
-
-
-class Readiness(Shape):
-    """Whether the daemon could serve another request."""
-
-    ready: bool
-    checks: list[Check]
-
-
-class Uploaded(Shape):
-    """A controller that was stored."""
-
-    module_id: str | None
-    wasm_size: int | None
-    compiled_size: int | None
-    time: int
-
-
-class TagList(Warned):
-    """Names of controllers."""
-
-    tags: list[Object]
-
-
-class ControllerList(Shape):
-    """Controllers that are stored."""
-
-    controllers: list[Object]
-
-
-class Deleted(Shape):
-    """Controllers and names that are gone."""
-
-    deleted: list[str]
-
-
-class RunEvent(msgspec.Struct):
-    """An event of a run.  The last one is the text ``[DONE]``."""
-
-    object: str
-    forks: list[Object] | UnsetType = UNSET
-    usage: Object | UnsetType = UNSET

@@ -20,12 +20,12 @@ from uma_trio.gateway.dialects.llama.extras import (
     generation_settings,
     probabilities_of,
 )
+from uma_trio.gateway.dialects.llama.shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
 from uma_trio.gateway.dialects.llama.tokens import Translation, is_several
 from uma_trio.gateway.dialects.openai import chat as openai_chat
 from uma_trio.gateway.dialects.openai import models as openai_models
 from uma_trio.gateway.dialects.openai import responses as openai_responses
 from uma_trio.gateway.dialects.openai.completions import MAX_PROMPTS
-from uma_trio.gateway.dialects.openai.shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
 from uma_trio.gateway.dialects.openai.shared import (
     FIELD_NAMES,
     OPENAI,

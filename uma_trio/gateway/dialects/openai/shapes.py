@@ -1,8 +1,8 @@
-"""Shapes of answers in OpenAI's API, and of those of llama-server and vLLM next to it."""
+"""Shapes of answers in OpenAI's API."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -217,53 +217,6 @@ class EmbeddingList(Warned):
     usage: EmbeddingUsage
 
 
-class RankedText(Shape):
-    """The text of a ranked document."""
-
-    text: str
-
-
-class RankedDocument(Shape):
-    """A document of the request, by its place there.  ``document`` is for requests with ``return_documents``."""
-
-    index: int
-    relevance_score: float
-    document: RankedText | UnsetType = UNSET
-
-
-class Ranking(Warned):
-    """Documents, the best one first, as llama-server and Jina's API have it."""
-
-    id: str
-    object: Literal["list"]
-    model: str
-    results: list[RankedDocument]
-    usage: EmbeddingUsage
-
-
-class RankingMeta(Shape):
-    """What Cohere's API says of an answer."""
-
-    api_version: dict[str, str]
-    billed_units: dict[str, int]
-
-
-class CohereRanking(Warned):
-    """Documents, the best one first, as Cohere's API has it."""
-
-    id: str
-    results: list[RankedDocument]
-    meta: RankingMeta
-
-
-class RankedIndex(Shape):
-    """A document of the request, as the API of Text Embeddings Inference has it.  ``text`` is for ``return_text``."""
-
-    index: int
-    score: float
-    text: str | UnsetType = UNSET
-
-
 class ModelMeta(Shape):
     """llama-server's description of a model."""
 
@@ -354,91 +307,3 @@ class InputTokens(Warned):
 
     object: Literal["response.input_tokens"]
     input_tokens: int
-
-
-# -- llama-server and vLLM ------------------------------------------------------------------------------
-
-
-class Health(Shape):
-    """The daemon answers."""
-
-    status: Literal["ok"]
-
-
-class Piece(Shape):
-    """A token, and its text; its bytes if they are no whole characters."""
-
-    id: int
-    piece: str | list[int]
-
-
-class Tokens(Warned):
-    """Tokens of a text or of a chat, with their texts if the request says ``with_pieces``."""
-
-    tokens: list[int | Piece]
-    count: int
-
-
-class Detokenized(Warned):
-    """The text of tokens, under two names."""
-
-    content: str
-    prompt: str
-
-
-class Rendered(Warned):
-    """A chat as the text that the model sees."""
-
-    prompt: str
-
-
-class LlamaAnswer(msgspec.Struct, kw_only=True):
-    """An answer of llama-server's own API, or an event of a stream.  ``response_fields`` selects others."""
-
-    index: int | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    tokens: list[int] | UnsetType = UNSET
-    stop: bool | UnsetType = UNSET
-    model: str | UnsetType = UNSET
-    tokens_predicted: int | UnsetType = UNSET
-    tokens_evaluated: int | UnsetType = UNSET
-    tokens_cached: int | UnsetType = UNSET
-    generation_settings: Object | UnsetType = UNSET
-    prompt: str | UnsetType = UNSET
-    has_new_line: bool | UnsetType = UNSET
-    truncated: bool | UnsetType = UNSET
-    stop_type: Literal["none", "eos", "limit", "word"] | UnsetType = UNSET
-    stopping_word: str | UnsetType = UNSET
-    timings: Object | UnsetType = UNSET
-    completion_probabilities: list[Any] | UnsetType = UNSET
-    prompt_progress: Object | UnsetType = UNSET
-    warnings: list[str] | UnsetType = UNSET
-
-
-class SlotInfo(Shape):
-    """Room for one answer."""
-
-    id: int
-    n_ctx: int
-    is_processing: bool
-
-
-class LoraAdapter(Shape):
-    """A LoRA adapter of the model."""
-
-    id: int
-    path: str
-    """Its name."""
-    scale: float
-
-
-class Props(Shape):
-    """llama-server's description of itself."""
-
-    default_generation_settings: Object
-    total_slots: int
-    model_alias: str
-    model_path: str
-    chat_template: str
-    modalities: dict[str, bool]
-    build_info: str
