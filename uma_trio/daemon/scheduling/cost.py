@@ -103,13 +103,11 @@ CORRECTION_DECAY: Final = 0.01
 MAX_CORRECTION: Final = 1.25
 """A correction is a factor on the prediction, from 1 / ``MAX_CORRECTION`` to ``MAX_CORRECTION``.  A tick moves the
 correction of its tile by ``CORRECTION_STEP`` of the error, in logarithms.  The corrections of all tiles fade by
-``CORRECTION_DECAY``, because the conditions of a tick change: on an H100 the step from 128 to 160 rows took 3 ms with a
-short KV cache and 7 ms with 24,000 cells, since attention has tiles of its own."""
+``CORRECTION_DECAY`` a tick, because the cost of a tile also depends on the context, which changes."""
 
 STAIR_TOLERANCE: Final = 0.08
-"""A chunk that ends just before a stair may make a tick take this share longer than the time that is left, if prompts gain
-more speed by it than the tick gets longer.  On an H200 with a target of 18 ms, 64 rows took 16.2 ms and 80 took 17.9.  17.5 were
-left, and a part of that is the margin.  With 80 rows prompts advance by a sixth faster, and streams wait 0.4 ms too long."""
+"""A tick may take this share longer than the time that is left, for a chunk that ends just before a stair of the cost, if
+prompts gain more speed by it than the tick gets longer."""
 
 STAIR_RATE: Final = 0.99
 """The plan takes, of the prefill chunks that end in time, the longest one that reaches this share of the best speed, in

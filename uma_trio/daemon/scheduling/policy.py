@@ -23,15 +23,14 @@ from uma_trio.daemon.scheduling.view import Priority, SequenceView
 from uma_trio.engine_link.attention import Attention, AttentionScan
 
 MAX_FURTHER_CALL: Final = 1.1
-"""If a prompt that begins after the end of another one makes the tick longer than this multiple, it waits for the next
-tick.  On an H200 it takes a quarter longer, on a CPU hardly."""
+"""A second prompt begins in the tick in which another one ends only if the tick gets at most this many times longer."""
 
 MAX_BACKGROUND_SKIPS: Final = 4
 """Ticks in a row from which background sequences can be left out."""
 
 ROW_ALIGNMENT: Final = 16
-"""A call whose chunk leaves a part of the prompt for later has a multiple of this many rows, because matrix kernels
-work in tiles.  On a CPU a chunk of 60 tokens took as long as one of 64; on an H200 the 97th row cost a millisecond."""
+"""Chunks that do not finish a prompt are rounded down to a multiple of this many rows, the tile size of matrix kernels.
+docs/design/scheduler.md has the reason."""
 
 MIN_ALIGNED_TOKENS: Final = 48
 """Smaller chunks are not aligned, since that would give up too large a share of them."""
