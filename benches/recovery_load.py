@@ -42,7 +42,7 @@ class Conversation:
     """Requests that follow one another: one of most kinds, several of a session."""
 
     turns: Sequence[Mapping[str, Any]]
-    """Fields of each request, as in docs/PROTOCOL.md."""
+    """Fields of each request, as in docs/PROTOCOL-REFERENCE.md."""
     is_session: bool = False
 
 

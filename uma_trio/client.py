@@ -134,7 +134,7 @@ AnswerEvent = TypeVar("AnswerEvent", bound=ServerEvent)
 
 
 class ServerError(ClientError):
-    """The daemon answered with an error event; docs/PROTOCOL.md lists the codes."""
+    """The daemon answered with an error event; docs/PROTOCOL-REFERENCE.md lists the codes."""
 
     def __init__(self, event: Failure) -> None:
         super().__init__(f"{event.code}: {event.message}")
@@ -215,7 +215,7 @@ class Client:
         """Send a request and yield its events until all its answers have ended.
 
         Args:
-            fields: the request, as in docs/PROTOCOL.md.  A missing ``id`` is generated, and ``logit_bias`` may have
+            fields: the request, as in docs/PROTOCOL-REFERENCE.md.  A missing ``id`` is generated, and ``logit_bias`` may have
                 integers as keys.
 
         Raises:
@@ -269,7 +269,7 @@ class Client:
         await self.send({"event": "cancel", "id": request_id})
 
     async def sessions(self, action: str = "list", **fields: Any) -> list[SessionInfo]:
-        """List, describe, close or fork sessions; ``fields`` are those of a session query in docs/PROTOCOL.md.
+        """List, describe, close or fork sessions; ``fields`` are those of a session query in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             ServerError: the daemon answered with an error.
@@ -288,7 +288,7 @@ class Client:
                     raise BrokenProtocol(f"expected a list of sessions, got {event!r}")
 
     async def transcript(self, session_id: str, **fields: Any) -> Transcript:
-        """Return the whole content of a session; ``fields`` are those of a session query in docs/PROTOCOL.md.
+        """Return the whole content of a session; ``fields`` are those of a session query in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             ServerError: the daemon answered with an error.
@@ -311,7 +311,7 @@ class Client:
         """Return the tokens of a text, with their positions in it, or those of a chat as a request would prefill it.
 
         Args:
-            fields: further fields of a tokenize query in docs/PROTOCOL.md.
+            fields: further fields of a tokenize query in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             ServerError: the daemon answered with an error.
@@ -320,7 +320,7 @@ class Client:
         return await self._ask_for_tokens({"type": "tokenize", **given, **fields})
 
     async def detokenize(self, tokens: Sequence[int], **fields: Any) -> str:
-        """Return the text of ``tokens``; ``fields`` are those of a tokenize query in docs/PROTOCOL.md.
+        """Return the text of ``tokens``; ``fields`` are those of a tokenize query in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             ServerError: the daemon answered with an error.
@@ -365,7 +365,7 @@ class Client:
         """Return the embeddings of texts, or of lists of tokens, in their order.
 
         Args:
-            fields: further fields of a request for embeddings in docs/PROTOCOL.md.
+            fields: further fields of a request for embeddings in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             ServerError: the daemon answered with an error.
@@ -383,7 +383,7 @@ class Client:
         """Rank documents by how well they answer ``query``, and return them with their scores, the best one first.
 
         Args:
-            fields: further fields of a request to rank in docs/PROTOCOL.md, such as ``top_n``.
+            fields: further fields of a request to rank in docs/PROTOCOL-REFERENCE.md, such as ``top_n``.
 
         Raises:
             ServerError: the daemon answered with an error.
@@ -442,7 +442,7 @@ class Client:
         """Store a Wasm module, and return its ``module_id`` and sizes.
 
         Args:
-            fields: further fields of a controllers query in docs/PROTOCOL.md.
+            fields: further fields of a controllers query in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             ServerError: it is not a controller, or the daemon takes none.
@@ -461,7 +461,7 @@ class Client:
         """Give a stored module more names, and return them.
 
         Args:
-            fields: further fields of a controllers query in docs/PROTOCOL.md.
+            fields: further fields of a controllers query in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             ServerError: a name is not valid or not allowed, or there is no such module.
@@ -496,7 +496,7 @@ class Client:
         The connection serves nothing else meanwhile; closing it ends the watch.
 
         Args:
-            fields: those of a watch query in docs/PROTOCOL.md.
+            fields: those of a watch query in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             ServerError: the daemon answered with an error.
@@ -566,7 +566,7 @@ def _check_fields(fields: Mapping[str, Any], others: Sequence[str] = ()) -> None
     """
     for name in fields:
         if name not in FIELDS:
-            meant = did_you_mean(name, (*FIELDS, *others)) or "; docs/PROTOCOL.md lists them"
+            meant = did_you_mean(name, (*FIELDS, *others)) or "; docs/PROTOCOL-REFERENCE.md lists them"
             raise TypeError(f"a request has no field {name!r}{meant}")
 
 
@@ -617,7 +617,7 @@ def ask(
         socket: the daemon's socket; ``default_socket_path()`` if not given.
         wait_s: how long to wait for a daemon that does not run or still loads its model.  ``None``: while it loads, for
             at most ``LOADING_TIMEOUT_S``, and not at all if there is none.
-        fields: further fields of the request, as in docs/PROTOCOL.md.
+        fields: further fields of the request, as in docs/PROTOCOL-REFERENCE.md.
 
     Raises:
         TypeError: a request has no such field.

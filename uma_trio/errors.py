@@ -1,6 +1,6 @@
 """Errors: what a client can receive, as one tree of exceptions, and errors for people, which bring a remedy.
 
-Each class of the tree has a wire code (docs/PROTOCOL.md) and the matching HTTP status.  The class is raised where the problem is
+Each class of the tree has a wire code (docs/PROTOCOL-REFERENCE.md) and its HTTP status.  The class is raised where the problem is
 found; the connection, or the HTTP gateway, turns it into an answer with ``code``, ``str(error)`` and ``http_status``.
 
 The branches say who can fix the problem: ``ProtocolError``, ``ModelRequestError``, ``ControllerRequestError``,

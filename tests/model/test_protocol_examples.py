@@ -1,4 +1,4 @@
-"""The examples of docs/PROTOCOL.md against the real daemon: requests are served, events have the fields of real ones."""
+"""The examples of the socket protocol against the real daemon: requests are served, events have the fields of real ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 
-PAGE = (ROOT / "docs" / "PROTOCOL.md").read_text()
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("PROTOCOL.md", "PROTOCOL-REFERENCE.md"))
 EXAMPLES = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
 CONTROLLER_EVENTS = {"fork", "controller", "backtrack", "controllers"}
 ALL_EVENTS = [example for example in EXAMPLES if "event" in example and example["event"] != "cancel"]

@@ -305,7 +305,11 @@ def test_the_variable_names_the_socket(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("max_token", "did you mean max_tokens?"), ("temp", "did you mean temperature?"), ("xyz", "docs/PROTOCOL.md")],
+    [
+        ("max_token", "did you mean max_tokens?"),
+        ("temp", "did you mean temperature?"),
+        ("xyz", "docs/PROTOCOL-REFERENCE.md"),
+    ],
 )
 def test_a_field_that_no_request_has_is_refused(tmp_path: Path, run: Run, name: str, meant: str) -> None:
     with pytest.raises(TypeError, match=re.escape(meant)):

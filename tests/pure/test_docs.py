@@ -89,10 +89,10 @@ def named(rows: list[list[str]]) -> list[str]:
     return [match[1] for row in rows if (match := re.fullmatch(r"`([^`]+)`", row[0]))]
 
 
-PROTOCOL = text_of("PROTOCOL.md")
+PROTOCOL = text_of("PROTOCOL.md") + text_of("PROTOCOL-REFERENCE.md")
 
 
-# -- PROTOCOL.md --------------------------------------------------------------------------------------
+# -- PROTOCOL.md and PROTOCOL-REFERENCE.md ------------------------------------------------------------
 
 
 def test_the_table_of_errors_has_every_error_and_no_other() -> None:
@@ -408,7 +408,7 @@ BEGIN, END = "<!-- made by: python tests/pure/test_docs.py -->\n", "<!-- end -->
 
 
 def parameters_in_markdown() -> str:
-    """The table of PROTOCOL.md, from the table of the code."""
+    """The table of PROTOCOL-REFERENCE.md, from the table of the code."""
     lines = [
         "\n| parameter | type and bounds | built in | key of the GGUF file | llama-server, Ollama | |",
         "|---|---|---|---|---|---|",
@@ -428,7 +428,7 @@ def parameters_in_markdown() -> str:
 
 
 def field_in_markdown(row: Field) -> str:
-    """The row of PROTOCOL.md for a field of a request."""
+    """The row of PROTOCOL-REFERENCE.md for a field of a request."""
     bounds = row.bounds
     kind = {bool: "bool", str: "text of {min_length} to {max_length} characters"}.get(row.type, "{ge} to {le}")
     if typing.get_origin(row.type) is typing.Literal:
@@ -447,7 +447,7 @@ def field_in_markdown(row: Field) -> str:
 
 
 def with_fields(page: str) -> str:
-    """PROTOCOL.md with the fields of the table in the code; a new one is the last."""
+    """PROTOCOL-REFERENCE.md with the fields of the table in the code; a new one is the last."""
     before = table = re.search(r"(?:^\|.*\n)+", section(page, "A request for text"), re.MULTILINE)[0]  # type: ignore[index]
     for row in ROWS:
         if row not in PARAMETERS:
@@ -471,12 +471,12 @@ def settings_in_markdown() -> str:
     return "\n".join(lines) + "\n\n"
 
 
-MADE = {"CONFIG.md": settings_in_markdown, "PROTOCOL.md": parameters_in_markdown}
+MADE = {"CONFIG.md": settings_in_markdown, "PROTOCOL-REFERENCE.md": parameters_in_markdown}
 
 
 def with_tables(name: str) -> str:
     """A page with its tables as the code says."""
-    page = with_fields(text_of(name)) if name == "PROTOCOL.md" else text_of(name)
+    page = with_fields(text_of(name)) if name == "PROTOCOL-REFERENCE.md" else text_of(name)
     return page[: page.index(BEGIN) + len(BEGIN)] + MADE[name]() + page[page.index(END) :]
 
 
@@ -534,7 +534,7 @@ def test_commands_and_flags_that_are_mentioned_exist(page: Path) -> None:
 
 def test_flags_in_running_text_exist() -> None:
     """In the reference documents a flag alone is one of ``serve``, unless the line names its command."""
-    for name in ("PROTOCOL.md", "METRICS.md", "CONFIG.md"):
+    for name in ("PROTOCOL.md", "PROTOCOL-REFERENCE.md", "METRICS.md", "CONFIG.md"):
         for line in text_of(name).splitlines():
             commands = [word for word in COMMANDS if f"uma-trio {word}" in line] or ["serve"]
             known = set().union(*(flags_of(command) for command in commands))

@@ -43,7 +43,7 @@ def rows() -> Iterator[str]:
 SAMPLING = {name for row in PARAMETERS for name in row.names_in("openai")}
 OF_OTHER_APIS = 3
 """Fields of an API that has no more sampling parameters than these."""
-LINK = "[sampling parameters](PROTOCOL.md#sampling-parameters)"
+LINK = "[sampling parameters](PROTOCOL-REFERENCE.md#sampling-parameters)"
 
 ALONE = ("/tokenize", "/detokenize", "/apply-template", "/completion", "/v2/rerank")
 """Paths without ``/v1`` that no other path stands for."""

@@ -51,8 +51,8 @@ STDIN_NOTICE_S = 1.0
     "--tools",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Offer these tools to the model: a JSON list, in the form of docs/PROTOCOL.md or of the OpenAI API. Its calls are "
-    "printed as JSON, one a line.",
+    help="Offer these tools to the model: a JSON list, in the form of docs/PROTOCOL-REFERENCE.md or of the OpenAI API. "
+    "Its calls are printed as JSON, one a line.",
 )
 @click.option(
     "--tool-choice",

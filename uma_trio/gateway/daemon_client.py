@@ -163,7 +163,7 @@ class Daemon:
         return sorted(ends, key=lambda eos: eos.index or 0)
 
     async def embed(self, fields: Mapping[str, Any]) -> Embeddings:
-        """The embeddings of texts.  ``fields`` are those of a request for embeddings in docs/PROTOCOL.md.
+        """The embeddings of texts.  ``fields`` are those of a request for embeddings in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             HttpError: the daemon cannot be reached or refuses.
@@ -175,7 +175,7 @@ class Daemon:
                 return found
 
     async def rerank(self, fields: Mapping[str, Any]) -> Ranking:
-        """The ranking of documents.  ``fields`` are those of a request to rank in docs/PROTOCOL.md.
+        """The ranking of documents.  ``fields`` are those of a request to rank in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             HttpError: the daemon cannot be reached or refuses.

@@ -24,7 +24,7 @@ from uma_trio.errors import (
 NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
 LOADING: Final = "E_GATEWAY_LOADING"
 BROKEN: Final = "E_GATEWAY_BROKEN"
-"""Codes of the gateway's own errors; docs/PROTOCOL.md lists those of the daemon."""
+"""Codes of the gateway's own errors; docs/PROTOCOL-REFERENCE.md lists those of the daemon."""
 
 LOADING_RETRY_MS: Final = 2000
 NO_DAEMON_RETRY_MS: Final = 1000

@@ -95,7 +95,7 @@ PAGES: Final = tuple(
 
 
 async def watch(call: Call) -> Response:
-    """Events named ``watch``, once every ``interval_ms``: 250 by default, 50 to 60000.  docs/PROTOCOL.md has their fields.
+    """Events named ``watch``, once every ``interval_ms``: 250 by default, 50 to 60000.  Fields: docs/PROTOCOL-REFERENCE.md.
 
     The parameter ``model`` names the model to watch.
     """

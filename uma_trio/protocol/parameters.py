@@ -45,7 +45,7 @@ class Field:
     default: Any
     """Without a request, a setting and a model file that say otherwise."""
     help: str
-    """What it does.  Links lead into docs/PROTOCOL.md."""
+    """What it does.  Links are relative to docs/PROTOCOL-REFERENCE.md."""
     unset: str | None = None
     """What holds if the default is ``None``, and the request does not give the field."""
     bounds: Mapping[str, Any]
@@ -139,7 +139,7 @@ class PlainFields:
     max_tokens: int | None = field(
         None,
         "Maximum number of tokens to generate.",
-        unset="[as many as there is room for](#answers-of-open-length), or the daemon's `default_max_tokens`",
+        unset="[as many as there is room for](PROTOCOL.md#answers-of-open-length), or the daemon's `default_max_tokens`",
         between=(1, MAX_INT32),
         flags=("--max-tokens",),
         openai=("max_completion_tokens", "max_tokens", "n_predict"),
@@ -155,7 +155,7 @@ class PlainFields:
     )
     n: int = field(
         1,
-        "Number of answers; see [several answers](#several-answers).",
+        "Number of answers; see [several answers](PROTOCOL.md#several-answers).",
         between=(1, 16),
         openai=("n_cmpl", "n"),
         trace="choice.count",
@@ -202,7 +202,7 @@ class PlainFields:
     n_keep: int | None = field(
         None,
         "If prompt and answer exceed the context, drop the oldest tokens after the first `n_keep`, or "
-        "[whole messages](#conversations) of a session's chat.",
+        "[whole messages](PROTOCOL.md#conversations) of a session's chat.",
         unset="refuse with `E_LIMIT_CONTEXT`",
         between=(0, MAX_INT32),
         flags=("--n-keep",),
@@ -241,7 +241,7 @@ class PlainFields:
     cache_prompt: bool = field(
         True,
         "Reuse the KV cache of earlier requests of the same principal that begin alike, and leave this one's to later "
-        "ones; see [prefix reuse](#prefix-reuse).",
+        "ones; see [prefix reuse](PROTOCOL.md#prefix-reuse).",
         openai=("cache_prompt",),
     )
     speculate: bool | None = field(
@@ -268,12 +268,12 @@ class PlainFields:
     parallel_tool_calls: bool = field(True, "`false`: the answer ends after its first call.")
     history: Literal["continue", "replace"] = field(
         "continue",
-        "`replace`: the request has the whole conversation of its [session](#conversations), and replaces what the "
+        "`replace`: the request has the whole conversation of its [session](PROTOCOL.md#conversations), and replaces what the "
         "session has.",
     )
     drop_messages: int = field(
         0,
-        "How many of the [session](#conversations)'s last messages this request replaces. With 2, the last question and "
+        "How many of the [session](PROTOCOL.md#conversations)'s last messages this request replaces. With 2, the last question and "
         "its answer make room for the request's messages: ask again, or ask something else. If the request fails, the "
         "session keeps them.",
         between=(0, MAX_INT32),

@@ -108,7 +108,7 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
             "Ended answers by finish reason or error code. Reasons are `stop`, `length` and `cancelled`. A request "
             "with `n` answers counts `n` times.", label="reason"),
         counter("rejected_total", "requests",
-            "Rejected requests and connections by error code. [PROTOCOL.md](PROTOCOL.md#errors) lists the codes.",
+            "Rejected requests and connections by error code. [These](PROTOCOL-REFERENCE.md#errors) are the codes.",
             label="code", of_model=False),
         counter("preemptions_total", "streams",
             "Streams that lost their places to requests that waited. Their principal held more than its share, or "

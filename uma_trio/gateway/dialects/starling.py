@@ -1,7 +1,7 @@
 """Starling's API, the gateway's own: the socket protocol over HTTP, field for field.
 
 ``POST /v1/generate``, ``POST /v1/tokenize``, ``POST /v1/session/close``.  Their fields and events are those of
-docs/PROTOCOL.md, and the daemon checks them.
+docs/PROTOCOL-REFERENCE.md, and the daemon checks them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Events:
         return self._written({"event": "warnings", "warnings": self._warnings}) if self._warnings else b""
 
     def render(self, event: Event) -> bytes:
-        """One event, with the names of docs/PROTOCOL.md."""
+        """One event, with the names of docs/PROTOCOL-REFERENCE.md."""
         fields = dict(event.fields) if isinstance(event, UnknownEvent) else to_fields(event)
         if isinstance(event, Eos):
             fields["request_id"] = self._request_id

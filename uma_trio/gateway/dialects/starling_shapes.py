@@ -1,4 +1,4 @@
-"""Shapes of answers in Starling's API, which docs/PROTOCOL.md describes."""
+"""Shapes of answers in Starling's API, which docs/PROTOCOL-REFERENCE.md describes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Answer(Warned, kw_only=True):
 
 
 class Event(msgspec.Struct):
-    """An event of docs/PROTOCOL.md, named by the server-sent event or by its field ``event``."""
+    """An event of docs/PROTOCOL-REFERENCE.md, named by the server-sent event or by its field ``event``."""
 
     event: str | UnsetType = UNSET
     id: str | UnsetType = UNSET
