@@ -35,7 +35,7 @@ def command() -> None:
     """Run the daemon as a service: of systemd on Linux, of launchd on macOS.
 
     systemd listens on the socket.  The first client starts the daemon and waits until the model is loaded.  A daemon
-    that crashes or hangs is started again.  launchd starts the daemon at login.  docs/SERVICE.md has the details.
+    that crashes or hangs is started again.  launchd starts the daemon at login.  docs/CONFIG.md has the details.
 
     \b
       uma-trio service install --now -- --model ~/models/some-model.gguf --ctx 32k
