@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.sampler import MAX_SORTED_TOP_K, copied_rows, distribution, sample
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs
+from uma_trio.protocol.parameters import PARAMETERS
 
 
 def reference(logits, params):
@@ -274,3 +276,38 @@ def test_structs_survive_msgpack():
 )
 def test_copied_rows(rows, copied):
     assert copied_rows([SamplingParams(*row) for row in rows], 1000) == copied
+
+
+OTHER_VALUES = {
+    "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 2.0, "repeat_last_n": 1,
+    "frequency_penalty": 1.0, "presence_penalty": 1.0, "top_n_sigma": 0.5, "typical_p": 0.5, "xtc_probability": 1.0,
+    "xtc_threshold": 0.3, "dynatemp_range": 0.9, "dynatemp_exponent": 3.0, "dry_multiplier": 2.0, "dry_base": 4.0,
+    "dry_allowed_length": 5, "dry_penalty_last_n": 3, "mirostat": 2, "mirostat_tau": 1.0, "mirostat_eta": 0.9,
+}  # fmt: skip
+NEEDED = {
+    "repeat_last_n": {"repetition_penalty": 2.0},
+    "xtc_threshold": {"xtc_probability": 1.0},
+    "dynatemp_exponent": {"dynatemp_range": 0.9},
+    **{name: {"dry_multiplier": 0.2} for name in ("dry_base", "dry_allowed_length", "dry_penalty_last_n")},
+    **{name: {"mirostat": 2} for name in ("mirostat_tau", "mirostat_eta")},
+}
+"""What has to be on for a parameter to count."""
+
+
+def drawn_with(**fields):
+    """All that a step says of a row: the distribution in which a token is drawn, and the state of mirostat."""
+    params = SamplingParams(**{"temperature": 1.0, **fields})
+    (logits,) = noise(1, 12)
+    tokens = np.array([5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7], np.int32)
+    past = Past(tokens, 4)
+    breakers = Breakers([], lambda token: b"", lambda text: []) if params.dry_window else None
+    ids, p = distribution(logits.copy(), params, past=past, breakers=breakers)
+    mus = {}
+    sample(logits[np.newaxis].copy(), [params], [0], None, None, [past], [breakers], mus)
+    return [*zip(ids.tolist(), np.round(p, 9).tolist(), strict=True)], mus
+
+
+@pytest.mark.parametrize("name", [row.name for row in PARAMETERS])
+def test_every_parameter_counts(name):
+    needed = NEEDED.get(name, {})
+    assert drawn_with(**needed) != drawn_with(**needed, **{name: OTHER_VALUES[name]})
