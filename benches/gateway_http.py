@@ -56,6 +56,8 @@ class Gateway:
     """Its socket, for the counters."""
     cache_prompt: bool = False
     """Allow prefix reuse."""
+    speculate: bool = True
+    """Allow draft tokens."""
 
     @contextlib.asynccontextmanager
     async def connect(self, *, interactive: bool) -> AsyncIterator[Connection]:
@@ -100,6 +102,7 @@ class Gateway:
                 "ignore_eos": question.ignore_eos,
                 "temperature": 0.0,
                 "cache_prompt": self.cache_prompt,
+                "speculate": self.speculate,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }

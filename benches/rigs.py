@@ -58,7 +58,9 @@ def with_prefix_reuse(rig: Rig) -> Rig:
 
 
 def without_speculation(rig: Rig) -> Rig:
-    """Return the same daemon with requests that forbid draft tokens, whose gain depends on the text."""
+    """Return the same server with requests that forbid draft tokens, whose gain depends on the text."""
+    if isinstance(rig.transport, LlamaServer):  # it has none without a flag
+        return rig
     return attrs.evolve(rig, transport=attrs.evolve(rig.transport, speculate=False))
 
 
