@@ -112,7 +112,10 @@ def show(found: dict[Cell, dict[str, Figures]]) -> str:
         line = [str(cell)]
         for name, digits in shown.items():
             theirs, *ours = (getattr(figures, name) for figures in (rival, *mine))
-            line += [" / ".join(number(value, digits) for value in (theirs, *ours)), *(ratio(value, theirs) for value in ours[:1] or [theirs])]
+            line += [
+                " / ".join(number(value, digits) for value in (theirs, *ours)),
+                *(ratio(value, theirs) for value in ours[:1] or [theirs]),
+            ]
         lines.append(line)
     return table(header, lines)
 
