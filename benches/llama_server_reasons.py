@@ -23,7 +23,7 @@ OFFERED: Final = (
 
 NOT_OFFERED: Final = {
     "test_compat_gcp": "`/predict` of Vertex AI",
-    "test_infill": "`/infill`: needs a model that was trained to fill in",
+    "test_infill": "`/infill`: needs a model that was trained to fill in, which the embedded one was not",
     "test_kv_keep_only_active": "slots that are saved when idle; here sessions are offloaded",
     "test_lora": "LoRA adapters",
     "test_mcp_servers": "MCP: the client runs tools",

@@ -25,7 +25,7 @@ from llama_abi.options import ContextOptions
 from llama_abi.placement import SPLIT_MODES, Placement
 from llama_abi.samplers import SamplerChain
 from llama_abi.stamp import Stamp
-from llama_abi.vocab import TokenAttr, Tokens, Vocab
+from llama_abi.vocab import FimTokens, TokenAttr, Tokens, Vocab
 
 __all__ = [
     "ABORTED",
@@ -40,6 +40,7 @@ __all__ = [
     "ContextOptions",
     "Device",
     "DeviceType",
+    "FimTokens",
     "HandleClosed",
     "Library",
     "LibraryError",

@@ -116,6 +116,11 @@ FUNCTIONS = """
     llama_token  llama_vocab_eot(const struct llama_vocab * vocab);
     bool         llama_vocab_get_add_bos(const struct llama_vocab * vocab);
     bool         llama_vocab_get_add_eos(const struct llama_vocab * vocab);
+    llama_token  llama_vocab_fim_pre(const struct llama_vocab * vocab);
+    llama_token  llama_vocab_fim_suf(const struct llama_vocab * vocab);
+    llama_token  llama_vocab_fim_mid(const struct llama_vocab * vocab);
+    llama_token  llama_vocab_fim_rep(const struct llama_vocab * vocab);
+    llama_token  llama_vocab_fim_sep(const struct llama_vocab * vocab);
     bool         llama_vocab_is_eog(const struct llama_vocab * vocab, llama_token token);
     bool         llama_vocab_is_control(const struct llama_vocab * vocab, llama_token token);
     enum llama_token_attr llama_vocab_get_attr(const struct llama_vocab * vocab, llama_token token);

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -36,6 +37,22 @@ class TokenAttr(enum.IntFlag):
     """Removes the white space before it."""
     RSTRIP = TOKEN_ATTR["LLAMA_TOKEN_ATTR_RSTRIP"]
     """Removes the white space after it."""
+
+
+@attrs.frozen(kw_only=True)
+class FimTokens:
+    """Tokens that mark a gap in a text, and what stands around it."""
+
+    prefix: int
+    """Stands before the text before the gap."""
+    suffix: int
+    """Stands before the text after the gap."""
+    middle: int
+    """Stands before the text that fills the gap."""
+    repository: int | None
+    """Stands before the name of a repository."""
+    file: int | None
+    """Stands before the name of each file."""
 
 
 class Vocab:
@@ -83,6 +100,18 @@ class Vocab:
     def add_eos(self) -> bool:
         """Whether ``add_special`` puts ``eos`` after a text."""
         return bool(self._c.llama_vocab_get_add_eos(self._pointer))
+
+    @cached_property
+    def fim(self) -> FimTokens | None:
+        """Tokens for filling in the middle of a text; ``None`` if the vocabulary has none."""
+        c = self._c
+        prefix, suffix, middle = map(
+            self._special, (c.llama_vocab_fim_pre, c.llama_vocab_fim_suf, c.llama_vocab_fim_mid)
+        )
+        if prefix is None or suffix is None or middle is None:
+            return None
+        repository, file = map(self._special, (c.llama_vocab_fim_rep, c.llama_vocab_fim_sep))
+        return FimTokens(prefix=prefix, suffix=suffix, middle=middle, repository=repository, file=file)
 
     @cached_property
     def eog_ids(self) -> tuple[int, ...]:

@@ -125,6 +125,13 @@ class NoChatTemplate(ModelRequestError):
     http_status = 400
 
 
+class NoInfill(ModelRequestError):
+    """A request has ``infill``, and the model's vocabulary has no tokens for it."""
+
+    code = "E_MODEL_NO_INFILL"
+    http_status = 400
+
+
 class InvalidConstraint(ModelRequestError):
     """The ``constraint`` of a request is invalid, unsupported or too complex."""
 

@@ -137,7 +137,7 @@ def test_an_answer_may_be_constrained(gateway: Gateway) -> None:
         ({"prompt": ["a", None]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
-        ({"suffix": " the end"}, "suffix"),
+        ({"suffix": " the end"}, "suffix"),  # the vocabulary has no tokens for it
         ({"best_of": 2}, "best_of"),
         ({"echo": True, "logprobs": 1}, "logprobs"),
         ({"extra_body": {"grammar": "x", "guided_regex": "y"}}, "grammar"),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
-import time
 
 import httpx
 import numpy as np
@@ -19,15 +16,14 @@ import trio
 
 from tests.model.test_encoders import CTX, QUANT, WORDS, reference, texts
 from tests.support.gguf_files import STRING, pair, text, with_pairs
+from tests.support.llama_server import llama_server
 from tests.support.random_models import random_model
-from tests.support.real_daemon import ROOT, asked, real_daemon
+from tests.support.real_daemon import asked, real_daemon
 from uma_trio.client import ServerError
 from uma_trio.daemon.prompts.pairs import TEMPLATE_KEY, find_pair_format
 from uma_trio.tokenizer.vocabulary import vocabulary
 
-LLAMA_SERVER = ROOT / "build/peers/bin/llama-server"
 QUERY = "how do i make pancakes"
-START_S = 60.0
 
 
 def model():
@@ -182,41 +178,18 @@ def test_what_the_command_refuses(reranker, arguments, status, said):
     assert said in ended.stderr
 
 
-def wait_until_healthy(client, url, server):
-    until = time.monotonic() + START_S
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if client.get(f"{url}/health").status_code == 200:
-                return
-        assert server.poll() is None, "llama-server has ended"
-        assert time.monotonic() < until, "llama-server does not start"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("architecture", ["bert", "qwen3"])
 def test_the_scores_are_those_of_llama_server(library, decoder, tmp_path, architecture):
-    if not LLAMA_SERVER.exists():
-        pytest.skip(f"{LLAMA_SERVER} is missing: ./build_llama.sh --peers builds it")
     path = model() if architecture == "bert" else decoder
     documents = [text for text in texts(30) if text]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [LLAMA_SERVER, "--model", path, "--reranking", "--port", port, "-t", 1, "-ub", CTX, "-fa", "off"]
-    with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen([str(each) for each in command], stdout=log, stderr=log)
-    try:
-        theirs = f"http://127.0.0.1:{port}"
-        with (
-            real_daemon("--model", str(path), "--http", "0", "--flash-attn", "off") as daemon,
-            httpx.Client(timeout=60) as client,
-        ):
-            wait_until_healthy(client, theirs, server)
-            body = {"query": QUERY, "documents": documents, "top_n": 20}
-            expected = client.post(f"{theirs}/v1/rerank", json=body).json()
-            found = client.post(f"{daemon.http_url()}/v1/rerank", json=body).json()
-    finally:
-        server.kill()
-        server.wait()
+    body = {"query": QUERY, "documents": documents, "top_n": 20}
+    with (
+        llama_server(path, "--reranking", "-ub", str(CTX), "-fa", "off", log_file=tmp_path / "log") as theirs,
+        real_daemon("--model", str(path), "--http", "0", "--flash-attn", "off") as daemon,
+        httpx.Client(timeout=60) as client,
+    ):
+        expected = client.post(f"{theirs}/v1/rerank", json=body).json()
+        found = client.post(f"{daemon.http_url()}/v1/rerank", json=body).json()
     assert [each["index"] for each in found["results"]] == [each["index"] for each in expected["results"]]
     for one, other in zip(found["results"], expected["results"], strict=True):
         assert one["relevance_score"] == pytest.approx(other["relevance_score"], abs=1e-3)

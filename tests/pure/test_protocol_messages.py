@@ -223,6 +223,9 @@ AT_THE_BOUNDS = [
     ("id", "é"),
     ("prompt", ""),
     ("prompt", "a\0b"),
+    ("infill", None),
+    ("infill", {}),
+    ("infill", {"prefix": "", "suffix": "a", "files": [{"text": "", "filename": "x" * 1024}] * 256}),
     ("prompt", [0]),
     ("prompt", [2**31 - 1] * (1 << 20)),
     ("logit_bias", {}),
@@ -252,6 +255,18 @@ AT_THE_BOUNDS = [
 @pytest.mark.parametrize(("name", "value"), AT_THE_BOUNDS)
 def test_values_at_the_bounds_are_accepted(name: str, value: object) -> None:
     parse(LEAST | {name: value})
+
+
+@pytest.mark.parametrize(
+    "other", [{"messages": [{"role": "user", "content": "Hi"}]}, {"session_id": "s"}, {"prompt": [1]}]
+)
+def test_what_does_not_go_with_a_gap(other: dict[str, object]) -> None:
+    gap = {"id": "r", "infill": {"prefix": "a", "suffix": "b"}}
+    assert parse(gap).infill.suffix == "b"
+    assert parse(gap | {"prompt": "c"}).prompt == "c"
+    with pytest.raises(BadRequest) as caught:
+        parse(gap | other)
+    assert caught.value.field == "infill"
 
 
 def test_variables_of_a_template_go_with_messages() -> None:
@@ -344,6 +359,8 @@ NOT_TAKEN = [
     ("constraint", [{"regex": ""}, {"regex": "x" * 65537}, {"regex": "a", "lark": "b"}, {"gbnf": 1}, {"lark": None}]),
     ("constraint", [{"choice": []}, {"choice": [""]}, {"choice": "ab"}, {"choice": ["x"] * 513}, {"choice": [1]}]),
     ("constraint", [{"regex": "a", "after": ""}, {"regex": "a", "after": "x" * 257}]),
+    ("infill", [1, "x", [], {"prefix": 1}, {"suffix": None}, {"files": {}}, {"files": ["x"]}, {"files": [{}]}]),
+    ("infill", [{"files": [{"text": "a", "filename": "x" * 1025}]}, {"files": [{"text": ""}] * 257}]),
     ("continue_final_message", [0, 1, "true", None]),
     ("add_generation_prompt", [0, 1, "true", None]),
     (

@@ -153,6 +153,7 @@ class ModelService:
             "chat": self.has_chat_template,
             "tools": self.has_chat_template,
             "reasoning": self.prompts.reasoning is not None,
+            "infill": self.prompts.infill is not None,
             "embedding": info.can_embed,
             "rerank": info.purpose == "rank",
         }

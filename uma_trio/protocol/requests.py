@@ -103,6 +103,30 @@ class Constraint:
         return any(each is not None for each in (self.lark, self.gbnf, self.after))
 
 
+MAX_INFILL_FILES: Final = 256
+"""Further files of a gap."""
+
+
+@attrs.frozen(kw_only=True)
+class InfillFile:
+    """A piece of another file that tells the model more."""
+
+    text: str
+    filename: Annotated[str, Meta(max_length=1024)] = "tmp"
+
+
+@attrs.frozen(kw_only=True)
+class Infill:
+    """The text around a gap.  The answer fills it; a ``prompt`` is how the missing text begins."""
+
+    prefix: str = ""
+    """What stands before the gap."""
+    suffix: str = ""
+    """What stands after it."""
+    files: Annotated[list[InfillFile], Meta(max_length=MAX_INFILL_FILES)] = attrs.field(factory=list)
+    """The most important one last: the first ones go if there is no room."""
+
+
 def _field(row: Field) -> Any:
     """The field of a row.  A sampling parameter that is ``None`` has the default of the daemon or of the model."""
     value: Any = Annotated[row.type, Meta(**row.bounds)]
@@ -119,7 +143,7 @@ def _field(row: Field) -> Any:
 class Generate(PlainFields):
     """A request for text: these fields, and those of the table in ``protocol/parameters.py``.
 
-    Exactly one of ``prompt``, ``messages`` and ``controller`` is set.
+    Exactly one of ``prompt``, ``messages`` and ``controller`` is set, or ``infill``, with which ``prompt`` may be, too.
     """
 
     id: Name
@@ -129,6 +153,8 @@ class Generate(PlainFields):
     """LoRA adapters that the answer is computed with."""
     prompt: str | PromptTokens | None = None
     """A text to continue, or its tokens."""
+    infill: Infill | None = None
+    """A text with a gap, which the answer fills."""
     messages: Messages | None = None
     """A chat, rendered with the model's chat template."""
     continue_final_message: bool = False
@@ -244,8 +270,10 @@ def parse_generate(fields: dict[str, Any]) -> Generate:
         raise BadRequest(
             "controller_arg goes with controller, the name of the controller that gets it", field="controller_arg"
         )
+    elif request.infill is not None:
+        _check_infill(request)
     elif (request.prompt is None) == (request.messages is None):
-        raise BadRequest("give exactly one of prompt, messages and controller")
+        raise BadRequest("give exactly one of prompt, messages, infill and controller")
     check_messages(request.messages or ())
     if request.continue_final_message:
         check_final_message(request.messages)
@@ -274,8 +302,18 @@ def parse_generate(fields: dict[str, Any]) -> Generate:
     return request
 
 
+def _check_infill(request: Generate) -> None:
+    if request.messages is not None or isinstance(request.prompt, list):
+        raise BadRequest(
+            "infill goes with no messages, and with a prompt only if that is a text: how the missing text begins",
+            field="infill",
+        )
+    if request.session_id is not None:
+        raise BadRequest("infill goes with no session_id: a filled gap is no conversation", field="infill")
+
+
 _UNCONTROLLED: Final = (
-    *("prompt", "messages", "tools", "constraint", "session_id"),
+    *("prompt", "infill", "messages", "tools", "constraint", "session_id"),
     *(row.name for row in ROWS if not row.goes_with_controller),
 )
 """Fields that a request with a controller cannot have: the controller makes the prompt, and ends the answer."""

@@ -69,6 +69,8 @@ class Tokenizer:
         self.eos_id = vocab.eos
         self.added_bos_id = vocab.bos if vocab.add_bos else None
         """BOS, if ``add_special`` puts it before a text."""
+        self.fim = vocab.fim
+        """Tokens for filling in the middle of a text; ``None`` if the vocabulary has none."""
         self.adds_eos = vocab.add_eos
         """Whether ``add_special`` puts EOS after a text."""
         self.bos = "" if vocab.bos is None else self._spelled(vocab.bos).decode("utf-8", "replace")
@@ -198,6 +200,11 @@ class Tokenizer:
             InvalidTokenId: as ``decode``.
         """
         return [self._spelled(token) for token in self._checked(tokens)]
+
+    def whole_tokens(self) -> list[tuple[int, Spelling]]:
+        """Tokens that are found in a text before the rest of it is tokenized, with ``parse_special``.  Takes a second."""
+        spelled = ((token, self._spelling(token, parse_special=True)) for token in range(self.n_tokens))
+        return [(token, found) for token, found in spelled if found.special]
 
     @cached_property
     def control_tokens(self) -> frozenset[str]:

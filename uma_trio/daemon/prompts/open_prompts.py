@@ -14,6 +14,7 @@ from uma_trio.daemon.prompts.chat import BrokenTemplate, ChatTemplate
 from uma_trio.daemon.prompts.chosen_template import TemplateSource
 from uma_trio.daemon.prompts.context import max_prompt_bytes
 from uma_trio.daemon.prompts.control_tokens import ControlTokens
+from uma_trio.daemon.prompts.infill import find_infill_format
 from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.pairs import find_pair_format
 from uma_trio.daemon.prompts.prompt import PromptMaker
@@ -52,7 +53,8 @@ def open_prompts(
     limits = attrs.evolve(config.limits, max_prompt_bytes=max_prompt_bytes(config.limits, info))
     with contextlib.nullcontext() if chat is None else contextlib.closing(chat):
         tools = _tool_support(chat, templates, config.model.tool_format, text)
-        prompts = PromptMaker(tokenizer, chat, limits, _reasoning_markers(templates, text), tools, pairs)
+        reasoning = _reasoning_markers(templates, text)
+        prompts = PromptMaker(tokenizer, chat, limits, reasoning, tools, pairs, find_infill_format(tokenizer, info))
         yield prompts, None if chat is None else chosen
 
 

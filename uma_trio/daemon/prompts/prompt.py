@@ -18,15 +18,16 @@ from uma_trio.daemon.answer.tool_calls import ToolCalling
 from uma_trio.daemon.prompts.chat import ChatTemplate
 from uma_trio.daemon.prompts.context import MIN_PROMPT_BYTES, SHORT_ANSWER, explain_context, more_context
 from uma_trio.daemon.prompts.fair_limiter import FairLimiter, PrincipalLimiter
+from uma_trio.daemon.prompts.infill import InfillFormat
 from uma_trio.daemon.prompts.pairs import PairFormat
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport, new_call_id, template_chat
 from uma_trio.engine_link.messages import ModelInfo, PromptPart, TokenIds
-from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, PromptTooLarge
+from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, NoInfill, PromptTooLarge
 from uma_trio.models.markers import ReasoningMarkers
 from uma_trio.protocol.answers import TokenList
 from uma_trio.protocol.chat import ChatMessage, Tool
 from uma_trio.protocol.queries import TokenizeQuery
-from uma_trio.protocol.requests import Embed, Generate, Rerank
+from uma_trio.protocol.requests import Embed, Generate, Infill, Rerank
 from uma_trio.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -84,6 +85,10 @@ def check_prompt_size(request: Generate, limits: Limits) -> int:
     """
     if isinstance(request.prompt, list):
         size = len(request.prompt)  # of at least a byte each, except for control tokens
+    elif request.infill is not None:
+        files = [text for each in request.infill.files for text in (each.filename, each.text)]
+        texts = (request.prompt or "", request.infill.prefix, request.infill.suffix, *files)
+        size = sum(len(text.encode()) for text in texts)
     elif request.messages is None:
         size = len((request.prompt or "").encode())
     else:
@@ -96,6 +101,8 @@ def _prompt_field(request: Generate) -> str | None:
     """The field that the prompt comes from; ``None`` if a controller makes it."""
     if request.controller is not None:
         return None
+    if request.infill is not None:
+        return "infill"
     return "prompt" if request.messages is None else "messages"
 
 
@@ -129,6 +136,8 @@ class PromptMaker:
     """How the model calls tools."""
     pairs: PairFormat | None = None
     """How a query and a document become one text; ``None`` for a model that does not rank."""
+    infill: InfillFormat | None = None
+    """How a gap becomes a prompt; ``None`` for a model that cannot fill it."""
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
     _rendering: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, RENDERING_THREADS))
@@ -147,6 +156,7 @@ class PromptMaker:
             PromptTooLarge: the size exceeds ``max_prompt_bytes``.  Checked before anything is rendered.
             BadRequest: the template refuses the messages.
             NoChatTemplate: the model has no template for the messages.
+            NoInfill: the model cannot fill gaps.
             BrokenTemplate: the template fails or exceeds its limits.
         """
         size = check_prompt_size(request, self.limits)
@@ -161,6 +171,8 @@ class PromptMaker:
         return Prompt(self.tokenizer.encode(self.tokenizer.bos or "\n", continues=True), "")
 
     def _make(self, request: Generate, history: History | None) -> Prompt:
+        if request.infill is not None:
+            return self._gap(request, request.infill)
         tokens, text = self._tokens_and_text(request, history)
         calling = None
         if request.tools and request.tool_choice != "none":
@@ -173,6 +185,18 @@ class PromptMaker:
         separate = request.separate_reasoning or calling is not None
         prompt = Prompt(tokens, text, reasoning=self.reasoning if separate else None, calling=calling)
         return prompt if request.reasoning_budget is None else self._limited(prompt, request, request.reasoning_budget)
+
+    def _gap(self, request: Generate, infill: Infill) -> Prompt:
+        if self.infill is None:
+            raise NoInfill(
+                "this model cannot fill a gap in a text: its vocabulary has no tokens for that. Serve a model that was "
+                "trained for it, such as Qwen2.5-Coder, or send what stands before the gap as a prompt",
+                field="infill",
+            )
+        begun = request.prompt if isinstance(request.prompt, str) else ""
+        wanted = request.max_tokens or self.limits.default_max_tokens or SHORT_ANSWER
+        tokens, dropped = self.infill.tokens(infill, PromptPart(begun, request.parse_special), wanted)
+        return Prompt(tokens, infill.prefix + begun, dropped=dropped)
 
     def _limited(self, prompt: Prompt, request: Generate, n_tokens: int) -> Prompt:
         """``prompt`` with a limit of reasoning.  Reasoning that it has begun is ended in it if the limit is 0.

@@ -6,9 +6,11 @@ Source: the README of llama.cpp's server.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Final
 
 import attrs
+import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Token
@@ -37,13 +39,15 @@ from uma_trio.gateway.dialects.openai.shared import (
 from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
+from uma_trio.protocol.requests import MAX_INFILL_FILES
+
+INFILL_NAMES: Final = {"infill": "input_prefix"}
+"""What the gap is called in errors."""
 
 
-class LlamaRequest(Sampling, kw_only=True):
-    """A request for text that continues one prompt or several."""
+class LlamaFields(Sampling, kw_only=True):
+    """What requests of llama-server's own API share."""
 
-    prompt: Any
-    """A text; tokens, with texts among them; ``{"prompt_string": text}``; or a list of these."""
     n_probs: int | None = None
     """How many alternatives of each token to report."""
     logit_bias: Any = None
@@ -56,12 +60,73 @@ class LlamaRequest(Sampling, kw_only=True):
     """Has no effect: any sequence can reuse the prefix of any other one."""
 
 
+class LlamaRequest(LlamaFields, kw_only=True):
+    """A request for text that continues one prompt or several."""
+
+    prompt: Any
+    """A text; tokens, with texts among them; ``{"prompt_string": text}``; or a list of these."""
+
+
+class ExtraFile(msgspec.Struct):
+    """A piece of another file that tells the model more."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(LlamaFields, kw_only=True):
+    """A request to fill the gap in a text."""
+
+    input_prefix: str
+    """What stands before the gap."""
+    input_suffix: str
+    """What stands after the gap."""
+    input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_INFILL_FILES)] = msgspec.field(default_factory=list)
+    """Pieces of other files, the most important one last."""
+    prompt: str = ""
+    """How the missing text begins."""
+
+
 async def complete_as_llama_server(call: Call) -> Response:
     """Continue prompts, streamed or whole, in llama-server's own format."""
     request, warnings = await call.read(LlamaRequest)
     async with Translation(call, request.model) as translation:
         prompts = await translation.prompts(request.prompt, "prompt", most=MAX_PROMPTS)
-        check_session(request.session_id, prompts)
+    check_session(request.session_id, prompts)
+    session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
+    asked = [{"prompt": prompt, **session} for prompt in prompts]
+    return await _answer(call, request, asked, prompts, warnings, is_list=is_several(request.prompt))
+
+
+async def fill_as_llama_server(call: Call) -> Response:
+    """Fill the gap in a text, streamed or whole."""
+    request, warnings = await call.read(InfillRequest)
+    infill = {
+        "prefix": request.input_prefix,
+        "suffix": request.input_suffix,
+        "files": [{"filename": each.filename, "text": each.text} for each in request.input_extra],
+    }
+    shown = f"{request.input_prefix}{request.prompt}"
+    return await _answer(call, request, [{"prompt": request.prompt, "infill": infill}], [shown], warnings)
+
+
+async def _answer(
+    call: Call,
+    request: LlamaFields,
+    asked: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Any],
+    warnings: list[str],
+    *,
+    is_list: bool = False,
+) -> Response:
+    """Answer a request in llama-server's own format.
+
+    Args:
+        asked: fields of the socket protocol for each prompt.
+        prompts: what the answers say that these were.
+        is_list: whether the answer is a list, even of a single prompt.
+    """
+    async with Translation(call, request.model) as translation:
         bias = await translation.logit_bias(request.logit_bias)
     logprobs = request.n_probs or (0 if request.return_tokens and not request.stream else None)
     adapters = await adapters_of(call, request)
@@ -72,14 +137,12 @@ async def complete_as_llama_server(call: Call) -> Response:
         call.for_daemon(
             **sampling,
             adapters=adapters,
-            prompt=prompt,
+            **fields,
             logprobs=logprobs,
             constraint=request.constraint,
             **telemetry.fields,
-            session_id=request.session_id,
-            history=None if request.session_id is None else "replace",
         )
-        for prompt in prompts
+        for fields in asked
     ]
     model = await call.daemon.model(request.model)
     description = Description(
@@ -97,7 +160,7 @@ async def complete_as_llama_server(call: Call) -> Response:
         text, tokens = eos.text or "", [each.token_id for each in eos.logprobs or ()]
         body = description.of(eos, text, tokens if request.return_tokens else [], has_new_line="\n" in text)
         found.append(body if not request.response_fields else _chosen(body, request.response_fields))
-    return json_response(found[0] if len(found) == 1 and not is_several(request.prompt) else found)
+    return json_response(found[0] if len(found) == 1 and not is_list else found)
 
 
 def _chosen(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
@@ -233,6 +296,18 @@ ENDPOINTS = (
             media_types=("application/json", EVENT_STREAM),
         )
         for path in ("/completion", "/completions")
+    ),
+    Endpoint(
+        method="POST",
+        path="/infill",
+        dialect=OPENAI,
+        answer=fill_as_llama_server,
+        shapes=(LlamaAnswer,),
+        event_shape=LlamaAnswer,
+        summary="Text that fills a gap, in llama-server's own format",
+        body=InfillRequest,
+        field_names={**FIELD_NAMES, **INFILL_NAMES},
+        media_types=("application/json", EVENT_STREAM),
     ),
     *(
         attrs.evolve(endpoint, path=endpoint.path.removeprefix("/v1"))

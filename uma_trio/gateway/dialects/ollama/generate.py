@@ -77,6 +77,7 @@ class GenerateRequest(Common, kw_only=True):
     system: str | None = None
     raw: bool = False
     suffix: str | None = None
+    """What stands after the answer, which fills the gap between the prompt and this."""
     template: str | None = None
     images: list[Any] | None = None
     context: list[int] | None = None
@@ -106,11 +107,15 @@ async def chat(call: Call) -> Response:
 async def generate(call: Call) -> Response:
     """Answer a prompt, through the chat template unless it is raw."""
     request, warnings = await call.read(GenerateRequest)
-    for name in ("suffix", "template", "images", "context"):
+    for name in ("template", "images", "context"):
         if getattr(request, name):
             raise invalid(f"{name} is not supported", parameter=name)
-    if not request.prompt:
+    if not request.prompt and not request.suffix:
         return await _loaded(call, request, {"response": ""}, warnings)
+    if request.suffix:
+        return await _answer(
+            call, request, _generated, warnings, infill={"prefix": request.prompt, "suffix": request.suffix}
+        )
     model = await find_model(call, request.model)
     if request.raw or "chat" not in model.capabilities:
         return await _answer(call, request, _generated, warnings, prompt=request.prompt)

@@ -24,7 +24,13 @@ API_VERSION: Final = "0.12.0"
 LATEST: Final = ":latest"
 """The tag that Ollama adds to names without one."""
 
-CAPABILITIES: Final = {"completion": "completion", "tools": "tools", "reasoning": "thinking", "embedding": "embedding"}
+CAPABILITIES: Final = {
+    "completion": "completion",
+    "infill": "insert",
+    "tools": "tools",
+    "reasoning": "thinking",
+    "embedding": "embedding",
+}
 """Capabilities of a model, in Ollama's words."""
 
 OPTIONS: Final = {name: row for row in ROWS for name in row.names_in("ollama")}
@@ -32,6 +38,7 @@ OPTIONS: Final = {name: row for row in ROWS for name in row.names_in("ollama")}
 
 FIELD_NAMES: Final = {
     **names_of("ollama"),
+    "infill": "suffix",
     "constraint": "format",
     "constraint.json_schema": "format",
     "logprobs": "top_logprobs",

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry, describe, head_of
-from uma_trio.gateway.dialects.llama.tokens import Translation
+from uma_trio.gateway.dialects.llama.tokens import Tokens, Translation
 from uma_trio.gateway.dialects.openai.shapes import Completion
 from uma_trio.gateway.dialects.openai.shared import (
     FIELD_NAMES,
@@ -45,14 +45,13 @@ class CompletionRequest(Sampling, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+    """What stands after the answer, which fills the gap between a prompt and this."""
 
     def check(self) -> None:
         """
         Raises:
             HttpError: something is not supported.
         """
-        if self.suffix:
-            raise invalid("suffix is not supported: a text can be continued, but not filled in", parameter="suffix")
         if self.best_of not in (None, self.fields().get("n", 1)):
             raise invalid("best_of is not supported; use n, and choose among the answers", parameter="best_of")
         if self.echo and self.logprobs is not None:
@@ -66,6 +65,7 @@ async def complete(call: Call) -> Response:
     async with Translation(call, request.model) as translation:
         prompts = await translation.prompts(request.prompt, "prompt", most=MAX_PROMPTS)
     check_session(request.session_id, prompts)
+    asked = [_asked(prompt, request.suffix) for prompt in prompts]
     session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
     adapters = await adapters_of(call, request)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS, **request.fields()}
@@ -86,13 +86,13 @@ async def complete(call: Call) -> Response:
             **sampling,
             adapters=adapters,
             **session,
-            prompt=prompt,
+            **fields,
             logprobs=request.logprobs,
             echo=request.echo,
             constraint=request.constraint,
             **extras.fields,
         )
-        for prompt in prompts
+        for fields in asked
     ]
     if request.stream:
         renderer = TextChunks(head, call.id, extras, n=n, usage=request.includes_usage, warnings=warnings)
@@ -109,6 +109,19 @@ async def complete(call: Call) -> Response:
     ]
     body = {**head, "choices": choices, "usage": _usage(ends, n), **extras.at_end(ends)}
     return json_response(body, warnings=warnings)
+
+
+def _asked(prompt: str | Tokens, suffix: str | None) -> dict[str, Any]:
+    """A prompt, or the gap after it, in the socket protocol.
+
+    Raises:
+        HttpError: the prompt has tokens, and a suffix.
+    """
+    if not suffix:
+        return {"prompt": prompt}
+    if not isinstance(prompt, str):
+        raise invalid("suffix goes with a prompt that is a text, not tokens", parameter="suffix")
+    return {"infill": {"prefix": prompt, "suffix": suffix}}
 
 
 def _usage(ends: Sequence[Eos], n: int) -> dict[str, Any]:

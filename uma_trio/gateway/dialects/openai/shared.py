@@ -143,6 +143,7 @@ FIELD_NAMES: Final = {
     **names_of("openai"),
     "logprobs": ("top_logprobs", "n_probs", "logprobs"),
     "session_id": ("session_id", "prompt_cache_key"),
+    "infill": "suffix",
     "chat_template_kwargs": ("chat_template_kwargs", "reasoning_effort", "reasoning"),
 }
 """What fields of the socket protocol are called in requests of OpenAI's API, of vLLM and of llama-server."""
