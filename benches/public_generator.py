@@ -14,9 +14,10 @@ from typing import Any, Final, Literal
 import attrs
 import trio
 from rigs import LOG_TAIL, RivalError
-from tokenizer_folder import UnknownVocabulary, write_folder
+from tokenizer_folder import write_folder
 
 from uma_trio.tokenizer.tokenizer import Tokenizer
+from uma_trio.tokenizer.tokenizer_json import CannotExpress
 
 REQUIREMENT: Final = "aiperf==0.13.0"
 """One version, since its export has a format of its own.  It needs Python 3.11 to 3.13."""
@@ -134,8 +135,8 @@ async def write_tokenizer(generator: Generator, model: Path, tokenizer: Tokenize
         RivalError: the vocabulary cannot be written, or the library refuses it.
     """
     try:
-        await trio.to_thread.run_sync(write_folder, model, folder)
-    except UnknownVocabulary as error:
+        await trio.to_thread.run_sync(write_folder, model, tokenizer, folder)
+    except CannotExpress as error:
         raise RivalError(f"aiperf needs a tokenizer, and that of {model.name} cannot be written: {error}") from None
     ours = [tokenizer.encode(text, add_special=False).tolist() for text in SAMPLES]
     done = await trio.run_process(

@@ -61,6 +61,7 @@ async def _served_a_little(harness: Serving, client: Client) -> dict[str, Any]:
     times = [f"{name}_{level}_ms" for name in ("post_pre", "mid") for level in ("p50", "p99")]
     found["controllers"] = dict.fromkeys(times, 1.5) | {"sequences": 2, "skipped_total": 1}
     found["controllers"] |= {"pid": 2, "restarts_total": 1, "rss_bytes": 1000, "cpu_s": 1.5}
+    found["adapters"] = {"sql": {"running": 1, "waiting": 0}, "formal": {"running": 2, "waiting": 3}}
     found["engine"] |= {"rss_bytes": 1000, "cpu_s": 1.5}  # as an engine process says
     return found
 
@@ -104,9 +105,10 @@ async def test_names_are_as_prometheus_wants_them(snapshot, compat):
         assert re.fullmatch(r"(uma_|vllm:|llamacpp:)[a-z0-9_]+", family.name)
         assert "_ms" not in family.name
         for sample in family.samples:
-            assert sample.name.endswith(("_total", "_bucket", "_count", "_sum", "_info")) == (
-                family.type not in ("gauge",)
-            )
+            if sample.name != "vllm:lora_requests_info":  # a gauge
+                assert sample.name.endswith(("_total", "_bucket", "_count", "_sum", "_info")) == (
+                    family.type not in ("gauge",)
+                )
 
 
 def test_without_a_daemon_only_its_absence_is_exported():
@@ -125,6 +127,11 @@ async def test_dashboards_for_vllm_find_their_names(snapshot):
     by_reason = {has["finished_reason"]: n for has, n in found["vllm:request_success_total"]}
     assert by_reason == {"stop": 0, "length": 4, "abort": 1}
     assert 0 <= value(found, "vllm:kv_cache_usage_perc", **model) <= 1
+    [(adapters, at)] = found["vllm:lora_requests_info"]
+    assert adapters == {
+        **model, "max_lora": "2", "running_lora_adapters": "formal,sql", "waiting_lora_adapters": "formal"
+    }  # fmt: skip
+    assert at > 0
     for name in ("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc", "num_preemptions_total"):
         assert value(found, f"vllm:{name}", **model) >= 0
     for name in VLLM_HISTOGRAMS:

@@ -1,4 +1,4 @@
-"""The bench that uses aiperf: its cells, aiperf's arguments and export, the table, and the tokenizer for aiperf."""
+"""The bench that uses aiperf: its cells, aiperf's arguments and export, the table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from tests.support.bench_scripts import bench_script
 
 pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
 
-SPACE = "▁"
-
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
@@ -26,11 +24,6 @@ def bench() -> ModuleType:
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
     return bench_script("public_generator")
-
-
-@pytest.fixture(scope="module")
-def tokenizers() -> ModuleType:
-    return bench_script("tokenizer_folder")
 
 
 # -- cells -------------------------------------------------------------------------------------
@@ -163,50 +156,6 @@ def test_what_makes_figures_hard_to_compare_is_said(bench: Any, generator: Any) 
     found = " ".join(bench.oddities(cell, "uma-trio", bad))
     for text in ("3 requests failed", "58.5 tokens an answer instead of 60", "400 tokens of each prompt"):
         assert text in found
-
-
-# -- the tokenizer -----------------------------------------------------------------------------
-
-
-def test_merges_of_a_sentence_piece_vocabulary(tokenizers: Any) -> None:
-    tokens = ["<unk>", "a", "b", "c", "ab", "bc", "abc", "<0x61>", "a<0x61>"]
-    kinds = [2, 1, 1, 1, 1, 1, 1, 6, 6]
-    scores = [0.0, -5, -6, -7, -2, -1, -3, 0, 0]
-    found = tokenizers.sentence_piece_merges(tokens, scores, kinds)
-    assert found == [["b", "c"], ["a", "b"], ["a", "bc"], ["ab", "c"]], "the highest score first"
-
-
-@pytest.mark.parametrize("leading", [True, False])
-def test_a_sentence_piece_tokenizer(tokenizers: Any, leading: bool) -> None:
-    entries = {
-        "model": "llama",
-        "tokens": ["<unk>", "<s>", "a", SPACE, f"{SPACE}a"],
-        "scores": [0.0, 0, -1, -2, -3],
-        "token_type": [2, 3, 1, 1, 1],
-        "unknown_token_id": 0,
-        "add_space_prefix": leading,
-    }
-    found = tokenizers.tokenizer_json(entries)
-    assert found["model"]["merges"] == [[SPACE, "a"]]
-    assert [token["content"] for token in found["added_tokens"]] == ["<unk>", "<s>"]
-    kinds = [part["type"] for part in found["normalizer"]["normalizers"]]
-    assert kinds == (["Prepend", "Replace"] if leading else ["Replace"])
-    assert found["post_processor"] is None, "nothing stands around a text"
-
-
-@pytest.mark.parametrize(("pre", "parts"), [("gpt-2", ["ByteLevel"]), ("llama-bpe", ["Split", "ByteLevel"])])
-def test_a_byte_level_tokenizer(tokenizers: Any, pre: str, parts: list[str]) -> None:
-    entries = {"model": "gpt2", "pre": pre, "tokens": ["a", "b", "ab"], "merges": ["a b"]}
-    found = tokenizers.tokenizer_json(entries)
-    assert [part["type"] for part in found["pre_tokenizer"]["pretokenizers"]] == parts
-    assert found["model"]["merges"] == [["a", "b"]]
-    assert found["model"]["ignore_merges"] is (pre == "llama-bpe")
-
-
-@pytest.mark.parametrize("kind", ["bert", "t5", None])
-def test_other_vocabularies_cannot_be_written(tokenizers: Any, kind: str | None) -> None:
-    with pytest.raises(tokenizers.UnknownVocabulary, match=f"its kind is {kind}"):
-        tokenizers.tokenizer_json({"model": kind})
 
 
 # -- the environment ---------------------------------------------------------------------------

@@ -188,6 +188,17 @@ class Gateway:
             self._process.send_signal(signal.SIGHUP)
 
     def drain(self) -> None:
+        """Refuse new requests and say in ``/health`` that the daemon stops; requests that run go on.
+
+        The gateway listens until ``end``, so that routers in front of it get an answer.
+        """
+        self._is_ending = True
+        if self._process is not None and self._process.ready.is_set():
+            self._process.send_signal(signal.SIGUSR1)
+        else:
+            self.end()
+
+    def end(self) -> None:
         """Accept no more connections; requests that run may end."""
         self._is_ending = True
         self._sock.close()

@@ -124,6 +124,8 @@ class Server:
                     with self._listener_scope, sock:
                         await listener.accept_forever(sock, self._serve_client, connections)
         finally:
+            if self._gateway is not None:
+                self._gateway.end()
             with trio.CancelScope(shield=True):  # cancelled requests are freed within one step
                 await self.models.wait_idle()
             if trio.current_effective_deadline() > -math.inf:  # there was no second signal

@@ -19,7 +19,7 @@ from uma_trio.config import Config, Http
 from uma_trio.gateway import health, metrics, openapi
 from uma_trio.gateway.body import BodyLimits
 from uma_trio.gateway.daemon_client import Daemon
-from uma_trio.gateway.dialects import aici, local_servers, rerank, starling
+from uma_trio.gateway.dialects import aici, local_servers, rerank, routers, starling, tokenizer_file
 from uma_trio.gateway.dialects.anthropic import messages as anthropic_messages
 from uma_trio.gateway.dialects.anthropic.shared import ANTHROPIC, VERSION_HEADER
 from uma_trio.gateway.dialects.llama import endpoints as llama_server
@@ -68,6 +68,8 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *ollama_embed.ENDPOINTS,
     *ollama_models.ENDPOINTS,
     *local_servers.ENDPOINTS,
+    *routers.ENDPOINTS,
+    *tokenizer_file.ENDPOINTS,
     *llama_server.ENDPOINTS,
     *starling.ENDPOINTS,
     *aici.ENDPOINTS,
@@ -86,8 +88,9 @@ def make_app(config: Config) -> ASGIApp:
     return build(config)[0]
 
 
-def build(config: Config) -> tuple[ASGIApp, Callable[[], None]]:
-    """Build the application, and a function that reads the tenants and what they have used again.
+def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], None]]:
+    """Build the application, a function that reads the tenants and what they have used again, and one that makes the
+    application refuse new requests, because the daemon stops.
 
     Raises:
         KeyFileError: the file of tenants cannot be used.
@@ -121,7 +124,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None]]:
 
     dialects = {(endpoint.method, endpoint.path): endpoint.dialect.name for endpoint in endpoints}
     logs, tracer = config.http.access_log, _tracer(config.http)
-    return RequestIds(RequestLogger(guard, http_metrics, dialects, logs=logs, tracer=tracer)), read_again
+    return RequestIds(RequestLogger(guard, http_metrics, dialects, logs=logs, tracer=tracer)), read_again, guard.drain
 
 
 def _tracer(settings: Http) -> Tracer | None:

@@ -142,6 +142,12 @@ class Call:
         return self.daemon.account is None and not is_admin(self.request.scope)
 
     @property
+    def is_draining(self) -> bool:
+        """Whether the daemon stops."""
+        found: bool = self.request.scope["state"]["is_draining"]
+        return found
+
+    @property
     def dialect(self) -> Dialect:
         """The dialect of the client."""
         return self.endpoint.dialect_of(self.request.headers)

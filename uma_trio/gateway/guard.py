@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from uma_trio.errors import TooManyConnections
+from uma_trio.errors import ShuttingDown, TooManyConnections
 from uma_trio.gateway.body import Body, BodyLimits, replayed
 from uma_trio.gateway.errors import HttpError, try_again_in
 from uma_trio.gateway.key_file import CurrentTenants
@@ -45,6 +45,8 @@ MAX_HEADER_BYTES: Final = 32 * 1024
 """All names and values together."""
 
 OVERLOADED_RETRY_MS: Final = 1000
+DRAINING_RETRY_MS: Final = 5000
+"""About as long as a restart takes."""
 
 CORS_MAX_AGE_S: Final = 600
 ALLOW_ORIGIN: Final = HeaderName(b"Access-Control-Allow-Origin")
@@ -77,6 +79,8 @@ class Guard:
     bodies: BodyLimits
     raw_bodies: BodyLimits
     raw_paths: frozenset[str]
+    is_draining: bool = attrs.field(default=False, init=False)
+    """Whether the daemon stops: every request but those of ``open_paths`` is refused."""
     large_work: LargeWork = attrs.field(factory=lambda: LargeWork(anyio.Lock(), anyio.sleep))
     """Shared by all requests."""
 
@@ -91,6 +95,7 @@ class Guard:
         state = scope.setdefault("state", {})
         state["tenant"] = None
         state["n_tenants"] = None
+        state["is_draining"] = self.is_draining
         bodies = self.raw_bodies if _path(scope) in self.raw_paths else self.bodies
         body = Body(bodies, headers, receive)
         try:
@@ -109,7 +114,7 @@ class Guard:
             content = await body.read()
         except HttpError as error:
             response = self.refuse(error, scope)
-            if error.code == TooManyConnections.code or not await body.discard():
+            if error.code in (TooManyConnections.code, ShuttingDown.code) or not await body.discard():
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
@@ -117,7 +122,13 @@ class Guard:
             state["is_large"], state["large_work"] = len(content) > LARGE_BYTES, self.large_work
             await self.app(scope, replayed(content, receive), send)
 
+    def drain(self) -> None:
+        """Refuse new requests from now on, because the daemon stops.  Those that run go on."""
+        self.is_draining = True
+
     def _check_load(self, scope: Scope) -> None:
+        if self.is_draining and _path(scope) not in self.open_paths:
+            raise draining()
         if scope["state"].get("is_overloaded") and _path(scope) not in self.open_paths:
             message = f"too many requests are in flight (http_max_connections); {try_again_in(OVERLOADED_RETRY_MS)}"
             raise HttpError(429, TooManyConnections.code, message, retry_after_ms=OVERLOADED_RETRY_MS)
@@ -181,6 +192,12 @@ class Guard:
             await send(message)
 
         return send_with_rates
+
+
+def draining() -> HttpError:
+    """The refusal of a gateway whose daemon stops."""
+    message = f"the server is shutting down; {try_again_in(DRAINING_RETRY_MS)}, or ask another one"
+    return HttpError(ShuttingDown.http_status, ShuttingDown.code, message, retry_after_ms=DRAINING_RETRY_MS)
 
 
 def _path(scope: Scope) -> str:

@@ -49,6 +49,8 @@ async def healthz(call: Call) -> Response:
 
 async def readyz(call: Call) -> Response:
     """Whether the daemon could serve another request now, with a reason for each condition."""
+    if call.is_draining:
+        return _readiness([{"name": "draining", "ok": False, "reason": "the server is shutting down"}])
     try:
         with anyio.fail_after(READY_TIMEOUT_S):
             found = await call.ask(lambda client: client.health())

@@ -83,7 +83,7 @@ class AllMetrics(Collector):
         yield family("uma_errors_total", "counter", help, labelled({}, "code", codes))
         if self.compat == "vllm":
             for entry in vllm_entries(snapshot):
-                samples = labelled({"model_name": model}, entry.label, entry.value)
+                samples = labelled({"model_name": model, **entry.labels}, entry.label, entry.value)
                 yield family(entry.name, entry.kind, entry.help, samples, entry.scale)
         elif self.compat == "llama-server":
             for entry in llama_server_entries(snapshot):

@@ -5,6 +5,7 @@ It has the figures of the default model.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeAlias
@@ -28,6 +29,8 @@ class Entry:
     scale: float = 1
     """What turns ``value`` into the unit of ``name``."""
     label: str = ""
+    labels: Mapping[str, str] = attrs.field(factory=dict)
+    """Further labels."""
 
 
 FINISHED: Final = {"stop": "stop", "tool_calls": "stop", "length": "length", "cancelled": "abort"}
@@ -56,7 +59,8 @@ def vllm_entries(snapshot: Snapshot) -> Iterator[Entry]:
     cached = snapshot.get("cached_tokens_total", 0)
     prompt_tokens = snapshot.get("prompt_tokens_total", 0) + cached
     cells = find(snapshot, "kv.cells") or 0
-    usage = (find(snapshot, "kv.cells_used") or 0) / cells if cells else 0.0
+    # no other request can have reserved cells, so these say how full the cache is, as blocks in use do there
+    usage = (find(snapshot, "kv.cells_reserved") or 0) / cells if cells else 0.0
     finished: Counter[str] = Counter(dict.fromkeys(FINISHED.values(), 0))
     for reason, n in snapshot.get("requests_total", {}).items():
         finished[FINISHED.get(reason, "error")] += n
@@ -79,6 +83,16 @@ def vllm_entries(snapshot: Snapshot) -> Iterator[Entry]:
         yield Entry(f"vllm:{name}", "gauge", AS_VLLM, value)
     for name, value in counters.items():
         yield Entry(f"vllm:{name}", "counter", AS_VLLM, value)
+    if adapters := snapshot.get("adapters"):
+        in_use = {
+            state: ",".join(sorted(name for name, each in adapters.items() if each[state]))
+            for state in ("running", "waiting")
+        }
+        labels = {
+            "max_lora": str(len(adapters)),
+            **{f"{state}_lora_adapters": names for state, names in in_use.items()},
+        }
+        yield Entry("vllm:lora_requests_info", "gauge", AS_VLLM, time.time(), labels=labels)
     yield Entry("vllm:request_success", "counter", AS_VLLM, finished, label="finished_reason")
     for name, field in VLLM_HISTOGRAMS.items():
         path = f"histograms.{field}"

@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
             cache_logger_on_first_use=True,
         )
         logging.getLogger("uvicorn").setLevel(max(level, logging.WARNING))
-        app, self._read_again = build(config)
+        app, self._read_again, self._drain = build(config)
         settings = uvicorn.Config(
             app,
             http=BoundedHttp,
@@ -61,7 +61,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See ``uvicorn.Server``."""
         await super().startup(sockets)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read_again)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._read_again)
+        loop.add_signal_handler(signal.SIGUSR1, self._drain)
         if self.started:
             parent_process.report_ready()
 

@@ -108,7 +108,7 @@ class TokenList:
         }
 
 
-Capability = Literal["completion", "chat", "tools", "reasoning", "embedding", "rerank"]
+Capability = Literal["completion", "chat", "tools", "reasoning", "infill", "embedding", "rerank"]
 
 ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 
@@ -167,6 +167,8 @@ class ModelDescription:
     """Never unloaded to make room for another model."""
     memory_bytes: int | None = None
     """Weights and KV cache, while it is loaded."""
+    path: str | None = None
+    """Its file; only for the user that runs the daemon."""
     unloads_in_s: float | None = None
     """When it is unloaded if nobody uses it, while it is loaded; ``None``: it stays."""
 

@@ -104,6 +104,9 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
         gauge("queue_depth", "requests",
             "Requests that wait for a sequence or for room in the KV cache. If it stays above 0, raise `parallel` or "
             "`ctx`, or the machine is too slow for the load.", name="requests_waiting"),
+        gauge("prefill_backlog_tokens", "tokens",
+            "Prompt tokens that are still to be computed. Of a request that waits all of them count, because what the KV "
+            "cache has of them is known only when it gets a place."),
         counter("requests_total", "requests",
             "Ended answers by finish reason or error code. Reasons are `stop`, `length` and `cancelled`. A request "
             "with `n` answers counts `n` times.", label="reason"),
@@ -405,6 +408,13 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
             "Cached prompt tokens by principal. Of requests that got a first token."),
         gauge("principals.NAME.running", "requests",
             "Requests in prefill or decode by principal.", name="principal_requests_running"),
+    ),
+    "Adapters": (
+        nested("adapters", "Requests by the name of the LoRA adapter that they use:"),
+        gauge("adapters.NAME.running", "requests",
+            "Requests in prefill or decode by LoRA adapter.", name="adapter_requests_running"),
+        gauge("adapters.NAME.waiting", "requests",
+            "Requests that wait for a place by LoRA adapter.", name="adapter_requests_waiting"),
     ),
     "Perf log": (
         counter("perf_log_dropped_total", "records",

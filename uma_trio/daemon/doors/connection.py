@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterable
 from typing import Any, Final, Protocol
 
+import attrs
 import structlog
 import trio
 
@@ -264,10 +265,10 @@ class Connection:
             UmaError: it cannot be done.
         """
         models = self._owner.models
-        if query.model is None:
-            return ModelList(models=await models.descriptions(), id=query.id)
-        if query.action == "list":
-            return ModelList(models=[await models.describe(query.model)], id=query.id)
+        if query.action == "list" or query.model is None:
+            found = await models.descriptions() if query.model is None else [await models.describe(query.model)]
+            is_own = self._principal.name == OWN_PRINCIPAL
+            return ModelList(models=found if is_own else [attrs.evolve(each, path=None) for each in found], id=query.id)
         if self._principal.name != OWN_PRINCIPAL or (query.principal is not None and query.action != "release"):
             raise BadRequest("only the user who runs the daemon may load, unload, release and reload models")
         if query.action == "release":

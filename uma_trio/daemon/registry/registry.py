@@ -310,7 +310,10 @@ class ModelRegistry:
         known = [await self._description(model) for model in models]
         names, paths = self.names, {model.spec.path for model in models}
         others = [spec for spec in await self._opener.installed() if spec.path not in paths]
-        return [*known, *[await self._opener.describe(spec) for spec in others if spec.name not in names]]
+        return [*known, *[await self._installed(spec) for spec in others if spec.name not in names]]
+
+    async def _installed(self, spec: ModelSpec) -> ModelDescription:
+        return attrs.evolve(await self._opener.describe(spec), path=str(spec.path))
 
     async def describe(self, name: str) -> ModelDescription:
         """The model with this name or alias.
@@ -334,6 +337,7 @@ class ModelRegistry:
             aliases=[*model.spec.aliases],
             pinned=model.spec.pinned,
             memory_bytes=None if instance is None else instance.opened.memory_bytes,
+            path=str(model.spec.path),
             unloads_in_s=unloads_in_s,
         )
 

@@ -43,7 +43,7 @@ from uma_trio.daemon.serving.planning import NoStep, StepPlanner, delays_request
 from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.daemon.serving.request import adapters_of, admit
 from uma_trio.daemon.serving.sequence import EventSink, Sequence, State
-from uma_trio.daemon.serving.stats import Stats
+from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
 from uma_trio.daemon.serving.step import (
     CompletedStep,
     InFlightStep,
@@ -356,6 +356,8 @@ class Scheduler:
             **self._stats.snapshot(
                 running, self.cache, waiting=len(self._waiting), tick_error=self.timings.cost.mixed.error
             ),
+            "prefill_backlog_tokens": backlog_of(running, self._waiting),
+            "adapters": adapters_in_use(self.info, running, self._waiting),
             "preempted_bytes": self.offloader.parked_bytes,
             "kv_offload": self.offloader.snapshot(),
             "embeddings": self._embeddings.snapshot(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -12,7 +13,7 @@ import structlog
 
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.scheduling.cost import Work
-from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import CompletedStep, DraftSource, NewTokens
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.messages import ModelInfo
@@ -252,3 +253,24 @@ class Stats:
                 if sequence.inter_token_ewma_ms is not None
             },
         }
+
+
+def backlog_of(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> int:
+    """Prompt tokens that are still to be computed.
+
+    What of a waiting prompt is in the KV cache is not known before it has a place, so all of it counts, unless its state
+    was copied when it lost its place.
+    """
+    left = [each.n_known - each.n_computed for each in running if each.state is State.PREFILL]
+    return sum(left) + sum([each.n_known for each in waiting if each.parked is None])
+
+
+def adapters_in_use(
+    info: ModelInfo, running: Iterable[Sequence], waiting: Iterable[Sequence]
+) -> dict[str, dict[str, int]]:
+    """How many running and waiting requests use each of the model's adapters, by its name."""
+    found = {each.name: {"running": 0, "waiting": 0} for each in info.adapters}
+    for state, sequences in (("running", running), ("waiting", waiting)):
+        for number, _ in chain.from_iterable(each.adapters.scales for each in sequences):
+            found[info.adapters[number].name][state] += 1
+    return found

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-SESSION_HEADERS: Final = ("x-session-id", "x-claude-code-session-id")
-"""Headers that name a conversation."""
+SESSION_HEADERS: Final = ("x-session-id", "x-claude-code-session-id", "x-smg-routing-key")
+"""Headers that name a conversation; the last one is what the router smg passes on.  The first one counts."""
 
 MAX_KEY_CHARS: Final = 200
 """A longer name of a conversation is replaced by its hash."""

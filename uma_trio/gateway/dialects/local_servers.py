@@ -24,6 +24,7 @@ from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES, Tool, tool_fields
 from uma_trio.gateway.dialects.shapes import Shape, Warned
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.guard import draining
 from uma_trio.gateway.health import READY_TIMEOUT_S
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
@@ -65,7 +66,9 @@ class Rendered(Warned):
 
 
 async def health(call: Call) -> Response:
-    """The daemon answers.  How busy it is does not matter: ``/readyz`` says that."""
+    """The daemon answers, and does not stop.  How busy it is does not matter: ``/readyz`` says that."""
+    if call.is_draining:
+        raise draining()
     try:
         with anyio.fail_after(READY_TIMEOUT_S):
             await call.ask(lambda client: client.health())

@@ -1,0 +1,124 @@
+"""What routers ask a worker, and the session that they name."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+
+import uma_trio
+from tests.gateway.conftest import Gateway
+from tests.support.real_daemon import missing, real_daemon
+from uma_trio.gateway.dialects.routers import BLOCK_TOKENS, Loads
+
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+TEXTS = ["", "Hello there", "  two  spaces\n\tand 12345 numbers, don't they?", "naïve 你好 🙂 <|user|>\n", "x" * 500]
+
+
+def load(gateway: Gateway) -> dict[str, Any]:
+    with gateway.http() as client:
+        answer = client.get("/v1/loads", params={"include": "core,disagg,queues,memory"}).raise_for_status()
+    assert len(msgspec.json.decode(answer.content, type=Loads).loads) == answer.json()["dp_rank_count"] == 1
+    found: dict[str, Any] = answer.json()["loads"][0]
+    return found
+
+
+def test_the_load_of_an_idle_worker(gateway: Gateway) -> None:
+    gateway.daemon.wait_until(lambda found: found["running"] == found["queue_depth"] == 0, "nothing runs")
+    found = load(gateway)
+    assert found["num_running_reqs"] == found["num_waiting_reqs"] == found["num_waiting_uncached_tokens"] == 0
+    assert (found["token_usage"], found["max_running_requests"]) == (0, 16)
+
+
+def test_the_load_while_requests_run_and_wait() -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with real_daemon("--parallel", "1", "--ctx", "4096", "--kv-unified", "off", "--http", "0") as daemon:
+        gateway = Gateway.of(daemon)
+        with daemon.wire() as running, daemon.wire() as waiting:
+            running.send(id="a", prompt="Once upon a time", max_tokens=3000, ignore_eos=True)
+            assert running.receive()
+            prompt = "hello " * 40
+            with gateway.http() as client:
+                n_tokens = client.post("/tokenize", json={"prompt": prompt}).json()["count"]
+            waiting.send(id="b", prompt=prompt, max_tokens=8, ignore_eos=True)
+            daemon.wait_until(lambda found: found["queue_depth"] == 1, "one waits")
+            found = load(gateway)
+            assert (found["num_running_reqs"], found["num_waiting_reqs"], found["num_total_reqs"]) == (1, 1, 2)
+            assert found["num_waiting_uncached_tokens"] == n_tokens, "the prompt of the one that waits"
+            assert 3000 <= found["num_used_tokens"] <= found["max_total_num_tokens"]
+            assert found["token_usage"] == found["num_used_tokens"] / found["max_total_num_tokens"]
+            assert (found["utilization"], found["max_running_requests"]) == (1, 1)
+            assert found["gen_throughput"] > 0
+
+
+def test_version_and_what_the_worker_takes(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        assert client.get("/version").json() == {"version": uma_trio.__version__}
+        info = client.get("/get_server_info").json()
+        assert info == client.get("/server_info").json()
+        [model, *_] = client.get("/v1/models").json()["data"]
+    assert (info["block_size"], info["max_model_len"]) == (BLOCK_TOKENS, model["max_model_len"])
+    assert (info["max_running_requests"], info["served_model_name"]) == (16, model["id"])
+
+
+def test_a_worker_that_drains_says_so_and_finishes_what_runs() -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with real_daemon("--http", "0") as daemon:
+        gateway = Gateway.of(daemon)
+        body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with gateway.http() as client:
+            assert client.get("/health").status_code == 200
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                assert next(lines)
+                daemon.signal(signal.SIGTERM)
+                while (health := httpx.get(f"{gateway.url}/health")).status_code == 200:
+                    """The signal is on its way."""
+                refused = httpx.post(f"{gateway.url}/v1/completions", json=body)
+                ready = httpx.get(f"{gateway.url}/readyz")
+                rest = [*lines]
+        assert daemon.wait() == 0
+        assert rest[-2] == "data: [DONE]", "nothing was cut"
+    assert (health.status_code, health.json()["error"]["uma_code"]) == (503, "E_RUNTIME_SHUTDOWN")
+    assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+    assert int(refused.headers["retry-after"]) > 0
+    assert (ready.status_code, ready.json()["checks"][0]["name"]) == (503, "draining")
+
+
+@pytest.mark.parametrize("header", ["X-Session-Id", "X-SMG-Routing-Key"])
+def test_a_header_names_the_session(gateway: Gateway, header: str) -> None:
+    name = f"routed-{header.lower()}"
+    with gateway.http(headers={header: name}) as client:
+        for _ in range(2):
+            client.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 4}).raise_for_status()
+    with gateway.daemon.wire() as wire:
+        wire.send(type="sessions", id="s")
+        [mine] = [each for each in wire.receive()["sessions"] if each["session_id"].startswith(f"{name}:")]
+    assert mine["turns"] == 2
+    with gateway.daemon.wire() as wire:
+        wire.send(type="sessions", action="close", session_id=mine["session_id"], id="c")
+        assert wire.receive()["event"] == "sessions"
+
+
+def test_the_vocabulary_as_a_file(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        answer = client.get("/tokenizer.json").raise_for_status()
+        again = client.get("/tokenizer.json", headers={"if-none-match": answer.headers["etag"]})
+        assert client.get("/tokenizer.json", params={"model": "nobody"}).status_code == 404
+        made = Tokenizer.from_str(answer.text)
+        for text in TEXTS:
+            assert made.encode(text).ids == client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_a_vocabulary_that_cannot_be_a_file(ranking_gateway: Gateway) -> None:
+    with ranking_gateway.http() as client:
+        answer = client.get("/tokenizer.json")
+    assert answer.status_code == 501
+    assert "only SentencePiece ('llama') and byte-level BPE ('gpt2')" in answer.json()["error"]["message"]

@@ -1,0 +1,106 @@
+"""``GET /tokenizer.json``: the vocabulary of a model as the file of Hugging Face's tokenizers.
+
+A process of its own makes it, because that takes seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Final
+
+import anyio
+import attrs
+from starlette.responses import Response
+
+from uma_trio.client import ModelDescription
+from uma_trio.errors import InternalError
+from uma_trio.gateway.answer import JSON
+from uma_trio.gateway.dialects.openai.shared import OPENAI
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.request_logger import log
+from uma_trio.processes.interpreter import package_environment, python_module
+
+MODULE: Final = "uma_trio.tokenizer"
+KEPT: Final = 2
+"""Files that are kept in memory; those of large vocabularies have 10 MB."""
+
+REFUSED: Final = 2
+"""Exit code of a process whose output is the reason why there is no file."""
+
+
+@attrs.frozen
+class _File:
+    content: bytes
+    reason: str
+    """Why there is none; otherwise empty."""
+
+    @property
+    def tag(self) -> str:
+        return f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
+
+
+class Files:
+    """Makes the files, one at a time."""
+
+    def __init__(self) -> None:
+        self._lock = anyio.Lock()
+        self._known: dict[tuple[object, ...], _File] = {}
+
+    async def of(self, path: str, model: ModelDescription, library: str | None) -> _File:
+        """The file of the model at ``path``."""
+        key = (path, model.created_at, model.size_bytes)
+        async with self._lock:
+            if key not in self._known:
+                found = await _make(path, library)
+                while len(self._known) >= KEPT:
+                    del self._known[next(iter(self._known))]
+                self._known[key] = found
+            return self._known[key]
+
+
+async def _make(path: str, library: str | None) -> _File:
+    command = [*python_module(MODULE), path, *([] if library is None else [library])]
+    done = await anyio.run_process(command, check=False, env={**os.environ, **package_environment()})
+    if done.returncode == 0:
+        return _File(done.stdout, "")
+    if done.returncode == REFUSED:
+        return _File(b"", done.stdout.decode("utf-8", "replace"))
+    log.error(
+        "the vocabulary cannot be written", code=done.returncode, stderr=done.stderr[-2000:].decode("utf-8", "replace")
+    )
+    raise HttpError(500, InternalError.code, "the vocabulary cannot be written; the daemon's log has the details")
+
+
+FILES: Final = Files()
+
+
+async def tokenizer_file(call: Call) -> Response:
+    """The vocabulary of a model; the parameter ``model`` names it.
+
+    The ids are those of ``/tokenize`` with ``prompt``.  A vocabulary that cannot be expressed is refused.
+    """
+    model = await call.daemon.model(call.request.query_params.get("model"))
+    if model.path is None:
+        raise HttpError(501, "E_GATEWAY_NO_FILE", "the gateway runs as another user than the daemon, so it has no file")
+    library = call.config.model.llama_dir
+    work = FILES.of(model.path, model, None if library is None else str(library))
+    found: _File = await call.unless_disconnected(work)
+    if found.reason:
+        raise HttpError(501, "E_GATEWAY_NO_FILE", f"{model.name} has no tokenizer.json: {found.reason}")
+    headers = {"ETag": found.tag, "Cache-Control": "no-cache"}
+    if call.request.headers.get("if-none-match") == found.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(found.content, headers=headers, media_type=JSON)
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="GET",
+        path="/tokenizer.json",
+        dialect=OPENAI,
+        answer=tokenizer_file,
+        summary="The vocabulary of a model, for Hugging Face's tokenizers",
+    ),
+)
