@@ -40,7 +40,7 @@ def test_serve_downloads_what_is_not_here_and_clients_see_the_name(
 def test_an_alias_of_this_machine_is_a_name_in_every_door(home: Home, tmp_path: Path) -> None:
     """One that is made while the daemon runs, and a model of this machine that is not served says how to serve it."""
     with real_daemon(
-        "--http", "0", "--ctx", "2048", "--parallel", "2", folder=tmp_path, environment=home.environment
+        "--http", "0", "--no-on-demand", "--ctx", "2048", "--parallel", "2", folder=tmp_path, environment=home.environment
     ) as daemon:
         socket, messages = str(daemon.socket), {"messages": QUESTION}
         with httpx.Client(base_url=daemon.http_url(), timeout=60) as client:
@@ -163,16 +163,16 @@ def test_a_model_of_this_machine_is_loaded_on_demand(hub: FakeHub, home: Home, m
     hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
     assert home.run("pull", NAME).returncode == 0
     path = next(home.models.rglob("*.gguf"))
-    flags = ("--model", "embedded", "--on-demand", "--ctx", "2048", "--parallel", "2")
+    flags = ("--model", "embedded", "--ctx", "2048", "--parallel", "2")
     with real_daemon(*flags, folder=tmp_path, environment=home.environment) as daemon:
         socket = str(daemon.socket)
         assert daemon.ask(prompt="x", model=str(path)).code == "E_MODEL_NOT_FOUND"  # a client names no paths
         assert daemon.ask(prompt="x", model="nothing/there:Q8_0").code == "E_MODEL_NOT_FOUND"
         listed = json.loads(home.run("models", "--json", UMA_SOCKET=socket).stdout)
         states = {each["name"]: each["state"] for each in listed}
-        assert states == {"embedded": "ready", "embedded-draft": "unloaded", NAME: "unloaded"}
+        assert states == {"embedded": "ready", "embedded-draft": None, NAME: "unloaded"}
         assert f"{NAME}  " in (table := home.run("models", UMA_SOCKET=socket).stdout)
-        assert [line.split()[-1] for line in table.splitlines() if "embedded-draft" in line] == ["unloaded"]
+        assert [line.split()[-1] for line in table.splitlines() if NAME in line] == ["unloaded"]
         assert "Paris" in daemon.ask(messages=QUESTION, model="tiny", max_tokens=20).text
         assert daemon.metrics()["models"][NAME]["state"] == "ready"
         assert NAME in home.run("models", UMA_SOCKET=socket).stdout

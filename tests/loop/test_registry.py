@@ -164,8 +164,12 @@ def spec_of(name: str, **fields: Any) -> ModelSpec:
 
 
 @contextlib.asynccontextmanager
-async def registry(*specs: ModelSpec, opener: FakeOpener, **limits: Any) -> AsyncIterator[ModelRegistry]:
-    models = ModelRegistry(specs, opener, RegistryLimits(**limits))
+async def registry(
+    *specs: ModelSpec, opener: FakeOpener, owner: str = "", loads_default: bool = True, **limits: Any
+) -> AsyncIterator[ModelRegistry]:
+    default, *others = specs
+    specs = (attrs.evolve(default, at_start=loads_default), *others)
+    models = ModelRegistry(specs, opener, RegistryLimits(**limits), owner)
     async with models.running():
         assert await models.start(None, lambda: True)
         yield models
@@ -177,7 +181,7 @@ def states(models: ModelRegistry) -> dict[str, str]:
     return {name: found["state"] for name, found in models.snapshot()["models"].items()}
 
 
-async def hold(models: ModelRegistry, name: str, seconds: float, principal: str = "uid1", **options: Any) -> int:
+async def hold(models: ModelRegistry, name: str | None, seconds: float, principal: str = "uid1", **options: Any) -> int:
     """Use a model for a time; returns which load it was."""
     async with models.use(name, principal, **options) as service:
         await trio.sleep(seconds)
@@ -191,6 +195,15 @@ async def test_the_first_model_and_those_of_the_start_are_loaded_before_anything
         assert states(models) == {"a": "ready", "b": "ready", "c": "unloaded"}
         assert models.loaded() is models.loaded("a") is not None
         assert models.loaded("c") is None
+
+
+async def test_a_daemon_can_serve_before_any_model_is_loaded(autojump_clock) -> None:
+    opener = FakeOpener()
+    async with registry(spec_of("a"), spec_of("b"), opener=opener, loads_default=False) as models:
+        assert states(models) == {"a": "unloaded", "b": "unloaded"}
+        assert models.loaded() is models.watched(None) is None
+        assert [check.ok for check in models.health()] == [True, True]
+        assert await hold(models, None, 0) == 1
 
 
 async def test_all_who_wait_share_one_load(autojump_clock) -> None:
@@ -516,6 +529,26 @@ async def test_without_on_demand_another_name_of_a_configured_file_counts_and_no
             await hold(models, "x:Q8_0", 0)
         with pytest.raises(ModelNotFound, match=r"this daemon serves a; choose one of these$"):
             await hold(models, "y", 0)
+
+
+async def test_without_a_setting_only_the_owner_has_models_loaded_on_demand(autojump_clock) -> None:
+    """A tenant may not even use one that the owner has had loaded."""
+    opener = FakeOpener()
+    opener.on_demand = None
+    opener.others["x:Q8_0"] = spec_of("x:Q8_0", is_configured=False)
+    async with registry(spec_of("a"), opener=opener, owner="me") as models:
+        assert await hold(models, "x:Q8_0", 0, principal="me") == 2
+        assert [found.name for found in await models.descriptions("me")] == ["a", "x:Q8_0"]
+        assert [found.name for found in await models.descriptions("tenant:b")] == ["a"]
+        for refused in (
+            lambda: hold(models, "x:Q8_0", 0, principal="tenant:b"),
+            lambda: models.describe("x:Q8_0", "tenant:b"),
+            lambda: models.release("x:Q8_0", "tenant:b"),
+        ):
+            with pytest.raises(ModelNotFound, match=r"serves a; x:Q8_0 is .*to others than the user who.*--on-demand"):
+                await refused()
+        with pytest.raises(ModelNotFound, match=r"serves a, x:Q8_0; choose .*uma-trio pull downloads others$"):
+            await hold(models, "y", 0, principal="me")
 
 
 async def test_what_is_configured_now(autojump_clock) -> None:

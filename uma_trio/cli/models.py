@@ -235,7 +235,7 @@ def alias(name: str | None, model: str | None, removing: bool, as_json: bool) ->
 @click.argument("model")
 @click.option("--socket", type=click.Path(path_type=Path, readable=False), help=DEFAULT_SOCKET)
 def load(model: str, socket: Path | None) -> None:
-    """Have the daemon load MODEL: one of its list, or with --on-demand any model of this machine."""
+    """Have the daemon load MODEL: one of its list, or any model of this machine."""
     _manage("load", model, socket)
 
 

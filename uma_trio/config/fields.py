@@ -272,10 +272,16 @@ class Model:
 class Loading:
     """Which models are loaded, and when, where the daemon serves several."""
 
-    on_demand: bool = setting(
-        False,
-        "Load any model of this machine when a request names it, besides those of models: in the file. Nothing is "
-        "downloaded.",
+    on_demand: bool | None = setting(
+        None,
+        "Load any model of this machine when a request names it, besides those that serve is given. Nothing is "
+        "downloaded. If not given, only for requests of the user who runs the daemon, and over HTTP for those without a "
+        "key; true: also for tenants and other users; false: for nobody.",
+    )
+    load: Literal["start", "demand"] = setting(
+        "start",
+        "When the models of serve are loaded. start: with the daemon, which serves when the first one is ready. demand: by "
+        "the first request that names one.",
     )
     max_loaded_models: int = setting(
         0, "Maximum number of models that are loaded at the same time. 0 is no limit.", ge=0, le=1000

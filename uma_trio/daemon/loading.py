@@ -11,7 +11,7 @@ import attrs
 import structlog
 import trio
 
-from uma_trio.config import MB, Config, Model, settings_of_model
+from uma_trio.config import MB, Config, Model, ModelEntry, settings_of_model
 from uma_trio.daemon.aici.link import RuntimeStart
 from uma_trio.daemon.aici.supervisor import SupervisedRuntime
 from uma_trio.daemon.engines.link import Launcher
@@ -24,7 +24,7 @@ from uma_trio.daemon.storage import open_storage, state_dir, storage_name
 from uma_trio.engine_link.defaults import FLOOR_TOKENS
 from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import AliasFileError, HubError
-from uma_trio.hub.locate import find_installed, installed_models
+from uma_trio.hub.locate import LocatedModel, find_installed, installed_models
 from uma_trio.hub.variants import quantization_of
 from uma_trio.models.packaged import model_path
 from uma_trio.models.purpose import Purpose
@@ -37,7 +37,7 @@ ON_DEMAND_IDLE_S: Final = 300.0
 """When a model that was loaded on demand is unloaded, without ``idle_unload_s``."""
 BUDGET_SHARE: Final = 0.8
 """Share of the machine's memory, or of the GPU's, for all models together."""
-LISTED_S: Final = 2.0
+LISTED_S: Final = 5.0
 """How long a list of the installed models counts as current."""
 
 
@@ -48,20 +48,26 @@ def specs_of(config: Config) -> list[ModelSpec]:
         config: with paths in place of names; see ``cli.model_option.located``.
     """
     if not config.models:
-        return [_spec(config, config.model.alias)]
+        return [attrs.evolve(_spec(config, config.model.alias), at_start=config.loading.load == "start")]
     specs: list[ModelSpec] = []
-    for entry in config.models:
+    for number, entry in enumerate(config.models):
         settings = settings_of_model(config, entry)
         spec = attrs.evolve(
             _spec(settings, entry.name),
             aliases=entry.alias,
             pinned=entry.model_class == "pinned",
-            at_start=entry.load == "start" or entry.model_class == "pinned",
+            at_start=_loads_at_start(config, number, entry),
         )
         if any(_is_same(other, spec) for other in specs):
             spec = attrs.evolve(spec, storage=hashlib.sha256(spec.name.encode()).hexdigest()[:8])
         specs.append(spec)
     return specs
+
+
+def _loads_at_start(config: Config, number: int, entry: ModelEntry) -> bool:
+    """Whether the daemon loads a model of the list before it serves.  The default one is, whatever its entry says."""
+    is_wanted = config.loading.load == "start" and (entry.load == "start" or number == 0)
+    return is_wanted or entry.model_class == "pinned"
 
 
 def limits_of(config: Config) -> RegistryLimits:
@@ -256,11 +262,11 @@ class Opener:
 
     async def installed(self) -> list[ModelSpec]:
         """See ``registry.ModelOpener``."""
-        if self._places is None or not self.on_demand:
+        if self._places is None or self.on_demand is False:
             return []
         at, listed = self._listed
         if trio.current_time() - at > LISTED_S:
-            models = await trio.to_thread.run_sync(installed_models, self._places)
+            models = await trio.to_thread.run_sync(_served_models, self._places)
             listed = [self._on_demand(each.name, str(each.path)) for each in models]
             self._listed = trio.current_time(), listed
         return listed
@@ -275,6 +281,11 @@ class Opener:
             idle_unload_s=ON_DEMAND_IDLE_S if idle_s is None else idle_s,
             is_configured=False,
         )
+
+
+def _served_models(places: ModelLocations) -> list[LocatedModel]:
+    """The models of this machine that can be served: no adapters, no damaged files.  Blocks."""
+    return [each for each in installed_models(places) if read_outline(each.path).size_bytes]
 
 
 def with_less_context(settings: Model, kv_bytes: int) -> Model:

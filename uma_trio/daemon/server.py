@@ -247,7 +247,7 @@ async def serve(
             specs = specs_of(config)
             places = find_model_locations(os.environ, config.model.models_dir, is_offline=True)
             opener = Opener(config, make_launcher(config, process, engine_process), specs[0].name, places)
-            models = ModelRegistry(specs, opener, limits_of(config))
+            models = ModelRegistry(specs, opener, limits_of(config), owner=OWN_PRINCIPAL)
             async with models.running():
                 # a signal after the last look at should_load; from here on, the server is there when the next one is handled
                 if await models.start(on_progress, handler.should_load) and handler.should_load():

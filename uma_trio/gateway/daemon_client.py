@@ -62,7 +62,8 @@ class Daemon:
     """``None`` is the default path."""
     account: Account | None = None
     """Who is charged for requests; ``None``: the user who runs the daemon, without limits."""
-    _known: KnownModels = attrs.Factory(KnownModels)
+    _known: Mapping[bool, KnownModels] = attrs.Factory(lambda: {True: KnownModels(), False: KnownModels()})
+    """For tenants, and for the user who runs the daemon, who may name more of them."""
     _snapshots: Snapshots = attrs.Factory(lambda self: Snapshots(self.socket), takes_self=True)
 
     @property
@@ -192,10 +193,10 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached.
         """
-        known, now = self._known, anyio.current_time()
+        known, now = self._known[self.account is not None], anyio.current_time()
         if now - known.asked_at >= KNOWN_S:
             async with self.connect() as client:
-                known.models = await client.models()
+                known.models = await client.models(**self.principal)
             known.asked_at = now
         return known.models
 
@@ -215,7 +216,7 @@ class Daemon:
                 return model
         try:
             async with self.connect() as client:  # an alias, or a model that is not served: then the daemon says how to
-                return (await client.models(model=name))[0]
+                return (await client.models(model=name, **self.principal))[0]
         except HttpError:
             if self.account is not None:
                 self.account.count_request()

@@ -15,7 +15,7 @@ from uma_trio.hub.errors import HubError, NotInstalled
 from uma_trio.hub.folder import InstalledModel, ModelFolder, Origin
 from uma_trio.hub.names import HubReference, PathReference, Reference, ShortName, UrlReference, parse
 from uma_trio.hub.variants import best, group_parts
-from uma_trio.models.packaged import PACKAGED
+from uma_trio.models.packaged import EMBEDDED_DRAFT, PACKAGED
 from uma_trio.models.split import model_stem
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def find_installed(text: str, places: ModelLocations) -> LocatedModel:
 
 
 def installed_models(places: ModelLocations) -> list[LocatedModel]:
-    """All that ``find_installed`` finds by its own name.  Blocks."""
-    return [LocatedModel(each.path, each.served_name) for each in all_models(places)]
+    """All that ``find_installed`` finds by its own name, but the draft model, which answers nobody.  Blocks."""
+    return [LocatedModel(each.path, each.served_name) for each in all_models(places) if each.path != EMBEDDED_DRAFT]
 
 
 async def find_or_pull(text: str, places: ModelLocations, reporter: PullReporter) -> LocatedModel:

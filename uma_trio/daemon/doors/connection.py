@@ -266,7 +266,10 @@ class Connection:
         """
         models = self._owner.models
         if query.action == "list" or query.model is None:
-            found = await models.descriptions() if query.model is None else [await models.describe(query.model)]
+            if query.model is None:
+                found = await models.descriptions(principal.name)
+            else:
+                found = [await models.describe(query.model, principal.name)]
             is_own = self._principal.name == OWN_PRINCIPAL
             return ModelList(models=found if is_own else [attrs.evolve(each, path=None) for each in found], id=query.id)
         if self._principal.name != OWN_PRINCIPAL or (query.principal is not None and query.action != "release"):

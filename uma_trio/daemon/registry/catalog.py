@@ -22,10 +22,12 @@ class Catalog:
     Args:
         specs: those that are configured.
         opener: finds others.
+        owner: name of the principal that runs the daemon.
     """
 
-    def __init__(self, specs: Iterable[ModelSpec], opener: ModelOpener) -> None:
+    def __init__(self, specs: Iterable[ModelSpec], opener: ModelOpener, owner: str) -> None:
         self._opener = opener
+        self._owner = owner
         self._models = {spec.name: Model(spec) for spec in specs}
         self._removed: list[Model] = []
         """Models without a name, whose last requests are still served."""
@@ -68,30 +70,51 @@ class Catalog:
                 return None
         return found
 
-    async def find(self, name: str | None) -> Model:
+    def may_load(self, principal: str | None) -> bool:
+        """Whether requests of a principal may have models that are not configured; ``None`` is the owner."""
+        if self._opener.on_demand is not None:
+            return self._opener.on_demand
+        return principal in (None, self._owner)
+
+    def models_for(self, principal: str | None) -> list[Model]:
+        """Those of ``models`` that requests of a principal may have."""
+        may_load = self.may_load(principal)
+        return [model for model in self._models.values() if may_load or model.spec.is_configured]
+
+    async def find(self, name: str | None, principal: str | None = None) -> Model:
         """The model that requests call so; also one of this machine that is not configured.  ``None`` is the default one.
 
+        Args:
+            principal: name of the one that asks; ``None`` is the owner of the daemon.
+
         Raises:
-            ModelNotFound: there is none, or only configured ones are loaded.
+            ModelNotFound: there is none, or the principal may not have it.
         """
+        models = self.models_for(principal)
         found = self.named(name)
-        if found is not None:
+        if found in models:
             return found
         assert name is not None, "there is always a default model"
         spec = await self._opener.find(name)
         if spec is None:
-            raise self.not_found(name)
-        same = [model for model in self._models.values() if model.spec.path == spec.path]
+            raise self.not_found(name, principal)
+        same = [model for model in models if model.spec.path == spec.path]
         if same:
             return same[0]
-        if not self._opener.on_demand:
-            remedy = f"{name} is on this machine; to serve it, start uma-trio serve with --on-demand or --model {name}"
-            raise self.not_found(name, remedy)
+        if not self.may_load(principal):
+            who = "" if principal in (None, self._owner) else " to others than the user who runs the daemon"
+            remedy = (
+                f"{name} is on this machine; to serve it{who}, start uma-trio serve with --on-demand or --model {name}"
+            )
+            raise self.not_found(name, principal, remedy)
         return self._models.setdefault(spec.name, Model(spec))
 
-    def not_found(self, name: str, remedy: str = "choose one of these") -> ModelNotFound:
-        """The error for a request that names an unknown model.  It lists the models of this daemon."""
-        served = ", ".join(self._models)
+    def not_found(self, name: str, principal: str | None = None, remedy: str | None = None) -> ModelNotFound:
+        """The error for a request that names an unknown model.  It lists the models that it could name."""
+        served = ", ".join(model.name for model in self.models_for(principal))
+        if remedy is None:
+            more = ", or one that uma-trio models lists; uma-trio pull downloads others"
+            remedy = f"choose one of these{more if self.may_load(principal) else ''}"
         return ModelNotFound(f"no model {name!r}; this daemon serves {served}; {remedy}", field="model")
 
     def update(self, specs: Iterable[ModelSpec]) -> tuple[list[Model], list[Model]]:
@@ -133,4 +156,4 @@ class Catalog:
 def relevant(spec: ModelSpec) -> ModelSpec:
     """A model without the settings that are read once, at the start of the daemon."""
     config = attrs.evolve(spec.config, listen=Listen(), http=Http(), operations=Operations(), loading=Loading())
-    return attrs.evolve(spec, config=config)
+    return attrs.evolve(spec, config=config, at_start=True)

@@ -69,8 +69,8 @@ class ModelOpener(Protocol):
     """It is a setting, and not a share of the machine's memory."""
     n_threads: int
     """Compute threads for all models together."""
-    on_demand: bool
-    """Whether models that are not configured are loaded."""
+    on_demand: bool | None
+    """Whether models that are not configured are loaded; ``None``: only for the user who runs the daemon."""
 
     def open(
         self, spec: ModelSpec, room_bytes: int, on_progress: Callable[[float], None], go_on: Callable[[], bool]

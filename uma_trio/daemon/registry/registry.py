@@ -63,12 +63,15 @@ class ModelRegistry:
     Args:
         specs: those that are configured.
         opener: loads them, and finds others.
+        owner: name of the principal that runs the daemon.
     """
 
-    def __init__(self, specs: Iterable[ModelSpec], opener: ModelOpener, limits: RegistryLimits | None = None) -> None:
+    def __init__(
+        self, specs: Iterable[ModelSpec], opener: ModelOpener, limits: RegistryLimits | None = None, owner: str = ""
+    ) -> None:
         self._limits = limits or RegistryLimits()
         self._opener = opener
-        self._catalog = Catalog(specs, opener)
+        self._catalog = Catalog(specs, opener, owner)
         self._loader: Loader
         self._unloader: Unloader
         self._draining = False
@@ -103,7 +106,7 @@ class ModelRegistry:
             ErrorWithRemedy, UmaError: a model cannot be loaded.
         """
         for index, model in enumerate(self._catalog.models):
-            if index and not (model.spec.at_start or model.spec.pinned):
+            if not (model.spec.at_start or model.spec.pinned):
                 continue
             if index and not await self._loader.has_room(model):
                 log.warning("a model is not loaded at the start: there is no room for it", model=model.name)
@@ -163,7 +166,7 @@ class ModelRegistry:
             ModelUnavailable: it cannot be loaded.
             ShuttingDown: the daemon is draining.
         """
-        model = await self._catalog.find(name)
+        model = await self._catalog.find(name, principal)
         instance = model.instance
         if instance is None or (session and not instance.has_storage):
             instance = await self._wait_for(model, session=session, on_wait=on_wait)
@@ -266,7 +269,7 @@ class ModelRegistry:
         Raises:
             UmaError: there is no such model.
         """
-        model = await self._catalog.find(name)
+        model = await self._catalog.find(name, principal)
         current = model.instance
         is_used = model.n_waiting or model.attempt or any(instance.n_leases for instance in model.instances)
         if is_used or (current is not None and (current.spec.pinned or current.users - {principal})):
@@ -304,24 +307,31 @@ class ModelRegistry:
 
     # -- how they are -----------------------------------------------------------------------------
 
-    async def descriptions(self) -> list[ModelDescription]:
-        """All models, those of this machine included that a request could load; the default one first."""
-        models = self._catalog.models
+    async def descriptions(self, principal: str | None = None) -> list[ModelDescription]:
+        """All models that a principal may name, those of this machine included that a request would load.
+
+        The default model is the first one.
+
+        Args:
+            principal: its name; ``None`` is the owner of the daemon.
+        """
+        models = self._catalog.models_for(principal)
         known = [await self._description(model) for model in models]
-        names, paths = self.names, {model.spec.path for model in models}
-        others = [spec for spec in await self._opener.installed() if spec.path not in paths]
-        return [*known, *[await self._installed(spec) for spec in others if spec.name not in names]]
+        names, paths = {model.name for model in models}, {model.spec.path for model in models}
+        installed = await self._opener.installed() if self._catalog.may_load(principal) else []
+        others = [spec for spec in installed if spec.path not in paths and spec.name not in names]
+        return [*known, *[await self._installed(spec) for spec in others]]
 
     async def _installed(self, spec: ModelSpec) -> ModelDescription:
         return attrs.evolve(await self._opener.describe(spec), path=str(spec.path))
 
-    async def describe(self, name: str) -> ModelDescription:
+    async def describe(self, name: str, principal: str | None = None) -> ModelDescription:
         """The model with this name or alias.
 
         Raises:
             ModelNotFound: there is none; the message says how to serve one of this machine.
         """
-        return await self._description(await self._catalog.find(name))
+        return await self._description(await self._catalog.find(name, principal))
 
     async def _description(self, model: Model) -> ModelDescription:
         if model.description is None:

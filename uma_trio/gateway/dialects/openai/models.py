@@ -23,7 +23,7 @@ STATUS: Final = {"ready": "loaded"}
 
 async def list_models(call: Call) -> Response:
     """All models that are served, the default one first, and each of them with each of its adapters."""
-    models = await call.ask(lambda client: client.models())
+    models = await call.ask(lambda client: client.models(**call.daemon.principal))
     named = [(name, model) for model in models for name in model.names]
     if call.dialect is ANTHROPIC:
         page = {"has_more": False, "first_id": named[0][0], "last_id": named[-1][0]}
@@ -34,7 +34,7 @@ async def list_models(call: Call) -> Response:
 async def retrieve_model(call: Call) -> Response:
     """One model."""
     name: str = call.request.path_params["name"]
-    [model] = await call.ask(lambda client: client.models(model=name))
+    [model] = await call.ask(lambda client: client.models(model=name, **call.daemon.principal))
     shape = _anthropic_model if call.dialect is ANTHROPIC else _model
     return json_response(shape(bare_name(name), model))
 
