@@ -134,3 +134,13 @@ def ranking_gateway() -> Iterator[Gateway]:
     model = random_model("tiny-bert-rank", "f32", ctx=512)
     with real_daemon("--model", str(model), "--alias", "reranker", "--http", "0") as daemon:
         yield Gateway.of(daemon)
+
+
+@pytest.fixture(scope="session")
+def infill_gateway() -> Iterator[Gateway]:
+    """The gateway of a daemon whose model can fill gaps."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    model = random_model("2x64", "f32", vocabulary="starcoder")
+    with real_daemon("--model", str(model), "--http", "0") as daemon:
+        yield Gateway.of(daemon)

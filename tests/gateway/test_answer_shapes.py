@@ -44,6 +44,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/api/embed": [{"model": "embedded", "input": ["a"], **UNKNOWN}],
     "/api/embeddings": [{"model": "embedded", "prompt": "a", **UNKNOWN}],
     "/api/show": [{"model": "embedded"}],
+    "/api/pull": [{"model": "embedded", **UNKNOWN}],
     "/v1/models/load": [{"model": "embedded"}],
     "/v1/models/unload": [{"model": "embedded", **UNKNOWN}],
     "/v1/models/reload": [{"model": "embedded"}],
@@ -51,6 +52,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/detokenize": [{"tokens": [5]}],
     "/apply-template": [CHAT],
     "/completion": [{"prompt": "a", "n_predict": 3, "n_probs": 2, **UNKNOWN}, {"prompt": ["a", "b"], "n_predict": 3, "return_progress": True}],
+    "/infill": [{"input_prefix": "a", "input_suffix": "b", "n_predict": 3, **UNKNOWN}],
     "/v1/generate": [{**CHAT, "logprobs": 1, "separate_reasoning": True, **UNKNOWN}, {"prompt": "a", "n": 2, "max_tokens": 3}],
     "/v1/tokenize": [{"text": "a"}, {"tokens": [5]}],
 }  # fmt: skip
@@ -59,6 +61,17 @@ SAME["/chat/completions/input_tokens"] = "/v1/chat/completions/input_tokens"
 SAME["/responses/input_tokens"] = "/v1/responses/input_tokens"
 SAME |= dict.fromkeys(("/rerank", "/reranking", "/v1/reranking"), "/v1/rerank")
 SAME |= {f"/models/{action}": f"/v1/models/{action}" for action in ("load", "unload", "reload")}
+
+
+GATEWAYS = {"/infill": "infill_gateway", "rerank": "ranking_gateway"}
+"""Fixtures for paths that need another model."""
+
+
+def gateway_of(endpoint: Endpoint, request: pytest.FixtureRequest) -> Gateway:
+    found: Gateway = request.getfixturevalue(
+        next((name for path, name in GATEWAYS.items() if path in endpoint.path), "gateway")
+    )
+    return found
 
 
 def shaped(value: object, shapes: tuple[Any, ...]) -> bool:
@@ -89,8 +102,7 @@ STREAMED = [case for case in CASES if case.values[0].event_shape is not None]
 
 @pytest.mark.parametrize(("endpoint", "body"), CASES)
 def test_a_whole_answer(endpoint: Endpoint, body: dict[str, Any] | None, request: pytest.FixtureRequest) -> None:
-    gateway: Gateway = request.getfixturevalue("ranking_gateway" if "rerank" in endpoint.path else "gateway")
-    with gateway.http() as client:
+    with gateway_of(endpoint, request).http() as client:
         path = endpoint.path.replace("{name:path}", "embedded")
         if body is None:
             answer = client.get(path)
@@ -102,8 +114,8 @@ def test_a_whole_answer(endpoint: Endpoint, body: dict[str, Any] | None, request
 
 
 @pytest.mark.parametrize(("endpoint", "body"), [case for case in cases() if case.values[0].event_shape is not None])
-def test_a_streamed_answer(gateway: Gateway, endpoint: Endpoint, body: dict[str, Any]) -> None:
-    with gateway.http() as client:
+def test_a_streamed_answer(endpoint: Endpoint, body: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    with gateway_of(endpoint, request).http() as client:
         found = client.post(endpoint.path, json={**body, "stream": True, "stream_options": {"include_usage": True}})
     assert found.status_code == 200, found.text
     lines = [line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith(("data: ", "{"))]
@@ -115,4 +127,6 @@ def test_a_streamed_answer(gateway: Gateway, endpoint: Endpoint, body: dict[str,
 def test_every_endpoint_that_has_a_body_and_shapes_is_tried() -> None:
     wanted = {each.path for each in ENDPOINTS if each.body is not None and each.shapes}
     tried = {SAME.get(path, path) for path in wanted} & REQUESTS.keys()
-    assert {SAME.get(path, path) for path in wanted} - tried == {"/v1/session/close", "/v1/controllers/tags"}
+    assert {SAME.get(path, path) for path in wanted} - tried == {
+        *("/v1/session/close", "/v1/controllers/tags", "/api/create")
+    }

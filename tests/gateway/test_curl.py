@@ -26,7 +26,7 @@ COMMANDS = [
 ]
 
 
-GATEWAYS = {"/rerank": "ranking_gateway", "/v1/controllers": "controller_gateway"}
+GATEWAYS = {"/rerank": "ranking_gateway", "/v1/controllers": "controller_gateway", "/infill": "infill_gateway"}
 """Fixtures for paths that need more than the embedded model, or leave something behind."""
 
 

@@ -44,7 +44,7 @@ def test_a_stopped_daemon_is_not_ready_and_the_gateway_is_up() -> None:
 def test_a_path_that_does_not_exist(gateway: Gateway) -> None:
     with gateway.http() as client:
         assert client.get("/nothing").json()["error"]["uma_code"] == "E_GATEWAY_NOT_FOUND"
-        assert "with uma-trio pull;" in client.post("/api/pull", json={"model": "x"}).json()["error"]
+        assert "models are not uploaded;" in client.post("/api/push", json={"model": "x"}).json()["error"]
         wrong_method = client.get("/v1/chat/completions")
     assert wrong_method.json()["error"]["uma_code"] == "E_GATEWAY_METHOD"
     assert wrong_method.json()["error"]["message"] == "/v1/chat/completions does not take GET; it takes POST"

@@ -42,7 +42,9 @@ def test_every_answer_is_as_documented(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
     each = -(-CASES // sum(endpoint.body is not None for endpoint in ENDPOINTS))
-    with real_daemon("--http", "0", "--parallel", "8", "--default-max-tokens", "8", "--max-tokens", "32") as daemon:
+    short = ("--parallel", "8", "--default-max-tokens", "8", "--max-tokens", "32")
+    nothing = ("--offline", "--models-dir", str(tmp_path / "models"))  # cases delete models, and pull some
+    with real_daemon("--http", "0", *short, *nothing) as daemon:
         gateway = Gateway.of(daemon)
         command = (*COMMAND, "--phases", PHASES, "--max-examples", str(each), "--workers", "2")
         if not is_thorough():

@@ -57,6 +57,12 @@ PROCESSES: Final = {
     "template worker": Process(
         "daemon.prompts.template_worker", "daemon.prompts.template_worker", no_libraries="numpy trio"
     ),
+    "exporter of vocabularies": Process(
+        "tokenizer.__main__", f"{SHARED} {MODEL}", no_libraries="anyio click structlog trio"
+    ),
+    "worker of the hub": Process(
+        "hub.__main__", f"{SHARED} {MODEL} hub.*", no_libraries="anyio click llama_abi structlog"
+    ),
     "checker": Process("grammar.__main__", "errors grammar.* processes.*", no_libraries="llama_abi msgspec numpy trio"),
     "client": Process("client", f"{SHARED} client connect", no_libraries="llama_abi numpy structlog trio"),
 }

@@ -25,6 +25,7 @@ from uma_trio.gateway.dialects.anthropic.shared import ANTHROPIC, VERSION_HEADER
 from uma_trio.gateway.dialects.llama import endpoints as llama_server
 from uma_trio.gateway.dialects.ollama import embed as ollama_embed
 from uma_trio.gateway.dialects.ollama import generate as ollama_generate
+from uma_trio.gateway.dialects.ollama import library as ollama_library
 from uma_trio.gateway.dialects.ollama import models as ollama_models
 from uma_trio.gateway.dialects.ollama.shared import DIALECT as OLLAMA
 from uma_trio.gateway.dialects.openai import chat as openai_chat
@@ -47,11 +48,7 @@ REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """An ``X-Request-Id`` that is taken over from the client."""
 
 INSTEAD: Final = {
-    "/api/pull": "models are downloaded with uma-trio pull; /openapi.json lists the paths",
-    "/api/delete": "models are removed with uma-trio models remove; /openapi.json lists the paths",
-    "/api/copy": "models get further names with uma-trio models alias; /openapi.json lists the paths",
-    "/api/create": "models are chosen and set up with uma-trio serve; /openapi.json lists the paths",
-    "/api/blobs": "models are downloaded with uma-trio pull; /openapi.json lists the paths",
+    "/api/blobs": "models are downloaded with /api/pull or uma-trio pull; /openapi.json lists the paths",
     "/api/push": "models are not uploaded; /openapi.json lists the paths",
 }
 """What to use in place of paths of Ollama that do not exist here."""
@@ -67,6 +64,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *ollama_generate.ENDPOINTS,
     *ollama_embed.ENDPOINTS,
     *ollama_models.ENDPOINTS,
+    *ollama_library.ENDPOINTS,
     *local_servers.ENDPOINTS,
     *routers.ENDPOINTS,
     *tokenizer_file.ENDPOINTS,
