@@ -333,6 +333,8 @@ class UmaTrio:
     """The daemon's policy."""
 
     name = "uma-trio"
+    runs_ahead = True
+    """A request that arrives while a step computes is in the step after the next one."""
 
     def __init__(self, device: Device, limits: Scheduling, measured: PrefillCurves | None = None) -> None:
         self._device, self._limits, self._state = device, limits, PolicyState()
@@ -393,6 +395,7 @@ class FillBatch:
     """A token for each stream, then prompts in the order of their sequence ids until the batch is full."""
 
     name = "fill the batch"
+    runs_ahead = False
 
     def __init__(self, device: Device, limits: Scheduling) -> None:
         self._n_batch = device.n_batch
@@ -488,12 +491,14 @@ def simulate(
     seed: int,
     on_finished: Callable[[int], None],
     idle_limit: bool = True,
+    host_ms: float = HOST_MS,
 ) -> Outcome:
     """Serve ``requests`` until all have finished."""
     rng = random.Random(seed)
     outcome = Outcome(policy.name, requests)
     coming = deque(requests)
     n_waiting, n_finished, now, free = 0, 0, 0.0, list(range(device.parallel - 1, -1, -1))
+    began_s = 0.0
     cells = Cells(device, idle_limit=idle_limit) if device.scan is AttentionScan.CACHE else None
     blocked: Request | None = None
     running: dict[int, Request] = {}
@@ -501,7 +506,9 @@ def simulate(
     while coming or n_waiting or running:
         if not running and not n_waiting:
             now = max(now, coming[0].arrived_s)
-        while coming and coming[0].arrived_s <= now:
+        # a step that runs ahead is planned when the step before it begins
+        known_s = began_s if policy.runs_ahead and running else now
+        while coming and coming[0].arrived_s <= known_s:
             policy.queue(coming.popleft())
             n_waiting += 1
         outcome.most_waiting = max(outcome.most_waiting, n_waiting)
@@ -533,7 +540,8 @@ def simulate(
         policy.observe(chosen.work, tick_ms)
         if chosen.work.prefill_tokens and chosen.predicted_ms:
             outcome.errors.append(abs(chosen.predicted_ms - tick_ms) / tick_ms)
-        now += (tick_ms + HOST_MS) / 1e3
+        began_s = now
+        now += (tick_ms + host_ms) / 1e3
         outcome.ticks += 1
         outcome.tick_ms.append(tick_ms)
         outcome.prefill_tokens += chosen.work.prefill_tokens

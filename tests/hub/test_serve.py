@@ -40,7 +40,15 @@ def test_serve_downloads_what_is_not_here_and_clients_see_the_name(
 def test_an_alias_of_this_machine_is_a_name_in_every_door(home: Home, tmp_path: Path) -> None:
     """One that is made while the daemon runs, and a model of this machine that is not served says how to serve it."""
     with real_daemon(
-        "--http", "0", "--no-on-demand", "--ctx", "2048", "--parallel", "2", folder=tmp_path, environment=home.environment
+        "--http",
+        "0",
+        "--no-on-demand",
+        "--ctx",
+        "2048",
+        "--parallel",
+        "2",
+        folder=tmp_path,
+        environment=home.environment,
     ) as daemon:
         socket, messages = str(daemon.socket), {"messages": QUESTION}
         with httpx.Client(base_url=daemon.http_url(), timeout=60) as client:
