@@ -49,7 +49,7 @@ def test_a_short_name_that_is_not_here_brings_suggestions(hub: FakeHub, home: Ho
     hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
     refused = home.run("pull", "tiny")
     assert refused.returncode == 1
-    assert "the hub has acme/Tiny-GGUF; pull one of them" in refused.stderr
+    assert "the hub has acme/Tiny-GGUF; take one of them" in refused.stderr
     assert "`uma-trio models` lists" in home.run("pull", "tiny", "--offline").stderr
 
 

@@ -92,7 +92,7 @@ def test_commands(chat, tmp_path):
         shown.type("/sav\r")
         shown.wait_for(r"no command /sav; did you mean /save\?")
         shown.type("/help\r")
-        shown.wait_for(r"^/retry \[TEMPERATURE\] +ask the last question again")
+        shown.wait_for(r"^/retry \[TEMPERATURE \[SEED\]\] +ask the last question again")
         shown.type("/retry\r")
         shown.wait_for("there is no question to ask again")
         shown.type(FRANCE + "\r")
@@ -117,7 +117,7 @@ def test_commands(chat, tmp_path):
     assert [message["role"] for message in json.loads((tmp_path / "new.json").read_text())["messages"]] == ["system"]
 
 
-def test_save_does_not_overwrite_a_file_that_is_not_its_own(chat, tmp_path):
+def test_save_asks_before_it_overwrites_a_file_that_is_not_its_own(chat, tmp_path):
     path = tmp_path / "other.md"
     path.write_text("mine")
     with chat() as shown:
@@ -127,7 +127,9 @@ def test_save_does_not_overwrite_a_file_that_is_not_its_own(chat, tmp_path):
         shown.type(FRANCE + "\r")
         shown.wait_for(r"Paris.*\n\n" + PROMPT[1:])
         shown.type(f"/save {path}\r")
-        shown.wait_for("exists already")
+        shown.wait_for(r"other\.md exists already\. Overwrite it\? \[y/N\]")
+        shown.type("\r")
+        shown.wait_for(r"other\.md stays as it is\n" + PROMPT[1:])
         own = tmp_path / "own.md"
         shown.type(f"/save {own}\r")
         shown.wait_for(r"saved to .*own\.md")
@@ -136,8 +138,11 @@ def test_save_does_not_overwrite_a_file_that_is_not_its_own(chat, tmp_path):
         shown.type(PERU + "\r")
         shown.wait_for(r"Lima.*\n\n" + PROMPT[1:])
         shown.type(f"/save {own}\r")
-        shown.wait_for(r"own\.md exists already: choose another name")
-    assert FRANCE in own.read_text(), "another conversation does not replace it"
+        shown.wait_for(r"own\.md exists already\. Overwrite it\?")
+        assert FRANCE in own.read_text(), "another conversation does not replace it"
+        shown.type("y\r")
+        shown.wait_for(r"Overwrite it\? \[y/N\] y\n+saved to .*own\.md")
+    assert PERU in own.read_text()
     assert not (tmp_path / "empty.md").exists()
     assert path.read_text() == "mine"
 
@@ -154,7 +159,7 @@ def test_an_interrupt_cancels_the_answer_and_keeps_what_has_come(chat, daemon, t
         shown.type(f"/save {tmp_path / 'chat.json'}\r")
         shown.wait_for("saved")
         shown.type(CTRL_C)
-        shown.wait_for(r"to leave, type /quit")
+        shown.wait_for(r"to leave, type /bye")
         shown.type("typed" + CTRL_C + FRANCE + "\r")
         shown.wait_for(r"Paris\.")
         assert "typedWhat" not in shown.text
@@ -283,15 +288,80 @@ def test_a_conversation_that_no_longer_fits(chat):
         shown.wait_for(r"^> " + re.escape(FRANCE) + r"\s*\Z")
 
 
+def test_another_model_and_settings_in_the_middle_of_a_chat(chat, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}))
+    with chat() as shown:
+        shown.wait_for(PROMPT)
+        for typed, answer in (
+            ("/model", r"^\* embedded +ready"),
+            ("/model nothing", r"no model 'nothing'.*uma-trio pull downloads others"),
+            ("/set temperature 1000", r"1000.* is not in the range"),
+            ("/set temprature 0.5", r"did you mean temperature\?"),
+            ("/set seed 7", PROMPT),
+            ("/set temp 0.5", PROMPT),
+            ("/set system Be brief.", "applies from the next message"),
+            (f"/set json-schema {schema}", PROMPT),
+            ("/show", r"^set: seed 7, temperature 0\.5, constraint .*json_schema"),
+            ("Give me a record.", r'"n": ?7'),
+            ("/set schema off", PROMPT),
+            ("/set seed off", PROMPT),
+            ("/show", r"^set: temperature 0\.5\notherwise: .*top_k"),
+            ("/model embedded", "embedded answers from now on"),
+            ("/new", "a new conversation"),
+            (FRANCE, r"Paris\."),
+        ):
+            before = len(shown.text)
+            shown.type(typed + "\r")
+            shown.terminal.wait_for(lambda _, a=answer, b=before: re.search(a, shown.text[b:], re.MULTILINE))
+            shown.wait_for(PROMPT)
+        shown.type("/bye\r")
+        assert shown.wait() == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--session", "edited")])
+def test_a_question_and_an_answer_are_edited(chat, daemon, tmp_path, options):
+    with chat(*options) as shown:
+        shown.wait_for(PROMPT)
+        shown.type("/edit\r")
+        shown.wait_for("there is no question to edit\n" + PROMPT[1:])
+        shown.type("What is the capital of Spain?\r")
+        shown.wait_for(r"Madrid\.\n\n" + PROMPT[1:])
+        shown.type("/edit\r")
+        shown.wait_for(r"^> What is the capital of Spain\?\s*\Z")
+        shown.type("\x7f" * len("Spain?") + "Peru?\r")
+        shown.wait_for(r"Lima\.\n\n" + PROMPT[1:])
+        shown.type("/retry 0.9 5\r")
+        shown.wait_for(r"/retry 0\.9 5\n[^>]+\n\n" + PROMPT[1:])
+        shown.type("/edit answer\r")
+        shown.wait_for(r"^> [^W\n][^\n]+\Z")
+        shown.type("\x15" + "It is Lima, as everybody knows.\r")
+        shown.wait_for("goes on from this answer\n" + PROMPT[1:])
+        shown.type(FRANCE + "\r")
+        shown.wait_for(r"Paris\.\n\n" + PROMPT[1:])
+        shown.type(f"/save {tmp_path / 'chat.json'}\r")
+        shown.wait_for("saved")
+    messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert [message["content"] for message in messages[:3]] == [
+        "What is the capital of Peru?",
+        "It is Lima, as everybody knows.",
+        FRANCE,
+    ]
+    if options:
+        with daemon.wire() as wire:
+            wire.send(type="sessions", action="read", session_id="edited")
+            assert wire.receive()["messages"] == messages
+        closed(daemon, "edited")
+
+
 # -- stdin is not a terminal -------------------------------------------------------------------------
 
 
 def test_each_line_of_stdin_is_a_message(daemon):
-    found = run_lines(daemon.socket, stdin=f"{FRANCE}\n{PERU}\n/nothing\n/bye\n")
+    found = run_lines(daemon.socket, stdin=f"{FRANCE}\n{PERU}\n/nothing\n/quit\n{PERU}\n")
     assert (found.returncode, found.stdout) == (0, "The capital of France is Paris.\nThe capital of Peru is Lima.\n")
     assert found.stderr == (
         "there is no command /nothing; /help lists the commands. A message that begins with / is sent with //\n"
-        "there is no command /bye; did you mean /quit? A message that begins with / is sent with //\n"
     )
 
 

@@ -76,13 +76,18 @@ NEEDS_A_MODEL = {
     'uma-trio ask --adapter sql=0.5 --adapter formal "How many orders were there in May?"',
     'git diff | uma-trio ask "Summarise this change:"',
     'uma-trio ask --tools tools.json "How warm is it in Lima?"',
+    'uma-trio run qwen3-0.6b "What is a GGUF file?"',
+    'git diff | uma-trio run qwen3-0.6b "Summarise this change:"',
 }
 """Questions that need a larger model: the documents say so."""
 
 NEEDS_A_PROGRAM = ("jq", "duckdb", "pandas")
 """Programs and packages that a machine may lack; commands with a missing one are skipped."""
 
-LIVE = {r"uma-trio metrics --watch( --model .*)?": ("tokens/s", "q"), r"uma-trio chat( --.*)?": ("/help", "\x04")}
+LIVE = {
+    r"uma-trio metrics --watch( --model .*)?": ("tokens/s", "q"),
+    r"uma-trio (chat( --.*)?|run ([^-]\S*|.*gguf))": ("/help", "\x04"),
+}
 """Commands for a terminal, as regular expressions: what they show, and the key that ends them."""
 
 KEYS = """
@@ -313,6 +318,14 @@ RUN = [
 """The others, each run once too, except those that need what the one before them on a page has done."""
 
 
+@pytest.fixture
+def nobody_serves(environment: Mapping[str, str], tmp_path: Path) -> Iterator[Mapping[str, str]]:
+    """Variables with which there is no daemon; one that is started is stopped."""
+    changed = {**environment, "UMA_SOCKET": str(tmp_path / "s"), "XDG_STATE_HOME": str(tmp_path)}
+    yield changed
+    subprocess.run([sys.executable, "-m", "uma_trio", "stop"], env=changed, stderr=subprocess.DEVNULL)
+
+
 @pytest.mark.parametrize("example", RUN, ids=str)
 def test_it_runs(
     example: Example,
@@ -324,12 +337,14 @@ def test_it_runs(
     if example.text.startswith("uma-trio rerank"):
         ranking: Daemon = request.getfixturevalue("ranking")
         environment = {**environment, "UMA_SOCKET": str(ranking.socket)}
+    if "uma-trio run " in example.text:
+        environment = request.getfixturevalue("nobody_serves")
     for program in NEEDS_A_PROGRAM:
         if re.search(rf"\b{program}\b", example.text) and not _is_installed(program):
             pytest.skip(f"{program} is not installed")
     for pattern, (shown, key) in LIVE.items():
         if re.fullmatch(pattern, example.text):
-            _run_live(example.text, shown, key, environment, home)
+            _run_live(example.text.replace("--http 8080", "--http 0"), shown, key, environment, home)
             return
     if "keys revoke" in example.text:
         (home / ".config" / "uma-trio" / "keys.yaml").write_text(KEYS)
@@ -350,7 +365,7 @@ def test_it_runs(
             "mine",
         ]
         subprocess.run(upload, cwd=home / "work", env=dict(environment), check=True, stdout=subprocess.DEVNULL)
-    if re.match("uma-trio models (show|remove)", example.text):
+    if re.match(".*uma-trio (models (show|remove)|run qwen)", example.text):
         pull = [sys.executable, "-m", "uma_trio", "pull", "--quiet", MODEL]
         subprocess.run(pull, env=dict(environment), check=True, stdout=subprocess.DEVNULL)
     command = [sys.executable, "-c"] if example.language == "python" else ["bash", "-o", "pipefail", "-c"]

@@ -47,8 +47,8 @@ def attempt(path: Path, **options: float | None) -> socket.socket | float:
 
 # -- where ------------------------------------------------------------------------------------------------
 
-CLIENT_COMMANDS = [name for name in COMMANDS if name not in ("serve", "doctor", "demo", "tokenize")]
-"""Commands that need a running daemon if they have ``--socket``.  The demo starts one unless it gets a socket, and
+CLIENT_COMMANDS = [name for name in COMMANDS if name not in ("run", "serve", "doctor", "demo", "tokenize")]
+"""Commands that need a running daemon if they have ``--socket``.  Run starts one, the demo unless it gets a socket, and
 tokenize reads a file without one."""
 
 ARGUMENTS = {"ask": ["hi"], "rerank": ["query", "document"]}

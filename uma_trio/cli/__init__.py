@@ -14,6 +14,7 @@ import uma_trio
 from uma_trio.cli.exits import check_arguments, clean_exit, open_closed_streams
 
 COMMANDS = {
+    "run": "Download a model if need be, and chat with it.",
     "serve": "Load one or several models, and serve them to many clients.",
     "ask": "Ask the daemon and stream the answer.",
     "chat": "Chat with the daemon on a terminal.",
@@ -24,6 +25,8 @@ COMMANDS = {
     "service": "Run the daemon as a service of systemd or launchd.",
     "pull": "Download a model.",
     "models": "List, show, remove and name the models of this machine.",
+    "ps": "Show the models that are loaded, and who uses them.",
+    "stop": "Stop the daemon.",
     "demo": "Watch short chats stay fast next to a long document.",
     "metrics": "Show the metrics of the daemon.",
     "perf": "Report on a perf log, as tables and plots.",
@@ -35,12 +38,11 @@ COMMANDS = {
 }
 
 OF_OTHER_PROGRAMS = {
-    **dict.fromkeys(("run", "generate"), "uma-trio ask, or uma-trio chat"),
-    **dict.fromkeys(("list", "ls", "ps"), "uma-trio models"),
+    "generate": "uma-trio ask, or uma-trio chat",
+    **dict.fromkeys(("list", "ls"), "uma-trio models"),
     "show": "uma-trio models show",
     **dict.fromkeys(("rm", "remove"), "uma-trio models remove"),
     **dict.fromkeys(("load", "unload"), "uma-trio models"),
-    "stop": "Ctrl-C in the terminal of uma-trio serve, or uma-trio models unload for a model",
     **dict.fromkeys(("top", "stats"), "uma-trio metrics --watch"),
     **dict.fromkeys(("status", "check"), "uma-trio doctor"),
     "version": "uma-trio --version",
@@ -119,7 +121,8 @@ def main() -> None:
     Many clients share each model, on a Unix socket and over HTTP.
 
     \b
-      uma-trio serve                                  serve the embedded demo model
+      uma-trio run embedded                           chat with the embedded demo model
+      uma-trio serve                                  serve it to many clients
       uma-trio ask "What is the capital of France?"   ask it, in another terminal
       uma-trio doctor                                 find out why something does not work
     """

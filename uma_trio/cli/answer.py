@@ -14,9 +14,7 @@ import click
 from uma_trio.cli.stdio import note
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from uma_trio.client import Eos, Event, PrefillProgress
+    from uma_trio.client import Eos, Event
     from uma_trio.protocol.chat import ToolCall
     from uma_trio.protocol.events import Generated, Logprob, Logprobs
 
@@ -133,50 +131,6 @@ class ReasoningPrinter:
         if self.is_open:
             click.echo("\n" if self._last_character != "\n" else "", err=True)
             self._last_character = ""
-
-
-class PrefillBar:
-    """Shows on stderr how far the prefill of a long prompt is, until the answer begins.  A context manager."""
-
-    def __init__(self) -> None:
-        self._bar: Progress | None = None
-        self._has_begun = False
-
-    def __enter__(self) -> PrefillBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._remove()
-
-    def update(self, event: Event) -> None:
-        """Draw or move the bar for a ``progress`` event; any other event removes it."""
-        from uma_trio.client import PrefillProgress
-
-        if not isinstance(event, PrefillProgress):
-            self._remove()
-        elif self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=event.prefilled_tokens, refresh=True)
-        elif self._has_begun and event.prefilled_tokens < event.prompt_tokens:  # otherwise the answer begins soon
-            self._bar = _new_bar(event)
-        else:
-            self._has_begun = True
-
-    def _remove(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def _new_bar(event: PrefillProgress) -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-
-    columns = (SpinnerColumn(), TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
-    bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-    bar.add_task("", total=event.prompt_tokens, completed=event.prefilled_tokens)
-    bar.start()
-    bar.refresh()
-    return bar
 
 
 def _table(scores: Sequence[Generated | Logprobs]) -> list[str]:

@@ -17,7 +17,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
-from uma_trio.cli.stdio import read_line, to_text
+from uma_trio.cli.stdio import note, read_line, to_text
 
 
 class Input(Protocol):
@@ -31,6 +31,12 @@ class Input(Protocol):
             KeyboardInterrupt: the user pressed Ctrl-C.  Its argument is what had been typed.
         """
 
+    def edit(self, text: str) -> str:
+        """Let the user edit a text.  Raises as ``read``."""
+
+    def confirm(self, question: str) -> bool:
+        """Ask the user yes or no; where there is nobody, the answer is no."""
+
     def hidden(self) -> contextlib.AbstractContextManager[None]:
         """What the user types between two messages does not appear in the answer, but in the next message."""
 
@@ -43,6 +49,13 @@ class LineInput:
         if not line:
             raise EOFError
         return to_text(line)
+
+    def edit(self, text: str) -> str:
+        return self.read()
+
+    def confirm(self, question: str) -> bool:
+        note(question.partition(". ")[0])
+        return False
 
     def hidden(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -70,6 +83,18 @@ class TerminalInput:
             return self._session.prompt("> ")
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._session.default_buffer.text) from None
+
+    def edit(self, text: str) -> str:
+        return self._session.prompt("> ", default=text)
+
+    def confirm(self, question: str) -> bool:
+        try:
+            answer: str = PromptSession[str](history=InMemoryHistory(), output=self._session.output).prompt(
+                f"{question} [y/N] "
+            )
+        except (KeyboardInterrupt, EOFError):
+            return False
+        return answer.strip().lower() in ("y", "yes")
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,30 +15,51 @@ import trio
 from uma_trio.cli.answer import ReasoningPrinter, print_stats, printable, warn_if_cut, warn_if_in_memory
 from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainView
 from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
+from uma_trio.cli.chat_settings import BadSetting, changed, described
 from uma_trio.cli.client_options import HINTS, say_which_daemon
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
 from uma_trio.cli.generation import connected, generate
+from uma_trio.cli.progress import load_with_progress
 from uma_trio.cli.run_trio import run
 from uma_trio.cli.stdio import note
-from uma_trio.client import ClientError, Eos, Event, NoServer, Reasoning, ServerError, Token, Transcript
+from uma_trio.client import (
+    ClientError,
+    Eos,
+    Event,
+    ModelDescription,
+    NoServer,
+    Reasoning,
+    ServerError,
+    Token,
+    Transcript,
+)
 from uma_trio.files import read_text, replace_text
 from uma_trio.protocol.parameters import MAX_SEED
 
 COMMANDS: Final = {
     "/new": ("", "begin another conversation; a session stays with the daemon"),
     "/session": ("NAME", "continue or begin a session, which the daemon remembers"),
+    "/model": ("[NAME]", "go on with another model; without NAME, list them"),
     "/system": ("TEXT", "set the system message; without TEXT, show it"),
-    "/retry": ("[TEMPERATURE]", "ask the last question again"),
+    "/set": (
+        "NAME VALUE",
+        "set an option of uma-trio chat, such as temperature 0.8 or json-schema FILE; off unsets it",
+    ),
+    "/show": ("", "show the model, and what is set"),
+    "/retry": ("[TEMPERATURE [SEED]]", "ask the last question again"),
+    "/edit": ("[answer]", "edit the last question and ask it; or the last answer, which the conversation then has"),
     "/continue": ("", "go on with the last answer, such as one that was cut"),
     "/save": ("FILE", "write the conversation to FILE.md or FILE.json"),
     "/stats": ("", "show tokens and timings of the last answer"),
     "/help": ("", "list the commands"),
-    "/quit": ("", "end the program"),
+    "/bye": ("", "end the program; also /quit, /exit and Ctrl-D"),
 }
 """What follows each command, and what it does."""
 
+LEAVING: Final = ("/quit", "/exit", "/q")
+"""Other spellings of ``/bye``."""
+
 OF_OTHER_PROGRAMS: Final = {
-    **dict.fromkeys(("/bye", "/exit", "/q"), "/quit"),
     **dict.fromkeys(("/clear", "/reset"), "/new"),
     **dict.fromkeys(("/regen", "/again"), "/retry"),
     "/load": "/session",
@@ -122,7 +143,7 @@ class Chat:
             if not self._is_terminal:
                 raise
             if not interrupt.args[0]:
-                note("to leave, type /quit or press Ctrl-D")
+                note("to leave, type /bye or press Ctrl-D")
             return
         if text.startswith("//"):
             self._ask(text[1:])
@@ -135,7 +156,7 @@ class Chat:
     def _greet(self) -> None:
         run(say_which_daemon, "chat", self._socket, None)
         snapshot = run(self._metrics)
-        self._restarts = snapshot["engine"]["restarts_total"]
+        self._restarts = _restarts(snapshot)
         if self._is_terminal:
             note(f"{self._fields.get('model') or snapshot['model']}; /help lists the commands")
         if self._conversation.session is not None:
@@ -145,6 +166,7 @@ class Chat:
 
     def _command(self, text: str) -> None:
         name, _, argument = text.partition(" ")
+        name = "/bye" if name in LEAVING else name
         if name not in COMMANDS:
             known = OF_OTHER_PROGRAMS.get(name)
             close = [known] if known else difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
@@ -154,13 +176,17 @@ class Chat:
         handlers: dict[str, Callable[[str], None]] = {
             "/new": self._new,
             "/session": self._session,
+            "/model": self._model,
             "/system": self._system,
+            "/set": self._set,
+            "/show": self._show,
+            "/edit": self._edit,
             "/retry": self._retry,
             "/continue": self._continue,
             "/save": self._save,
             "/stats": self._stats,
             "/help": self._help,
-            "/quit": self._quit,
+            "/bye": self._quit,
         }
         handlers[name](argument.strip())
 
@@ -219,21 +245,87 @@ class Chat:
             conversation.system = text
             note("the system message applies from the next message")
 
-    def _retry(self, temperature: str) -> None:
+    def _model(self, name: str) -> None:
+        try:
+            if not name:
+                current = run(self._description).name
+                for model in run(self._models):
+                    if "completion" in model.capabilities:
+                        note(f"{'*' if model.name == current else ' '} {model.name}  {model.state}")
+                return
+            if self._conversation.session is not None:
+                note("a session stays with its model: begin another conversation with /new first")
+                return
+            found = run(load_with_progress, name, self._socket)
+        except ClientError as error:
+            self._fail(error)
+        except KeyboardInterrupt:
+            note("the model is as before")
+        else:
+            self._fields["model"] = name
+            note(f"{found.name} answers from now on")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if not name:
+            self._show("")
+        elif name == "system":
+            self._system(value.strip())
+        else:
+            try:
+                self._fields = changed(self._fields, name, value.strip())
+            except BadSetting as error:
+                note(str(error))
+
+    def _show(self, _: str) -> None:
+        try:
+            description = run(self._description)
+        except ClientError as error:
+            self._fail(error)
+            return
+        for line in described(description, self._fields):
+            note(printable(line))
+        if self._conversation.session is not None:
+            note(f"session: {printable(self._conversation.session)}")
+        self._system("")
+
+    def _edit(self, what: str) -> None:
+        is_answer = what == "answer"
+        if what and not is_answer:
+            note("/edit edits the last question, and /edit answer the last answer")
+            return
+        answer, question = self._conversation.last_answer, self._unanswered or self._conversation.last_question
+        before = answer if is_answer and self._unanswered is None else None if is_answer else question
+        if not before:
+            note(f"there is no {'answer' if is_answer else 'question'} to edit")
+            return
+        try:
+            text = self._input.edit(before).strip()
+        except (KeyboardInterrupt, EOFError):
+            note("nothing was changed")
+            return
+        if is_answer and text:
+            self._conversation.edit_answer(text)
+            note("the conversation goes on from this answer")
+        elif text:
+            self._n_retries = 0
+            self._ask(text, retry=self._unanswered is None)
+
+    def _retry(self, argument: str) -> None:
         question = self._unanswered or self._conversation.last_question
         more: dict[str, Any] = {}
         try:
-            if temperature:
-                more["temperature"] = float(temperature)
-        except ValueError:
-            note(f"{temperature} is not a temperature; try /retry 0.8")
+            for name, value in zip(("temperature", "seed"), argument.split(), strict=False):
+                more |= {key: each for key, each in changed({}, name, value).items() if key == name}
+        except BadSetting as error:
+            note(f"{error}; try /retry 0.8, or with a seed /retry 0.8 7")
             return
         if question is None:
             note("there is no question to ask again")
             return
         self._n_retries += 1
         seed = self._fields.get("seed") if self._last is None else self._last.seed
-        if seed is not None:  # of the flags or of the daemon: it would give the same answer
+        if seed is not None and "seed" not in more:  # of the flags or of the daemon: it would give the same answer
             more["seed"] = (seed + 1) % (MAX_SEED + 1)
         if self._is_greedy and self._unanswered is None and "temperature" not in more:
             if "temperature" in self._fields:
@@ -263,18 +355,24 @@ class Chat:
             return
         text = writers[path.suffix](self._conversation.transcript())
         try:
-            if path in self._saved and path.is_file() and read_text(path) == self._saved[path]:
-                replace_text(path, text)
-            else:
-                with path.open("x") as file:
-                    file.write(text)
-        except (FileExistsError, UnicodeDecodeError):
-            note(f"{path} exists already: choose another name")
+            if path.exists() and not self._may_replace(path):
+                note(f"{path} stays as it is")
+                return
+            replace_text(path, text)
         except OSError as error:
             note(f"cannot write {path}: {error.strerror}")
         else:
             self._saved[path] = text
             note(f"saved to {path}")
+
+    def _may_replace(self, path: Path) -> bool:
+        """Whether what is in a file may go: this conversation wrote it, or the user says so."""
+        try:
+            if path in self._saved and read_text(path) == self._saved[path]:
+                return True
+        except (OSError, UnicodeDecodeError):
+            pass  # so it is not what was written
+        return self._input.confirm(f"{path} exists already. Overwrite it?")
 
     def _stats(self, _: str) -> None:
         if self._last is None:
@@ -394,7 +492,7 @@ class Chat:
         if eos.session is not None and eos.session.turns == 1:
             warn_if_in_memory(eos)
         try:
-            restarts = run(self._metrics)["engine"]["restarts_total"]
+            restarts = _restarts(run(self._metrics))
         except ClientError:
             return  # the next turn tells
         if restarts > self._restarts:
@@ -415,6 +513,16 @@ class Chat:
 
     # -- queries --------------------------------------------------------------------------------
 
+    async def _models(self) -> list[ModelDescription]:
+        async with connected(self._socket) as client:
+            return await client.models()
+
+    async def _description(self) -> ModelDescription:
+        """The model that answers."""
+        name = self._fields.get("model")
+        async with connected(self._socket) as client:
+            return (await client.models(**({} if name is None else {"model": name})))[0]
+
     async def _metrics(self) -> dict[str, Any]:
         async with connected(self._socket) as client:
             return await client.metrics()
@@ -422,3 +530,9 @@ class Chat:
     async def _transcript(self, name: str) -> Transcript:
         async with connected(self._socket) as client:
             return await client.transcript(name, model=self._fields.get("model"))
+
+
+def _restarts(snapshot: Mapping[str, Any]) -> int:
+    """Restarts of the engines of all models that are loaded."""
+    models = [snapshot, *(each.get("metrics", {}) for each in snapshot.get("models", {}).values())]
+    return sum([each["engine"]["restarts_total"] for each in models if "engine" in each])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from uma_trio.cli.exits import PROTOCOL_ERROR, SERVER_ERROR
+from uma_trio.cli.stdio import report
 
 if TYPE_CHECKING:
     from uma_trio.client import ServerError
@@ -84,14 +85,14 @@ def reporting_errors(command: str, socket: str | None, *, daemon: str | None = N
     try:
         yield
     except NoServer as error:  # names the socket itself
-        click.echo(f"uma-trio {command}: {error}", err=True)
+        report(f"uma-trio {command}: {error}")
         sys.exit(SERVER_ERROR)
     except ServerError as error:
         said = error.event.message if error.code == CONTROLLER_FAILED else f"{where} answers {error}"
-        click.echo(f"uma-trio {command}: {said}{_hint(error)}", err=True)
+        report(f"uma-trio {command}: {said}{_hint(error)}")
         sys.exit(SERVER_ERROR)
     except ClientError as error:
-        click.echo(f"uma-trio {command}: {where}: {error}", err=True)
+        report(f"uma-trio {command}: {where}: {error}")
         sys.exit(PROTOCOL_ERROR if isinstance(error, BrokenProtocol) else SERVER_ERROR)
 
 

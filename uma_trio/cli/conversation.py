@@ -28,6 +28,8 @@ class Conversation:
     """The system message, if ``messages`` does not have one yet."""
     messages: list[Message] = attrs.field(factory=list)
     """All that was answered so far, a system message of a session included."""
+    is_edited: bool = False
+    """Whether the last answer is no longer the one that the daemon has of a session."""
 
     @property
     def is_fixed(self) -> bool:
@@ -55,6 +57,8 @@ class Conversation:
         fields["messages"] = [new] if self.messages else [*self._system, new]
         if retry:
             fields["drop_messages"] = 2
+        elif self.is_edited:
+            fields |= {"messages": [self.messages[-1], new], "drop_messages": 1}
         return fields
 
     @property
@@ -70,13 +74,20 @@ class Conversation:
         last = {"session_id": self.session, "messages": self.messages[-1:], "drop_messages": 1}
         return {**last, "continue_final_message": True}
 
+    def edit_answer(self, text: str) -> None:
+        """Replace the text of the last answer.  The next request tells the daemon."""
+        self.messages[-1] = {"role": "assistant", "content": text}
+        self.is_edited = True
+
     def continued(self, rest: Message) -> None:
         """Add what the daemon has answered to a ``continuation``."""
+        self.is_edited = False
         last = self.messages[-1]
         self.messages[-1] = {**last, "content": last["content"] + rest["content"]}
 
     def answered(self, question: str, answer: Message, *, retry: bool = False) -> None:
         """Add a turn that the daemon has answered."""
+        self.is_edited = False
         system = self._system if self.session is not None and not self.messages else []
         self.messages = [*system, *self._kept(retry), {"role": "user", "content": question}, answer]
 

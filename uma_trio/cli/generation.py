@@ -9,10 +9,10 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import click
 import trio
 
-from uma_trio.cli.answer import PrefillBar
+from uma_trio.cli.progress import ProgressBar
+from uma_trio.cli.stdio import note
 from uma_trio.client import Client, Eos, Event, open_client
 
 
@@ -55,7 +55,7 @@ async def generate(
                 nursery.cancel_scope.cancel()
 
         nursery.start_soon(cancel_on_signal)
-        with PrefillBar() as bar:
+        with ProgressBar() as bar:
             async for event in client.generate(**request):
                 bar.update(event)
                 show(event)
@@ -67,5 +67,4 @@ async def generate(
 
 def _say_that_it_loads(path: Path) -> None:
     if sys.stderr.isatty():
-        text = f"waiting for the daemon at {path}, which still loads its model; Ctrl-C gives up"
-        click.secho(text, err=True, dim=True)
+        note(f"waiting for the daemon at {path}, which still loads its model; Ctrl-C gives up")

@@ -73,11 +73,11 @@ def located(config: Config, *, may_pull: bool) -> Config:
     places = places_of(config)
     model = config.model
     if model.draft_model is not None:
-        draft = _locate(model.draft_model, places, may_pull=may_pull)
+        draft = locate(model.draft_model, places, may_pull=may_pull)
         model = attrs.evolve(model, draft_model=str(draft.path))
     model = attrs.evolve(model, adapters=_located_adapters(model.adapters, places, may_pull=may_pull))
     if model.model is not None and not config.models:
-        found = _locate(model.model, places, may_pull=may_pull)
+        found = locate(model.model, places, may_pull=may_pull)
         model = attrs.evolve(model, model=str(found.path), alias=model.alias or found.name)
     models = _located_entries(config.models, places, may_pull=may_pull)
     return attrs.evolve(config, model=model, models=models)
@@ -92,7 +92,7 @@ def _located_entries(
     located: list[ModelEntry] = []
     taken: set[str] = set()
     for entry in entries:
-        found = _locate(entry.model, places, may_pull=may_pull)
+        found = locate(entry.model, places, may_pull=may_pull)
         name = bare_name(entry.name or found.name)
         for each in (name, *entry.alias):
             if each in taken:
@@ -100,7 +100,7 @@ def _located_entries(
             taken.add(each)
         settings = dict(entry.settings)
         if settings.get("draft_model") is not None:
-            settings["draft_model"] = str(_locate(settings["draft_model"], places, may_pull=may_pull).path)
+            settings["draft_model"] = str(locate(settings["draft_model"], places, may_pull=may_pull).path)
         if settings.get("adapters"):
             settings["adapters"] = _located_adapters(settings["adapters"], places, may_pull=may_pull)
         located.append(attrs.evolve(entry, model=str(found.path), name=name, settings=settings))
@@ -112,13 +112,19 @@ def _located_adapters(adapters: Sequence[Adapter], places: ModelLocations, *, ma
         [
             each
             if os.path.exists(os.path.expanduser(each.path))
-            else attrs.evolve(each, path=str(_locate(each.path, places, may_pull=may_pull).path))
+            else attrs.evolve(each, path=str(locate(each.path, places, may_pull=may_pull).path))
             for each in adapters
         ]
     )
 
 
-def _locate(name: str, places: ModelLocations, *, may_pull: bool) -> LocatedModel:
+def locate(name: str, places: ModelLocations, *, may_pull: bool) -> LocatedModel:
+    """What ``name`` means on this machine; downloads it if it is not here, with a progress bar on stderr.
+
+    Raises:
+        HubError: there is no such model, or it cannot be downloaded.
+        Interrupted: a signal ended the download.
+    """
     from uma_trio.hub.errors import NotInstalled
     from uma_trio.hub.locate import find_here, find_or_pull
 

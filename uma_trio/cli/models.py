@@ -297,7 +297,7 @@ def _list(as_json: bool) -> None:
                     ", ".join(notes),
                 )
             )
-        _print_table(table)
+        print_table(table)
     if all(row["origin"] == "the package" for row in rows) and not unfinished:
         click.echo("download another model with: uma-trio pull Qwen/Qwen3-0.6B-GGUF", err=True)
     for state, here in unfinished:
@@ -415,10 +415,11 @@ def _print_aliases(aliases: dict[str, str], as_json: bool) -> None:
     elif not aliases:
         click.echo("no aliases yet; make one with: uma-trio models alias NAME MODEL", err=True)
     else:
-        _print_table([("ALIAS", "MODEL"), *aliases.items()])
+        print_table([("ALIAS", "MODEL"), *aliases.items()])
 
 
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows, the first with the headings, in columns."""
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

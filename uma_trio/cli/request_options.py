@@ -188,8 +188,7 @@ def _tools(file: Path) -> list[dict[str, Any]]:
     return [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
 
 
-OPTIONS: Final = (
-    click.option("--model", help="Name of the model that answers.  [default: the daemon's first]"),
+OPTIONS_BUT_MODEL: Final = (
     click.option(
         "--adapter",
         multiple=True,
@@ -238,4 +237,8 @@ OPTIONS: Final = (
         default=None,
         help="Print the model's reasoning on stderr, in front of the answer.  [default: on a terminal]",
     ),
+)
+OPTIONS: Final = (
+    click.option("--model", help="Name of the model that answers.  [default: the daemon's first]"),
+    *OPTIONS_BUT_MODEL,
 )

@@ -52,11 +52,21 @@ MIN_COLUMNS: Final = 20
 
 def note(text: str, colour: str | None = None) -> None:
     """Tell the user something.  On a terminal no word is divided at the end of a line."""
+    click.echo(click.style(_fitted(text), fg=colour, dim=colour is None), err=True)
+
+
+def report(text: str) -> None:
+    """Tell the user of an error, in the same way but not dim."""
+    click.echo(_fitted(text), err=True)
+
+
+def _fitted(text: str) -> str:
+    """``text`` in lines that fit a terminal."""
     if sys.stderr.isatty():
         width = max(MIN_COLUMNS, shutil.get_terminal_size().columns)
         lines = [line for each in text.splitlines() for line in wrapped(each, width) or [""]]
-        text = "\n".join(lines)
-    click.echo(click.style(text, fg=colour, dim=colour is None), err=True)
+        return "\n".join(lines)
+    return text
 
 
 def wrapped(line: str, width: int) -> list[str]:

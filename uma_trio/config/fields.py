@@ -683,7 +683,7 @@ class Aici:
 
 @attrs.frozen(kw_only=True)
 class Operations:
-    """Logs, metrics and the perf log."""
+    """Logs, metrics, the perf log, and when the daemon ends."""
 
     log_format: Literal["auto", "human", "json"] = setting(
         "auto", "Format of the log. auto is human on a terminal and JSON lines otherwise."
@@ -702,6 +702,11 @@ class Operations:
         "one, and a new file is started.",
         ge=1,
         le=1_000_000,
+    )
+    stop_when_unlocked: Path | None = setting(
+        None,
+        "File that other processes lock with flock. When none of them has it locked any more, the daemon ends as with "
+        "SIGTERM, unless the word keep is in the file. uma-trio run starts daemons with it.",
     )
 
 

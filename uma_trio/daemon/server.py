@@ -39,6 +39,7 @@ from uma_trio.daemon.gateway_process import Gateway, listening
 from uma_trio.daemon.loading import CurrentPerfLog, Opener, limits_of, specs_of
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.registry import ModelRegistry
+from uma_trio.daemon.users import stop_when_unlocked
 from uma_trio.errors import ErrorWithRemedy, TooManyConnections, UmaError
 from uma_trio.hub.environment import find_model_locations
 from uma_trio.processes.large_work import LargeWork
@@ -238,6 +239,8 @@ async def serve(
             handler = _SignalHandler(config, path, stop, notifier, read_again)
             process.start_soon(handler.run, signals)
             process.start_soon(notifier.ping_forever)
+            if config.operations.stop_when_unlocked is not None:
+                process.start_soon(stop_when_unlocked, config.operations.stop_when_unlocked)
             gateway = None
             if http_socket is not None:
                 gateway = Gateway(config, http_socket, path)

@@ -161,6 +161,8 @@ class ModelDescription:
     """Further names."""
     state: ModelState = "ready"
     """``unloaded``: the first request loads it.  Until it has been loaded once, the fields above say what its file says."""
+    progress: float | None = None
+    """Loaded share of the weights, from 0 to 1, while it is loading."""
     reason: str | None = None
     """Why it could not be loaded, for ``failed``."""
     pinned: bool = False

@@ -343,6 +343,7 @@ class ModelRegistry:
         return attrs.evolve(
             model.description,
             state=model.state,
+            progress=None if model.attempt is None else round(model.attempt.progress, 3),
             reason=None if model.state != "failed" else str(model.failure),
             aliases=[*model.spec.aliases],
             pinned=model.spec.pinned,
