@@ -168,8 +168,11 @@ class Answer:
 class Client:
     """One connection to the daemon, opened with ``open_client``.  It runs one request at a time."""
 
-    def __init__(self, stream: anyio.abc.ByteStream, *, encoding: Encoding = Encoding.JSON) -> None:
+    def __init__(
+        self, stream: anyio.abc.ByteStream, *, encoding: Encoding = Encoding.JSON, principal: str | None = None
+    ) -> None:
         self._stream = stream
+        self._principal = principal
         self._codec = ClientCodec(encoding)
         self._ids = itertools.count(1)
 
@@ -471,6 +474,8 @@ class Client:
 
     async def _ask(self, query: Mapping[str, Any], expected: type[AnswerEvent]) -> AnswerEvent:
         """Send a query that is answered with one event, and return that."""
+        if self._principal is not None:
+            query = {"principal": self._principal, **query}
         with contextlib.suppress(BrokenProtocol):  # a daemon that closed the connection may have sent the reason
             await self.send(query)
         return await self._expect(expected)
@@ -578,6 +583,7 @@ async def open_client(
     wait_s: float | None = 0,
     on_loading: Callable[[Path], None] | None = None,
     open_stream: OpenStream = anyio.abc.UNIXSocketStream.from_socket,
+    principal: str | None = None,
 ) -> AsyncIterator[Client]:
     """Connect to the daemon.  Works under asyncio and trio.
 
@@ -587,6 +593,7 @@ async def open_client(
             loads, and not at all if there is none.
         on_loading: called once with the socket's path when there is a wait.
         open_stream: makes a stream of the connected, non-blocking socket.
+        principal: for queries that name none.  Only the user who runs the daemon may act for another one.
 
     Raises:
         Loading: the daemon still loads its model.
@@ -596,7 +603,7 @@ async def open_client(
     while isinstance(found := connector.attempt(anyio.current_time()), float):  # noqa: ASYNC110 - a process starts
         await anyio.sleep(found)
     async with await open_stream(found) as connection:
-        yield Client(connection, encoding=Encoding(encoding))
+        yield Client(connection, encoding=Encoding(encoding), principal=principal)
 
 
 def ask(

@@ -191,3 +191,35 @@ def test_a_model_of_this_machine_is_loaded_on_demand(hub: FakeHub, home: Home, m
         assert home.run("models", "reload", "tiny", "--socket", socket).returncode == 0
         failed = home.run("models", "load", "nothing", "--socket", socket)
         assert (failed.returncode, "E_MODEL_NOT_FOUND" in failed.stderr) == (1, True)
+
+
+def test_a_tenant_has_only_what_the_daemon_is_configured_with(
+    hub: FakeHub, home: Home, model: bytes, tmp_path: Path
+) -> None:
+    """What the user who runs the daemon has loaded is not for others, in any API, unless a setting says so."""
+    hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
+    assert home.run("pull", NAME).returncode == 0
+    keys = tmp_path / "keys.yaml"
+    key = home.run("keys", "create", "a", "--file", str(keys)).stdout.split()[-1]
+    flags = ("--http", "0", "--http-keys", str(keys), "--ctx", "2048", "--parallel", "2")
+    for more, status, listed in (((), 404, ["embedded"]), (("--on-demand",), 200, ["embedded", NAME])):
+        (folder := tmp_path / str(status)).mkdir()
+        with real_daemon(*flags, *more, folder=folder, environment=home.environment) as daemon:
+            assert "Paris" in daemon.ask(messages=QUESTION, model="tiny").text
+            headers = {"authorization": f"Bearer {key}"}
+            with httpx.Client(base_url=daemon.http_url(), timeout=60, headers=headers) as client:
+                names = [each["id"] for each in client.get("/v1/models").json()["data"]]
+                tags = [each["model"] for each in client.get("/api/tags").json()["models"]]
+                assert names == [tag.removesuffix(":latest") for tag in tags] == listed
+                for path, body in (
+                    ("/v1/chat/completions", {"messages": QUESTION}),
+                    ("/api/chat", {"messages": QUESTION}),
+                    ("/api/show", {}),
+                    ("/tokenize", {"content": "Hi"}),
+                    ("/v1/embeddings", {"input": "Hi"}),
+                ):
+                    assert client.post(path, json={"model": "embedded", **body}).status_code == 200
+                    for name in (NAME, "tiny"):
+                        answer = client.post(path, json={"model": name, **body})
+                        assert (answer.status_code, "--on-demand" in answer.text) == (status, status == 404), path
+                assert client.get(f"/v1/models/{NAME}").status_code == status

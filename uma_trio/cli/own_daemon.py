@@ -19,6 +19,7 @@ from typing import IO, Final
 
 import platformdirs
 
+from uma_trio.cli.stdio import note
 from uma_trio.connect import OWN, ClientError, Loading, NoServer, connect_blocking, is_locked
 
 POLL_S: Final = 0.05
@@ -57,7 +58,7 @@ def used(socket: Path, model: str, *, keep: bool, http: str | None) -> Iterator[
             f"cannot write into {folder}: {error.strerror}", "make it writable, or set XDG_STATE_HOME to another folder"
         ) from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # waits for the end of a daemon that is about to end
+        _share(lock)
         starter = _Starter(socket, model, lock, folder / name, keep=keep, http=http)
         try:
             is_new = starter.ensure()
@@ -69,6 +70,16 @@ def used(socket: Path, model: str, *, keep: bool, http: str | None) -> Iterator[
         yield is_new
     finally:
         os.close(lock)
+
+
+def _share(lock: int) -> None:
+    """Lock the file together with others.  A daemon that is about to end has it for itself until it has ended."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if sys.stderr.isatty():
+            note("waiting for the end of a daemon that is stopping; Ctrl-C gives up")
+        fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 class _Starter:

@@ -77,13 +77,14 @@ class Daemon:
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[Client]:
-        """A connection.
+        """A connection, whose queries are on behalf of the client.
 
         Raises:
             HttpError: the daemon cannot be reached, or what was done with the connection failed.
         """
         try:
-            async with open_client(self.socket, open_stream=_open_stream()) as client:
+            principal = self.principal.get("principal")
+            async with open_client(self.socket, open_stream=_open_stream(), principal=principal) as client:
                 yield client
         except ClientError as error:
             raise from_client_error(error) from None
@@ -196,7 +197,7 @@ class Daemon:
         known, now = self._known[self.account is not None], anyio.current_time()
         if now - known.asked_at >= KNOWN_S:
             async with self.connect() as client:
-                known.models = await client.models(**self.principal)
+                known.models = await client.models()
             known.asked_at = now
         return known.models
 
@@ -216,7 +217,7 @@ class Daemon:
                 return model
         try:
             async with self.connect() as client:  # an alias, or a model that is not served: then the daemon says how to
-                return (await client.models(model=name, **self.principal))[0]
+                return (await client.models(model=name))[0]
         except HttpError:
             if self.account is not None:
                 self.account.count_request()

@@ -153,7 +153,7 @@ def _required(name: str | None) -> str:
 
 
 async def _files_in_use(call: Call) -> list[str]:
-    models = await call.ask(lambda client: client.models())
+    models = await call.ask(lambda client: client.models(principal=None))
     return [model.path for model in models if model.path is not None and model.state in LOADED]
 
 

@@ -43,14 +43,14 @@ async def version(call: Call) -> Response:
 
 async def tags(call: Call) -> Response:
     """All models."""
-    models = await call.ask(lambda client: client.models(**call.daemon.principal))
+    models = await call.ask(lambda client: client.models())
     listed = [{**_listed(model), "modified_at": iso_time(model.created_at)} for model in models]
     return json_response({"models": listed})
 
 
 async def running(call: Call) -> Response:
     """Models that are loaded."""
-    models = await call.ask(lambda client: client.models(**call.daemon.principal))
+    models = await call.ask(lambda client: client.models())
     listed = [
         {
             **_listed(model),

@@ -241,4 +241,4 @@ async def find_model(call: Call, name: str | None) -> ModelDescription:
     """
     wanted = model_name(name)
     named = {} if wanted is None else {"model": wanted}
-    return (await call.ask(lambda client: client.models(**named, **call.daemon.principal)))[0]
+    return (await call.ask(lambda client: client.models(**named)))[0]

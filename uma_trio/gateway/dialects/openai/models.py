@@ -23,7 +23,7 @@ STATUS: Final = {"ready": "loaded"}
 
 async def list_models(call: Call) -> Response:
     """All models that are served, the default one first, and each of them with each of its adapters."""
-    models = await call.ask(lambda client: client.models(**call.daemon.principal))
+    models = await call.ask(lambda client: client.models())
     named = [(name, model) for model in models for name in model.names]
     if call.dialect is ANTHROPIC:
         page = {"has_more": False, "first_id": named[0][0], "last_id": named[-1][0]}
@@ -34,7 +34,7 @@ async def list_models(call: Call) -> Response:
 async def retrieve_model(call: Call) -> Response:
     """One model."""
     name: str = call.request.path_params["name"]
-    [model] = await call.ask(lambda client: client.models(model=name, **call.daemon.principal))
+    [model] = await call.ask(lambda client: client.models(model=name))
     shape = _anthropic_model if call.dialect is ANTHROPIC else _model
     return json_response(shape(bare_name(name), model))
 
@@ -59,7 +59,10 @@ def _model(name: str, model: ModelDescription) -> dict[str, Any]:
             "n_params": model.n_parameters,
             "size": model.size_bytes,
         },
-        "status": {"value": STATUS.get(model.state, model.state)},
+        "status": {
+            "value": STATUS.get(model.state, model.state),
+            **({} if model.progress is None else {"progress": model.progress}),
+        },
     }
 
 
@@ -100,7 +103,9 @@ async def reload(call: Call) -> Response:
 
 async def _managed(call: Call, action: Literal["load", "unload", "reload"]) -> Response:
     request, warnings = await call.read(ModelRequest)
-    model = await call.unless_disconnected(call.ask(lambda client: client.manage_model(action, request.model)))
+    model = await call.unless_disconnected(
+        call.ask(lambda client: client.manage_model(action, request.model, principal=None))
+    )
     return json_response({"success": True, "model": _model(model.name, model)}, warnings=warnings)
 
 

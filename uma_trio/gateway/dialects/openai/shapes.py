@@ -230,6 +230,8 @@ class ModelStatus(Shape):
     """Whether a model is loaded."""
 
     value: Literal["unloaded", "loading", "loaded", "draining", "failed"]
+    progress: float | UnsetType = UNSET
+    """Loaded share of the weights, from 0 to 1, while it is loading."""
 
 
 class Model(Shape):
