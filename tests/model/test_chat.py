@@ -189,6 +189,8 @@ def test_a_session_goes_on_in_another_chat(chat, daemon, tmp_path):
         shown.wait_for(r"The capital of Peru is Lima\.")
         shown.type("/retry\r")
         shown.wait_for(r"with temperature 0\.8, since the answer would be the same without\n[^>]+\n\n" + PROMPT[1:])
+        shown.type("/retry\r")
+        shown.wait_for(r"with temperature 1\.2, since the answer would be the same without\n[^>]+\n\n" + PROMPT[1:])
         shown.type(f"/save {tmp_path / 'chat.json'}\r")
         shown.wait_for("saved")
     with daemon.wire() as wire:

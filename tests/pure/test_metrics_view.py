@@ -105,7 +105,7 @@ def test_the_figures() -> None:
     assert found["streams running"] == "3"
     assert found["ITL p50"] == "2.1 ms"
     assert found["ITL p95"] == "-"
-    assert found["KV cache in use"] == "12.0%"
+    assert found["KV cache used"] == "12.0%"
     assert found["KV cache reserved"] == "50.0%"
     assert found["engine memory"] == "380.0 MB"
     assert found["engine CPU"] == "150%", "three CPU seconds in two"

@@ -76,7 +76,10 @@ CHAT_HINTS: Final = {
 
 
 RETRY_TEMPERATURE: Final = 0.8
-"""What /retry has where answers are greedy; llama-server's and Ollama's default."""
+"""What the first /retry has where answers are greedy; llama-server's and Ollama's default."""
+RETRY_STEP: Final = 0.4
+"""How much each further /retry adds, since the ones before did not please."""
+HIGHEST_RETRY_TEMPERATURE: Final = 2.0
 
 
 class Quit(Exception):
@@ -331,8 +334,9 @@ class Chat:
             if "temperature" in self._fields:
                 note("nothing was drawn at random, so the answer is the same; try /retry 0.8")
             else:
-                more["temperature"] = RETRY_TEMPERATURE
-                note(f"with temperature {RETRY_TEMPERATURE:g}, since the answer would be the same without")
+                higher = RETRY_TEMPERATURE + RETRY_STEP * (self._n_retries - 1)
+                more["temperature"] = min(HIGHEST_RETRY_TEMPERATURE, round(higher, 1))
+                note(f"with temperature {more['temperature']:g}, since the answer would be the same without")
         self._ask(question, retry=self._unanswered is None, more=more)
 
     def _continue(self, _: str) -> None:

@@ -152,7 +152,7 @@ def rows(before: Sample | None, now: Sample) -> list[Row]:
         Row(
             "KV cache",
             (
-                share("in use", "kv.cells_used", "kv.cells"),
+                share("used", "kv.cells_used", "kv.cells"),
                 share("reserved", "kv.cells_reserved", "kv.cells"),
                 share("cached", "kv.cached_cells", "kv.cells"),
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -18,6 +19,7 @@ ANSWER_S: Final = 5.0
 """How long the daemon may take to answer."""
 IN_MEMORY: Final = ("loading", "ready", "draining", "failed")
 """States of models that are shown."""
+HEADINGS: Final = ("MODEL", "STATE", "MEMORY", "WHERE", "CELLS", "USED BY", "IDLE")
 
 
 @click.command("ps")
@@ -54,12 +56,25 @@ def command(as_json: bool, socket: str | None) -> None:
     if not shown:
         click.echo("no model is loaded; the first request loads one", err=True)
         return
-    from uma_trio.cli.models import print_table
-
-    print_table([("MODEL", "STATE", "MEMORY", "WHERE", "CELLS", "USED BY", "IDLE"), *map(_cells, shown)])
+    _print([_cells(row) for row in shown])
     for row in shown:
         if row["reason"] is not None:
             click.echo(f"{row['name']}: {row['reason']}", err=True)
+
+
+def _print(found: Sequence[tuple[str, ...]]) -> None:
+    """Print a table; on a terminal that is too narrow for it, a list for each model."""
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *found, strict=True)]
+    if not sys.stdout.isatty() or sum(widths) + 2 * len(widths) <= shutil.get_terminal_size().columns:
+        from uma_trio.cli.models import print_table
+
+        print_table([HEADINGS, *found])
+        return
+    for number, row in enumerate(found):
+        click.echo("\n" * bool(number), nl=False)
+        for heading, cell in zip(HEADINGS, row, strict=True):
+            if cell:
+                click.echo(f"{heading:<9}{cell}")
 
 
 def rows(models: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:

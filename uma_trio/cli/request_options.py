@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from uma_trio.cli.completion import any_file, session_name
+from uma_trio.cli.completion import any_file, model_name, session_name
 from uma_trio.files import read_text
 from uma_trio.protocol.parameters import MAX_INT32, ROWS, Field
 
@@ -239,6 +239,11 @@ OPTIONS_BUT_MODEL: Final = (
     ),
 )
 OPTIONS: Final = (
-    click.option("--model", help="Name of the model that answers.  [default: the daemon's first]"),
+    click.option(
+        "--model",
+        shell_complete=model_name,
+        help="Name of the model that answers. One that is installed and not loaded is loaded.  [default: the daemon's "
+        "first]",
+    ),
     *OPTIONS_BUT_MODEL,
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from uma_trio.cli.client_options import reporting_errors, socket_option
-from uma_trio.cli.completion import model_name
+from uma_trio.cli.completion import model_file
 from uma_trio.cli.exits import FAILED, INTERRUPTED
 from uma_trio.cli.request_options import OPTIONS_BUT_MODEL
 from uma_trio.cli.stdio import note
@@ -25,7 +25,7 @@ def _request_options(command: Any) -> Any:
 
 
 @click.command("run")
-@click.argument("model", shell_complete=model_name)
+@click.argument("model", shell_complete=model_file)
 @click.argument("prompt", nargs=-1)
 @click.option("--keep", is_flag=True, help="Leave the daemon running. uma-trio stop ends it.")
 @click.option("--http", metavar="[HOST:]PORT", help="A daemon that is started also serves HTTP there.")
@@ -41,7 +41,8 @@ def command(model: str, prompt: tuple[str, ...], keep: bool, http: str | None, *
 
     If a daemon runs, it answers, and loads the model if it has not yet.  Otherwise one is started.  It serves other
     clients, too, and ends with the last uma-trio run that uses it: nothing keeps memory that nobody asked for.  Ollama
-    keeps its server; --keep does the same here, until uma-trio stop.
+    keeps its server; --keep does the same here, until uma-trio stop.  Variables such as UMA_CTX are settings of a daemon
+    that is started, as for uma-trio serve.
 
     Ctrl-C during the download keeps what has come, and the next run goes on from there.  Ctrl-C later ends what was
     started.  In a chat it cancels an answer; /bye or Ctrl-D ends the chat.  Exit codes are those of uma-trio ask.
