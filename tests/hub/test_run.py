@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -144,7 +145,7 @@ def test_ctrl_c_in_the_download_leaves_what_goes_on(hub: FakeHub, home: Home, mo
     with running(home, NAME) as screen:
         try:
             assert reached.wait(EVENT_S)
-            screen.wait_for("MiB")
+            screen.wait_for(lambda text: re.search(r"[1-5]\.\d/7\.3 MiB", text))
             screen.type("\x03")
             screen.wait_for(f"stopped; uma-trio run {NAME} goes on with the download")
             assert screen.wait() == 130
@@ -166,6 +167,8 @@ def test_what_cannot_be_run_says_why_and_leaves_nothing(hub: FakeHub, home: Home
         refused = home.run("run", model, QUESTION)
         assert (refused.returncode, reason in refused.stderr) == (code, True), refused.stderr
         assert refused.stderr.startswith("uma-trio run: ")
+    offline = home.run("run", "--offline", "acme/Tiny-GGUF", QUESTION)
+    assert (offline.returncode, "uma-trio pull acme/Tiny-GGUF" in offline.stderr) == (1, True), offline.stderr
     assert not lock_path(path).exists()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -174,5 +177,9 @@ def test_what_cannot_be_run_says_why_and_leaves_nothing(hub: FakeHub, home: Home
     assert refused.returncode == 2
     assert "the daemon did not start" in refused.stderr
     assert "in use" in refused.stderr
+    path.write_text("mine")
+    no_socket = home.run("run", "embedded", QUESTION)
+    assert (no_socket.returncode, "is not a socket" in no_socket.stderr) == (2, True)
+    assert path.read_text() == "mine"
     unwritable = home.run("run", "embedded", QUESTION, XDG_STATE_HOME=os.devnull)
     assert (unwritable.returncode, "XDG_STATE_HOME" in unwritable.stderr) == (2, True)

@@ -171,7 +171,7 @@ def remove(model: str, yes: bool) -> None:
             how = HOW_TO_REMOVE[found.origin].format(name=found.name, place=found.name_without_quantization)
             _fail(f"{found.name} belongs to {found.origin}; remove it with: {how}")
         if {found.served_name, *aliases} & {*_served()}:
-            _fail(f"a daemon serves {found.name}; stop it first")
+            _fail(f"a daemon serves {found.name}; stop it first, or: uma-trio models unload {found.name}")
         what = f"{found.name}, {format_bytes(found.size_bytes)}"
         names = f" and the alias{'es' if len(aliases) > 1 else ''} {', '.join(aliases)}" if aliases else ""
         if not yes:

@@ -28,12 +28,13 @@ def _request_options(command: Any) -> Any:
 @click.argument("model", shell_complete=model_file)
 @click.argument("prompt", nargs=-1)
 @click.option("--keep", is_flag=True, help="Leave the daemon running. uma-trio stop ends it.")
+@click.option("--offline", is_flag=True, help="Download nothing: the model must be here.")
 @click.option("--http", metavar="[HOST:]PORT", help="A daemon that is started also serves HTTP there.")
 @_request_options
 @click.option("--plain", is_flag=True, help="Show answers as they are, without rendering Markdown.")
 @click.option("--stats", is_flag=True, help="With PROMPT: print usage and timings to stderr at the end.")
 @socket_option()
-def command(model: str, prompt: tuple[str, ...], keep: bool, http: str | None, **options: Any) -> None:
+def command(model: str, prompt: tuple[str, ...], keep: bool, offline: bool, http: str | None, **options: Any) -> None:
     """Download MODEL if it is not here, load it, and chat with it; or answer PROMPT, and end.
 
     MODEL is a name of the Hugging Face Hub, the URL or the path of a .gguf file, or a name that uma-trio models lists;
@@ -60,7 +61,7 @@ def command(model: str, prompt: tuple[str, ...], keep: bool, http: str | None, *
     from uma_trio.cli.run_trio import run
     from uma_trio.protocol.address import socket_path
 
-    found = _located(model)
+    found = _located(model, offline=offline)
     path = socket_path(options["socket"])
     with (
         reporting_errors("run", options["socket"]),
@@ -87,8 +88,10 @@ def _talk(name: str, prompt: tuple[str, ...], options: dict[str, Any]) -> None:
     context.invoke(chosen, **given)
 
 
-def _located(model: str) -> LocatedModel:
+def _located(model: str, *, offline: bool) -> LocatedModel:
     """The model's file, downloaded if it is not here; ends the program if there is none."""
+    import attrs
+
     from uma_trio.cli.model_option import locate, model_locations_of_environment
     from uma_trio.cli.pull import with_suggestions
     from uma_trio.cli.run_trio import Interrupted
@@ -102,6 +105,7 @@ def _located(model: str) -> LocatedModel:
 
     try:
         places = model_locations_of_environment()
+        places = attrs.evolve(places, is_offline=places.is_offline or offline)
         try:
             found = locate(model, places, may_pull=True)
         except NotInstalled as error:

@@ -181,7 +181,8 @@ class ModelRegistry:
         """
         model = self._catalog.named(name)
         if model is None:
-            raise self._catalog.not_found(str(name))
+            remedy = "choose one of these, or load another one first, with: uma-trio models load NAME"
+            raise self._catalog.not_found(str(name), remedy=remedy)
         return None if model.instance is None else model.instance.service
 
     async def _wait_for(self, model: Model, *, session: bool, on_wait: OnWait | None) -> Instance:
