@@ -7,7 +7,7 @@ usage() {
   cat <<'END'
 usage: ./build_llama.sh [options]
 
-Builds libllama from the pinned llama.cpp source, installs this package (editable) into the active Python
+Builds libllama and libmtmd from the pinned llama.cpp source, installs this package (editable) into the active Python
 environment (or into .venv, if the operating system manages Python), checks the package's declarations against
 llama.h with the C compiler, and stamps the library. Requires Python 3.11 or newer and a C++ compiler; downloads
 everything else with pip. A second run skips the steps that are up to date; one that is started meanwhile waits.
@@ -427,7 +427,7 @@ options=(
   -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON
   -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
   -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF
-  -DGGML_RPC=ON
+  -DGGML_RPC=ON -DLLAMA_BUILD_MTMD=ON -DMTMD_VIDEO=OFF     # pictures and sound; video would start ffmpeg
   # One file per library. Each finds the others in its own directory, wherever that is.
   -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=$origin"
 )
@@ -569,7 +569,7 @@ if [ "$todo" = check ]; then
   todo=nothing
 fi
 if [ "$todo" = build ]; then
-  if [ -n "$plugin" ]; then targets+=("ggml-$plugin"); else targets+=(llama); fi
+  if [ -n "$plugin" ]; then targets+=("ggml-$plugin"); else targets+=(llama mtmd); fi
 elif [ -z "$peers" ] || peers_are_ready; then
   finish
 else
@@ -728,11 +728,11 @@ fi
 
 # Copies to a new directory and then renames it: a daemon that has mapped the old files keeps them.
 install_library() {
-  local fresh=$prefix.new files=("$build"/bin/libggml* "$build"/bin/libllama.*)
+  local fresh=$prefix.new files=("$build"/bin/libggml* "$build"/bin/libllama.* "$build"/bin/libmtmd.*)
   if [ -n "$plugin" ]; then files=("$build"/bin/libggml-"$plugin".*); fi
   rm -rf "$fresh"
   { mkdir -p "$fresh/include" && cp "${files[@]}" "$fresh/" &&
-    cp "$code"/include/llama.h "$code"/ggml/include/*.h "$fresh/include/"; } 2>"$logs/copy.log" || explain "Copying the library to $prefix" "$logs/copy.log"
+    cp "$code"/include/llama.h "$code"/ggml/include/*.h "$code"/tools/mtmd/mtmd.h "$code"/tools/mtmd/mtmd-helper.h "$fresh/include/"; } 2>"$logs/copy.log" || explain "Copying the library to $prefix" "$logs/copy.log"
   if [ -d "$prefix" ]; then
     rm -rf "$prefix/include"
     rm -f "$prefix"/lib* "$prefix/stamp.json"

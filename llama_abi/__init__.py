@@ -21,6 +21,7 @@ from llama_abi.library import Device, DeviceType, Library, load
 from llama_abi.logs import Buffer
 from llama_abi.lora import LoraAdapter, StackedAdapters, StackedPart
 from llama_abi.model import Model
+from llama_abi.mtmd import Bitmap, MediaPiece, Projector, TextPiece
 from llama_abi.options import ContextOptions
 from llama_abi.placement import SPLIT_MODES, Placement
 from llama_abi.samplers import SamplerChain
@@ -35,6 +36,7 @@ __all__ = [
     "SPLIT_MODES",
     "AbortFlag",
     "Batch",
+    "Bitmap",
     "Buffer",
     "Context",
     "ContextOptions",
@@ -47,13 +49,16 @@ __all__ = [
     "LlamaError",
     "LogitsView",
     "LoraAdapter",
+    "MediaPiece",
     "Model",
     "Placement",
+    "Projector",
     "SamplerChain",
     "StackedAdapters",
     "StackedPart",
     "StaleLogits",
     "Stamp",
+    "TextPiece",
     "TokenAttr",
     "Tokens",
     "TooManyTokens",

@@ -26,9 +26,12 @@ class Batch:
         batch.clear()
         batch.add(prefill_chunk, pos=128, seq=3)
         batch.add_decodes(tokens=[17, 9], positions=[40, 41], seqs=[0, 1])    # two decoding sequences
+
+    Args:
+        n_embd: width of rows that stand in place of tokens; see ``add_rows``. 0: the batch takes tokens.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, n_embd: int = 0) -> None:
         if not 1 <= capacity <= INT32_MAX:
             raise LlamaError(f"a batch has a capacity of 1 to {INT32_MAX} tokens, not {capacity}")
         self.capacity = capacity
@@ -39,7 +42,10 @@ class Batch:
         """Number of tokens that need logits, and of rows that the decode returns."""
         self.max_seq = -1
         """Highest sequence id in it; -1 if it is empty."""
-        self._token = np.zeros(capacity, np.int32)
+        self.n_embd = n_embd
+        """Width of its rows; 0 if it takes tokens."""
+        self._token = np.zeros(0 if n_embd else capacity, np.int32)
+        self._rows = np.zeros((capacity, n_embd), np.float32)
         self._pos = np.zeros(capacity, np.int32)
         self._seq = np.zeros(capacity, np.int32)
         self._needs_logits = np.zeros(capacity, np.int8)
@@ -47,7 +53,8 @@ class Batch:
         self._seq_pointers = self._seq.ctypes.data + np.arange(capacity, dtype=np.uintp) * 4
         int32s, int32_pointers = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))
         self._struct = llama_batch(
-            token=ctypes.cast(self._token.ctypes.data, int32s),
+            token=None if n_embd else ctypes.cast(self._token.ctypes.data, int32s),
+            embd=ctypes.cast(self._rows.ctypes.data, ctypes.POINTER(ctypes.c_float)) if n_embd else None,
             pos=ctypes.cast(self._pos.ctypes.data, int32s),
             n_seq_id=ctypes.cast(self._n_seq.ctypes.data, int32s),
             seq_id=ctypes.cast(self._seq_pointers.ctypes.data, int32_pointers),
@@ -76,15 +83,43 @@ class Batch:
             LlamaError: the batch is full, there are no tokens, or a value is out of bounds. The batch is unchanged.
         """
         ids = _int32(tokens, "token ids")
-        n = len(ids)
-        start, end = self._room(n)
+        start, end = self._add(len(ids), pos, seq, logits, rows=False)
+        self._token[start:end] = ids
+        return end - 1
+
+    def add_rows(
+        self, rows: npt.NDArray[np.float32], *, pos: int, seq: int, logits: Literal["none", "last", "all"] = "last"
+    ) -> int:
+        """Append rows that stand in place of consecutive tokens of one sequence, such as those of a picture.
+
+        Args:
+            rows: float32 ``[n, n_embd]``, at least one. ``Model.n_embd_inp`` is the width that a model takes.
+            pos, seq, logits: as in ``add``.
+
+        Returns:
+            Index of the last row in the batch.
+
+        Raises:
+            LlamaError: the batch is full or takes tokens, the rows have another shape or are not finite, or a value is
+                out of bounds. The batch is unchanged.
+        """
+        if rows.ndim != 2 or rows.shape[1] != self.n_embd or rows.dtype != np.float32:
+            raise LlamaError(f"rows of this batch are float32 [n, {self.n_embd}], not {rows.dtype} {rows.shape}")
+        if not np.isfinite(rows).all():
+            raise LlamaError("rows must be finite")
+        start, end = self._add(len(rows), pos, seq, logits, rows=True)
+        self._rows[start:end] = rows
+        return end - 1
+
+    def _add(self, n: int, pos: int, seq: int, logits: str, *, rows: bool) -> tuple[int, int]:
+        """Append ``n`` places of one sequence; returns where they begin and end."""
+        start, end = self._room(n, rows=rows)
         if not 0 <= pos <= INT32_MAX - n:
             raise LlamaError(f"position {pos} is out of bounds")
         if not 0 <= seq <= INT32_MAX:
             raise LlamaError(f"sequence {seq} is out of bounds")
         if logits not in ("none", "last", "all"):
             raise LlamaError(f"logits must be 'none', 'last' or 'all', not {logits!r}")
-        self._token[start:end] = ids
         self._pos[start:end] = np.arange(pos, pos + n, dtype=np.int32)
         self._seq[start:end] = seq
         self._needs_logits[start:end] = logits == "all"
@@ -93,7 +128,7 @@ class Batch:
         self.n_outputs += {"none": 0, "last": 1, "all": n}[logits]
         self.max_seq = max(self.max_seq, seq)
         self.n_tokens = end
-        return end - 1
+        return start, end
 
     def add_decodes(
         self, tokens: Integers, *, positions: Integers, seqs: Integers, logits: bool | Sequence[bool] = True
@@ -125,7 +160,9 @@ class Batch:
         self.n_tokens = end
         return start
 
-    def _room(self, n: int) -> tuple[int, int]:
+    def _room(self, n: int, *, rows: bool = False) -> tuple[int, int]:
+        if rows != bool(self.n_embd):
+            raise LlamaError(f"this batch takes {'rows' if self.n_embd else 'tokens'}; another one is needed")
         if n < 1:
             raise LlamaError("there are no tokens to add")
         if self.n_tokens + n > self.capacity:

@@ -1,4 +1,4 @@
-"""Checks the declarations of this package against llama.h with the C compiler.
+"""Checks the declarations of this package against llama.h and mtmd-helper.h with the C compiler.
 
     python -m llama_abi.check llama_abi/lib/include
     python -m llama_abi.check llama_abi/lib/include --stamp cpu     # and stamp the library next to it
@@ -24,11 +24,12 @@ from pathlib import Path
 
 import attrs
 
-from llama_abi.check_source import check_source
+from llama_abi.check_source import check_source, mtmd_check_source
 from llama_abi.declarations import prototypes
 from llama_abi.errors import LibraryError
 from llama_abi.functions import FUNCTIONS
-from llama_abi.stamp import STAMP, build, pin, write
+from llama_abi.mtmd_declarations import MTMD, MTMD_FUNCTIONS
+from llama_abi.stamp import MTMD_HEADER, STAMP, build, pin, write
 from llama_abi.types import C
 
 
@@ -58,10 +59,21 @@ def check(headers: Path, table: str = FUNCTIONS) -> CheckResult:
     """
     if not (headers / "llama.h").is_file():
         raise LibraryError(f"there is no llama.h in {headers}", build())
+    return _compile(check_source(table), headers)
+
+
+def check_mtmd(headers: Path) -> CheckResult:
+    """Check the declarations of libmtmd against ``headers/mtmd-helper.h``, if it is there."""
+    if not (headers / MTMD_HEADER).is_file():
+        return CheckResult((), ())
+    return _compile(mtmd_check_source(), headers)
+
+
+def _compile(source: str, headers: Path) -> CheckResult:
     command = [*find_compiler().split(), "-std=gnu11", "-x", "c", "-I", str(headers), "-c", "-"]
     with tempfile.TemporaryDirectory(prefix="uma-check-") as folder:  # Zig's compiler has no -fsyntax-only
         command += ["-o", f"{folder}/check.o"]
-        done = subprocess.run(command, input=check_source(table), text=True, capture_output=True, check=False)
+        done = subprocess.run(command, input=source, text=True, capture_output=True, check=False)
     errors = [line for line in done.stderr.splitlines() if re.search(r"\berror: ", line)]
     warnings = [line for line in done.stderr.splitlines() if re.search(r"\bwarning: ", line)]
     if done.returncode and not errors:
@@ -87,18 +99,19 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     library = chosen.headers.absolute().parent
     try:
-        result = check(chosen.headers)
-        for line in (*result.errors, *result.warnings):
+        results = (check(chosen.headers), check_mtmd(chosen.headers))
+        for line in (line for result in results for line in (*result.errors, *result.warnings)):
             print(line, file=sys.stderr)
-        if result.errors:
+        if errors := [error for result in results for error in result.errors]:
             (library / STAMP).unlink(missing_ok=True)
             raise LibraryError(
-                f"{len(result.errors)} declarations in llama_abi/types.py and llama_abi/functions.py "
-                "differ from llama.h",
+                f"{len(errors)} declarations in llama_abi/types.py, functions.py and mtmd_declarations.py "
+                "differ from the headers",
                 "edit the lines that the compiler names",
             )
-        counts = f"{len(prototypes(FUNCTIONS))} functions, {len(C.structs)} structs, {len(C.enums)} enums"
-        print(f"llama_abi agrees with {chosen.headers / 'llama.h'}: {counts}")
+        n_functions = len(prototypes(FUNCTIONS + MTMD_FUNCTIONS))
+        counts = f"{n_functions} functions, {len(C.structs | MTMD.structs)} structs, {len(C.enums | MTMD.enums)} enums"
+        print(f"llama_abi agrees with the headers in {chosen.headers}: {counts}")
         if chosen.stamp:
             write(library, source=chosen.source, backend=chosen.stamp, options=tuple(chosen.option))
     except LibraryError as error:

@@ -179,6 +179,8 @@ class Context(Handle):
             raise LlamaError(f"a decode takes 1 to {self._max_batch_tokens} tokens, not {batch.n_tokens}")
         if batch.max_seq >= self.n_seq_max:
             raise LlamaError(f"sequence {batch.max_seq} is not in [0, {self.n_seq_max})")
+        if batch.n_embd and batch.n_embd != self.model.n_embd_inp:
+            raise LlamaError(f"rows of this model have {self.model.n_embd_inp} numbers, not {batch.n_embd}")
         max_outputs = self.options.n_outputs_max
         if max_outputs and batch.n_outputs > max_outputs:
             raise LlamaError(f"{batch.n_outputs} tokens need logits, and n_outputs_max is {max_outputs}")

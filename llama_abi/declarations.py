@@ -62,9 +62,13 @@ def prototypes(table: str) -> tuple[Prototype, ...]:
 
 
 class Declarations:
-    """All declared types. ``types`` fills it; ``library`` and ``check_source`` read it."""
+    """All declared types of a header. ``types`` fills it; ``library`` and ``check_source`` read it.
 
-    def __init__(self) -> None:
+    Args:
+        base: the declarations of a header that it includes.
+    """
+
+    def __init__(self, base: Declarations | None = None) -> None:
         self.structs: dict[str, tuple[tuple[str, str], ...]] = {}
         """Struct name -> ((C type, field), ...) in the order of the header."""
         self.enums: dict[str, dict[str, int]] = {}
@@ -76,6 +80,7 @@ class Declarations:
             "bool": ctypes.c_bool,
             "char": ctypes.c_char,
             "float": ctypes.c_float,
+            "int": ctypes.c_int,
             "int8_t": ctypes.c_int8,
             "uint8_t": ctypes.c_uint8,
             "int32_t": ctypes.c_int32,
@@ -84,6 +89,8 @@ class Declarations:
             "uint64_t": ctypes.c_uint64,
             "size_t": ctypes.c_size_t,
         }
+        if base is not None:  # one type for both, also for a struct that only functions name
+            self.known = base.known
 
     def ctype(self, spelling: str) -> CType:
         """The ctypes type for a C type such as ``const struct llama_model *``.
@@ -99,7 +106,9 @@ class Declarations:
         words = [word for word in spelling.replace("*", " * ").split() if word != "const"]
         stars = words.count("*")
         names = [word for word in words if word != "*"]
-        if len(names) == 2 and names[0] == "enum":
+        if names == ["unsigned", "char"]:
+            names = ["uint8_t"]
+        elif len(names) == 2 and names[0] == "enum":
             names = ["int32_t"]
         elif len(names) == 2 and names[0] == "struct":
             names = names[1:]

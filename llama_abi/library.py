@@ -1,4 +1,4 @@
-"""Finds, verifies, loads and binds libllama.
+"""Finds, verifies, loads and binds libllama, and libmtmd where pictures or sound are encoded.
 
 The order matters: the stamp is verified before any code of the library runs, libstdc++ is loaded before libllama, and
 the log callback is set before the backends log anything.
@@ -24,6 +24,7 @@ from llama_abi.backends import Backends, OnOpen, load_backends
 from llama_abi.errors import LibraryError, LlamaError
 from llama_abi.functions import FUNCTIONS
 from llama_abi.logs import LogRouter
+from llama_abi.mtmd_declarations import MTMD, MTMD_FUNCTIONS
 from llama_abi.stamp import Stamp, build, fix, library_directory
 from llama_abi.types import DEVICE_TYPE, C, ggml_log_callback
 
@@ -99,6 +100,7 @@ class Library:
         self._check_defaults()
         self.c.llama_log_set(self.logs.callback, None)
         atexit.register(self.silence_logging)
+        self._mtmd: ctypes.CDLL | None = None
         self.plugins = Backends()
         """Backends that were chosen for this machine; none if they are linked in, or not loaded."""
         self._has_backends = False
@@ -115,6 +117,24 @@ class Library:
             self.plugins = load_backends(self.c, self.directory, on_open)
         self.c.llama_backend_init()
         self._has_backends = True
+
+    @property
+    def mtmd(self) -> ctypes.CDLL:
+        """libmtmd with all declared functions bound; loaded when it is first asked for.
+
+        Raises:
+            LibraryError: the library was built without it.
+        """
+        if self._mtmd is None:
+            remedy = fix(self.directory, self.stamp.backend, clean=True)
+            if not self.stamp.mtmd_sha256:
+                raise LibraryError(f"the library in {self.directory} was built without libmtmd", remedy)
+            found = _open_file(self.directory, "libmtmd")
+            if missing := MTMD.bind(found, MTMD_FUNCTIONS):
+                raise LibraryError(f"libmtmd lacks {', '.join(missing)}", remedy)
+            found.mtmd_helper_log_set(self.logs.callback, None)
+            self._mtmd = found
+        return self._mtmd
 
     def _check_defaults(self) -> None:
         params = self.c.llama_context_default_params()
@@ -229,6 +249,8 @@ class Library:
         """
         silent = ctypes.cast(self.c.llama_supports_rpc, ggml_log_callback)
         self.c.llama_log_set(silent, None)
+        if self._mtmd is not None:
+            self._mtmd.mtmd_helper_log_set(silent, None)
 
     def __repr__(self) -> str:
         return f"<Library {self.stamp.pin} {self.stamp.backend} in {self.directory}>"
@@ -270,13 +292,16 @@ def load(directory: Path | None = None, *, backends: bool = True, on_open: OnOpe
 
 
 def _open(directory: Path, on_open: OnOpen) -> ctypes.CDLL:
-    suffix = "dylib" if sys.platform == "darwin" else "so"
     if sys.platform != "darwin":
         # A CUDA build has libstdc++ symbols of its own. Unless the real ones are global already, libllama's streams
         # resolve to them, and loading a model crashes.
         with contextlib.suppress(OSError):
             ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
-    path = directory / f"libllama.{suffix}"
+    return _open_file(directory, "libllama", on_open)
+
+
+def _open_file(directory: Path, name: str, on_open: OnOpen = lambda path: None) -> ctypes.CDLL:
+    path = directory / f"{name}.{'dylib' if sys.platform == 'darwin' else 'so'}"
     on_open(path)
     try:
         return ctypes.CDLL(str(path))
@@ -287,7 +312,7 @@ def _open(directory: Path, on_open: OnOpen) -> ctypes.CDLL:
 def _remedy(error: str, directory: Path) -> str:
     """What to do about an error of the dynamic linker."""
     missing = re.match(r"(lib\S+): cannot open shared object file", error)
-    if missing is None or missing[1].startswith(("libllama", "libggml")):
+    if missing is None or missing[1].startswith(("libllama", "libggml", "libmtmd")):
         return fix(directory, clean=True)
     if missing[1].startswith("libcuda.so"):
         return f"install the NVIDIA driver, in a container start it with access to the GPU, or {build('--backend cpu')}"

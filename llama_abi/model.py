@@ -115,6 +115,15 @@ class Model(Handle):
         return int(self._c.llama_model_n_ctx_train(self._pointer))
 
     @property
+    def n_embd_inp(self) -> int:
+        """Width of the rows that can stand in place of tokens; see ``Batch.add_rows``.
+
+        Raises:
+            LibraryError: the library was built without libmtmd.
+        """
+        return int(self.library.mtmd.llama_model_n_embd_inp(self._pointer))
+
+    @property
     def n_embd(self) -> int:
         """Width of the residual stream."""
         return int(self._c.llama_model_n_embd(self._pointer))

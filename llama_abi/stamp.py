@@ -16,12 +16,14 @@ from pathlib import Path
 
 import attrs
 
-from llama_abi.check_source import check_source
+from llama_abi.check_source import check_source, mtmd_check_source
 from llama_abi.errors import LibraryError
 
 STAMP = "stamp.json"
 MAX_STAMP = 1 << 20
 """Most bytes of one; those of build_llama.sh have about a thousand."""
+MTMD_HEADER = "mtmd-helper.h"
+"""In the headers of a library that has libmtmd."""
 BACKENDS = ("cpu", "metal", "vulkan", "cuda", "hip")
 DIRECTORY_VARIABLE = "UMA_LLAMA_DIR"
 DEFAULT_DIRECTORY = Path(__file__).with_name("lib")
@@ -40,6 +42,13 @@ def pin() -> str:
 def declarations_sha256() -> str:
     """Digest of all declarations, as the compiler sees them."""
     return hashlib.sha256(check_source().encode()).hexdigest()
+
+
+def mtmd_sha256(directory: Path) -> str:
+    """Digest of the declarations of libmtmd; empty if the headers in ``directory`` do not have it."""
+    if not (directory / MTMD_HEADER).is_file():
+        return ""
+    return hashlib.sha256(mtmd_check_source().encode()).hexdigest()
 
 
 def header_sha256(directory: Path) -> str:
@@ -151,9 +160,11 @@ class Stamp:
     """CMake options of the build."""
     libraries: dict[str, int]
     """File name -> size in bytes, to detect files that were replaced or copied in part."""
+    mtmd_sha256: str = ""
+    """Digest of the declarations of libmtmd when the check passed; empty for a library without it."""
 
     def __attrs_post_init__(self) -> None:
-        texts = (self.pin, self.backend, self.header_sha256, self.declarations_sha256)
+        texts = (self.pin, self.backend, self.header_sha256, self.declarations_sha256, self.mtmd_sha256)
         if not all(isinstance(text, str) and text.isprintable() for text in texts) or self.backend not in BACKENDS:
             raise ValueError("its values are not those that build_llama.sh writes")
         if not isinstance(self.options, tuple) or not all(isinstance(option, str) for option in self.options):
@@ -209,6 +220,11 @@ class Stamp:
                 f"the declarations in llama_abi have changed since the library in {directory} was checked",
                 remedy,
             )
+        if self.mtmd_sha256 != mtmd_sha256(directory / "include"):
+            raise LibraryError(
+                f"the declarations of libmtmd in llama_abi have changed since the library in {directory} was checked",
+                remedy,
+            )
         if self.libraries != _sizes(directory):
             raise LibraryError(
                 f"the library files in {directory} have changed since the check",
@@ -225,6 +241,7 @@ def write(directory: Path, *, source: str, backend: str, options: tuple[str, ...
         declarations_sha256=declarations_sha256(),
         options=options,
         libraries=_sizes(directory),
+        mtmd_sha256=mtmd_sha256(directory / "include"),
     )
     (directory / STAMP).write_text(json.dumps(attrs.asdict(stamp), indent=2) + "\n")
     return stamp
@@ -242,6 +259,6 @@ def required_action(directory: Path, *, source: str, backend: str, options: tupl
         return "build", "the options of the build have changed"
     if stamp.libraries != _sizes(directory) or stamp.header_sha256 != header_sha256(directory / "include"):
         return "build", "files of the library are missing or have changed"
-    if stamp.declarations_sha256 != declarations_sha256():
+    if (stamp.declarations_sha256, stamp.mtmd_sha256) != (declarations_sha256(), mtmd_sha256(directory / "include")):
         return "check", "the declarations have changed"
     return "nothing", "it is up to date"

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from llama_abi import LibraryError
-from llama_abi.check import check
+from llama_abi.check import check, check_mtmd
 from llama_abi.declarations import Declarations, prototypes
 from llama_abi.functions import FUNCTIONS
+from llama_abi.mtmd_declarations import MTMD_FUNCTIONS
 from llama_abi.types import C
 
 PACKAGE = Path(__file__).parents[2] / "llama_abi"
@@ -119,6 +120,24 @@ def test_command_says_what_is_wrong(copied: Path, headers: Path) -> None:
     assert "run ./build_llama.sh" in none.stderr
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "complaint"),
+    [
+        ("int n_threads;", "int n_threads; int n_new;", "mtmd_context_params: image_marker is not at byte"),
+        ("bool use_gpu;", "int use_gpu;", "mtmd_context_params: use_gpu is no bool"),
+        ("void mtmd_free(mtmd_context * ctx)", "int mtmd_free(mtmd_context * ctx)", "conflicting types for .mtmd_free"),
+        ("MTMD_INPUT_CHUNK_TYPE_IMAGE,", "MTMD_INPUT_CHUNK_TYPE_IMAGE = 7,", "CHUNK_TYPE_IMAGE is not 1"),
+    ],
+)
+def test_every_difference_of_libmtmd_is_found(copied: Path, before: str, after: str, complaint: str) -> None:
+    header = copied / "mtmd.h"
+    if not header.exists():
+        pytest.skip("the library has no libmtmd: ./build_llama.sh builds it")
+    assert check_mtmd(copied).errors == ()
+    header.write_text(header.read_text().replace(before, after, 1))
+    assert any(re.search(complaint, line) for line in check_mtmd(copied).errors)
+
+
 def test_no_compiler_is_said(headers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
@@ -138,8 +157,8 @@ def test_missing_symbols_are_all_reported_at_once() -> None:
 def test_every_declared_function_is_used() -> None:
     used = set()
     for path in PACKAGE.glob("*.py"):
-        used |= set(re.findall(r"\b_?c\.((?:llama|ggml)_\w+)", path.read_text()))
-    declared = {prototype.name for prototype in prototypes(FUNCTIONS)}
+        used |= set(re.findall(r"\b(?:_?c|_?mtmd|_?library|found)\.((?:llama|ggml|mtmd)_\w+)", path.read_text()))
+    declared = {prototype.name for prototype in prototypes(FUNCTIONS + MTMD_FUNCTIONS)}
     assert declared - used == set(), "declared and unused"
     assert used - declared == set(), "used and not declared"
 

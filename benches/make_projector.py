@@ -1,0 +1,141 @@
+"""Write a projector for pictures with random weights, for any text model.
+
+    python benches/make_projector.py --model /tmp/tiny.gguf --out /tmp/mmproj-tiny.gguf
+
+The projector is a LLaVA one: a CLIP encoder and two matrices to the width of the text model.  Encoding is as fast as with
+trained weights of its shape, but a picture has no meaning.  The same arguments write the same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import attrs
+import click
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf_file import Reader, write_to_end
+
+CLIP_MEAN: Final = [0.48145466, 0.4578275, 0.40821073]
+CLIP_DEVIATION: Final = [0.26862954, 0.26130258, 0.27577711]
+
+
+@attrs.frozen
+class ProjectorShape:
+    """Sizes of an encoder."""
+
+    image_size: int
+    """Width and height of the picture that it sees, in pixels."""
+    patch_size: int
+    width: int
+    layers: int
+    """One more than it computes: LLaVA leaves out the last one."""
+    heads: int
+    ffn: int
+
+    @property
+    def n_patches(self) -> int:
+        """Rows that a picture takes in a prompt."""
+        return int((self.image_size // self.patch_size) ** 2)
+
+
+SHAPES: Final = {
+    "tiny": ProjectorShape(image_size=56, patch_size=14, width=32, layers=3, heads=2, ffn=64),
+    "clip-l": ProjectorShape(image_size=336, patch_size=14, width=1024, layers=24, heads=16, ffn=4096),
+}
+
+Weights = npt.NDArray[np.float16] | npt.NDArray[np.float32]
+
+
+def _tensors(shape: ProjectorShape, n_embd: int, seed: int) -> Iterator[tuple[str, Weights]]:
+    noise = np.random.default_rng(seed)
+    width = shape.width
+
+    def matrix(rows: int, columns: int) -> Weights:
+        made: Weights = (noise.standard_normal((rows, columns), np.float32) / np.sqrt(columns)).astype(np.float16)
+        return made
+
+    def bias(n: int) -> Weights:
+        return 0.02 * noise.standard_normal(n, np.float32)
+
+    patch = (width, 3, shape.patch_size, shape.patch_size)
+    yield "v.patch_embd.weight", noise.standard_normal(patch, np.float32) / np.float32(np.sqrt(np.prod(patch[1:])))
+    yield "v.class_embd", noise.standard_normal(width, np.float32)
+    yield "v.position_embd.weight", noise.standard_normal((shape.n_patches + 1, width), np.float32)
+    norms = ["v.pre_ln", "v.post_ln"]
+    for layer in range(shape.layers):
+        name = f"v.blk.{layer}"
+        norms += [f"{name}.ln1", f"{name}.ln2"]
+        sizes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_out"), (width, width))
+        for each, size in {**sizes, "ffn_up": (shape.ffn, width), "ffn_down": (width, shape.ffn)}.items():
+            yield f"{name}.{each}.weight", matrix(*size)
+            yield f"{name}.{each}.bias", bias(size[0])
+    for name in norms:
+        yield f"{name}.weight", np.ones(width, np.float32)
+        yield f"{name}.bias", bias(width)
+    for number, columns in ((0, width), (2, n_embd)):
+        yield f"mm.{number}.weight", matrix(n_embd, columns)
+        yield f"mm.{number}.bias", bias(n_embd)
+
+
+def width_of(model: Path) -> int:
+    """Width of a text model."""
+    fields = Reader(model).fields
+    architecture = fields["general.architecture"].contents()
+    return int(fields[f"{architecture}.embedding_length"].contents())
+
+
+def make_projector(out: Path, model: Path, shape: ProjectorShape, *, seed: int = 0) -> None:
+    """Write the file ``out``, which appears when it is complete.  Blocks until then.
+
+    Args:
+        model: the text model.
+    """
+    n_embd = width_of(model)
+    part = out.with_name(out.name + ".part")
+    writer = gguf.GGUFWriter(part, "clip")
+    writer.add_type("mmproj")
+    writer.add_name(f"random {out.stem}")
+    writer.add_string("clip.projector_type", "mlp")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_bool("clip.use_gelu", False)
+    numbers = {
+        "image_size": shape.image_size,
+        "patch_size": shape.patch_size,
+        "embedding_length": shape.width,
+        "feed_forward_length": shape.ffn,
+        "projection_dim": n_embd,
+        "attention.head_count": shape.heads,
+        "block_count": shape.layers,
+    }
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    writer.add_array("clip.vision.image_mean", CLIP_MEAN)
+    writer.add_array("clip.vision.image_std", CLIP_DEVIATION)
+    for name, weights in _tensors(shape, n_embd, seed):
+        writer.add_tensor(name, weights)
+    try:
+        write_to_end(writer)
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@click.command(help=__doc__.split("\n\n")[0])
+@click.option(
+    "--model", type=click.Path(exists=True, path_type=Path), required=True, help="The text model, a GGUF file."
+)
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="tiny", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+def main(model: Path, shape: str, out: Path, seed: int) -> None:
+    make_projector(out, model, SHAPES[shape], seed=seed)
+    click.echo(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Pictures and sound: a projector turns a file into rows that stand in a prompt in place of tokens.
+
+    with Projector(model, "mmproj.gguf") as projector, projector.decode(Path("cat.png").read_bytes()) as bitmap:
+        pieces = projector.encode(bitmap)
+
+Decoding and encoding run code of libmtmd on untrusted input, cannot be interrupted, and may abort the process. So they
+belong into a process of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from llama_abi.errors import LlamaError
+from llama_abi.handles import Handle
+from llama_abi.model import Model
+from llama_abi.mtmd_declarations import CHUNK_TYPE, mtmd_input_text
+
+TEXT = CHUNK_TYPE["MTMD_INPUT_CHUNK_TYPE_TEXT"]
+CHANNELS = 3
+
+
+@attrs.frozen(eq=False)
+class TextPiece:
+    """Tokens that a model expects around a picture or sound, or between its parts."""
+
+    tokens: npt.NDArray[np.int32]
+    """Shape ``[n]``."""
+
+
+@attrs.frozen(eq=False)
+class MediaPiece:
+    """A part of a picture or of sound."""
+
+    rows: npt.NDArray[np.float32]
+    """Shape ``[n, n_embd_inp]``: one row for each token that it takes the place of."""
+    is_causal: bool
+    """Otherwise each row attends to all rows of the piece, so one decode must have them all."""
+
+
+class Bitmap(Handle):
+    """A decoded picture or sound; made by ``Projector``."""
+
+    def __init__(self, library: Any, pointer: Any) -> None:
+        super().__init__(pointer, library.mtmd_bitmap_free)
+        self._library = library
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of a picture in pixels; of sound, the number of its samples and 1."""
+        pointer = self._pointer
+        return int(self._library.mtmd_bitmap_get_nx(pointer)), int(self._library.mtmd_bitmap_get_ny(pointer))
+
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        """A copy of a picture, ``[height, width, 3]``."""
+        width, height = self.size
+        data = self._library.mtmd_bitmap_get_data(self._pointer)
+        n_bytes = width * height * CHANNELS
+        return np.frombuffer(ctypes.string_at(data, n_bytes), np.uint8).reshape(height, width, CHANNELS)
+
+
+class Projector(Handle):
+    """The encoder of a model's pictures or sound, from a GGUF file of its own. Not thread-safe.
+
+    Args:
+        model: the text model; one without weights (``no_alloc``) suffices, one with its vocabulary only does not.
+        path: the projector's file.
+        use_gpu: encode on the first GPU, if there is one.
+        n_threads: compute threads.
+
+    Raises:
+        LibraryError: the library was built without libmtmd.
+        LlamaError: the file cannot be loaded, or belongs to another model. The message includes libmtmd's errors.
+
+    A GGUF file is untrusted input, and some values in it abort the process: check the file first.
+    Source: mtmd.h.
+    """
+
+    def __init__(self, model: Model, path: str | os.PathLike[str], *, use_gpu: bool = True, n_threads: int = 1) -> None:
+        if model.vocab_only:
+            raise LlamaError("a projector needs a model that knows its width; this one has its vocabulary only")
+        if not os.path.isfile(path):
+            raise LlamaError(f"there is no file {os.fspath(path)}")
+        self._mtmd = model.library.mtmd
+        self._logs = model.library.logs
+        params = self._mtmd.mtmd_context_params_default()
+        params.use_gpu, params.n_threads, params.print_timings, params.warmup = use_gpu, n_threads, False, False
+        with self._logs.capture_warnings() as captured:
+            try:
+                pointer = self._mtmd.mtmd_init_from_file(os.fsencode(path), model._pointer, params)
+            except LlamaError:
+                raise LlamaError(
+                    f"cannot load the projector {os.fspath(path)}: {str(captured) or 'no reason given'}"
+                ) from None
+        super().__init__(pointer, self._mtmd.mtmd_free, parent=model)
+        self.n_embd = model.n_embd_inp
+        """Width of a row."""
+        self.sees = bool(self._mtmd.mtmd_support_vision(pointer))
+        """Whether it encodes pictures."""
+        self.hears = bool(self._mtmd.mtmd_support_audio(pointer))
+        """Whether it encodes sound."""
+        self.uses_mrope = bool(self._mtmd.mtmd_decode_use_mrope(pointer))
+        """Whether the rows of a picture have positions in two dimensions (M-RoPE)."""
+
+    def decode(self, data: bytes) -> Bitmap:
+        """Decode a file: PNG, JPEG, BMP, GIF (its first frame); WAV, MP3 or FLAC for a projector that hears.
+
+        Blocks without the GIL. Takes as much memory as the picture has pixels, whatever the size of the file: look at
+        its header first.
+
+        Raises:
+            LlamaError: the file is no such file, or is damaged.
+        """
+        options = self._mtmd.mtmd_helper_init_opt_default()
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        with self._logs.capture_warnings() as captured:
+            found = self._mtmd.mtmd_helper_bitmap_init_from_buf(self._pointer, buffer, len(data), False, options)
+            if not found.bitmap:
+                raise LlamaError(f"the file cannot be decoded: {str(captured) or 'no reason given'}")
+        return Bitmap(self._mtmd, found.bitmap)
+
+    def picture(self, pixels: npt.NDArray[np.uint8]) -> Bitmap:
+        """A picture from its pixels, ``[height, width, 3]`` in RGB.
+
+        Raises:
+            LlamaError: the array has another shape, or no pixels.
+        """
+        if pixels.ndim != CHANNELS or pixels.shape[2] != CHANNELS or pixels.dtype != np.uint8 or not pixels.size:
+            raise LlamaError(f"a picture is uint8 [height, width, 3], not {pixels.dtype} {pixels.shape}")
+        height, width, _ = pixels.shape
+        data = np.ascontiguousarray(pixels).tobytes()
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        return Bitmap(self._mtmd, self._mtmd.mtmd_bitmap_init(width, height, buffer))
+
+    def encode(self, bitmap: Bitmap) -> list[TextPiece | MediaPiece]:
+        """What ``bitmap`` becomes in a prompt, in order. Blocks without the GIL, for as long as it computes.
+
+        Raises:
+            LlamaError: the projector does not take such a bitmap, or the computation failed.
+        """
+        text = mtmd_input_text()
+        text.text = self._mtmd.mtmd_default_marker()
+        text.text_len, text.add_special, text.parse_special = len(text.text), False, True
+        bitmaps = (type(bitmap._pointer) * 1)(bitmap._pointer)
+        chunks = self._mtmd.mtmd_input_chunks_init()
+        try:
+            with self._logs.capture_warnings() as captured:
+                code = self._mtmd.mtmd_tokenize(self._pointer, chunks, ctypes.byref(text), bitmaps, 1)
+                if code:
+                    raise LlamaError(
+                        f"the projector does not take this: {str(captured) or 'no reason given'}", code=code
+                    )
+            n_chunks = self._mtmd.mtmd_input_chunks_size(chunks)
+            return [self._piece(self._mtmd.mtmd_input_chunks_get(chunks, index)) for index in range(n_chunks)]
+        finally:
+            self._mtmd.mtmd_input_chunks_free(chunks)
+
+    def _piece(self, chunk: Any) -> TextPiece | MediaPiece:
+        n_tokens = int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+        if self._mtmd.mtmd_input_chunk_get_type(chunk) == TEXT:
+            count = ctypes.c_size_t()
+            tokens = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
+            return TextPiece(np.array(tokens[: count.value], np.int32))
+        with self._logs.capture_warnings() as captured:
+            if code := self._mtmd.mtmd_encode_chunk(self._pointer, chunk):
+                raise LlamaError(f"the projector failed: {str(captured) or 'no reason given'}", code=code)
+        address = ctypes.cast(self._mtmd.mtmd_get_output_embd(self._pointer), ctypes.c_void_p).value
+        memory = (ctypes.c_float * (n_tokens * self.n_embd)).from_address(address or 0)
+        rows = np.array(memory, np.float32).reshape(n_tokens, self.n_embd)
+        return MediaPiece(rows, not self._mtmd.mtmd_decode_use_non_causal(self._pointer, chunk))
