@@ -171,7 +171,7 @@ def test_a_decoder_whose_tokens_attend_to_later_ones_embeds(library, tmp_path):
     given = texts(20)
     with real_daemon("--model", str(path)) as daemon:
         found = asked(daemon, lambda client: client.embed(given))
-        [known] = asked(daemon, lambda client: client.models())
+        [known, *_] = asked(daemon, lambda client: client.models())
         answer = daemon.ask(prompt="hello")
     assert known.capabilities == ["embedding"]
     assert answer.code == "E_PROTO_BAD_REQUEST"
@@ -179,7 +179,7 @@ def test_a_decoder_whose_tokens_attend_to_later_ones_embeds(library, tmp_path):
 
 
 def test_what_the_daemon_says_of_an_encoder(encoder):
-    [known] = asked(encoder, lambda client: client.models())
+    [known, *_] = asked(encoder, lambda client: client.models())
     assert known.capabilities == ["embedding"]
     assert (known.architecture, known.embedding_length) == ("bert", 64)
     assert (known.context_per_request, known.parallel, known.chat_template) == (CTX, 1, None)

@@ -222,7 +222,7 @@ def test_a_decoder_ranks_with_the_template_of_its_file(decoder):
         ]
     with real_daemon("--model", str(decoder)) as daemon:
         found = asked(daemon, lambda client: client.rerank(QUERY, documents))
-        [described] = asked(daemon, lambda client: client.models())
+        [described, *_] = asked(daemon, lambda client: client.models())
         answer = daemon.ask(prompt="hello")
     assert np.abs(np.array(scores(found)) - reference(decoder, pairs)).max() < 1e-3
     assert all(0 <= each.score <= 1 for each in found.results), "a probability"
