@@ -7,12 +7,10 @@ import contextlib
 import json
 import os
 import socket
-import struct
 import subprocess
 import time
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,25 +23,10 @@ import llama_abi
 from llama_abi import LibraryError, LlamaError, MediaPiece
 from llama_abi.stamp import Stamp
 from tests.support.bench_scripts import bench_script
+from tests.support.pictures import drawn, png
 
 SERVER = Path(__file__).parents[2] / "build" / "peers" / "bin" / "llama-server"
 BEFORE, AFTER, N_TOKENS = "Look: ", " What is this?", 24
-
-
-def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """A PNG file of ``[height, width, 3]``."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    height, width, _ = pixels.shape
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    lines = b"".join(b"\0" + line.tobytes() for line in pixels)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
-
-
-def drawn(seed: int, height: int = 50, width: int = 70) -> npt.NDArray[np.uint8]:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
 @pytest.fixture(scope="module")

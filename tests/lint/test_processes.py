@@ -64,6 +64,7 @@ PROCESSES: Final = {
         "hub.__main__", f"{SHARED} {MODEL} hub.*", no_libraries="anyio click llama_abi structlog"
     ),
     "checker": Process("grammar.__main__", "errors grammar.* processes.*", no_libraries="llama_abi msgspec numpy trio"),
+    "encoder": Process("encoder.__main__", "errors encoder.* processes.*", no_libraries="anyio click msgspec trio"),
     "client": Process("client", f"{SHARED} client connect", no_libraries="llama_abi numpy structlog trio"),
 }
 

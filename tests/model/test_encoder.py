@@ -1,0 +1,172 @@
+"""Tests for the process that encodes pictures: what it gives, what it refuses, and how it dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import llama_abi
+from tests.support.bench_scripts import bench_script
+from tests.support.pictures import drawn, jpeg_header, png
+from uma_trio.encoder import encoder as module
+from uma_trio.encoder.__main__ import upright
+from uma_trio.encoder.encoder import PLACEHOLDER, Projector, SandboxedEncoder
+from uma_trio.encoder.media_file import Refused
+from uma_trio.errors import ModelUnavailable
+
+MODEL = Path(__file__).parents[2] / "uma_trio" / "models" / "embedded" / "embedded.gguf"
+PHOTO = Path(__file__).parents[2] / "build" / "llama.cpp" / "tools" / "mtmd" / "test-1.jpeg"
+
+
+@pytest.fixture(scope="module")
+def projector(tmp_path_factory: pytest.TempPathFactory) -> Projector:
+    if not llama_abi.load().stamp.mtmd_sha256:
+        pytest.skip("the library has no libmtmd: ./build_llama.sh --dev builds it")
+    script, path = bench_script("make_projector"), tmp_path_factory.mktemp("projector") / "mmproj.gguf"
+    script.make_projector(path, MODEL, script.SHAPES["tiny"])
+    return Projector(path, MODEL)
+
+
+@pytest.fixture(scope="module")
+def encoder(projector: Projector) -> Iterator[SandboxedEncoder]:
+    found = SandboxedEncoder(projector, "a projector")
+    yield found
+    found.close()
+
+
+def child_of(encoder: SandboxedEncoder) -> psutil.Process:
+    encoder.encode(png(drawn(0)))
+    [child] = [each for each in psutil.Process().children() if "uma_trio.encoder" in each.cmdline()]
+    return child
+
+
+def test_a_picture_is_placeholders_and_as_many_rows(encoder: SandboxedEncoder, projector: Projector) -> None:
+    pixels = drawn(1)
+    found = encoder.encode(png(pixels))
+    assert found.tokens.shape == (16,)
+    assert found.tokens.dtype == np.int32
+    assert found.tokens.min() >= PLACEHOLDER
+    rows = found.rows.read(0, 16)
+    assert rows.shape == (16, 256)
+    assert np.array_equal(found.rows.read(5, 3), rows[5:8])
+    library = llama_abi.load()
+    with (
+        llama_abi.Model(library, MODEL, no_alloc=True) as model,
+        llama_abi.Projector(model, projector.path) as here,
+        here.picture(pixels) as bitmap,
+    ):
+        [piece] = here.encode(bitmap)
+    assert isinstance(piece, llama_abi.MediaPiece)
+    np.testing.assert_allclose(rows, piece.rows, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_files_have_equal_placeholders_and_others_differ_at_once(
+    encoder: SandboxedEncoder, projector: Projector
+) -> None:
+    one, same, other = (encoder.encode(png(drawn(seed))) for seed in (1, 1, 2))
+    assert np.array_equal(one.tokens, same.tokens)
+    assert one.tokens[0] != other.tokens[0]
+    another = SandboxedEncoder(projector, "another projector")
+    try:
+        assert another.encode(png(drawn(1))).tokens[0] != one.tokens[0]
+    finally:
+        another.close()
+
+
+def test_files_leave_nothing_in_the_folder(encoder: SandboxedEncoder) -> None:
+    found = encoder.encode(png(drawn(1)))
+    with pytest.raises(Refused):
+        encoder.encode(png(drawn(1))[:300])
+    assert not [*encoder._folder.iterdir()]
+    assert os.fstat(found.rows.fd).st_nlink == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"text", "a picture is PNG"),
+        (png(drawn(1))[:300], "cannot be decoded"),
+        (jpeg_header(640, 480), "cannot be decoded"),
+        (b"RIFF\0\0\0\0WAVE" + bytes(100), "this model takes no sound"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(8) + (40_000).to_bytes(4) * 2, "40000 x 40000 pixels"),
+    ],
+)
+def test_bad_files_are_refused_and_the_next_one_is_encoded(encoder: SandboxedEncoder, data: bytes, reason: str) -> None:
+    child = child_of(encoder)
+    with pytest.raises(Refused, match=reason):
+        encoder.encode(data)
+    assert child_of(encoder).pid == child.pid
+
+
+def test_mutated_files_are_encoded_or_refused(encoder: SandboxedEncoder) -> None:
+    chosen = random.Random(7)
+    files = [png(drawn(1)), *([PHOTO.read_bytes()] if PHOTO.exists() else [])]
+    outcomes = {"encoded": 0, "refused": 0}
+    for n in range(60):
+        data = bytearray(files[n % len(files)])
+        for _ in range(chosen.randint(1, 8)):
+            data[chosen.randrange(len(data))] = chosen.randrange(256)
+        try:
+            encoder.encode(bytes(data[: chosen.randint(len(data) // 2, len(data))] if n % 3 == 0 else data))
+            outcomes["encoded"] += 1
+        except Refused:
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 0, outcomes
+    assert len(encoder.encode(png(drawn(1))).tokens) == 16
+
+
+def test_an_encoder_that_is_killed_or_stopped_is_replaced(encoder: SandboxedEncoder) -> None:
+    for sent in (signal.SIGKILL, signal.SIGSTOP):
+        child = child_of(encoder)
+        child.send_signal(sent)
+        assert len(encoder.encode(png(drawn(1))).tokens) == 16
+        assert child_of(encoder).pid != child.pid
+
+
+def test_a_file_that_takes_too_long_is_refused(
+    encoder: SandboxedEncoder, projector: Projector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(module, "BUSY_SECONDS", 0.0)
+    hurried = SandboxedEncoder(projector, "a projector")
+    try:
+        with pytest.raises(Refused, match="it takes longer than 0 s; send another one"):
+            hurried.encode(png(drawn(1)))
+    finally:
+        hurried.close()
+
+
+def test_a_projector_that_does_not_load_is_an_error_with_the_reason(tmp_path: Path, projector: Projector) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    for path, reason in (
+        (tmp_path / "none.gguf", "there is no file"),
+        (tmp_path / "bad.gguf", "cannot load the projector"),
+    ):
+        broken = SandboxedEncoder(Projector(path, MODEL), "")
+        with pytest.raises(ModelUnavailable, match=f"cannot start: {reason}"):
+            broken.encode(png(drawn(1)))
+        broken.close()
+
+
+def test_pictures_are_turned_as_exif_says() -> None:
+    # the orientations of a picture whose first row and column are marked
+    seen = np.arange(6, dtype=np.uint8).reshape(2, 3, 1).repeat(3, axis=2)
+    stored = {
+        1: seen,
+        2: seen[:, ::-1],
+        3: np.rot90(seen, 2),
+        4: seen[::-1],
+        5: seen.transpose(1, 0, 2),
+        6: np.rot90(seen, 1),
+        7: np.rot90(seen, 2).transpose(1, 0, 2),
+        8: np.rot90(seen, -1),
+    }
+    for orientation, pixels in stored.items():
+        assert np.array_equal(upright(pixels, orientation), seen), orientation

@@ -1,0 +1,128 @@
+"""The process that encodes pictures and sound: ``python -m uma_trio.encoder``, started by ``encoder.SandboxedEncoder`` alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+import llama_abi
+from llama_abi import LibraryError, LlamaError, MediaPiece
+from uma_trio.encoder.media_file import MediaFile, Refused, inspect
+from uma_trio.processes.sandbox import limit_memory
+
+MEMORY_BYTES: Final = 2 << 30
+"""Address space for decoding and encoding a file, besides what the process has when its projector is loaded."""
+
+NICENESS: Final = 10
+"""Lower priority than the engine's: streams go before pictures."""
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def upright(pixels: Pixels, orientation: int) -> Pixels:
+    """Turn ``[height, width, 3]`` as EXIF's ``orientation`` says."""
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return pixels
+
+
+class Encoder:
+    """A loaded projector.
+
+    Raises:
+        LibraryError, LlamaError: it cannot be loaded.
+        Refused: this version cannot use it.
+    """
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        folder = setup["llama_dir"]
+        library = llama_abi.load(None if folder is None else Path(folder))
+        self._model = llama_abi.Model(library, setup["model"], no_alloc=True)
+        self._projector = llama_abi.Projector(
+            self._model, setup["path"], use_gpu=setup["use_gpu"], n_threads=setup["n_threads"]
+        )
+        if self._projector.uses_mrope:
+            raise Refused("the model has positions in two dimensions (M-RoPE), which cannot be used with pictures yet")
+        if not setup["use_gpu"]:  # drivers of GPUs reserve more address space than there is memory
+            limit_memory(psutil.Process().memory_info().vms + MEMORY_BYTES)
+
+    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Encode a file and write its rows.
+
+        Raises:
+            LlamaError, Refused: the file cannot be encoded.
+        """
+        data = Path(question["file"]).read_bytes()
+        found = inspect(data)
+        if not (self._projector.hears if found.is_sound else self._projector.sees):
+            raise Refused(f"this model takes no {'sound' if found.is_sound else 'pictures'}")
+        parts: list[int | list[int]] = []
+        n_rows = 0
+        with self._bitmap(data, found) as bitmap, open(question["rows"], "wb") as file:
+            for piece in self._projector.encode(bitmap):
+                if not isinstance(piece, MediaPiece):
+                    parts.append(piece.tokens.tolist())
+                    continue
+                if not piece.is_causal:
+                    raise Refused("the model needs non-causal attention for pictures, which cannot be used yet")
+                if not np.isfinite(piece.rows).all():
+                    raise Refused("the projector makes no finite numbers of this file")
+                file.write(piece.rows.tobytes())
+                parts.append(len(piece.rows))
+                n_rows += len(piece.rows)
+        return {"parts": parts, "n_rows": n_rows, "width": self._projector.n_embd}
+
+    def _bitmap(self, data: bytes, found: MediaFile) -> llama_abi.Bitmap:
+        bitmap = self._projector.decode(data)
+        if found.is_sound:
+            return bitmap
+        if bitmap.size != (found.width, found.height):
+            bitmap.close()
+            raise Refused("the file's header does not give the size of its picture: it is damaged, send another one")
+        if found.orientation == 1:
+            return bitmap
+        with bitmap:
+            pixels = bitmap.pixels()
+        return self._projector.picture(upright(pixels, found.orientation))
+
+
+def _serve() -> None:
+    lines = map(json.loads, sys.stdin.buffer)
+    try:
+        encoder = Encoder(next(lines))
+    except (LibraryError, LlamaError, Refused) as error:
+        _send({"error": str(error)})
+        return
+    _send({})
+    for question in lines:
+        try:
+            answer = encoder.answer(question)
+        except (LlamaError, Refused) as error:
+            answer = {"error": str(error)}
+        except MemoryError:
+            answer = {"error": "the file takes too much memory"}
+        _send(answer)
+
+
+def _send(answer: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    logging.getLogger("llama_abi").setLevel(logging.ERROR)
+    os.nice(NICENESS)
+    _serve()

@@ -1,0 +1,154 @@
+"""Encodes files with a model's projector, in a child process within limits of memory and time.
+
+Image files come from anywhere, their decoders are C code, and encoding cannot be interrupted. A file that crashes the
+child or takes too long costs its own request an error, and nothing else waits. ``__main__.py`` is the child.
+
+The child writes what it has encoded into a file in shared memory. The file has no name when ``encode`` returns, so it
+ends with its last descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from uma_trio.encoder.media_file import Refused, inspect
+from uma_trio.errors import ModelUnavailable
+from uma_trio.processes.interpreter import python_module
+from uma_trio.processes.sandbox import CannotStart, Interrupted, NoAnswer, Sandbox
+
+ANSWER_SECONDS: Final = 120.0
+BUSY_SECONDS: Final = 600.0
+"""Longest wait for a picture on a machine that is so busy that the child has not had ``ANSWER_SECONDS`` of CPU time."""
+SHARED_MEMORY: Final = Path("/dev/shm")
+
+PLACEHOLDER: Final = 1 << 30
+"""Ids from here on are no tokens of any vocabulary: they stand for rows."""
+
+
+@attrs.frozen
+class Projector:
+    """Which projector encodes, and how."""
+
+    path: Path
+    """A GGUF file."""
+    model: Path
+    """The text model that it belongs to."""
+    use_gpu: bool = False
+    n_threads: int = 1
+    llama_dir: Path | None = None
+
+
+@attrs.frozen(eq=False)
+class RowFile:
+    """Rows of numbers in shared memory, float32 ``[n, width]``. The file ends with this object."""
+
+    fd: int
+    n: int
+    width: int
+
+    def __attrs_post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.fd)
+
+    def read(self, start: int, n: int) -> npt.NDArray[np.float32]:
+        """A copy of ``n`` rows from ``start`` on."""
+        row_bytes = 4 * self.width
+        data = os.pread(self.fd, n * row_bytes, start * row_bytes)
+        return np.frombuffer(data, np.float32).reshape(n, self.width)
+
+
+@attrs.frozen(eq=False)
+class EncodedMedia:
+    """A picture or sound as it stands in a prompt."""
+
+    tokens: npt.NDArray[np.int32]
+    """Shape ``[n]``: tokens that the model expects around it, and one placeholder for each row.
+
+    Placeholders are made of a hash of the file. So equal files have equal ids and others do not, and whatever compares
+    prefixes by their tokens also compares pictures."""
+    rows: RowFile
+    """What stands in place of the placeholders, in their order."""
+
+
+def placeholders(digest: bytes, n: int) -> npt.NDArray[np.int32]:
+    """Ids for the ``n`` rows of the file whose SHA-256 is ``digest``."""
+    words = np.frombuffer(digest, "<u4") % PLACEHOLDER + PLACEHOLDER
+    return np.resize(words, n).astype(np.int32)
+
+
+class SandboxedEncoder:
+    """Encodes in a child process, which starts with the first file. Thread-safe; files take turns.
+
+    Args:
+        fingerprint: of the projector's file: what another projector makes of a picture has other placeholders.
+    """
+
+    def __init__(self, projector: Projector, fingerprint: str) -> None:
+        self._fingerprint = fingerprint.encode()
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="uma-media-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        )
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        setup = {
+            "path": str(projector.path),
+            "model": str(projector.model),
+            "use_gpu": projector.use_gpu,
+            "n_threads": projector.n_threads,
+            "llama_dir": None if projector.llama_dir is None else str(projector.llama_dir),
+        }
+        self._sandbox = Sandbox(python_module("uma_trio.encoder"), lambda: setup, ANSWER_SECONDS, BUSY_SECONDS)
+
+    def close(self) -> None:
+        """End the process. The next file would start another one."""
+        self._sandbox.stop()
+
+    def encode(self, data: bytes) -> EncodedMedia:
+        """Encode a file. Blocks for ``ANSWER_SECONDS`` or ``BUSY_SECONDS`` at most, and the turns of other files.
+
+        Raises:
+            Refused: it is no picture or sound that the projector takes, it is too large or damaged, or the child died
+                of it.
+            ModelUnavailable: the child does not start, or somebody has ended it twice.
+        """
+        inspect(data)
+        digest = hashlib.sha256(self._fingerprint + hashlib.sha256(data).digest()).digest()
+        with self._files() as (given, made):
+            given.write_bytes(data)
+            try:
+                answer = self._sandbox.ask({"file": str(given), "rows": str(made)})
+            except CannotStart as error:
+                raise ModelUnavailable(f"the encoder of pictures cannot start: {error}") from None
+            except Interrupted as error:
+                raise ModelUnavailable(f"the file could not be encoded: {error}; send the request again") from None
+            except NoAnswer as error:
+                raise Refused(f"the file cannot be encoded: {error}; send another one") from None
+            if "error" in answer:
+                raise Refused(answer["error"])
+            fd = os.open(made, os.O_RDONLY)
+        rows = RowFile(fd, answer["n_rows"], answer["width"])
+        ids, at = placeholders(digest, rows.n), 0
+        parts: list[npt.NDArray[np.int32]] = []
+        for part in answer["parts"]:
+            if isinstance(part, int):
+                parts.append(ids[at : at + part])
+                at += part
+            else:
+                parts.append(np.array(part, np.int32))
+        return EncodedMedia(np.concatenate(parts), rows)
+
+    @contextlib.contextmanager
+    def _files(self) -> Iterator[tuple[Path, Path]]:
+        """Two files for one question, which have no names afterwards."""
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            yield Path(folder, "given"), Path(folder, "rows")
