@@ -122,6 +122,28 @@ def test_in_starlings_api_a_request_continues_its_session_as_over_the_socket(gat
     assert not sessions(gateway, "no effect")
 
 
+def test_sessions_are_listed_read_forked_renamed_and_closed(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        body = {"messages": [QUESTION], "session_id": "made", "stream": False}
+        answer = client.post("/v1/generate", json=body).json()["text"]
+        read = client.post("/v1/session/read", json={"session_id": "made"}).json()
+        assert [(each["role"], each["content"]) for each in read["messages"]] == [
+            ("user", QUESTION["content"]),
+            ("assistant", answer),
+        ]
+        assert read["session"]["title"] == QUESTION["content"]
+        forked = client.post("/v1/session/fork", json={"session_id": "made", "new_id": "copy"})
+        assert forked.json()["session"]["session_id"] == "copy"
+        renamed = client.post("/v1/session/rename", json={"session_id": "copy", "title": "Ein Titel"})
+        assert renamed.json()["session"]["title"] == "Ein Titel"
+        found = client.get("/v1/sessions", params={"contains": "ein TITEL", "model": "embedded"}).json()["sessions"]
+        assert [(each["session_id"], each["turns"]) for each in found] == [("copy", 1)]
+        assert client.get("/v1/sessions", params={"model": "no such"}).status_code == 404
+        for name in ("made", "copy"):
+            client.post("/v1/session/close", json={"session_id": name}).raise_for_status()
+        assert client.post("/v1/session/read", json={"session_id": "made"}).status_code == 404
+
+
 @pytest.fixture
 def busy(gateway: Gateway, request: pytest.FixtureRequest) -> Iterator[str]:
     """A session whose request runs.  Each test has its own, since one is busy until it is on disk."""

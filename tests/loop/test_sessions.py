@@ -344,6 +344,39 @@ async def test_a_forked_chat_is_on_disk_with_all_messages(autojump_clock, tmp_pa
         assert kept["b"].tokens.tolist() == kept["a"].tokens.tolist()
 
 
+async def test_a_title_is_found_and_survives_a_crash(autojump_clock, tmp_path):
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
+            async with harness.client() as client:
+                for name, text in (("a", "  One\nfox  and more"), ("b", "An owl")):
+                    messages = [{"role": "user", "content": text}]
+                    await client.complete(messages=messages, max_tokens=4, session_id=name, keep_alive=True)
+            assert (await query(harness, "describe", session_id="a")).title == "One fox and more"
+            assert (await query(harness, "rename", session_id="a", title="Tiere")).title == "Tiere"
+            forked = await query(harness, "fork", session_id="a", new_id="c")
+            assert (forked.title, forked.durable) == ("Tiere", True)
+            async with harness.client() as client:
+                for text, names in (("FOX", ["c", "a"]), ("tiere", ["c", "a"]), ("owl", ["b"]), ("cat", [])):
+                    found = await client.sessions(contains=text, keep_alive=True)
+                    assert [each.session_id for each in found] == names
+            assert (await query(harness, "rename", session_id="c", title="")).title == "One fox and more"
+        kept = after_a_crash(tmp_path, tmp_path / "copy")
+        assert {name: kept[name].title for name in kept} == {"a": "Tiere", "b": "", "c": ""}
+
+
+async def test_a_title_that_is_given_during_an_answer_is_written_at_its_end(autojump_clock, tmp_path):
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
+            await run_turns(harness, "a", "hello")
+            async with harness.client() as client:
+                await client.send({"id": "r", "prompt": "go on", "max_tokens": 100, "session_id": "a"})
+                assert isinstance(await client.receive(), Token)
+                assert (await query(harness, "rename", session_id="a", title="new")).title == "new"
+                while not isinstance(await client.receive(), Eos):
+                    pass
+        assert after_a_crash(tmp_path, tmp_path / "copy")["a"].title == "new"
+
+
 async def test_a_fork_and_its_source_are_independent(autojump_clock, tmp_path):
     with remembering(tmp_path) as storage:
         async with serving(storage=storage) as harness:

@@ -239,6 +239,8 @@ def test_a_transcript_has_the_whole_text_in_parts_of_bounded_size(n: int) -> Non
         {"action": "read", "session_id": "a"},
         {"action": "close", "session_id": "a", "id": "q", "keep_alive": True},
         {"action": "fork", "session_id": "a" * 256, "new_id": "b"},
+        {"action": "list", "contains": "x" * 256},
+        {"action": "rename", "session_id": "a", "title": ""},
     ],
 )
 def test_valid_queries(fields: dict[str, object]) -> None:
@@ -257,6 +259,12 @@ def test_valid_queries(fields: dict[str, object]) -> None:
         {"action": "close", "session_id": "a", "new_id": "b"},
         {"action": "fork", "session_id": "a"},
         {"action": "fork", "new_id": "a"},
+        {"action": "rename", "session_id": "a"},
+        {"action": "rename", "title": "a"},
+        {"action": "rename", "session_id": "a", "title": "x" * 257},
+        {"action": "read", "session_id": "a", "title": "x"},
+        {"action": "read", "session_id": "a", "contains": "x"},
+        {"action": "list", "contains": "x" * 257},
         {"action": "forget", "session_id": "a"},
         {"action": "describe", "session_id": 7},
     ],

@@ -33,6 +33,8 @@ class SessionInfo:
     """Seconds since 1970."""
     used_at: float = 0.0
     """Seconds since 1970, when its last answer ended."""
+    title: str = ""
+    """What it was renamed to; otherwise the beginning of the first message of the user."""
 
 
 @attrs.frozen(kw_only=True)

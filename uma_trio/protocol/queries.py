@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import attrs
 from msgspec import Meta
@@ -21,6 +21,9 @@ from uma_trio.protocol.chat import (
 from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.types import Name, TokenIds
 
+MAX_TITLE: Final = 256
+"""Characters of a session's title, and of a text to look for."""
+
 
 @attrs.frozen(kw_only=True)
 class MetricsQuery:
@@ -33,13 +36,17 @@ class MetricsQuery:
 
 @attrs.frozen(kw_only=True)
 class SessionQuery:
-    """Lists, describes, reads, closes or forks sessions of the principal."""
+    """Lists, describes, reads, closes, forks or renames sessions of the principal."""
 
-    action: Literal["list", "describe", "read", "close", "fork"] = "list"
+    action: Literal["list", "describe", "read", "close", "fork", "rename"] = "list"
     session_id: Name | None = None
     """The session to act on; set for every action except ``list``."""
     new_id: Name | None = None
     """Name of the new session; set for ``fork`` alone."""
+    title: Annotated[str, Meta(max_length=MAX_TITLE)] | None = None
+    """Set for ``rename`` alone.  An empty one brings the title back that the session had by itself."""
+    contains: Annotated[str, Meta(max_length=MAX_TITLE)] | None = None
+    """List only sessions with this text in their title or in a message, in any case; for ``list`` alone."""
     model: Name | None = None
     """The model whose sessions these are; ``None``: the daemon's first."""
     id: Name | None = None
@@ -116,7 +123,7 @@ class WatchQuery:
 def parse_session_query(fields: dict[str, Any]) -> SessionQuery:
     """
     Raises:
-        BadRequest: a field is wrong, or ``session_id`` or ``new_id`` does not go with the action.
+        BadRequest: a field is wrong, or does not go with the action.
     """
     query = convert(fields, SessionQuery)
     if (query.session_id is None) != (query.action == "list"):
@@ -125,6 +132,10 @@ def parse_session_query(fields: dict[str, Any]) -> SessionQuery:
         )
     if (query.new_id is None) != (query.action != "fork"):
         raise BadRequest("new_id is required to fork a session, and not allowed otherwise", field="new_id")
+    if (query.title is None) != (query.action != "rename"):
+        raise BadRequest("title is required to rename a session, and not allowed otherwise", field="title")
+    if query.contains is not None and query.action != "list":
+        raise BadRequest("contains is allowed to list sessions only", field="contains")
     return query
 
 

@@ -18,7 +18,7 @@ from uma_trio.daemon.prompts.prompt import History, Prompt, PromptMaker, prompt_
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import EventSink
 from uma_trio.daemon.serving.sequence import Sequence as Answer
-from uma_trio.daemon.sessions.table import Session, SessionTable, session_list, transcript
+from uma_trio.daemon.sessions.table import Session, SessionTable, containing, session_list, transcript
 from uma_trio.daemon.sessions.trimming import drop_oldest
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.journal_format import SessionKey
@@ -60,6 +60,8 @@ class SessionTurn:
         self.request = request
         self.last: ServerEvent | None = None
         """The last event, which the client has not received."""
+        self.title = session.title
+        """The session's title when the request began."""
         self._sink = sink
         self._texts: list[str] = []
         self._reasoning: list[str] = []
@@ -243,7 +245,11 @@ class Sessions:
                 await self._record_turn(turn, answer)
             return attrs.evolve(turn.last, session=attrs.evolve(session.info, busy=False))
         finally:
-            self._table.end(session)
+            try:
+                if session.title != turn.title and session.turns:
+                    await self._write(session)
+            finally:
+                self._table.end(session)
 
     async def _record_turn(self, turn: SessionTurn, answer: Answer) -> None:
         session = turn.session
@@ -283,13 +289,16 @@ class Sessions:
     # -- queries --------------------------------------------------------------------------------
 
     async def answer_query(self, query: SessionQuery, principal: str) -> Iterable[SessionList | Transcript]:
-        """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.
+        """List, describe, read, fork, rename or close sessions of ``principal``; returns the events of the answer.
 
         Raises:
             SessionError: the query is not possible.
         """
         if query.action == "list":
-            return session_list(self._table, principal, query.id)
+            sessions = self._table.of(principal)
+            if query.contains:
+                sessions = await self._in_thread(containing, sessions, query.contains)
+            return session_list(sessions, query.id)
         assert query.session_id is not None
         if query.action == "fork":
             assert query.new_id is not None
@@ -300,6 +309,8 @@ class Sessions:
                 return await self._read(session, query.id)
             if query.action == "close":
                 await self._close(session)
+            if query.action == "rename":
+                await self._rename(session, query.title or "")
         return [SessionList(sessions=[session.info], id=query.id)]
 
     async def _read(self, session: Session, id: str | None) -> Iterable[Transcript]:
@@ -308,6 +319,19 @@ class Sessions:
         if not messages:
             text = await self._in_thread(partial(self._prompts.tokenizer.decode, tokens, special=True))
         return transcript(info, messages, text, id)
+
+    async def _rename(self, session: Session, title: str) -> None:
+        """Give ``session`` a title.  While a request of it runs, the title is written with the end of that."""
+        session.title = title
+        if session.busy or not session.turns:
+            return
+        session.busy = True
+        try:
+            await self._write(session)
+            if session.title != title:  # it was renamed again meanwhile
+                await self._write(session)
+        finally:
+            session.busy = False
 
     async def _fork(self, principal: str, name: str, new_name: str) -> Session:
         session = self._table.fork(principal, name, new_name, self._clock(), self._monotonic())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -22,6 +22,8 @@ PART_CHARS: Final = 1 << 16
 """Characters in one event of a transcript.  A longer message is not divided."""
 MESSAGE_CHARS: Final = 64
 """What a message without content counts for."""
+TITLE_CHARS: Final = 80
+"""Longest title that nobody has given."""
 
 
 def no_tokens() -> Tokens:
@@ -51,6 +53,8 @@ class Session:
     turns_on_disk: int = 0
     busy: bool = False
     """Whether a request is running."""
+    title: str = ""
+    """What it was renamed to; empty if it was not."""
 
     @property
     def key(self) -> SessionKey:
@@ -71,6 +75,7 @@ class Session:
             n_turns=self.turns,
             tokens=self.tokens,
             messages=tuple(self.messages),
+            title=self.title,
         )
 
     @classmethod
@@ -86,6 +91,7 @@ class Session:
             messages=record.messages,
             turns=record.n_turns,
             turns_on_disk=record.n_turns,
+            title=record.title,
         )
 
     @property
@@ -99,7 +105,24 @@ class Session:
             busy=self.busy,
             created_at=round(self.created_at, 3),
             used_at=round(self.used_at, 3),
+            title=self.title or _own_title(self.messages),
         )
+
+
+def _own_title(messages: Sequence[ChatMessage]) -> str:
+    """The beginning of the first message of the user, on one line; empty without one."""
+    first = next((each.text for each in messages if each.role == "user"), "")
+    return " ".join(first[: 4 * TITLE_CHARS].split())[:TITLE_CHARS].rstrip()
+
+
+def containing(sessions: Iterable[Session], text: str) -> list[Session]:
+    """Those of ``sessions`` that have ``text`` in their title or in a message, in any case."""
+    wanted = text.casefold()
+    return [
+        each
+        for each in sessions
+        if wanted in each.title.casefold() or any(wanted in message.text.casefold() for message in each.messages)
+    ]
 
 
 class SessionTable:
@@ -232,9 +255,8 @@ class SessionTable:
         )
 
 
-def session_list(table: SessionTable, principal: str, id: str | None) -> Iterator[SessionList]:
-    """Yield the sessions of ``principal`` in parts of ``PART_SESSIONS``, most recently used first; at least one part."""
-    sessions = table.of(principal)
+def session_list(sessions: Sequence[Session], id: str | None) -> Iterator[SessionList]:
+    """Yield ``sessions`` in parts of ``PART_SESSIONS``; at least one part."""
     for start in range(0, max(1, len(sessions)), PART_SESSIONS):
         end = start + PART_SESSIONS
         infos = [session.info for session in sessions[start:end]]

@@ -78,6 +78,8 @@ class SessionRecord:
     tokens: Tokens
     """What remains of all turns, int32 ``[n]``."""
     messages: tuple[ChatMessage, ...] = ()
+    title: str = ""
+    """What it was renamed to; empty if it was not."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -97,6 +99,7 @@ class Turn:
     tokens: bytes
     keep_messages: Annotated[int, Meta(ge=0)]
     messages: list[ChatMessage]
+    title: str = ""
 
 
 @attrs.frozen(eq=False)
@@ -137,6 +140,7 @@ def encode(session: SessionRecord, before: SessionRecord | None = None) -> bytes
         tokens=encode_tokens(session.tokens[keep:]),
         keep_messages=keep_messages,
         messages=list(session.messages[keep_messages:]),
+        title=session.title,
     )
     if len(session.tokens) > MAX_TOKENS:
         raise ValueError(f"{len(session.tokens)} tokens exceed the limit of {MAX_TOKENS}")
@@ -180,6 +184,7 @@ def decode(data: bytes | bytearray) -> SessionFile:
             n_turns=last.n_turns,
             tokens=decode_tokens(tokens),
             messages=tuple(messages),
+            title=last.title,
         )
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise DamagedFile(f"it contains an invalid record: {error}") from None

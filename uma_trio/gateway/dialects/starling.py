@@ -1,7 +1,7 @@
 """Starling's API, the gateway's own: the socket protocol over HTTP, field for field.
 
-``POST /v1/generate``, ``POST /v1/tokenize``, ``POST /v1/session/close``.  Their fields and events are those of
-docs/PROTOCOL-REFERENCE.md, and the daemon checks them.
+``POST /v1/generate``, ``POST /v1/tokenize``, ``GET /v1/sessions``, ``POST /v1/session/ACTION``.  Their fields and events
+are those of docs/PROTOCOL-REFERENCE.md, and the daemon checks them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, encode, json_response, sse
-from uma_trio.gateway.dialects.starling_shapes import Answer, Closed, Tokenized
+from uma_trio.gateway.dialects.starling_shapes import Answer, Closed, OneSession, SessionContent, SessionPage, Tokenized
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
@@ -136,14 +136,66 @@ class SessionRequest(msgspec.Struct):
     model: str | None = None
 
 
+class ForkRequest(SessionRequest, kw_only=True):
+    """Names a session, and its copy."""
+
+    new_id: str
+
+
+class RenameRequest(SessionRequest, kw_only=True):
+    """Names a session, and says its title."""
+
+    title: str
+
+
+async def list_sessions(call: Call) -> Response:
+    """The client's sessions, the most recently used first.
+
+    The parameter ``model`` says of which model, and ``contains`` what their title or a message contains.
+    """
+    given = call.request.query_params
+    fields = {name: given[name] for name in ("model", "contains") if name in given}
+    found = await call.ask(lambda client: client.sessions(**fields))
+    return json_response({"sessions": found})
+
+
+async def read_session(call: Call) -> Response:
+    """What a session contains: the messages of a chat, or the text of plain prompts and their answers."""
+    request, warnings = await call.read(SessionRequest)
+    found = await call.ask(lambda client: client.transcript(**_of_session(request)))
+    content = {"messages": found.messages} if found.text is None else {"text": found.text}
+    return json_response({"session": found.session, **content}, warnings=warnings)
+
+
 async def close_session(call: Call) -> Response:
     """Forget a session and free its KV cache."""
     request, warnings = await call.read(SessionRequest)
-    model = {"model": request.model} if request.model else {}
-    fields = {"session_id": request.session_id, **model, **call.daemon.principal}
-    closed: list[SessionInfo] = await call.ask(lambda client: client.sessions("close", **fields), counts=True)
-    body = {"session_id": closed[0].session_id, "closed": True, "tokens": closed[0].tokens}
+    [closed] = await _changed(call, "close", request)
+    body = {"session_id": closed.session_id, "closed": True, "tokens": closed.tokens}
     return json_response(body, warnings=warnings)
+
+
+async def fork_session(call: Call) -> Response:
+    """Copy a session under a new name; both continue independently."""
+    request, warnings = await call.read(ForkRequest)
+    [forked] = await _changed(call, "fork", request)
+    return json_response({"session": forked}, warnings=warnings)
+
+
+async def rename_session(call: Call) -> Response:
+    """Give a session a title."""
+    request, warnings = await call.read(RenameRequest)
+    [renamed] = await _changed(call, "rename", request)
+    return json_response({"session": renamed}, warnings=warnings)
+
+
+async def _changed(call: Call, action: str, request: SessionRequest) -> list[SessionInfo]:
+    return await call.ask(lambda client: client.sessions(action, **_of_session(request)), counts=True)
+
+
+def _of_session(request: SessionRequest) -> dict[str, Any]:
+    """The fields of a session query."""
+    return {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
 
 
 ENDPOINTS = (
@@ -168,6 +220,41 @@ ENDPOINTS = (
         shapes=(Tokenized,),
         summary="Tokens of a text, or the text of tokens",
         body=TokenizeRequest,
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/sessions",
+        dialect=STARLING,
+        answer=list_sessions,
+        shapes=(SessionPage,),
+        summary="The client's sessions, the most recently used first",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/read",
+        dialect=STARLING,
+        answer=read_session,
+        shapes=(SessionContent,),
+        summary="The messages of a session",
+        body=SessionRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/fork",
+        dialect=STARLING,
+        answer=fork_session,
+        shapes=(OneSession,),
+        summary="Copy a session",
+        body=ForkRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/rename",
+        dialect=STARLING,
+        answer=rename_session,
+        shapes=(OneSession,),
+        summary="Give a session a title",
+        body=RenameRequest,
     ),
     Endpoint(
         method="POST",

@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from uma_trio.gateway.dialects.shapes import Object, Warned
 from uma_trio.protocol.answers import SessionInfo
-from uma_trio.protocol.chat import ToolCall
+from uma_trio.protocol.chat import ChatMessage, ToolCall
 from uma_trio.protocol.events import FinishReason, Logprobs, Timings, Usage
 
 
@@ -45,6 +45,26 @@ class Tokenized(Warned):
     tokens: list[int]
     offsets: list[int] | UnsetType = UNSET
     text: str | UnsetType = UNSET
+
+
+class SessionPage(msgspec.Struct):
+    """Sessions, the most recently used first."""
+
+    sessions: list[SessionInfo]
+
+
+class SessionContent(Warned):
+    """A session with its messages, or with the text of plain prompts and their answers."""
+
+    session: SessionInfo
+    messages: list[ChatMessage] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+
+
+class OneSession(Warned):
+    """A session as it is now."""
+
+    session: SessionInfo
 
 
 class Closed(Warned):
