@@ -39,6 +39,7 @@ from uma_trio.engine.layout_choice import (
 )
 from uma_trio.engine.loaded_adapters import LoadedAdapters
 from uma_trio.engine.matchers import AppliedMasks, Matchers, PendingMasks
+from uma_trio.engine.media_calls import split_by_media
 from uma_trio.engine.placement import compute_environment, open_library, place
 from uma_trio.engine.sampling import sampler
 from uma_trio.engine.sampling.dry import Breakers
@@ -181,6 +182,8 @@ class LlamaEngine:
         """How many rows of a call llama.cpp computes together and in their order; ``None``: this depends on the call."""
         self._context.set_abort_flag(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
+        self._row_batch: llama_abi.Batch | None = None
+        """For rows of pictures and sound; made when the first ones come."""
         # with adapters llama.cpp waits for the device in each call
         self.is_async = self._place.on_gpu and not self._adapters.files
         self.tokenizer = Tokenizer(self._model.vocab)
@@ -355,7 +358,9 @@ class LlamaEngine:
         decode_ms = -outcome.copied_ms - outcome.checkpoints_ms
         sample_ms = 0.0
         for inputs in itertools.chain.from_iterable(
-            split_by_adapters(inputs, self._rows_in_order, self._fillers) for inputs in step.calls
+            split_by_adapters(part, self._rows_in_order, self._fillers)
+            for call in step.calls
+            for part in split_by_media(call)
         ):
             samples = [sample for each in inputs for sample in each.samples]
             wanted = _constrained(inputs)
@@ -410,6 +415,8 @@ class LlamaEngine:
 
     def _launch(self, inputs: Sequence[StepInput]) -> float:
         """Call ``llama_decode``; returns when it came back."""
+        if inputs[0].media:
+            return self._launch_rows(inputs[0])
         batch = self._batch
         batch.clear()
         fillers = self._fillers(inputs)
@@ -436,6 +443,20 @@ class LlamaEngine:
             removed = [self._context.seq_remove(*filler) for filler in fillers.items()]
         if not all(removed):
             raise EngineError("the model's memory cannot remove the last token of a sequence")
+        return self._launched(code)
+
+    def _launch_rows(self, each: StepInput) -> float:
+        """Call ``llama_decode`` with rows of a picture or of sound; returns when it came back."""
+        width = self._model.n_embd_inp
+        batch = self._row_batch = self._row_batch or llama_abi.Batch(self._context.n_batch, width)
+        batch.clear()
+        [rows] = each.media
+        batch.add_rows(rows.read(width), pos=each.position, seq=each.seq_id, logits="last" if each.samples else "none")
+        self._adapters.apply_by_row(self._context, [(each.adapters, rows.n)])
+        return self._launched(self._context.decode(batch))
+
+    def _launched(self, code: int) -> float:
+        """When ``llama_decode`` has come back with ``code``: now."""
         if code:
             self._context.synchronize()
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))

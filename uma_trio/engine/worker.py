@@ -26,6 +26,7 @@ import numpy as np
 
 from uma_trio.engine_link.kv_ops import LoadState, SaveState, Truncate
 from uma_trio.engine_link.masks import MaskFile, Masks
+from uma_trio.engine_link.media import MediaRows
 from uma_trio.engine_link.messages import (
     DROPPED,
     MAX_FDS,
@@ -194,6 +195,11 @@ class StepRunner:
             both += [next(found) for _ in range(ran[seq_id])] if seq_id in ran else [(DROPPED, None)]
         scores = [score for _, score in both] if output.scores else ()
         return msgspec.structs.replace(output, tokens=tuple([token for token, _ in both]), scores=scores)
+
+
+def _media_of(step: SubmittedStep) -> list[MediaRows]:
+    """What the step reads from files, in the order of their descriptors."""
+    return [rows for inputs in step.calls for each in inputs if isinstance(each, StepInput) for rows in each.media]
 
 
 def _end(each: StepInput, n: int) -> int:
@@ -382,6 +388,9 @@ class Worker:
         match message:
             case Step():
                 message.ops = [self._with_fd(op) for op in message.ops]
+                if self._fds:
+                    for rows in _media_of(message):
+                        rows.fd = self._fds.popleft()
                 self._steps.append(message)
             case Revoke():
                 for step in [step for step in self._steps if step.number == message.number]:
@@ -424,3 +433,5 @@ class Worker:
             for op in step.ops:
                 if isinstance(op, SaveState | LoadState):
                     os.close(op.fd)
+            for rows in _media_of(step):
+                os.close(rows.fd)

@@ -27,6 +27,7 @@ from uma_trio.engine_link.devices import Devices
 from uma_trio.engine_link.grammar_state import GrammarState
 from uma_trio.engine_link.kv_ops import KvOp
 from uma_trio.engine_link.masks import Masks
+from uma_trio.engine_link.media import MediaRows
 from uma_trio.engine_link.sampling import Bias, Past, SamplingParams, TokenLogprobs
 from uma_trio.errors import ErrorWithRemedy
 from uma_trio.models.purpose import Purpose
@@ -249,6 +250,9 @@ class StepInput(msgspec.Struct, array_like=True, gc=False):
     """Only tokens that it allows are sampled; its answer ends before the first sample."""
     adapters: Scales = ()
     """LoRA adapters that all of its tokens are computed with."""
+    media: Sequence[MediaRows] = ()
+    """Tokens that are rows of pictures or sound instead, in order and without overlap.  Such an input has one sample at
+    most, and no draft tokens."""
 
 
 class EmbeddingInput(msgspec.Struct, array_like=True, gc=False):

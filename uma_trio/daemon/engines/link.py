@@ -43,6 +43,7 @@ from uma_trio.engine_link.messages import (
     SetThreads,
     Start,
     StepFailed,
+    StepInput,
     StepOutput,
     SubmittedStep,
     encode,
@@ -209,6 +210,8 @@ class EngineLink:
     def submit(self, step: SubmittedStep) -> None:
         """Send a step; does not wait.  The engine computes steps in the order of their submission."""
         fds = [op.fd for op in step.ops if isinstance(op, SaveState | LoadState)]
+        chunks = [each for inputs in step.calls for each in inputs if isinstance(each, StepInput)]
+        fds += [rows.fd for each in chunks for rows in each.media]
         self._send(step, fds)
 
     def define_grammar(self, key: str, source: str) -> None:
