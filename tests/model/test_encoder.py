@@ -17,8 +17,9 @@ from tests.support.bench_scripts import bench_script
 from tests.support.pictures import drawn, jpeg_header, png
 from uma_trio.encoder import encoder as module
 from uma_trio.encoder.__main__ import upright
-from uma_trio.encoder.encoder import PLACEHOLDER, Projector, SandboxedEncoder
+from uma_trio.encoder.encoder import Projector, SandboxedEncoder
 from uma_trio.encoder.media_file import Refused
+from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.errors import ModelUnavailable
 
 MODEL = Path(__file__).parents[2] / "uma_trio" / "models" / "embedded" / "embedded.gguf"

@@ -14,6 +14,7 @@ from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.serving import settings, token_to_bytes
 from tests.support.state_files import MemoryFiles, at_once
 from uma_trio.daemon.answer.budget import ReasoningLimit
+from uma_trio.daemon.prompts.media import PlacedRows
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.serving.offload import InThread
 from uma_trio.daemon.serving.scheduler import Scheduler
@@ -75,17 +76,19 @@ class Harness:
         principal: str = "uid:0",
         durable: bool = False,
         limit: ReasoningLimit | None = None,
+        media: Sequence[PlacedRows] = (),
         **fields: Any,
     ) -> Client:
         """Submit a request for ``n`` tokens; returns the client that gets its events.
 
         Args:
             limit: of its reasoning.
+            media: tokens of the prompt that are rows.
         """
         self.n += 1
         client = Client(list(prompt))
         request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
-        tokens = Prompt(np.asarray(prompt, dtype=np.int32), "", limit=limit)
+        tokens = Prompt(np.asarray(prompt, dtype=np.int32), "", limit=limit, media=tuple(media))
         [client.sequence] = self.scheduler.submit(request, tokens, client, Principal(principal), durable=durable)
         return client
 

@@ -44,6 +44,7 @@ from uma_trio.engine_link.kv_ops import (
     Truncate,
 )
 from uma_trio.engine_link.masks import MaskFile, Masks
+from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.messages import (
     MASK_LATE,
     MAX_EMBEDDING_SEQUENCES,
@@ -139,8 +140,11 @@ class SequenceContent:
         return self._digests[length]
 
     def before(self, length: int, n: int) -> list[int]:
-        """The last ``n`` of the first ``length`` tokens."""
-        return self._tokens[length - n : length]
+        """The last ``n`` of the first ``length`` tokens, without placeholders of rows."""
+        found = self._tokens[:length]
+        if any(token >= PLACEHOLDER for token in found):
+            found = [token for token in found if token < PLACEHOLDER]
+        return found[len(found) - n :]
 
     def beginning(self, length: int) -> SequenceContent:
         return SequenceContent(

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio.encoder.media_file import Refused, inspect
+from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.errors import ModelUnavailable
 from uma_trio.processes.interpreter import python_module
 from uma_trio.processes.sandbox import CannotStart, Interrupted, NoAnswer, Sandbox
@@ -32,9 +33,6 @@ ANSWER_SECONDS: Final = 120.0
 BUSY_SECONDS: Final = 600.0
 """Longest wait for a picture on a machine that is so busy that the child has not had ``ANSWER_SECONDS`` of CPU time."""
 SHARED_MEMORY: Final = Path("/dev/shm")
-
-PLACEHOLDER: Final = 1 << 30
-"""Ids from here on are no tokens of any vocabulary: they stand for rows."""
 
 
 @attrs.frozen

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+PLACEHOLDER: Final = 1 << 30
+"""Ids from here on are no tokens of any vocabulary: they stand for rows."""
 
 
 class MediaRows(msgspec.Struct, array_like=True, gc=False):

@@ -19,8 +19,10 @@ from uma_trio.daemon.prompts.chat import ChatTemplate
 from uma_trio.daemon.prompts.context import MIN_PROMPT_BYTES, SHORT_ANSWER, explain_context, more_context
 from uma_trio.daemon.prompts.fair_limiter import FairLimiter, PrincipalLimiter
 from uma_trio.daemon.prompts.infill import InfillFormat
+from uma_trio.daemon.prompts.media import PlacedRows
 from uma_trio.daemon.prompts.pairs import PairFormat
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport, new_call_id, template_chat
+from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, NoInfill, PromptTooLarge
 from uma_trio.models.markers import ReasoningMarkers
@@ -60,6 +62,13 @@ class Prompt:
     """Which calls of tools the output may have; ``None``: none."""
     limit: ReasoningLimit | None = None
     """How much reasoning the output may have; ``None``: as much as the model likes."""
+    media: tuple[PlacedRows, ...] = ()
+    """Tokens that are rows of pictures or sound, in order."""
+
+    @property
+    def text_tokens(self) -> TokenIds:
+        """``tokens`` without placeholders of rows, shape ``[n]``."""
+        return self.tokens[self.tokens < PLACEHOLDER] if self.media else self.tokens
 
     @property
     def opens_reasoning(self) -> bool:
@@ -441,6 +450,11 @@ def fit_prompt(prompt: Prompt, request: Generate, info: ModelInfo, limits: Limit
     if not n_drop:
         return prompt
     assert request.n_keep is not None
+    if prompt.media:
+        raise BadRequest(
+            f"n_keep drops tokens of a text, and this prompt has pictures or sound: send {n_drop} tokens less",
+            field="n_keep",
+        )
     kept = np.concatenate([prompt.tokens[: request.n_keep], prompt.tokens[request.n_keep + n_drop :]])
     return attrs.evolve(prompt, tokens=kept, dropped=prompt.dropped + n_drop)
 

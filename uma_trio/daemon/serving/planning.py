@@ -133,6 +133,8 @@ class StepPlanner:
 
     def _speculates(self, sequence: Sequence) -> bool:
         wanted = sequence.request.speculate
+        if sequence.prompt.media:
+            return False  # neither prompt lookup nor a draft model knows what a picture shows
         can_draft = self._info.can_truncate and not sequence.sampling.params.is_adaptive
         return can_draft and (self._limits.speculation if wanted is None else wanted)
 

@@ -169,7 +169,7 @@ def _sampling(
         params=params,
         banned=np.array(banned, np.int32) if banned else None,
         bias=Bias(np.array([*added], np.int32), np.array([*added.values()], np.float32)) if added else None,
-        history=TokenHistory(prompt.tokens, params, max_tokens) if params.has_penalties else None,
+        history=TokenHistory(prompt.text_tokens, params, max_tokens) if params.has_penalties else None,
         logprobs=request.logprobs,
         grammar=grammar,
     )

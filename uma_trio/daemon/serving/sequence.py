@@ -18,6 +18,7 @@ from uma_trio.daemon.answer.regions import RegionAssembler
 from uma_trio.daemon.answer.text import TextAssembler
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.offload_index import SavedState
+from uma_trio.daemon.prompts.media import rows_between
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.places import MIN_TURN_S
 from uma_trio.daemon.scheduling.view import Priority, SequenceView
@@ -327,7 +328,8 @@ class Sequence:
         samples = [self._sample_request(len(self.tokens))] if end == self.n_known else []
         grammar = self._grammar_state() if samples else None
         stop_ids, adapters = self.request.stop_token_ids, self.adapters.scales
-        return StepInput(self._seq_id, start, tokens, samples, stop_ids, grammar, adapters)
+        media = rows_between(self.prompt.media, start, end)
+        return StepInput(self._seq_id, start, tokens, samples, stop_ids, grammar, adapters, media)
 
     def decode_input(self, drafts: abc.Sequence[int] = ()) -> StepInput:
         """The last token, and draft tokens that the same step verifies."""
