@@ -1,4 +1,4 @@
-"""The dashboard: the page at ``/``, the files that it loads, and its data: what the daemon does, as server-sent events."""
+"""The pages: the dashboard at ``/`` and the chat at ``/chat``, with the files that they load; and the dashboard's data."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from uma_trio.protocol.messages import to_fields
 from uma_trio.protocol.parameters import ROWS, Field
 
 FOLDER: Final = resources.files("uma_trio.gateway") / "dashboard"
+CHAT: Final = resources.files("uma_trio.gateway") / "chat"
 
 MEDIA_TYPES: Final = {
     "html": "text/html; charset=utf-8",
@@ -76,20 +77,26 @@ def _field(row: Field) -> str:
     return f'<label title="{html.escape(row.plain_help)}">{row.name} {field}</label>'
 
 
-def _endpoint(name: str, path: str) -> Endpoint:
+def _endpoint(name: str, path: str, content: bytes) -> Endpoint:
     return Endpoint(
         method="GET",
         path=path,
         dialect=STARLING,
-        answer=_serving(_content(name), MEDIA_TYPES[name.rpartition(".")[2]]),
-        summary="A file of the dashboard",
+        answer=_serving(content, MEDIA_TYPES[name.rpartition(".")[2]]),
+        summary="A file of a page",
         needs_key=False,
     )
 
 
-PAGES: Final = tuple(
-    _endpoint(name, "/" if name == "index.html" else f"/dashboard/{name}")
-    for name in sorted(each.name for each in FOLDER.iterdir())
+PAGES: Final = (
+    *[
+        _endpoint(name, "/" if name == "index.html" else f"/dashboard/{name}", _content(name))
+        for name in sorted(each.name for each in FOLDER.iterdir())
+    ],
+    *[
+        _endpoint(name, "/chat" if name == "index.html" else f"/chat/{name}", (CHAT / name).read_bytes())
+        for name in ("index.html", "style.css", "main.js", "markdown.js", "vendor/marked.js", "vendor/purify.js")
+    ],
 )
 """Not in the OpenAPI document, which is for programs.  ``HEAD /`` is how clients of Ollama look for a server."""
 
