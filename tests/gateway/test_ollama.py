@@ -118,8 +118,8 @@ def test_embeddings_are_those_of_the_socket(gateway: Gateway, client: ollama.Cli
 
 
 def test_what_is_not_offered_is_an_error_of_the_client(client: ollama.Client) -> None:
-    with pytest.raises(ollama.ResponseError, match="there is no /api/pull here"):
-        client.pull("llama3.2")
+    with pytest.raises(ollama.ResponseError, match="there is no /api/push here; models are not uploaded"):
+        client.push("llama3.2")
 
 
 def test_a_header_names_the_session(gateway: Gateway) -> None:

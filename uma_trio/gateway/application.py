@@ -16,7 +16,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.config import Config, Http
-from uma_trio.gateway import health, metrics, openapi
+from uma_trio.gateway import health, metrics, openapi, reference_page
 from uma_trio.gateway.body import BodyLimits
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.dialects import aici, local_servers, rerank, routers, starling, tokenizer_file
@@ -94,7 +94,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
         KeyFileError: the file of tenants cannot be used.
     """
     daemon = Daemon(config.listen.socket)
-    endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS), *PAGES)
+    endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS), *reference_page.endpoints_of(ENDPOINTS), *PAGES)
     usage = UsageFile(usage_path(config))
     limiter = Limiter(usage, now_ns=time.monotonic_ns, unix_s=time.time, connections=config.limits.max_connections)
     routes = [endpoint.route(config, daemon, limiter) for endpoint in endpoints]
