@@ -97,7 +97,7 @@ OF_OTHER_SERVERS: Final = {
 }
 """Flags of llama-server, vLLM and SGLang, and what to write here."""
 
-ALIASES: Final = {"--target-tbt-ms": "--target-itl-ms"}
+ALIASES: Final = {"--background-tbt-ms": "--background-itl-ms", "--target-tbt-ms": "--target-itl-ms"}
 """Other names of flags; the help leaves them out."""
 
 
