@@ -123,6 +123,7 @@ def command(
     These scripts in benches/ run by themselves:
 
     \b
+    house.py                 lines of code and words of the documentation
     kv_layout.py             layouts of the KV cache
     layout_choice.py         whether the daemon chooses the right layout
     stairs.py                ticks by their rows
