@@ -20,7 +20,7 @@ FIELDS: Final = {
     "adapter": "adapters",
     "priority": "slo",
 }
-"""The fields of requests that options become, where their names differ."""
+"""The field of a request that an option sets, where their names differ."""
 NAMES: Final = {"schema": "json-schema", "json": "json-object", "temp": "temperature"}
 """Shorter spellings."""
 LEFT_OUT: Final = ("system", "session", "after", "show_reasoning")
@@ -28,7 +28,7 @@ OFF: Final = ("off", "default")
 
 
 class BadSetting(Exception):
-    """There is no such setting, or the value is not one of it.  The message says what is."""
+    """There is no such setting, or it cannot have this value.  The message says what is possible."""
 
 
 @click.command("set")
@@ -85,7 +85,7 @@ def changed(fields: Mapping[str, Any], name: str, value: str) -> dict[str, Any]:
 
 
 def described(model: ModelDescription, fields: Mapping[str, Any]) -> list[str]:
-    """Lines about the model, and about what is set and what counts otherwise."""
+    """Lines about the model, what is set, and the model's defaults for the rest."""
     facts = [model.quantization or "", f"{model.context_per_request:,} tokens of context for a request", model.state]
     given = {key: value for key, value in fields.items() if key not in ("model", "progress", "separate_reasoning")}
     defaults = {key: value for key, value in model.sampling.items() if key not in given}

@@ -103,7 +103,7 @@ def upload(file: Path, tags: tuple[str, ...], as_json: bool, socket: str | None)
 def tag(controller: str, names: tuple[str, ...], as_json: bool, socket: str | None) -> None:
     """Give CONTROLLER, a module id or a tag, further names.  A name that another module has moves to this one.
 
-    The names of the user who runs the daemon are for everybody; those of others are for themselves.
+    The names of the user who runs the daemon are for everybody; those of another user are for that user alone.
 
     \b
       uma-trio controllers tag mine-2 mine
@@ -140,7 +140,10 @@ def list_(modules: bool, as_json: bool, socket: str | None) -> None:
 
 @command.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
-@click.option("--owner", help="Whose: a name that list --modules shows. For the user who runs the daemon.")
+@click.option(
+    "--owner",
+    help="Delete what this owner has, a name that list --modules shows. Only for the user who runs the daemon.",
+)
 @_json
 @socket_option()
 def rm(names: tuple[str, ...], owner: str | None, as_json: bool, socket: str | None) -> None:
@@ -189,7 +192,7 @@ def run(
 
     Of several files, jsctrl runs the first one, which can import the others by their paths.
 
-    The text of one answer comes as it is generated; where the controller removes some, an arrow follows.  An answer that
+    The text of one answer comes as it is generated.  An arrow means: the controller removed some text before it.  An answer that
     forks is printed at the end, as a tree.
 
     \b
@@ -277,7 +280,7 @@ def note_if_file(text: str, note: str) -> None:
 
 
 def _argument(files: Sequence[Path], text: str | None, as_json: str | None) -> dict[str, Any]:
-    """The field of the request for what the controller gets; without any, there is none."""
+    """The request's ``controller_arg``; no field if nothing is given."""
     if sum((bool(files), text is not None, as_json is not None)) > 1:
         raise click.UsageError("give one of FILE, --arg and --arg-json")
     if text is not None:

@@ -26,7 +26,7 @@ HEADER_BYTES: Final = 8
 PAGE_BYTES: Final = 64 << 10
 """Unit of a memory's size."""
 MAX_NAMES_BYTES: Final = 1 << 20
-"""A larger section of functions' names is left out.  It is only for the text of errors."""
+"""Names of functions are only shown in errors; a larger section of them is left out."""
 
 
 class NotReadable(ValueError):
@@ -34,7 +34,7 @@ class NotReadable(ValueError):
 
 
 class Vector:
-    """A number, and so many entries."""
+    """A vector of the format: the number of its entries, then the entries."""
 
     def __init__(self, section: bytes | None) -> None:
         self.count, start = (0, 0) if section is None else decode(section, 0)
@@ -51,7 +51,7 @@ class Vector:
         self._entries.append(entry)
 
     def split(self, find_end: Callable[[bytes, int], int]) -> Iterator[bytes]:
-        """The entries, of a section as it was."""
+        """The entries, one by one.  ``find_end`` gets the bytes and where an entry begins, and says where it ends."""
         section = b"".join(self._entries)
         position = 0
         for _ in range(self.count):

@@ -4,7 +4,7 @@
 
     owners/HASH/     the modules and tags of one owner: nobody else sees them (store_files.py)
     shared/          tags that administrators have set: everybody sees them
-    shipped/         machine code of the controllers that come with uma-trio; they also run without it
+    shipped/         machine code of the controllers that come with uma-trio, so that each start need not compile them
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ LOCK_POLL_S: Final = 0.02
 
 
 class StoreError(Exception):
-    """The store cannot do it; says why.  The one who chose the module or the tag can fix it."""
+    """The store refuses.  The message says why; whoever chose the module or the tag can fix it."""
 
 
 class ModuleStore:
@@ -102,7 +102,7 @@ class ModuleStore:
         """Compile and keep a module for its owner.
 
         Raises:
-            BadModule: it is none.
+            BadModule: it is not Wasm, or no controller.
             CannotCompile: it cannot be compiled now.
             StoreError: there is no room for it.
             OSError: it cannot be written.
@@ -278,7 +278,7 @@ class ModuleStore:
         return shared.module_id, self._find(shared.module_id, shared.owner)
 
     def _find(self, module_id: str, user: str) -> OwnerFiles | None:
-        """Where the user's module of this id is: with uma-trio, among the user's, or where a tag for everybody points."""
+        """The files of the owner of a module that the user may run; ``None`` if it comes with uma-trio."""
         if self._shipped.has(module_id):
             return None
         files = self._files(user)
@@ -352,7 +352,7 @@ class ModuleStore:
         """Held while a module is compiled, so that two uploads of the same module compile it once.
 
         Raises:
-            CannotCompile: it takes long.
+            CannotCompile: another thread compiles it, for longer than ``TURN_SECONDS``.
         """
         with self._lock:
             found = self._of_module.setdefault((files.owner, module_id), _ModuleLock())

@@ -31,7 +31,7 @@ class _Shipped:
     wasm: bytes
     compiled_size: int = 0
     module: Module | None = None
-    """Once it was needed."""
+    """Loaded when it is first needed."""
     lock: threading.Lock = attrs.field(factory=threading.Lock)
     """Held while it is compiled."""
     failures: int = 0
@@ -42,7 +42,7 @@ class ShippedModules:
 
     Args:
         modules: name -> Wasm.
-        folder: keeps machine code, so that the next process need not compile again.  Failures with it change nothing else.
+        folder: keeps machine code, so that the next process need not compile.  If it cannot be used, each process compiles.
     """
 
     def __init__(self, modules: Mapping[str, bytes], host: WasmHost, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """What a module may import, and what it must export; checks both before the module is compiled.
 
-Types as letters: ``i`` for i32, ``I`` for i64.  A function is its parameters and its result.
+Types as letters: ``i`` for i32, ``I`` for i64.  A signature has those of the parameters and that of the result.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ EXPORTS: Final[Mapping[str, Signature]] = {
 """Functions that a module must export, next to ``memory``."""
 
 OPTIONAL_EXPORTS: Final[Mapping[str, Signature]] = {"aici_panic": ("", "")}
-"""Functions that a module may export; under these names it exports nothing else."""
+"""Functions that a module may leave out.  What it exports under these names must be such a function."""
 
 
 def check_interface(wasm: bytes, max_memory_bytes: int) -> None:

@@ -34,7 +34,7 @@ class WrittenFolder:
     without: str
     """What is missing if the folder cannot be written."""
     verdict: Verdict = "problem"
-    """If it cannot be written."""
+    """What the check says if the folder cannot be written."""
     limit_mb: int = 0
     """Most megabytes of files that grow."""
     limit_setting: str = ""

@@ -8,10 +8,10 @@ for soon are not worth their cells.  Whether somebody will is not known in advan
   stay until the engine has computed ``KEEP_ROWS`` rows without them being used.
 - All other tokens of idle sequences share ``MIN_IDLE_CELLS``.
 
-A request that continues a sequence keeps it as a whole; of one that shares a system prompt, only that prompt stays.
+A sequence that a request continues stays as a whole.  Where only a system prompt is shared, that prompt stays.
 
 So clients that send every prompt once cost little, and a client that comes back loses its prefix to this limit once at
-most, also next to others that send theirs once.  The limit follows: it is the minimum and the tokens that were used again.
+most, also next to others that send theirs once.  The limit is the minimum plus the tokens that were used again.
 Where sequence ids or cells run out, the longest idle sequence goes, as always, whether it was used again or not.
 
 The memory of evicted sequences is that of ARC's ghost lists (Megiddo and Modha, 2003).  ARC moves one limit between
@@ -36,8 +36,9 @@ MIN_IDLE_CELLS: Final = 2048
 """Cells for idle tokens that nobody has used again; at most ``MAX_IDLE_FRACTION`` of the cache."""
 
 KEEP_ROWS: Final = 65_536
-"""Tokens that were used again lose their place when they are not used for this many rows.  For a model of 7B parameters, 24,576
-rows cost as much as the tokens; the rest is for the request that would wait for them, while all share the scans."""
+"""Tokens that were used again lose their place when they are not used for this many rows.  With a model of 7B parameters, scanning
+a cell for 24,576 rows costs as much as computing its token again.  The constant is larger, for a lost prefix delays one
+request, and all requests share the cost of a scan."""
 
 MAX_GHOSTS: Final = 64
 """Evicted sequences that are remembered."""
@@ -154,9 +155,10 @@ class IdleLimit:
 
 
 def expected_tokens(allocation: Allocation, n_before: int, n_shared: int) -> int:
-    """How many tokens of a request will be used again, since it uses ``n_shared`` of the ``n_before`` of another one.
+    """How many tokens of a request will probably be used again.
 
-    All, if it continues most of that one; otherwise those that both have.
+    It begins with ``n_shared`` of the ``n_before`` tokens of an earlier sequence.  If that is half of them or more, it
+    continues a conversation, and all of its tokens count; otherwise those that both have, such as a system prompt.
     """
     return allocation.reserved if 2 * n_shared >= n_before else n_shared
 
