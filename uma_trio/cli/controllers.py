@@ -192,8 +192,8 @@ def run(
 
     Of several files, jsctrl runs the first one, which can import the others by their paths.
 
-    The text of one answer comes as it is generated.  An arrow means: the controller removed some text before it.  An answer that
-    forks is printed at the end, as a tree.
+    The text of one answer comes as it is generated.  An arrow means: the controller removed some text before
+    it.  An answer that forks is printed at the end, as a tree.
 
     \b
       uma-trio controllers run jsctrl program.js
