@@ -115,9 +115,11 @@ def test_streams_appear_while_a_load_runs(page: Page, gateway: Gateway) -> None:
         assert page.evaluate("() => document.getElementById('timeline').toDataURL()") == picture, "paused"
         before = page.inner_text("#tick")
         page.focus("#timeline")
-        for _ in range(3):
+        for _ in range(30):  # ticks next to each other may be alike
             page.keyboard.press("ArrowLeft")
-        assert page.locator("#tick").inner_text() != before
+            if page.inner_text("#tick") != before:
+                break
+        assert page.inner_text("#tick") != before
     with gateway.http() as client:
         for i in (0, 3):
             client.post("/v1/session/close", json={"session_id": f"chat-{i}"})

@@ -21,6 +21,7 @@ import platformdirs
 
 from uma_trio.cli.stdio import note
 from uma_trio.connect import OWN, ClientError, Loading, NoServer, connect_blocking, is_locked
+from uma_trio.processes.interpreter import package_environment, python_module
 
 POLL_S: Final = 0.05
 """How often to look whether a daemon that was started serves."""
@@ -131,7 +132,8 @@ class _Starter:
         os.ftruncate(self._lock, 0)
         with self._log_file() as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "uma_trio", "serve", *self._flags],
+                [*python_module("uma_trio"), "serve", *self._flags],
+                env={**os.environ, **package_environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
