@@ -271,13 +271,17 @@ class Client:
         """Cancel a request.  Its ``eos`` with reason ``cancelled`` follows."""
         await self.send({"event": "cancel", "id": request_id})
 
+    def _on_behalf(self, query: Mapping[str, Any]) -> dict[str, Any]:
+        """The query with the principal of the connection, unless it names one."""
+        return dict(query) if self._principal is None else {"principal": self._principal, **query}
+
     async def sessions(self, action: str = "list", **fields: Any) -> list[SessionInfo]:
         """List, describe, close or fork sessions; ``fields`` are those of a session query in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             ServerError: the daemon answered with an error.
         """
-        await self.send({"type": "sessions", "action": action, **fields})
+        await self.send(self._on_behalf({"type": "sessions", "action": action, **fields}))
         found: list[SessionInfo] = []
         while True:
             match event := await self.receive():
@@ -296,7 +300,7 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.
         """
-        await self.send({"type": "sessions", "action": "read", "session_id": session_id, **fields})
+        await self.send(self._on_behalf({"type": "sessions", "action": "read", "session_id": session_id, **fields}))
         parts: list[Transcript] = []
         while not parts or parts[-1].more:
             match event := await self.receive():
@@ -474,8 +478,7 @@ class Client:
 
     async def _ask(self, query: Mapping[str, Any], expected: type[AnswerEvent]) -> AnswerEvent:
         """Send a query that is answered with one event, and return that."""
-        if self._principal is not None:
-            query = {"principal": self._principal, **query}
+        query = self._on_behalf(query)
         with contextlib.suppress(BrokenProtocol):  # a daemon that closed the connection may have sent the reason
             await self.send(query)
         return await self._expect(expected)
