@@ -135,7 +135,7 @@ async def measured(
     found: dict[Cell, dict[str, Figures]] = {}
     with vocabulary(place.model) as tokenizer:
         async with contextlib.AsyncExitStack() as stack:
-            rigs = {each: without_speculation(await stack.enter_async_context(each.rig())) for each in contestants}
+            rigs = {one: without_speculation(await stack.enter_async_context(one.rig())) for one in contestants}
             for rig in rigs.values():
                 await warm_up(rig)
             for cell in cells:

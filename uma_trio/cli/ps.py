@@ -33,8 +33,8 @@ def command(as_json: bool, socket: str | None) -> None:
       MEMORY   weights and KV cache
       WHERE    devices that have weights
       CELLS    of the KV cache, in tokens: used by running requests, reserved for them, and all
-      USED BY  how many requests run or wait, and for whom
-      IDLE     since when there is no request, and when the model is unloaded
+      USED BY  number of running and waiting requests, and their users
+      IDLE     time since the last request, and time until the model is unloaded
 
     Exit codes: 0 success, 2 no daemon.
     """

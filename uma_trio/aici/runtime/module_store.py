@@ -64,7 +64,7 @@ LOCK_POLL_S: Final = 0.02
 
 
 class StoreError(Exception):
-    """The store refuses.  The message says why; whoever chose the module or the tag can fix it."""
+    """The store refuses a module or a tag.  The message has the reason and the remedy."""
 
 
 class ModuleStore:
