@@ -243,7 +243,12 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.  It comes after the events before it have been yielded.
         """
-        request = _Request(fields, f"r{next(self._ids)}")
+        _check_fields(fields)
+        async with contextlib.aclosing(self._batches(_Request(fields, f"r{next(self._ids)}"))) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def _batches(self, request: _Request) -> AsyncGenerator[list[Event], None]:
         with contextlib.suppress(BrokenProtocol):  # a daemon that closed the connection may have sent the reason
             await self.send(request.fields)
         while not request.done:
@@ -285,6 +290,7 @@ class Client:
             TypeError: a request has no such field.
             ServerError: the daemon answered with an error.
         """
+        _check_fields(fields)
         fields = {"id": secrets.token_hex(8), "detached": True, **fields}
         return (await self._ask(_Request(fields, "").fields, AnswerList)).answers[0]
 
@@ -300,17 +306,21 @@ class Client:
             ServerError: there is no such answer, or it ended with an error.
             BrokenProtocol: the connection ended before the answer.
         """
-        await self.send(self._on_behalf({"type": "attach", "id": id, "after": after, **fields}))
-        while True:
-            match event := await self.receive():
-                case None:
-                    raise BrokenProtocol("the daemon closed the connection in the middle of an answer")
-                case Failure():
-                    raise ServerError(event)
-                case _:
+        async with contextlib.aclosing(self.attach_batches(id, after=after, **fields)) as batches:
+            async for batch in batches:
+                for event in batch:
                     yield event
-            if isinstance(event, Eos):
-                return
+
+    async def attach_batches(self, id: str, *, after: int = 0, **fields: Any) -> AsyncGenerator[list[Event], None]:
+        """Like ``attach``, but yields lists: all events that have arrived together.
+
+        Raises:
+            ServerError: it comes after the events before it have been yielded.
+        """
+        query = self._on_behalf({"type": "attach", "id": id, "after": after, **fields})
+        async with contextlib.aclosing(self._batches(_Request(query, id))) as batches:
+            async for batch in batches:
+                yield batch
 
     async def answers(
         self, action: Literal["list", "read", "cancel", "delete"] = "list", **fields: Any
@@ -578,7 +588,6 @@ class _Request:
     """One request on a connection, and which of its answers have ended."""
 
     def __init__(self, fields: Mapping[str, Any], default_id: str) -> None:
-        _check_fields(fields)
         self.fields: dict[str, Any] = {"id": default_id, **fields}
         if isinstance(bias := fields.get("logit_bias"), Mapping):
             self.fields["logit_bias"] = {str(token): value for token, value in bias.items()}
@@ -745,6 +754,7 @@ def run(
     Raises:
         ServerError: the daemon refused, or no answer ended well.  Its ``answers`` are those so far.
     """
+    _check_fields(fields, ("socket", "wait_s"))
     tree = AnswerTree()
     try:
         for event in _events({"controller": controller, "controller_arg": arg, **fields}, socket, wait_s):

@@ -129,13 +129,14 @@ class Server:
     async def run(self, sock: socket.socket) -> None:
         """Serve on the listening ``sock`` until drained or cancelled.  Closes ``sock``."""
         try:
-            async with trio.open_nursery() as answers:
-                await answers.start(self.detached.run)
-                with self._connection_scope:
-                    async with trio.open_nursery() as connections:
-                        with self._listener_scope, sock:
-                            await listener.accept_forever(sock, self._serve_client, connections)
-                self.detached.close()
+            with sock:
+                async with trio.open_nursery() as answers:
+                    await answers.start(self.detached.run)
+                    with self._connection_scope:
+                        async with trio.open_nursery() as connections:
+                            with self._listener_scope, sock:
+                                await listener.accept_forever(sock, self._serve_client, connections)
+                    self.detached.close()
         finally:
             if self._gateway is not None:
                 self._gateway.end()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import attrs
@@ -52,6 +53,8 @@ class DetachedAnswer:
         self.scope = trio.CancelScope()
         """The scope of its task."""
         self.is_cancelled = False
+        self.n_readers = 0
+        """Clients that are attached."""
         self.interruption: Failure | None = None
         """What has ended the last attempt to make it, but not the answer."""
         self._known = found.token_ids
@@ -163,7 +166,9 @@ class DetachedAnswer:
         self._announce()
 
     def forget_events(self) -> None:
-        """Its file has the events."""
+        """Keep nothing in memory that the file of an answer has that has ended, and that nobody reads."""
+        if self.log.end is None or not self.is_durable or self.n_readers:
+            return
         self.log.events = []
         self.log.tokens.clear()
         self._known = []
@@ -186,6 +191,16 @@ class DetachedAnswer:
             created_at=round(begin.created_at, 3),
             ended_at=None if end is None else round(end.ended_at, 3),
         )
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A client reads: its events stay in memory, also if the answer is deleted meanwhile."""
+        self.n_readers += 1
+        try:
+            yield
+        finally:
+            self.n_readers -= 1
+            self.forget_events()
 
     def is_complete(self, after: int) -> bool:
         """Whether no event follows number ``after``."""

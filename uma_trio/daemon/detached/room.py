@@ -206,8 +206,7 @@ class DetachedAnswers:
                 await self._in_thread(self._append, parts)
             for answer, records, data in parts:
                 answer.written(records, len(data))
-                if answer.log.end is not None and answer.is_durable:
-                    answer.forget_events()
+                answer.forget_events()
 
     def _append(self, parts: Sequence[tuple[DetachedAnswer, list[Record], bytes]]) -> None:
         assert self._folder is not None

@@ -55,7 +55,7 @@ class Attachment:
         after = min(self.request.after, answer.n_events)
         if answer.is_complete(after):
             after -= 1  # the last event always comes, because it says that it is the last one
-        with self._scope:
+        with self._scope, answer.reading():
             while not answer.is_complete(after):
                 first, found = await self._answers.events(answer, after)
                 for after, data in enumerate(found, first):
