@@ -13,6 +13,7 @@ from tests.support.programs import Back, Fork, Gen, Insert, Program, Set, Wait
 from tests.support.steering import Client as SteeredClient
 from tests.support.steering import steering
 from uma_trio import errors
+from uma_trio.daemon.scheduling import fairness
 from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Slo
@@ -100,6 +101,31 @@ async def test_a_class_does_not_keep_others_out(autojump_clock) -> None:
         client = harness.ask([9], 3, principal="b")
         assert await first_token(harness, client) < 1
         harness.scheduler.stop()
+
+
+BACKGROUND = Slo(priority="background")
+
+
+@pytest.mark.parametrize("principal", ["a", "b"])
+async def test_background_gives_way_within_a_tick_also_when_it_has_waited_long(
+    autojump_clock, monkeypatch, principal
+) -> None:
+    """The first request of class ``background`` in line has waited so long that it goes before others, and still they take
+    the places of those that run."""
+    async with asking(FakeEngine(n_seq_max=4, n_ctx=100_000)) as harness:
+        alone = await first_token(harness, harness.ask([5], 3, principal=principal))
+        rows = [harness.ask([n], 1000, principal="a", slo=BACKGROUND) for n in range(6)]
+        monkeypatch.setattr(fairness, "AGING_INTERVAL_S", 0.1)
+        for waited_s in (0.05, 1):
+            await trio.sleep(waited_s)
+            assert max(len(row.tokens) for row in rows) < 1000
+            clients = [harness.ask([9 + n], 3, principal=principal) for n in range(4)]
+            for client in clients:
+                assert await first_token(harness, client) < 3 * alone + 0.2
+            await harness.ended(*clients)
+        await harness.ended(*rows)
+        assert all(row.reason == "length" and right(row) for row in rows)
+        await harness.clean()
 
 
 async def test_background_waits_for_others(autojump_clock) -> None:

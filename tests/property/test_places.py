@@ -106,6 +106,36 @@ def test_background_takes_places_of_background_only() -> None:
     assert claim(claimant("b", priority=Priority.BACKGROUND), [place("a")] * 8, ROOM) is None
 
 
+BACKGROUND = Priority.BACKGROUND
+
+
+def test_background_gives_way_at_once_also_to_its_own_principal() -> None:
+    held = [place("a", n_tokens=5), place("a", priority=BACKGROUND, n_tokens=90), place("a", n_tokens=1)]
+    for principal in "ab":
+        found = claim(claimant(principal), held, Room(3, 300, 0, 0))
+        assert found is not None
+        assert found.victims == (1,)
+    assert claim(claimant("a", priority=BACKGROUND), held, Room(3, 300, 0, 0)) is None
+    only = [place("a"), place("b", priority=BACKGROUND, turn_ends_s=9.0)]
+    for principal in "abc":
+        found = claim(claimant(principal), only, Room(2, 200, 0, 0))
+        assert found is not None
+        assert (found.victims, found.due_s) == ((1,), float("-inf")), "it has no turn that others wait for"
+
+
+def test_as_much_background_gives_way_as_is_needed_and_others_after_it() -> None:
+    held = [place("a", cells=100, priority=BACKGROUND)] * 3 + [place("a", cells=100)] * 5
+    found = claim(claimant("a", cells=200), held, ROOM)
+    assert found is not None
+    assert len(found.victims) == 2
+    assert {*found.victims} < {0, 1, 2}
+    assert claim(claimant("a", cells=400), held, ROOM) is None, "its own places of other classes stay"
+    found = claim(claimant("b", cells=400), held, ROOM)
+    assert found is not None
+    assert {0, 1, 2} < {*found.victims}
+    assert len(found.victims) == 4
+
+
 def test_a_sequence_that_cannot_yield_counts_and_stays() -> None:
     held = [place("a", can_yield=False)] * 7 + [place("a")]
     found = claim(claimant("b"), held, ROOM)

@@ -110,7 +110,10 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
     the only place of a principal when its turn ends.
 
     The principal with the largest share loses a place.  Of its sequences it is that of the lowest class, then the one that
-    has the fewest tokens to compute again.  Requests of class ``background`` take places from their like only.
+    has the fewest tokens to compute again.
+
+    Requests of class ``background`` take places from their like only.  They give way to all others at once, whoever has
+    sent them, so their places are taken first.
 
     Args:
         places: of all running sequences.
@@ -121,19 +124,25 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
     holders = _holders(places)
     own = holders.setdefault(claimant.principal, _Holder(claimant.weight))
     holds_nothing, share_with_it = not own.sequences, own.share(room, claimant)
+    is_background = claimant.priority is Priority.BACKGROUND
+
+    def gives_way(place: Place) -> bool:
+        return place.priority is Priority.BACKGROUND and not is_background
+
     left = {
         index: place
         for index, place in enumerate(places)
         if place.can_yield
-        and place.principal != claimant.principal
-        and (claimant.priority is not Priority.BACKGROUND or place.priority is Priority.BACKGROUND)
+        and (place.principal != claimant.principal or gives_way(place))
+        and (place.priority is Priority.BACKGROUND or not is_background)
     }
     victims: dict[int, Place] = {}
     while not _fits(claimant, victims.values(), room):
         costs = [
-            (_cost(place, holders[place.principal], room), index)
+            (_cost(place, holders[place.principal], room, gives_way=gives_way(place)), index)
             for index, place in left.items()
-            if holds_nothing
+            if gives_way(place)
+            or holds_nothing
             or (
                 place.service > claimant.service + MAX_LEAD
                 and share_with_it <= holders[place.principal].share(room, place, -1)
@@ -151,7 +160,9 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
     if not victims:
         return None
     left_over = {place.principal for index, place in enumerate(places) if index not in victims}
-    turns = [victim.turn_ends_s for victim in victims.values() if victim.principal not in left_over]
+    turns = [
+        victim.turn_ends_s for victim in victims.values() if victim.principal not in left_over and not gives_way(victim)
+    ]
     return Claim(tuple(victims), max(turns, default=-math.inf))
 
 
@@ -173,10 +184,10 @@ def _fits(claimant: Claimant, victims: Collection[Place], room: Room) -> bool:
     return room.free_sequences + len(victims) >= 1 and cells >= claimant.cells
 
 
-def _cost(place: Place, holder: _Holder, room: Room) -> tuple[float, float, int, int]:
+def _cost(place: Place, holder: _Holder, room: Room, *, gives_way: bool) -> tuple[bool, float, float, int, int]:
     """Sort key of a place: the lowest one is taken first."""
-    turn_ends_s = place.turn_ends_s if holder.sequences == 1 else -math.inf
-    return turn_ends_s, -holder.share(room), -place.priority, place.n_tokens
+    turn_ends_s = place.turn_ends_s if holder.sequences == 1 and not gives_way else -math.inf
+    return not gives_way, turn_ends_s, -holder.share(room), -place.priority, place.n_tokens
 
 
 @attrs.define

@@ -18,6 +18,7 @@ from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.scheduling import fairness, places
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.scheduling.view import Priority
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.engine_link.attention import AttentionScan
@@ -236,7 +237,7 @@ class RunningSet:
     def _start_prefill(self, sequence: Sequence, n_cached: int) -> None:
         """``sequence`` need not compute its first ``n_cached`` tokens."""
         if not sequence.was_preempted:
-            sequence.n_cached = min(n_cached, len(sequence.prompt.tokens)) if sequence.n_replayed else n_cached
+            sequence.n_cached = n_cached
         sequence.report_prefill(n_cached)
         self._telemetry.record_prefix_reuse(n_cached)
 
@@ -256,7 +257,8 @@ class RunningSet:
     def claim(self, sequence: Sequence, service: Service) -> tuple[list[Sequence], float]:
         """Choose the sequences that lose their places to ``sequence``, which waits, and when they do.
 
-        That is the sequence whose client has not read for the longest time, or those of principals above their shares.
+        That is the sequence whose client has not read for the longest time, or those of class ``background``, or those of
+        principals above their shares.
 
         Returns:
             No sequences and infinity if ``sequence`` waits until a place becomes free, which one may soon.
@@ -265,7 +267,12 @@ class RunningSet:
             return [], math.inf
         stalled = min([each for each in self if _is_stalled(each)], key=lambda each: each.stalled_at, default=None)
         found = ([stalled], stalled.stalled_at + PREEMPT_AFTER_S) if stalled is not None else ([], math.inf)
-        if all(each.principal.name == sequence.principal.name for each in self):
+        is_background = sequence.priority is Priority.BACKGROUND
+        if all(
+            each.principal.name == sequence.principal.name
+            and (is_background or each.priority is not Priority.BACKGROUND)
+            for each in self
+        ):
             return found
         claim = places.claim(self._claimant(sequence, service), self._places(service), self._room())
         if claim is None or claim.due_s >= found[1]:
@@ -506,12 +513,31 @@ class WaitingQueue:
         """The sequences that could run if there were room."""
         return [each for each in self._sequences if each.sink.has_room]
 
-    def _first(self, service: Service) -> Sequence | None:
-        """The sequence that gets the next place."""
+    def _claim(self, service: Service) -> tuple[Sequence, list[Sequence], float] | None:
+        """The next sequence that takes places, those that it takes them from, and when; ``None`` if nobody waits.
+
+        A ``background`` request that has waited long goes first, and takes places from nobody.  Then those of other
+        classes need not wait for it: places of ``background`` are theirs.
+        """
+        if (first := self._first(service)) is None:
+            return None
+        victims, due_at = self._running.claim(first, service)
+        if not victims and first.priority is Priority.BACKGROUND:
+            other = self._first(service, background=False)
+            if other is not None:
+                return other, *self._running.claim(other, service)
+        return first, victims, due_at
+
+    def _first(self, service: Service, *, background: bool = True) -> Sequence | None:
+        """The sequence that gets the next place.
+
+        Args:
+            background: whether it may be of this class.
+        """
         holders = {each.principal.name for each in self._running}
         now = trio.current_time()
         return min(
-            self._candidates,
+            [each for each in self._candidates if background or each.priority is not Priority.BACKGROUND],
             key=lambda each: fairness.rank(
                 each.priority,
                 each.principal.name,
@@ -524,15 +550,15 @@ class WaitingQueue:
 
     def preempts_at(self, service: Service) -> float:
         """When a running sequence will lose its place, on trio's clock; infinite if none will."""
-        first = self._first(service)
-        return math.inf if first is None else self._running.claim(first, service)[1]
+        claim = self._claim(service)
+        return math.inf if claim is None else claim[2]
 
     def admit(self, service: Service, *, may_preempt: bool) -> list[Sequence]:
         """Admit waiting sequences while there is room.
 
         Principals that hold no place go first, then the least served one; within a principal, class and arrival decide.
         Requests of class ``background`` go last.  The first in line blocks the others until it fits, and waiting raises
-        the class: no request is overtaken for ever.
+        the class: no request is overtaken for ever.  Only places of ``background`` are taken by others before.
 
         Args:
             may_preempt: no step is in flight, so sequences can lose their places.
@@ -544,10 +570,12 @@ class WaitingQueue:
         while (first := self._first(service)) is not None:
             if self._place(first):
                 continue
-            victims, due_at = self._running.claim(first, service)
+            claim = self._claim(service)
+            assert claim is not None
+            claimant, victims, due_at = claim
             if not may_preempt or due_at > trio.current_time():
                 break
-            self._claimant = first
+            self._claimant = claimant
             preempted += self._return_to_queue(self._running.preempt(victims))
         return preempted
 

@@ -1,1 +1,0 @@
-"""Answers that outlive the connections of their clients, and the daemon."""
