@@ -51,7 +51,7 @@ def test_names_are_unique_over_all_sections() -> None:
 
 UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|mb|tokens|attempts)$")
 UNIT_IN_HELP = re.compile(
-    r"\b(tokens?|sequences|threads|layers|connections|requests|sessions|models|devices)\b", re.IGNORECASE
+    r"\b(tokens?|sequences|threads|layers|connections|requests|sessions|files|models|devices)\b", re.IGNORECASE
 )
 
 

@@ -51,7 +51,7 @@ CLIENT_COMMANDS = [name for name in COMMANDS if name not in ("run", "serve", "do
 """Commands that need a running daemon if they have ``--socket``.  Run starts one, the demo unless it gets a socket, and
 tokenize reads a file without one."""
 
-ARGUMENTS = {"ask": ["hi"], "rerank": ["query", "document"]}
+ARGUMENTS = {"ask": ["hi"], "batch": [__file__], "rerank": ["query", "document"]}
 
 
 @pytest.mark.parametrize("name", CLIENT_COMMANDS)

@@ -51,6 +51,8 @@ def guard(tmp_path: Path) -> Guard:
         bodies=BodyLimits(MAX_BODY, timeout_s=10, setting="http_max_body_bytes"),
         raw_bodies=BodyLimits(10 * MAX_BODY, timeout_s=10, setting="max_controller_bytes", are_json=False),
         raw_paths=frozenset({"/raw"}),
+        streamed_bodies=BodyLimits(100 * MAX_BODY, timeout_s=10, setting="max_file_mb", are_json=False),
+        streamed=frozenset({("POST", "/files")}),
     )
 
 

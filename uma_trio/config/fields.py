@@ -591,19 +591,6 @@ class Sessions:
         le=1_000_000,
     )
     session_ttl_s: float = setting(30 * 86_400.0, "Closes a session that is not used for this time.", gt=0, le=1e9)
-    max_detached: int = setting(
-        1000,
-        "Maximum number of detached requests of a principal whose answers have not ended.",
-        ge=0,
-        le=1_000_000,
-    )
-    detached_max_mb: int = setting(
-        256,
-        "Maximum size of the detached answers of a principal, in megabytes. Beyond it, the oldest ended ones are removed. "
-        "They also expire as sessions do, after session_ttl_s.",
-        ge=1,
-        le=1_000_000,
-    )
     offload: bool = setting(
         True,
         "Offload the KV cache of sessions to disk before it is evicted, and load it again where that is faster than "
@@ -620,6 +607,24 @@ class Sessions:
         "Offload a session that is idle for this time even if its memory is not needed, so that it survives a crash.",
         ge=0,
         le=1e9,
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Files:
+    """Files that clients of the HTTP gateway upload, and the batches that are made of them."""
+
+    max_file_mb: int = setting(
+        200, "Largest file that may be uploaded, in megabytes, as in OpenAI's API.", ge=1, le=100_000
+    )
+    max_files_mb: int = setting(
+        2000, "Maximum size of all files that a tenant keeps, results included, in megabytes.", ge=1, le=100_000_000
+    )
+    max_files: int = setting(
+        1000, "Maximum number of files that a tenant keeps, and likewise of batches.", ge=1, le=1_000_000
+    )
+    file_ttl_s: float = setting(
+        30 * 86_400.0, "Deletes a file this time after it was made, if its client says nothing else.", ge=60, le=1e9
     )
 
 
@@ -757,6 +762,7 @@ class Config:
     scheduling: Scheduling = attrs.field(factory=Scheduling)
     sampling: Sampling = attrs.field(factory=Sampling)
     sessions: Sessions = attrs.field(factory=Sessions)
+    files: Files = attrs.field(factory=Files)
     aici: Aici = attrs.field(factory=Aici)
     operations: Operations = attrs.field(factory=Operations)
     models: tuple[ModelEntry, ...] = ()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import anyio
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -15,8 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from uma_trio.config import Config, Http
+from uma_trio.config import MB, Config, Http
 from uma_trio.gateway import health, metrics, openapi, reference_page
+from uma_trio.gateway.batches.service import BatchService
 from uma_trio.gateway.body import BodyLimits
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.dialects import aici, local_servers, rerank, routers, starling, tokenizer_file
@@ -28,9 +30,11 @@ from uma_trio.gateway.dialects.ollama import generate as ollama_generate
 from uma_trio.gateway.dialects.ollama import library as ollama_library
 from uma_trio.gateway.dialects.ollama import models as ollama_models
 from uma_trio.gateway.dialects.ollama.shared import DIALECT as OLLAMA
+from uma_trio.gateway.dialects.openai import batches as openai_batches
 from uma_trio.gateway.dialects.openai import chat as openai_chat
 from uma_trio.gateway.dialects.openai import completions as openai_completions
 from uma_trio.gateway.dialects.openai import embeddings as openai_embeddings
+from uma_trio.gateway.dialects.openai import files as openai_files
 from uma_trio.gateway.dialects.openai import models as openai_models
 from uma_trio.gateway.dialects.openai import responses as openai_responses
 from uma_trio.gateway.dialects.openai.shared import OPENAI
@@ -42,7 +46,9 @@ from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
 from uma_trio.gateway.pages import PAGES, WATCH
 from uma_trio.gateway.request_logger import HttpMetrics, RequestLogger, Tracer, log
+from uma_trio.gateway.upload import MAX_FORM_BYTES
 from uma_trio.gateway.usage import UsageFile, usage_path
+from uma_trio.processes.large_work import LargeWork
 
 REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """An ``X-Request-Id`` that is taken over from the client."""
@@ -61,6 +67,8 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *rerank.ENDPOINTS,
     *openai_models.ENDPOINTS,
     *openai_responses.ENDPOINTS,
+    *openai_files.ENDPOINTS,
+    *openai_batches.ENDPOINTS,
     *ollama_generate.ENDPOINTS,
     *ollama_embed.ENDPOINTS,
     *ollama_models.ENDPOINTS,
@@ -75,6 +83,14 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *metrics.ENDPOINTS,
     WATCH,
 )
+
+BATCHED: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+"""Paths of the requests that batches may have."""
+
+
+def in_batches() -> list[Endpoint]:
+    """The endpoints of the requests that batches may have."""
+    return [endpoint for endpoint in ENDPOINTS if endpoint.path in BATCHED]
 
 
 def make_app(config: Config) -> ASGIApp:
@@ -98,9 +114,16 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     usage = UsageFile(usage_path(config))
     limiter = Limiter(usage, now_ns=time.monotonic_ns, unix_s=time.time, connections=config.limits.max_connections)
     routes = [endpoint.route(config, daemon, limiter) for endpoint in endpoints]
-    app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method, Exception: _bug})
-    app.state.http_metrics = http_metrics = HttpMetrics()
     tenants = CurrentTenants(config.http.keys)
+    large_work = LargeWork(anyio.Lock(), anyio.sleep)
+    batches = BatchService.of(config, in_batches(), tenants, limiter, large_work)
+    app = Starlette(
+        routes=routes,
+        exception_handlers={404: _not_found, 405: _wrong_method, Exception: _bug},
+        lifespan=lambda _: batches.running(),
+    )
+    app.state.http_metrics = http_metrics = HttpMetrics()
+    app.state.batches = batches
     guard = Guard(
         app,
         tenants=tenants,
@@ -114,15 +137,24 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
             config.limits.max_controller_bytes, config.limits.frame_timeout_s, "max_controller_bytes", are_json=False
         ),
         raw_paths=frozenset(endpoint.path for endpoint in endpoints if endpoint.raw_body is not None),
+        streamed_bodies=BodyLimits(
+            config.files.max_file_mb * MB + MAX_FORM_BYTES, config.limits.frame_timeout_s, "max_file_mb", are_json=False
+        ),
+        streamed=frozenset((endpoint.method, endpoint.path) for endpoint in endpoints if endpoint.form is not None),
+        large_work=large_work,
     )
 
     def read_again() -> None:
         usage.forget()
         tenants.read_again()
 
+    def drain() -> None:
+        guard.drain()
+        batches.stop()
+
     dialects = {(endpoint.method, endpoint.path): endpoint.dialect.name for endpoint in endpoints}
     logs, tracer = config.http.access_log, _tracer(config.http)
-    return RequestIds(RequestLogger(guard, http_metrics, dialects, logs=logs, tracer=tracer)), read_again, guard.drain
+    return RequestIds(RequestLogger(guard, http_metrics, dialects, logs=logs, tracer=tracer)), read_again, drain
 
 
 def _tracer(settings: Http) -> Tracer | None:

@@ -1,10 +1,11 @@
-"""Reads the bodies of requests whole, within bounds of size, time, memory and what their decoding costs.
+"""Reads the bodies of requests, whole or in parts, within bounds of size, time, memory and what their decoding costs.
 
 The event loop serves all clients, and decoding keeps it busy.  So each body is cheap to decode.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Final
 
 import anyio
@@ -22,6 +23,8 @@ MAX_INCOMPLETE: Final = 16
 BUSY_RETRY_MS: Final = 1000
 DISCARD_S: Final = 1.0
 """How long a refused request may go on sending its body.  A client that cannot finish may not see the answer."""
+PACE_BYTES: Final = 64 * 1024
+"""Bytes of a body that is read in parts."""
 
 
 @attrs.define
@@ -58,11 +61,7 @@ class Body:
         Raises:
             HttpError: it is too large, has too many values, is nested too deeply, comes too slowly, or too many others are being read.
         """
-        announced = self._headers.get("content-length", "0")
-        if not (announced.isascii() and announced.isdigit()):
-            raise invalid("Content-Length is not a number")
-        if len(announced) > 20 or int(announced) > self._bodies.max_bytes:
-            raise self._too_large()
+        self._check_announced()
         parts: list[bytes] = []
         size = 0
         cost = JsonCost() if self._bodies.are_json else None
@@ -90,6 +89,38 @@ class Body:
         finally:
             self._bodies.incomplete_bytes -= size
         return b"".join(parts)
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Its parts as they arrive, for one that may be larger than memory.  ``timeout_s`` is the limit for ``PACE_BYTES``.
+
+        Raises:
+            HttpError: it is too large, or comes too slowly, or the client leaves before its end.
+        """
+        self._check_announced()
+        size, paced_bytes, left_s = 0, 0, self._bodies.timeout_s
+        while not self._is_complete:
+            began = anyio.current_time()
+            with anyio.move_on_after(left_s) as waiting:
+                part = await self._next()
+            if waiting.cancelled_caught:
+                message = f"{PACE_BYTES:,} bytes of the body did not arrive within {self._bodies.timeout_s:g} s"
+                raise HttpError(408, "E_GATEWAY_BODY_TIMEOUT", message)
+            if part is None:
+                raise HttpError(499, "E_GATEWAY_CLIENT_LEFT", "the client closed the connection")
+            size += len(part)
+            if size > self._bodies.max_bytes:
+                raise self._too_large()
+            paced_bytes, left_s = paced_bytes + len(part), left_s - (anyio.current_time() - began)
+            if paced_bytes >= PACE_BYTES:
+                paced_bytes, left_s = 0, self._bodies.timeout_s
+            yield part
+
+    def _check_announced(self) -> None:
+        announced = self._headers.get("content-length", "0")
+        if not (announced.isascii() and announced.isdigit()):
+            raise invalid("Content-Length is not a number")
+        if len(announced) > 20 or int(announced) > self._bodies.max_bytes:
+            raise self._too_large()
 
     async def discard(self) -> bool:
         """Read the rest of a body that nobody wants, so that its sender reads the answer; returns whether it is complete."""

@@ -62,6 +62,8 @@ class Daemon:
     """``None`` is the default path."""
     account: Account | None = None
     """Who is charged for requests; ``None``: the user who runs the daemon, without limits."""
+    is_background: bool = False
+    """Whether answers are generated in the class ``background``, whatever a request says."""
     _known: Mapping[bool, KnownModels] = attrs.Factory(lambda: {True: KnownModels(), False: KnownModels()})
     """For tenants, and for the user who runs the daemon, who may name more of them."""
     _snapshots: Snapshots = attrs.Factory(lambda self: Snapshots(self.socket), takes_self=True)
@@ -95,7 +97,7 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, fields, is_streamed=bool(fields.get("stream", True))) as charge:
+        with charged(self.account, self._ranked(fields), is_streamed=bool(fields.get("stream", True))) as charge:
             async with self.connect() as client:
                 async for batch in client.generate_batches(**charge.fields):
                     charge.count(batch)
@@ -107,11 +109,14 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, fields, is_streamed=False) as charge:
+        with charged(self.account, self._ranked(fields), is_streamed=False) as charge:
             async with self.connect() as client:
                 ends = await client.choices(**charge.fields)
                 charge.count(ends)
                 return ends
+
+    def _ranked(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**fields, "slo": {**fields.get("slo", {}), "priority": "background"}} if self.is_background else fields
 
     async def generate_all(self, requests: Sequence[Mapping[str, Any]]) -> AsyncIterator[list[Event]]:
         """Send several requests, some at a time, and yield the events of all.

@@ -83,6 +83,8 @@ class Endpoint:
     """Other dialects of this path, by the header that their clients send."""
     raw_body: str | None = None
     """Media type of a body that is not JSON.  It may be as large as a controller."""
+    form: type | None = None
+    """Fields of a body that is a form with a file.  The endpoint reads it in parts, so it may be larger than memory."""
     hidden_fields: frozenset[str] = frozenset()
     """Fields of ``body`` that clients do not send."""
     field_names: FieldNames = attrs.field(factory=dict)

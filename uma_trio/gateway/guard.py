@@ -1,7 +1,7 @@
 """What every HTTP request has to pass before an endpoint sees it: host, origin, key and size.
 
 The guard is an ASGI application around the others.  It reads the whole body, within bounds of size and time, after the
-checks that need no body, and hands it on in one piece.  ``scope["state"]["tenant"]`` is then the tenant who sent the
+checks that need no body, and hands it on in one piece; an endpoint for files reads it from ``scope["state"]["body"]``.  ``scope["state"]["tenant"]`` is then the tenant who sent the
 request; ``None`` if the gateway has no tenants, or if the path needs no key.  ``n_tenants`` is ``None`` without a file of
 tenants.
 """
@@ -66,6 +66,7 @@ class Guard:
     Args:
         open_paths: those that need no key.
         raw_paths: those whose bodies are ``raw_bodies``.
+        streamed: methods and paths whose bodies are ``streamed_bodies``: their endpoints read them in parts.
         refuse: makes the response for an error, in the form that the path's clients know.
     """
 
@@ -79,6 +80,8 @@ class Guard:
     bodies: BodyLimits
     raw_bodies: BodyLimits
     raw_paths: frozenset[str]
+    streamed_bodies: BodyLimits
+    streamed: frozenset[tuple[str, str]]
     is_draining: bool = attrs.field(default=False, init=False)
     """Whether the daemon stops: every request but those of ``open_paths`` is refused."""
     large_work: LargeWork = attrs.field(factory=lambda: LargeWork(anyio.Lock(), anyio.sleep))
@@ -96,8 +99,9 @@ class Guard:
         state["tenant"] = None
         state["n_tenants"] = None
         state["is_draining"] = self.is_draining
+        is_streamed = (scope["method"], _path(scope)) in self.streamed
         bodies = self.raw_bodies if _path(scope) in self.raw_paths else self.bodies
-        body = Body(bodies, headers, receive)
+        body = state["body"] = Body(self.streamed_bodies if is_streamed else bodies, headers, receive)
         try:
             self._check_load(scope)
             _check_headers(scope)
@@ -111,7 +115,7 @@ class Guard:
             tenant = state["tenant"] = self._tenant_of(headers, scope)
             if tenant is not None:
                 send = self._with_rates(send, tenant)
-            content = await body.read()
+            content = b"" if is_streamed else await body.read()
         except HttpError as error:
             response = self.refuse(error, scope)
             if error.code in (TooManyConnections.code, ShuttingDown.code) or not await body.discard():
@@ -120,7 +124,7 @@ class Guard:
             return
         if content is not None:
             state["is_large"], state["large_work"] = len(content) > LARGE_BYTES, self.large_work
-            await self.app(scope, replayed(content, receive), send)
+            await self.app(scope, receive if is_streamed else replayed(content, receive), send)
 
     def drain(self) -> None:
         """Refuse new requests from now on, because the daemon stops.  Those that run go on."""

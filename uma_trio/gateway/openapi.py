@@ -16,6 +16,7 @@ from uma_trio.gateway.answer import JSON, json_response
 from uma_trio.gateway.dialects.starling import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.upload import MEDIA_TYPE as FORM
 
 REFERENCE: Final = "#/components/schemas/{name}"
 
@@ -23,9 +24,11 @@ REFERENCE: Final = "#/components/schemas/{name}"
 def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """The document of these endpoints, in version 3.1 of the format."""
     endpoints = list(endpoints)
-    types = {each for endpoint in endpoints for each in (endpoint.body, *endpoint.shapes, endpoint.event_shape)} - {
-        None
-    }
+    types = {
+        each
+        for endpoint in endpoints
+        for each in (endpoint.body, endpoint.form, *endpoint.shapes, endpoint.event_shape)
+    } - {None}
     ordered = sorted(types, key=str)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=REFERENCE)
     schema_of = dict(zip(ordered, schemas, strict=True))
@@ -96,6 +99,8 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
     if endpoint.raw_body is not None:
         binary = {"schema": {"type": "string", "format": "binary"}}
         operation["requestBody"] = {"required": True, "content": {endpoint.raw_body: binary}}
+    if endpoint.form is not None:
+        operation["requestBody"] = {"required": True, "content": {FORM: {"schema": schema_of[endpoint.form]}}}
     body = endpoint.dialect.error_body(HttpError(500, "", ""), "")
     error = {"text/plain" if isinstance(body, str) else JSON: {"schema": _shape(body)}}
     for status in endpoint.errors:

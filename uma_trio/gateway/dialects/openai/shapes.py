@@ -309,3 +309,80 @@ class InputTokens(Warned):
 
     object: Literal["response.input_tokens"]
     input_tokens: int
+
+
+# -- files and batches ----------------------------------------------------------------------------------
+
+
+class File(Warned):
+    """A file, without its content."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class FilePage(Shape):
+    """Files of a client."""
+
+    object: Literal["list"]
+    data: list[File]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(Shape):
+    """A file that was deleted."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class RequestCounts(Shape):
+    """How far a batch is."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(Warned):
+    """A batch.  Times are Unix seconds."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: Literal["validating", "in_progress", "completed", "expired", "cancelling", "cancelled"]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    completed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    finalizing_at: None
+    failed_at: None
+    errors: None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchPage(Shape):
+    """Batches of a client."""
+
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,142 @@
+"""What the endpoints for files and batches use, and the task that answers batches."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import anyio
+import anyio.to_thread
+import attrs
+
+from uma_trio.config import MB, Config
+from uma_trio.gateway.batches.row_caller import RowCaller
+from uma_trio.gateway.batches.rows import RowReader
+from uma_trio.gateway.batches.store import Full, Store, store_folder
+from uma_trio.gateway.batches.worker import Worker
+from uma_trio.gateway.charging import Account
+from uma_trio.gateway.endpoint import UNKNOWN_PRINCIPAL, Call, Endpoint
+from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.key_file import CurrentTenants
+from uma_trio.gateway.limits import Limiter
+from uma_trio.gateway.request_logger import log
+from uma_trio.processes.large_work import LargeWork
+from uma_trio.protocol.address import socket_path
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@attrs.define
+class BatchService:
+    """Files and batches of one gateway."""
+
+    store: Store
+    reader: RowReader
+    worker: Worker
+    uploads: Counter[str] = attrs.field(factory=Counter)
+    """Files that arrive now, by owner."""
+    _working: anyio.CancelScope | None = attrs.field(default=None, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        endpoints: Sequence[Endpoint],
+        tenants: CurrentTenants,
+        limiter: Limiter,
+        large_work: LargeWork,
+    ) -> BatchService:
+        """The service of a gateway.
+
+        Args:
+            endpoints: those that rows may name.
+        """
+
+        def account_of(owner: str) -> Account | None:
+            if not is_tenant(owner):
+                return None
+            now = tenants.now()
+            found = {} if now is None else {tenant.principal.name: tenant for tenant in now.by_name.values()}
+            return Account(found[owner], limiter, config.limits.default_max_tokens)
+
+        store = Store(store_folder(config), max_bytes=config.files.max_files_mb * MB, max_files=config.files.max_files)
+        caller = RowCaller.of(endpoints, config, large_work)
+        reader = reader_of(config, endpoints)
+        socket = str(Path(socket_path(config.listen.socket)).absolute())
+        return cls(store, reader, Worker(store, caller, reader, account_of, socket, config.model.parallel))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Answer batches until the context ends."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._work)
+            yield
+            self.stop()
+
+    def stop(self) -> None:
+        """Give up the rows that are being answered, because the daemon stops: they are answered again after its start."""
+        if self._working is not None:
+            self._working.cancel()
+
+    async def _work(self) -> None:
+        try:
+            with anyio.CancelScope() as self._working:
+                await self.worker.run()
+        except Exception:  # noqa: BLE001  (requests over HTTP go on)
+            log.exception("batches are not answered any more")
+
+
+def reader_of(config: Config, endpoints: Sequence[Endpoint]) -> RowReader:
+    """The reader of files whose rows may name ``endpoints``."""
+    return RowReader([endpoint.path for endpoint in endpoints], config.http.max_body_bytes, "http_max_body_bytes")
+
+
+def is_tenant(owner: str) -> bool:
+    """Whether an owner has to have a key."""
+    return owner not in ("", UNKNOWN_PRINCIPAL)
+
+
+def owner_of(call: Call) -> str:
+    """Whose files and batches a client sees: those of its tenant, or without keys those of the user who runs the daemon."""
+    account = call.daemon.account
+    if account is not None:
+        return account.tenant.principal.name
+    return UNKNOWN_PRINCIPAL if call.is_unknown else ""
+
+
+def service_of(call: Call) -> BatchService:
+    """The service of the gateway that serves a call."""
+    found: BatchService = call.request.app.state.batches
+    return found
+
+
+async def kept(work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+    """The result of a method of the store, which runs in a thread.
+
+    Raises:
+        HttpError: there is no room, or the disk does not work.
+    """
+    call: Callable[[], R] = partial(work, *args, **options)
+    try:
+        return await anyio.to_thread.run_sync(call)
+    except Full as error:
+        raise HttpError(413, "E_GATEWAY_FILES_FULL", str(error)) from None
+    except (OSError, sqlite3.Error) as error:
+        raise unusable(error) from None
+
+
+def unusable(error: Exception) -> HttpError:
+    """The error for a disk that does not work."""
+    log.error("files cannot be kept", reason=str(error))
+    return HttpError(503, "E_GATEWAY_STORAGE", "files cannot be kept now; the daemon's log has the reason")
+
+
+def query_fields(call: Call) -> dict[str, Any]:
+    """The fields of a query string; of those that are there twice, the last one."""
+    return dict(call.request.query_params)

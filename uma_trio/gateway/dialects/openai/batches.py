@@ -1,0 +1,202 @@
+"""``/v1/batches`` of OpenAI's API: files of requests that are answered when nobody else needs the model."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.responses import Response
+
+from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.batches.service import kept, owner_of, query_fields, service_of
+from uma_trio.gateway.batches.store import OPEN, Batch, new_id
+from uma_trio.gateway.dialects.openai.files import KEPT_S
+from uma_trio.gateway.dialects.openai.shapes import BatchObject, BatchPage
+from uma_trio.gateway.dialects.openai.shared import OPENAI
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.protocol.field_errors import explain
+
+WINDOW: Final = re.compile(r"([1-9][0-9]{0,4})([mhd])", re.ASCII)
+UNITS_S: Final = {"m": 60, "h": 3600, "d": 86_400}
+LONGEST_WINDOW_S: Final = 30 * 86_400
+TIMES: Final = ("in_progress_at", "completed_at", "expired_at", "cancelling_at", "cancelled_at")
+NEVER: Final = ("finalizing_at", "failed_at", "errors")
+"""Fields of OpenAI's that are always null: a batch has ended when its last row has, and bad files are no batches."""
+
+
+class Expiry(msgspec.Struct, kw_only=True):
+    """How long files of results are kept."""
+
+    anchor: Literal["created_at"] = "created_at"
+    seconds: Annotated[int, Meta(ge=KEPT_S[0], le=KEPT_S[1])]
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    """A request to answer the rows of a file."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str = "24h"
+    """A number of minutes (``m``), hours (``h``) or days (``d``), up to 30 days."""
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+        | None
+    ) = None
+    output_expires_after: Expiry | None = None
+
+
+class BatchQuery(msgspec.Struct, kw_only=True):
+    """Which batches a list has."""
+
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+
+
+async def create(call: Call) -> Response:
+    """Answer the rows of a file, in the class ``background``."""
+    request, warnings = await call.read(BatchRequest)
+    service, owner = service_of(call), owner_of(call)
+    if call.daemon.account is not None:
+        call.daemon.account.count_request()
+    window_s = _window_s(request.completion_window)
+    file = await kept(service.store.file, owner, request.input_file_id)
+    if file is None:
+        message = f"there is no file {request.input_file_id[:100]!r}"
+        raise HttpError(404, "E_GATEWAY_FILE", message, parameter="input_file_id")
+    if file.purpose != "batch" or file.url is None:
+        raise invalid(f"{file.id} is a file of results; upload one with purpose batch", parameter="input_file_id")
+    if request.endpoint != file.url:
+        message = f"endpoint is {request.endpoint[:100]!r}, and the rows of {file.id} have the url {file.url}"
+        raise invalid(message, parameter="endpoint")
+    await kept(service.store.check_room, owner)
+    expiry, now = request.output_expires_after, int(time.time())
+    batch = Batch(
+        id=new_id("batch_"),
+        owner=owner,
+        is_local=not call.is_unknown,
+        socket=service.worker.socket,
+        url=file.url,
+        input_file_id=file.id,
+        output_file_id=new_id("file-"),
+        error_file_id=new_id("file-"),
+        completion_window=request.completion_window,
+        metadata=request.metadata,
+        total=file.rows,
+        created_at=now,
+        expires_at=now + window_s,
+        kept_s=int(call.config.files.file_ttl_s) if expiry is None else expiry.seconds,
+    )
+    await kept(service.store.add_batch, batch)
+    service.worker.look()
+    return json_response(_batch(batch), warnings=warnings)
+
+
+async def list_batches(call: Call) -> Response:
+    """The batches of the client, the newest one first."""
+    fields = query_fields(call)
+    try:
+        query = msgspec.convert(fields, BatchQuery, strict=False)
+    except msgspec.ValidationError as error:
+        wrong = explain(error, BatchQuery, fields)
+        raise invalid(wrong.message, parameter=wrong.field) from None
+    if query.after is not None:
+        await _found(call, query.after)
+    found, has_more = await kept(service_of(call).store.batches, owner_of(call), after=query.after, limit=query.limit)
+    ids = {"first_id": found[0].id, "last_id": found[-1].id} if found else {"first_id": None, "last_id": None}
+    return json_response({"object": "list", "data": [_batch(each) for each in found], **ids, "has_more": has_more})
+
+
+async def retrieve(call: Call) -> Response:
+    """One batch, and how far it is."""
+    return json_response(_batch(await _found(call, call.request.path_params["id"])))
+
+
+async def cancel(call: Call) -> Response:
+    """Cancel a batch.  Rows that have an answer keep it, in the file of results."""
+    batch = await _found(call, call.request.path_params["id"])
+    if batch.status not in OPEN:
+        raise HttpError(409, "E_GATEWAY_BATCH_ENDED", f"{batch.id} is {batch.status}, so it cannot be cancelled")
+    service = service_of(call)
+    batch = await kept(
+        service.store.change,
+        batch.id,
+        lambda known: known.became("cancelling") if known.status in OPEN and known.status != "cancelling" else known,
+    )
+    service.worker.look(cancelled=batch.id)
+    return json_response(_batch(batch))
+
+
+async def _found(call: Call, batch_id: str) -> Batch:
+    found = await kept(service_of(call).store.batch, owner_of(call), batch_id)
+    if found is None:
+        raise HttpError(404, "E_GATEWAY_BATCH", f"there is no batch {batch_id[:100]!r}", parameter="batch_id")
+    return found
+
+
+def _window_s(text: str) -> int:
+    match = WINDOW.fullmatch(text)
+    seconds = int(match[1]) * UNITS_S[match[2]] if match else 0
+    if not 0 < seconds <= LONGEST_WINDOW_S:
+        raise invalid("completion_window is a time such as 24h, 90m or 7d, up to 30d", parameter="completion_window")
+    return seconds
+
+
+def _batch(batch: Batch) -> dict[str, Any]:
+    has_ended = batch.status not in OPEN
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.url,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
+        "status": batch.status,
+        "output_file_id": batch.output_file_id if has_ended and batch.has_output else None,
+        "error_file_id": batch.error_file_id if has_ended and batch.has_errors else None,
+        "created_at": batch.created_at,
+        "expires_at": batch.expires_at,
+        **{name: batch.times.get(name) for name in TIMES},
+        **dict.fromkeys(NEVER),
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "metadata": batch.metadata,
+    }
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        method="POST",
+        path="/v1/batches",
+        dialect=OPENAI,
+        answer=create,
+        shapes=(BatchObject,),
+        summary="Answer the requests of a file",
+        body=BatchRequest,
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/batches",
+        dialect=OPENAI,
+        answer=list_batches,
+        shapes=(BatchPage,),
+        summary="The batches of the client",
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/batches/{id}",
+        dialect=OPENAI,
+        answer=retrieve,
+        shapes=(BatchObject,),
+        summary="One batch",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/batches/{id}/cancel",
+        dialect=OPENAI,
+        answer=cancel,
+        shapes=(BatchObject,),
+        summary="Cancel a batch",
+    ),
+)

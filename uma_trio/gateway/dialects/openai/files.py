@@ -1,0 +1,256 @@
+"""``/v1/files`` of OpenAI's API: files of requests for batches, and what the batches have answered."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import anyio
+import msgspec
+from msgspec import Meta
+from starlette.responses import FileResponse, Response
+
+from uma_trio.config import MB
+from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.batches.rows import Contents, RowReader, RowsError
+from uma_trio.gateway.batches.service import kept, owner_of, query_fields, service_of, unusable
+from uma_trio.gateway.batches.store import StoredFile, new_id
+from uma_trio.gateway.body import Body
+from uma_trio.gateway.dialects.openai.shapes import DeletedFile, File, FilePage
+from uma_trio.gateway.dialects.openai.shared import OPENAI
+from uma_trio.gateway.endpoint import Call, Endpoint, without_effect
+from uma_trio.gateway.errors import HttpError, invalid, try_again_in
+from uma_trio.gateway.upload import Form
+from uma_trio.protocol.field_errors import explain
+
+MAX_UPLOADS: Final = 4
+"""Files that a tenant uploads at a time."""
+UPLOAD_RETRY_MS: Final = 1000
+MAX_NAME: Final = 255
+"""Characters of a file's name."""
+
+MAX_PAGE: Final = 10_000
+"""Files of one list, as in OpenAI's API."""
+KEPT_S: Final = (3600, 30 * 86_400)
+"""How long a client may let a file be kept."""
+
+ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+
+
+class UploadedFile(msgspec.Struct, kw_only=True):
+    """A form with a file."""
+
+    file: str
+    """The file, which has a request on each line."""
+    purpose: Literal["batch"]
+    anchor: Literal["created_at"] | None = msgspec.field(default=None, name=ANCHOR)
+    seconds: Annotated[int, Meta(ge=KEPT_S[0], le=KEPT_S[1])] | None = msgspec.field(default=None, name=SECONDS)
+
+
+class FileQuery(msgspec.Struct, kw_only=True):
+    """Which files a list has."""
+
+    purpose: str | None = None
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
+    order: Literal["asc", "desc"] = "desc"
+
+
+async def upload(call: Call) -> Response:
+    """Keep a file for a batch.  Each line of it is checked at once, and each body when its turn comes."""
+    body: Body = call.request.scope["state"]["body"]
+    try:
+        return await _received(call, body)
+    except HttpError as error:
+        response = call.refuse(error)
+        if not await body.discard():
+            response.headers["connection"] = "close"
+        return response
+
+
+async def _received(call: Call, body: Body) -> Response:
+    service, owner = service_of(call), owner_of(call)
+    if call.daemon.account is not None:
+        call.daemon.account.count_request()
+    if service.uploads[owner] >= MAX_UPLOADS:
+        message = f"{MAX_UPLOADS} files of yours arrive already; {try_again_in(UPLOAD_RETRY_MS)}"
+        raise HttpError(429, "E_GATEWAY_BUSY", message, retry_after_ms=UPLOAD_RETRY_MS)
+    await kept(service.store.check_room, owner)
+    file_id = new_id("file-")
+    path = await kept(service.store.upload_path, file_id)
+    service.uploads[owner] += 1
+    try:
+        with _removed(path):
+            form = await _written(call, body, path)
+            fields = _checked(form)
+            contents = await kept(_contents, service.reader, path)
+            now = int(time.time())
+            file = StoredFile(
+                id=file_id,
+                owner=owner,
+                filename=(form.filename or "file")[:MAX_NAME],
+                purpose=fields.purpose,
+                bytes=form.n_bytes,
+                created_at=now,
+                expires_at=now + int(fields.seconds or call.config.files.file_ttl_s),
+                url=contents.url,
+                rows=contents.rows,
+            )
+            await kept(service.store.add_file, file)
+    finally:
+        service.uploads[owner] -= 1
+        if not service.uploads[owner]:
+            del service.uploads[owner]
+    known = {field.encode_name for field in msgspec.structs.fields(UploadedFile)}
+    return json_response(
+        _file(file), warnings=without_effect([name for name in form.fields if name not in known], "field", known)
+    )
+
+
+async def _written(call: Call, body: Body, path: Path) -> Form:
+    try:
+        async with await anyio.open_file(path, "xb") as file:
+            form = Form(file, call.config.files.max_file_mb * MB, "max_file_mb")
+            await form.receive(body.parts(), call.request.headers.get("content-type", ""))
+    except OSError as error:
+        raise unusable(error) from None
+    return form
+
+
+def _checked(form: Form) -> UploadedFile:
+    if form.filename is None:
+        raise invalid("the form has no part that is called file", parameter="file")
+    fields = {**form.fields, "file": form.filename}
+    try:
+        return msgspec.convert(fields, UploadedFile, strict=False)
+    except msgspec.ValidationError as error:
+        wrong = explain(error, UploadedFile, fields)
+        message = f"{wrong.message}; files are kept for batches only" if wrong.field == "purpose" else wrong.message
+        raise invalid(message, parameter=wrong.field) from None
+
+
+def _contents(reader: RowReader, path: Path) -> Contents:
+    try:
+        return reader.check(path)
+    except RowsError as error:
+        raise invalid(str(error), parameter="file" if error.field is None else f"file.{error.field}") from None
+
+
+@contextlib.contextmanager
+def _removed(path: Path) -> Iterator[None]:
+    """Remove a file that is still there afterwards."""
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def list_files(call: Call) -> Response:
+    """The files of the client, the newest one first."""
+    fields = query_fields(call)
+    try:
+        query = msgspec.convert(fields, FileQuery, strict=False)
+    except msgspec.ValidationError as error:
+        wrong = explain(error, FileQuery, fields)
+        raise invalid(wrong.message, parameter=wrong.field) from None
+    service, owner = service_of(call), owner_of(call)
+    if query.after is not None:
+        await _found(call, query.after)
+    files, has_more = await kept(
+        service.store.files,
+        owner,
+        purpose=query.purpose,
+        after=query.after,
+        limit=query.limit,
+        newest_first=query.order == "desc",
+    )
+    ids = {"first_id": files[0].id, "last_id": files[-1].id} if files else {"first_id": None, "last_id": None}
+    return json_response({"object": "list", "data": [_file(each) for each in files], **ids, "has_more": has_more})
+
+
+async def retrieve(call: Call) -> Response:
+    """One file, without its content."""
+    return json_response(_file(await _found(call, call.request.path_params["id"])))
+
+
+async def content(call: Call) -> Response:
+    """The content of a file."""
+    file = await _found(call, call.request.path_params["id"])
+    return FileResponse(service_of(call).store.path(file.id), media_type="application/jsonl", filename=file.filename)
+
+
+async def delete(call: Call) -> Response:
+    """Delete a file, unless a batch still reads it."""
+    file_id: str = call.request.path_params["id"]
+    match await kept(service_of(call).store.delete_file, owner_of(call), file_id):
+        case "missing":
+            raise _missing(file_id)
+        case "in use":
+            message = f"a batch still reads {file_id}; cancel it first, or wait for its end"
+            raise HttpError(409, "E_GATEWAY_FILE_IN_USE", message, parameter="file_id")
+    return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+async def _found(call: Call, file_id: str) -> StoredFile:
+    found = await kept(service_of(call).store.file, owner_of(call), file_id)
+    if found is None:
+        raise _missing(file_id)
+    return found
+
+
+def _missing(file_id: str) -> HttpError:
+    return HttpError(404, "E_GATEWAY_FILE", f"there is no file {file_id[:100]!r}", parameter="file_id")
+
+
+def _file(file: StoredFile) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        method="POST",
+        path="/v1/files",
+        dialect=OPENAI,
+        answer=upload,
+        shapes=(File,),
+        summary="Upload a file of requests",
+        form=UploadedFile,
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/files",
+        dialect=OPENAI,
+        answer=list_files,
+        shapes=(FilePage,),
+        summary="The files of the client",
+    ),
+    Endpoint(method="GET", path="/v1/files/{id}", dialect=OPENAI, answer=retrieve, shapes=(File,), summary="One file"),
+    Endpoint(
+        method="DELETE",
+        path="/v1/files/{id}",
+        dialect=OPENAI,
+        answer=delete,
+        shapes=(DeletedFile,),
+        summary="Delete a file",
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/files/{id}/content",
+        dialect=OPENAI,
+        answer=content,
+        summary="The content of a file",
+        media_types=("application/jsonl",),
+    ),
+)
