@@ -132,6 +132,7 @@ def command(
     drafts.py                what a draft model gains
     two_models.py            how two models share the cores
     crowding.py              how long a tenant waits while another one takes all places
+    night_shift.py           what a batch costs interactive requests
     constrained.py           what a constraint costs
     controllers.py           what a controller costs
     deaths.py                each process is killed and stopped
