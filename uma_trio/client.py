@@ -23,6 +23,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import itertools
+import secrets
 import socket as sockets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ from uma_trio.errors import ProtocolError
 from uma_trio.protocol.answer_tree import AnswerTree, ControlledAnswer
 from uma_trio.protocol.answers import (
     Activity,
+    AnswerInfo,
+    AnswerList,
     Health,
     Metrics,
     ModelDescription,
@@ -81,6 +84,7 @@ from uma_trio.protocol.requests import Generate
 __all__ = [
     "Activity",
     "Answer",
+    "AnswerInfo",
     "AnswerTree",
     "Backtrack",
     "BrokenProtocol",
@@ -239,7 +243,12 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.  It comes after the events before it have been yielded.
         """
-        request = _Request(fields, f"r{next(self._ids)}")
+        _check_fields(fields)
+        async with contextlib.aclosing(self._batches(_Request(fields, f"r{next(self._ids)}"))) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def _batches(self, request: _Request) -> AsyncGenerator[list[Event], None]:
         with contextlib.suppress(BrokenProtocol):  # a daemon that closed the connection may have sent the reason
             await self.send(request.fields)
         while not request.done:
@@ -270,6 +279,61 @@ class Client:
     async def cancel(self, request_id: str) -> None:
         """Cancel a request.  Its ``eos`` with reason ``cancelled`` follows."""
         await self.send({"event": "cancel", "id": request_id})
+
+    async def detach(self, **fields: Any) -> AnswerInfo:
+        """Send a request that the daemon answers on its own, and return what it is called: see ``attach``.
+
+        Args:
+            fields: the request.  A missing ``id`` is random, because it names the answer.
+
+        Raises:
+            TypeError: a request has no such field.
+            ServerError: the daemon answered with an error.
+        """
+        _check_fields(fields)
+        fields = {"id": secrets.token_hex(8), "detached": True, **fields}
+        return (await self._ask(_Request(fields, "").fields, AnswerList)).answers[0]
+
+    async def attach(self, id: str, *, after: int = 0, **fields: Any) -> AsyncIterator[Event]:
+        """Yield the events of a detached answer until it has ended.  Leaving early changes nothing of the answer.
+
+        Args:
+            id: of its request.
+            after: only events with a higher ``number``.
+            fields: those of an attach query.
+
+        Raises:
+            ServerError: there is no such answer, or it ended with an error.
+            BrokenProtocol: the connection ended before the answer.
+        """
+        async with contextlib.aclosing(self.attach_batches(id, after=after, **fields)) as batches:
+            async for batch in batches:
+                for event in batch:
+                    yield event
+
+    async def attach_batches(self, id: str, *, after: int = 0, **fields: Any) -> AsyncGenerator[list[Event], None]:
+        """Like ``attach``, but yields lists: all events that have arrived together.
+
+        Raises:
+            ServerError: it comes after the events before it have been yielded.
+        """
+        query = self._on_behalf({"type": "attach", "id": id, "after": after, **fields})
+        async with contextlib.aclosing(self._batches(_Request(query, id))) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def answers(
+        self, action: Literal["list", "read", "cancel", "delete"] = "list", **fields: Any
+    ) -> list[AnswerInfo]:
+        """List, describe, cancel or delete detached answers; ``fields`` are those of an answers query.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        events = [await self._ask({"type": "answers", "action": action, **fields}, AnswerList)]
+        while events[-1].more:
+            events.append(await self._expect(AnswerList))
+        return [answer for event in events for answer in event.answers]
 
     def _on_behalf(self, query: Mapping[str, Any]) -> dict[str, Any]:
         """The query with the principal of the connection, unless it names one."""
@@ -524,7 +588,6 @@ class _Request:
     """One request on a connection, and which of its answers have ended."""
 
     def __init__(self, fields: Mapping[str, Any], default_id: str) -> None:
-        _check_fields(fields)
         self.fields: dict[str, Any] = {"id": default_id, **fields}
         if isinstance(bias := fields.get("logit_bias"), Mapping):
             self.fields["logit_bias"] = {str(token): value for token, value in bias.items()}
@@ -691,6 +754,7 @@ def run(
     Raises:
         ServerError: the daemon refused, or no answer ended well.  Its ``answers`` are those so far.
     """
+    _check_fields(fields, ("socket", "wait_s"))
     tree = AnswerTree()
     try:
         for event in _events({"controller": controller, "controller_arg": arg, **fields}, socket, wait_s):

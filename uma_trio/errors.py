@@ -247,6 +247,25 @@ class SessionExists(SessionError):
     code = "E_SESSION_EXISTS"
 
 
+class AnswerError(UmaError):
+    """The detached answer is not in a state that allows the request."""
+
+    http_status = 409
+
+
+class AnswerNotFound(AnswerError):
+    """The principal has no detached answer of this id."""
+
+    code = "E_ANSWER_NOT_FOUND"
+    http_status = 404
+
+
+class AnswerExists(AnswerError):
+    """The principal has a detached answer of this id already."""
+
+    code = "E_ANSWER_EXISTS"
+
+
 class RuntimeFault(UmaError):
     """The daemon failed to do what it accepted to do."""
 

@@ -20,7 +20,7 @@ ROOMS = (
     *("processes", "models", "engine_link", "grammar", "tokenizer", "encoder", "hub", "aici_link", "engine", "aici"),
     *("daemon.scheduling", "daemon.kv", "daemon.store", "daemon.answer", "daemon.prompts", "daemon.engines"),
     *("daemon.aici", "daemon.serving", "daemon.sessions", "daemon.service", "daemon.registry", "daemon.requests"),
-    *("daemon.doors", "daemon", "connect", "client", "gateway", "demo", "cli", "training"),
+    *("daemon.detached", "daemon.doors", "daemon", "connect", "client", "gateway", "demo", "cli", "training"),
     "__main__",
 )
 """Each may import those before it.  A new room gets its place here and in docs/ARCHITECTURE.md."""
@@ -53,7 +53,7 @@ NO_NUMPY = ("errors", "principal", "protocol", "config", "daemon.scheduling")
 
 DOORS_MAY_IMPORT = (
     *("config", "errors", "principal", "processes", "protocol", "telemetry"),
-    *("daemon.doors", "daemon.registry", "daemon.requests", "daemon.service"),
+    *("daemon.detached", "daemon.doors", "daemon.registry", "daemon.requests", "daemon.service"),
 )
 """A door calls ``ModelService``, runs requests, and knows nothing behind them."""
 

@@ -65,6 +65,7 @@ NOT_RUN = {
         "needs a compiler for Wasm; tests/aici/test_shipped_controllers.py compiles the example with one"
     ),
     r"uma-trio controllers rm [0-9a-f]{64}": "there is no such module; tests/loop/test_cli_controllers.py removes one",
+    r"uma-trio attach [0-9a-f]{16}.*": "there is no such answer; tests/model/test_detached.py attaches to one",
     r"uma-trio aicirt .*": "serves until its engine ends; tests/aici/test_conformance.py drives it",
     r"uma-trio completion zsh > .*": "needs zsh",
     r"uma-trio pull https://.*": "there is no such server",

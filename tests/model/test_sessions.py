@@ -501,7 +501,7 @@ def test_the_second_daemon_with_the_same_state_folder_has_no_storage(library: No
             assert names(second) == []
             assert say(second, "a", "And of Italy?").last["session"]["durable"] is False
         assert say(first, "a", "And of Italy?").last["session"]["turns"] == 2
-    journal = Journal(next((tmp_path / "state").glob("*")) / "sessions")
+    journal = Journal(next((tmp_path / "state").glob("*/sessions")))
     try:
         (found,) = journal.load()
         assert [message.content for message in found.messages][::2] == [

@@ -111,7 +111,7 @@ def test_calls_that_a_template_writes_are_read_again(name: str) -> None:
     if support.format.bare:
         output = output[output.index("{") :]
     tools = {tool.name: tool.parameters for tool in TOOLS}
-    calling = ToolCalling(markers=support.markers, tools=tools, make_id=lambda: "x")
+    calling = ToolCalling(markers=support.markers, tools=tools, make_id=lambda _: "x")
     assembler = RegionAssembler([], None, calling, is_open=False)
     for character in output:
         assembler.feed(-1, character.encode())

@@ -129,7 +129,7 @@ def calls_of(shape: AnswerShape, output: str) -> list[tuple[str, dict]]:
     """What the reader finds in an output that has nothing but calls."""
     assert shape.markers is not None
     tools = {tool.name: tool.parameters for tool in shape.tools}
-    calling = ToolCalling(markers=shape.markers, tools=tools, make_id=lambda: "x")
+    calling = ToolCalling(markers=shape.markers, tools=tools, make_id=lambda _: "x")
     assembler = RegionAssembler([], None, calling, is_open=False)
     text = "".join(assembler.feed(token, bytes([token]) if token < 256 else b"").text for token in tokens_of(output))
     assert text + assembler.finish().text == ""

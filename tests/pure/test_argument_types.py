@@ -24,7 +24,7 @@ def read(name: str, output: str, parameters: dict, sizes=(1 << 20,)) -> tuple[st
     """Text, and the arguments of the calls of the tool ``x``, which have streamed as well."""
     counter = itertools.count()
     markers = make_call_markers(by_name(name), MarkerText(lambda _: None))
-    calling = ToolCalling(markers=markers, tools={"x": parameters}, make_id=lambda: str(next(counter)))
+    calling = ToolCalling(markers=markers, tools={"x": parameters}, make_id=lambda _: str(next(counter)))
     assembler = RegionAssembler([], None, calling, is_open=False)
     data, cuts, splits = output.encode(), itertools.cycle(sizes), []
     while data:
@@ -213,7 +213,7 @@ def test_strings_stream_and_other_values_come_whole(name: str) -> None:
     calling = ToolCalling(
         markers=make_call_markers(by_name(name), MarkerText(lambda _: None)),
         tools={"x": {"properties": SCHEMAS}},
-        make_id=lambda: "c",
+        make_id=lambda _: "c",
     )
     assembler = RegionAssembler([], None, calling, is_open=False)
     parts = [assembler.feed(1000, c.encode()).calls for c in output]

@@ -21,6 +21,8 @@ from uma_trio.errors import BadRequest, all_errors
 from uma_trio.protocol.answers import (
     Activity,
     AdapterDescription,
+    AnswerInfo,
+    AnswerList,
     Health,
     HealthCheck,
     ModelDescription,
@@ -63,7 +65,16 @@ from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import parse, to_fields
 from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS, ROWS, Field
 from uma_trio.protocol.payload import Encoding, decode, encoding_of
-from uma_trio.protocol.queries import HealthQuery, MetricsQuery, ModelsQuery, SessionQuery, TokenizeQuery, WatchQuery
+from uma_trio.protocol.queries import (
+    AnswersQuery,
+    AttachQuery,
+    HealthQuery,
+    MetricsQuery,
+    ModelsQuery,
+    SessionQuery,
+    TokenizeQuery,
+    WatchQuery,
+)
 from uma_trio.protocol.requests import (
     MAX_BIASES,
     MAX_METADATA_BYTES,
@@ -108,6 +119,7 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         "E_RUNTIME",
         "E_MODEL",
         "E_SESSION",
+        "E_ANSWER",
         "E_CONSTRAINT",
         "E_CONTROLLER",
     }
@@ -124,6 +136,9 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("A request to rank", Rerank, {"type"}),
         ("ranking", Ranking, {"event"}),
         ("Session query", SessionQuery, {"type"}),
+        ("Answers query", AnswersQuery, {"type"}),
+        ("Attach query", AttachQuery, {"type"}),
+        ("answers", AnswerList, {"event"}),
         ("Tokenize query", TokenizeQuery, {"type"}),
         ("Models query", ModelsQuery, {"type"}),
         ("Health query", HealthQuery, {"type"}),
@@ -161,6 +176,8 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
         ("A request for embeddings", Embed),
         ("A request to rank", Rerank),
         ("Session query", SessionQuery),
+        ("Answers query", AnswersQuery),
+        ("Attach query", AttachQuery),
         ("Tokenize query", TokenizeQuery),
         ("Models query", ModelsQuery),
         ("Health query", HealthQuery),
@@ -211,6 +228,7 @@ def test_bounds_are_the_documented_ones() -> None:
         ("eos", Logprobs),
         ("token", Logprob),
         ("sessions", SessionInfo),
+        ("answers", AnswerInfo),
         ("A request for text", AdapterChoice),
         ("models", ModelDescription),
         ("models", AdapterDescription),
@@ -235,6 +253,7 @@ EVENTS = {
     "eos": Eos,
     "error": Failure,
     "transcript": Transcript,
+    "answers": AnswerList,
     "tokens": TokenList,
     "models": ModelList,
     "health": Health,
@@ -272,7 +291,17 @@ def test_the_codec_accepts_every_json_example() -> None:
             known = {field.name for field in attrs.fields(type(message))} | {"event", "type"}
             assert set(fields) <= known
             kinds.add(type(message))
-    queries = {MetricsQuery, SessionQuery, TokenizeQuery, ModelsQuery, HealthQuery, WatchQuery, ControllersQuery}
+    queries = {
+        MetricsQuery,
+        SessionQuery,
+        AnswersQuery,
+        AttachQuery,
+        TokenizeQuery,
+        ModelsQuery,
+        HealthQuery,
+        WatchQuery,
+        ControllersQuery,
+    }
     assert kinds == {Generate, Embed, Rerank, Cancel, *queries, *EVENTS.values()}
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from uma_trio import errors
 from uma_trio.errors import (
+    AnswerError,
     ControllerRequestError,
     LimitError,
     ModelRequestError,
@@ -19,7 +20,7 @@ from uma_trio.errors import (
 )
 from uma_trio.protocol.events import Failure
 
-CODE = re.compile(r"E_(PROTO|LIMIT|SESSION|RUNTIME|MODEL|CONSTRAINT|CONTROLLER|IO)(_[A-Z]+)+")
+CODE = re.compile(r"E_(PROTO|LIMIT|SESSION|ANSWER|RUNTIME|MODEL|CONSTRAINT|CONTROLLER|IO)(_[A-Z]+)+")
 
 
 def test_all_errors_finds_every_class_in_the_module() -> None:
@@ -42,6 +43,7 @@ def test_codes_are_unique_and_prefixed_by_branch() -> None:
             ProtocolError: "E_PROTO_",
             LimitError: "E_LIMIT_",
             SessionError: "E_SESSION_",
+            AnswerError: "E_ANSWER_",
             ModelRequestError: ("E_MODEL_", "E_CONSTRAINT_"),
             ControllerRequestError: "E_CONTROLLER_",
             RuntimeFault: ("E_RUNTIME_", "E_MODEL_", "E_CONTROLLER_", "E_IO_"),
@@ -70,7 +72,7 @@ def test_each_error_has_a_docstring_and_a_fitting_status(cls: type[UmaError]) ->
         assert cls.http_status in (400, 408, 413, 429, 504)
     elif issubclass(cls, ModelRequestError | ControllerRequestError):
         assert cls.http_status in (400, 404)
-    elif issubclass(cls, SessionError):
+    elif issubclass(cls, SessionError | AnswerError):
         assert cls.http_status in (404, 409)
     else:
         assert cls.http_status >= 499

@@ -675,7 +675,7 @@ requests = st.builds(
     lambda fields, words: (
         fields
         | words
-        | ({"n": 1} if fields.get("session_id") else {})
+        | ({"n": 1} if fields.get("session_id") or fields.get("detached") else {})
         | ({"ignore_eos": False} if fields.get("constraint") else {})
     ),
     options,

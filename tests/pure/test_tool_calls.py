@@ -60,7 +60,7 @@ def assembler(name: str, *, controls: bool = True, reasoning: bool = False, stop
         markers=make_call_markers(by_name(name), text),
         tools=TOOLS,
         parallel=parallel,
-        make_id=lambda: f"c{next(counter)}",
+        make_id=lambda _: f"c{next(counter)}",
     )
     markers = None
     if reasoning:

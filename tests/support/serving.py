@@ -16,6 +16,7 @@ from tests.support.fake_engine import N_VOCAB, FakeEngine, VirtualEngine, fake_v
 from tests.support.state_files import at_once
 from uma_trio import config
 from uma_trio.client import Client, open_client
+from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors import listener
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.prompts.pairs import PairFormat
@@ -28,6 +29,7 @@ from uma_trio.daemon.service import ModelService
 from uma_trio.daemon.serving.offload import InThread, StateFiles
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.storage import Storage, saved_state
+from uma_trio.daemon.store.answer_folder import AnswerFolder
 from uma_trio.daemon.store.journal import Journal
 from uma_trio.daemon.store.state_folder import StateFolder
 from uma_trio.engine_link.devices import Devices
@@ -241,6 +243,7 @@ async def serving(
     tools: ToolSupport = PLAIN_TOOLS,
     spelled: Mapping[int, bytes] | None = None,
     has_template: bool = True,
+    answers: AnswerFolder | None = None,
     **values: Any,
 ) -> AsyncIterator[Serving]:
     """A server on a temporary socket, cancelled at the end.
@@ -253,6 +256,7 @@ async def serving(
         tools: how the model calls tools.
         spelled: what tokens of answers stand for, instead of numbers.
         has_template: whether the model has a chat template.
+        answers: keeps detached answers.
         values: configuration by flat names.
     """
     engine = engine or FakeEngine()
@@ -274,7 +278,7 @@ async def serving(
         )
         service = ModelService(chosen, model, in_thread=in_thread)
         models = ModelRegistry([ModelSpec(name=service.name, config=chosen)], OneModel(service, storage))
-        server = Server(chosen, models)
+        server = Server(chosen, models, detached=DetachedAnswers(chosen, models, answers, in_thread=in_thread))
         with listener.claimed(path):
             sock = listener.bind(path, backlog=16)
             async with models.running():

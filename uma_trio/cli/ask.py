@@ -63,6 +63,11 @@ STDIN_NOTICE_S = 1.0
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
 @click.option("--cbor", is_flag=True, help="Use CBOR instead of JSON on the socket.")
+@click.option(
+    "--detach",
+    is_flag=True,
+    help="Let the daemon answer on its own, and print the id of the answer for uma-trio attach.",
+)
 @click.option("--stats", is_flag=True, help="Print usage and timings to stderr at the end.")
 @click.option(
     "--wait",
@@ -88,6 +93,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
       uma-trio ask --controller jsctrl < program.js
       uma-trio ask --choice Yes --choice No "Is Paris the capital of France?"
       uma-trio ask --assistant "The capital of" "What is the capital of France?"
+      uma-trio attach $(uma-trio ask --detach "Tell me a long story")
       uma-trio ask --json --no-stream "What do blue and yellow make?" | jq -r .text
 
     Ctrl-C cancels the request and waits for the daemon to confirm; a second Ctrl-C exits at once.
@@ -112,7 +118,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
     request = _request(_text(" ".join(question) if prompt is None else prompt), options)
     code = SERVER_ERROR
     with reporting_errors("ask", options["socket"]):
-        code = run(_stream, request, options)
+        code = run(_detach if options["detach"] else _stream, request, options)
     sys.exit(code)
 
 
@@ -188,6 +194,18 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
     if options["session"] is not None:
         request["session_id"] = options["session"]
     return request
+
+
+async def _detach(request: dict[str, Any], options: dict[str, Any]) -> int:
+    """Have the request answered by the daemon on its own, and print the id of the answer."""
+    from uma_trio.cli.generation import connected
+
+    async with connected(options["socket"], wait_s=0 if options["no_wait"] else options["wait"]) as client:
+        answer = await client.detach(**request)
+    if not answer.durable:
+        note("this answer is in memory only and ends with the daemon; see its log")
+    click.echo(answer.answer_id)
+    return OK
 
 
 async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:

@@ -591,6 +591,19 @@ class Sessions:
         le=1_000_000,
     )
     session_ttl_s: float = setting(30 * 86_400.0, "Closes a session that is not used for this time.", gt=0, le=1e9)
+    max_detached: int = setting(
+        1000,
+        "Maximum number of detached requests of a principal whose answers have not ended.",
+        ge=0,
+        le=1_000_000,
+    )
+    detached_max_mb: int = setting(
+        256,
+        "Maximum size of the detached answers of a principal, in megabytes. Beyond it, the oldest ended ones are removed. "
+        "They also expire as sessions do, after session_ttl_s.",
+        ge=1,
+        le=1_000_000,
+    )
     offload: bool = setting(
         True,
         "Offload the KV cache of sessions to disk before it is evicted, and load it again where that is faster than "

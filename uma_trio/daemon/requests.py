@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import abc
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import attrs
 import structlog
@@ -18,7 +18,7 @@ from uma_trio.daemon.service import ModelService
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.embedding import PendingEmbeddings, cancelled
 from uma_trio.daemon.serving.request import check_generates, check_pooling
-from uma_trio.daemon.serving.sequence import EventSink, Sequence
+from uma_trio.daemon.serving.sequence import EventSink, Sequence, TokenLog
 from uma_trio.daemon.serving.stats import log_request
 from uma_trio.daemon.sessions import SessionTurn
 from uma_trio.errors import BadRequest, ControllerUnavailable, RequestTimeout, ShuttingDown, UmaError
@@ -124,10 +124,31 @@ class ModelRequest:
                 cancel(answer, ending)  # does nothing to one that has finished
 
 
+class AnswerRecord(TokenLog, Protocol):
+    """Keeps a detached answer, so that it goes on after the daemon was killed."""
+
+    def begin(self, prompt: Prompt, model: str, turns: int) -> Prompt:
+        """Keep the prompt; returns it, or the one that an earlier daemon has kept.
+
+        Args:
+            model: names the content of the model.
+            turns: that the answer's session has.
+
+        Raises:
+            UmaError: another model has begun the answer.
+        """
+
+    @property
+    def turns(self) -> int | None:
+        """What ``begin`` got first; ``None`` before it was called."""
+
+
 class Generation(ModelRequest):
     """A request for text."""
 
     request: Generate
+    record: AnswerRecord | None = None
+    """Keeps the answer, if it is detached."""
     _answers: abc.Sequence[Sequence]
 
     async def _serve(self, service: ModelService) -> None:
@@ -136,17 +157,30 @@ class Generation(ModelRequest):
             await self._steer(service, self.request.controller)
             return
         _check_session_fields(self.request)
-        if service.sessions.does_without(self.request, self._principal.name):
+        if self.request.client_state is not None and not self.request.detached:
+            raise BadRequest("client_state is for detached answers: send it with detached", field="client_state")
+        sessions, principal = service.sessions, self._principal.name
+        if sessions.does_without(self.request, principal) or sessions.has_turn(self.request, principal, self._turns):
             self.request = attrs.evolve(self.request, session_id=None)
         if self.request.session_id is None:
-            prompt = await service.prompts.make(self.request, principal=self._principal.name)
-            await self._stream(service, prompt, self._sink)
+            prompt = await service.prompts.make(self.request, principal=principal)
+            await self._stream(service, self._recorded(prompt, service), self._sink)
         else:
-            turn = await service.sessions.begin(self.request, self._principal.name, self._sink)
+            turn = await sessions.begin(self.request, principal, self._sink)
             try:
+                turn.prompt = self._recorded(turn.prompt, service, turn.session.turns)
                 await self._stream(service, turn.prompt, turn)
             finally:
                 await self._end_turn(service, turn)
+
+    @property
+    def _turns(self) -> int | None:
+        """How many turns the session had when the answer was begun, if an earlier daemon did that."""
+        return None if self.record is None else self.record.turns
+
+    def _recorded(self, prompt: Prompt, service: ModelService, turns: int = 0) -> Prompt:
+        """The prompt that the answer was begun with."""
+        return prompt if self.record is None else self.record.begin(prompt, service.content, turns)
 
     async def _steer(self, service: ModelService, controller: str) -> None:
         """Serve a request whose controller makes the answer."""
@@ -169,7 +203,14 @@ class Generation(ModelRequest):
         grammar = None if shape is None else await service.compile(shape, self._principal)
         scheduler, durable = service.scheduler, self.request.session_id is not None
         sequences = scheduler.submit(
-            self.request, prompt, sink, self._principal, grammar=grammar, controlled=controlled, durable=durable
+            self.request,
+            prompt,
+            sink,
+            self._principal,
+            grammar=grammar,
+            controlled=controlled,
+            durable=durable,
+            log=self.record,
         )
         log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
         await self._wait(service, sequences, lambda sequence, reason: scheduler.cancel(sequence, reason or "cancelled"))

@@ -1,6 +1,6 @@
 """The daemon: four nested lifetimes, and the signals that end them.
 
-    process > models > connections > listener
+    process > models > detached answers > connections > listener
 
 Each lifetime ends before the one around it.  To drain, the server closes the listener, sets a deadline for the
 connections, and then ends the models.
@@ -29,6 +29,7 @@ import trio
 
 import uma_trio
 from uma_trio.config import MB, Config, ConfigError, Limits
+from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors import listener
 from uma_trio.daemon.doors.connection import Connection
 from uma_trio.daemon.doors.peers import OWN_PRINCIPAL, principal_of
@@ -39,6 +40,7 @@ from uma_trio.daemon.gateway_process import Gateway, listening
 from uma_trio.daemon.loading import CurrentPerfLog, Opener, limits_of, specs_of
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.registry import ModelRegistry
+from uma_trio.daemon.storage import open_answers
 from uma_trio.daemon.users import stop_when_unlocked
 from uma_trio.errors import ErrorWithRemedy, TooManyConnections, UmaError
 from uma_trio.hub.environment import find_model_locations
@@ -62,14 +64,21 @@ class Server:
         models: they are running while ``run`` does.
         perf: the perf log, for the metrics; ``None`` if there is none.
         gateway: drained together with the connections; ``None`` without HTTP.
+        detached: answers that outlive their connections; ``None``: they end with the server.
     """
 
     def __init__(
-        self, config: Config, models: ModelRegistry, perf: CurrentPerfLog | None = None, gateway: Gateway | None = None
+        self,
+        config: Config,
+        models: ModelRegistry,
+        perf: CurrentPerfLog | None = None,
+        gateway: Gateway | None = None,
+        detached: DetachedAnswers | None = None,
     ) -> None:
         self.config = config
         self.limits: Limits = config.limits
         self.models = models
+        self.detached = detached or DetachedAnswers(config, models)
         self.draining = False
         self.uploads = Uploads(config.limits.max_controller_bytes)
         self.large_work = LargeWork(trio.Lock(), trio.sleep)
@@ -120,10 +129,14 @@ class Server:
     async def run(self, sock: socket.socket) -> None:
         """Serve on the listening ``sock`` until drained or cancelled.  Closes ``sock``."""
         try:
-            with self._connection_scope:
-                async with trio.open_nursery() as connections:
-                    with self._listener_scope, sock:
-                        await listener.accept_forever(sock, self._serve_client, connections)
+            with sock:
+                async with trio.open_nursery() as answers:
+                    await answers.start(self.detached.run)
+                    with self._connection_scope:
+                        async with trio.open_nursery() as connections:
+                            with self._listener_scope, sock:
+                                await listener.accept_forever(sock, self._serve_client, connections)
+                    self.detached.close()
         finally:
             if self._gateway is not None:
                 self._gateway.end()
@@ -139,6 +152,7 @@ class Server:
             return
         self.draining = True
         self.models.drain()
+        self.detached.close()
         self._listener_scope.cancel()
         if self._gateway is not None:
             self._gateway.drain()
@@ -284,24 +298,25 @@ async def _serve_loaded(
     gateway: Gateway | None,
     task_status: trio.TaskStatus[Server],
 ) -> None:
-    server = Server(config, models, opener.perf, gateway)
     sock = passed or listener.bind(path, backlog=config.listen.backlog)
-    handler.server = server
-    default = models.loaded()
-    log.info(
-        "serving",
-        socket=str(path),
-        http=gateway.url if gateway is not None else None,
-        protocol=config.listen.protocol,
-        engine=config.engine.mode,
-        engine_pid=None if default is None else default.engine_pid,
-        models=models.names if len(models.names) > 1 else None,
-    )
-    handler.notifier.report("READY=1", f"STATUS=serving {', '.join(models.names)} on {path}")
-    task_status.started(server)
-    if gateway is not None:
-        gateway.models_serve()
-    await server.run(sock)
+    with open_answers(config) as folder:
+        server = Server(config, models, opener.perf, gateway, DetachedAnswers(config, models, folder))
+        handler.server = server
+        default = models.loaded()
+        log.info(
+            "serving",
+            socket=str(path),
+            http=gateway.url if gateway is not None else None,
+            protocol=config.listen.protocol,
+            engine=config.engine.mode,
+            engine_pid=None if default is None else default.engine_pid,
+            models=models.names if len(models.names) > 1 else None,
+        )
+        handler.notifier.report("READY=1", f"STATUS=serving {', '.join(models.names)} on {path}")
+        task_status.started(server)
+        if gateway is not None:
+            gateway.models_serve()
+        await server.run(sock)
     log.info("stopped", **{key: server.snapshot().get(key) for key in ("tokens_total", "requests_total", "uptime_s")})
 
 

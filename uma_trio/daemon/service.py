@@ -89,6 +89,12 @@ class ModelService:
         take turns."""
         self.is_draining = False
 
+    @property
+    def content(self) -> str:
+        """Names what the model is, whatever it is called: another one cannot go on with its answers."""
+        info = self._model.info
+        return f"{info.description}, {info.n_params} parameters, {info.size_bytes} bytes, {info.n_vocab} tokens"
+
     # -- requests -------------------------------------------------------------------------------
 
     def with_named_adapter(self, request: AnyRequest) -> AnyRequest:

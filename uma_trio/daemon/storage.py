@@ -1,4 +1,5 @@
-"""Opens the durable storage of a model: the journal of its sessions and the states of their sequences.
+"""Opens the durable storage of a model, which is the journal of its sessions and the states of their sequences, and that
+of detached answers.
 
 Storage is optional: if the folder cannot be used, the daemon logs the reason and serves without it.
 """
@@ -19,6 +20,7 @@ from uma_trio.config import MB, Config
 from uma_trio.daemon.engines.loaded import LoadedModel
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.serving.offload import StateFiles
+from uma_trio.daemon.store.answer_folder import AnswerFolder, AnswerFolderError
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.state_folder import StateFileError, StateFolder
 from uma_trio.daemon.store.state_format import StoredState
@@ -87,6 +89,19 @@ def open_storage(config: Config, model: LoadedModel, name: str) -> Iterator[Stor
             except StateFileError as error:
                 log.error("KV caches of sessions will not be written to disk", reason=str(error), flag="--state-dir")
         yield Storage(journal, files, states)
+
+
+@contextlib.contextmanager
+def open_answers(config: Config) -> Iterator[AnswerFolder | None]:
+    """Opens the folder of detached answers until the context ends; ``None`` if it cannot be used."""
+    try:
+        folder = AnswerFolder(state_dir(config) / "answers")
+    except AnswerFolderError as error:
+        log.warning("detached answers will not survive a restart", reason=str(error), flag="--state-dir")
+        yield None
+        return
+    with contextlib.closing(folder):
+        yield folder
 
 
 def _usable(states: Iterable[StoredState]) -> Iterator[SavedState]:

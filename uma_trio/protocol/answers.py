@@ -62,6 +62,39 @@ class Transcript:
     id: str | None = None
 
 
+AnswerState = Literal["queued", "running", "completed", "cancelled", "failed"]
+
+
+@attrs.frozen(kw_only=True)
+class AnswerInfo:
+    """State of one detached answer."""
+
+    answer_id: str
+    """The ``id`` of its request."""
+    state: AnswerState
+    events: int
+    """Events so far: the number of the last one."""
+    durable: bool
+    """Whether it is on disk, so that it goes on after the daemon was started again."""
+    created_at: float
+    """Seconds since 1970."""
+    ended_at: float | None = None
+    """Seconds since 1970; ``None`` before its end."""
+    client_state: str | None = None
+    """As in its request; not in lists."""
+
+
+@attrs.frozen(kw_only=True)
+class AnswerList:
+    """Answer to an ``AnswersQuery``, and to a detached request, which has one.  Its event is called ``answers``."""
+
+    answers: list[AnswerInfo]
+    """All answers of the principal, the latest first; or the one that was accepted, described, cancelled or deleted."""
+    more: bool = False
+    """Whether another event follows, with the next answers."""
+    id: str | None = None
+
+
 TOKENS_PER_EVENT: Final = 4096
 """A longer list of tokens takes several events."""
 

@@ -86,6 +86,8 @@ class Generated:
     """This field and the following ones are as in ``Logprobs``, if the request asked for them."""
     bytes: list[int] | None = None
     top_logprobs: list[Logprob] | None = None
+    number: int | None = None
+    """Number of the event in a detached answer, from 1; ``None`` in any other one."""
 
     @classmethod
     def of(
@@ -143,6 +145,8 @@ class ToolCallDelta:
     """The next piece of the arguments, as JSON text."""
     index: int | None = None
     """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
+    number: int | None = None
+    """As in ``Generated``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -177,6 +181,8 @@ class Eos:
     warnings: list[str] | None = None
     """What had no effect: fields of the request that the daemon does not know."""
     metadata: dict[str, Any] | None = None
+    number: int | None = None
+    """As in ``Generated``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -192,6 +198,8 @@ class Failure:
     field: str | None = None
     """The field of the request that is wrong, as in ``messages[0].role``, if it is one."""
     metadata: dict[str, Any] | None = None
+    number: int | None = None
+    """As in ``Generated``, if a detached answer has failed."""
 
     @classmethod
     def of(cls, error: UmaError, *, metadata: dict[str, Any] | None = None, index: int | None = None) -> Failure:

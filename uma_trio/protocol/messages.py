@@ -5,7 +5,7 @@ Clients send a request (``Generate``), a ``Cancel`` or a query.  The daemon answ
 
 ===============  ==============================================
 ``requests``     ``Generate``, ``Embed``, ``Rerank``, ``Cancel``
-``queries``      questions next to a request, and ``WatchQuery``
+``queries``      questions next to a request, ``WatchQuery`` and ``AttachQuery``
 ``controllers``  queries and events about controllers
 ``events``       events of a request
 ``answers``      answers to queries
@@ -25,7 +25,16 @@ from typing import Any, Final
 import attrs
 
 from uma_trio.errors import BadRequest
-from uma_trio.protocol.answers import Activity, Health, Metrics, ModelList, SessionList, TokenList, Transcript
+from uma_trio.protocol.answers import (
+    Activity,
+    AnswerList,
+    Health,
+    Metrics,
+    ModelList,
+    SessionList,
+    TokenList,
+    Transcript,
+)
 from uma_trio.protocol.controllers import (
     Backtrack,
     ControllerOutput,
@@ -50,12 +59,15 @@ from uma_trio.protocol.events import (
 )
 from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.queries import (
+    AnswersQuery,
+    AttachQuery,
     HealthQuery,
     MetricsQuery,
     ModelsQuery,
     SessionQuery,
     TokenizeQuery,
     WatchQuery,
+    parse_answers_query,
     parse_models_query,
     parse_session_query,
     parse_tokenize_query,
@@ -63,16 +75,16 @@ from uma_trio.protocol.queries import (
 from uma_trio.protocol.requests import Cancel, Embed, Generate, Rerank, parse_generate
 from uma_trio.protocol.types import MAX_NAME_CHARS
 
-Query = MetricsQuery | SessionQuery | TokenizeQuery | ModelsQuery | HealthQuery | ControllersQuery
+Query = MetricsQuery | SessionQuery | AnswersQuery | TokenizeQuery | ModelsQuery | HealthQuery | ControllersQuery
 """A question that is answered next to a running request."""
 
-Request = Generate | Embed | Rerank | WatchQuery
+Request = Generate | Embed | Rerank | WatchQuery | AttachQuery
 """What a connection runs one at a time."""
 
 ClientMessage = Request | Cancel | Query
 
 
-Answer = Metrics | SessionList | Transcript | TokenList | ModelList | Health | Activity | Controllers
+Answer = Metrics | SessionList | Transcript | AnswerList | TokenList | ModelList | Health | Activity | Controllers
 """What a query is answered with."""
 
 ControllerEvent = Fork | ControllerOutput | Backtrack
@@ -109,6 +121,7 @@ _EVENT_NAMES: Final = {
     Embeddings: "embeddings",
     Ranking: "ranking",
     Transcript: "transcript",
+    AnswerList: "answers",
     TokenList: "tokens",
     ModelList: "models",
     Health: "health",
@@ -169,6 +182,10 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return convert(fields, MetricsQuery)
     if kind == "sessions":
         return parse_session_query(fields)
+    if kind == "answers":
+        return parse_answers_query(fields)
+    if kind == "attach":
+        return convert(fields, AttachQuery)
     if kind == "tokenize":
         return parse_tokenize_query(fields)
     if kind == "models":
@@ -185,8 +202,8 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return parse_controllers_query(fields)
     if kind not in (None, "generate"):
         raise BadRequest(
-            "type must be 'generate', 'embed', 'rerank', 'sessions', 'tokenize', 'models', 'health', 'metrics', 'watch' "
-            "or 'controllers'",
+            "type must be 'generate', 'embed', 'rerank', 'attach', 'answers', 'sessions', 'tokenize', 'models', 'health', "
+            "'metrics', 'watch' or 'controllers'",
             field="type",
         )
     return parse_generate(fields)
@@ -205,6 +222,8 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
                 fields["inserted"] = True
         if event.index is not None:
             fields["index"] = event.index
+        if event.number is not None:
+            fields["number"] = event.number
         if event.logprob is not None:
             fields["logprob"] = event.logprob
             fields["bytes"] = event.bytes

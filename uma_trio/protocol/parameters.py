@@ -259,6 +259,18 @@ class PlainFields:
         False, "Alias of `echo`: with `stream: false`, the text begins with the prompt's.", goes_with_controller=False
     )
     progress: bool = field(False, "Send [progress](#progress) events during prefill.")
+    detached: bool = field(
+        False,
+        "The daemon answers on its own, and the connection gets no events of it; see "
+        "[detached answers](PROTOCOL.md#detached-answers).",
+        goes_with_controller=False,
+    )
+    client_state: str | None = field(
+        None,
+        "With `detached`: a text that the description of the answer has again. The daemon does not read it.",
+        chars=(1, 1 << 20),
+        goes_with_controller=False,
+    )
     keep_alive: bool = field(False, "Keep the connection open for further requests.")
     parse_special: bool = field(
         True,

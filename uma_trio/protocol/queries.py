@@ -1,4 +1,4 @@
-"""Questions that the daemon answers next to a running request, and a watch, which takes the place of one."""
+"""Questions that the daemon answers next to a running request; a watch and an attachment, which take the place of one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from uma_trio.protocol.chat import (
     check_tools,
 )
 from uma_trio.protocol.field_errors import convert
+from uma_trio.protocol.parameters import MAX_INT32
 from uma_trio.protocol.types import Name, TokenIds
 
 MAX_TITLE: Final = 256
@@ -53,6 +54,33 @@ class SessionQuery:
     keep_alive: bool = False
     principal: Name | None = None
     """Principal whose sessions these are.  Honoured only from the user that runs the daemon."""
+
+
+@attrs.frozen(kw_only=True)
+class AnswersQuery:
+    """Lists, describes, cancels or deletes detached answers of the principal."""
+
+    action: Literal["list", "read", "cancel", "delete"] = "list"
+    answer_id: Name | None = None
+    """The answer to act on, by the ``id`` of its request; set for every action except ``list``."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+    """Principal whose answers these are.  Honoured only from the user that runs the daemon."""
+
+
+@attrs.frozen(kw_only=True)
+class AttachQuery:
+    """Asks for the events of a detached answer, those to come as well.  Takes the place of a request.
+
+    The events have the ``id`` of the answer.  A ``Cancel`` of it ends the attachment and not the answer.
+    """
+
+    id: Name
+    after: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
+    """Send events with higher numbers only, and the last one in any case."""
+    keep_alive: bool = False
+    principal: Name | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -136,6 +164,19 @@ def parse_session_query(fields: dict[str, Any]) -> SessionQuery:
         raise BadRequest("title is required to rename a session, and not allowed otherwise", field="title")
     if query.contains is not None and query.action != "list":
         raise BadRequest("contains is allowed to list sessions only", field="contains")
+    return query
+
+
+def parse_answers_query(fields: dict[str, Any]) -> AnswersQuery:
+    """
+    Raises:
+        BadRequest: a field is wrong, or does not go with the action.
+    """
+    query = convert(fields, AnswersQuery)
+    if (query.answer_id is None) != (query.action == "list"):
+        raise BadRequest(
+            "answer_id is required for every action except list, and not allowed to list answers", field="answer_id"
+        )
     return query
 
 

@@ -295,6 +295,8 @@ def parse_generate(fields: dict[str, Any]) -> Generate:
         raise BadRequest(
             "n must be 1 with session_id: a session continues one answer; fork it to get several", field="n"
         )
+    if request.detached and request.n > 1:
+        raise BadRequest("n must be 1 with detached: send a request for each answer", field="n")
     if request.constraint is not None:
         _check_constraint(request.constraint, ignore_eos=request.ignore_eos)
     if request.metadata is not None:

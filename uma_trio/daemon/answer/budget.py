@@ -49,6 +49,15 @@ class ReasoningBudget:
         reasoning can come any more."""
         return max(1, self._regions.tokens_to_reasoning + max(0, self.n_left))
 
+    def replay(self, tokens: Sequence[int], token_to_bytes: Callable[[int], bytes]) -> None:
+        """Count the tokens of an answer that goes on: those that ended reasoning are among them."""
+        n_ending = 0
+        for token in tokens:
+            if n_ending:
+                n_ending -= 1
+            else:
+                n_ending = len(self.end_after((token,), token_to_bytes))
+
     def end_after(self, tokens: Sequence[int], token_to_bytes: Callable[[int], bytes]) -> Sequence[int]:
         """Count new tokens of the answer, at most ``room``; returns the tokens that must follow, mostly none."""
         for token in tokens:

@@ -35,8 +35,8 @@ class ToolCalling:
     """Names of the tools, each with the JSON schema of its arguments.  A call of anything else is text."""
     parallel: bool = True
     """Whether the answer goes on after its first call."""
-    make_id: Callable[[], str]
-    """Makes an id that no other call of a conversation has."""
+    make_id: Callable[[int], str]
+    """Makes an id that no other call of a conversation has, for the call with this number in the answer."""
 
 
 class State(enum.Enum):
@@ -168,7 +168,7 @@ class CallReader:
         """As ``CallSink.begin``."""
         if name not in self._calling.tools or self.n_begun >= MAX_TOOL_CALLS:
             raise NotACall
-        call_id = self._calling.make_id()
+        call_id = self._calling.make_id(self.n_begun)
         self._flush()
         self._deltas.append(CallDelta(self.n_begun, call_id=call_id, name=name))
         self.n_begun += 1

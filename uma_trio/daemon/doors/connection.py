@@ -12,6 +12,8 @@ import structlog
 import trio
 
 from uma_trio.config import Limits
+from uma_trio.daemon.detached.room import DetachedAnswers
+from uma_trio.daemon.doors.attachment import Attachment
 from uma_trio.daemon.doors.outbox import Outbox
 from uma_trio.daemon.doors.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.daemon.doors.uploads import Upload, Uploads
@@ -29,12 +31,21 @@ from uma_trio.errors import (
 )
 from uma_trio.principal import Principal
 from uma_trio.processes.large_work import LARGE_BYTES, LargeWork
-from uma_trio.protocol.answers import Health, Metrics, ModelList
+from uma_trio.protocol.answers import AnswerList, Health, Metrics, ModelList
 from uma_trio.protocol.codec import Codec
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.events import Failure
 from uma_trio.protocol.messages import ClientMessage, Query, Request, ServerEvent
-from uma_trio.protocol.queries import HealthQuery, MetricsQuery, ModelsQuery, SessionQuery, TokenizeQuery, WatchQuery
+from uma_trio.protocol.queries import (
+    AnswersQuery,
+    AttachQuery,
+    HealthQuery,
+    MetricsQuery,
+    ModelsQuery,
+    SessionQuery,
+    TokenizeQuery,
+    WatchQuery,
+)
 from uma_trio.protocol.requests import Cancel, Embed, Generate, Rerank
 
 log = structlog.get_logger("uma_trio.daemon")
@@ -53,6 +64,8 @@ class ConnectionOwner(Protocol):
 
     @property
     def models(self) -> ModelRegistry: ...
+    @property
+    def detached(self) -> DetachedAnswers: ...
     @property
     def limits(self) -> Limits: ...
     @property
@@ -97,7 +110,7 @@ class Connection:
         self._hangup = select.poll()
         self._hangup.register(sock, 0)  # poll always reports errors and hangups
         self._upload = Upload(owner.uploads)
-        self._running: ModelRequest | Watch | None = None
+        self._running: ModelRequest | Watch | Attachment | None = None
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
         self._leaving = False
@@ -208,7 +221,7 @@ class Connection:
 
     async def _handle(self, message: ClientMessage, nursery: trio.Nursery) -> None:
         match message:
-            case Generate() | Embed() | Rerank() | WatchQuery():
+            case Generate(detached=False) | Embed() | Rerank() | WatchQuery() | AttachQuery():
                 if self.busy:
                     self._refuse(Busy("another request is running on this connection"), message)
                 elif not self._leaving or (self._codec.queues_requests and not self._owner.draining):
@@ -224,8 +237,8 @@ class Connection:
                 if not message.keep_alive and not self.busy:
                     self._leaving = True
 
-    async def _answer(self, query: Query) -> None:
-        """Send the events that answer ``query``.
+    async def _answer(self, query: Query | Generate) -> None:
+        """Send the events that answer ``query``, or say that a detached request was accepted.
 
         Raises:
             UmaError: it cannot be answered.
@@ -245,6 +258,10 @@ class Connection:
                 async with models.use(query.model, principal.name, session=True) as service:
                     await self._send_each(await service.answer_sessions(query, principal))
                 return
+            case AnswersQuery():
+                events = await self._owner.detached.answer_query(query, principal.name)
+            case Generate():
+                events = [AnswerList(answers=[await self._owner.detached.begin(query, principal)], id=query.id)]
             case TokenizeQuery():
                 async with models.use(query.model, principal.name) as service:
                     events = (await service.tokenize(query, principal.name)).divided()
@@ -302,6 +319,10 @@ class Connection:
                     models.loaded(request.model)  # there must be such a model
                     self._check_may_watch()
                     self._running = Watch(request, self._owner, self._outbox)
+                case AttachQuery():
+                    most = self._limits.max_tx_bytes
+                    answers = self._owner.detached
+                    self._running = Attachment(request, answers, principal, self._outbox, max_waiting_bytes=most)
                 case _:
                     kind = Generation if isinstance(request, Generate) else Embedding
                     self._running = kind(models, request, principal, self._outbox)
@@ -377,7 +398,7 @@ class Connection:
 
     # -- the request ----------------------------------------------------------------------------
 
-    async def _run(self, running: ModelRequest | Watch) -> None:
+    async def _run(self, running: ModelRequest | Watch | Attachment) -> None:
         request = running.request
         try:
             await running.run()

@@ -21,7 +21,7 @@ from uma_trio.daemon.prompts.fair_limiter import FairLimiter, PrincipalLimiter
 from uma_trio.daemon.prompts.infill import InfillFormat
 from uma_trio.daemon.prompts.media import PlacedRows
 from uma_trio.daemon.prompts.pairs import PairFormat
-from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport, new_call_id, template_chat
+from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport, call_ids, template_chat
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, NoInfill, PromptTooLarge
@@ -189,7 +189,7 @@ class PromptMaker:
                 markers=self.tools.markers,
                 tools={tool.name: tool.parameters for tool in request.tools},
                 parallel=request.parallel_tool_calls,
-                make_id=new_call_id,
+                make_id=call_ids(request.id if request.detached else None),
             )
         separate = request.separate_reasoning or calling is not None
         prompt = Prompt(tokens, text, reasoning=self.reasoning if separate else None, calling=calling)

@@ -68,9 +68,20 @@ PLAIN_TOOLS: Final = ToolSupport(HERMES, ToolStyle(), make_call_markers(HERMES, 
 """Tools as text, in the format that most models know."""
 
 
-def new_call_id() -> str:
-    """An id that no other call of a conversation has."""
-    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(ID_CHARS))
+def call_ids(answer: str | None) -> Callable[[int], str]:
+    """Makes ids that no other call of a conversation has, from the numbers of calls in an answer.
+
+    Args:
+        answer: an id that no other answer has: then the same number gives the same id.  ``None``: ids are random.
+    """
+
+    def make(number: int) -> str:
+        if answer is None:
+            return "".join(secrets.choice(_ID_ALPHABET) for _ in range(ID_CHARS))
+        digest = hashlib.sha256(f"{number}:{answer}".encode("utf-8", "surrogatepass")).digest()
+        return "".join(_ID_ALPHABET[byte % len(_ID_ALPHABET)] for byte in digest[:ID_CHARS])
+
+    return make
 
 
 def find_style(render: Callable[[Sequence[Fields], Sequence[Fields]], str], *, named_ids: bool = False) -> ToolStyle:

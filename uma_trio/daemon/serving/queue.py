@@ -237,7 +237,7 @@ class RunningSet:
     def _start_prefill(self, sequence: Sequence, n_cached: int) -> None:
         """``sequence`` need not compute its first ``n_cached`` tokens."""
         if not sequence.was_preempted:
-            sequence.n_cached = n_cached
+            sequence.n_cached = min(n_cached, len(sequence.prompt.tokens)) if sequence.n_replayed else n_cached
         sequence.report_prefill(n_cached)
         self._telemetry.record_prefix_reuse(n_cached)
 

@@ -42,7 +42,7 @@ from uma_trio.daemon.serving.output import send_prompt, send_tokens
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner, delays_requests
 from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.daemon.serving.request import adapters_of, admit
-from uma_trio.daemon.serving.sequence import EventSink, Sequence, State
+from uma_trio.daemon.serving.sequence import EventSink, Sequence, State, TokenLog
 from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
 from uma_trio.daemon.serving.step import (
     CompletedStep,
@@ -50,6 +50,7 @@ from uma_trio.daemon.serving.step import (
     NewTokens,
     PlannedStep,
     TokenToBytes,
+    append_known,
     build_step,
     complete_step,
 )
@@ -158,6 +159,7 @@ class Scheduler:
         grammar: Grammar | None = None,
         controlled: ControlledRequest | None = None,
         durable: bool = False,
+        log: TokenLog | None = None,
     ) -> abc.Sequence[Sequence]:
         """Accept a request: all of its answers or none.
 
@@ -167,6 +169,7 @@ class Scheduler:
             grammar: of its constraint.
             controlled: under which the runtime has its controller.
             durable: what it leaves in the KV cache is saved before it goes.
+            log: keeps the tokens of the only answer, which begins with those that it has.  Their events are sent again.
 
         Returns:
             ``request.n`` sequences.  All but the first share the prompt that the first one computes.  With a controller
@@ -179,7 +182,9 @@ class Scheduler:
         """
         durable = durable and self.offloader.saves
         try:
-            sequences = self._enter(request, prompt, sink, principal, grammar, controlled, durable=durable)
+            sequences, known = self._enter(
+                request, prompt, sink, principal, grammar, controlled, durable=durable, log=log
+            )
         except UmaError:
             if controlled is not None:
                 self._act(self._controllers.drop_unused(controlled))
@@ -187,8 +192,18 @@ class Scheduler:
         if request.echo or request.return_full_text:
             for sequence in sequences:
                 send_prompt(sequence)
+        if known is not None:
+            self._replay(known)
         self.wake()
         return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
+
+    def _replay(self, known: NewTokens) -> None:
+        """Send the events of tokens that an earlier daemon has sampled; end the sequence if they do."""
+        reason = send_tokens(known, self._token_to_bytes)
+        if reason is not None:
+            self._finish(known.sequence, reason)
+        else:
+            self._planner.begin_speculation(known.sequence)
 
     def _enter(
         self,
@@ -200,13 +215,19 @@ class Scheduler:
         controlled: ControlledRequest | None,
         *,
         durable: bool,
-    ) -> list[Sequence]:
+        log: TokenLog | None,
+    ) -> tuple[list[Sequence], NewTokens | None]:
+        """Accept a request.  Returns its sequences, and what ``log`` knows of the first one, if it knows something."""
         if self._refusal is not None:
             raise self._refusal
         self._check_limit(principal, request.n)
         if controlled is not None:
             self._controllers.check(controlled)
         sequences = admit(request, prompt, sink, principal, self.info, self._config, grammar=grammar, durable=durable)
+        known = None
+        if log is not None:
+            sequences[0].log = log
+            known = append_known(sequences[0], log, self._token_to_bytes) if log.known else None
         self._planner.arrived(principal)
         try:
             self._waiting.enter(sequences)
@@ -216,7 +237,7 @@ class Scheduler:
         if controlled is None:  # a controller may refuse each token, so it is asked one at a time
             for sequence in sequences:
                 self._planner.begin_drafts(sequence)
-        return sequences
+        return sequences, known
 
     def embed(
         self, request: Embed | Rerank, texts: abc.Sequence[TokenIds], sink: EventSink, principal: Principal
@@ -573,6 +594,8 @@ class Scheduler:
             if not new.n_before and new.sequence.control is None:
                 self._planner.begin_speculation(new.sequence)
         reason = send_tokens(new, self._token_to_bytes)
+        if new.sequence.log is not None:
+            new.sequence.log.add(new.tokens, new.sequence.sampling.params.mu)
         if reason is not None:
             self._finish(new.sequence, reason)
 

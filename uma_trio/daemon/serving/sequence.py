@@ -58,6 +58,21 @@ class EventSink(Protocol):
         """Whether the sequence may go on.  The sink wakes the scheduler when this turns true again."""
 
 
+class TokenLog(Protocol):
+    """Keeps the tokens of an answer, so that it can go on after the daemon was killed."""
+
+    @property
+    def known(self) -> abc.Sequence[int]:
+        """The tokens that the answer has at its beginning: those of an earlier daemon."""
+
+    @property
+    def mu(self) -> float | None:
+        """The state of mirostat after them."""
+
+    def add(self, tokens: abc.Sequence[int], mu: float | None) -> None:
+        """Note new tokens, whose events have gone to the sink.  Never blocks."""
+
+
 class State(enum.Enum):
     """Where a sequence is.  It moves down this list and may skip; a lost KV cache sends it from DECODE to PREFILL."""
 
@@ -127,6 +142,8 @@ class Sequence:
     """Which of the request's answers it is; ``None`` if there is only one, and no controller that could fork it."""
     control: Control | None = None
     """Where its controller stands, if it has one."""
+    log: TokenLog | None = None
+    """Keeps its tokens, if it is detached."""
 
     state: State = State.WAITING
     allocation: Allocation | None = None
@@ -145,6 +162,8 @@ class Sequence:
     """The only tokens that can follow by its grammar, as far as they are known."""
     n_forced: int = 0
     """Tokens of the answer that were forced."""
+    n_replayed: int = 0
+    """Tokens of the answer that an earlier daemon has sampled."""
     texts: list[str] = attrs.field(factory=list)
     """Text that was not streamed."""
     logprobs: list[Logprobs | None] = attrs.field(factory=list)
@@ -478,7 +497,7 @@ class Sequence:
 
     def timings(self, now: float) -> Timings:
         """Durations until ``now``."""
-        first, n = self.first_token_at, len(self.tokens)
+        first, n = self.first_token_at, len(self.tokens) - self.n_replayed
         generating_s = (self.last_token_at or 0.0) - (first or 0.0)
         return Timings(
             queue_ms=_ms((self.admitted_at if self.admitted_at is not None else now) - self.arrived_at),

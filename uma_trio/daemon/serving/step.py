@@ -22,7 +22,7 @@ from uma_trio.daemon.scheduling.view import SequenceView
 from uma_trio.daemon.serving.controllers.state import Phase
 from uma_trio.daemon.serving.embedding import EmbeddingChunk
 from uma_trio.daemon.serving.offload import Transfer
-from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.daemon.serving.sequence import Sequence, State, TokenLog
 from uma_trio.engine_link.kv_ops import KvOp
 from uma_trio.engine_link.messages import (
     MASK_LATE,
@@ -408,6 +408,18 @@ def _complete_row(
         sequence.n_forced += new.n_drafts_accepted
     sequence.forced = forced if len(sampled) == 1 + len(row.drafts) else ()
     sequence.state = State.DECODE
+    return new
+
+
+def append_known(sequence: Sequence, log: TokenLog, token_to_bytes: TokenToBytes) -> NewTokens:
+    """Add the tokens of an earlier daemon to a sequence that has none."""
+    known = log.known
+    if log.mu is not None:
+        sequence.adapt(log.mu)
+    if sequence.budget is not None:
+        sequence.budget.replay(known, token_to_bytes)
+    new = _append(sequence, known, (), None)
+    sequence.n_replayed = len(new.tokens)
     return new
 
 

@@ -180,6 +180,17 @@ class Sessions:
         session = self._table.find(SessionKey(principal, request.session_id))
         return session is not None and session.busy
 
+    def has_turn(self, request: Generate, principal: str, turns: int | None) -> bool:
+        """Whether the session of ``request`` has its answer already: the daemon was killed before it noted the end.
+
+        Args:
+            turns: that the session had when the answer began; ``None``: it was not begun before.
+        """
+        if request.session_id is None or turns is None:
+            return False
+        session = self._table.find(SessionKey(principal, request.session_id))
+        return session is not None and session.turns > turns
+
     async def begin(self, request: Generate, principal: str, sink: EventSink) -> SessionTurn:
         """Begin a request with a ``session_id``.  ``end`` must follow.
 

@@ -1,8 +1,6 @@
 """The file format of one session: a record for each turn.  Files only grow.
 
-A record is HEAD and a ``Turn`` as MessagePack.  HEAD contains a CRC-32 of the turn and one of itself, so a reader knows
-how much of a file is intact, and whether the damage is at its end: a crash leaves half a record there, and nowhere
-else.  MARK also identifies the version of the format.
+The payload of a record (``store.records``) is a ``Turn`` as MessagePack.  MARK also identifies the version of the format.
 
 This module is pure: bytes in, bytes out.
 """
@@ -12,9 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import struct
-import zlib
-from collections.abc import Iterator
 from typing import Annotated, Final
 
 import attrs
@@ -31,14 +26,12 @@ from uma_trio.daemon.store.encoding import (
     encode_principal,
     encode_tokens,
 )
+from uma_trio.daemon.store.records import HEAD, intact_records, record
 from uma_trio.engine_link.prefix import common_prefix
 from uma_trio.protocol.chat import ChatMessage
 
 MARK: Final = b"\xffUJ4"
 """UTF-8 text has no byte 0xFF, and every fourth byte of tokens is zero, so neither contains it."""
-
-HEAD: Final = struct.Struct("<4sIII")
-"""Mark, bytes of the turn, CRC-32 of the turn, CRC-32 of the preceding 12 bytes."""
 
 MAX_TEXT_BYTES: Final = 1 << 24
 """Most bytes of all messages of a session, encoded."""
@@ -151,8 +144,7 @@ def encode(session: SessionRecord, before: SessionRecord | None = None) -> bytes
         raise ValueError(f"a session cannot be stored: {error}") from None
     if len(data) > MAX_SESSION_BYTES:
         raise ValueError(f"{len(data)} bytes exceed the limit of {MAX_SESSION_BYTES} for a session")
-    head = HEAD.pack(MARK, len(data), zlib.crc32(data), 0)[:-4]
-    return b"".join([head, zlib.crc32(head).to_bytes(4, "little"), data])
+    return record(MARK, data)
 
 
 def decode(data: bytes | bytearray) -> SessionFile:
@@ -165,7 +157,7 @@ def decode(data: bytes | bytearray) -> SessionFile:
     tokens, messages = bytearray(), list[ChatMessage]()
     n_bytes = 0
     try:
-        for payload, end in _records(data):
+        for payload, end in intact_records(MARK, data):
             turn = _decode_turn(payload)
             last = last or turn
             if (turn.key, turn.created_at) != (last.key, last.created_at):
@@ -198,35 +190,3 @@ def _decode_turn(payload: bytes | memoryview) -> Turn:
     if not (math.isfinite(turn.created_at) and math.isfinite(turn.used_at)):
         raise ValueError("a time is not a number")
     return turn
-
-
-def _records(data: bytes | bytearray) -> Iterator[tuple[memoryview, int]]:
-    """Yields the payload and the end of each intact record, up to the first damaged one.
-
-    Raises:
-        DamagedFile: intact records follow the damaged one.
-    """
-    view, at = memoryview(data), 0
-    while (found := _head(view, at)) is not None:
-        size, code = found
-        start = at + HEAD.size
-        payload = view[start : start + size]
-        if zlib.crc32(payload) != code:
-            break
-        at = start + size
-        yield payload, at
-    after = at
-    while (after := data.find(MARK, after + 1)) >= 0:
-        if _head(view, after) is not None:
-            raise DamagedFile(f"no record begins at byte {at}, although one begins at byte {after}")
-
-
-def _head(view: memoryview, at: int) -> tuple[int, int] | None:
-    """Returns size and CRC of the payload of the record at ``at``; ``None`` if there is no complete record."""
-    head = view[at : at + HEAD.size]
-    if len(head) < HEAD.size:
-        return None
-    mark, size, code, own = HEAD.unpack(head)
-    if mark != MARK or own != zlib.crc32(head[:-4]) or size > len(view) - at - HEAD.size:
-        return None
-    return size, code

@@ -1,0 +1,174 @@
+"""Answers that outlive their connections and the daemon, over a fake engine in virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from tests.support.fake_engine import expected_continuation
+from tests.support.serving import Serving, serving
+from uma_trio.client import Eos, Event, ServerError, Token
+from uma_trio.daemon.store.answer_folder import AnswerFolder
+
+PROMPT = [byte + 100 for byte in b"hello"]
+ASK: dict[str, Any] = {"prompt": "hello", "max_tokens": 30}
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(f"{token} " for token in tokens)
+
+
+def text(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Token))
+
+
+def numbers(events: Sequence[Any]) -> list[int]:
+    return [event.number for event in events]
+
+
+@contextlib.contextmanager
+def folder(path: Path) -> Iterator[AnswerFolder]:
+    with contextlib.closing(AnswerFolder(path)) as found:
+        yield found
+
+
+async def attached(harness: Serving, name: str, **fields: Any) -> list[Event]:
+    async with harness.client() as client:
+        return [event async for event in client.attach(name, **fields)]
+
+
+async def test_an_answer_goes_on_without_its_connection(autojump_clock: object) -> None:
+    async with serving() as harness:
+        async with harness.client() as client:
+            accepted = await client.detach(id="a", **ASK)
+        assert (accepted.answer_id, accepted.state) == ("a", "queued")
+        events = await attached(harness, "a")
+        assert text(events) == text_of(expected_continuation(PROMPT, 30))
+        assert numbers(events) == [*range(1, 32)]
+        assert events == await attached(harness, "a"), "a second client gets the same"
+        assert await attached(harness, "a", after=20) == events[20:]
+        assert await attached(harness, "a", after=31) == events[-1:], "the last event always comes"
+        await harness.settled()
+
+
+async def test_clients_come_and_go_while_it_is_made(autojump_clock: object) -> None:
+    async with serving() as harness:
+        async with harness.client() as client:
+            await client.detach(id="a", **ASK)
+        events: list[Event] = []
+        while not events or not isinstance(events[-1], Eos):
+            async with harness.client() as client:
+                with trio.move_on_after(0.05):
+                    async for event in client.attach("a", after=len(events)):
+                        events.append(event)
+        assert text(events) == text_of(expected_continuation(PROMPT, 30))
+        assert numbers(events) == [*range(1, 32)]
+
+
+async def test_answers_are_listed_cancelled_and_deleted(autojump_clock: object) -> None:
+    async with serving() as harness, harness.client() as client:
+        await client.detach(id="a", client_state="note", keep_alive=True, **ASK)
+        await client.detach(id="b", keep_alive=True, prompt="hello", max_tokens=4000, ignore_eos=True)
+        await trio.sleep(0.5)
+        assert [(each.answer_id, each.state) for each in await client.answers(keep_alive=True)] == [
+            ("b", "running"),
+            ("a", "completed"),
+        ]
+        [found] = await client.answers("read", answer_id="a", keep_alive=True)
+        assert (found.client_state, found.events) == ("note", 31)
+        [found] = await client.answers("cancel", answer_id="b", keep_alive=True)
+        assert found.state == "cancelled"
+        assert 10 < found.events < 4000
+        [found] = await client.answers("cancel", answer_id="a", keep_alive=True)
+        assert found.state == "completed", "an answer that has ended stays as it is"
+        for name in "ab":
+            await client.answers("delete", answer_id=name, keep_alive=True)
+        assert await client.answers(keep_alive=True) == []
+        with pytest.raises(ServerError, match="E_ANSWER_NOT_FOUND"):
+            await client.answers("read", answer_id="a")
+
+
+async def test_another_principals_answer_is_not_found(autojump_clock: object) -> None:
+    async with serving() as harness:
+        async with harness.client() as client:
+            await client.detach(id="a", principal="alice", **ASK)
+        for name in ("bob", None):
+            async with harness.client(principal=name) as client:
+                with pytest.raises(ServerError, match="E_ANSWER_NOT_FOUND"):
+                    [event async for event in client.attach("a")]
+            for action in ("read", "cancel", "delete"):
+                async with harness.client(principal=name) as client:
+                    with pytest.raises(ServerError, match="E_ANSWER_NOT_FOUND"):
+                        await client.answers(action, answer_id="a")
+            async with harness.client(principal=name) as client:
+                assert await client.answers() == []
+        async with harness.client(principal="alice") as client:
+            assert [each.answer_id for each in await client.answers()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"n": 2}, "E_PROTO_BAD_REQUEST"),
+        ({"model": "other"}, "E_MODEL_NOT_FOUND"),
+        ({"detached": False, "client_state": "x"}, "E_PROTO_BAD_REQUEST"),
+    ],
+)
+async def test_what_cannot_be_detached_is_refused(autojump_clock: object, wrong: dict[str, Any], code: str) -> None:
+    async with serving() as harness, harness.client() as client:
+        with pytest.raises(ServerError) as refused:
+            await client.detach(**{"id": "a", **ASK, **wrong})
+        assert refused.value.code == code
+
+
+async def test_a_principal_has_so_many_unfinished_answers(autojump_clock: object) -> None:
+    async with serving(max_detached=2) as harness, harness.client() as client:
+        for name in "ab":
+            await client.detach(id=name, keep_alive=True, **ASK)
+        with pytest.raises(ServerError, match="E_LIMIT_REQUESTS"):
+            await client.detach(id="c", keep_alive=True, **ASK)
+        with pytest.raises(ServerError, match="E_ANSWER_EXISTS"):
+            await client.detach(id="a", keep_alive=True, **ASK)
+        await client.detach(id="c", principal="alice", keep_alive=True, **ASK)
+        await trio.sleep(10)
+        await client.detach(id="c", **ASK)
+
+
+async def test_many_wait_for_their_turn(autojump_clock: object) -> None:
+    async with serving(max_queue=4) as harness, harness.client() as client:
+        for n in range(40):
+            await client.detach(id=str(n), keep_alive=True, prompt="hello", max_tokens=5)
+        for n in range(40):
+            assert text(await attached(harness, str(n))) == text_of(expected_continuation(PROMPT, 5))
+
+
+@pytest.mark.parametrize("field", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 1.0, "mirostat": 2, "seed": 3}])
+async def test_a_killed_daemon_changes_no_text(autojump_clock: object, tmp_path: Path, field: dict[str, Any]) -> None:
+    """The files are copied while an answer is made: that is what a kill would leave."""
+    ask = {**ASK, **field}
+    copies = []
+    with folder(tmp_path / "0") as kept:
+        async with serving(answers=kept) as harness:
+            async with harness.client() as client:
+                await client.detach(id="a", **ask)
+            async with harness.client() as client:
+                whole = []
+                async for event in client.attach("a"):
+                    whole.append(event)
+                    copy = tmp_path / str(len(whole))
+                    shutil.copytree(tmp_path / "0", copy, ignore=shutil.ignore_patterns("lock"))
+                    copies.append((len(whole), copy))
+    for n_seen, copy in copies[::3]:
+        with folder(copy) as kept:
+            async with serving(answers=kept) as harness:
+                events = await attached(harness, "a")
+                assert text(events) == text(whole)
+                assert numbers(events) == numbers(whole)
+                assert events[: min(n_seen, 30)] == whole[: min(n_seen, 30)], "what a client has seen stays"
+                await harness.settled()

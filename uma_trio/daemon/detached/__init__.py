@@ -1,0 +1,1 @@
+"""Answers that outlive the connections of their clients, and the daemon."""

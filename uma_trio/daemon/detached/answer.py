@@ -1,0 +1,234 @@
+"""One detached answer: where its events and tokens go, and what clients see of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import attrs
+import msgspec
+import trio
+
+from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.requests import Generation
+from uma_trio.daemon.store import answer_log as log
+from uma_trio.daemon.store.answer_log import AnswerLog, EndState, Record
+from uma_trio.daemon.store.encoding import decode_tokens, encode_tokens
+from uma_trio.errors import ModelUnavailable, ShuttingDown
+from uma_trio.protocol.answers import AnswerInfo
+from uma_trio.protocol.events import Eos, Failure, LoadProgress, PrefillProgress, UnknownEvent
+from uma_trio.protocol.messages import ServerEvent, parse_event, to_fields
+
+PASSING: Final = (PrefillProgress, LoadProgress)
+"""Events that say how far an answer is.  They are not kept."""
+
+
+INTERRUPTIONS: Final = (ModelUnavailable.code, ShuttingDown.code)
+"""Codes of errors that end other requests, and that an answer outlives: its engine cannot be started, or the daemon ends."""
+
+
+class DetachedAnswer:
+    """The sink and the record of an answer.  Clients get what has been written, and nothing else.
+
+    Args:
+        found: what is known of it.
+        n_bytes: size of its file.
+        on_record: called when there are records to write.
+        clock: returns seconds since 1970.
+    """
+
+    def __init__(
+        self, found: AnswerLog, n_bytes: int, on_record: Callable[[DetachedAnswer], None], clock: Callable[[], float]
+    ) -> None:
+        self.log: AnswerLog = found
+        """What has been written.  Of an answer that has ended, a file may have the events instead."""
+        self.n_events = len(found.events)
+        self.n_bytes = n_bytes
+        self.is_durable = False
+        """Whether all of it is on disk."""
+        self.key = found.key
+        self.generation: Generation | None = None
+        """What makes it, while it runs."""
+        self.scope = trio.CancelScope()
+        """The scope of its task."""
+        self.is_cancelled = False
+        self.n_readers = 0
+        """Clients that are attached."""
+        self.interruption: Failure | None = None
+        """What has ended the last attempt to make it, but not the answer."""
+        self._known = found.token_ids
+        self._n_replayed = len(found.events)
+        """Events that come again, because they are made of tokens that are known."""
+        self._events: list[bytes] = []
+        """Made of tokens that ``add`` gets next."""
+        self._unwritten: list[Record] = []
+        self._has_ended = found.end is not None
+        self._is_closed = False
+        self._on_record = on_record
+        self._clock = clock
+        self._changed = trio.Event()
+
+    # -- where it goes: EventSink and AnswerRecord ------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """Always: a client that does not read costs its own connection only."""
+        return True
+
+    def send(self, event: ServerEvent) -> None:
+        """Keep an event."""
+        if self._is_closed or self._has_ended or isinstance(event, PASSING):
+            return
+        if isinstance(event, Failure) and event.code in INTERRUPTIONS:
+            self.interruption = event
+        elif isinstance(event, Eos | Failure):
+            self._end(event)
+        elif self._n_replayed:
+            self._n_replayed -= 1
+        else:
+            self._events.append(_encode(event))
+
+    @property
+    def known(self) -> Sequence[int]:
+        """As ``TokenLog.known``."""
+        return self._known
+
+    @property
+    def mu(self) -> float | None:
+        """As ``TokenLog.mu``."""
+        return self.log.mu
+
+    def add(self, tokens: Sequence[int], mu: float | None) -> None:
+        """Keep tokens, and the events that came since the last ones."""
+        events, self._events = self._events, []
+        self.note(log.new_tokens(list(tokens), events, mu))
+
+    def begin(self, prompt: Prompt, model: str, turns: int) -> Prompt:
+        """As ``AnswerRecord.begin``."""
+        kept = self.log.prompt
+        if kept is None:
+            text, tokens = prompt.text, encode_tokens(prompt.tokens)
+            self.note(log.Prompt(tokens=tokens, text=text, dropped=prompt.dropped, model=model, turns=turns))
+            return prompt
+        if kept.model != model:
+            raise ModelUnavailable(f"the answer was begun by another model of this name: {kept.model}")
+        return attrs.evolve(prompt, tokens=decode_tokens(kept.tokens), text=kept.text, dropped=kept.dropped)
+
+    @property
+    def turns(self) -> int | None:
+        """As ``AnswerRecord.turns``."""
+        return None if self.log.prompt is None else self.log.prompt.turns
+
+    def _end(self, event: Eos | Failure) -> None:
+        self._has_ended = True
+        state: EndState = "failed"
+        if isinstance(event, Eos):
+            state = "cancelled" if event.reason == "cancelled" else "completed"
+        self.note(log.End(events=[*self._events, _encode(event)], state=state, ended_at=self._clock()))
+
+    def note(self, record: Record) -> None:
+        """Add a record, which clients see when it is written."""
+        if not self._is_closed:
+            self._unwritten.append(record)
+            self._on_record(self)
+
+    # -- for the room -----------------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last event came, although it is perhaps not written yet."""
+        return self._has_ended
+
+    async def again(self) -> None:
+        """It is to be made again, from the tokens that there are, after it was refused or its engine was lost."""
+        while self._unwritten:
+            await self._changed.wait()
+        self.interruption = None
+        self._known, self._n_replayed, self._events = self.log.token_ids, self.n_events, []
+
+    def close(self) -> None:
+        """Take over nothing more: the daemon ends, and the next one goes on."""
+        self._is_closed = True
+        self._announce()
+
+    def take(self) -> list[Record]:
+        """The records that are to be written next."""
+        found, self._unwritten = self._unwritten, []
+        return found
+
+    def written(self, records: Sequence[Record], n_bytes: int) -> None:
+        """``records`` can be shown now."""
+        for each in records:
+            self.log.add(each)
+        self.n_events = len(self.log.events)
+        self.n_bytes += n_bytes
+        self._announce()
+
+    def forget_events(self) -> None:
+        """Keep nothing in memory that the file of an answer has that has ended, and that nobody reads."""
+        if self.log.end is None or not self.is_durable or self.n_readers:
+            return
+        self.log.events = []
+        self.log.tokens.clear()
+        self._known = []
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    # -- what clients see -------------------------------------------------------------------------
+
+    @property
+    def info(self) -> AnswerInfo:
+        """The answer in lists."""
+        begin, end = self.log.begin, self.log.end
+        return AnswerInfo(
+            answer_id=begin.request.id,
+            state=end.state if end is not None else "queued" if self.log.prompt is None else "running",
+            events=self.n_events,
+            durable=self.is_durable,
+            created_at=round(begin.created_at, 3),
+            ended_at=None if end is None else round(end.ended_at, 3),
+        )
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A client reads: its events stay in memory, also if the answer is deleted meanwhile."""
+        self.n_readers += 1
+        try:
+            yield
+        finally:
+            self.n_readers -= 1
+            self.forget_events()
+
+    def is_complete(self, after: int) -> bool:
+        """Whether no event follows number ``after``."""
+        return self.log.end is not None and after >= self.n_events
+
+    async def wait_for_event(self, after: int) -> None:
+        """Wait until there is an event with a higher number, or the answer has ended.
+
+        Raises:
+            ShuttingDown: the daemon ends.
+        """
+        while self.n_events <= after and self.log.end is None:
+            if self._is_closed:
+                raise ShuttingDown("the server is shutting down; the answer goes on when it is started again")
+            await self._changed.wait()
+
+    async def wait_for_end(self) -> None:
+        """Wait until all of it is written, or the daemon ends."""
+        while self.log.end is None and not self._is_closed:
+            await self._changed.wait()
+
+
+def event_of(data: bytes, number: int) -> ServerEvent:
+    """An event that was kept, with its number."""
+    event = parse_event({**msgspec.msgpack.decode(data), "number": number})
+    assert not isinstance(event, UnknownEvent)
+    return event
+
+
+def _encode(event: ServerEvent) -> bytes:
+    return msgspec.msgpack.encode(to_fields(event))

@@ -1,0 +1,362 @@
+"""All detached answers of a daemon: tasks that make them, files that keep them, and what clients may do with them.
+
+An answer is a request in a task of the daemon.  Its events go to a log (``store.answer_log``), from which any number of
+clients read at their own pace.  The next daemon goes on with what has no end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import attrs
+import structlog
+import trio
+
+from uma_trio.config import MB, Config
+from uma_trio.daemon.detached.answer import DetachedAnswer
+from uma_trio.daemon.prompts.fair_limiter import FairLimiter
+from uma_trio.daemon.registry import ModelRegistry
+from uma_trio.daemon.requests import NO_USAGE, Generation
+from uma_trio.daemon.serving.offload import InThread
+from uma_trio.daemon.store.answer_folder import AnswerFolder, AnswerFolderError
+from uma_trio.daemon.store.answer_log import AnswerLog, Begin, End, Record, Resumed, encode
+from uma_trio.daemon.store.encoding import DamagedFile
+from uma_trio.daemon.store.journal_format import SessionKey
+from uma_trio.errors import (
+    AnswerExists,
+    AnswerNotFound,
+    DecodeFailed,
+    InternalError,
+    KvFull,
+    ModelLoading,
+    ModelUnavailable,
+    QueueFull,
+    RequestTimeout,
+    SessionBusy,
+    ShuttingDown,
+    TooManyRequests,
+    UmaError,
+)
+from uma_trio.principal import Principal
+from uma_trio.protocol.answers import AnswerInfo, AnswerList
+from uma_trio.protocol.events import Eos, Failure, Timings
+from uma_trio.protocol.queries import AnswersQuery
+from uma_trio.protocol.requests import Generate
+
+log = structlog.get_logger("uma_trio.detached")
+
+TRANSIENT: Final = (QueueFull, KvFull, TooManyRequests, ModelLoading, ModelUnavailable, ShuttingDown)
+"""What a client would wait for, and send its request again."""
+RETRY_S: Final = 1.0
+MAX_RESUMED: Final = 3
+"""An answer that was resumed so often without a new token has perhaps ended the daemons."""
+SWEEP_S: Final = 60.0
+PART_ANSWERS: Final = 64
+"""Answers in one event of a list."""
+
+
+class DetachedAnswers:
+    """The detached answers of a daemon.
+
+    Args:
+        folder: keeps them; ``None``: they end with the daemon.
+        in_thread: runs a blocking call.
+        clock: returns seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        models: ModelRegistry,
+        folder: AnswerFolder | None = None,
+        *,
+        in_thread: InThread = trio.to_thread.run_sync,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._models = models
+        self._folder = folder
+        self._in_thread = in_thread
+        self._clock = clock
+        self._seed = config.sampling.seed
+        self._limits = config.limits
+        self._max_unfinished = config.sessions.max_detached
+        self._max_bytes = config.sessions.detached_max_mb * MB
+        self._ttl_s = config.sessions.session_ttl_s
+        self._answers: dict[SessionKey, DetachedAnswer] = {}
+        """The oldest first."""
+        self._turns = FairLimiter(max(1, config.limits.max_queue // 2))
+        """Few answers wait in the queues of models, so that others find room there."""
+        self._unwritten: dict[DetachedAnswer, None] = {}
+        self._wake = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self._is_closed = False
+
+    # -- running ----------------------------------------------------------------------------------
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Go on with the answers of earlier daemons, and make new ones, until cancelled.  Then none of them has ended."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                await self._load()
+                nursery.start_soon(self._write_forever)
+                nursery.start_soon(self._expire_forever)
+                for answer in self._answers.values():
+                    if not answer.has_ended:
+                        nursery.start_soon(self._make, answer)
+                task_status.started()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Take over nothing more; the answers go on with the next daemon.  Does not wait."""
+        self._is_closed = True
+        for answer in self._answers.values():
+            answer.close()
+        if self._nursery is not None:
+            self._nursery.cancel_scope.cancel()
+
+    async def _load(self) -> None:
+        if self._folder is None:
+            return
+        try:
+            stored = await self._in_thread(self._folder.load)
+        except AnswerFolderError as error:
+            log.error("detached answers cannot be read; the daemon starts without any", reason=str(error))
+            return
+        for problem in self._folder.problems:
+            log.warning("a detached answer cannot be used", reason=problem)
+        for each in sorted(stored, key=lambda each: each.log.begin.created_at):
+            answer = self._add(each.log, each.n_bytes)
+            answer.is_durable = True
+            if answer.has_ended:
+                answer.forget_events()
+            elif each.log.n_resumed >= MAX_RESUMED:
+                answer.send(
+                    _failure(answer, DecodeFailed(f"the daemon has ended {MAX_RESUMED} times while it answered"))
+                )
+            else:
+                answer.note(Resumed())
+
+    def _add(self, found: AnswerLog, n_bytes: int) -> DetachedAnswer:
+        answer = DetachedAnswer(found, n_bytes, self._has_records, self._clock)
+        self._answers[answer.key] = answer
+        return answer
+
+    async def _make(self, answer: DetachedAnswer) -> None:
+        """Make ``answer``, or go on with it, until it has ended."""
+        begin = answer.log.begin
+        limit_s = self._limits.request_timeout_s
+        with answer.scope:
+            async with self._turns.of(begin.principal.name):
+                until = trio.current_time() + limit_s
+                while not answer.has_ended:
+                    why = await self._attempt(answer)
+                    if answer.has_ended:
+                        break
+                    if trio.current_time() + RETRY_S > until:
+                        answer.send(_failure(answer, RequestTimeout(f"not done after {limit_s:g} s: {why}")))
+                        break
+                    await trio.sleep(RETRY_S)
+                    await answer.again()
+        if answer.is_cancelled and not answer.has_ended:
+            now = self._clock()
+            waited_ms = round(1e3 * max(0.0, now - begin.created_at), 3)
+            timings = Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None)
+            answer.send(Eos(id=begin.request.id, reason="cancelled", usage=NO_USAGE, timings=timings))
+
+    async def _attempt(self, answer: DetachedAnswer) -> str:
+        """Make ``answer``; returns why it has to be tried again, if it has not ended."""
+        begin = answer.log.begin
+        answer.generation = generation = Generation(self._models, begin.request, begin.principal, answer)
+        generation.record = answer
+        try:
+            await generation.run()
+        except UmaError as error:
+            # somebody has perhaps taken the session while the daemon was started
+            is_busy = isinstance(error, SessionBusy) and answer.log.prompt is not None
+            if is_busy or isinstance(error, TRANSIENT):
+                return str(error)
+            answer.send(_failure(answer, error))
+        except Exception:
+            log.exception("a detached answer failed with a bug of the daemon", request=begin.request.id)
+            answer.send(_failure(answer, InternalError("internal error; the daemon's log has the details")))
+        finally:
+            answer.generation = None
+        return "" if answer.interruption is None else answer.interruption.message
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def _has_records(self, answer: DetachedAnswer) -> None:
+        self._unwritten[answer] = None
+        self._wake.set()
+
+    async def _write_forever(self) -> None:
+        """Write what all answers have got since the last time, in one thread, and show it to clients afterwards."""
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            batch = [(answer, answer.take()) for answer in self._unwritten]
+            self._unwritten.clear()
+            parts = [(answer, records, b"".join(map(encode, records))) for answer, records in batch]
+            if self._folder is not None:
+                await self._in_thread(self._append, parts)
+            for answer, records, data in parts:
+                answer.written(records, len(data))
+                answer.forget_events()
+
+    def _append(self, parts: Sequence[tuple[DetachedAnswer, list[Record], bytes]]) -> None:
+        assert self._folder is not None
+        for answer, records, data in parts:
+            if not answer.is_durable:
+                continue
+            try:
+                has_end = any(isinstance(each, End) for each in records)
+                self._folder.append(answer.key, data, answer.n_bytes, durable=has_end)
+            except AnswerFolderError as error:
+                answer.is_durable = False
+                log.warning("a detached answer is not on disk; it stays in memory", reason=str(error))
+
+    async def _expire_forever(self) -> None:
+        """Remove what has ended long ago."""
+        while True:
+            await trio.sleep(SWEEP_S)
+            before = self._clock() - self._ttl_s
+            for answer in [*self._answers.values()]:
+                if answer.log.end is not None and answer.log.end.ended_at < before:
+                    await self._remove(answer)
+
+    async def _remove(self, answer: DetachedAnswer) -> None:
+        if self._answers.get(answer.key) is answer:
+            del self._answers[answer.key]
+            if self._folder is not None:
+                try:
+                    await self._in_thread(self._folder.remove, answer.key)
+                except AnswerFolderError as error:
+                    log.warning("a removed answer is still on disk", reason=str(error))
+
+    # -- for clients ------------------------------------------------------------------------------
+
+    async def begin(self, request: Generate, principal: Principal) -> AnswerInfo:
+        """Accept a detached request.  When this returns, it is answered also if the daemon is killed.
+
+        Raises:
+            AnswerExists: the principal has an answer of this id.
+            TooManyRequests: the principal has too many.
+            ModelNotFound: there is no such model.
+            ShuttingDown: the daemon is draining.
+        """
+        if self._is_closed or self._nursery is None:
+            raise ShuttingDown("the server is shutting down")
+        if request.model is not None:
+            await self._models.describe(request.model, principal.name)
+        seed = self._seed if request.seed is None else request.seed
+        kept = attrs.evolve(request, stream=True, seed=secrets.randbits(63) if seed is None else seed)
+        found = AnswerLog(Begin(principal=principal, request=kept, created_at=self._clock()))
+        if found.key in self._answers:
+            raise AnswerExists(f"there is a detached answer {request.id!r} already; choose another id", field="id")
+        data = encode(found.begin)
+        await self._make_room(principal.name, len(data))
+        if found.key in self._answers:
+            raise AnswerExists(f"there is a detached answer {request.id!r} already; choose another id", field="id")
+        answer = self._add(found, len(data))
+        if self._folder is not None:
+            try:
+                await self._in_thread(self._folder.create, answer.key, data)
+                answer.is_durable = True
+            except AnswerFolderError as error:
+                log.warning("a detached answer is not on disk; it stays in memory", reason=str(error))
+        self._nursery.start_soon(self._make, answer)
+        return answer.info
+
+    async def _make_room(self, principal: str, n_bytes: int) -> None:
+        own = self._of(principal)
+        n_unfinished = sum(answer.log.end is None for answer in own)
+        if n_unfinished >= self._max_unfinished:
+            error = TooManyRequests(
+                f"{principal} has {n_unfinished} detached answers that have not ended (max_detached)"
+            )
+            error.retry_after_ms = round(1e3 * RETRY_S)
+            raise error
+        n_bytes += sum(answer.n_bytes for answer in own)
+        for answer in own:
+            if n_bytes > self._max_bytes and answer.log.end is not None:
+                n_bytes -= answer.n_bytes
+                await self._remove(answer)
+        if n_bytes > self._max_bytes:
+            raise TooManyRequests(f"the detached answers of {principal} take {n_bytes} bytes (detached_max_mb)")
+
+    def _of(self, principal: str) -> list[DetachedAnswer]:
+        """The answers of ``principal``, the oldest first."""
+        return [answer for answer in self._answers.values() if answer.key.principal == principal]
+
+    def find(self, principal: str, id: str) -> DetachedAnswer:
+        """An answer of ``principal``.
+
+        Raises:
+            AnswerNotFound: there is none.
+        """
+        answer = self._answers.get(SessionKey(principal, id))
+        if answer is None:
+            raise AnswerNotFound(f"there is no detached answer {id!r}", field="answer_id")
+        return answer
+
+    async def answer_query(self, query: AnswersQuery, principal: str) -> Iterator[AnswerList]:
+        """List, describe, cancel or delete answers of ``principal``; returns the events of the answer.
+
+        Raises:
+            AnswerNotFound: there is no such answer.
+        """
+        if query.answer_id is None:
+            return _lists([answer.info for answer in reversed(self._of(principal))], query.id)
+        answer = self.find(principal, query.answer_id)
+        if query.action in ("cancel", "delete"):
+            self._cancel(answer)
+            await answer.wait_for_end()
+        if query.action == "delete":
+            await self._remove(answer)
+        info = attrs.evolve(answer.info, client_state=answer.log.begin.request.client_state)
+        return iter([AnswerList(answers=[info], id=query.id)])
+
+    def _cancel(self, answer: DetachedAnswer) -> None:
+        answer.is_cancelled = True
+        if answer.generation is not None:
+            answer.generation.cancel()
+        else:
+            answer.scope.cancel()
+
+    async def events(self, answer: DetachedAnswer, after: int) -> tuple[int, Sequence[bytes]]:
+        """The events after number ``after`` that there are, for ``event_of``, and the number of the first one.
+
+        Waits for one.
+
+        Raises:
+            AnswerNotFound: it was deleted meanwhile.
+            ShuttingDown: the daemon ends.
+        """
+        await answer.wait_for_event(after)
+        found = answer.log
+        if answer.n_events > len(found.events):  # then its file has them
+            assert self._folder is not None
+            try:
+                found = await self._in_thread(self._folder.read, answer.key)
+            except (AnswerFolderError, DamagedFile) as error:
+                raise AnswerNotFound(f"the answer {answer.key.id!r} cannot be read any more: {error}") from None
+        return after + 1, found.events[after:]
+
+
+def _failure(answer: DetachedAnswer, error: UmaError) -> Failure:
+    request = answer.log.begin.request
+    error.request_id = request.id
+    log.info("a detached answer has failed", id=request.id, code=error.code, reason=str(error))
+    return Failure.of(error, metadata=request.metadata)
+
+
+def _lists(found: Sequence[AnswerInfo], id: str | None) -> Iterator[AnswerList]:
+    """Yield ``found`` in parts of ``PART_ANSWERS``; at least one part."""
+    for start in range(0, max(1, len(found)), PART_ANSWERS):
+        end = start + PART_ANSWERS
+        yield AnswerList(answers=[*found[start:end]], more=end < len(found), id=id)

@@ -1,0 +1,192 @@
+"""The log of one detached answer: what it was asked, its tokens, and the events that clients get.
+
+===========  =====================================================================================
+``Begin``    the request, and for whom; written before its client hears that it was accepted
+``Prompt``   the tokens of the prompt, which a second rendering could make differently
+``Tokens``   new tokens, with the events that they became; both or none of them survive a crash
+``Resumed``  a daemon has found the answer without an end, and goes on with it
+``End``      the last event
+===========  =====================================================================================
+
+A file holds these as records (``store.records``) and only grows, so any beginning of it is an earlier state of the
+answer.  Events are kept as they were made: their numbers stay the same with a later version, and reading them needs no
+model.
+
+This module is pure: bytes in, bytes out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+import attrs
+import msgspec
+
+from uma_trio.daemon.store.encoding import TOKEN_BYTES, DamagedFile, decode_tokens, encode_principal, encode_tokens
+from uma_trio.daemon.store.journal_format import SessionKey
+from uma_trio.daemon.store.records import intact_records, record
+from uma_trio.principal import Principal
+from uma_trio.protocol.requests import Generate
+
+MARK: Final = b"\xffUA1"
+
+EndState = Literal["completed", "cancelled", "failed"]
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
+    """An answer was accepted."""
+
+    principal: Principal
+    request: Generate
+    created_at: float
+    """Seconds since 1970."""
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
+    """The prompt was made."""
+
+    tokens: bytes
+    text: str
+    dropped: int
+    """As in ``daemon.prompts.prompt.Prompt``, like the two fields before."""
+    model: str
+    """Names the content of the model; another one cannot go on."""
+    turns: int
+    """Turns that the answer's session had; 0 without one."""
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+    """Tokens were sampled."""
+
+    tokens: bytes
+    events: list[bytes]
+    """Events of the socket protocol as MessagePack, without their numbers."""
+    mu: float | None = None
+    """The state of mirostat after these tokens."""
+
+
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """The daemon was started again before the end."""
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+    """The answer has ended."""
+
+    events: list[bytes]
+    """Events as in ``Tokens``; the last one is ``eos`` or ``error``."""
+    state: EndState
+    ended_at: float
+    """Seconds since 1970."""
+
+
+Record = Begin | Prompt | Tokens | Resumed | End
+
+
+@attrs.define(eq=False)
+class AnswerLog:
+    """What the records of an answer say."""
+
+    begin: Begin
+    prompt: Prompt | None = None
+    tokens: bytearray = attrs.field(factory=bytearray)
+    """Little-endian int32."""
+    mu: float | None = None
+    events: list[bytes] = attrs.field(factory=list)
+    """Event number ``n`` is ``events[n - 1]``."""
+    n_resumed: int = 0
+    """How often it was resumed since its last token."""
+    end: End | None = None
+
+    @property
+    def key(self) -> SessionKey:
+        """Identifies the answer: each principal has its own ids."""
+        return SessionKey(self.begin.principal.name, self.begin.request.id)
+
+    @property
+    def token_ids(self) -> list[int]:
+        ids: list[int] = decode_tokens(self.tokens).tolist()
+        return ids
+
+    def add(self, new: Record) -> None:
+        """Take over a record that follows.
+
+        Raises:
+            ValueError: it cannot follow.
+        """
+        if self.end is not None or isinstance(new, Begin):
+            raise ValueError("it goes on after its end")
+        match new:
+            case Prompt():
+                if self.prompt is not None:
+                    raise ValueError("it has two prompts")
+                self.prompt = new
+            case Tokens():
+                if self.prompt is None:
+                    raise ValueError("it has tokens without a prompt")
+                self.tokens += new.tokens
+                self.mu, self.n_resumed = new.mu, 0
+                self.events += new.events
+            case Resumed():
+                self.n_resumed += 1
+            case End():
+                self.events += new.events
+                self.end = new
+
+
+def new_tokens(tokens: list[int], events: list[bytes], mu: float | None) -> Tokens:
+    """The record of new tokens."""
+    return Tokens(tokens=encode_tokens(tokens), events=events, mu=mu)
+
+
+def encode(new: Record) -> bytes:
+    """Encodes a record."""
+    return record(MARK, msgspec.msgpack.encode(new))
+
+
+def decode(data: bytes | bytearray) -> tuple[AnswerLog, int]:
+    """Decodes the content of a file; returns it and the number of its bytes.
+
+    Half a record that a crash left may follow; cut it off.
+
+    Raises:
+        DamagedFile: it is damaged, or not of this version.
+    """
+    log: AnswerLog | None = None
+    n_bytes = 0
+    try:
+        for payload, end in intact_records(MARK, data):
+            found = _decode(payload)
+            if log is not None:
+                log.add(found)
+            elif isinstance(found, Begin):
+                log = AnswerLog(found)
+            else:
+                raise DamagedFile("it does not begin with a request")
+            n_bytes = end
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise DamagedFile(f"it contains an invalid record: {error}") from None
+    if log is None:  # a file is created with its first record, so no crash has left it like this
+        raise DamagedFile("it does not begin like an answer of this version")
+    return log, n_bytes
+
+
+def _decode(payload: bytes | memoryview) -> Record:
+    """Decodes a record.  Raises ``ValueError`` or ``msgspec.MsgspecError`` if a field is out of range."""
+    found: Record = msgspec.msgpack.decode(payload, type=Record)
+    match found:
+        case Begin():
+            encode_principal(found.principal.name)
+            _check_time(found.created_at)
+        case Prompt() | Tokens():
+            if len(found.tokens) % TOKEN_BYTES:
+                raise ValueError("it has half a token")
+            decode_tokens(found.tokens)
+        case End():
+            _check_time(found.ended_at)
+    return found
+
+
+def _check_time(seconds: float) -> None:
+    if not math.isfinite(seconds):
+        raise ValueError("a time is not a number")
