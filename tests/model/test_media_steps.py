@@ -23,7 +23,7 @@ from uma_trio.daemon.engines.link import ProcessLauncher, ThreadLauncher
 from uma_trio.engine.open_fitted import open_engine
 from uma_trio.engine_link.kv_ops import Truncate
 from uma_trio.engine_link.media import MediaRows
-from uma_trio.engine_link.messages import EngineError, SampleRequest, Start, Step, StepInput, StepOutput
+from uma_trio.engine_link.messages import MAX_FDS, EngineError, SampleRequest, Start, Step, StepInput, StepOutput
 from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.tokenizer import open_vocabulary
@@ -136,4 +136,14 @@ async def test_a_file_with_too_few_rows_fails_the_step_and_leaves_nothing_open(l
             await link.compute(Step([Truncate(0)], [[with_rows(prompt, [(3, 9)], fd)]]))
     assert await alone(link, prompt, N_ANSWER) == expected  # which comes when the steps before are put away
     assert process.num_fds() == before
+    os.close(fd)
+
+
+async def test_a_step_has_more_files_than_go_with_a_byte(link, prompt, embeddings):
+    longer = [*prompt, *prompt]
+    expected = await alone(link, longer, N_ANSWER)
+    fd = memory_file(embeddings[longer].tobytes())
+    spans = [(n, n + 1) for n in range(len(longer))]  # each has a descriptor of its own
+    assert len(spans) > 2 * MAX_FDS
+    assert await answer(link, with_rows(longer, spans, fd)) == expected
     os.close(fd)

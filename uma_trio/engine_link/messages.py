@@ -598,7 +598,7 @@ class Engine(Protocol):
 
 HEADER_BYTES: Final = 4
 MAX_FDS: Final = 16
-"""File descriptors that one message carries, at most."""
+"""File descriptors that go with one byte of a message, at most; a message may have more."""
 
 
 def _encode_other(value: Any) -> Any:

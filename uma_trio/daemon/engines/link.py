@@ -24,6 +24,7 @@ from uma_trio.engine_link.kv_ops import LoadState, SaveState
 from uma_trio.engine_link.masks import MaskFile
 from uma_trio.engine_link.messages import (
     DOES_NOT_OPEN,
+    MAX_FDS,
     NO_MEMORY,
     AttachMasks,
     Decoder,
@@ -315,11 +316,15 @@ class EngineLink:
     # -- sending --------------------------------------------------------------------------------
 
     def _send(self, message: FromDaemon, fds: Sequence[int] = ()) -> None:
-        self._unsent.append((encode(message), [os.dup(fd) for fd in fds]))
+        data, own = encode(message), [os.dup(fd) for fd in fds]
+        while len(own) > MAX_FDS:  # the system carries so many with a byte, and a message has more bytes than descriptors
+            self._unsent.append((data[:1], own[:MAX_FDS]))
+            data, own = data[1:], own[MAX_FDS:]
+        self._unsent.append((data, own))
         self._send_some()
 
     def _send_some(self) -> None:
-        """Send what the socket takes at once; a descriptor goes with the first byte of its message."""
+        """Send what the socket takes at once; descriptors go with the first byte of their part of a message."""
         while self._unsent:
             data, fds = self._unsent.popleft()
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
