@@ -120,6 +120,15 @@ def test_on_a_gpu_no_request_loses_context_to_per_sequence_kv() -> None:
     assert names(where=CUDA, ctx=32_768, kv_unified="off") == [PER_SEQUENCE, PER_SEQUENCE_OFF], "if set, it is kept"
 
 
+def test_who_asks_for_many_sequences_gets_per_sequence_kv_with_less_for_each() -> None:
+    """A unified cache costs the more, the more sequences it has; llama-server divides ``ctx`` too."""
+    assert names(where=CUDA, parallel=32, ctx=32_768) == [PER_SEQUENCE, PER_SEQUENCE_OFF]
+    assert names(where=CUDA, parallel=32, ctx=32_000) == [UNIFIED], "fewer than 1,024 for each"
+    assert names(where=CUDA, parallel=15, ctx=32_768) == [UNIFIED]
+    assert names(where=CUDA, parallel=32, kv_mem_limit_mb=100) == [UNIFIED], "not asked for, but what memory is left"
+    assert PER_SEQUENCE in names(on_gpu=True, parallel=32, ctx=32_768), "on other devices a trial may choose it"
+
+
 def test_the_rule_says_what_the_other_kv_cache_would_give() -> None:
     def words(where: Environment, **settings) -> str:
         model = config.Model(**settings)

@@ -48,6 +48,15 @@ TIGHT_TARGET_MS: Final = 50.0
 """With a shorter target for the time between tokens, a tick has no time for two calls: on an H200 with a 7B model and a
 target of 30 ms, a mixed load took 7.3 s with per-sequence KV and 6.3 s with unified KV.  At 50 ms both took as long."""
 
+MANY_SEQUENCES: Final = 16
+MANY_SEQUENCES_WINDOW: Final = 1024
+"""Tokens for each sequence from which on per-sequence KV may replace unified KV, if ``ctx`` is set and ``parallel`` is at
+least ``MANY_SEQUENCES``.  With fewer sequences each must have ``DEFAULT_WINDOW``.
+
+Where all cells are scanned, the price of unified KV grows with the number of sequences.  On an H200 with a 7B model, 32
+clients with prompts of 4,000 tokens and answers of 400 took 105 s in a unified cache of 147,456 cells.  llama-server,
+which divides its cells whenever the number of its sequences is set, took 43 s."""
+
 CLEARLY_FASTER: Final = 0.9
 """Another layout replaces the default only below this share of the default's cost.  Two measurements of one layout
 differ by some percent, and each start should choose the same."""
@@ -200,7 +209,7 @@ def default_layout(shape: Shape, settings: config.Model, environment: Environmen
     """The layout by rule, for ``settings.parallel`` sequences.
 
     With ``kv_unified`` ``auto`` it is unified KV on a GPU where sequences would have fewer tokens than a request has by
-    default.
+    default (``_has_room_for_requests``).
 
     Args:
         memory_bytes: the machine's memory.
@@ -247,7 +256,7 @@ def candidates(
     """The layouts that ``settings`` allow, the default first.
 
     Omits layouts in which a client could do less than in the default.  Per-sequence KV must leave each sequence the
-    tokens that a request has by default.  Unified KV must not replace per-sequence KV for a model with a sliding
+    tokens that a request has by default, or ``MANY_SEQUENCES_WINDOW``.  Unified KV must not replace per-sequence KV for a model with a sliding
     window, because in unified KV the sequences of such a model cannot be truncated.
 
     Args:
@@ -298,8 +307,10 @@ def _quantised(settings: config.Model) -> bool:
 
 
 def _has_room_for_requests(layout: Layout, shape: Shape, settings: config.Model) -> bool:
-    """Whether each sequence has the tokens that a request has by default."""
-    return layout.n_ctx >= min(shape.n_ctx_train, DEFAULT_WINDOW) * settings.parallel
+    """Whether each sequence has the tokens that a request has by default, or what suffices where many were asked for."""
+    many = settings.ctx and settings.parallel >= MANY_SEQUENCES
+    window = MANY_SEQUENCES_WINDOW if many else DEFAULT_WINDOW
+    return layout.n_ctx >= min(shape.n_ctx_train, window) * settings.parallel
 
 
 def _sized(
