@@ -37,6 +37,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/v2/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}],
     "/v1/responses": [{"input": "Hi", **UNKNOWN}, {"input": "Hi", "tools": [{"type": "function", **TOOL}], "top_logprobs": 1}, {"input": "Hi", **TELEMETRY}],
     "/v1/responses/input_tokens": [{"input": "Hi"}],
+    "/v1/conversations": [{}, {"metadata": {"a": "b"}, **UNKNOWN}],
     "/v1/messages": [{**CHAT, "max_tokens": 5, **UNKNOWN}, {**CHAT, "max_tokens": 99, "tools": [SCHEMA], "tool_choice": {"type": "any"}}],
     "/v1/messages/count_tokens": [CHAT],
     "/api/chat": [{**CHAT, **OF_OLLAMA, **UNKNOWN}, {"model": "embedded"}],
@@ -59,6 +60,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
 SAME = {"/completions": "/completion", "/chat/completions": "/v1/chat/completions", "/responses": "/v1/responses"}
 SAME["/chat/completions/input_tokens"] = "/v1/chat/completions/input_tokens"
 SAME["/responses/input_tokens"] = "/v1/responses/input_tokens"
+SAME["/conversations"] = "/v1/conversations"
 SAME |= dict.fromkeys(("/rerank", "/reranking", "/v1/reranking"), "/v1/rerank")
 SAME |= {f"/models/{action}": f"/v1/models/{action}" for action in ("load", "unload", "reload")}
 

@@ -120,9 +120,6 @@ def test_log_probabilities_are_the_same_streamed_and_whole(gateway: Gateway) -> 
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
@@ -137,11 +134,6 @@ def test_what_is_not_supported_is_refused(
     assert refused.value.param == parameter
 
 
-def test_what_would_be_stored_says_to_send_the_whole_conversation(gateway: Gateway) -> None:
-    with pytest.raises(openai.BadRequestError, match="send the whole conversation as input"):
-        gateway.openai().responses.create(**ASK, previous_response_id="resp_1")
-
-
 def test_a_conversation_that_is_too_long_is_refused_and_not_cut(gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         gateway.openai().responses.create(model="embedded", input="a b " * 50_000)
@@ -149,10 +141,10 @@ def test_a_conversation_that_is_too_long_is_refused_and_not_cut(gateway: Gateway
 
 
 def test_what_has_no_effect_is_named(gateway: Gateway) -> None:
-    extra = {"store": True, "temprature": 1, "tools": [{"type": "web_search"}], "truncation": "auto"}
+    extra = {"temprature": 1, "tools": [{"type": "web_search"}], "truncation": "auto"}
     with gateway.http() as client:
         warnings = client.post("/v1/responses", json={**ASK, **extra}).json()["warnings"]
-    assert [warning.split(" ")[0] for warning in warnings] == ["the", "store", "truncation", "tools[0]"]
+    assert [warning.split(" ")[0] for warning in warnings] == ["the", "truncation", "tools[0]"]
     assert streamed(gateway, **extra)[0]["response"]["warnings"] == warnings
 
 

@@ -147,6 +147,11 @@ class Charge:
             elif isinstance(event, Generated) and not (isinstance(event, Token) and event.echo):
                 self._generated[event.index] = self._generated.get(event.index, 0) + 1
 
+    def count_estimate(self) -> None:
+        """Count the whole estimate: nobody waits for the answer."""
+        if self._admission is not None:
+            self._generated[None] = max(0, self._admission.reserved - self._prompt)
+
     def __enter__(self) -> Charge:
         return self
 

@@ -118,6 +118,58 @@ class Daemon:
     def _ranked(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**fields, "slo": {**fields.get("slo", {}), "priority": "background"}} if self.is_background else fields
 
+    async def detach(self, fields: Mapping[str, Any]) -> None:
+        """Send a request that the daemon answers on its own.  It is charged by its estimate.
+
+        Raises:
+            HttpError: the daemon cannot be reached or refuses.
+        """
+        with charged(self.account, fields, is_streamed=False) as charge:
+            async with self.connect() as client:
+                await client.detach(**charge.fields)
+            charge.count_estimate()
+
+    async def attach(self, id: str) -> AsyncIterator[list[Event]]:
+        """Yield the events of a detached answer, as ``generate`` does.
+
+        The first list is empty, so that a stream begins before its first event, which may be an error.
+
+        Raises:
+            HttpError: the daemon cannot be reached, there is no such answer, or it has ended with an error.
+        """
+        async with self.connect() as client:
+            yield []
+            async for batch in client.attach_batches(id):
+                yield batch
+
+    async def generate_stored(self, fields: Mapping[str, Any]) -> AsyncIterator[list[Event]]:
+        """Send a detached request and yield its events.  A client that leaves cancels it, as with ``generate``.
+
+        Raises:
+            HttpError: the daemon cannot be reached or refuses.
+        """
+        has_ended = False
+        with charged(self.account, fields, is_streamed=True) as charge:
+            async with self.connect() as client:
+                await client.detach(**charge.fields, keep_alive=True)
+                try:
+                    async for batch in client.attach_batches(fields["id"]):
+                        charge.count(batch)
+                        has_ended = isinstance(batch[-1], Eos)
+                        yield batch
+                except ServerError:
+                    has_ended = True
+                    raise
+                finally:
+                    if not has_ended:
+                        with anyio.move_on_after(TIMEOUT_S, shield=True):
+                            await self._cancel(fields["id"])
+
+    async def _cancel(self, id: str) -> None:
+        with contextlib.suppress(HttpError):
+            async with self.connect() as client:
+                await client.answers("cancel", answer_id=id)
+
     async def generate_all(self, requests: Sequence[Mapping[str, Any]]) -> AsyncIterator[list[Event]]:
         """Send several requests, some at a time, and yield the events of all.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
@@ -244,10 +244,14 @@ class Call:
 
     def stream(self, fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], renderer: Renderer[Event]) -> Response:
         """Send one request or several to the daemon, and the answers to the client while they are generated."""
+        if isinstance(fields, Mapping):
+            return self.stream_events(self.daemon.generate(fields), renderer)
+        return self.stream_events(self.daemon.generate_all(fields), renderer)
+
+    def stream_events(self, events: AsyncIterator[list[Event]], renderer: Renderer[Event]) -> Response:
+        """Send events of the daemon to the client as they come."""
         return StreamedAnswer(
-            self.record.watch(
-                self.daemon.generate(fields) if isinstance(fields, Mapping) else self.daemon.generate_all(fields)
-            ),
+            self.record.watch(events),
             renderer,
             refuse=self.refuse,
             keep_alive_s=self.config.http.keep_alive_s,

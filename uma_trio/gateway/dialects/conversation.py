@@ -38,14 +38,21 @@ def conversation_fields(
         cache_key: such as ``prompt_cache_key`` of OpenAI's API.  The headers count before it.
     """
     cleaned = list(without_noise(messages))
+    key = session_of(headers, session_id=session_id, cache_key=cache_key)
+    if key is None:
+        return {"messages": cleaned}
     if session_id is None:
-        key = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), cache_key)
-        if not key:
-            return {"messages": cleaned}
         system = "\n".join(each.get("content") or "" for each in cleaned if is_system(each))
         name = key if len(key) <= MAX_KEY_CHARS else _hash(key, 32)
         session_id = f"{name}:{_hash(system, 8)}"
     return {"messages": cleaned, "session_id": session_id, "history": "replace"}
+
+
+def session_of(headers: Mapping[str, str], *, session_id: str | None, cache_key: str | None) -> str | None:
+    """What the client calls its session; ``None`` if it names none.  Arguments are those of ``conversation_fields``."""
+    if session_id is not None:
+        return session_id
+    return next((headers[name] for name in SESSION_HEADERS if headers.get(name)), cache_key) or None
 
 
 def without_noise(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

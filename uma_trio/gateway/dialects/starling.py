@@ -21,7 +21,9 @@ from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.messages import to_fields
 from uma_trio.protocol.requests import Generate
 
-OF_THE_CONNECTION: Final = frozenset({"id", "keep_alive", "principal", "principal_weight", "principal_max_requests"})
+OF_THE_CONNECTION: Final = frozenset(
+    {"id", "keep_alive", "principal", "principal_weight", "principal_max_requests", "detached", "client_state"}
+)
 """Fields of the socket protocol that the gateway sets itself."""
 
 

@@ -13,7 +13,7 @@ from uma_trio.gateway.dialects.parts import Part, PartRenderer, parts_of
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.events import Logprobs
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 ID_PREFIX: Final = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
@@ -26,6 +26,7 @@ class ResponseEvents(PartRenderer):
         telemetry: further fields of events.
         custom_tools: names of the tools that take a text in place of arguments.
         seals: whether reasoning comes as ``encrypted_content`` too.
+        after: events up to this number are not written, because the client has them.
     """
 
     keep_alive_frame = COMMENT
@@ -38,6 +39,7 @@ class ResponseEvents(PartRenderer):
         *,
         custom_tools: frozenset[str],
         seals: bool,
+        after: int = -1,
     ) -> None:
         super().__init__()
         self._head = head
@@ -47,6 +49,7 @@ class ResponseEvents(PartRenderer):
         """What the telemetry says of the event that is being written."""
         self._custom_tools = custom_tools
         self._seals = seals
+        self._after = after
         self._number = 2  # those before are for begin()
 
     def begin(self) -> bytes:
@@ -56,6 +59,7 @@ class ResponseEvents(PartRenderer):
         return b"".join(
             sse({"type": name, "sequence_number": number, "response": response}, name)
             for number, name in enumerate(names)
+            if number > self._after
         )
 
     def render(self, event: Event) -> bytes:
@@ -113,15 +117,25 @@ class ResponseEvents(PartRenderer):
     def ended(self, eos: Eos) -> bytes:
         """The whole response."""
         status = _status_of(eos)
-        return self._event(f"response.{status}", response=self.response(status), **self._telemetry.of(eos))
+        name = "incomplete" if status == "cancelled" else status
+        return self._event(f"response.{name}", response=self.response(status), **self._telemetry.of(eos))
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""
         message = f"{error.message} ({error.code}, request {self._request_id})"
         if error.retry_after_ms is not None:  # clients find the wait by these words
             message += f"; try again in {error.retry_after_ms} ms"
-        failed = {"code": error_code(error), "message": message}
-        return self._event("response.failed", response={**self.response("failed"), "error": failed})
+        return self._event("response.failed", response=self.failed(error, message))
+
+    def failed(self, error: HttpError, message: str | None = None) -> dict[str, Any]:
+        """The response of an answer that has ended with ``error``."""
+        failure = {"code": error_code(error), "message": message or error.message}
+        return {**self.response("failed"), "error": failure}
+
+    def whole(self) -> dict[str, Any]:
+        """The response of an answer whose events were all rendered."""
+        assert self.eos is not None
+        return self.response(_status_of(self.eos))
 
     def response(self, status: Status) -> dict[str, Any]:
         """The response with the items that have been written."""
@@ -171,17 +185,20 @@ class ResponseEvents(PartRenderer):
     def _event(self, name: str, **fields: Any) -> bytes:
         number = self._number
         self._number += 1
+        if number <= self._after:
+            return b""
         return sse({"type": name, "sequence_number": number, **fields}, name)
 
 
 def whole_response(events: ResponseEvents, eos: Eos) -> dict[str, Any]:
     """The response of an answer that was not streamed."""
     events.parts, events.eos = parts_of(eos), eos
-    return events.response(_status_of(eos))
+    return events.whole()
 
 
 def _status_of(eos: Eos) -> Status:
-    return "incomplete" if eos.reason == "length" else "completed"
+    statuses: dict[str, Status] = {"length": "incomplete", "cancelled": "cancelled"}
+    return statuses.get(eos.reason, "completed")
 
 
 def _reasoning_text(part: Part) -> dict[str, Any]:

@@ -52,11 +52,16 @@ class Conversation:
 
     Reasoning, text and calls that follow each other are one message of the assistant.
 
+    Args:
+        earlier: messages of earlier requests, between the instructions and the items.
+
     Raises:
         HttpError: something is not supported.
     """
 
-    def __init__(self, instructions: str | None, items: str | Sequence[Item]) -> None:
+    def __init__(
+        self, instructions: str | None, items: str | Sequence[Item], earlier: Sequence[dict[str, Any]] = ()
+    ) -> None:
         self.messages: list[dict[str, Any]] = []
         self.warnings: list[str] = []
         self._cost = JsonCost()
@@ -64,6 +69,9 @@ class Conversation:
         """Name of the tool that each call names."""
         if instructions:
             self.messages.append({"role": "system", "content": instructions})
+        for message in earlier:
+            self.messages.append(message)
+            self._tools |= {call["id"]: call["name"] for call in message.get("tool_calls", ()) if call.get("id")}
         if isinstance(items, str):
             self.messages.append({"role": "user", "content": items})
         else:
@@ -84,7 +92,7 @@ class Conversation:
             case "function_call_output" | "custom_tool_call_output":
                 self._add_result(item, place)
             case "item_reference":
-                raise invalid("nothing is stored here; send the item itself", parameter=place)
+                raise invalid("items are not stored by their ids; send the item itself", parameter=place)
             case _:
                 self.warnings.append(f"{place} was skipped: items of type {item.type!r} are not supported")
 

@@ -1,9 +1,13 @@
-"""``POST /v1/responses`` of OpenAI's API, without its storage: each request has the whole conversation."""
+"""``POST /v1/responses`` of OpenAI's API.
+
+A request has the whole conversation, or continues a stored response or a conversation: see ``stored_responses``.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -11,7 +15,13 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
-from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
+from uma_trio.gateway.dialects.conversation import (
+    NO_REASONING,
+    conversation_fields,
+    reasoning_kwargs,
+    session_of,
+    without_noise,
+)
 from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
 from uma_trio.gateway.dialects.llama.extras import Telemetry
 from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constraint_of_format
@@ -19,6 +29,8 @@ from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, who
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item
 from uma_trio.gateway.dialects.openai.shapes import InputTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai.shared import FIELD_NAMES, OPENAI
+from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
+from uma_trio.gateway.dialects.openai.stored_responses import StoredHead, earlier, fork, new_id
 from uma_trio.gateway.dialects.openai.tools import Function, tool_fields
 from uma_trio.gateway.dialects.openai.tools import Tool as ChatTool
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -32,8 +44,6 @@ INPUT: Final = {
     "additionalProperties": False,
 }
 """The parameters of a custom tool, which takes a text."""
-
-NOTHING_IS_STORED: Final = "nothing is stored here; send the whole conversation as input"
 
 
 class Tool(msgspec.Struct, kw_only=True):
@@ -89,19 +99,14 @@ class Input(msgspec.Struct, kw_only=True):
     previous_response_id: str | None = None
     conversation: Any = None
 
+    def names_earlier(self) -> bool:
+        """Whether it continues something that is stored."""
+        return self.previous_response_id is not None or self.conversation is not None
+
     @property
     def template_kwargs(self) -> dict[str, Any] | None:
         """Variables for the chat template."""
         return reasoning_kwargs(self.reasoning.effort if self.reasoning else None) or None
-
-    def check_storage(self) -> None:
-        """
-        Raises:
-            HttpError: the request continues something that would have to be stored.
-        """
-        for name in ("previous_response_id", "conversation"):
-            if getattr(self, name) is not None:
-                raise invalid(f"{name} is not supported: {NOTHING_IS_STORED}", parameter=name)
 
 
 @with_fields_of("responses")
@@ -133,54 +138,125 @@ class ResponsesRequest(Input, kw_only=True):
 
 
 async def respond(call: Call) -> Response:
-    """Answer a conversation, streamed or whole."""
+    """Answer a conversation, streamed, whole, or in the background."""
     request, warnings = await call.read(ResponsesRequest)
     _check(request, warnings)
+    named = session_of(call.request.headers, session_id=request.session_id, cache_key=request.prompt_cache_key)
+    if _is_stored(request, named):
+        return await _respond_stored(call, request, warnings)
     conversation = Conversation(request.instructions, request.input)
-    tools = _tool_fields(request, warnings)
-    warnings += conversation.warnings
-    if conversation.messages[-1]["role"] == "assistant" and "tool_calls" not in conversation.messages[-1]:
-        warnings.append("the answer is a new message after the last one, which is the assistant's")
-    include = request.include or []
-    has_logprobs = request.top_logprobs is not None or "message.output_text.logprobs" in include
-    form = request.text and request.text.format
     telemetry = Telemetry.of_request(request)
-    sampling = fields_of(request, "responses")
-    fields = call.for_daemon(
-        model=request.model,
-        **conversation_fields(
-            conversation.messages,
-            call.request.headers,
-            session_id=request.session_id,
-            cache_key=request.prompt_cache_key,
-        ),
-        **tools,
-        fit_max_tokens=True,
-        **sampling,
-        logprobs=(request.top_logprobs or 0) if has_logprobs else None,
-        constraint=constraint_of_format(_chat_format(form)) if form else None,
-        chat_template_kwargs=request.template_kwargs,
-        separate_reasoning=True,
-        reasoning_budget=0 if request.reasoning and request.reasoning.effort == NO_REASONING else None,
-        **telemetry.fields,
+    fields, sampling = _fields(call, request, conversation, warnings)
+    fields |= conversation_fields(
+        conversation.messages,
+        call.request.headers,
+        session_id=request.session_id,
+        cache_key=request.prompt_cache_key,
     )
-    head = _head(call.id, request, request.model or (await call.daemon.model()).name, sampling)
-    if warnings:
-        head["warnings"] = warnings
-    custom = frozenset(tool.name for tool in request.tools or () if tool.type == "custom" and tool.name)
-    seals = "reasoning.encrypted_content" in include
-    events = ResponseEvents(head, call.id, telemetry, custom_tools=custom, seals=seals)
+    fields = call.for_daemon(**fields, **telemetry.fields)
+    head = _head(f"resp_{call.id}", request, await _model(call, request), sampling, warnings)
+    events = ResponseEvents(head, call.id, telemetry, custom_tools=_custom_tools(request), seals=_seals(request))
     if request.stream:
         return call.stream(fields, events)
     [eos] = await call.unless_disconnected(call.daemon.complete(fields))
     return json_response(whole_response(events, eos))
 
 
+def _is_stored(request: ResponsesRequest, session: str | None) -> bool:
+    """Whether the response is stored: by default, unless the client has a session of its own, or wants what is not kept."""
+    if request.store is not None:
+        return request.store
+    is_needed = request.background or request.names_earlier()
+    return bool(is_needed) or not (session is not None or request.return_progress or request.timings_per_token)
+
+
+async def _respond_stored(call: Call, request: ResponsesRequest, warnings: list[str]) -> Response:
+    name, model = new_id("resp"), await _model(call, request)
+    past = await earlier(call, request.previous_response_id, request.conversation, request.model)
+    conversation = Conversation(request.instructions, request.input, () if past is None else past.messages)
+    fields, sampling = _fields(call, request, conversation, warnings)
+    session = name if past is None or past.session is None else past.session
+    head = _head(name, request, model, sampling, warnings)
+    head |= {
+        "store": True,
+        "background": bool(request.background),
+        "previous_response_id": request.previous_response_id,
+    }
+    head["conversation"] = None if session == name else {"id": session}
+    stored = StoredHead(head=head, session=session, custom_tools=sorted(_custom_tools(request)), seals=_seals(request))
+    if past is not None and past.fork_of is not None:
+        await fork(call, past.fork_of, name, request.model)
+    fields = call.for_daemon(
+        **fields,
+        messages=list(without_noise(conversation.messages)),
+        session_id=session,
+        history="replace",
+        id=name,
+        detached=True,
+        client_state=stored.encode(),
+    )
+    if request.background:
+        await call.daemon.detach(fields)
+        if request.stream:
+            return call.stream_events(call.daemon.attach(name), stored.events())
+        return json_response(stored.events().response("queued"))
+    if request.stream:
+        return call.stream_events(call.daemon.generate_stored(fields), stored.events())
+    return json_response(await call.unless_disconnected(_whole(call, fields, stored.events())))
+
+
+async def _whole(call: Call, fields: Mapping[str, Any], events: ResponseEvents) -> dict[str, Any]:
+    """The response to a stored request."""
+    async with aclosing(call.record.watch(call.daemon.generate_stored(fields))) as batches:  # type: ignore[type-var]
+        async for batch in batches:
+            for event in batch:
+                events.render(event)
+    events.end()
+    return events.whole()
+
+
+def _fields(
+    call: Call, request: ResponsesRequest, conversation: Conversation, warnings: list[str]
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Fields for the daemon without the conversation itself, and the sampling parameters among them."""
+    tools = _tool_fields(request, warnings)
+    warnings += conversation.warnings
+    if conversation.messages[-1]["role"] == "assistant" and "tool_calls" not in conversation.messages[-1]:
+        warnings.append("the answer is a new message after the last one, which is the assistant's")
+    has_logprobs = request.top_logprobs is not None or "message.output_text.logprobs" in (request.include or ())
+    form = request.text and request.text.format
+    sampling = fields_of(request, "responses")
+    fields = {
+        "model": request.model,
+        **tools,
+        "fit_max_tokens": True,
+        **sampling,
+        "logprobs": (request.top_logprobs or 0) if has_logprobs else None,
+        "constraint": constraint_of_format(_chat_format(form)) if form else None,
+        "chat_template_kwargs": request.template_kwargs,
+        "separate_reasoning": True,
+        "reasoning_budget": 0 if request.reasoning and request.reasoning.effort == NO_REASONING else None,
+    }
+    return fields, sampling
+
+
+async def _model(call: Call, request: ResponsesRequest) -> str:
+    return request.model or (await call.daemon.model()).name
+
+
+def _custom_tools(request: ResponsesRequest) -> frozenset[str]:
+    return frozenset(tool.name for tool in request.tools or () if tool.type == "custom" and tool.name)
+
+
+def _seals(request: ResponsesRequest) -> bool:
+    return "reasoning.encrypted_content" in (request.include or ())
+
+
 async def count_input(call: Call) -> Response:
     """Count the tokens of a conversation, as a request would prefill it."""
     request, warnings = await call.read(Input)
-    request.check_storage()
-    conversation = Conversation(request.instructions, request.input)
+    past = await earlier(call, request.previous_response_id, request.conversation, request.model)
+    conversation = Conversation(request.instructions, request.input, () if past is None else past.messages)
     messages = without_noise(conversation.messages)
     tools = _tool_fields(request, warnings)["tools"]
     fields = call.for_daemon(
@@ -193,13 +269,11 @@ async def count_input(call: Call) -> Response:
 
 def _check(request: ResponsesRequest, warnings: list[str]) -> None:
     """Refuse what cannot be done, and add warnings about what is left out."""
-    request.check_storage()
-    if request.background:
-        raise invalid(f"background is not supported: {NOTHING_IS_STORED}, without background", parameter="background")
+    if request.store is False and (request.background or request.names_earlier()):
+        name = "background" if request.background else "previous_response_id and conversation"
+        raise invalid(f"store: false does not go with {name}", parameter="store")
     if request.prompt is not None:
-        raise invalid("prompt names a stored template, and nothing is stored here; send its text", parameter="prompt")
-    if request.store:
-        warnings.append("store had no effect: the response cannot be retrieved or continued by its id")
+        raise invalid("prompt names a stored template, and there are none here; send its text", parameter="prompt")
     if request.truncation == "auto":
         warnings.append("truncation had no effect: a conversation that is too long is refused")
 
@@ -237,12 +311,14 @@ def _chat_format(form: Format) -> ResponseFormat:
     return ResponseFormat(form.type)
 
 
-def _head(request_id: str, request: ResponsesRequest, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
+def _head(
+    name: str, request: ResponsesRequest, model: str, sampling: Mapping[str, Any], warnings: Sequence[str]
+) -> dict[str, Any]:
     """The fields of a response that its answer does not change."""
     text = request.text or TextSettings()
     tools = [tool for tool in request.tools or () if tool.type in ("function", "custom")]
     return {
-        "id": f"resp_{request_id}",
+        "id": name,
         "object": "response",
         "created_at": int(time.time()),
         "model": model,
@@ -262,6 +338,8 @@ def _head(request_id: str, request: ResponsesRequest, model: str, sampling: Mapp
         "store": False,
         "background": False,
         "previous_response_id": None,
+        "conversation": None,
+        **({"warnings": warnings} if warnings else {}),
     }
 
 
@@ -288,4 +366,5 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         body=Input,
         field_names=FIELD_NAMES,
     ),
+    *STORED_ENDPOINTS,
 )

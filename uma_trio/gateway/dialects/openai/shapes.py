@@ -274,7 +274,7 @@ class ResponseObject(Warned):
     object: Literal["response"]
     created_at: int
     model: str
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     output: list[Object]
     error: Object | None
     incomplete_details: Object | None
@@ -294,7 +294,25 @@ class ResponseObject(Warned):
     truncation: str
     store: bool
     background: bool
-    previous_response_id: None
+    previous_response_id: str | None
+    conversation: Object | None
+
+
+class DeletedObject(msgspec.Struct):
+    """Something that is gone."""
+
+    id: str
+    object: str
+    deleted: bool
+
+
+class ConversationObject(Warned):
+    """A conversation."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: Object
 
 
 class ResponseEvent(msgspec.Struct):

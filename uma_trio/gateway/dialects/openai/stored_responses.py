@@ -1,0 +1,342 @@
+"""Responses of OpenAI's API that are stored: how they are continued, read again, cancelled and deleted.
+
+A stored response is a detached answer of the daemon, under the response's id, and a turn of a session.  The session has
+the same name, or is the conversation that the request names.  What the gateway needs to write the response again goes
+with the answer, so the gateway itself keeps nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.client import AnswerInfo, Transcript
+from uma_trio.errors import AnswerNotFound, SessionBusy, SessionNotFound
+from uma_trio.gateway.answer import EVENT_STREAM, json_response
+from uma_trio.gateway.dialects.llama.extras import Telemetry
+from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
+from uma_trio.gateway.dialects.openai.shapes import (
+    ConversationObject,
+    DeletedObject,
+    ResponseEvent,
+    ResponseObject,
+)
+from uma_trio.gateway.dialects.openai.shared import OPENAI
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.protocol.parameters import MAX_INT32
+
+Messages = list[dict[str, Any]]
+
+ENDED: Final = ("completed", "cancelled")
+"""States of answers that have a turn in their session, if they have a token."""
+
+
+class StoredHead(msgspec.Struct, kw_only=True):
+    """What the gateway needs to write a response again."""
+
+    head: dict[str, Any]
+    """Fields of the response that its answer does not change."""
+    session: str
+    """Where its turn is."""
+    custom_tools: list[str]
+    seals: bool
+    """This field and the one before are as in ``ResponseEvents``."""
+
+    @property
+    def id(self) -> str:
+        found: str = self.head["id"]
+        return found
+
+    def encode(self) -> str:
+        """The head as ``client_state`` of the daemon's answer."""
+        return msgspec.json.encode(self).decode()
+
+    def events(self, telemetry: Telemetry | None = None, *, after: int = -1) -> ResponseEvents:
+        """Writes the response, from the event after number ``after`` on."""
+        return ResponseEvents(
+            self.head,
+            self.id.removeprefix("resp_"),
+            telemetry or Telemetry(),
+            custom_tools=frozenset(self.custom_tools),
+            seals=self.seals,
+            after=after,
+        )
+
+
+class Earlier(msgspec.Struct):
+    """What a request continues."""
+
+    messages: Messages
+    """All messages before those of the request, without the instructions of the last one."""
+    session: str | None = None
+    """The conversation, which gets the turn; ``None``: a session of the response's name."""
+    fork_of: str | None = None
+    """The session that the new one begins with."""
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody else knows."""
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+async def earlier(call: Call, previous: str | None, conversation: Any, model: str | None) -> Earlier | None:
+    """What a request continues that names a response or a conversation; ``None`` if it names neither.
+
+    Raises:
+        HttpError: there is no such thing, it has no answer yet, or a request of the conversation is running.
+    """
+    if previous is not None and conversation is not None:
+        raise invalid("give previous_response_id or conversation, not both", parameter="conversation")
+    if previous is not None:
+        return await _after_response(call, previous, model)
+    if conversation is None:
+        return None
+    match conversation:
+        case str(name) | {"id": str(name)}:
+            pass
+        case _:
+            raise invalid("conversation is the id of one, or an object with it", parameter="conversation")
+    found = await _transcript(call, name, model)
+    if found is None:
+        return Earlier([], session=name)
+    if found.session.busy:
+        raise HttpError(
+            409, SessionBusy.code, f"a request of the conversation {name!r} is running", parameter="conversation"
+        )
+    return Earlier(_messages(found), session=name)
+
+
+async def _after_response(call: Call, previous: str, model: str | None) -> Earlier:
+    info, stored = await _find(call, previous, parameter="previous_response_id")
+    if info.state not in ENDED:
+        raise invalid(
+            f"the response {previous!r} is {info.state}: it has no answer to continue", parameter="previous_response_id"
+        )
+    if stored.session != previous:
+        raise invalid(
+            f"the response {previous!r} is a part of the conversation {stored.session!r}: name that as conversation",
+            parameter="previous_response_id",
+        )
+    own = stored.head["model"]
+    found = await _transcript(call, previous, own)
+    if found is None:
+        raise _missing(previous, "previous_response_id")
+    messages, instructions = _messages(found), stored.head["instructions"]
+    if instructions and messages and messages[0] == {"role": "system", "content": instructions}:
+        del messages[0]
+    return Earlier(messages, fork_of=previous if model in (None, own) else None)
+
+
+def _messages(found: Transcript) -> Messages:
+    return [
+        {name: value for name, value in msgspec.to_builtins(each).items() if value is not None}
+        for each in found.messages
+    ]
+
+
+async def _transcript(call: Call, session: str, model: str | None) -> Transcript | None:
+    """The content of a session; ``None`` if there is none."""
+    named = {} if model is None else {"model": model}
+    try:
+        return await call.ask(lambda client: client.transcript(session, **named))
+    except HttpError as error:
+        if error.code != SessionNotFound.code:
+            raise
+        return None
+
+
+async def fork(call: Call, source: str, name: str, model: str | None) -> None:
+    """Let the session ``name`` begin as ``source``: its tokens need not be computed again."""
+    named = {} if model is None else {"model": model}
+    await call.ask(lambda client: client.sessions("fork", session_id=source, new_id=name, **named))
+
+
+async def _find(call: Call, id: str, *, parameter: str = "response_id") -> tuple[AnswerInfo, StoredHead]:
+    """A stored response.
+
+    Raises:
+        HttpError: there is none.
+    """
+    try:
+        [info] = await call.ask(lambda client: client.answers("read", answer_id=id))
+    except HttpError as error:
+        if error.code != AnswerNotFound.code:
+            raise
+        raise _missing(id, parameter) from None
+    try:
+        return info, msgspec.json.decode(info.client_state or "", type=StoredHead)
+    except msgspec.MsgspecError:  # a detached answer of the socket
+        raise _missing(id, parameter) from None
+
+
+def _missing(id: str, parameter: str) -> HttpError:
+    return HttpError(404, AnswerNotFound.code, f"there is no stored response {id!r}", parameter=parameter)
+
+
+# -- endpoints ----------------------------------------------------------------------------------------
+
+
+async def retrieve(call: Call) -> Response:
+    """A stored response as it is now.
+
+    With ``stream=true`` its events, those to come as well; ``starting_after`` leaves out those up to a number.
+    """
+    given = call.request.query_params
+    info, stored = await _find(call, call.request.path_params["id"])
+    if given.get("stream", "false").lower() in ("true", "1"):
+        after = _number(given.get("starting_after"))
+        return call.stream_events(call.daemon.attach(stored.id), stored.events(after=after))
+    return json_response(await written(call, info, stored))
+
+
+def _number(text: str | None) -> int:
+    if text is None:
+        return -1
+    if not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > MAX_INT32:
+        raise invalid(f"starting_after is the number of an event, 0 to {MAX_INT32}", parameter="starting_after")
+    return int(text)
+
+
+async def written(call: Call, info: AnswerInfo, stored: StoredHead) -> dict[str, Any]:
+    """A stored response as JSON; without its output as long as that grows."""
+    events = stored.events()
+    if info.state in ("queued", "running"):
+        return events.response("queued" if info.state == "queued" else "in_progress")
+    try:
+        async for batch in call.daemon.attach(stored.id):
+            for event in batch:
+                events.render(event)
+    except HttpError as error:
+        return events.failed(error)
+    events.end()
+    return events.whole()
+
+
+async def cancel(call: Call) -> Response:
+    """End a response that is generated; one that has ended stays as it is."""
+    _, stored = await _find(call, call.request.path_params["id"])
+    [info] = await call.ask(lambda client: client.answers("cancel", answer_id=stored.id), counts=True)
+    return json_response(await written(call, info, stored))
+
+
+async def delete(call: Call) -> Response:
+    """Delete a response and its session; one that is generated is cancelled before."""
+    _, stored = await _find(call, call.request.path_params["id"])
+    await call.ask(lambda client: client.answers("delete", answer_id=stored.id), counts=True)
+    if stored.session == stored.id:
+        await _close(call, stored.id, stored.head["model"])
+    return json_response({"id": stored.id, "object": "response", "deleted": True})
+
+
+async def _close(call: Call, session: str, model: str | None) -> bool:
+    """Close a session; returns whether there was one."""
+    named = {} if model is None else {"model": model}
+    try:
+        await call.ask(lambda client: client.sessions("close", session_id=session, **named))
+    except HttpError as error:
+        if error.code != SessionNotFound.code:
+            raise
+        return False
+    return True
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True):
+    """A new conversation."""
+
+    items: list[Any] | None = None
+    metadata: dict[str, Any] | None = None
+    """This is echoed, and not kept."""
+
+
+async def create_conversation(call: Call) -> Response:
+    """A name for a conversation, which begins with the first response that names it."""
+    request, warnings = await call.read(ConversationRequest)
+    if request.items:
+        raise invalid("a conversation begins empty; send its items as input of the first response", parameter="items")
+    body = {
+        "id": new_id("conv"),
+        "object": "conversation",
+        "created_at": int(time.time()),
+        "metadata": request.metadata or {},
+    }
+    return json_response(body, warnings=warnings)
+
+
+async def retrieve_conversation(call: Call) -> Response:
+    """A conversation of the default model that has an answer."""
+    name = call.request.path_params["id"]
+    found = await _transcript(call, name, None)
+    if found is None:
+        raise HttpError(
+            404, SessionNotFound.code, f"the conversation {name!r} has no answer yet", parameter="conversation_id"
+        )
+    created_at = int(found.session.created_at)
+    return json_response({"id": name, "object": "conversation", "created_at": created_at, "metadata": {}})
+
+
+async def delete_conversation(call: Call) -> Response:
+    """Delete a conversation of the default model; its responses stay."""
+    name = call.request.path_params["id"]
+    await _close(call, name, None)
+    return json_response({"id": name, "object": "conversation.deleted", "deleted": True})
+
+
+ENDPOINTS: Final[Sequence[Endpoint]] = (
+    Endpoint(
+        method="GET",
+        path="/v1/responses/{id}",
+        dialect=OPENAI,
+        answer=retrieve,
+        shapes=(ResponseObject,),
+        event_shape=ResponseEvent,
+        summary="A stored response",
+        media_types=("application/json", EVENT_STREAM),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses/{id}/cancel",
+        dialect=OPENAI,
+        answer=cancel,
+        shapes=(ResponseObject,),
+        summary="Cancel a response",
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/responses/{id}",
+        dialect=OPENAI,
+        answer=delete,
+        shapes=(DeletedObject,),
+        summary="Delete a response",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/conversations",
+        dialect=OPENAI,
+        answer=create_conversation,
+        shapes=(ConversationObject,),
+        summary="A new conversation",
+        body=ConversationRequest,
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/conversations/{id}",
+        dialect=OPENAI,
+        answer=retrieve_conversation,
+        shapes=(ConversationObject,),
+        summary="A conversation",
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/conversations/{id}",
+        dialect=OPENAI,
+        answer=delete_conversation,
+        shapes=(DeletedObject,),
+        summary="Delete a conversation",
+    ),
+)
