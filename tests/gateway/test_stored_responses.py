@@ -183,7 +183,7 @@ def test_a_background_response_that_fails_says_why(gateway: Gateway) -> None:
 
 def test_a_response_outlives_the_daemon_and_the_gateway(tmp_path: Path) -> None:
     """``kill -9`` of the daemon in the middle of a stream, which ends the gateway; the numbers of the events go on."""
-    flags = ("--http", "0", "--state-dir", str(tmp_path / "state"), "--flash-attn", "on")
+    flags = ("--http", "0", "--state-dir", str(tmp_path / "state"), "--kv-unified", "off", "--flash-attn", "off")
     ask: dict[str, Any] = {**LONG, "background": True}
     seen: list[Any] = []
     with real_daemon(*flags) as daemon:

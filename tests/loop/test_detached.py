@@ -148,7 +148,34 @@ async def test_many_wait_for_their_turn(autojump_clock: object) -> None:
             assert text(await attached(harness, str(n))) == text_of(expected_continuation(PROMPT, 5))
 
 
-@pytest.mark.parametrize("field", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 1.0, "mirostat": 2, "seed": 3}])
+async def test_an_answer_that_is_to_begin_now_does_not_wait(autojump_clock: object) -> None:
+    async with serving() as harness, harness.client() as client:
+        limit = {"principal": "alice", "principal_max_requests": 1}
+        await client.detach(id="a", keep_alive=True, **ASK, **limit)
+        await client.detach(id="b", keep_alive=True, **ASK, **limit)
+        await client.detach(id="c", keep_alive=True, admit_now=True, **ASK, **limit)
+        async with harness.client(principal="alice") as other:
+            with pytest.raises(ServerError, match="E_LIMIT_REQUESTS"):
+                [event async for event in other.attach("c")]
+        async with harness.client(principal="alice") as other:
+            events = [event async for event in other.attach("b")]
+        assert text(events) == text_of(expected_continuation(PROMPT, 30))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {},
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 1.0, "mirostat": 2, "seed": 3},
+        {"repetition_penalty": 1.5, "repeat_last_n": 8},
+        {"dry_multiplier": 0.8, "dry_penalty_last_n": 20},
+        {"echo": True, "logprobs": 1},
+        {"speculate": True},
+        {"session_id": "s"},
+    ],
+    ids=str,
+)
 async def test_a_killed_daemon_changes_no_text(autojump_clock: object, tmp_path: Path, field: dict[str, Any]) -> None:
     """The files are copied while an answer is made: that is what a kill would leave."""
     ask = {**ASK, **field}

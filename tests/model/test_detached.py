@@ -37,7 +37,7 @@ def killed(daemon: Daemon) -> None:
 
 def test_answers_survive_kill_9(library: None, tmp_path: Path) -> None:
     """Three at a time, one of them a turn of a session; the daemon is killed when a client has got some of each."""
-    flags = ("--state-dir", str(tmp_path / "state"), "--flash-attn", "on")
+    flags = ("--state-dir", str(tmp_path / "state"), "--kv-unified", "off", "--flash-attn", "off")
     with real_daemon(*flags) as daemon:
         whole = {seed: daemon.ask(**STORY, seed=seed) for seed in SEEDS}
         for seed in SEEDS:

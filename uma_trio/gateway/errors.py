@@ -17,6 +17,7 @@ from uma_trio.errors import (
     InvalidJson,
     ModelNotFound,
     PromptTooLarge,
+    ShuttingDown,
     TooManyValues,
     all_errors,
 )
@@ -25,6 +26,9 @@ NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
 LOADING: Final = "E_GATEWAY_LOADING"
 BROKEN: Final = "E_GATEWAY_BROKEN"
 """Codes of the gateway's own errors; docs/PROTOCOL-REFERENCE.md lists those of the daemon."""
+
+LOST: Final = (NO_DAEMON, BROKEN, ShuttingDown.code)
+"""Codes of errors that end the connection to an answer, and not the answer, if it is detached."""
 
 LOADING_RETRY_MS: Final = 2000
 NO_DAEMON_RETRY_MS: Final = 1000

@@ -265,6 +265,12 @@ class PlainFields:
         "[detached answers](PROTOCOL.md#detached-answers).",
         goes_with_controller=False,
     )
+    admit_now: bool = field(
+        False,
+        "With `detached`: end the answer with the error, such as `E_LIMIT_QUEUE`, if it cannot be begun at once. Otherwise "
+        "the daemon tries again.",
+        goes_with_controller=False,
+    )
     client_state: str | None = field(
         None,
         "With `detached`: a text that the description of the answer has again. The daemon does not read it.",

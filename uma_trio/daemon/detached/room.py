@@ -178,7 +178,9 @@ class DetachedAnswers:
         except UmaError as error:
             # somebody has perhaps taken the session while the daemon was started
             is_busy = isinstance(error, SessionBusy) and answer.log.prompt is not None
-            if is_busy or isinstance(error, TRANSIENT):
+            has_begun = bool(answer.log.tokens) or answer.log.n_resumed > 0
+            waits = has_begun or not begin.request.admit_now
+            if is_busy or (waits and isinstance(error, TRANSIENT)):
                 return str(error)
             answer.send(_failure(answer, error))
         except Exception:

@@ -22,7 +22,16 @@ from uma_trio.protocol.messages import to_fields
 from uma_trio.protocol.requests import Generate
 
 OF_THE_CONNECTION: Final = frozenset(
-    {"id", "keep_alive", "principal", "principal_weight", "principal_max_requests", "detached", "client_state"}
+    {
+        "id",
+        "keep_alive",
+        "principal",
+        "principal_weight",
+        "principal_max_requests",
+        "detached",
+        "admit_now",
+        "client_state",
+    }
 )
 """Fields of the socket protocol that the gateway sets itself."""
 

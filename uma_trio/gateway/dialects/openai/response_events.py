@@ -10,7 +10,7 @@ from uma_trio.gateway.dialects.llama.extras import Telemetry
 from uma_trio.gateway.dialects.openai.response_items import custom_input, seal
 from uma_trio.gateway.dialects.openai.shared import chat_logprobs, error_code
 from uma_trio.gateway.dialects.parts import Part, PartRenderer, parts_of
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import LOST, HttpError
 from uma_trio.protocol.events import Logprobs
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -27,6 +27,7 @@ class ResponseEvents(PartRenderer):
         custom_tools: names of the tools that take a text in place of arguments.
         seals: whether reasoning comes as ``encrypted_content`` too.
         after: events up to this number are not written, because the client has them.
+        is_stored: the stream can be resumed.  It just ends, without a last event, when the daemon is lost.
     """
 
     keep_alive_frame = COMMENT
@@ -40,6 +41,7 @@ class ResponseEvents(PartRenderer):
         custom_tools: frozenset[str],
         seals: bool,
         after: int = -1,
+        is_stored: bool = False,
     ) -> None:
         super().__init__()
         self._head = head
@@ -50,6 +52,7 @@ class ResponseEvents(PartRenderer):
         self._custom_tools = custom_tools
         self._seals = seals
         self._after = after
+        self._is_stored = is_stored
         self._number = 2  # those before are for begin()
 
     def begin(self) -> bytes:
@@ -122,6 +125,8 @@ class ResponseEvents(PartRenderer):
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""
+        if self._is_stored and error.code in LOST:
+            return b""
         message = f"{error.message} ({error.code}, request {self._request_id})"
         if error.retry_after_ms is not None:  # clients find the wait by these words
             message += f"; try again in {error.retry_after_ms} ms"

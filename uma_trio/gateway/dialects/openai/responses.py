@@ -193,6 +193,7 @@ async def _respond_stored(call: Call, request: ResponsesRequest, warnings: list[
         history="replace",
         id=name,
         detached=True,
+        admit_now=not request.background,
         client_state=stored.encode(),
     )
     if request.background:

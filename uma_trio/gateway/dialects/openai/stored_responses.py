@@ -28,7 +28,7 @@ from uma_trio.gateway.dialects.openai.shapes import (
 )
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import LOST, HttpError, invalid
 from uma_trio.protocol.parameters import MAX_INT32
 
 Messages = list[dict[str, Any]]
@@ -66,6 +66,7 @@ class StoredHead(msgspec.Struct, kw_only=True):
             custom_tools=frozenset(self.custom_tools),
             seals=self.seals,
             after=after,
+            is_stored=True,
         )
 
 
@@ -213,6 +214,8 @@ async def written(call: Call, info: AnswerInfo, stored: StoredHead) -> dict[str,
             for event in batch:
                 events.render(event)
     except HttpError as error:
+        if error.code in LOST:
+            raise
         return events.failed(error)
     events.end()
     return events.whole()
