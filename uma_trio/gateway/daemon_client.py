@@ -124,7 +124,7 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, fields, is_streamed=False) as charge:
+        with charged(self.account, self._ranked(fields), is_streamed=False) as charge:
             async with self.connect() as client:
                 await client.detach(**charge.fields)
             charge.count_estimate()
@@ -149,7 +149,7 @@ class Daemon:
             HttpError: the daemon cannot be reached or refuses.
         """
         has_ended = False
-        with charged(self.account, fields, is_streamed=True) as charge:
+        with charged(self.account, self._ranked(fields), is_streamed=True) as charge:
             async with self.connect() as client:
                 await client.detach(**charge.fields, keep_alive=True)
                 try:

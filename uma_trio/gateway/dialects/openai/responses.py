@@ -141,8 +141,10 @@ async def respond(call: Call) -> Response:
     """Answer a conversation, streamed, whole, or in the background."""
     request, warnings = await call.read(ResponsesRequest)
     _check(request, warnings)
+    if request.background and call.daemon.is_background:
+        raise invalid("background does not go with a batch, which waits for its answers", parameter="background")
     named = session_of(call.request.headers, session_id=request.session_id, cache_key=request.prompt_cache_key)
-    if _is_stored(request, named):
+    if _is_stored(request, named, is_row=call.daemon.is_background):
         return await _respond_stored(call, request, warnings)
     conversation = Conversation(request.instructions, request.input)
     telemetry = Telemetry.of_request(request)
@@ -162,12 +164,17 @@ async def respond(call: Call) -> Response:
     return json_response(whole_response(events, eos))
 
 
-def _is_stored(request: ResponsesRequest, session: str | None) -> bool:
-    """Whether the response is stored: by default, unless the client has a session of its own, or wants what is not kept."""
+def _is_stored(request: ResponsesRequest, session: str | None, *, is_row: bool) -> bool:
+    """Whether the response is stored: by default, unless the client has a session of its own, or wants what is not kept.
+
+    Args:
+        is_row: the request is a row of a batch, whose results are kept anyway.
+    """
     if request.store is not None:
         return request.store
     is_needed = request.background or request.names_earlier()
-    return bool(is_needed) or not (session is not None or request.return_progress or request.timings_per_token)
+    has_own = is_row or session is not None
+    return bool(is_needed) or not (has_own or request.return_progress or request.timings_per_token)
 
 
 async def _respond_stored(call: Call, request: ResponsesRequest, warnings: list[str]) -> Response:
