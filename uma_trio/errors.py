@@ -132,6 +132,13 @@ class NoInfill(ModelRequestError):
     http_status = 400
 
 
+class NoVision(ModelRequestError):
+    """A request has pictures, and the model has no projector for them."""
+
+    code = "E_MODEL_NO_VISION"
+    http_status = 400
+
+
 class InvalidConstraint(ModelRequestError):
     """The ``constraint`` of a request is invalid, unsupported or too complex."""
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 import llama_abi
-from tests.support.bench_scripts import bench_script
 from tests.support.pictures import drawn, jpeg_header, png
+from tests.support.projectors import projector_file
 from uma_trio.encoder import encoder as module
 from uma_trio.encoder.__main__ import upright
 from uma_trio.encoder.encoder import Projector, SandboxedEncoder
@@ -28,11 +28,7 @@ PHOTO = Path(__file__).parents[2] / "build" / "llama.cpp" / "tools" / "mtmd" / "
 
 @pytest.fixture(scope="module")
 def projector(tmp_path_factory: pytest.TempPathFactory) -> Projector:
-    if not llama_abi.load().stamp.mtmd_sha256:
-        pytest.skip("the library has no libmtmd: ./build_llama.sh --dev builds it")
-    script, path = bench_script("make_projector"), tmp_path_factory.mktemp("projector") / "mmproj.gguf"
-    script.make_projector(path, MODEL, script.SHAPES["tiny"])
-    return Projector(path, MODEL)
+    return Projector(projector_file(tmp_path_factory.mktemp("projector")), MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,13 @@ class Model:
         "model.",
         short="-md",
     )
+    mmproj: str | None = setting(
+        None,
+        "Projector of the model, with which it sees pictures: a GGUF file. If not given, the file mmproj*.gguf in the folder "
+        "of the model, if exactly one fits the model; off: none.",
+        short="-mm",
+        metavar="FILE",
+    )
     chat_template: str | None = setting(
         None,
         "Chat template in place of the model's own: a Jinja file, or one of chatml, gemma, llama2, llama3, mistral, "

@@ -272,7 +272,7 @@ class Opener:
         return listed
 
     def _on_demand(self, name: str, path: str) -> ModelSpec:
-        settings = attrs.evolve(self._config.model, model=path, alias=name, draft_model=None, adapters=())
+        settings = attrs.evolve(self._config.model, model=path, alias=name, draft_model=None, mmproj=None, adapters=())
         idle_s = self._config.loading.idle_unload_s
         return ModelSpec(
             name=name,

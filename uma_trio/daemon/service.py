@@ -160,6 +160,7 @@ class ModelService:
             "tools": self.has_chat_template,
             "reasoning": self.prompts.reasoning is not None,
             "infill": self.prompts.infill is not None,
+            "vision": self.prompts.pictures is not None,
             "embedding": info.can_embed,
             "rerank": info.purpose == "rank",
         }
@@ -192,6 +193,8 @@ class ModelService:
         async with trio.open_nursery() as nursery:
             await nursery.start(self.scheduler.run)
             nursery.start_soon(self.sessions.sweep_forever)
+            if self.prompts.pictures is not None:
+                nursery.start_soon(self.prompts.pictures.run)
             task_status.started()
 
     async def open_storage(

@@ -23,6 +23,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from llama_abi.stamp import Stamp, library_directory
 from uma_trio.encoder.media_file import Refused, inspect
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.errors import ModelUnavailable
@@ -46,6 +47,11 @@ class Projector:
     use_gpu: bool = False
     n_threads: int = 1
     llama_dir: Path | None = None
+
+
+def can_encode(llama_dir: Path | None) -> bool:
+    """Whether the library in ``llama_dir``, or the default one, has libmtmd."""
+    return bool(Stamp.read(library_directory(llama_dir)).mtmd_sha256)
 
 
 @attrs.frozen(eq=False)

@@ -210,6 +210,8 @@ class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
     """What the model is for."""
     target_itl_ms: float = config.DEFAULT_TARGET_ITL_MS
     """Target for the inter-token latency of a stream; the layout of the KV cache depends on it."""
+    projector: Path | None = None
+    """The file that pictures are encoded with, in another process; its memory must be free too."""
 
 
 class SampleRequest(msgspec.Struct, array_like=True, gc=False):

@@ -143,7 +143,7 @@ class TokenList:
         }
 
 
-Capability = Literal["completion", "chat", "tools", "reasoning", "infill", "embedding", "rerank"]
+Capability = Literal["completion", "chat", "tools", "reasoning", "infill", "vision", "embedding", "rerank"]
 
 ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 

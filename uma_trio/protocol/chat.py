@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Annotated, Any, Final, Literal
 
@@ -15,6 +15,10 @@ from uma_trio.errors import BadRequest
 
 MAX_MESSAGES: Final = 1024
 """Messages of a chat, and parts of a message."""
+MAX_PICTURES: Final = 64
+"""Pictures of a chat."""
+MAX_PICTURE_BYTES: Final = 32 << 20
+"""Bytes of the file of a picture."""
 MAX_TOOLS: Final = 512
 """Tools of a request."""
 
@@ -38,11 +42,14 @@ CallId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 @attrs.frozen(kw_only=True)
-class TextPart:
-    """A part of a message's content."""
+class ContentPart:
+    """A part of a message's content: a text or a picture."""
 
-    text: str
-    type: Literal["text"] = "text"
+    type: Literal["text", "image"] = "text"
+    text: str | None = None
+    """The text, if it is one."""
+    data: Annotated[bytes, Meta(max_length=MAX_PICTURE_BYTES)] | None = None
+    """The file of a picture, such as PNG or JPEG; in JSON as base64."""
 
 
 @attrs.frozen(kw_only=True)
@@ -61,7 +68,7 @@ class ChatMessage:
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """``developer`` means the same as ``system``.  ``tool`` is the result of a tool call."""
-    content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
     """``None`` only in a message of the assistant that has ``tool_calls``."""
     reasoning: str | None = None
     """Reasoning before ``content``; only of the assistant.  The chat template decides what the model sees of it."""
@@ -74,10 +81,15 @@ class ChatMessage:
 
     @property
     def text(self) -> str:
-        """``content`` as one text."""
+        """``content`` as one text, without its pictures."""
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return "".join(part.text or "" for part in self.content)
         return self.content or ""
+
+    @property
+    def n_pictures(self) -> int:
+        """How many pictures ``content`` has."""
+        return sum(part.type == "image" for part in self.content) if isinstance(self.content, list) else 0
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -122,6 +134,34 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
             raise BadRequest(f"{field}: only messages of role tool have it; this is of role {role}", field=field)
         for i, call in enumerate(message.tool_calls or ()):
             check_json(call.arguments, f"{place}.tool_calls[{i}].arguments", MAX_TOOL_DEPTH)
+        if isinstance(message.content, list):
+            _check_parts(message.content, role, f"{place}.content")
+    check_picture_count(messages)
+
+
+def _check_parts(parts: Sequence[ContentPart], role: str, place: str) -> None:
+    for i, part in enumerate(parts):
+        field, other = f"{place}[{i}]", "data" if part.type == "text" else "text"
+        if getattr(part, "text" if part.type == "text" else "data") is None or getattr(part, other) is not None:
+            has, lacks = ("text", "data") if part.type == "text" else ("data", "text")
+            raise BadRequest(f"{field}: a part of type {part.type} has {has}, and no {lacks}", field=field)
+        if part.type == "image" and role not in ("user", "tool"):
+            raise BadRequest(
+                f"{field}: only messages of role user or tool have pictures; this is of {role}", field=field
+            )
+
+
+def check_picture_count(messages: Iterable[ChatMessage]) -> None:
+    """
+    Raises:
+        BadRequest: the messages together have more than ``MAX_PICTURES`` pictures.
+    """
+    n_pictures = sum(message.n_pictures for message in messages)
+    if n_pictures > MAX_PICTURES:
+        raise BadRequest(
+            f"the chat has {n_pictures} pictures; at most {MAX_PICTURES} are allowed: leave out the oldest",
+            field="messages",
+        )
 
 
 def check_final_message(messages: Sequence[ChatMessage] | None) -> None:

@@ -100,7 +100,9 @@ class Tokenizer:
         ids: TokenIds = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
         return ids
 
-    def encode_parts(self, parts: Sequence[PromptPart], *, continues: bool = False) -> TokenIds:
+    def encode_parts(
+        self, parts: Sequence[PromptPart], *, continues: bool = False, add_special: bool = True
+    ) -> TokenIds:
         """Token ids of a prompt whose parts differ in ``parse_special``, shape ``[n]``, int32.
 
         Special tokens stand around all parts together.  A part after another one gets a space prefix only where it
@@ -108,24 +110,56 @@ class Tokenizer:
 
         Args:
             parts: joined they are the prompt.  No part is empty, except a single one.
-            continues: as in ``encode``.
+            continues, add_special: as in ``encode``.
 
         Raises:
             llama_abi.LlamaError: as ``encode``.
         """
         if len(parts) == 1:
             [part] = parts
-            return self.encode(part.text, parse_special=part.parse_special, continues=continues)
+            return self.encode(
+                part.text, add_special=add_special, parse_special=part.parse_special, continues=continues
+            )
         found: list[TokenIds] = []
         follows = continues
         for part in parts:
             ids = self.encode(part.text, add_special=False, parse_special=part.parse_special, continues=follows)
             found.append(ids)
             follows = not (len(ids) and self._spelling(int(ids[-1]), part.parse_special).special)
-        if not continues and not (parts and parts[0].parse_special and self._spells_bos(parts[0].text)):
-            before, after = self._special_around
-            found = [before, *found, after]
+        if add_special and not continues:
+            found = self._with_special(parts, found)
         return np.concatenate([np.empty(0, np.int32), *found])
+
+    def encode_around(
+        self, texts: Sequence[Sequence[PromptPart]], others: Sequence[TokenIds], *, continues: bool = False
+    ) -> tuple[TokenIds, list[int]]:
+        """Token ids of texts with other tokens between them, and where the other tokens begin.
+
+        Each text is tokenized by itself, as libmtmd does around pictures.
+
+        Args:
+            texts: each as for ``encode_parts``, or empty; one more than ``others``.
+            continues: as in ``encode``.
+        """
+        found = [np.empty(0, np.int32)]
+        for n, text in enumerate(texts):
+            if text:
+                found.append(self.encode_parts(text, continues=continues and not n, add_special=False))
+            found += others[n : n + 1]
+        if not continues:
+            found = self._with_special(texts[0], found)
+        starts, at = [], 0
+        for each in found:
+            starts += [at] if any(each is other for other in others) else []
+            at += len(each)
+        return np.concatenate(found), starts
+
+    def _with_special(self, first: Sequence[PromptPart], found: Sequence[TokenIds]) -> list[TokenIds]:
+        """``found`` with the special tokens around it, unless its text begins with ``first`` and spells them."""
+        if first and first[0].parse_special and self._spells_bos(first[0].text):
+            return [*found]
+        before, after = self._special_around
+        return [before, *found, after]
 
     def encode_with_offsets(
         self, text: str, *, add_special: bool = True, parse_special: bool = True, pauses: bool = False

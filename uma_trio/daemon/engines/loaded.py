@@ -6,13 +6,14 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 import attrs
 import msgspec
 import structlog
 import trio
 
-from uma_trio.config import Config, Limits
+from uma_trio.config import Config, Limits, Model
 from uma_trio.daemon.engines.adapter_check import check_adapters
 from uma_trio.daemon.engines.calibrate import calibrate
 from uma_trio.daemon.engines.link import EngineLink, Launcher
@@ -23,6 +24,7 @@ from uma_trio.daemon.prompts.context import explain_context, is_short, more_cont
 from uma_trio.daemon.prompts.open_prompts import open_prompts
 from uma_trio.daemon.prompts.prompt import PromptMaker
 from uma_trio.daemon.scheduling.cost import CostModel
+from uma_trio.encoder.encoder import Projector, can_encode
 from uma_trio.engine_link.defaults import SHARES
 from uma_trio.engine_link.devices import Devices
 from uma_trio.engine_link.load_errors import explained
@@ -31,13 +33,17 @@ from uma_trio.grammar.checker import SandboxedChecker
 from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.models.fingerprint import model_fingerprint
-from uma_trio.models.gguf_check import GgufError, GgufSummary, check_gguf
+from uma_trio.models.gguf_check import SECTIONED_ROPE, GgufError, GgufSummary, check_gguf
 from uma_trio.models.packaged import model_path
+from uma_trio.models.projector import check_projector, find_projector
 from uma_trio.models.purpose import IN_WORDS
 from uma_trio.models.sampling_defaults import recommended
 from uma_trio.tokenizer.tokenizer import open_vocabulary
 
 log = structlog.get_logger("uma_trio.models")
+
+NO_PROJECTOR: Final = "off"
+"""Setting of a model that is not to see pictures."""
 
 
 @attrs.frozen(eq=False)
@@ -125,7 +131,7 @@ async def open_model(
                     stack.enter_context, open_vocabulary(path, config.model.llama_dir)
                 )
                 cost_name, cost = await _costs(link, start)
-            opening = open_prompts(config, engine.info, vocabulary, given)
+            opening = open_prompts(config, engine.info, vocabulary, given, _projector(start, link.ready))
             # in a thread: it starts a process, and other models may be serving
             prompts, template = await trio.to_thread.run_sync(stack.enter_context, opening)
 
@@ -167,6 +173,7 @@ async def _checked(config: Config, path: Path) -> Start:
             of_draft = await trio.to_thread.run_sync(check_gguf, draft)
             _check_draft(path, summary, draft, of_draft)
             draft_sizes = of_draft.sizes
+    projector = await trio.to_thread.run_sync(_find_projector, config.model, path, summary)
     return Start(
         path,
         config.model,
@@ -176,6 +183,49 @@ async def _checked(config: Config, path: Path) -> Start:
         adapters=await trio.to_thread.run_sync(check_adapters, config.model.adapters, path),
         purpose=summary.purpose,
         target_itl_ms=config.scheduling.target_itl_ms,
+        projector=projector,
+    )
+
+
+def _find_projector(settings: Model, path: Path, summary: GgufSummary) -> Path | None:
+    """The projector that the settings name, or that is next to the model; ``None`` if the model is not to see.  Blocks.
+
+    Raises:
+        ModelError: the projector of the settings cannot be used.
+    """
+    if settings.mmproj == NO_PROJECTOR or summary.purpose != "generate":
+        return None
+    given = None if settings.mmproj is None else Path(settings.mmproj).expanduser()
+    found = given or find_projector(path)
+    if found is None:
+        return None
+    problem, fix = None, "leave out mmproj"
+    if summary.architecture in SECTIONED_ROPE:
+        problem = "the model has positions in two dimensions (M-RoPE), which cannot be used with pictures yet"
+    elif not can_encode(settings.llama_dir):
+        problem, fix = "the library was built without libmtmd", "build it again: ./build_llama.sh"
+    if given is not None:
+        with explained(given):
+            if problem is not None:
+                raise GgufError(f"the projector {given} cannot be used: {problem}", fix)
+            check_projector(given, path)
+    elif problem is not None:
+        log.warning("the model cannot see pictures", projector=str(found), reason=problem)
+        return None
+    return found
+
+
+def _projector(start: Start, ready: Ready) -> Projector | None:
+    """How the model's pictures are encoded; ``None`` if it cannot see."""
+    if start.projector is None:
+        return None
+    log.info("the model sees pictures", projector=str(start.projector))
+    return Projector(
+        start.projector,
+        start.path,
+        use_gpu=bool(ready.devices.layers_on_gpu),
+        n_threads=ready.info.n_threads,
+        llama_dir=start.settings.llama_dir,
     )
 
 

@@ -20,7 +20,9 @@ from typing import Any, Final
 from uma_trio.engine_link.messages import PromptPart
 from uma_trio.errors import UmaError
 
-MASK_CHARS: Final = range(0xD800, 0xDFFF)
+MASK_CHARS: Final = range(0xD800, 0xDFBF)
+PICTURE_CHARS: Final = range(0xDFBF, 0xDFFF)
+"""Each stands for a picture of the chat.  Like a mask, none is in a client's text, so nobody can spell a picture."""
 FINAL_CUT: Final = "\udfff"
 """Marks where the text of a message ends that an answer is to continue.  Like a mask, it is in no client's text."""
 _MASK_CHAR: Final = re.compile("[\ud800-\udfff]")
@@ -56,7 +58,7 @@ class ControlTokens:
             split.  The assistant's messages may contain them: the model generated them, and clients saw them.
 
     Raises:
-        ValueError: the texts begin with more different characters than there are mask characters (2047).
+        ValueError: the texts begin with more different characters than there are mask characters (1983).
     """
 
     def __init__(self, texts: Iterable[str] = (), user_defined: Iterable[str] = ()) -> None:

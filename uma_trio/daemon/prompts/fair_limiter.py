@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import attrs
 import trio
+
+T = TypeVar("T")
 
 
 @attrs.define(eq=False)
@@ -77,3 +81,9 @@ class PrincipalLimiter:
     def release_on_behalf_of(self, borrower: object) -> None:
         """See ``trio.CapacityLimiter``."""
         self._limiter.release()
+
+
+async def in_thread(function: Callable[..., T], *args: Any, limiter: PrincipalLimiter) -> T:
+    """Run ``function`` in a thread.  The wait for it can be cancelled; it then goes on, and counts until it ends."""
+    like_trios = cast(trio.CapacityLimiter, limiter)  # trio uses two of its methods, which this one has
+    return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=like_trios)

@@ -1,14 +1,88 @@
-"""Pictures and sound in a prompt: which of its tokens are rows of a file."""
+"""Pictures and sound in a prompt: where a chat has them, and which tokens of the prompt are rows of a file.
+
+A chat template sees texts.  So each picture is one character for it, which no client can write; the rendered text is cut
+there.  Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import attrs
 import numpy as np
 
+from uma_trio.daemon.prompts.control_tokens import PICTURE_CHARS
 from uma_trio.encoder.encoder import EncodedMedia, RowFile
 from uma_trio.engine_link.media import PLACEHOLDER, MediaRows
+from uma_trio.engine_link.messages import PromptPart
+from uma_trio.protocol.chat import ChatMessage, ContentPart
+
+SHOWN: Final = "<image>"
+"""What people see in place of a picture, where a prompt is shown as text."""
+_PICTURE: Final = re.compile(f"[{chr(PICTURE_CHARS[0])}-{chr(PICTURE_CHARS[-1])}]")
+
+
+@attrs.frozen(eq=False)
+class Picture:
+    """A picture of a chat."""
+
+    data: bytes
+    """Its file."""
+    field: str
+    """The field of the request that it comes from."""
+
+
+def take_pictures(
+    history: Sequence[ChatMessage], messages: Sequence[ChatMessage]
+) -> tuple[list[ChatMessage], list[Picture]]:
+    """All messages with a character in place of each picture, and the pictures, at most ``MAX_PICTURES``, in order.
+
+    Args:
+        history: of the session.
+    """
+    pictures: list[Picture] = []
+
+    def text_of(part: ContentPart, field: str) -> str:
+        if part.data is None:
+            return part.text or ""
+        pictures.append(Picture(part.data, field))
+        return chr(PICTURE_CHARS[len(pictures) - 1])
+
+    found = []
+    for n, message in enumerate([*history, *messages], -len(history)):
+        if message.n_pictures and isinstance(message.content, list):
+            place = f"messages[{n}].content" if n >= 0 else "the session"
+            texts = [text_of(part, f"{place}[{i}]" if n >= 0 else place) for i, part in enumerate(message.content)]
+            message = attrs.evolve(message, content="".join(texts))
+        found.append(message)
+    return found, pictures
+
+
+def cut_at_pictures(parts: Sequence[PromptPart]) -> tuple[list[list[PromptPart]], list[int]]:
+    """The text before, between and after the pictures, and the numbers of the pictures between these texts."""
+    groups: list[list[PromptPart]] = [[]]
+    numbers: list[int] = []
+    for part in parts:
+        at = 0
+        for found in _PICTURE.finditer(part.text):
+            groups[-1] += [attrs.evolve(part, text=part.text[at : found.start()])] if at < found.start() else []
+            groups.append([])
+            numbers.append(ord(found[0]) - PICTURE_CHARS[0])
+            at = found.end()
+        groups[-1] += [attrs.evolve(part, text=part.text[at:])] if at < len(part.text) else []
+    return groups, numbers
+
+
+def has_all(parts: Sequence[PromptPart], n: int) -> bool:
+    """Whether ``n`` pictures are in a rendered chat."""
+    found = {char for part in parts for char in _PICTURE.findall(part.text)} if n else ()
+    return len(found) == n
+
+
+def shown(text: str) -> str:
+    """``text`` as people see it."""
+    return _PICTURE.sub(SHOWN, text)
 
 
 @attrs.frozen(eq=False)

@@ -17,10 +17,12 @@ from uma_trio.daemon.prompts.control_tokens import ControlTokens
 from uma_trio.daemon.prompts.infill import find_infill_format
 from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.pairs import find_pair_format
+from uma_trio.daemon.prompts.pictures import open_pictures
 from uma_trio.daemon.prompts.prompt import PromptMaker
 from uma_trio.daemon.prompts.reasoning import find_format, make_markers
 from uma_trio.daemon.prompts.tool_formats import HERMES, by_name, find_tool_format, make_call_markers
 from uma_trio.daemon.prompts.tool_prompts import ToolStyle, ToolSupport, find_style
+from uma_trio.encoder.encoder import Projector
 from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.models.markers import ReasoningMarkers
 from uma_trio.tokenizer.tokenizer import Tokenizer, VocabOnlyModel
@@ -33,13 +35,18 @@ GIVE_A_TEMPLATE: Final = "--chat-template chatml, or another template that the m
 
 @contextlib.contextmanager
 def open_prompts(
-    config: Config, info: ModelInfo, vocabulary: VocabOnlyModel, given: TemplateSource | None
+    config: Config,
+    info: ModelInfo,
+    vocabulary: VocabOnlyModel,
+    given: TemplateSource | None,
+    projector: Projector | None = None,
 ) -> Iterator[tuple[PromptMaker, TemplateSource | None]]:
     """What makes prompts for the model, and the chat template that it uses.  Blocks while the template is tried, in a
     process that ends with the context.
 
     Args:
         given: the template of the settings; the model's own by default.
+        projector: encodes the model's pictures, if it can see.
     """
     tokenizer, of_the_model = vocabulary.tokenizer, vocabulary.chat_template
     chosen, chat = None, None
@@ -51,10 +58,16 @@ def open_prompts(
     templates = [text for text in (chosen.text if chosen else None, of_the_model) if text is not None]
     text = MarkerText(tokenizer.control_id)
     limits = attrs.evolve(config.limits, max_prompt_bytes=max_prompt_bytes(config.limits, info))
-    with contextlib.nullcontext() if chat is None else contextlib.closing(chat):
+    with contextlib.ExitStack() as stack:
+        if chat is not None:
+            stack.callback(chat.close)
+        pictures = None
+        if projector is not None and chat is not None:
+            pictures = stack.enter_context(open_pictures(projector, info.max_request_tokens))
         tools = _tool_support(chat, templates, config.model.tool_format, text)
         reasoning = _reasoning_markers(templates, text)
-        prompts = PromptMaker(tokenizer, chat, limits, reasoning, tools, pairs, find_infill_format(tokenizer, info))
+        infill = find_infill_format(tokenizer, info)
+        prompts = PromptMaker(tokenizer, chat, limits, reasoning, tools, pairs, infill, pictures)
         yield prompts, None if chat is None else chosen
 
 

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, TypeVar, cast
+from typing import Final
 
 import attrs
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import trio
 
 from uma_trio.config import Limits
 from uma_trio.daemon.answer.budget import ReasoningLimit
 from uma_trio.daemon.answer.tool_calls import ToolCalling
 from uma_trio.daemon.prompts.chat import ChatTemplate
 from uma_trio.daemon.prompts.context import MIN_PROMPT_BYTES, SHORT_ANSWER, explain_context, more_context
-from uma_trio.daemon.prompts.fair_limiter import FairLimiter, PrincipalLimiter
+from uma_trio.daemon.prompts.fair_limiter import FairLimiter, in_thread
 from uma_trio.daemon.prompts.infill import InfillFormat
-from uma_trio.daemon.prompts.media import PlacedRows
+from uma_trio.daemon.prompts.media import PlacedRows, cut_at_pictures, has_all, place, shown, take_pictures
 from uma_trio.daemon.prompts.pairs import PairFormat
+from uma_trio.daemon.prompts.pictures import Pictures
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport, call_ids, template_chat
+from uma_trio.encoder.encoder import EncodedMedia
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.messages import ModelInfo, PromptPart, TokenIds
-from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, NoInfill, PromptTooLarge
+from uma_trio.errors import (
+    BadRequest,
+    ContextTooSmall,
+    MaxTokensTooLarge,
+    NoChatTemplate,
+    NoInfill,
+    NoVision,
+    PromptTooLarge,
+    UmaError,
+)
 from uma_trio.models.markers import ReasoningMarkers
 from uma_trio.protocol.answers import TokenList
 from uma_trio.protocol.chat import ChatMessage, Tool
 from uma_trio.protocol.queries import TokenizeQuery
 from uma_trio.protocol.requests import Embed, Generate, Infill, Rerank
 from uma_trio.tokenizer.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 INLINE_BYTES: Final = 4096
 """Up to this size a prompt is tokenized on the event loop, in well under a millisecond.  A thread would cost more."""
@@ -84,6 +92,11 @@ class History:
     """Shape ``[n]``: all prompts and answers, or the last rendered chat with its answer."""
     messages: Sequence[ChatMessage] = ()
     """Empty in a session of prompts."""
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether some of ``tokens`` are rows of a picture."""
+        return len(self.tokens) > 0 and int(self.tokens.max()) >= PLACEHOLDER
 
 
 def check_prompt_size(request: Generate, limits: Limits) -> int:
@@ -147,6 +160,8 @@ class PromptMaker:
     """How a query and a document become one text; ``None`` for a model that does not rank."""
     infill: InfillFormat | None = None
     """How a gap becomes a prompt; ``None`` for a model that cannot fill it."""
+    pictures: Pictures | None = None
+    """Encodes pictures; ``None`` for a model without a projector."""
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
     _rendering: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, RENDERING_THREADS))
@@ -157,13 +172,18 @@ class PromptMaker:
     async def make(self, request: Generate, history: History | None = None, *, principal: str) -> Prompt:
         """Build the prompt of ``request``.  Messages and long prompts are processed in a thread; can be cancelled.
 
+        Pictures are encoded first, one after the other.
+
         Args:
             principal: name of the principal; principals take turns.
             history: earlier turns of the session.  The prompt continues its tokens, the messages continue its messages.
 
         Raises:
             PromptTooLarge: the size exceeds ``max_prompt_bytes``.  Checked before anything is rendered.
-            BadRequest: the template refuses the messages.
+            BadRequest: the template refuses the messages, or a picture cannot be encoded.
+            NoVision: the messages have pictures, and the model has no projector.
+            ContextTooSmall: pictures alone have too many tokens.
+            ModelUnavailable: the encoder of pictures does not start.
             NoChatTemplate: the model has no template for the messages.
             NoInfill: the model cannot fill gaps.
             BrokenTemplate: the template fails or exceeds its limits.
@@ -171,18 +191,39 @@ class PromptMaker:
         size = check_prompt_size(request, self.limits)
         if size <= INLINE_BYTES and request.messages is None:
             return self._make(request, history)
+        encoded: Sequence[EncodedMedia] = ()
+        if request.messages is not None:
+            past = History(np.empty(0, np.int32)) if history is None else history
+            messages, pictures = take_pictures(past.messages, request.messages)
+            if pictures:
+                encoded = await self._encoder_of(pictures[-1].field).encode(pictures, principal=principal)
+            request, history = attrs.evolve(request, messages=messages), History(past.tokens)
         walks = isinstance(request.prompt, list)
         limiter = self._walking if walks else self._rendering if request.messages else self._tokenizing
-        return await _in_thread(self._make, request, history, limiter=limiter.of(principal))
+        return await in_thread(self._make, request, history, encoded, limiter=limiter.of(principal))
+
+    def _encoder_of(self, field: str) -> Pictures:
+        if self.pictures is None:
+            raise NoVision(
+                "this model cannot see pictures: it has no projector. Put its mmproj file, mmproj-NAME.gguf, next to the "
+                "model's file, or start uma-trio serve with --mmproj FILE",
+                field=field,
+            )
+        return self.pictures
 
     def start(self) -> Prompt:
         """The prompt of an answer that a controller makes: BOS, or a line break if the model has none."""
         return Prompt(self.tokenizer.encode(self.tokenizer.bos or "\n", continues=True), "")
 
-    def _make(self, request: Generate, history: History | None) -> Prompt:
+    def _make(self, request: Generate, history: History | None, encoded: Sequence[EncodedMedia] = ()) -> Prompt:
+        """
+        Args:
+            request: with the messages of the history in its own, and with characters for pictures.
+            encoded: the pictures.
+        """
         if request.infill is not None:
             return self._gap(request, request.infill)
-        tokens, text = self._tokens_and_text(request, history)
+        tokens, text, media = self._tokens_and_text(request, history, encoded)
         calling = None
         if request.tools and request.tool_choice != "none":
             calling = ToolCalling(
@@ -192,7 +233,8 @@ class PromptMaker:
                 make_id=call_ids(request.id if request.detached else None),
             )
         separate = request.separate_reasoning or calling is not None
-        prompt = Prompt(tokens, text, reasoning=self.reasoning if separate else None, calling=calling)
+        reasoning = self.reasoning if separate else None
+        prompt = Prompt(tokens, text, reasoning=reasoning, calling=calling, media=media)
         return prompt if request.reasoning_budget is None else self._limited(prompt, request, request.reasoning_budget)
 
     def _gap(self, request: Generate, infill: Infill) -> Prompt:
@@ -228,44 +270,64 @@ class PromptMaker:
             return prompt
         return attrs.evolve(prompt, limit=ReasoningLimit(n_tokens=n_tokens, end=end.tolist(), markers=markers))
 
-    def _tokens_and_text(self, request: Generate, history: History | None) -> tuple[TokenIds, str]:
+    def _tokens_and_text(
+        self, request: Generate, history: History | None, encoded: Sequence[EncodedMedia]
+    ) -> tuple[TokenIds, str, tuple[PlacedRows, ...]]:
         past = np.empty(0, np.int32) if history is None else history.tokens
         if isinstance(request.prompt, list):
-            return np.concatenate([past, np.asarray(request.prompt, np.int32)]), self._text_of("prompt", request.prompt)
+            text = self._text_of("prompt", request.prompt)
+            return np.concatenate([past, np.asarray(request.prompt, np.int32)]), text, ()
         if request.prompt is not None:
             part = PromptPart(request.prompt, request.parse_special)
-            return self._continue(past, [part]), request.prompt
-        messages = [*(history.messages if history is not None else ()), *(request.messages or ())]
-        tools = request.tools if request.tool_choice != "none" else ()
-        parts = self._parts(messages, tools, request)
+            return self._continue(past, [part])[0], request.prompt, ()
+        parts = self._parts(request, encoded)
         text = "".join(part.text for part in parts)
-        if len(past):
+        if len(past) and history is not None and not history.has_pictures:
             past_text = self.tokenizer.decode(past, special=True).removeprefix(
                 "" if text.startswith(self.tokenizer.bos) else self.tokenizer.bos
             )
             if text.startswith(past_text):  # keep the generated tokens: tokenizing their text may give others
-                return self._continue(past, _drop_chars(len(past_text), parts)), text
-        return self.tokenizer.encode_parts(parts), text
+                tokens, media = self._continue(past, _drop_chars(len(past_text), parts), encoded)
+                return tokens, shown(text), media
+        tokens, media = self._continue(past[:0], parts, encoded)
+        return tokens, shown(text), media
 
-    def _continue(self, past: TokenIds, parts: Sequence[PromptPart]) -> TokenIds:
-        if not len(past):
-            return self.tokenizer.encode_parts(parts)
-        return np.concatenate([past, self.tokenizer.encode_parts(parts, continues=True)])
+    def _continue(
+        self, past: TokenIds, parts: Sequence[PromptPart], encoded: Sequence[EncodedMedia] = ()
+    ) -> tuple[TokenIds, tuple[PlacedRows, ...]]:
+        """The tokens of ``past``, which may be empty, and of what follows, and which of them are rows."""
+        texts, numbers = cut_at_pictures(parts) if encoded else ([], [])
+        if not numbers:
+            ids = self.tokenizer.encode_parts(parts, continues=len(past) > 0)
+            return (np.concatenate([past, ids]) if len(past) else ids), ()
+        pictures = [encoded[number] for number in numbers]
+        ids, starts = self.tokenizer.encode_around(texts, [each.tokens for each in pictures], continues=len(past) > 0)
+        media = [rows for each, start in zip(pictures, starts, strict=True) for rows in place(each, len(past) + start)]
+        return np.concatenate([past, ids]), tuple(media)
 
-    def _parts(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], request: Generate) -> Sequence[PromptPart]:
+    def _parts(self, request: Generate, encoded: Sequence[EncodedMedia]) -> Sequence[PromptPart]:
         if self.chat is None:
             raise NoChatTemplate(
                 "this model has no chat template: send prompt instead of messages, or start the daemon with --chat-template",
                 field="messages",
             )
-        chat, offered = template_chat(messages, tools, self.tools)
-        return self.chat.parts(
-            chat,
-            offered,
-            request.chat_template_kwargs,
-            continue_final=request.continue_final_message,
-            add_generation_prompt=request.add_generation_prompt,
-        )
+        tools = request.tools if request.tool_choice != "none" else ()
+        chat, offered = template_chat(request.messages or (), tools, self.tools)
+        try:
+            parts = self.chat.parts(
+                chat,
+                offered,
+                request.chat_template_kwargs,
+                continue_final=request.continue_final_message,
+                add_generation_prompt=request.add_generation_prompt,
+            )
+        except UmaError as error:
+            if encoded:  # its text may quote a message
+                raise type(error)(shown(str(error)), field=error.field) from None
+            raise
+        if not has_all(parts, len(encoded)):
+            raise BadRequest("the chat template leaves out a picture: send it in another message", field="messages")
+        return parts
 
     async def tokenize(self, query: TokenizeQuery, *, principal: str) -> TokenList:
         """Tokens of a text or of a chat, or the text of tokens.  Can be cancelled.
@@ -288,7 +350,7 @@ class PromptMaker:
         if len(query.text or query.tokens or ()) <= INLINE_QUERY_LENGTH:
             return self._tokenize(query)
         tokenize = partial(self._tokenize, query, pauses=True)
-        return await _in_thread(tokenize, limiter=self._walking.of(principal))
+        return await in_thread(tokenize, limiter=self._walking.of(principal))
 
     def _tokenize(self, query: TokenizeQuery, *, pauses: bool = False) -> TokenList:
         if query.text is None:
@@ -327,7 +389,7 @@ class PromptMaker:
             return self._texts(request, max_tokens)
         walks = isinstance(request, Embed) and list in set(map(type, request.input))
         limiter = self._walking if walks else self._tokenizing
-        return await _in_thread(self._texts, request, max_tokens, limiter=limiter.of(principal))
+        return await in_thread(self._texts, request, max_tokens, limiter=limiter.of(principal))
 
     def _texts(self, request: Embed | Rerank, max_tokens: int) -> list[TokenIds]:
         if isinstance(request, Rerank):
@@ -409,12 +471,6 @@ class PromptMaker:
         if not rest:
             return kept
         return np.concatenate([kept, self.tokenizer.encode(rest, parse_special=False, continues=True)])
-
-
-async def _in_thread(function: Callable[..., T], *args: Any, limiter: PrincipalLimiter) -> T:
-    """Run ``function`` in a thread.  The wait for it can be cancelled; it then goes on, and counts until it ends."""
-    like_trios = cast(trio.CapacityLimiter, limiter)  # trio uses two of its methods, which this one has
-    return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=like_trios)
 
 
 def _chars_before(offsets: npt.NDArray[np.int64], text: str) -> npt.NDArray[np.int64]:

@@ -22,6 +22,7 @@ from uma_trio.daemon.sessions.table import Session, SessionTable, containing, se
 from uma_trio.daemon.sessions.trimming import drop_oldest
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.journal_format import SessionKey
+from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.prefix import Tokens, common_prefix
 from uma_trio.errors import BadRequest
 from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
@@ -157,7 +158,8 @@ class Sessions:
             return
         n_vocab = self._scheduler.info.n_vocab
         for record in records:
-            if len(record.tokens) and not 0 <= record.tokens.min() <= record.tokens.max() < n_vocab:
+            known = record.tokens[record.tokens < PLACEHOLDER]  # the others stand for rows of pictures
+            if len(known) and not 0 <= known.min() <= known.max() < n_vocab:
                 log.warning("skipped a session with tokens that the model does not have", session=record.key.id)
                 continue
             self._table.add(Session.from_record(record, self._clock(), self._monotonic()))

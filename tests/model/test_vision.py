@@ -1,0 +1,140 @@
+"""Requests with pictures: through the daemon and its socket."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pictures import drawn, png
+from tests.support.projectors import N_ROWS, projector_file
+from tests.support.real_daemon import Answer, Daemon, real_daemon
+from uma_trio.models.packaged import EMBEDDED
+from uma_trio.protocol.framing import frame
+
+QUESTION = "What is this?"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    projector = projector_file(tmp_path_factory.mktemp("projector"))
+    with real_daemon("--mmproj", str(projector)) as found:
+        yield found
+
+
+def picture(data: bytes) -> dict[str, Any]:
+    return {"type": "image", "data": base64.b64encode(data).decode()}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts]}]
+
+
+def ask(daemon: Daemon, messages: list[dict[str, Any]], **fields: Any) -> Answer:
+    return daemon.ask(messages=messages, **{"max_tokens": 8, "temperature": 0, "stream": False, **fields})
+
+
+def scores(daemon: Daemon, *parts: dict[str, Any]) -> list[float]:
+    """Log-probabilities for the first token, which a picture changes, although it means nothing to this model."""
+    answer = ask(daemon, user(*parts), logprobs=4, max_tokens=1)
+    return [round(each["logprob"], 3) for each in answer.last["logprobs"][0]["top_logprobs"]]
+
+
+def test_what_is_in_a_picture_and_where_it_stands_is_what_the_model_sees(daemon: Daemon) -> None:
+    one, other = picture(png(drawn(1))), picture(png(drawn(2)))
+    question = text(QUESTION)
+    seen = [
+        scores(daemon, *parts)
+        for parts in ([question], [one, question], [other, question], [question, one], [one, other, question])
+    ]
+    assert all(a != b for n, a in enumerate(seen) for b in seen[:n]), seen
+    assert scores(daemon, one, question) == seen[1]
+
+
+def test_rows_of_pictures_count_as_tokens_of_the_prompt(daemon: Daemon) -> None:
+    without, one, two = (
+        ask(daemon, user(*[picture(png(drawn(n))) for n in range(pictures)], text(QUESTION))).last["usage"]
+        for pictures in range(3)
+    )
+    assert one["prompt_tokens"] == without["prompt_tokens"] + N_ROWS
+    assert two["prompt_tokens"] == without["prompt_tokens"] + 2 * N_ROWS
+
+
+def test_json_and_cbor_are_the_same_and_an_equal_picture_is_in_the_kv_cache(daemon: Daemon) -> None:
+    data = png(drawn(3))
+    first = ask(daemon, user(picture(data), text(QUESTION)))
+    again = ask(daemon, user({"type": "image", "data": data}, text(QUESTION)), encoding="cbor")
+    assert first.text == again.text
+    assert again.last["usage"]["cached_tokens"] == again.last["usage"]["prompt_tokens"] - 1
+
+
+def test_a_text_cannot_spell_a_picture(daemon: Daemon) -> None:
+    one = picture(png(drawn(1)))
+    for spelled in ("<image>", "<__media__>", "<media:0>"):
+        alone = ask(daemon, user(text(spelled))).last["usage"]["prompt_tokens"]
+        found = ask(daemon, user(one, text(spelled)))
+        assert found.last["usage"]["prompt_tokens"] == alone + N_ROWS
+    refused = daemon.wire()
+    with refused as wire:
+        body = b'{"id": "r", "messages": [{"role": "user", "content": "\\udfbf"}]}'
+        wire.send_bytes(frame(body))
+        assert wire.answer().code == "E_PROTO_INVALID_JSON"
+
+
+def test_a_session_with_a_picture_goes_on(daemon: Daemon) -> None:
+    first = ask(daemon, user(picture(png(drawn(4))), text(QUESTION)), session_id="album")
+    again = ask(daemon, user(text("And what is this?")), session_id="album")
+    assert again.reason in ("stop", "length")
+    usage = again.last["usage"]
+    assert usage["prompt_tokens"] > first.last["usage"]["prompt_tokens"] + N_ROWS
+    assert usage["cached_tokens"] >= first.last["usage"]["prompt_tokens"]
+    third = ask(daemon, user(picture(png(drawn(5)))), session_id="album")
+    assert third.last["usage"]["cached_tokens"] >= usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (user({"type": "image"}), r"messages\[0\]\.content\[0\]: a part of type image has data, and no text"),
+        (user({"type": "text", "data": "aGk="}), "a part of type text has text, and no data"),
+        (user({"type": "image", "data": "?"}), "data"),
+        ([{"role": "assistant", "content": [picture(b"hi")]}, *user(text("?"))], "only messages of role user or tool"),
+        (user(text("?"), picture(b"hello")), r"messages\[0\]\.content\[1\]: .* a picture is PNG"),
+        (user(*[picture(b"hello")] * 65), "65 pictures; at most 64"),
+    ],
+)
+def test_what_is_wrong_is_named(daemon: Daemon, messages: list[dict[str, Any]], reason: str) -> None:
+    refused = ask(daemon, messages)
+    assert refused.code == "E_PROTO_BAD_REQUEST"
+    assert re.search(reason, refused.last["message"]), refused.last
+
+
+def test_a_model_without_a_projector_says_how_to_get_one() -> None:
+    with real_daemon() as daemon:
+        refused = ask(daemon, user(text(QUESTION), picture(png(drawn(1)))))
+        assert refused.code == "E_MODEL_NO_VISION"
+        assert "--mmproj FILE" in refused.last["message"]
+        assert "vision" not in daemon.ask(type="models").last["models"][0]["capabilities"]
+
+
+def test_a_projector_is_found_next_to_its_model(tmp_path: Path) -> None:
+    projector_file(tmp_path)
+    (tmp_path / "mmproj-of-another.gguf").write_bytes(b"GGUF" + bytes(100))
+    shutil.copy(EMBEDDED, tmp_path / "model.gguf")
+    with real_daemon("--model", str(tmp_path / "model.gguf")) as daemon:
+        assert "vision" in daemon.ask(type="models").last["models"][0]["capabilities"]
+        assert daemon.logged("the model sees pictures")
+
+
+def test_a_projector_that_does_not_fit_is_an_error_of_the_start(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="is no projector, but a model"), real_daemon("--mmproj", str(EMBEDDED)):
+        pass

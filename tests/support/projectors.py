@@ -1,0 +1,23 @@
+"""Projectors with random weights for the embedded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import llama_abi
+from tests.support.bench_scripts import bench_script
+from uma_trio.models.packaged import EMBEDDED
+
+N_ROWS = 16
+"""Rows of a picture."""
+
+
+def projector_file(folder: Path) -> Path:
+    """A tiny projector; skips the test if the library cannot use it."""
+    if not llama_abi.load().stamp.mtmd_sha256:
+        pytest.skip("the library has no libmtmd: ./build_llama.sh --dev builds it")
+    script, path = bench_script("make_projector"), folder / "mmproj.gguf"
+    script.make_projector(path, EMBEDDED, script.SHAPES["tiny"])
+    return path

@@ -1,0 +1,48 @@
+"""The projector of a model: a second file, which turns pictures into rows that the model takes in place of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from uma_trio.models.gguf_header import GgufError, GgufHeader, read_header
+
+PATTERN: Final = "mmproj*.gguf"
+"""Names of projectors, as llama.cpp's converter makes them."""
+ARCHITECTURE: Final = "clip"
+
+
+def check_projector(path: Path, model: Path) -> int:
+    """Check that a file is a projector, and one of ``model``; returns its size in bytes.
+
+    Raises:
+        GgufError: it is another kind of file, damaged, or of a model of another width.
+        OSError: one of the files cannot be read.
+    """
+    header = read_header(path)
+    if header.text("general.architecture") != ARCHITECTURE:
+        raise GgufError(f"{path} is no projector, but a model", "give the mmproj file that was made with the model")
+    if not _fits(header, read_header(model)):
+        raise GgufError(
+            f"the projector {path} is of another model: the rows that it makes have another width",
+            "give the mmproj file that was made with the model",
+        )
+    return header.size_bytes
+
+
+def find_projector(model: Path) -> Path | None:
+    """The projector in the folder of ``model``; ``None`` unless exactly one file there can be it.  Blocks."""
+    found = [path for path in model.parent.glob(PATTERN) if _is_of(path, model)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_of(path: Path, model: Path) -> bool:
+    try:
+        return check_projector(path, model) > 0
+    except (GgufError, OSError):
+        return False
+
+
+def _fits(projector: GgufHeader, model: GgufHeader) -> bool:
+    width = model.values.get(f"{model.text('general.architecture')}.embedding_length")
+    return projector.values.get("clip.vision.projection_dim", width) == width
