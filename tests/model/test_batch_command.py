@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 from tests.support.commands import environment, invoke
 from tests.support.real_daemon import ROOT, Daemon, started, wait_ready
 from uma_trio.gateway.batches.results import RowFile
+from uma_trio.telemetry.perf_records import decode
 
 WAIT_S = 120.0
 
@@ -114,4 +114,9 @@ def test_an_interrupted_command_goes_on_and_waits_for_the_next_daemon(tmp_path: 
             ).text
             for each in rows
         }
-    assert os.listdir(tmp_path).count("rows.jsonl.errors.jsonl") == 0
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+    assert not (tmp_path / "rows.jsonl.errors.jsonl").exists()
+    requests = [each for run in decode((tmp_path / "perf").read_bytes()) for each in run.requests]
+    classes = {each.priority for each in requests if each.id.startswith("req-")}
+    assert classes == {"background"}, "the rows; the questions of this test have other ids"

@@ -62,11 +62,16 @@ class Daemon:
     """``None`` is the default path."""
     account: Account | None = None
     """Who is charged for requests; ``None``: the user who runs the daemon, without limits."""
-    is_background: bool = False
-    """Whether answers are generated in the class ``background``, whatever a request says."""
+    slo: Mapping[str, Any] | None = None
+    """The field ``slo`` of all requests, which are rows of batches; ``None``: each request has its own."""
     _known: Mapping[bool, KnownModels] = attrs.Factory(lambda: {True: KnownModels(), False: KnownModels()})
     """For tenants, and for the user who runs the daemon, who may name more of them."""
     _snapshots: Snapshots = attrs.Factory(lambda self: Snapshots(self.socket), takes_self=True)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether its requests are rows of batches, for whose answers nobody waits."""
+        return self.slo is not None
 
     @property
     def principal(self) -> dict[str, str]:
@@ -97,7 +102,7 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, self._ranked(fields), is_streamed=bool(fields.get("stream", True))) as charge:
+        with charged(self.account, self._with_slo(fields), is_streamed=bool(fields.get("stream", True))) as charge:
             async with self.connect() as client:
                 async for batch in client.generate_batches(**charge.fields):
                     charge.count(batch)
@@ -109,14 +114,14 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, self._ranked(fields), is_streamed=False) as charge:
+        with charged(self.account, self._with_slo(fields), is_streamed=False) as charge:
             async with self.connect() as client:
                 ends = await client.choices(**charge.fields)
                 charge.count(ends)
                 return ends
 
-    def _ranked(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**fields, "slo": {**fields.get("slo", {}), "priority": "background"}} if self.is_background else fields
+    def _with_slo(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        return fields if self.slo is None else {**fields, "slo": self.slo}
 
     async def detach(self, fields: Mapping[str, Any]) -> None:
         """Send a request that the daemon answers on its own.  It is charged by its estimate.
@@ -124,7 +129,7 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, self._ranked(fields), is_streamed=False) as charge:
+        with charged(self.account, self._with_slo(fields), is_streamed=False) as charge:
             async with self.connect() as client:
                 await client.detach(**charge.fields)
             charge.count_estimate()
@@ -149,7 +154,7 @@ class Daemon:
             HttpError: the daemon cannot be reached or refuses.
         """
         has_ended = False
-        with charged(self.account, self._ranked(fields), is_streamed=True) as charge:
+        with charged(self.account, self._with_slo(fields), is_streamed=True) as charge:
             async with self.connect() as client:
                 await client.detach(**charge.fields, keep_alive=True)
                 try:

@@ -52,8 +52,13 @@ class RowCaller:
 
     @classmethod
     def of(cls, endpoints: Iterable[Endpoint], config: Config, large_work: LargeWork) -> Self:
-        """The caller of these endpoints."""
-        daemon = Daemon(config.listen.socket, is_background=True)
+        """The caller of these endpoints.
+
+        Nobody waits for the next token of a row, but a new request of somebody waits for the end of a tick.  So rows have
+        the target that keeps ticks as short as they are without streams.
+        """
+        slo = {"priority": "background", "target_itl_ms": config.scheduling.prefill_tick_ms}
+        daemon = Daemon(config.listen.socket, slo=slo)
         return cls({endpoint.path: endpoint for endpoint in endpoints}, config, daemon, large_work)
 
     async def answer(self, row: Row, account: Account | None = None, *, is_local: bool = True) -> RowResult | Later:
