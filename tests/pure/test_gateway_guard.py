@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tests.pure.test_gateway_charging import Memory
-from uma_trio.gateway.body import MAX_INCOMPLETE, BodyLimits
+from uma_trio.gateway.body import MAX_INCOMPLETE, PACE_BYTES, BodyLimits
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard
 from uma_trio.gateway.key_file import CurrentTenants
@@ -157,6 +157,40 @@ async def test_incomplete_bodies_of_all_together_are_bounded(
         assert (await call(guard)).status == 200, "bodies in one part need no memory before they are complete"
     assert sorted(statuses) == [408] * MAX_INCOMPLETE + [503] * 3
     assert guard.bodies.incomplete_bytes == 0
+
+
+async def test_a_file_reaches_its_endpoint_in_parts_which_may_be_slow_but_not_too_slow(
+    guard: Guard, autojump_clock: trio.testing.MockClock
+) -> None:
+    arrived: list[bytes] = []
+
+    async def received(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async for part in scope["state"]["body"].parts():
+                arrived.append(part)
+                await trio.sleep(60)  # a slow disk is not the client's fault
+            await Response(b"")(scope, receive, send)
+        except HttpError as error:
+            await refuse(error, scope)(scope, receive, send)
+
+    guard.app = received
+    guard.open_paths |= {"/files"}
+    guard.streamed_bodies.max_bytes = 3 * PACE_BYTES
+    many = [b"a" * (PACE_BYTES // 4)] * 12
+    assert (await call(guard, "/files", parts=many)).status == 200
+    assert arrived == many, "more than fits into a body that is read whole"
+    for parts, last, status in (
+        ([*many, b"a"], None, 413),
+        (many[:1], {"type": "http.request", "body": b"", "more_body": True}, 408),
+        (many[:1], {"type": "http.disconnect"}, 499),
+    ):
+        assert (await call(guard, "/files", parts=parts, last=last)).status == status
+    announced = [(b"content-length", b"%d" % (3 * PACE_BYTES + 1))]
+    assert (await call(guard, "/files", headers=announced)).status == 413
+    guard.open_paths -= {"/files"}
+    arrived.clear()
+    assert (await call(guard, "/files", parts=many)).status == 401
+    assert not arrived
 
 
 async def test_json_that_is_dear_to_decode_is_refused_before_all_of_it_has_arrived(

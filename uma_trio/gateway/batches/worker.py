@@ -71,14 +71,16 @@ class Worker:
                     if anyio.current_time() >= expired_at + EXPIRE_S:
                         expired_at = anyio.current_time()
                         await anyio.to_thread.run_sync(self.store.expire, time.time())
-                    for batch in await anyio.to_thread.run_sync(self.store.open_batches, self.socket):
+                    batches = await anyio.to_thread.run_sync(self.store.open_batches, self.socket)
+                    wait_s = POLL_S if batches else EXPIRE_S
+                    for batch in batches:
                         if batch.id not in self._running:
                             self._running.add(batch.id)
                             tasks.start_soon(self._work, batch, slots)
                 except (OSError, sqlite3.Error) as error:
-                    log.error("batches cannot be read", reason=str(error), next_in_s=PAUSE_S)
-                    await anyio.sleep(PAUSE_S)
-                with anyio.move_on_after(POLL_S):
+                    wait_s = PAUSE_S
+                    log.error("batches cannot be read", reason=str(error), next_in_s=wait_s)
+                with anyio.move_on_after(wait_s):
                     await changed.wait()
 
     def look(self, cancelled: str | None = None) -> None:
