@@ -172,9 +172,12 @@ class Night:
                 return 0
 
             yield none
+        while await self._n_running():  # noqa: ASYNC110 - in another process
+            await trio.sleep(0.05)
+
+    async def _n_running(self) -> int:
         async with open_client(self.daemon.path) as client:
-            while (await client.metrics())["running"]:  # noqa: ASYNC110 - another process
-                await trio.sleep(0.05)
+            return int((await client.metrics())["running"])
 
     async def _begin(self, bodies: Sequence[dict[str, Any]]) -> str:
         rows = [
