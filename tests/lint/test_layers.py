@@ -18,7 +18,15 @@ ROOT = Path(uma_trio.__file__).parent.parent
 ROOMS = (
     *("files", "errors", "principal", "protocol", "config", "telemetry"),
     *("processes", "models", "engine_link", "grammar", "tokenizer", "encoder", "hub", "aici_link", "engine", "aici"),
-    *("daemon.scheduling", "daemon.kv", "daemon.store", "daemon.answer", "daemon.prompts", "daemon.engines"),
+    *(
+        "daemon.scheduling",
+        "daemon.kv",
+        "daemon.kv_events",
+        "daemon.store",
+        "daemon.answer",
+        "daemon.prompts",
+        "daemon.engines",
+    ),
     *("daemon.aici", "daemon.serving", "daemon.sessions", "daemon.service", "daemon.registry", "daemon.requests"),
     *("daemon.detached", "daemon.doors", "daemon", "connect", "client", "gateway", "demo", "cli", "training"),
     "__main__",

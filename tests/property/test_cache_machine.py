@@ -11,6 +11,7 @@ import random
 from collections.abc import Collection, Iterable
 
 import attrs
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -28,10 +29,12 @@ from tests.support.kv_cache import (
     share_prefix,
     truncate,
 )
+from tests.support.kv_subscriber import BLOCK, Rebuilt, held_by
 from tests.support.profile import amount
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import MAX_GHOSTS, MAX_IDLE_FRACTION, IdleLimit
+from uma_trio.daemon.kv_events.blocks import BlockIndex
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.kv_ops import CopyPrefix, DropCheckpoint, KvOp, SaveCheckpoint, Truncate
 from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS
@@ -162,6 +165,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.stories: list[list[int]] = []
         """Stories of earlier requests.  Later requests share their prefixes."""
         self.names = iter(range(1 << 30))
+        self.held_prefixes, self.blocks, self.subscriber = self.cache.held_prefixes(BLOCK), BlockIndex(), Rebuilt()
+        self.n_invariants = 0
 
     # -- rules
 
@@ -523,6 +528,19 @@ class CacheMachine(RuleBasedStateMachine):
             assert [cell.token for cell in engine[seq_id]] == idle
             assert not any(cell.private for cell in engine[seq_id])
 
+    @invariant()
+    def events_tell_what_others_may_share(self) -> None:
+        """Also where several changes come at once."""
+        if not hasattr(self, "cache"):
+            return
+        self.n_invariants += 1
+        if self.n_invariants % 3 and (changed := self.held_prefixes.changed()) is not None:
+            self.subscriber.apply(msgspec.to_builtins(self.blocks.update(changed)))
+            assert self.subscriber.blocks == held_by(self.cache)
+            late = Rebuilt()
+            late.apply(msgspec.to_builtins(self.blocks.everything()))
+            assert late.blocks == self.subscriber.blocks
+
     def distinct(self, sequences: Iterable[list[Cell]]) -> int:
         """Cells that ``sequences`` take; with unified KV, a copied token is in the same cell."""
         cells = [id(cell) for each in sequences for cell in each]
@@ -621,4 +639,5 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                     machine.fail(chance.random() < 0.5)
             machine.adds_up()
             machine.engine_and_cache_agree()
+            machine.events_tell_what_others_may_share()
         machine.teardown()

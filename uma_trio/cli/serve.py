@@ -235,6 +235,7 @@ def _serve_with(engine: EngineProcess | None, settings: Config, read_again: Call
     from uma_trio.daemon import logs, server
     from uma_trio.daemon.doors import listener
     from uma_trio.daemon.gateway_process import HttpAddressError
+    from uma_trio.daemon.kv_events.publisher import KvEventsError
     from uma_trio.engine_link.load_errors import ModelError
     from uma_trio.errors import ModelUnavailable
     from uma_trio.protocol.address import socket_path
@@ -255,7 +256,7 @@ def _serve_with(engine: EngineProcess | None, settings: Config, read_again: Call
                 task_status=_Hint(path),
             )
             return 0 if run(serve) else 1
-        except (listener.SocketPathError, HttpAddressError, ModelError, ModelUnavailable) as error:
+        except (listener.SocketPathError, HttpAddressError, KvEventsError, ModelError, ModelUnavailable) as error:
             logs.flush()
             click.echo(f"uma-trio serve: {error}", err=True)
             return 1

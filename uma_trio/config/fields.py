@@ -353,6 +353,21 @@ class Listen:
         "auto", "auto tells JSON from CBOR by the first byte of a payload. newline is for debugging with nc -U."
     )
     backlog: int = setting(128, "Connections that may wait to be accepted.", ge=1, le=65535)
+    kv_events: str | None = setting(
+        None,
+        "Publish there which prefixes the KV cache of the first model has, for routers that send a prompt where its "
+        "beginning is: vLLM's KV events over ZeroMQ, such as tcp://127.0.0.1:5557. Needs the extra uma-trio[kv-events]. If "
+        "not given, there are no events.",
+        metavar="tcp://HOST:PORT",
+    )
+    kv_events_replay: str | None = setting(
+        None, "Where subscribers of kv_events may ask for events that they have lost.", metavar="tcp://HOST:PORT"
+    )
+    kv_events_exposed: bool = setting(
+        False,
+        "Publish KV events to other machines. They have the tokens of all prompts, and everybody who reaches the address "
+        "may read them.",
+    )
 
 
 @attrs.frozen(kw_only=True)

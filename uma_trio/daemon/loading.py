@@ -16,6 +16,7 @@ from uma_trio.daemon.aici.link import RuntimeStart
 from uma_trio.daemon.aici.supervisor import SupervisedRuntime
 from uma_trio.daemon.engines.link import Launcher
 from uma_trio.daemon.engines.loaded import LoadedModel, open_model
+from uma_trio.daemon.kv_events.publisher import KvEventPublisher
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.registry import ModelSpec, Needs, RegistryLimits
 from uma_trio.daemon.registry.outline import ModelOutline, read_outline
@@ -154,13 +155,22 @@ class Opener:
         launcher: starts engines; what it needs outlives all models.
         default: name of the default model.
         places: where models of this machine are; ``None``: only the configured ones are known.
+        kv_events: publishes what the KV cache of the default model holds.
     """
 
-    def __init__(self, config: Config, launcher: Launcher, default: str, places: ModelLocations | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        launcher: Launcher,
+        default: str,
+        places: ModelLocations | None = None,
+        kv_events: KvEventPublisher | None = None,
+    ) -> None:
         self._config = config
         self._launcher = launcher
         self._default = default
         self._places = places
+        self._kv_events = kv_events
         self._finding = trio.CapacityLimiter(1)
         """Requests for unknown models wait for each other, and take no more than one thread."""
         self.on_demand = config.loading.on_demand
@@ -187,6 +197,9 @@ class Opener:
             runtime = make_runtime(spec.config, model)
             with contextlib.ExitStack() as stack:
                 service = ModelService(spec.config, model, runtime=runtime)
+                if self._kv_events is not None and spec.name == self._default:
+                    following = self._kv_events.following(service.scheduler.cache)
+                    service.scheduler.on_step = stack.enter_context(following)
                 async with trio.open_nursery() as nursery:
                     if runtime is not None:
                         nursery.start_soon(runtime.run)

@@ -37,6 +37,7 @@ from uma_trio.daemon.doors.uploads import Uploads
 from uma_trio.daemon.engines.link import Launcher, ProcessLauncher, ThreadLauncher
 from uma_trio.daemon.engines.process import EngineProcess
 from uma_trio.daemon.gateway_process import Gateway, listening
+from uma_trio.daemon.kv_events.publisher import kv_events
 from uma_trio.daemon.loading import CurrentPerfLog, Opener, limits_of, specs_of
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.registry import ModelRegistry
@@ -236,6 +237,7 @@ async def serve(
     Raises:
         SocketPathError: the path cannot be used.
         HttpAddressError: the gateway cannot listen at its address.
+        KvEventsError: KV events cannot be published.
         ModelError: the model cannot be loaded.
     """
     stop = trio.CancelScope()
@@ -247,6 +249,7 @@ async def serve(
         passed or contextlib.nullcontext(),
         listener.claimed(path) if passed is None else listener.locked(path),
         listening(config) as http_socket,
+        kv_events(config) as publisher,
         trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) as signals,
     ):
         async with trio.open_nursery() as process:
@@ -263,7 +266,7 @@ async def serve(
             notifier.report("STATUS=loading the model")
             specs = specs_of(config)
             places = find_model_locations(os.environ, config.model.models_dir, is_offline=True)
-            opener = Opener(config, make_launcher(config, process, engine_process), specs[0].name, places)
+            opener = Opener(config, make_launcher(config, process, engine_process), specs[0].name, places, publisher)
             models = ModelRegistry(specs, opener, limits_of(config), owner=OWN_PRINCIPAL)
             async with models.running():
                 # a signal after the last look at should_load; from here on, the server is there when the next one is handled

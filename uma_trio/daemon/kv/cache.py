@@ -18,6 +18,7 @@ import attrs
 from uma_trio.daemon.kv.allocation import Allocation, count_cells
 from uma_trio.daemon.kv.cell_map import MAX_BEHIND, CellMap
 from uma_trio.daemon.kv.forks import Forks
+from uma_trio.daemon.kv.held_prefixes import HeldPrefixes
 from uma_trio.daemon.kv.idle_limit import IdleLimit, expected_tokens
 from uma_trio.daemon.kv.offload_index import OffloadIndex, SavedState
 from uma_trio.daemon.kv.offload_planner import OffloadPlanner
@@ -453,6 +454,10 @@ class KvCache:
     def idle(self) -> Collection[Allocation]:
         """Sequences of ended requests, kept for prefix reuse."""
         return self._pool.idle.values()
+
+    def held_prefixes(self, step: int) -> HeldPrefixes:
+        """Notices when the prefixes that others may share change by ``step`` tokens or more."""
+        return HeldPrefixes(self._pool.allocations, self.index, step)
 
     def cells_scanned(self, n_in_flight: int | None = None) -> int:
         """Cells that attention scans in the next step, without those of its own rows, if it scans the whole cache.

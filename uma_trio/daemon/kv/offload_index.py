@@ -5,7 +5,7 @@ The index knows names and tokens; the states themselves are files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import attrs
 
@@ -49,12 +49,19 @@ class OffloadIndex:
         self._by_prefix: dict[tuple[str, bytes], dict[str, SavedState]] = {}
         """By principal and first tokens; states that differ there share too little to matter.  States of the same
         tokens may have other adapters."""
+        self.changes = 0
+        """Increases with each state that comes or goes."""
 
     def __len__(self) -> int:
         return len(self._states)
 
     def __contains__(self, name: str) -> bool:
         return name in self._states
+
+    @property
+    def states(self) -> Collection[SavedState]:
+        """All states."""
+        return self._states.values()
 
     @property
     def n_bytes(self) -> int:
@@ -86,6 +93,7 @@ class OffloadIndex:
     def add_all(self, states: Iterable[SavedState]) -> None:
         """Add ``states`` and discard nothing."""
         for state in states:
+            self.changes += 1
             self._states[state.name] = state
             self._by_prefix.setdefault(_prefix_key(state.principal, state.tokens), {})[state.name] = state
 
@@ -94,6 +102,7 @@ class OffloadIndex:
         state = self._states.pop(name, None)
         if state is None:
             return False
+        self.changes += 1
         key = _prefix_key(state.principal, state.tokens)
         del self._by_prefix[key][name]
         if not self._by_prefix[key]:

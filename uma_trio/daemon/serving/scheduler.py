@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -131,6 +131,8 @@ class Scheduler:
             controllers=self._controllers,
             drafts=None if self.info.draft_model is None else DraftModel(self.info),
         )
+        self.on_step: Callable[[], None] | None = None
+        """Called in every tick, when what the KV cache holds may have changed."""
         self._in_flight: list[InFlightStep] = []
         """The step that computes, and perhaps one that runs ahead."""
         self._freed: list[Sequence] = []
@@ -434,6 +436,8 @@ class Scheduler:
             self._submit(self._planner.next_step())
         for each in completed:
             self._deliver(each)
+        if self.on_step is not None:
+            self.on_step()
         if len(self._in_flight) == 1:
             self._submit(self._planner.step_ahead(self._in_flight[0]))
         elif not self._in_flight and not (self._controllers and self._controllers.has_admitted):
@@ -685,6 +689,8 @@ class Scheduler:
             if sequence.state is State.FINISHED and sequence.allocation is not None:
                 self._release(sequence, keep=False)
         self._running.restart()
+        if self.on_step is not None:
+            self.on_step()
         self._controllers.steps_lost()
         self._stats.record_freed(
             [*self._freed, *chain.from_iterable([s.freed for s in in_flight])], trio.current_time()
