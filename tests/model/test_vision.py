@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import shutil
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.support.pictures import drawn, png
+from tests.support.commands import invoke
+from tests.support.pictures import drawn, gif, jpeg_header, png, with_orientation
 from tests.support.projectors import N_ROWS, projector_file
-from tests.support.real_daemon import Answer, Daemon, real_daemon
+from tests.support.real_daemon import ROOT, Answer, Daemon, real_daemon
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.protocol.framing import frame
 
 QUESTION = "What is this?"
+PHOTO = ROOT / "build" / "llama.cpp" / "tools" / "mtmd" / "test-1.jpeg"
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +143,67 @@ def test_a_projector_is_found_next_to_its_model(tmp_path: Path) -> None:
 def test_a_projector_that_does_not_fit_is_an_error_of_the_start(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="is no projector, but a model"), real_daemon("--mmproj", str(EMBEDDED)):
         pass
+
+
+def test_ask_and_chat_send_files(daemon: Daemon, tmp_path: Path) -> None:
+    file = tmp_path / "a cat.png"
+    file.write_bytes(png(drawn(6)))
+    without = ask(daemon, user(text(QUESTION))).last["usage"]["prompt_tokens"]
+    socket = {"UMA_SOCKET": str(daemon.socket)}
+    options = ("--no-stream", "--json", "--max-tokens", "4")
+    asked = invoke("ask", "--image", str(file), "--image", str(file), *options, QUESTION, **socket)
+    assert json.loads(asked.stdout)["usage"]["prompt_tokens"] == without + 2 * N_ROWS
+    talk = f"/image {tmp_path / 'none.png'}\n/image {file}\n{QUESTION}\n/retry\n/stats\n"
+    talked = invoke("chat", "--max-tokens", "4", "--temp", "0", stdin=talk, **socket)
+    assert f"cannot read the picture {tmp_path / 'none.png'}: No such file" in talked.stderr
+    assert f"{without + N_ROWS} prompt + 4 tokens" in talked.stderr
+    refused = invoke("ask", "--image", str(tmp_path / "none.png"), QUESTION, **socket)
+    assert (refused.returncode, "cannot read the picture" in refused.stderr) == (2, True)
+
+
+def test_nothing_else_waits_for_bad_pictures(daemon: Daemon) -> None:
+    """A stream of somebody else goes on, and every bad picture costs its own request an error within bounds."""
+    small = png(drawn(1))
+    huge = png(drawn(1))[:16] + struct.pack(">II", 40_000, 40_000) + small[24:]
+    bomb = png(np.zeros((6000, 6000, 3), np.uint8))  # 108 MB of pixels in some kB
+    assert len(bomb) < 1 << 18
+    bad = {
+        "no picture": b"hello",
+        "nothing": b"",
+        "huge": huge,
+        "cut": small[: len(small) // 2],
+        "cut JPEG": jpeg_header(640, 480),
+        "a JPEG that says it is turned": jpeg_header(640, 480, orientation=6),
+        "an endless header": b"\xff\xd8" + b"\xff" * 100_000,
+        "sound": b"RIFF\0\0\0\0WAVE" + bytes(100),
+    }
+    with daemon.wire() as stream:
+        stream.send(id="s", prompt="Once upon a time", max_tokens=200, ignore_eos=True, temperature=0)
+        for name, data in bad.items():
+            refused = ask(daemon, user({"type": "image", "data": data}, text(QUESTION)), encoding="cbor")
+            assert refused.code == "E_PROTO_BAD_REQUEST", (name, refused.last)
+        flat = ask(daemon, user({"type": "image", "data": bomb}, text(QUESTION)), encoding="cbor")
+        many = ask(daemon, user(*[picture(png(drawn(100 + n))) for n in range(50)], text(QUESTION)))
+        went_on = stream.answer()
+    assert flat.reason in ("stop", "length")
+    assert many.reason in ("stop", "length")
+    assert many.last["usage"]["prompt_tokens"] > 50 * N_ROWS
+    assert (went_on.reason, len(went_on.ids)) == ("length", 200)
+    [encoder] = [each for each in daemon.processes if "uma_trio.encoder" in each.cmdline()]
+    assert encoder.memory_info().rss < 1 << 30
+
+
+def test_a_gif_is_its_first_frame_and_exif_turns_a_picture(daemon: Daemon) -> None:
+    one, two = gif([5]), gif([5, 200])
+    assert scores(daemon, {"type": "image", "data": one}) == scores(daemon, {"type": "image", "data": two})
+    if PHOTO.exists():
+        turned = with_orientation(PHOTO.read_bytes(), 6)
+        assert scores(daemon, picture(PHOTO.read_bytes())) != scores(daemon, picture(turned))
+
+
+def test_more_rows_than_the_context_has_are_refused_before_all_are_encoded(tmp_path: Path) -> None:
+    with real_daemon("--mmproj", str(projector_file(tmp_path)), "--ctx", "256", "--parallel", "1") as daemon:
+        parts = [picture(png(drawn(200 + n))) for n in range(40)]
+        refused = ask(daemon, user(*parts, text(QUESTION)))
+        assert refused.code == "E_LIMIT_CONTEXT"
+        assert "the first 17 of 40 pictures have 272 tokens" in refused.last["message"]

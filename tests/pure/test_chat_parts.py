@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from typing import Any
 
@@ -14,9 +15,11 @@ from tests.support.profile import thorough
 from uma_trio.cli import answer_view
 from uma_trio.cli.answer import printable, warn_if_cut, warn_if_in_memory
 from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, rendered
-from uma_trio.cli.conversation import Conversation
+from uma_trio.cli.conversation import Conversation, as_fields, as_json, as_markdown
 from uma_trio.protocol.answers import SessionInfo
+from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.events import Eos, Timings, Usage
+from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.messages import parse
 from uma_trio.protocol.requests import Generate
 
@@ -215,3 +218,20 @@ def test_only_a_session_that_exists_is_said_to_be_in_memory(
     session = SessionInfo(session_id="s", turns=turns, tokens=0, created_at=0, used_at=0, durable=durable)
     warn_if_in_memory(end(reason="cancelled", session=session))
     assert ("in memory only" in capsys.readouterr().err) == is_shown
+
+
+def test_a_picture_goes_with_its_question_and_stays_when_it_is_asked_again():
+    chat, part = Conversation(), {"type": "image", "data": b"file"}
+    chat.pictures.append(part)
+    asked = {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
+    assert chat.request("what?")["messages"] == [asked]
+    chat.answered("what?", {"role": "assistant", "content": "a cat"})
+    assert chat.last_question == "what?"
+    assert chat.request("really?")["messages"][-1] == {"role": "user", "content": "really?"}
+    assert chat.request("what is it?", retry=True)["messages"] == [
+        {"role": "user", "content": [part, {"type": "text", "text": "what is it?"}]}
+    ]
+    assert "[picture]\n\nwhat?" in as_markdown(chat.messages)
+    assert json.loads(as_json(chat.messages))["messages"][0]["content"][0]["data"] == "ZmlsZQ=="
+    [kept, _] = [as_fields(convert(each, ChatMessage)) for each in chat.messages]
+    assert kept == asked

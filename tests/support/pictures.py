@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,3 +36,25 @@ def jpeg_header(width: int, height: int, *, orientation: int | None = None, orde
         exif = b"\xff\xe1" + struct.pack(">H", 8 + len(block)) + b"Exif\0\0" + block
     size = struct.pack(">HBHHB", 8, 8, height, width, 0)
     return b"\xff\xd8\xff\xe0" + struct.pack(">H", 6) + b"JFIF" + exif + b"\xff\xc0" + size
+
+
+def gif(shades: Sequence[int], side: int = 2) -> bytes:
+    """An animated GIF with a frame of each shade of grey, ``side`` pixels wide and high."""
+    palette = bytes(shade for n in range(256) for shade in (n, n, n))
+    file = b"GIF89a" + struct.pack("<HHBBB", side, side, 0xF7, 0, 0) + palette
+    for shade in shades:
+        # 9-bit codes: a clear code before each pixel, so that no table is needed
+        codes = [code for _ in range(side * side) for code in (256, shade)] + [257]
+        bits = sum(code << 9 * n for n, code in enumerate(codes))
+        data = bits.to_bytes(-(-9 * len(codes) // 8), "little")
+        control = b"\x21\xf9\x04" + struct.pack("<BHBB", 0, 10, 0, 0)
+        frame = b"\x2c" + struct.pack("<HHHHB", 0, 0, side, side, 0) + b"\x08" + bytes([len(data)]) + data + b"\0"
+        file += control + frame
+    return file + b"\x3b"
+
+
+def with_orientation(jpeg: bytes, orientation: int) -> bytes:
+    """A JPEG file whose EXIF block says that it is upright, with another orientation there."""
+    entry = b"\x01\x12\x00\x03\x00\x00\x00\x01\x00"
+    assert entry + b"\1" in jpeg
+    return jpeg.replace(entry + b"\1", entry + bytes([orientation]), 1)

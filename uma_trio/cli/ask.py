@@ -16,6 +16,9 @@ from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
 from uma_trio.cli.request_options import fields_of, not_empty, request_options, tool_fields
 from uma_trio.cli.stdio import note, read_stdin, to_text
 
+FLAGS = {"images": "image", "no_special": "no-special"}
+"""Flags with another name than their option."""
+
 STDIN_NOTICE_S = 1.0
 """How long a pipe may be silent before the user hears that it is read."""
 
@@ -41,6 +44,14 @@ STDIN_NOTICE_S = 1.0
     metavar="TEXT",
     callback=not_empty,
     help="Beginning of the answer, which the model continues.",
+)
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Ask about this picture. The flag can be repeated.",
 )
 @click.option(
     "--controller",
@@ -94,6 +105,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
       uma-trio ask --choice Yes --choice No "Is Paris the capital of France?"
       uma-trio ask --assistant "The capital of" "What is the capital of France?"
       uma-trio attach $(uma-trio ask --detach "Tell me a long story")
+      uma-trio ask --image cat.jpg "What is in this picture?"
       uma-trio ask --json --no-stream "What do blue and yellow make?" | jq -r .text
 
     Ctrl-C cancels the request and waits for the daemon to confirm; a second Ctrl-C exits at once.
@@ -165,10 +177,10 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
     whole = options["no_stream"] or ((options["n"] or 1) > 1 and not options["as_json"])
     request: dict[str, Any] = {"stream": not whole, **fields_of(options), **tool_fields(options)}
     if options["controller"] is not None:
-        for name in ("raw", "system", "assistant", "tools", "no_special"):
-            if options[name] not in (None, False):
+        for name in ("raw", "system", "assistant", "tools", "no_special", "images"):
+            if options[name] not in (None, False, ()):
                 raise click.UsageError(
-                    f"--controller makes its own prompt, with no place for --{name.replace('_', '-')}"
+                    f"--controller makes its own prompt, with no place for --{FLAGS.get(name, name)}"
                 )
         from uma_trio.cli.controllers import note_if_file
 
@@ -176,17 +188,19 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
         note_if_file(text, note)
         request |= {"controller": options["controller"], "controller_arg": text}
     elif options["raw"]:
-        for name in ("system", "assistant", "tools"):
-            if options[name] is not None:
-                raise click.UsageError(f"--raw sends the text as it is, with no place for --{name}")
+        for name in ("system", "assistant", "tools", "images"):
+            if options[name] not in (None, ()):
+                raise click.UsageError(f"--raw sends the text as it is, with no place for --{FLAGS.get(name, name)}")
         request["prompt"] = text
         if options["no_special"]:
             request["parse_special"] = False
     elif options["no_special"]:
         raise click.UsageError("--no-special goes with --raw: chat messages never contain control tokens")
     else:
+        from uma_trio.cli.content import content_with
+
         system = [{"role": "system", "content": options["system"]}] if options["system"] is not None else []
-        request["messages"] = [*system, {"role": "user", "content": text}]
+        request["messages"] = [*system, {"role": "user", "content": content_with(options["images"], text)}]
         request["separate_reasoning"] = True
         if options["assistant"] is not None:
             request["messages"].append({"role": "assistant", "content": options["assistant"]})

@@ -17,6 +17,7 @@ from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainVie
 from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
 from uma_trio.cli.chat_settings import BadSetting, changed, described
 from uma_trio.cli.client_options import HINTS, say_which_daemon
+from uma_trio.cli.content import picture_part
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
 from uma_trio.cli.generation import connected, generate
 from uma_trio.cli.progress import load_with_progress
@@ -41,6 +42,7 @@ COMMANDS: Final = {
     "/session": ("NAME", "continue or begin a session, which the daemon remembers"),
     "/model": ("[NAME]", "go on with another model; without NAME, list them"),
     "/system": ("TEXT", "set the system message; without TEXT, show it"),
+    "/image": ("[FILE]", "send a picture with the next message; without FILE, none"),
     "/set": (
         "NAME VALUE",
         "set an option of uma-trio chat, such as temperature 0.8 or json-schema FILE; off unsets it",
@@ -181,6 +183,7 @@ class Chat:
             "/session": self._session,
             "/model": self._model,
             "/system": self._system,
+            "/image": self._image,
             "/set": self._set,
             "/show": self._show,
             "/edit": self._edit,
@@ -267,6 +270,18 @@ class Chat:
         else:
             self._fields["model"] = name
             note(f"{found.name} answers from now on")
+
+    def _image(self, name: str) -> None:
+        if not name:
+            self._conversation.pictures.clear()
+            note("no picture goes with the next message")
+            return
+        try:
+            self._conversation.pictures.append(picture_part(Path(name)))
+        except click.UsageError as error:
+            note(error.message)
+        else:
+            note(f"{printable(name)} goes with the next message")
 
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,21 @@ from uma_trio.cli.answer import call_line
 from uma_trio.protocol.chat import ChatMessage
 
 Message = dict[str, Any]
+Part = dict[str, Any]
+"""A part of a content: a text, or a picture."""
+
+PICTURE = "[picture]"
+"""Stands for a picture on a page."""
+
+
+def text_of(content: str | Sequence[Part]) -> str:
+    """The text of a message's content, without its pictures."""
+    return content if isinstance(content, str) else "".join([each.get("text") or "" for each in content])
+
+
+def pictures_of(content: str | Sequence[Part]) -> list[Part]:
+    """The pictures of a message's content."""
+    return [] if isinstance(content, str) else [each for each in content if each["type"] == "image"]
 
 
 @attrs.define
@@ -28,6 +44,8 @@ class Conversation:
     """The system message, if ``messages`` does not have one yet."""
     messages: list[Message] = attrs.field(factory=list)
     """All that was answered so far, a system message of a session included."""
+    pictures: list[Part] = attrs.field(factory=list)
+    """Parts of the next question."""
     is_edited: bool = False
     """Whether the last answer is no longer the one that the daemon has of a session."""
 
@@ -41,8 +59,7 @@ class Conversation:
         """The latest message of the user, if it is answered."""
         if len(self.messages) < 2 or self.messages[-2]["role"] != "user":
             return None
-        question: str = self.messages[-2]["content"]
-        return question
+        return text_of(self.messages[-2]["content"])
 
     def request(self, question: str, *, retry: bool = False) -> dict[str, object]:
         """Fields of the request that asks ``question``.
@@ -50,7 +67,7 @@ class Conversation:
         Args:
             retry: replace the latest question and its answer.
         """
-        new = {"role": "user", "content": question}
+        new = self._asked(question, retry)
         if self.session is None:
             return {"messages": [*self._system, *self._kept(retry), new]}
         fields: dict[str, object] = {"session_id": self.session}
@@ -89,11 +106,19 @@ class Conversation:
         """Add a turn that the daemon has answered."""
         self.is_edited = False
         system = self._system if self.session is not None and not self.messages else []
-        self.messages = [*system, *self._kept(retry), {"role": "user", "content": question}, answer]
+        self.messages = [*system, *self._kept(retry), self._asked(question, retry), answer]
+        if not retry:
+            self.pictures = []
 
     def transcript(self) -> list[Message]:
         """All messages, the system message first."""
         return [*(self._system if not self.is_fixed else []), *self.messages]
+
+    def _asked(self, question: str, retry: bool) -> Message:
+        """``question`` as a message.  One that is asked again keeps its pictures."""
+        pictures = pictures_of(self.messages[-2]["content"]) if retry else self.pictures
+        content = [*pictures, {"type": "text", "text": question}] if pictures else question
+        return {"role": "user", "content": content}
 
     @property
     def _system(self) -> list[Message]:
@@ -108,7 +133,7 @@ def as_fields(message: ChatMessage) -> Message:
     optional = {"reasoning": message.reasoning, "tool_call_id": message.tool_call_id, "name": message.name}
     fields: Message = {
         "role": message.role,
-        "content": message.text,
+        "content": _content(message),
         **{k: v for k, v in optional.items() if v is not None},
     }
     if message.tool_calls:
@@ -116,16 +141,33 @@ def as_fields(message: ChatMessage) -> Message:
     return fields
 
 
+def _content(message: ChatMessage) -> str | list[Part]:
+    if not message.n_pictures or not isinstance(message.content, list):
+        return message.text
+    return [
+        {"type": each.type, **({"text": each.text} if each.data is None else {"data": each.data})}
+        for each in message.content
+    ]
+
+
 def as_json(messages: Sequence[Message]) -> str:
     """The messages as JSON, in the form of a request."""
-    return json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n"
+    text = json.dumps(
+        {"messages": messages}, ensure_ascii=False, indent=2, default=lambda data: base64.b64encode(data).decode()
+    )
+    return text + "\n"
 
 
 def as_markdown(messages: Sequence[Message]) -> str:
     """The messages as a Markdown page with one section a message; reasoning is folded away."""
     return (
-        "\n\n".join(f"## {each['role']}\n\n{_folded(each)}{each['content']}{_calls(each)}" for each in messages) + "\n"
+        "\n\n".join(f"## {each['role']}\n\n{_folded(each)}{_shown(each['content'])}{_calls(each)}" for each in messages)
+        + "\n"
     )
+
+
+def _shown(content: str | Sequence[Part]) -> str:
+    return "\n\n".join([*[PICTURE for _ in pictures_of(content)], text_of(content)])
 
 
 def _calls(message: Message) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.errors import ContextTooSmall, PromptTooLarge
+from uma_trio.gateway.dialects.contents import Picture, content_of, picture_of_url
 from uma_trio.gateway.dialects.conversation import reasoning_kwargs
 from uma_trio.gateway.dialects.fields import names_of
 from uma_trio.gateway.endpoint import Dialect
@@ -87,7 +88,7 @@ class Block(msgspec.Struct, kw_only=True):
     """The result of a tool, in a ``tool_result``: a text, or blocks."""
     is_error: bool | None = None
     source: Any = None
-    """The content of a ``document``."""
+    """The content of a ``document`` or an ``image``."""
 
 
 class Message(msgspec.Struct):
@@ -184,18 +185,18 @@ class ChatMessages:
     def __init__(self, chat: Chat) -> None:
         self.messages: list[dict[str, Any]] = []
         self.warnings: list[str] = []
-        self._parts: list[list[str]] = []
-        """Texts of each message."""
+        self._parts: list[list[str | Picture]] = []
+        """Texts and pictures of each message."""
         self._tools: dict[str, str] = {}
         """Name of the tool that each call names."""
         if not chat.messages:
             raise invalid("messages is empty; send at least one", parameter="messages")
         if chat.system:
-            self._add_text("system", self._text(chat.system, "system"))
+            self._add_part("system", self._text(chat.system, "system"))
         for index, message in enumerate(chat.messages):
             self._add(message, f"messages[{index}].content")
         for message_, parts in zip(self.messages, self._parts, strict=True):
-            message_["content"] = PARAGRAPH.join(parts)
+            message_["content"] = content_of(parts, PARAGRAPH)
         if not self.messages:
             raise invalid("no message has any content; send a text", parameter="messages")
         if self.messages[-1].get("tool_calls"):
@@ -211,23 +212,23 @@ class ChatMessages:
         blocks = [Block(type="text", text=content)] if isinstance(content, str) else content
         match message.role:
             case "system" if all(each["role"] == "system" for each in self.messages):
-                self._add_text("system", self._text(content, parameter))
+                self._add_part("system", self._text(content, parameter))
             case "system":
-                self._add_text("user", f"<system>\n{self._text(content, parameter)}\n</system>")
+                self._add_part("user", f"<system>\n{self._text(content, parameter)}\n</system>")
             case "user":
                 self._add_blocks_of_user(blocks, parameter)
             case "assistant":
                 self._add_blocks_of_assistant(blocks, parameter)
 
-    def _add_text(self, role: str, text: str) -> None:
+    def _add_part(self, role: str, part: str | Picture) -> None:
         if self.messages and self.messages[-1]["role"] == role:
-            self._parts[-1].append(text)
+            self._parts[-1].append(part)
         else:
-            self._append({"role": role}, text)
+            self._append({"role": role}, part)
 
-    def _append(self, message: dict[str, Any], text: str) -> None:
+    def _append(self, message: dict[str, Any], *parts: str | Picture) -> None:
         self.messages.append(message)
-        self._parts.append([text])
+        self._parts.append([*parts])
 
     def _add_blocks_of_user(self, blocks: list[Block], parameter: str) -> None:
         for number, block in enumerate(blocks):
@@ -235,7 +236,7 @@ class ChatMessages:
             if block.type == "tool_result":
                 self._add_result(block, place)
             else:
-                self._add_text("user", self._text_of(block, place))
+                self._add_part("user", self._part_of(block, place))
 
     def _add_result(self, block: Block, place: str) -> None:
         if block.tool_use_id is None:
@@ -244,11 +245,15 @@ class ChatMessages:
             content = msgspec.convert(block.content or "", str | list[Block])
         except msgspec.ValidationError:
             raise invalid("content of a tool_result is a text or a list of blocks", parameter=place) from None
-        text = self._text(content, f"{place}.content")
+        blocks = [Block(type="text", text=content)] if isinstance(content, str) else content
+        parts = [self._part_of(each, f"{place}.content[{n}]") for n, each in enumerate(blocks)]
         message = {"role": "tool", "tool_call_id": block.tool_use_id}
         if name := self._tools.get(block.tool_use_id):
             message["name"] = name
-        self._append(message, f"Error: {text}" if block.is_error else text)
+        if block.is_error:
+            first, *rest = parts or [""]
+            parts = [f"Error: {first}", *rest] if isinstance(first, str) else ["Error:", first, *rest]
+        self._append(message, *parts)
 
     def _add_blocks_of_assistant(self, blocks: list[Block], parameter: str) -> None:
         texts, thoughts, calls = [], [], []
@@ -276,6 +281,16 @@ class ChatMessages:
         if isinstance(content, str):
             return content
         return PARAGRAPH.join(self._text_of(block, f"{parameter}[{n}]") for n, block in enumerate(content))
+
+    def _part_of(self, block: Block, parameter: str) -> str | Picture:
+        match block:
+            case Block(type="image", source={"type": "base64", "data": str(data)}):
+                return Picture(data)
+            case Block(type="image", source={"type": "url", "url": str(url)}):
+                return picture_of_url(url, f"{parameter}.source.url")
+            case Block(type="image"):
+                raise invalid("the source of an image is {type: base64, media_type, data}", parameter=parameter)
+        return self._text_of(block, parameter)
 
     @staticmethod
     def _text_of(block: Block, parameter: str) -> str:

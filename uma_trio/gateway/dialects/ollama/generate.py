@@ -18,6 +18,7 @@ from uma_trio.gateway.dialects.ollama.shapes import ChatAnswer, Generated
 from uma_trio.gateway.dialects.ollama.shared import (
     DIALECT,
     FIELD_NAMES,
+    Images,
     Message,
     Tool,
     chat_message,
@@ -29,6 +30,7 @@ from uma_trio.gateway.dialects.ollama.shared import (
     ollama_name,
     option_fields,
     tools_of,
+    with_images,
 )
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
@@ -79,7 +81,7 @@ class GenerateRequest(Common, kw_only=True):
     suffix: str | None = None
     """What stands after the answer, which fills the gap between the prompt and this."""
     template: str | None = None
-    images: list[Any] | None = None
+    images: Images | None = None
     context: list[int] | None = None
 
 
@@ -107,20 +109,22 @@ async def chat(call: Call) -> Response:
 async def generate(call: Call) -> Response:
     """Answer a prompt, through the chat template unless it is raw."""
     request, warnings = await call.read(GenerateRequest)
-    for name in ("template", "images", "context"):
+    for name in ("template", "context"):
         if getattr(request, name):
             raise invalid(f"{name} is not supported", parameter=name)
-    if not request.prompt and not request.suffix:
+    if request.images and (request.raw or request.suffix):
+        raise invalid("images go through the chat template: leave out raw and suffix", parameter="images")
+    if not request.prompt and not request.suffix and not request.images:
         return await _loaded(call, request, {"response": ""}, warnings)
     if request.suffix:
         return await _answer(
             call, request, _generated, warnings, infill={"prefix": request.prompt, "suffix": request.suffix}
         )
     model = await find_model(call, request.model)
-    if request.raw or "chat" not in model.capabilities:
+    if request.raw or ("chat" not in model.capabilities and not request.images):
         return await _answer(call, request, _generated, warnings, prompt=request.prompt)
     system = [{"role": "system", "content": request.system}] if request.system else []
-    messages = [*system, {"role": "user", "content": request.prompt}]
+    messages = [*system, {"role": "user", "content": with_images(request.prompt, request.images)}]
     return await _answer(call, request, _generated, warnings, messages=messages)
 
 

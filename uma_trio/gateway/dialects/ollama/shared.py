@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from typing import Any, Final, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from uma_trio.client import Eos
+from uma_trio.gateway.dialects.contents import SEEING_ROLES, Picture, content_of
 from uma_trio.gateway.dialects.fields import names_of
 from uma_trio.gateway.endpoint import Call, Dialect, without_effect
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import ModelDescription
+from uma_trio.protocol.chat import MAX_PICTURES
 from uma_trio.protocol.parameters import ROWS
 
 API_VERSION: Final = "0.12.0"
@@ -30,6 +34,7 @@ CAPABILITIES: Final = {
     "tools": "tools",
     "reasoning": "thinking",
     "embedding": "embedding",
+    "vision": "vision",
 }
 """Capabilities of a model, in Ollama's words."""
 
@@ -56,6 +61,10 @@ OF_THE_DAEMON: Final = frozenset(
 DIALECT: Final = Dialect("ollama", lambda error, request_id: {"error": error.message, "request_id": request_id})
 
 
+Images = Annotated[list[str], Meta(max_length=MAX_PICTURES)]
+"""Files of pictures as base64."""
+
+
 class FunctionCall(msgspec.Struct):
     """The function that a tool call names."""
 
@@ -76,7 +85,7 @@ class Message(msgspec.Struct):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: Images | None = None
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -173,13 +182,13 @@ def chat_message(index: int, message: Message) -> dict[str, Any]:
     """A message of the socket protocol.
 
     Raises:
-        HttpError: it has images.
+        HttpError: it has images, and is not of the user or of a tool.
     """
-    if message.images:
-        raise invalid("images are not supported; send text", parameter=f"messages[{index}].images")
+    if message.images and message.role not in SEEING_ROLES:
+        raise invalid("only messages of role user or tool have images", parameter=f"messages[{index}].images")
     fields: dict[str, Any] = {
         "role": message.role,
-        "content": message.content or "",
+        "content": with_images(message.content or "", message.images),
         "reasoning": message.thinking,
         "name": message.tool_name,
         "tool_call_id": message.tool_call_id,
@@ -194,6 +203,11 @@ def chat_message(index: int, message: Message) -> dict[str, Any]:
             for position, call in enumerate(message.tool_calls)
         ]
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def with_images(text: str, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
+    """A content of the socket protocol.  Images come before the text, as in Ollama."""
+    return content_of([*map(Picture, images), *([text] if text else [])], "") if images else text
 
 
 def tools_of(tools: list[Tool] | None) -> tuple[list[dict[str, Any]] | None, list[str]]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from uma_trio.gateway.dialects.contents import Picture, content_of, picture_of_url
 from uma_trio.gateway.dialects.openai.shared import arguments_of
 from uma_trio.gateway.dialects.parts import Part
 from uma_trio.gateway.errors import invalid
@@ -102,7 +103,8 @@ class Conversation:
         if item.role == "assistant":
             self._assistant("content")["content"] = _text(item.content, f"{place}.content", "")
         else:
-            self.messages.append({"role": item.role, "content": _text(item.content, f"{place}.content", PARAGRAPH)})
+            content = _content(item.content, f"{place}.content", sees=item.role == "user")
+            self.messages.append({"role": item.role, "content": content})
 
     def _add_call(self, item: Item, place: str) -> None:
         if not item.call_id or not item.name:
@@ -120,7 +122,7 @@ class Conversation:
             raise invalid(f"a {item.type} needs the call_id of its call", parameter=place)
         message = {
             "role": "tool",
-            "content": _text(item.output, f"{place}.output", PARAGRAPH),
+            "content": _content(item.output, f"{place}.output", sees=True),
             "tool_call_id": item.call_id,
         }
         if name := self._tools.get(item.call_id):
@@ -146,6 +148,24 @@ def _reasoning(item: Item, place: str) -> str:
         except (binascii.Error, UnicodeDecodeError):
             raise invalid("encrypted_content is damaged", parameter=f"{place}.encrypted_content") from None
     return ""
+
+
+def _content(content: Any, parameter: str, *, sees: bool) -> str | list[dict[str, Any]]:
+    """A content that may have pictures, in the socket protocol; texts only unless ``sees``."""
+    if not sees or not isinstance(content, list):
+        return _text(content, parameter, PARAGRAPH)
+    return content_of([_part(part, f"{parameter}[{number}]") for number, part in enumerate(content)], PARAGRAPH)
+
+
+def _part(part: Any, parameter: str) -> str | Picture:
+    match part:
+        case {"type": "input_image", "image_url": str(url)}:
+            return picture_of_url(url, f"{parameter}.image_url")
+        case {"type": "input_image"}:
+            raise invalid(
+                "an input_image needs image_url with a data URL; no files are stored here", parameter=parameter
+            )
+    return _text_of(part, parameter)
 
 
 def _text(content: Any, parameter: str, between: str) -> str:

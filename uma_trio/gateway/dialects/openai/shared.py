@@ -23,6 +23,7 @@ from uma_trio.errors import (
     PromptTooLarge,
     TooManyValues,
 )
+from uma_trio.gateway.dialects.contents import SEEING_ROLES, Picture, content_of, picture_of_url
 from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
 from uma_trio.gateway.dialects.openai.constraints import CONSTRAINT_NAMES, Constrained
 from uma_trio.gateway.endpoint import Call, Dialect
@@ -94,11 +95,21 @@ def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
 OPENAI: Final = Dialect("openai", error_body)
 
 
-class TextPart(msgspec.Struct):
-    """A part of a message.  Only text is supported."""
+class ImageUrl(msgspec.Struct):
+    """Where a picture is."""
+
+    url: str
+    detail: Any = None
+    """Has no effect: the projector decides how many tokens a picture has."""
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message: a text or a picture."""
 
     type: str
     text: str | None = None
+    image_url: str | ImageUrl | None = None
+    """A data URL, or an object with it; only a picture has one."""
 
 
 class FunctionCall(msgspec.Struct):
@@ -121,7 +132,7 @@ class Message(msgspec.Struct):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
     reasoning_content: str | None = None
     """The reasoning of an earlier answer; ``reasoning`` is another spelling."""
     reasoning: str | None = None
@@ -221,7 +232,7 @@ def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages of the socket protocol.
 
     Raises:
-        HttpError: one contains something other than text, or nothing.
+        HttpError: one contains something other than texts and pictures, or nothing.
     """
     cost = JsonCost()
     return [_chat_message(index, message, cost) for index, message in enumerate(messages)]
@@ -234,13 +245,13 @@ def _chat_message(index: int, message: Message, cost: JsonCost) -> dict[str, Any
         cost: of the arguments of all calls.
 
     Raises:
-        HttpError: it contains something other than text, or nothing.
+        HttpError: it contains something other than texts and pictures, or nothing.
     """
     if message.content is None and message.role in ("system", "developer", "user"):
         raise invalid(f"a message of role {message.role} needs content", parameter=f"messages[{index}].content")
     fields: dict[str, Any] = {
         "role": "tool" if message.role == "function" else message.role,
-        "content": text_of(message.content, f"messages[{index}].content"),
+        "content": _content(message.content, message.role, f"messages[{index}].content"),
         "reasoning": message.reasoning_content or message.reasoning,
         "tool_call_id": message.tool_call_id,
         "name": message.name if message.role in ("tool", "function") else None,
@@ -294,22 +305,25 @@ def template_fields(
     return {name: value for name, value in given.items() if value is not None}
 
 
-def text_of(content: str | list[TextPart] | None, parameter: str) -> str:
-    """The text of a message's content.
+def _content(content: str | list[ContentPart] | None, role: str, parameter: str) -> str | list[dict[str, Any]]:
+    """The content of a message in the socket protocol.
 
     Raises:
-        HttpError: a part is not text.
+        HttpError: a part is neither text nor a picture, or a picture is where none may be.
     """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    for number, part in enumerate(content):
-        if part.text is None:
-            raise invalid(
-                f"content of type {part.type!r} is not supported; send text", parameter=f"{parameter}[{number}]"
-            )
-    return "".join(part.text or "" for part in content)
+    if content is None or isinstance(content, str):
+        return content or ""
+    return content_of([_part(part, role, f"{parameter}[{n}]") for n, part in enumerate(content)], "")
+
+
+def _part(part: ContentPart, role: str, parameter: str) -> str | Picture:
+    if part.type == "image_url" and part.image_url is not None and role in SEEING_ROLES:
+        url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+        return picture_of_url(url, f"{parameter}.image_url")
+    if part.text is None:
+        kinds = "text, or pictures as image_url" if role in SEEING_ROLES else "text"
+        raise invalid(f"content of type {part.type!r} is not supported here; send {kinds}", parameter=parameter)
+    return part.text
 
 
 def arguments_of(text: str, parameter: str, cost: JsonCost) -> dict[str, Any]:

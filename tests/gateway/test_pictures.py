@@ -1,0 +1,133 @@
+"""Pictures in every API of the gateway, sent by the clients that people use."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import ollama
+import openai
+import pytest
+
+from tests.support.pictures import drawn, png
+from tests.support.projectors import N_ROWS, projector_file
+from tests.support.real_daemon import Daemon, real_daemon
+
+QUESTION = "What is the capital of France?"
+PICTURE = png(drawn(1))
+BASE64 = base64.b64encode(PICTURE).decode()
+DATA_URL = f"data:image/png;base64,{BASE64}"
+MODEL = "embedded"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    projector = projector_file(tmp_path_factory.mktemp("projector"))
+    with real_daemon("--http", "0", "--mmproj", str(projector)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def text_only(daemon: Daemon) -> int:
+    """Tokens of the question without a picture."""
+    answer = daemon.ask(messages=[{"role": "user", "content": QUESTION}], max_tokens=1, stream=False)
+    tokens: int = answer.last["usage"]["prompt_tokens"]
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def openai_client(daemon: Daemon) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{daemon.http_url()}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def question_of(url: str) -> list[Any]:
+    parts = [{"type": "text", "text": QUESTION}, {"type": "image_url", "image_url": {"url": url}}]
+    return [{"role": "user", "content": parts}]
+
+
+def test_the_openai_client(openai_client: openai.OpenAI, text_only: int) -> None:
+    answer = openai_client.chat.completions.create(model=MODEL, messages=question_of(DATA_URL), max_tokens=8)
+    assert answer.choices[0].message.content
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == text_only + N_ROWS
+    stream = openai_client.chat.completions.create(
+        model=MODEL, messages=question_of(DATA_URL), max_tokens=8, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def test_the_openai_client_with_responses(openai_client: openai.OpenAI, text_only: int) -> None:
+    content: Any = [
+        {"type": "input_image", "image_url": DATA_URL, "detail": "auto"},
+        {"type": "input_text", "text": QUESTION},
+    ]
+    answer = openai_client.responses.create(
+        model=MODEL, input=[{"role": "user", "content": content}], max_output_tokens=16
+    )
+    assert answer.output_text
+    assert answer.usage is not None
+    assert answer.usage.input_tokens == text_only + N_ROWS
+
+
+def test_the_anthropic_client(daemon: Daemon, text_only: int) -> None:
+    with anthropic.Anthropic(base_url=daemon.http_url(), api_key="none", max_retries=0) as client:
+        image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}}
+        question: Any = {"role": "user", "content": [image, {"type": "text", "text": QUESTION}]}
+        answer = client.messages.create(model=MODEL, messages=[question], max_tokens=8)
+        assert answer.content[0].type == "text"
+        assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == text_only + N_ROWS
+        counted = client.messages.count_tokens(model=MODEL, messages=[question])
+        assert counted.input_tokens == text_only + N_ROWS
+        called: Any = {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {}}]}
+        result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [image]}]}
+        tools: Any = [{"name": "look", "input_schema": {"type": "object"}}]
+        screenshot = client.messages.create(model=MODEL, messages=[question, called, result], tools=tools, max_tokens=8)
+        assert screenshot.usage.input_tokens + (screenshot.usage.cache_read_input_tokens or 0) > text_only + 2 * N_ROWS
+
+
+def test_the_ollama_client(daemon: Daemon, text_only: int) -> None:
+    with ollama.Client(host=daemon.http_url()) as client:
+        answer = client.chat(
+            model=MODEL,
+            messages=[{"role": "user", "content": QUESTION, "images": [PICTURE]}],
+            options={"num_predict": 8},
+        )
+        assert answer.message.content
+        assert answer.prompt_eval_count == text_only + N_ROWS
+        generated = client.generate(model=MODEL, prompt=QUESTION, images=[BASE64], options={"num_predict": 8})
+        assert generated.prompt_eval_count == text_only + N_ROWS
+        assert "vision" in (client.show(MODEL).capabilities or ())
+
+
+def test_models_say_that_they_see(daemon: Daemon, openai_client: openai.OpenAI) -> None:
+    [model] = openai_client.models.list().data
+    assert "vision" in model.model_dump()["capabilities"]
+    assert httpx.get(f"{daemon.http_url()}/props").json()["modalities"] == {"vision": True, "audio": False}
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("https://example.com/cat.png", "not fetched from other servers: send the file itself"),
+        ("file:///etc/passwd", "this is no data URL"),
+        ("data:image/png;base64,?", "base64"),
+        (f"data:image/png;base64,{base64.b64encode(b'hello').decode()}", "a picture is PNG"),
+    ],
+)
+def test_what_is_no_picture_is_refused_with_the_reason(openai_client: openai.OpenAI, url: str, reason: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=reason) as caught:
+        openai_client.chat.completions.create(model=MODEL, messages=question_of(url), max_tokens=8)
+    assert (caught.value.param or "").startswith("messages[0].content[1]")
+
+
+def test_pictures_of_the_assistant_are_refused(daemon: Daemon) -> None:
+    answer = httpx.post(
+        f"{daemon.http_url()}/v1/chat/completions",
+        json={"messages": [{"role": "assistant", "content": question_of(DATA_URL)[0]["content"]}]},
+    )
+    assert answer.status_code == 400
+    assert "'image_url' is not supported here; send text" in answer.json()["error"]["message"]

@@ -1,0 +1,58 @@
+"""Contents of messages with pictures: each API spells them its own way, and the socket protocol has a list of parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import attrs
+
+from uma_trio.gateway.errors import invalid
+
+SEEING_ROLES: Final = ("user", "tool", "function")
+"""Roles of messages that may have pictures."""
+
+_HEAD_CHARS: Final = 256
+_DATA_URL: Final = re.compile(r"data:[a-z0-9.+-]*/?[a-z0-9.+-]*(?:;[a-z0-9.=+-]+)*;base64,", re.IGNORECASE | re.ASCII)
+
+
+@attrs.frozen
+class Picture:
+    """A picture of a message."""
+
+    base64: str
+    """Its file.  The daemon checks it."""
+
+
+def picture_of_url(url: str, parameter: str) -> Picture:
+    """The picture that a data URL contains.
+
+    Raises:
+        HttpError: it is another URL.  Nothing is fetched: a server that does that can be sent anywhere.
+    """
+    head = _DATA_URL.match(url[:_HEAD_CHARS])
+    if head is not None:
+        return Picture(url[head.end() :])
+    scheme = url[:_HEAD_CHARS].partition(":")[0].lower()
+    reason = "pictures are not fetched from other servers" if scheme in ("http", "https") else "this is no data URL"
+    raise invalid(f"{reason}: send the file itself, as data:image/png;base64,...", parameter=parameter)
+
+
+def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[str, Any]]:
+    """A content of the socket protocol: one text if there are no pictures.
+
+    Args:
+        between: goes between two texts that follow each other.
+    """
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Picture):
+            content.append({"type": "image", "data": part.base64})
+        elif content and content[-1]["type"] == "text":
+            content[-1] = {"type": "text", "text": f"{content[-1]['text']}{between}{part}"}
+        else:
+            content.append({"type": "text", "text": part})
+    if all(part["type"] == "text" for part in content):
+        return content[0]["text"] if content else ""
+    return content
