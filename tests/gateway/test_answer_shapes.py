@@ -131,6 +131,6 @@ def test_every_endpoint_that_has_a_body_and_shapes_is_tried() -> None:
     wanted = {each.path for each in ENDPOINTS if each.body is not None and each.shapes}
     tried = {SAME.get(path, path) for path in wanted} & REQUESTS.keys()
     assert {SAME.get(path, path) for path in wanted} - tried == {
-        *(f"/v1/session/{action}" for action in ("read", "fork", "rename", "close")),
+        *(f"/v1/session/{action}" for action in ("read", "fork", "rename", "close", "stop")),
         *("/v1/controllers/tags", "/api/create", "/v1/batches"),
     }

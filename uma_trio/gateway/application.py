@@ -21,7 +21,7 @@ from uma_trio.gateway import health, metrics, openapi, reference_page
 from uma_trio.gateway.batches.service import BatchService
 from uma_trio.gateway.body import BodyLimits
 from uma_trio.gateway.daemon_client import Daemon
-from uma_trio.gateway.dialects import aici, local_servers, rerank, routers, starling, tokenizer_file
+from uma_trio.gateway.dialects import aici, local_servers, rerank, routers, starling, starling_sessions, tokenizer_file
 from uma_trio.gateway.dialects.anthropic import messages as anthropic_messages
 from uma_trio.gateway.dialects.anthropic.shared import ANTHROPIC, VERSION_HEADER
 from uma_trio.gateway.dialects.llama import endpoints as llama_server
@@ -41,6 +41,7 @@ from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard
+from uma_trio.gateway.kept_answers import KeptAnswers
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
@@ -78,6 +79,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *tokenizer_file.ENDPOINTS,
     *llama_server.ENDPOINTS,
     *starling.ENDPOINTS,
+    *starling_sessions.ENDPOINTS,
     *aici.ENDPOINTS,
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,
@@ -124,6 +126,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     )
     app.state.http_metrics = http_metrics = HttpMetrics()
     app.state.batches = batches
+    app.state.kept_answers = KeptAnswers()
     guard = Guard(
         app,
         tenants=tenants,

@@ -19,7 +19,7 @@ from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, unl
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.errors import FieldNames, HttpError, field_renamer, invalid
-from uma_trio.gateway.guard import check_admin, is_admin
+from uma_trio.gateway.guard import check_admin, check_owner, is_unknown
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.request_logger import RequestRecord
 from uma_trio.gateway.tenants import Tenant
@@ -36,7 +36,7 @@ PROMPTS: Final = ("prompt", "messages", "input", "content")
 """What the prompt is called in bodies: the first one that a body has."""
 
 UNKNOWN_PRINCIPAL: Final = "http"
-"""Who uploads and runs controllers if there are no API keys and the client is on another machine."""
+"""Who runs controllers and has sessions if there are no API keys and the client is on another machine."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -102,6 +102,9 @@ class Endpoint:
     needs_admin: bool = False
     """Only for the key of an administrator; without tenants, only for clients on this machine."""
 
+    needs_owner: bool = False
+    """Only for clients who are known: by a key, or without tenants, because they are on this machine."""
+
     def dialect_of(self, headers: Container[str]) -> Dialect:
         """The dialect of a request with these headers."""
         return next((dialect for name, dialect in self.dialects.items() if name in headers), self.dialect)
@@ -116,6 +119,8 @@ class Endpoint:
             try:
                 if self.needs_admin:
                     check_admin(request.scope)
+                if self.needs_owner:
+                    check_owner(request.scope)
                 return await self.answer(call)
             except HttpError as error:
                 return call.refuse(error)
@@ -141,7 +146,7 @@ class Call:
     @property
     def is_unknown(self) -> bool:
         """Whether the client is on another machine and has no key, because the gateway asks for none."""
-        return self.daemon.account is None and not is_admin(self.request.scope)
+        return is_unknown(self.request.scope)
 
     @property
     def is_draining(self) -> bool:
@@ -220,10 +225,11 @@ class Call:
     def for_daemon(self, **fields: Any) -> dict[str, Any]:
         """A request for the daemon: ``fields`` without those that are ``None``, on behalf of the client.
 
-        A client on another machine without a key has its own controllers, as it is not the user who runs the daemon.
+        A client on another machine without a key is not the user who runs the daemon: it has neither this user's
+        controllers nor this user's sessions.
         """
         found = {"id": self.id, **{name: value for name, value in fields.items() if value is not None}}
-        if "controller" in found and self.is_unknown:
+        if ("controller" in found or "session_id" in found) and self.is_unknown:
             found["principal"] = UNKNOWN_PRINCIPAL
         self.record.fields = found
         return found

@@ -259,6 +259,25 @@ def is_only_user(scope: Scope) -> bool:
     return is_admin(scope) and scope["state"]["n_tenants"] in (None, 1)
 
 
+def is_unknown(scope: Scope) -> bool:
+    """Whether a request comes from another machine, and without a key because the gateway has no tenants."""
+    return scope["state"]["n_tenants"] is None and not is_admin(scope)
+
+
+def check_owner(scope: Scope) -> None:
+    """Check that a request comes from somebody who is known, and so can own sessions.
+
+    Raises:
+        HttpError: it comes from another machine, and the gateway has no keys.
+    """
+    if is_unknown(scope):
+        message = (
+            f"{scope['path']} is refused to other machines while this gateway has no API keys, because everybody could read "
+            "all conversations; its operator can create a key with: uma-trio keys create NAME"
+        )
+        raise HttpError(403, "E_GATEWAY_OWNER", message)
+
+
 def check_admin(scope: Scope) -> None:
     """Check that a request that has passed the guard comes from an administrator.
 

@@ -1,7 +1,7 @@
 """Starling's API, the gateway's own: the socket protocol over HTTP, field for field.
 
-``POST /v1/generate``, ``POST /v1/tokenize``, ``GET /v1/sessions``, ``POST /v1/session/ACTION``.  Their fields and events
-are those of docs/PROTOCOL-REFERENCE.md, and the daemon checks them.
+``POST /v1/generate`` and ``POST /v1/tokenize``; ``starling_sessions`` has the rest.  Their fields and events are those of
+docs/PROTOCOL-REFERENCE.md, and the daemon checks them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from starlette.responses import Response
 
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, encode, json_response, sse
-from uma_trio.gateway.dialects.starling_shapes import Answer, Closed, OneSession, SessionContent, SessionPage, Tokenized
+from uma_trio.gateway.dialects.starling_shapes import Answer, Tokenized
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.messages import to_fields
 from uma_trio.protocol.requests import Generate
 
@@ -46,16 +45,12 @@ STARLING: Final = Dialect("starling", _error_body)
 
 async def generate(call: Call) -> Response:
     """Generate text: as server-sent events, as lines of JSON, or whole."""
-    given = await call.read_fields()
-    known = [name for name in FIELDS if name not in OF_THE_CONNECTION]
-    warnings = without_effect([name for name in given if name not in known], "parameter", known)
-    fields = call.for_daemon(**{name: value for name, value in given.items() if name in known})
-    _split_stop(fields)
+    fields, warnings = await read_request(call)
     wants = call.request.headers.get("accept", "")
     as_lines = NDJSON in wants or (JSON in wants and EVENT_STREAM not in wants)
     match fields.pop("stream", True):
         case True:
-            return call.stream(fields, _Events(call.id, warnings, as_lines=as_lines))
+            return call.stream(fields, Events(call.id, warnings, as_lines=as_lines))
         case False:
             ends = await call.unless_disconnected(call.daemon.complete(fields))
             answers = [_without_names(to_fields(eos)) for eos in ends]
@@ -63,6 +58,20 @@ async def generate(call: Call) -> Response:
             body = answers[0] if len(answers) == 1 else {"answers": answers}
             return json_response({"request_id": call.id, **body}, warnings=warnings)
     raise invalid("stream must be true or false", parameter="stream")
+
+
+async def read_request(call: Call) -> tuple[dict[str, Any], list[str]]:
+    """A request for the daemon, and a warning for each field that is not known.
+
+    Raises:
+        HttpError: the body is not a JSON object.
+    """
+    given = await call.read_fields()
+    known = [name for name in FIELDS if name not in OF_THE_CONNECTION]
+    warnings = without_effect([name for name in given if name not in known], "parameter", known)
+    fields = call.for_daemon(**{name: value for name, value in given.items() if name in known})
+    _split_stop(fields)
+    return fields, warnings
 
 
 def _split_stop(fields: dict[str, Any]) -> None:
@@ -77,7 +86,7 @@ def _without_names(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in ("id", "event")}
 
 
-class _Events:
+class Events:
     """Writes the events of the socket protocol.
 
     Args:
@@ -94,24 +103,25 @@ class _Events:
 
     def begin(self) -> bytes:
         """The warnings, if there are any."""
-        return self._written({"event": "warnings", "warnings": self._warnings}) if self._warnings else b""
+        return self.written({"event": "warnings", "warnings": self._warnings}) if self._warnings else b""
 
     def render(self, event: Event) -> bytes:
         """One event, with the names of docs/PROTOCOL-REFERENCE.md."""
         fields = dict(event.fields) if isinstance(event, UnknownEvent) else to_fields(event)
         if isinstance(event, Eos):
             fields["request_id"] = self._request_id
-        return self._written(fields)
+        return self.written(fields)
 
     def fail(self, error: HttpError) -> bytes:
         """An error after the beginning."""
-        return self._written({"event": "error", **_error_body(error, self._request_id)["error"]})
+        return self.written({"event": "error", **_error_body(error, self._request_id)["error"]})
 
     def end(self) -> bytes:
         """Nothing: the last event is ``eos``."""
         return b""
 
-    def _written(self, fields: dict[str, Any]) -> bytes:
+    def written(self, fields: dict[str, Any]) -> bytes:
+        """An event of these fields."""
         if self._as_lines:
             return encode(fields) + b"\n"
         name = fields.pop("event")
@@ -140,75 +150,6 @@ async def tokenize(call: Call) -> Response:
     return json_response(body, warnings=warnings)
 
 
-class SessionRequest(msgspec.Struct):
-    """Names a session."""
-
-    session_id: str
-    model: str | None = None
-
-
-class ForkRequest(SessionRequest, kw_only=True):
-    """Names a session, and its copy."""
-
-    new_id: str
-
-
-class RenameRequest(SessionRequest, kw_only=True):
-    """Names a session, and says its title."""
-
-    title: str
-
-
-async def list_sessions(call: Call) -> Response:
-    """The client's sessions, the most recently used first.
-
-    The parameter ``model`` says of which model, and ``contains`` what their title or a message contains.
-    """
-    given = call.request.query_params
-    fields = {name: given[name] for name in ("model", "contains") if name in given}
-    found = await call.ask(lambda client: client.sessions(**fields))
-    return json_response({"sessions": found})
-
-
-async def read_session(call: Call) -> Response:
-    """What a session contains: the messages of a chat, or the text of plain prompts and their answers."""
-    request, warnings = await call.read(SessionRequest)
-    found = await call.ask(lambda client: client.transcript(**_of_session(request)))
-    content = {"messages": found.messages} if found.text is None else {"text": found.text}
-    return json_response({"session": found.session, **content}, warnings=warnings)
-
-
-async def close_session(call: Call) -> Response:
-    """Forget a session and free its KV cache."""
-    request, warnings = await call.read(SessionRequest)
-    [closed] = await _changed(call, "close", request)
-    body = {"session_id": closed.session_id, "closed": True, "tokens": closed.tokens}
-    return json_response(body, warnings=warnings)
-
-
-async def fork_session(call: Call) -> Response:
-    """Copy a session under a new name; both continue independently."""
-    request, warnings = await call.read(ForkRequest)
-    [forked] = await _changed(call, "fork", request)
-    return json_response({"session": forked}, warnings=warnings)
-
-
-async def rename_session(call: Call) -> Response:
-    """Give a session a title."""
-    request, warnings = await call.read(RenameRequest)
-    [renamed] = await _changed(call, "rename", request)
-    return json_response({"session": renamed}, warnings=warnings)
-
-
-async def _changed(call: Call, action: str, request: SessionRequest) -> list[SessionInfo]:
-    return await call.ask(lambda client: client.sessions(action, **_of_session(request)), counts=True)
-
-
-def _of_session(request: SessionRequest) -> dict[str, Any]:
-    """The fields of a session query."""
-    return {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
-
-
 ENDPOINTS = (
     Endpoint(
         method="POST",
@@ -231,49 +172,5 @@ ENDPOINTS = (
         shapes=(Tokenized,),
         summary="Tokens of a text, or the text of tokens",
         body=TokenizeRequest,
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/sessions",
-        dialect=STARLING,
-        answer=list_sessions,
-        shapes=(SessionPage,),
-        summary="The client's sessions, the most recently used first",
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/session/read",
-        dialect=STARLING,
-        answer=read_session,
-        shapes=(SessionContent,),
-        summary="The messages of a session",
-        body=SessionRequest,
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/session/fork",
-        dialect=STARLING,
-        answer=fork_session,
-        shapes=(OneSession,),
-        summary="Copy a session",
-        body=ForkRequest,
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/session/rename",
-        dialect=STARLING,
-        answer=rename_session,
-        shapes=(OneSession,),
-        summary="Give a session a title",
-        body=RenameRequest,
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/session/close",
-        dialect=STARLING,
-        answer=close_session,
-        shapes=(Closed,),
-        summary="Forget a session",
-        body=SessionRequest,
     ),
 )

@@ -73,3 +73,10 @@ class Closed(Warned):
     session_id: str
     closed: bool
     tokens: int
+
+
+class Stopped(Warned):
+    """An answer that was ended."""
+
+    session_id: str
+    stopped: bool

@@ -1,0 +1,237 @@
+"""Sessions in Starling's API: list, read, fork, rename and close them; and answers that go on when their client leaves.
+
+``GET /v1/sessions``, ``POST /v1/session/ACTION``.  Everybody may be the owner of sessions but a client on another machine
+of whom the gateway asks no key: it would read what the user who runs the daemon has said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.gateway.answer import EVENT_STREAM, StreamedAnswer, json_response
+from uma_trio.gateway.dialects.starling import OF_THE_CONNECTION, STARLING, Events, read_request
+from uma_trio.gateway.dialects.starling_shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
+from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import invalid
+from uma_trio.gateway.kept_answers import KeepingResponse, KeptAnswer, KeptAnswers, Name
+from uma_trio.protocol.answers import SessionInfo
+from uma_trio.protocol.requests import Generate
+
+
+class SessionRequest(msgspec.Struct):
+    """Names a session."""
+
+    session_id: str
+    model: str | None = None
+
+
+class ForkRequest(SessionRequest, kw_only=True):
+    """Names a session, and its copy."""
+
+    new_id: str
+
+
+class RenameRequest(SessionRequest, kw_only=True):
+    """Names a session, and says its title."""
+
+    title: str
+
+
+async def list_sessions(call: Call) -> Response:
+    """The client's sessions, the most recently used first.
+
+    The parameter ``model`` says of which model, and ``contains`` what their title or a message contains.
+    """
+    given = call.request.query_params
+    fields = {name: given[name] for name in ("model", "contains") if name in given}
+    found = await call.ask(lambda client: client.sessions(**fields))
+    return json_response({"sessions": found})
+
+
+async def read_session(call: Call) -> Response:
+    """What a session contains: the messages of a chat, or the text of plain prompts and their answers."""
+    request, warnings = await call.read(SessionRequest)
+    found = await call.ask(lambda client: client.transcript(**_of_session(request)))
+    content = {"messages": found.messages} if found.text is None else {"text": found.text}
+    return json_response({"session": found.session, **content}, warnings=warnings)
+
+
+async def close_session(call: Call) -> Response:
+    """Forget a session and free its KV cache."""
+    request, warnings = await call.read(SessionRequest)
+    [closed] = await _changed(call, "close", request)
+    body = {"session_id": closed.session_id, "closed": True, "tokens": closed.tokens}
+    return json_response(body, warnings=warnings)
+
+
+async def fork_session(call: Call) -> Response:
+    """Copy a session under a new name; both continue independently."""
+    request, warnings = await call.read(ForkRequest)
+    [forked] = await _changed(call, "fork", request)
+    return json_response({"session": forked}, warnings=warnings)
+
+
+async def rename_session(call: Call) -> Response:
+    """Give a session a title."""
+    request, warnings = await call.read(RenameRequest)
+    [renamed] = await _changed(call, "rename", request)
+    return json_response({"session": renamed}, warnings=warnings)
+
+
+async def _changed(call: Call, action: str, request: SessionRequest) -> list[SessionInfo]:
+    return await call.ask(lambda client: client.sessions(action, **_of_session(request)), counts=True)
+
+
+def _of_session(request: SessionRequest) -> dict[str, Any]:
+    """The fields of a session query."""
+    return {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
+
+
+# -- answers that go on --
+
+
+async def begin_answer(call: Call) -> Response:
+    """Continue a session as ``/v1/generate`` does.  The answer goes on if the client leaves, and can be followed again."""
+    fields, warnings = await read_request(call)
+    if not isinstance(fields.get("session_id"), str):
+        raise invalid("session_id is missing; /v1/generate answers without a session", parameter="session_id")
+    if fields.pop("stream", True) is not True:
+        raise invalid("the answer is a stream; /v1/generate also answers whole", parameter="stream")
+    kept, name = _kept(call), _name(call, fields["session_id"])
+    answer = kept.begin(name, fields)
+    events = call.record.watch(call.daemon.generate(fields))
+    return KeepingResponse(lambda: kept.run(name, events), _following(call, answer, warnings))
+
+
+async def follow_answer(call: Call) -> Response:
+    """The events of a running answer, from the first one on.  Before them ``request`` says what is answered."""
+    request, warnings = await call.read(SessionRequest)
+    return _following(call, _kept(call).find(_name(call, request.session_id)), warnings)
+
+
+async def stop_answer(call: Call) -> Response:
+    """End a running answer.  What was generated of it stays in the session."""
+    request, warnings = await call.read(SessionRequest)
+    _kept(call).find(_name(call, request.session_id)).stop()
+    return json_response({"session_id": request.session_id, "stopped": True}, warnings=warnings)
+
+
+def _kept(call: Call) -> KeptAnswers:
+    found: KeptAnswers = call.request.app.state.kept_answers
+    return found
+
+
+def _name(call: Call, session_id: str) -> Name:
+    return call.daemon.principal.get("principal", ""), session_id
+
+
+def _following(call: Call, answer: KeptAnswer, warnings: list[str]) -> Response:
+    renderer = _KeptEvents(call.id, warnings, as_lines=False)
+    renderer.request = {name: answer.fields[name] for name in OF_A_REQUEST if name in answer.fields}
+    return StreamedAnswer(answer.follow(), renderer, refuse=call.refuse, keep_alive_s=call.config.http.keep_alive_s)
+
+
+OF_A_REQUEST: Final = ("messages", "prompt", "model", "drop_messages", "history", "continue_final_message")
+"""What those who follow an answer get to know of its request."""
+
+
+class _KeptEvents(Events):
+    """Writes the events of an answer that can be followed."""
+
+    request: Mapping[str, Any] = {}
+
+    def begin(self) -> bytes:
+        """What is answered."""
+        return super().begin() + self.written({"event": "request", **self.request})
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="GET",
+        path="/v1/sessions",
+        dialect=STARLING,
+        needs_owner=True,
+        answer=list_sessions,
+        shapes=(SessionPage,),
+        summary="The client's sessions, the most recently used first",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/read",
+        dialect=STARLING,
+        needs_owner=True,
+        answer=read_session,
+        shapes=(SessionContent,),
+        summary="The messages of a session",
+        body=SessionRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/fork",
+        dialect=STARLING,
+        needs_owner=True,
+        answer=fork_session,
+        shapes=(OneSession,),
+        summary="Copy a session",
+        body=ForkRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/rename",
+        dialect=STARLING,
+        needs_owner=True,
+        answer=rename_session,
+        shapes=(OneSession,),
+        summary="Give a session a title",
+        body=RenameRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/close",
+        dialect=STARLING,
+        needs_owner=True,
+        answer=close_session,
+        shapes=(Closed,),
+        summary="Forget a session",
+        body=SessionRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/answer",
+        dialect=STARLING,
+        needs_owner=True,
+        answer=begin_answer,
+        event_shape=StarlingEvent,
+        summary="An answer that goes on when its client leaves",
+        body=Generate,
+        field_names={"stop_token_ids": ("stop_token_ids", "stop")},
+        hidden_fields=OF_THE_CONNECTION,
+        media_types=(EVENT_STREAM,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/follow",
+        dialect=STARLING,
+        needs_owner=True,
+        answer=follow_answer,
+        event_shape=StarlingEvent,
+        summary="The events of a running answer, from the first one on",
+        body=SessionRequest,
+        media_types=(EVENT_STREAM,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/stop",
+        dialect=STARLING,
+        needs_owner=True,
+        answer=stop_answer,
+        shapes=(Stopped,),
+        summary="End a running answer",
+        body=SessionRequest,
+    ),
+)
