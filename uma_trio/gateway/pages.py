@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import html
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Final
 
 from starlette.responses import Response
@@ -63,11 +64,11 @@ def _serving(content: bytes, media_type: str) -> Callable[[Call], Awaitable[Resp
     return page
 
 
-def _content(name: str) -> bytes:
-    """A file of the folder.  In the page, each number that the command line has too gets a field."""
-    content = (FOLDER / name).read_bytes()
+def _content(file: Traversable) -> bytes:
+    """The content of a file.  In the chat page, each number that the command line has too gets a field."""
+    content = file.read_bytes()
     numbers = "".join(_field(row) for row in ROWS if row.flags and row.kinds[0] in (int, float))
-    return content.replace(PLACE, numbers.encode()) if name == "index.html" else content
+    return content.replace(PLACE, numbers.encode()) if file.name == "index.html" else content
 
 
 def _field(row: Field) -> str:
@@ -88,16 +89,17 @@ def _endpoint(name: str, path: str, content: bytes) -> Endpoint:
     )
 
 
-PAGES: Final = (
-    *[
-        _endpoint(name, "/" if name == "index.html" else f"/dashboard/{name}", _content(name))
-        for name in sorted(each.name for each in FOLDER.iterdir())
-    ],
-    *[
-        _endpoint(name, "/chat" if name == "index.html" else f"/chat/{name}", (CHAT / name).read_bytes())
-        for name in ("index.html", "style.css", "main.js", "markdown.js", "vendor/marked.js", "vendor/purify.js")
-    ],
-)
+def _files(page: str, folder: Traversable, at: str) -> Iterator[Endpoint]:
+    """The files of a folder that browsers load, ``index.html`` at ``page`` and the others below ``at``."""
+    for each in sorted(folder.iterdir(), key=lambda each: each.name):
+        if each.is_dir():
+            yield from _files(page, each, f"{at}/{each.name}")
+        elif each.name.rpartition(".")[2] in MEDIA_TYPES:
+            path = page if each.name == "index.html" else f"{at}/{each.name}"
+            yield _endpoint(each.name, path, _content(each))
+
+
+PAGES: Final = (*_files("/", FOLDER, "/dashboard"), *_files("/chat", CHAT, "/chat"))
 """Not in the OpenAPI document, which is for programs.  ``HEAD /`` is how clients of Ollama look for a server."""
 
 

@@ -147,7 +147,7 @@ class _KeptEvents(Events):
 
     def begin(self) -> bytes:
         """What is answered."""
-        return super().begin() + self.written({"event": "request", **self.request})
+        return self.written({"event": "request", **self.request}) + super().begin()
 
 
 ENDPOINTS = (

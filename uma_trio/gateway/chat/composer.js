@@ -1,0 +1,148 @@
+// What one types before it is sent: the text, attached files, and how many tokens they are. It is kept in the browser.
+
+import { request } from "../dashboard/api.js";
+import { byId, count, el } from "../dashboard/dom.js";
+import { rootOf } from "./branches.js";
+import { button } from "./message.js";
+
+const LARGE_PASTE = 20_000; // characters; more of them become a file
+const MAX_FILE_BYTES = 8 * 1024 * 1024;
+const COUNTED = 400; // characters from which tokens are counted before they are sent
+const COUNT_AFTER_MS = 500;
+
+/** A file as Markdown, in a fence that it cannot end. */
+function fenced({ name, text }) {
+  const ticks = Math.max(2, ...[...text.matchAll(/`+/g)].map((each) => each[0].length));
+  const fence = "`".repeat(ticks + 1);
+  return `${name}:\n\n${fence}\n${text}\n${fence}`;
+}
+
+export class Composer {
+  /** Args: a function for what the user should know, one that gives the fields of a request that name the model. */
+  constructor(say, model) {
+    Object.assign(this, { say, model, files: [], id: "" });
+    this.field = byId("prompt");
+    this.field.addEventListener("input", () => this.changed());
+    this.field.addEventListener("paste", (event) => this.paste(event));
+    byId("attach").addEventListener("click", () => byId("files").click());
+    byId("files").addEventListener("change", ({ target }) => {
+      this.attach([...target.files]);
+      target.value = "";
+    });
+    addEventListener("dragover", (event) => event.preventDefault());
+    addEventListener("drop", (event) => {
+      event.preventDefault();
+      this.attach([...event.dataTransfer.files]);
+    });
+  }
+
+  get key() {
+    return `uma-trio draft ${rootOf(this.id)}`;
+  }
+
+  /** Show the draft of a conversation. */
+  open(id) {
+    this.id = id;
+    let kept = {};
+    try {
+      kept = JSON.parse(localStorage.getItem(this.key)) ?? {};
+    } catch {
+      /* what another version has kept */
+    }
+    this.files = kept.files ?? [];
+    this.field.value = kept.text ?? "";
+    this.show();
+  }
+
+  /** The message to send; empty if there is none. */
+  get message() {
+    return [...this.files.map(fenced), this.field.value.trim()].filter(Boolean).join("\n\n");
+  }
+
+  get draft() {
+    return { text: this.field.value, files: this.files };
+  }
+
+  clear() {
+    this.put({ text: "", files: [] });
+  }
+
+  put({ text, files }) {
+    this.field.value = text;
+    this.files = files;
+    this.changed();
+  }
+
+  changed() {
+    const { text, files } = this.draft;
+    try {
+      if (text || files.length) localStorage.setItem(this.key, JSON.stringify({ text, files }));
+      else localStorage.removeItem(this.key);
+    } catch {
+      this.say("This is too long to be kept when the page is closed.");
+    }
+    this.show();
+  }
+
+  show() {
+    byId("attached").replaceChildren(
+      ...this.files.map((file) => {
+        const remove = button("×", () => this.put({ ...this.draft, files: this.files.filter((each) => each !== file) }), {
+          "aria-label": `Remove ${file.name}`,
+        });
+        return el("li", {}, `${file.name} · ${count(file.text.length)} characters`, remove);
+      }),
+    );
+    this.counting?.abort();
+    clearTimeout(this.timer);
+    byId("tokens").textContent = "";
+    const { message } = this;
+    if (message.length >= COUNTED) this.timer = setTimeout(() => this.count(message), COUNT_AFTER_MS);
+  }
+
+  /** Say how many tokens the message is. */
+  async count(message) {
+    this.counting = new AbortController();
+    try {
+      const body = { text: message, add_special: false, parse_special: false, ...this.model() };
+      const { tokens } = await (await request("v1/tokenize", { body, signal: this.counting.signal })).json();
+      const room = this.room();
+      const much = room && tokens.length > room ? `, more than the ${count(room)} that the model can read` : "";
+      byId("tokens").textContent = `${count(tokens.length)} tokens${much}`;
+    } catch (error) {
+      if (error.name !== "AbortError") byId("tokens").textContent = `${count(message.length)} characters`;
+    }
+  }
+
+  /** Tokens that the model can read; undefined if it is not known. */
+  room() {
+    return Number(byId("model").selectedOptions[0]?.dataset.context) || undefined;
+  }
+
+  paste(event) {
+    const files = [...event.clipboardData.files];
+    const text = event.clipboardData.getData("text/plain");
+    if (!files.length && text.length < LARGE_PASTE) return;
+    event.preventDefault();
+    if (files.length) this.attach(files);
+    else this.put({ ...this.draft, files: [...this.files, { name: `Pasted text ${this.files.length + 1}`, text }] });
+  }
+
+  async attach(files) {
+    for (const file of files) {
+      const text = file.size > MAX_FILE_BYTES ? null : await readText(file);
+      if (text === null) this.say(`${file.name} is no text, or larger than ${MAX_FILE_BYTES / 1024 / 1024} MiB.`);
+      else this.put({ ...this.draft, files: [...this.files, { name: file.name, text }] });
+    }
+    this.field.focus();
+  }
+}
+
+async function readText(file) {
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    return text.includes("\0") ? null : text;
+  } catch {
+    return null;
+  }
+}

@@ -1,0 +1,273 @@
+// The open conversation: its messages, its branches, and the answer that is arriving.
+
+import { Refused, events, request } from "../dashboard/api.js";
+import { byId } from "../dashboard/dom.js";
+import { Answer } from "./answer.js";
+import { continuation, newBranch, newRoot, rootOf, textOf, variants } from "./branches.js";
+import { article, emptyArticle, finish, showSwitcher } from "./message.js";
+
+const MAX_BRANCHES = 20; // those that are compared, the last used
+const RETRY_MS = 1000;
+const BUSY_RETRIES = 8; // a session is busy for a moment after its answer was stopped
+const NEAR_END_PX = 120;
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+export class Conversation {
+  /**
+   * Args: the composer and the settings; `say`, for what the user should know; `model`, for the fields that name it;
+   * `onChange`, when a session has changed; `onRefused`, for errors.
+   */
+  constructor(parts) {
+    Object.assign(this, parts);
+    this.place = byId("messages");
+    this.id = "";
+    this.messages = [];
+    this.system = "";
+    this.reading = null;
+    this.known = new Map(); // messages of other branches, by id and time of last use
+    const at = (made) => [...this.place.children].indexOf(made);
+    this.acts = {
+      edit: (made, text) => this.branch(at(made), text),
+      again: (made) => {
+        const i = this.messages.findLastIndex(({ role }, j) => role === "user" && j < at(made));
+        if (i >= 0) this.branch(i, textOf(this.messages[i]));
+      },
+      resume: (made) => this.resume(at(made)),
+    };
+  }
+
+  // -- opening --
+
+  post(action, body) {
+    return request(`v1/session/${action}`, { body: { ...body, ...this.model() } }).then((found) => found.json());
+  }
+
+  /** The session of an id with its messages; null if there is none yet. */
+  async read(id) {
+    try {
+      const found = await this.post("read", { session_id: id });
+      return { ...found, messages: found.messages ?? [{ role: "assistant", content: found.text }] };
+    } catch (error) {
+      if (error.code === "E_SESSION_NOT_FOUND") return null;
+      throw error;
+    }
+  }
+
+  moveTo(id) {
+    this.id = id;
+    history.replaceState(null, "", id ? `#${encodeURIComponent(id)}` : location.pathname);
+  }
+
+  /** Show a session, and follow its answer if one is running. The answer of the session before goes on. */
+  async open(id) {
+    this.reading?.abort();
+    this.reading = null;
+    this.setBusy(false);
+    const moved = this.id !== id;
+    this.moveTo(id);
+    if (moved || !id) this.composer.open(id);
+    if (!id) this.show([]);
+    const found = id ? await this.read(id) : null;
+    if (this.id !== id || this.reading) return;
+    this.show(found?.messages ?? []);
+    const [first] = this.messages;
+    this.system = !first ? this.settings.now.system : first.role === "system" ? textOf(first) : "";
+    this.place.scrollTop = this.place.scrollHeight;
+    this.say("");
+    if (id && (!found || found.session.busy)) await this.follow();
+  }
+
+  /** Show messages, from one on whose place is `from`. */
+  show(messages, from = 0) {
+    this.messages = messages;
+    while (this.place.children.length > from) this.place.lastChild.remove();
+    this.place.append(...messages.slice(from).map((message) => article(message, this.acts)));
+  }
+
+  /** Show where the open session differs from its branches. */
+  async showBranches(sessions) {
+    const { id, messages } = this;
+    const family = sessions.filter((each) => rootOf(each.session_id) === rootOf(id)).slice(0, MAX_BRANCHES);
+    if (!family.some((each) => each.session_id === id) || this.reading) return;
+    const branches = await Promise.all(family.map((each) => this.branchOf(each)));
+    if (this.id !== id || this.messages !== messages || this.reading) return;
+    const found = variants(branches, id);
+    [...this.place.children].forEach((made, i) => {
+      const at = found[i].indexOf(id);
+      // Buttons belong to the first message that differs: where the one before has fewer branches in common.
+      showSwitcher(made, at < 0 ? [] : found[i], id, (to) => this.onRefused(() => this.open(to)));
+    });
+  }
+
+  async branchOf({ session_id: id, used_at, created_at }) {
+    if (id === this.id) return { id, created_at, messages: this.messages };
+    const key = `${id} ${used_at}`;
+    if (!this.known.has(key)) this.known.set(key, (await this.read(id))?.messages ?? []);
+    return { id, created_at, messages: this.known.get(key) };
+  }
+
+  // -- asking --
+
+  /** Send what the composer has. */
+  async send() {
+    const { message: content, draft } = this.composer;
+    if (!content || this.reading) return;
+    this.composer.clear();
+    if (!(await this.ask([{ role: "user", content }]))) this.composer.put(draft);
+  }
+
+  /** Ask again from a message on, in a fork: the conversation until now stays as it is. */
+  async branch(i, content) {
+    if (this.reading) return;
+    const [from, messages] = [this.id, this.messages];
+    const id = newBranch(from);
+    await this.onRefused(async () => {
+      await this.post("fork", { session_id: from, new_id: id });
+      this.moveTo(id);
+      if (await this.ask([{ role: "user", content }], messages.length - i)) return;
+      if (this.id !== id) return;
+      await this.post("close", { session_id: id });
+      this.moveTo(from);
+      this.show(messages);
+    });
+  }
+
+  /** Let the model go on with its last answer. */
+  async resume(i) {
+    if (this.reading || i !== this.messages.length - 1) return;
+    await this.ask([this.messages[i]], 1, { continue_final_message: true, constraint: undefined });
+  }
+
+  /** Whether messages in place of the `dropped` last ones got an answer. Without one, all is shown as it was before. */
+  async ask(messages, dropped = 0, more = {}) {
+    if (!this.id) this.moveTo(newRoot());
+    const { before, fields } = continuation(this.messages, dropped, this.system);
+    const asked = { messages: [...before, ...messages], ...fields, ...this.settings.fields, ...more };
+    const body = { session_id: this.id, separate_reasoning: true, progress: true, ...asked, ...this.model() };
+    for (let i = 0; ; i++) {
+      const ended = await this.listen("v1/session/answer", body, asked);
+      if (ended !== "busy") return ended;
+      if (i === BUSY_RETRIES) {
+        this.say("Another answer of this conversation is running; what you have typed is kept.");
+        return false;
+      }
+      await pause(RETRY_MS / 4);
+    }
+  }
+
+  /** Follow the answer that is running in the session, if there is one. */
+  async follow() {
+    await this.listen("v1/session/follow", { session_id: this.id }, null);
+  }
+
+  async stop() {
+    if (!this.reading) return;
+    try {
+      await request("v1/session/stop", { body: { session_id: this.id } });
+    } catch (error) {
+      if (error.code !== "E_GATEWAY_NO_ANSWER") this.reading?.abort();
+    }
+  }
+
+  // -- an answer that arrives --
+
+  /** Show what is asked, and a place for its answer. */
+  begin(asked) {
+    const kept = asked.history === "replace" ? [] : this.messages.slice(0, this.messages.length - (asked.drop_messages ?? 0));
+    const messages = [...kept, ...asked.messages];
+    const begun = asked.continue_final_message ? textOf(messages.pop()) : "";
+    this.show(messages, kept.length);
+    const made = emptyArticle("assistant");
+    made.setAttribute("aria-busy", "true");
+    this.place.append(made);
+    this.place.scrollTop = this.place.scrollHeight;
+    let follows = true;
+    this.place.onscroll = () => {
+      follows = this.place.scrollHeight - this.place.scrollTop - this.place.clientHeight < NEAR_END_PX;
+    };
+    const answer = new Answer(made.firstChild, begun, this.say, () => {
+      if (follows) this.place.scrollTop = this.place.scrollHeight;
+    });
+    answer.made = made;
+    return answer;
+  }
+
+  /** True if there is an answer now, false if there is none, "busy" if the session was. */
+  async listen(path, body, asked) {
+    const before = this.messages;
+    const mine = (this.reading = new AbortController());
+    this.setBusy(true);
+    this.say("Waiting for the answer");
+    let answer = asked && this.begin(asked);
+    let wasAccepted = false;
+    let refusal = null;
+    try {
+      for await (const { name, data } of events(path, { body, signal: mine.signal })) {
+        if (this.reading !== mine) return true; // another session was opened; this answer goes on without the page
+        wasAccepted = true;
+        if (name === "request") answer ??= this.begin(data);
+        else answer.take(name, data);
+      }
+    } catch (error) {
+      refusal = error;
+    }
+    if (this.reading !== mine) return true;
+    this.reading = null;
+    this.setBusy(false);
+    if (answer) answer.flush();
+    if (refusal && !(refusal instanceof Refused) && (wasAccepted || !asked)) return this.comeBack();
+    if (!refusal && !answer?.failure && (answer?.hasBegun || answer?.hasEnded)) {
+      this.end(answer);
+      return true;
+    }
+    return this.giveUp(before, answer, refusal, asked);
+  }
+
+  end(answer) {
+    const { message, made, figures } = answer;
+    this.messages.push(message);
+    made.removeAttribute("aria-busy");
+    if (answer.calls.length) made.replaceWith(article(message, this.acts));
+    finish(this.place.lastChild, message, this.acts, figures);
+    this.say(answer.hasEnded ? "The answer is complete" : "Stopped");
+    this.onChange();
+  }
+
+  async giveUp(before, answer, refusal, asked) {
+    if (answer) this.show(before);
+    if (refusal?.code === "E_SESSION_BUSY") return "busy";
+    if (refusal?.code === "E_GATEWAY_NO_ANSWER") {
+      const found = await this.read(this.id); // it has ended since the session was read
+      this.show(found?.messages ?? []);
+      this.say(found?.session.busy ? "Another program is asking in this conversation." : "");
+    } else if (refusal instanceof Refused) await this.onRefused(() => Promise.reject(refusal));
+    else if (refusal) this.say("The connection was lost.");
+    else this.say(answer?.failure || "Stopped");
+    return !asked;
+  }
+
+  /** The connection was lost in the middle of an answer, which goes on: find it again. */
+  async comeBack() {
+    const { id } = this;
+    for (;;) {
+      this.say("The connection was lost; trying again.");
+      await pause(RETRY_MS);
+      if (this.id !== id || this.reading) return true;
+      try {
+        await this.open(id);
+        return true;
+      } catch (error) {
+        if (error instanceof Refused && error.status < 500) return this.onRefused(() => Promise.reject(error));
+      }
+    }
+  }
+
+  setBusy(busy) {
+    const had = [byId("send"), byId("stop")].includes(document.activeElement);
+    byId("send").hidden = busy;
+    byId("stop").hidden = !busy;
+    document.body.classList.toggle("busy", busy);
+    if (had) byId(busy ? "stop" : "prompt").focus();
+  }
+}

@@ -1,0 +1,111 @@
+// A message as an element, with what can be done with it.
+
+import { count, el, setText } from "../dashboard/dom.js";
+import { folded, folds } from "./answer.js";
+import { textOf } from "./branches.js";
+import { Growing } from "./markdown.js";
+
+const LONG = 4000; // characters of a message of the user that are shown at once
+const NAMES = { user: "You", assistant: "Answer", system: "System prompt", tool: "Result of a tool" };
+
+export function button(label, work, attributes = {}) {
+  const made = el("button", { type: "button", class: "quiet", ...attributes }, label);
+  made.addEventListener("click", work);
+  return made;
+}
+
+export async function copy(text, from) {
+  await navigator.clipboard.writeText(text);
+  const label = from.textContent;
+  setText(from, "Copied");
+  setTimeout(() => setText(from, label), 1500);
+}
+
+/** An empty article of a role. Its text is its child of class `text`. */
+export function emptyArticle(role) {
+  return el("article", { class: role, "aria-label": NAMES[role] ?? role }, el("div", { class: "text" }));
+}
+
+/** The article of a message. `acts` has what its buttons do: `edit`, `again`, `resume`; each gets the article. */
+export function article(message, acts) {
+  const made = emptyArticle(message.role);
+  const shown = made.firstChild;
+  const content = textOf(message);
+  if (message.role === "system") shown.replaceWith(folded(NAMES.system, content));
+  else if (message.role === "assistant") new Growing(shown).show(content);
+  else if (content.length > LONG) {
+    shown.append(`${content.slice(0, LONG / 4)} …`);
+    const all = folded(`All ${count(content.length)} characters`, "");
+    all.addEventListener("toggle", () => setText(all.lastChild, all.open ? content : ""));
+    shown.append(all);
+  } else shown.append(content);
+  if (message.reasoning) shown.before(folded("Reasoning", message.reasoning));
+  for (const call of message.tool_calls ?? []) shown.after(folds(call));
+  finish(made, message, acts);
+  return made;
+}
+
+/** Give a message that is complete its buttons. */
+export function finish(made, message, acts, figures = "") {
+  const content = textOf(message);
+  const actions = el("div", { class: "actions" });
+  actions.append(button("Copy", (event) => copy(content, event.target)));
+  if (message.role === "user") actions.append(button("Edit", () => edit(made, content, acts)));
+  if (message.role === "assistant") {
+    actions.append(button("Try again", () => acts.again(made)));
+    if (!message.tool_calls) actions.append(button("Continue", () => acts.resume(made), { class: "quiet resume" }));
+  }
+  if (figures) actions.append(el("span", { class: "figures" }, figures));
+  made.querySelector(":scope > .actions")?.remove();
+  made.append(actions);
+}
+
+/** Let the user write a message anew, in its place. */
+function edit(made, content, acts) {
+  if (made.querySelector("form")) return;
+  const field = el("textarea", { "aria-label": "Edited message", rows: 3 });
+  field.value = content;
+  const form = el("form", { class: "edit" }, field, el("button", { type: "submit" }, "Send"));
+  const hidden = [...made.children];
+  const close = () => {
+    form.remove();
+    for (const each of hidden) each.hidden = false;
+    made.querySelector(".actions button").focus();
+  };
+  form.append(button("Cancel", close));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = field.value.trim();
+    close();
+    if (text) acts.edit(made, text);
+  });
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") {
+      event.stopPropagation();
+      close();
+    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      form.requestSubmit();
+    }
+  });
+  for (const each of hidden) each.hidden = true;
+  made.append(form);
+  field.focus();
+}
+
+/** Show which of several messages in this place is shown; `go` gets the id of a session. */
+export function showSwitcher(made, ids, current, go) {
+  made.querySelector(".switcher")?.remove();
+  if (ids.length < 2) return;
+  const at = ids.indexOf(current);
+  const to = (label, name, i) => {
+    const each = button(label, () => go(ids[i]), { "aria-label": name });
+    each.disabled = ids[i] === undefined;
+    return each;
+  };
+  const place = el("span", {}, `${at + 1} of ${ids.length}`);
+  const label = { class: "switcher", role: "group", "aria-label": "Branches" };
+  made.querySelector(":scope > .actions")?.prepend(
+    el("span", label, to("‹", "Previous branch", at - 1), place, to("›", "Next branch", at + 1)),
+  );
+}

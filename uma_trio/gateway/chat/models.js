@@ -1,0 +1,34 @@
+// The picker of models, with their states. A model that is loading says how far it is.
+
+import { request } from "../dashboard/api.js";
+import { byId, el, setText } from "../dashboard/dom.js";
+
+const WHILE_LOADING_MS = 1000;
+
+const STATES = { loaded: "", unloaded: "not loaded" };
+
+function label({ id, status }) {
+  const state = STATES[status?.value] ?? status?.value ?? "";
+  const progress = status?.progress == null ? "" : ` ${Math.round(100 * status.progress)} %`;
+  return state ? `${id} (${state}${progress})` : id;
+}
+
+/** Show the models that can chat; again while one of them is loading. */
+export async function showModels() {
+  const picker = byId("model");
+  const { data } = await (await request("v1/models")).json();
+  const found = data.filter((each) => !each.capabilities?.length || each.capabilities.includes("chat"));
+  const before = picker.value;
+  const options = new Map([...picker.options].map((each) => [each.value, each]));
+  const shown = found.map((each) => {
+    const option = options.get(each.id) ?? el("option", { value: each.id });
+    setText(option, label(each));
+    option.dataset.context = each.context_length ?? "";
+    return option;
+  });
+  if (shown.length !== picker.options.length || shown.some((each, i) => each !== picker.options[i])) picker.replaceChildren(...shown);
+  if (options.has(before)) picker.value = before;
+  clearTimeout(showModels.timer);
+  if (found.some(({ status }) => status?.value === "loading"))
+    showModels.timer = setTimeout(() => showModels().catch(() => {}), WHILE_LOADING_MS);
+}
