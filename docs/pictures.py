@@ -3,7 +3,7 @@
     python docs/pictures.py                  # all of them, in docs/
     python docs/pictures.py chat --out /tmp  # one of them, somewhere else
 
-Needs the dev extra, and Chromium for the dashboard.  The machine should be idle, since the pictures show its figures.
+Needs the dev extra, and Chromium for the pages.  The machine should be idle, since the pictures show its figures.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -153,23 +154,46 @@ def chat(file: Path) -> None:
 
 
 def dashboard(file: Path) -> None:
-    """The dashboard while ten clients are served, and a chat."""
+    """The dashboard while ten clients are served."""
     with real_daemon("--parallel", "16", "--ctx", "32768", "--http", "0") as daemon, opened_page() as page:
         url = daemon.http_url()
         page.goto(url)
-        with load(url, 9):
-            for n, question in enumerate(("Hello, my name is Ada.", "Tell me a story about a fox named Ivo.")):
-                page.fill("#prompt", question)
-                page.press("#prompt", "Enter")
-                page.wait_for_function("n => document.querySelectorAll('.assistant .after').length > n", arg=n)
-            page.wait_for_timeout(4000)
-            page.fill("#prompt", "Count from 1 to 60.")
-            page.press("#prompt", "Enter")
-            page.wait_for_timeout(1500)
+        with load(url, 10):
+            page.wait_for_timeout(6000)
             page.screenshot(path=file)
 
 
-PICTURES: Final = {"demo.svg": demo, "metrics.svg": metrics, "chat.svg": chat, "dashboard.png": dashboard}
+QUESTIONS: Final = ("Hello, my name is Ada.", "What is the capital of Peru?", "What is the capital of Spain?")
+
+
+def chat_page(file: Path, *, width: int = 900, height: int = 620, scheme: str = "light") -> None:
+    """A conversation in the chat page, whose last question was edited."""
+    size = {"width": width, "height": height}
+    with (
+        real_daemon("--ctx", "32768", "--http", "0") as daemon,
+        opened_page(**size, color_scheme=scheme, reduced_motion="reduce") as page,
+    ):
+        page.goto(f"{daemon.http_url()}/chat")
+        for question in QUESTIONS:
+            if question == QUESTIONS[-1]:
+                page.locator("article.user button:text('Edit')").last.click()
+            field = page.locator(".edit textarea, #prompt").first
+            field.fill(question)
+            field.press("Enter")
+            page.wait_for_function("() => document.getElementById('status').textContent === 'The answer is complete'")
+        page.wait_for_selector(".switcher")
+        page.screenshot(path=file)
+
+
+PICTURES: Final[dict[str, Callable[[Path], None]]] = {
+    "demo.svg": demo,
+    "metrics.svg": metrics,
+    "chat.svg": chat,
+    "dashboard.png": dashboard,
+    "chat-page.png": chat_page,
+    "chat-page-dark.png": partial(chat_page, scheme="dark"),
+    "chat-page-phone.png": partial(chat_page, width=390, height=700),
+}
 NAMES: Final = {name.partition(".")[0]: name for name in PICTURES}
 
 

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.gateway.conftest import Gateway
+from tests.support.real_daemon import missing, real_daemon
+from uma_trio.cli import main
 from uma_trio.gateway.pages import CHAT
 
 pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.support.browser import ACTION_MS, find_chromium, opened_page
+from tests.support.browser import ACTION_MS, find_chromium, opened_browser
 
 needs_browser = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium: apt-get install chromium")
 
+AXE = Path(__file__).parents[2] / "build" / "axe-core" / "axe.min.js"
 HOSTILE = (
     "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\n\n"
     "[a](javascript:document.title='owned')\n\n![b](https://example.com/c.png)\n\n| x | y |\n|---|---|\n| 1 | `2` |"
 )
+LONG = "Count from 1 to 900."
 
 expect.set_options(timeout=ACTION_MS)
 
@@ -38,98 +46,85 @@ def test_libraries_are_what_their_list_says() -> None:
     assert names == {each[name] for each in listed for name in ("file", "licence_file")}
 
 
-@needs_browser
-def test_the_page_is_small(gateway: Gateway) -> None:
-    sizes: list[int] = []
-    with opened_page() as page:
-        page.on("response", lambda found: sizes.append(len(found.body())) if found.status == 200 else None)
-        page.goto(f"{gateway.url}/chat")
-        expect(page.locator("#model")).to_have_value("embedded")
-    assert sum(sizes) < 200 * 1024
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One browser for all tests of this file; each test has a context of its own in it."""
+    with opened_browser() as browser:
+        yield browser
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
+    """The page.  At the end there must have been no error, and no request to somewhere else."""
+    context = browser.new_context(**options)
+    context.set_default_timeout(ACTION_MS)
+    wrong: list[str] = []
+    context.on("request", lambda made: None if made.url.startswith((url, "blob:")) else wrong.append(made.url))
+    context.on("weberror", lambda error: wrong.append(str(error.error)))
+    page = context.new_page()
+    page.goto(f"{url}/chat")
+    expect(page.locator("#model")).to_have_value("embedded")
+    yield page
+    titles = {each.title() for each in context.pages}
+    context.close()
+    assert wrong == []
+    assert titles == {"Chat"}
 
 
 @pytest.fixture
-def page(gateway: Gateway) -> Iterator[Page]:
-    """The page.  At the end there must have been no error, and no request to somewhere else."""
-    with opened_page() as page:
-        wrong: list[str] = []
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda made: None if made.url.startswith(gateway.url) else wrong.append(made.url))
-        page.goto(f"{gateway.url}/chat")
-        expect(page.locator("#model")).to_have_value("embedded")
+def page(gateway: Gateway, browser: Browser) -> Iterator[Page]:
+    """The page, whose conversations are gone after the test."""
+    with opened(browser, gateway.url) as page:
         yield page
-        assert wrong == []
-        assert page.title() == "Chat"
-    gateway.daemon.settled()
     with gateway.http() as client:
         for each in client.get("/v1/sessions").json()["sessions"]:
             if each["session_id"].startswith("chat-"):
+                client.post("/v1/session/stop", json={"session_id": each["session_id"]})
+                gateway.daemon.settled()
                 client.post("/v1/session/close", json={"session_id": each["session_id"]})
+    gateway.daemon.settled()
+
+
+def send(page: Page, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
 
 
 def ask(page: Page, text: str) -> None:
-    page.fill("#prompt", text)
-    page.press("#prompt", "Enter")
+    send(page, text)
+    expect(page.locator("#status")).to_have_text("The answer is complete")
     expect(page.locator("#stop")).to_be_hidden()
-    expect(page.locator("article.assistant .text").last).not_to_be_empty()
+
+
+def last(page: Page, role: str = "assistant") -> Any:
+    return page.locator(f"article.{role}").last
+
+
+def sent(page: Page, text: str) -> dict[str, Any]:
+    """Ask, and return the request."""
+    with page.expect_request("**/v1/session/answer") as made:
+        ask(page, text)
+    found: Any = made.value.post_data_json
+    return dict(found)
+
+
+# -- conversations --
 
 
 @needs_browser
-def test_a_conversation_survives_a_reload_and_appears_in_another_tab(page: Page, gateway: Gateway) -> None:
-    ask(page, "Hello, my name is Ada.")
-    ask(page, "What is my name?")
-    expect(page.locator("article.assistant .text").last).to_contain_text("Ada")
-    expect(page.locator(".actions").last).to_contain_text("prompt tokens cached")
-    page.reload()
-    expect(page.locator("article")).to_have_count(4)
-    browser = page.context.browser
-    assert browser is not None
-    other = browser.new_page()
+def test_a_conversation_survives_a_reload_and_appears_in_other_tabs(page: Page, gateway: Gateway) -> None:
+    other = page.context.new_page()
     other.goto(f"{gateway.url}/chat")
+    expect(other.locator("#model")).to_have_value("embedded")
+    ask(page, "Hello, my name is Ada.")
     other.click("text=Hello, my name is Ada.")
+    expect(other.locator("article")).to_have_count(2)
+    ask(page, "What is my name?")
+    expect(last(page).locator(".text")).to_contain_text("Ada")
+    expect(last(page).locator(".figures")).to_contain_text(re.compile(r"tokens/s.*prompt tokens cached"))
     expect(other.locator("article")).to_have_count(4)
-
-
-@needs_browser
-def test_asking_again_makes_a_branch_and_computes_nothing_twice(page: Page) -> None:
-    ask(page, "What is the capital of France?")
-    ask(page, "And what is the capital of Peru?")
-    page.locator("article.user").last.locator("text=Try again").click()
-    expect(page.locator("#list li")).to_have_count(2)
-    expect(page.locator("#stop")).to_be_hidden()
-    expect(page.locator("article")).to_have_count(4)
-    found = re.search(r"(\d+) of (\d+) prompt tokens cached", page.locator(".actions").last.inner_text())
-    assert found is not None
-    assert int(found[1]) > 0
-
-
-@needs_browser
-def test_what_was_sent_of_a_stopped_answer_stays(page: Page) -> None:
-    page.fill("#prompt", "Count from 1 to 900.")
-    page.press("#prompt", "Enter")
-    expect(page.locator("article.assistant .text")).to_contain_text("3")
-    page.click("#stop")
-    expect(page.locator("#status")).to_have_text("Stopped")
-    page.wait_for_function(
-        "async () => (await (await fetch('v1/sessions?contains=900')).json()).sessions.some((each) => each.turns === 1)"
-    )
-    page.reload()
-    expect(page.locator("article.assistant .text")).to_contain_text("3")
-
-
-@needs_browser
-def test_hostile_text_is_inert(page: Page, gateway: Gateway) -> None:
-    with gateway.http() as client:
-        messages = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}]
-        messages.append({"role": "user", "content": "Hello"})
-        body = {"messages": messages, "session_id": "chat-hostile", "history": "replace", "stream": False}
-        client.post("/v1/generate", json=body).raise_for_status()
-    page.goto(f"{gateway.url}/chat#chat-hostile")
     page.reload()
     expect(page.locator("article")).to_have_count(4)
-    assert page.locator("main img, main script, a[href^=javascript]").count() == 0
-    expect(page.locator("article.assistant").first).to_contain_text("<script>")
-    expect(page.locator("article.assistant td code").first).to_have_text("2")
 
 
 @needs_browser
@@ -149,20 +144,391 @@ def test_titles_search_and_deletion(page: Page) -> None:
 
 
 @needs_browser
-def test_what_is_typed_is_kept(page: Page) -> None:
-    page.fill("#prompt", "A question that was not sent")
-    page.reload()
-    expect(page.locator("#prompt")).to_have_value("A question that was not sent")
-    page.route("**/v1/generate", lambda route: route.abort())
-    page.press("#prompt", "Enter")
-    expect(page.locator("#status")).to_have_text("The connection was lost.")
-    expect(page.locator("#prompt")).to_have_value("A question that was not sent")
+def test_five_hundred_messages_are_there(page: Page, gateway: Gateway) -> None:
+    messages = [{"role": role, "content": f"{role} *{i}*"} for i in range(250) for role in ("user", "assistant")]
+    with gateway.http() as client:
+        body = {
+            "messages": [*messages[:-1]],
+            "session_id": "chat-many",
+            "history": "replace",
+            "n_keep": 0,
+            "stream": False,
+        }
+        client.post("/v1/generate", json={**body, "max_tokens": 5}).raise_for_status()
+        kept = len(client.post("/v1/session/read", json={"session_id": "chat-many"}).json()["messages"])
+    page.goto(f"{gateway.url}/chat#chat-many")
+    expect(page.locator("article")).to_have_count(kept)
+    expect(page.locator("article em").last).to_be_in_viewport()
+
+
+# -- one answer --
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_wider_than_the_window(gateway: Gateway, width: int) -> None:
-    with opened_page(width=width, height=800) as page:
-        page.goto(f"{gateway.url}/chat")
-        expect(page.locator("#model")).to_have_value("embedded")
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+def test_an_answer_survives_a_reload_in_its_middle_and_can_be_stopped_and_continued(page: Page) -> None:
+    send(page, LONG)
+    expect(last(page).locator(".text")).to_contain_text("3")
+    page.reload()
+    expect(page.locator("article.user .text")).to_have_text(LONG)
+    expect(last(page).locator(".text")).to_contain_text("1, 2, 3")
+    before = last(page).locator(".text").inner_text()
+    page.wait_for_function(
+        "before => document.querySelector('article:last-child .text').innerText.length > before", arg=len(before)
+    )
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_have_text("Stopped")
+    stopped = last(page).locator(".text").inner_text()
+    page.click("button:visible:text('Continue')")
+    expect(page.locator("#stop")).to_be_visible()
+    page.wait_for_function(
+        "n => document.querySelector('article:last-child .text').innerText.length > n", arg=len(stopped)
+    )
+    page.click("#stop")
+    expect(page.locator("#status")).to_have_text("Stopped")
+    whole = last(page).locator(".text").inner_text()
+    assert whole.startswith(stopped)
+    page.reload()
+    expect(page.locator("article")).to_have_count(2)
+    expect(last(page).locator(".text")).to_contain_text(whole.strip())
+
+
+@needs_browser
+def test_an_answer_goes_on_while_another_conversation_is_open(page: Page) -> None:
+    send(page, LONG)
+    expect(last(page).locator(".text")).to_contain_text("3")
+    page.click("#new")
+    expect(page.locator("article")).to_have_count(0)
+    ask(page, "What is the capital of France?")
+    page.click(f"#list button:has-text('{LONG}')")
+    expect(last(page).locator(".text")).to_contain_text("1, 2, 3")
+    page.click("#stop")
+    expect(page.locator("#status")).to_have_text("Stopped")
+
+
+@needs_browser
+def test_a_connection_that_is_lost_in_an_answer_is_found_again(page: Page) -> None:
+    lost = """() => {
+        const read = ReadableStreamDefaultReader.prototype.read;
+        let n = 0;
+        ReadableStreamDefaultReader.prototype.read = function () {
+            return ++n === 8 ? Promise.reject(new TypeError("network error")) : read.call(this);
+        };
+    }"""
+    page.evaluate(lost)
+    send(page, LONG)
+    expect(page.locator("#status")).to_contain_text("The connection was lost")
+    expect(page.locator("#status")).to_have_text("Answering")
+    expect(page.locator("article")).to_have_count(2)
+    page.click("#stop")
+    expect(page.locator("#status")).to_have_text("Stopped")
+
+
+@needs_browser
+def test_reasoning_is_folded_and_calls_are_shown(page: Page) -> None:
+    """With an answer that is written here, because whether a model calls is up to it."""
+    call = {"id": "c1", "name": "get_weather", "arguments": {"city": HOSTILE}}
+    usage: Any = {"prompt_tokens": 9, "completion_tokens": 5, "cached_tokens": 0}
+    events: list[dict[str, Any]] = [
+        {"event": "request", "messages": []},
+        {"event": "reasoning", "text": "The weather is needed."},
+        {"event": "token", "text": "I look."},
+        {"event": "tool_call", "call": 0, "call_id": "c1", "name": "get_weather"},
+        {"event": "eos", "usage": usage, "timings": {"total_ms": 1.0}, "reason": "tool_calls", "tool_calls": [call]},
+    ]
+    body = "".join(f"event: {each['event']}\ndata: {json.dumps(each)}\n\n" for each in events)
+    page.route("**/v1/session/answer", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    ask(page, "What is the weather?")
+    reasoning, calls = last(page).locator("details").all()
+    expect(reasoning.locator(".text")).to_be_hidden()
+    expect(reasoning.locator(".text")).to_have_text("The weather is needed.")
+    calls.locator("summary").click()
+    expect(calls).to_contain_text("get_weather")
+    expect(calls).to_contain_text("<script>")
+    assert page.locator("main img, main script").count() == 0
+
+
+# -- branches --
+
+
+@needs_browser
+def test_an_edited_question_is_a_branch_and_one_can_switch(page: Page) -> None:
+    ask(page, "What is the capital of France?")
+    ask(page, "What is the capital of Peru?")
+    last(page, "user").locator("text=Edit").click()
+    page.fill(".edit textarea", "What is the capital of Spain?")
+    page.press(".edit textarea", "Enter")
+    expect(page.locator("#status")).to_have_text("The answer is complete")
+    expect(page.locator("article")).to_have_count(4)
+    expect(last(page).locator(".text")).to_contain_text("Madrid")
+    expect(page.locator("#list li")).to_have_count(1)
+    expect(page.locator(".switcher")).to_have_text("‹2 of 2›")
+    page.click("[aria-label='Previous branch']")
+    expect(last(page).locator(".text")).to_contain_text("Lima")
+    page.reload()
+    expect(page.locator(".switcher")).to_have_text("‹1 of 2›")
+    page.click("[aria-label='Next branch']")
+    expect(last(page).locator(".text")).to_contain_text("Madrid")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("#delete")
+    expect(page.locator("#list li")).to_have_count(0)
+
+
+@needs_browser
+def test_trying_again_computes_nothing_twice(page: Page) -> None:
+    ask(page, "What is the capital of France?")
+    ask(page, "And what is the capital of Peru?")
+    with page.expect_request("**/v1/session/fork"):
+        last(page).locator("text=Try again").click()
+    expect(page.locator("#status")).to_have_text("The answer is complete")
+    expect(page.locator("article")).to_have_count(4)
+    found = re.search(r"(\d+) of (\d+) prompt tokens cached", last(page).locator(".figures").inner_text())
+    assert found is not None
+    assert int(found[1]) > 0
+
+
+@needs_browser
+def test_a_branch_without_an_answer_leaves_the_conversation_as_it_was(page: Page) -> None:
+    ask(page, "What is the capital of France?")
+    before = page.url
+    page.route("**/v1/session/answer", lambda route: route.abort())
+    last(page).locator("text=Try again").click()
+    expect(page.locator("#status")).to_have_text("The connection was lost.")
+    expect(page.locator("article")).to_have_count(2)
+    page.wait_for_url(before)
+    page.wait_for_function(
+        "async () => (await (await fetch('v1/sessions')).json()).sessions.filter((each) => each.session_id.startsWith('chat-')).length === 1"
+    )
+
+
+# -- settings --
+
+
+@needs_browser
+def test_settings_reach_the_daemon(page: Page) -> None:
+    page.click("#settings-open")
+    page.fill("#system", "Be brief.")
+    page.select_option("#preset", "Precise")
+    page.click("summary:text('Sampling')")
+    expect(page.locator("#option-temperature")).to_have_value("0.2")
+    page.fill("#option-max_tokens", "3")
+    page.fill("#preset-name", "Short")
+    page.click("#preset-save")
+    page.click("button:text-is('Save')")
+    body = sent(page, "Tell me a story.")
+    assert (body["max_tokens"], body["temperature"], body["top_p"]) == (3, 0.2, 0.9)
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Tell me a story."},
+    ]
+    expect(last(page).locator(".figures")).to_contain_text("cut off at the limit")
+    page.reload()
+    page.click("#settings-open")
+    page.select_option("#preset", "Model's defaults")
+    expect(page.locator("#option-max_tokens")).to_have_value("")
+    page.select_option("#preset", "Short")
+    expect(page.locator("#option-max_tokens")).to_have_value("3")
+    page.fill("#system", "Be long.")
+    page.click("button:text-is('Save')")
+    body = sent(page, "And another one.")
+    assert body["history"] == "replace"
+    assert [each["role"] for each in body["messages"]] == ["system", "user", "assistant", "user"]
+    expect(page.locator("article")).to_have_count(5)
+    expect(page.locator("article.system")).to_contain_text("Be long.")
+
+
+@needs_browser
+def test_the_form_of_answers(page: Page) -> None:
+    page.click("#settings-open")
+    page.select_option("#form", "choices")
+    page.fill("#choices", "Lima\nQuito\n")
+    page.click("button:text-is('Save')")
+    ask(page, "What is the capital of France?")
+    expect(last(page).locator(".text")).to_have_text(re.compile("^(Lima|Quito)\\s*$"))
+    page.click("#settings-open")
+    page.select_option("#form", "schema")
+    page.fill("#schema", "{not json")
+    page.click("button:text-is('Save')")
+    expect(page.locator("#settings-error")).to_contain_text("The JSON schema is not JSON")
+    page.fill("#schema", json.dumps({"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}))
+    page.click("button:text-is('Save')")
+    ask(page, "Hello")
+    expect(last(page).locator(".text")).to_contain_text('"n": 7')
+
+
+@needs_browser
+def test_a_model_that_is_loading_says_how_far_it_is(page: Page) -> None:
+    def answer(route: Route) -> None:
+        found = route.fetch().json()
+        found["data"].append({"id": "large", "status": {"value": "loading", "progress": 0.4}})
+        found["data"].append({"id": "other", "status": {"value": "unloaded"}})
+        found["data"].append({"id": "words", "capabilities": ["embedding"], "status": {"value": "loaded"}})
+        route.fulfill(json=found)
+
+    page.route("**/v1/models", answer)
+    page.reload()
+    expect(page.locator("#model option")).to_have_text(["embedded", "large (loading 40 %)", "other (not loaded)"])
+    page.unroute("**/v1/models")
+    expect(page.locator("#model option")).to_have_text(["embedded"])
+
+
+# -- what is typed --
+
+
+@needs_browser
+def test_what_is_typed_is_kept(page: Page) -> None:
+    send_later = "A question that was not sent"
+    page.fill("#prompt", send_later)
+    page.reload()
+    expect(page.locator("#prompt")).to_have_value(send_later)
+    page.route("**/v1/session/answer", lambda route: route.abort())
+    page.press("#prompt", "Enter")
+    expect(page.locator("#status")).to_have_text("The connection was lost.")
+    expect(page.locator("#prompt")).to_have_value(send_later)
+    expect(page.locator("article")).to_have_count(0)
+
+
+@needs_browser
+def test_files_are_attached_and_their_tokens_counted(page: Page) -> None:
+    files: Any = [
+        {"name": "cities.txt", "mimeType": "text/plain", "buffer": b"Lima ``` Quito\n" * 50},
+        {"name": "x.bin", "mimeType": "text/plain", "buffer": b"\x00\xff"},
+    ]
+    page.set_input_files("#files", files)
+    expect(page.locator("#attached")).to_contain_text("cities.txt")
+    expect(page.locator("#status")).to_contain_text("x.bin is no text")
+    expect(page.locator("#tokens")).to_have_text(re.compile(r"^\d[\d,]* tokens$"))
+    page.reload()
+    expect(page.locator("#attached li")).to_have_count(1)
+    body = sent(page, "Which cities?")
+    [message] = body["messages"]
+    assert message["content"].startswith("cities.txt:\n\n````\nLima ``` Quito\n")
+    assert message["content"].endswith("````\n\nWhich cities?")
+    expect(page.locator("#attached li")).to_have_count(0)
+
+
+@needs_browser
+def test_a_megabyte_that_is_pasted_becomes_a_file_and_is_refused_without_a_loss(page: Page) -> None:
+    page.evaluate(
+        """() => {
+            const data = new DataTransfer();
+            data.setData("text/plain", "lorem ipsum ".repeat(90000));
+            document.getElementById("prompt").dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, cancelable: true }));
+        }"""
+    )
+    expect(page.locator("#attached")).to_contain_text("1,080,000 characters")
+    expect(page.locator("#tokens")).to_contain_text("this daemon takes")
+    page.press("#prompt", "Enter")
+    expect(page.locator("#status")).to_contain_text("this daemon takes")
+    expect(page.locator("#attached")).to_contain_text("1,080,000 characters")
+    page.reload()
+    expect(page.locator("#attached")).to_contain_text("1,080,000 characters")
+
+
+# -- everybody --
+
+
+@needs_browser
+def test_hostile_text_is_inert(page: Page, gateway: Gateway) -> None:
+    with gateway.http() as client:
+        messages = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}]
+        messages.append({"role": "user", "content": "Hello"})
+        body = {"messages": messages, "session_id": "chat-hostile", "history": "replace", "stream": False}
+        client.post("/v1/generate", json=body).raise_for_status()
+    page.goto(f"{gateway.url}/chat#chat-hostile")
+    expect(page.locator("article")).to_have_count(4)
+    assert page.locator("main img, main script, a[href^=javascript]").count() == 0
+    expect(page.locator("article.assistant").first).to_contain_text("<script>")
+    expect(page.locator("article.assistant td code").first).to_have_text("2")
+
+
+@needs_browser
+def test_the_keyboard_is_enough(page: Page) -> None:
+    ask(page, "What is the capital of France?")
+    page.keyboard.press("Alt+n")
+    expect(page.locator("article")).to_have_count(0)
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.press("Control+k")
+    page.keyboard.type("france")
+    expect(page.locator("#list li")).to_have_count(1)
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(page.locator("article")).to_have_count(2)
+    page.focus("article.user button:text('Edit')")
+    page.keyboard.press("Enter")
+    expect(page.locator(".edit textarea")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator(".edit")).to_have_count(0)
+    page.focus("#settings-open")
+    page.keyboard.press("Enter")
+    expect(page.locator("#system")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#settings-open")).to_be_focused()
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_axe_finds_nothing_and_nothing_is_wider_than_the_window(
+    gateway: Gateway, browser: Browser, page: Page, width: int, scheme: str
+) -> None:
+    ask(page, "What is the capital of France?")
+    viewport = {"width": width, "height": 800}
+    with opened(browser, gateway.url, viewport=viewport, color_scheme=scheme, bypass_csp=True) as seen:
+        seen.goto(page.url)
+        expect(seen.locator("article")).to_have_count(2)
+        found = [*violations(seen)]
+        assert seen.evaluate("() => document.documentElement.scrollWidth") <= width
+        seen.click("#settings-open")
+        seen.click("summary:text('Sampling')")
+        found += violations(seen)
+        assert seen.evaluate("() => document.documentElement.scrollWidth") <= width
+        assert found == []
+
+
+def violations(page: Page) -> list[str]:
+    if not AXE.exists():
+        pytest.skip(f"needs {AXE.name} in build/axe-core: npm pack axe-core")
+    page.add_script_tag(path=AXE)
+    found = page.evaluate("async () => (await axe.run()).violations")
+    return [f"{each['id']}: {node['html'][:200]}" for each in found for node in each["nodes"]]
+
+
+@needs_browser
+def test_the_page_is_small(gateway: Gateway, browser: Browser) -> None:
+    sizes: list[int] = []
+    page = browser.new_page()
+    page.on("response", lambda found: sizes.append(len(found.body())) if found.status == 200 else None)
+    page.goto(f"{gateway.url}/chat")
+    expect(page.locator("#model")).to_have_value("embedded")
+    page.close()
+    assert sum(sizes) < 200 * 1024
+
+
+@needs_browser
+def test_tenants_have_conversations_of_their_own(browser: Browser, tmp_path: Path) -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    file = tmp_path / "keys.yaml"
+
+    def create(name: str) -> str:
+        result = CliRunner().invoke(main, ["keys", "create", name, "--file", str(file)])
+        assert result.exit_code == 0, result.output
+        return result.stdout.strip()
+
+    ada, bob = create("ada"), create("bob")
+    with real_daemon("--http", "0", "--http-keys", str(file), folder=tmp_path) as daemon:
+        url = daemon.http_url()
+        context = browser.new_context()
+        context.set_default_timeout(ACTION_MS)
+        page = context.new_page()
+        page.goto(f"{url}/chat")
+        expect(page.locator("#key-field")).to_be_visible()
+        for key, n in ((ada, 0), (bob, 0), (ada, 1)):
+            page.fill("#key-field", key)
+            page.click("#key-dialog button[value=use]")
+            expect(page.locator("#model")).to_have_value("embedded")
+            page.click("#new")
+            expect(page.locator("#list li")).to_have_count(n)
+            ask(page, "What is the capital of France?")
+            page.click("#key")
+        assert page.evaluate("() => Object.values(sessionStorage)") == [ada]
+        context.close()

@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -22,14 +21,13 @@ from uma_trio.models.packaged import EMBEDDED
 
 pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
 
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, expect
 
 from tests.support.browser import ACTION_MS, find_chromium, load, opened_page
 
 needs_browser = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium: apt-get install chromium")
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-STORY = "Tell me a story about a fox named Ivo."
 
 expect.set_options(timeout=ACTION_MS)
 
@@ -48,16 +46,6 @@ def page(gateway: Gateway) -> Iterator[Page]:
         assert wrong == []
         assert page.title() == "uma-trio"
     gateway.daemon.settled()
-
-
-def ask(page: Page, text: str) -> None:
-    page.fill("#prompt", text)
-    page.press("#prompt", "Enter")
-
-
-def option(page: Page, name: str, value: str) -> None:
-    page.locator("#options").evaluate("options => { options.open = true; }")
-    page.fill(f"#option-{name}", value)
 
 
 def pixels(page: Page, selector: str, colour: str) -> int:
@@ -144,6 +132,16 @@ def test_errors_and_restarts_are_counted(page: Page, gateway: Gateway) -> None:
 
 
 @needs_browser
+def test_hostile_names_stay_text(page: Page, gateway: Gateway) -> None:
+    with gateway.http() as client:
+        body = {"prompt": "x", "max_tokens": 2, "session_id": HOSTILE[:80], "stream": False}
+        client.post("/v1/generate", json=body).raise_for_status()
+        expect(page.locator("#sessions")).to_contain_text("<img src=x")
+        client.post("/v1/session/close", json={"session_id": HOSTILE[:80]}).raise_for_status()
+    assert page.locator("main img, main script").count() == 0
+
+
+@needs_browser
 def test_it_goes_on_after_kills_and_counts_them() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
@@ -156,11 +154,6 @@ def test_it_goes_on_after_kills_and_counts_them() -> None:
         expect(page.locator("#restarts tr").nth(0)).to_have_text(re.compile("engine *1 restart"))
         expect(page.locator("#readiness")).to_have_text("ready")
         expect(page.locator("#notice")).to_be_hidden()
-        ask(page, "What is the capital of France?")
-        expect(page.locator(".assistant .text")).to_contain_text("Paris")
-
-
-# -- the chat --
 
 
 @needs_browser
@@ -175,135 +168,8 @@ def test_several_models_have_links_and_checks_of_their_own(tmp_path: Path) -> No
         expect(page.locator("#checks")).to_contain_text("model (second)")
         page.click("#model a")
         expect(page.locator("#model")).to_have_text("second · embedded")
-        ask(page, STORY)
-        expect(page.locator("#tokens-rate")).not_to_have_text("")
-        daemon.settled()
-        metrics = daemon.metrics()["models"]
-        assert sum(metrics["second"]["metrics"]["requests_total"].values()) == 1
-
-
-@needs_browser
-def test_the_chat_streams_and_remembers(page: Page) -> None:
-    ask(page, "Hello, my name is Ada.")
-    expect(page.locator(".assistant .after")).to_contain_text("tokens")
-    ask(page, "What is my name?")
-    expect(page.locator(".assistant .text").nth(1)).to_contain_text("Ada")
-    expect(page.locator(".assistant .after").nth(1)).to_contain_text("stop")
-    page.click("#chat-new")
-    expect(page.locator(".message")).to_have_count(0)
-
-
-@needs_browser
-def test_a_cancel_frees_and_the_chat_goes_on(page: Page, gateway: Gateway) -> None:
-    before = gateway.daemon.metrics()["requests_total"].get("cancelled", 0)
-    ask(page, "Count from 1 to 900.")
-    expect(page.locator(".assistant .text")).to_contain_text("3")
-    page.click("#cancel")
-    expect(page.locator(".assistant .after")).to_have_text("cancelled")
-    gateway.daemon.wait_until(lambda found: not found["running"], "the request has left")
-    assert gateway.daemon.metrics()["requests_total"]["cancelled"] == before + 1
-    ask(page, "What is the capital of France?")
-    expect(page.locator(".assistant .text").nth(1)).to_contain_text("Paris")
-
-
-@needs_browser
-def test_hostile_text_stays_text(page: Page) -> None:
-    option(page, "schema", json.dumps({"const": HOSTILE}))
-    option(page, "session_id", HOSTILE[:80])
-    ask(page, HOSTILE)
-    expect(page.locator(".user .text")).to_have_text(HOSTILE)
-    expect(page.locator(".assistant .text")).to_have_text(json.dumps(HOSTILE))
-    expect(page.locator("#sessions")).to_contain_text("<img src=x")
-    assert page.locator("main img, main script").count() == 0
-
-
-@needs_browser
-def test_a_schema_and_a_wrong_schema(page: Page) -> None:
-    option(page, "schema", "{not json")
-    ask(page, "Hello")
-    expect(page.locator(".message.error")).to_contain_text("The schema is not JSON")
-    expect(page.locator("#prompt")).to_have_value("Hello")
-    option(page, "schema", json.dumps({"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}))
-    with page.expect_request("**/v1/generate") as made:
-        ask(page, "Hello")
-    body: Any = made.value.post_data_json
-    assert body["messages"] == [{"role": "user", "content": "Hello"}], "what was not answered is not repeated"
-    expect(page.locator(".assistant .text")).to_contain_text('"n": 7')
-
-
-@needs_browser
-def test_sampling_fields_reach_the_daemon(page: Page) -> None:
-    option(page, "max_tokens", "3")
-    option(page, "temperature", "0.5")
-    with page.expect_request("**/v1/generate") as made:
-        ask(page, STORY)
-    body: Any = made.value.post_data_json
-    assert (body["max_tokens"], body["temperature"]) == (3, 0.5)
-    assert "top_p" not in body
-    expect(page.locator(".assistant .after")).to_contain_text("3 tokens")
-    expect(page.locator(".assistant .after")).to_contain_text("length")
-
-
-def events_of(*events: dict[str, Any]) -> str:
-    return "".join(f"event: {event['event']}\ndata: {json.dumps(event)}\n\n" for event in events)
-
-
-END = {"event": "eos", "usage": {"prompt_tokens": 9, "completion_tokens": 5}, "timings": {"total_ms": 1.0}}
-
-
-@needs_browser
-def test_a_tool_call_waits_for_its_result_and_reasoning_is_folded(page: Page) -> None:
-    """With answers that are written here, because whether a model calls is up to it."""
-    bodies: list[Any] = []
-    call = {"id": "c1", "name": "get_weather", "arguments": {"city": HOSTILE}}
-
-    def answer(route: Route) -> None:
-        bodies.append(route.request.post_data_json)
-        if len(bodies) == 1:
-            events = [
-                {"event": "reasoning", "text": "The weather is needed."},
-                {"event": "tool_call", "call": 0, "call_id": "c1", "name": "get_weather"},
-                {"event": "tool_call", "call": 0, "arguments": '{"city": "'},
-                {**END, "reason": "tool_calls", "tool_calls": [call]},
-            ]
-        else:
-            events = [{"event": "token", "text": "It is sunny."}, {**END, "reason": "stop"}]
-        route.fulfill(status=200, content_type="text/event-stream", body=events_of(*events))
-
-    page.route("**/v1/generate", answer)
-    tool = {"name": "get_weather", "parameters": {"type": "object"}}
-    option(page, "tools", json.dumps([{"type": "function", "function": tool}]))
-    ask(page, "What is the weather?")
-    expect(page.locator(".call b")).to_have_text("get_weather")
-    expect(page.locator(".call pre")).to_have_text(json.dumps(call["arguments"], indent=2))
-    expect(page.locator(".assistant details .text")).to_be_hidden()
-    expect(page.locator(".assistant details .text")).to_have_text("The weather is needed.")
-    page.fill(".call textarea", "sunny")
-    page.click(".call button")
-    expect(page.locator(".assistant .text").last).to_have_text("It is sunny.")
-    assert bodies[0]["tools"] == [tool]
-    assert bodies[1]["messages"][1:] == [
-        {"role": "assistant", "content": None, "reasoning": "The weather is needed.", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
-    ]
-
-
-@needs_browser
-def test_a_required_call_of_the_real_model(page: Page) -> None:
-    tool = {
-        "name": "set_volume",
-        "parameters": {"type": "object", "properties": {"level": {"const": 3}}, "required": ["level"]},
-    }
-    option(page, "tools", json.dumps([tool]))
-    page.select_option("#option-tool_choice", "required")
-    ask(page, "Set the volume to 3.")
-    expect(page.locator(".call b").first).to_have_text("set_volume")
-    expect(page.locator(".assistant .after")).to_contain_text("tool_calls")
-    page.select_option("#option-tool_choice", "none")
-    for field in page.locator(".call textarea").all():
-        field.fill("done")
-        field.press("Enter")
-    expect(page.locator(".assistant .after").nth(1)).to_contain_text("tokens")
+        page.click("#to-chat")
+        expect(page.locator("select#model")).to_have_value("second")
 
 
 @needs_browser
@@ -349,8 +215,6 @@ def test_a_gateway_with_keys_asks_for_one(tmp_path: Path) -> None:
             page.click("#key-dialog button[value=use]")
             if notice:
                 expect(page.locator("#notice")).to_contain_text(notice)
-                ask(page, "What is the capital of France?")
-                expect(page.locator(".assistant .text")).to_contain_text("Paris")
         expect(page.locator("#readiness")).to_have_text("ready")
         expect(page.locator("#notice")).to_be_hidden()
         assert page.evaluate("() => Object.values(sessionStorage)") == [admin]

@@ -117,7 +117,9 @@ def test_answers_of_one_client_are_bounded(gateway: Gateway) -> None:
 def own_address() -> str | None:
     """An address of this machine that is not the loopback's."""
     addresses = [each for found in psutil.net_if_addrs().values() for each in found]
-    return next((each.address for each in addresses if each.family is socket.AF_INET and each.address[:4] != "127."), None)
+    return next(
+        (each.address for each in addresses if each.family is socket.AF_INET and each.address[:4] != "127."), None
+    )
 
 
 @pytest.fixture(scope="module")

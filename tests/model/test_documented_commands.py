@@ -53,6 +53,7 @@ NOT_RUN = {
     ),
     r"python -m uma_trio\.training all .*": "trains a model on a GPU",
     r"python docs/pictures\.py": "changes the pictures of the checkout; tests/model/test_pictures.py runs it",
+    r"(mkdir -p build/axe-core && npm|tar xzf build/axe-core).*": "downloads what tests/gateway/test_chat_page.py runs",
     r".*jupyter execute --inplace .*": (
         "changes the notebooks of the checkout; tests/model/test_notebook.py runs them"
     ),

@@ -33,10 +33,11 @@ def test_a_picture_is_a_recording(library, tmp_path, name, texts):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(find_chromium() is None, reason="needs Chromium: apt-get install chromium")
-def test_the_picture_of_the_dashboard_is_small(library, tmp_path):
-    command = [sys.executable, ROOT / "docs" / "pictures.py", "dashboard", "--out", tmp_path]
+@pytest.mark.parametrize("name", ["dashboard", "chat-page-phone"])
+def test_the_picture_of_a_page_is_small(library, tmp_path, name):
+    command = [sys.executable, ROOT / "docs" / "pictures.py", name, "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    drawn = (tmp_path / "dashboard.png").read_bytes()
+    drawn = (tmp_path / f"{name}.png").read_bytes()
     assert drawn.startswith(b"\x89PNG")
     assert 20_000 < len(drawn) < 200_000

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import httpx
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ACTION_MS = 60_000
@@ -22,20 +22,27 @@ def find_chromium() -> str | None:
 
 
 @contextlib.contextmanager
+def opened_browser() -> Iterator[Browser]:
+    """A browser."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextlib.contextmanager
 def opened_page(*, width: int = 1280, height: int = 800, **options: object) -> Iterator[Page]:
     """An empty page of a browser of its own.
 
     Args:
         options: of playwright's ``new_page``, such as ``color_scheme``.
     """
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
-        try:
-            page = browser.new_page(viewport={"width": width, "height": height}, **options)  # type: ignore[arg-type]
-            page.set_default_timeout(ACTION_MS)
-            yield page
-        finally:
-            browser.close()
+    with opened_browser() as browser:
+        page = browser.new_page(viewport={"width": width, "height": height}, **options)  # type: ignore[arg-type]
+        page.set_default_timeout(ACTION_MS)
+        yield page
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 // What one types before it is sent: the text, attached files, and how many tokens they are. It is kept in the browser.
 
-import { request } from "../dashboard/api.js";
+import { Refused, request } from "../dashboard/api.js";
 import { byId, count, el } from "../dashboard/dom.js";
 import { rootOf } from "./branches.js";
 import { button } from "./message.js";
@@ -40,9 +40,8 @@ export class Composer {
     return `uma-trio draft ${rootOf(this.id)}`;
   }
 
-  /** Show the draft of a conversation. */
-  open(id) {
-    this.id = id;
+  /** Show the draft of the conversation `id`. */
+  open() {
     let kept = {};
     try {
       kept = JSON.parse(localStorage.getItem(this.key)) ?? {};
@@ -110,7 +109,8 @@ export class Composer {
       const much = room && tokens.length > room ? `, more than the ${count(room)} that the model can read` : "";
       byId("tokens").textContent = `${count(tokens.length)} tokens${much}`;
     } catch (error) {
-      if (error.name !== "AbortError") byId("tokens").textContent = `${count(message.length)} characters`;
+      if (error.name === "AbortError") return;
+      byId("tokens").textContent = `${count(message.length)} characters. ${error instanceof Refused ? error.message : ""}`;
     }
   }
 

@@ -25,6 +25,7 @@ export class Conversation {
     this.messages = [];
     this.system = "";
     this.reading = null;
+    this.titles = new Map(); // of conversations whose first answer is running; the daemon has none for them yet
     this.known = new Map(); // messages of other branches, by id and time of last use
     const at = (made) => [...this.place.children].indexOf(made);
     this.acts = {
@@ -47,7 +48,7 @@ export class Conversation {
   async read(id) {
     try {
       const found = await this.post("read", { session_id: id });
-      return { ...found, messages: found.messages ?? [{ role: "assistant", content: found.text }] };
+      return { ...found, messages: found.messages ?? (found.text ? [{ role: "assistant", content: found.text }] : []) };
     } catch (error) {
       if (error.code === "E_SESSION_NOT_FOUND") return null;
       throw error;
@@ -55,7 +56,7 @@ export class Conversation {
   }
 
   moveTo(id) {
-    this.id = id;
+    this.id = this.composer.id = id;
     history.replaceState(null, "", id ? `#${encodeURIComponent(id)}` : location.pathname);
   }
 
@@ -66,7 +67,7 @@ export class Conversation {
     this.setBusy(false);
     const moved = this.id !== id;
     this.moveTo(id);
-    if (moved || !id) this.composer.open(id);
+    if (moved || !id) this.composer.open();
     if (!id) this.show([]);
     const found = id ? await this.read(id) : null;
     if (this.id !== id || this.reading) return;
@@ -139,9 +140,17 @@ export class Conversation {
     await this.ask([this.messages[i]], 1, { continue_final_message: true, constraint: undefined });
   }
 
-  /** Whether messages in place of the `dropped` last ones got an answer. Without one, all is shown as it was before. */
+  /** Whether messages in place of the `dropped` last ones got an answer. Without one, all is as it was before. */
   async ask(messages, dropped = 0, more = {}) {
-    if (!this.id) this.moveTo(newRoot());
+    if (this.id) return this.askHere(messages, dropped, more);
+    const id = newRoot();
+    this.moveTo(id);
+    const ended = await this.askHere(messages, dropped, more);
+    if (!ended && this.id === id) this.moveTo("");
+    return ended;
+  }
+
+  async askHere(messages, dropped, more) {
     const { before, fields } = continuation(this.messages, dropped, this.system);
     const asked = { messages: [...before, ...messages], ...fields, ...this.settings.fields, ...more };
     const body = { session_id: this.id, separate_reasoning: true, progress: true, ...asked, ...this.model() };
@@ -178,6 +187,10 @@ export class Conversation {
     const messages = [...kept, ...asked.messages];
     const begun = asked.continue_final_message ? textOf(messages.pop()) : "";
     this.show(messages, kept.length);
+    if (messages.length === asked.messages.length) {
+      this.titles.set(this.id, textOf(asked.messages.at(-1)).slice(0, 80));
+      this.onChange();
+    }
     const made = emptyArticle("assistant");
     made.setAttribute("aria-busy", "true");
     this.place.append(made);

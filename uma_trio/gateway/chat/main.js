@@ -46,16 +46,17 @@ async function showList() {
   const search = byId("search").value.trim();
   const query = new URLSearchParams({ ...model(), ...(search ? { contains: search } : {}) });
   ({ sessions } = await (await request(`v1/sessions?${query}`)).json());
-  byId("list").replaceChildren(
-    ...conversations(sessions).map((branches) => {
-      const [{ session_id: id, title }] = branches;
-      const isOpen = rootOf(id) === rootOf(open.id);
-      const busy = branches.some((each) => each.busy) ? "… " : "";
-      const button = el("button", { type: "button", "aria-current": String(isOpen) }, busy + (title || id));
-      button.addEventListener("click", () => go(id));
-      return el("li", {}, button);
-    }),
-  );
+  const shown = conversations(sessions).map((branches) => {
+    const [{ session_id: id, title }] = branches;
+    const busy = branches.some((each) => each.busy) ? "… " : "";
+    const current = String(rootOf(id) === rootOf(open.id));
+    const button = el("button", { type: "button", "aria-current": current, "data-id": id }, busy + (title || open.titles.get(id) || "New chat"));
+    button.addEventListener("click", () => go(id));
+    return el("li", {}, button);
+  });
+  const { id: focused } = document.activeElement.closest("#list button")?.dataset ?? {};
+  byId("list").replaceChildren(...shown);
+  if (focused) byId("list").querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
   await open.showBranches(sessions);
 }
 

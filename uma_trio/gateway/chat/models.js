@@ -27,7 +27,8 @@ export async function showModels() {
     return option;
   });
   if (shown.length !== picker.options.length || shown.some((each, i) => each !== picker.options[i])) picker.replaceChildren(...shown);
-  if (options.has(before)) picker.value = before;
+  const wanted = before || new URLSearchParams(location.search).get("model");
+  if (found.some(({ id }) => id === wanted)) picker.value = wanted;
   clearTimeout(showModels.timer);
   if (found.some(({ status }) => status?.value === "loading"))
     showModels.timer = setTimeout(() => showModels().catch(() => {}), WHILE_LOADING_MS);

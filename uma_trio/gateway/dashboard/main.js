@@ -1,7 +1,6 @@
-// The dashboard: a watch of the daemon on the left, a chat on the right.
+// The dashboard: a watch of the daemon.
 
 import { Refused, apiKey, events, request, setApiKey } from "./api.js";
-import { Chat } from "./chat.js";
 import { byId, setText } from "./dom.js";
 import { Figures } from "./figures.js";
 import { Timeline } from "./timeline.js";
@@ -65,9 +64,9 @@ async function follow() {
 }
 
 function whyNoAccess(status) {
-  if (status === 403) return "The live view needs the key of an administrator, which yours is not. The chat works with it.";
+  if (status === 403) return "The live view needs the key of an administrator, which yours is not. The chat page works with it.";
   if (apiKey()) return "Your key is not valid here, or was revoked. The live view needs the key of an administrator.";
-  return "This gateway asks for an API key. The live view needs the key of an administrator; the chat takes any key.";
+  return "This gateway asks for an API key. The live view needs the key of an administrator; the chat page takes any key.";
 }
 
 function lost(text, withKey = false) {
@@ -107,6 +106,6 @@ dialog.addEventListener("close", () => {
   wake();
 });
 
-new Chat({ onKeyNeeded: () => say("This gateway needs an API key.", { withKey: true }) });
+byId("to-chat").href = MODEL ? `chat?model=${encodeURIComponent(MODEL)}` : "chat";
 say("");
 follow();
