@@ -15,6 +15,7 @@ from tests.support.fake_engine import expected_continuation
 from tests.support.serving import Serving, serving
 from uma_trio.client import Eos, Event, ServerError, Token
 from uma_trio.daemon.store.answer_folder import AnswerFolder
+from uma_trio.errors import ModelUnavailable
 
 PROMPT = [byte + 100 for byte in b"hello"]
 ASK: dict[str, Any] = {"prompt": "hello", "max_tokens": 30}
@@ -199,3 +200,63 @@ async def test_a_killed_daemon_changes_no_text(autojump_clock: object, tmp_path:
                 assert numbers(events) == numbers(whole)
                 assert events[: min(n_seen, 30)] == whole[: min(n_seen, 30)], "what a client has seen stays"
                 await harness.settled()
+
+
+async def test_an_answer_that_ends_its_daemons_is_given_up(autojump_clock: object, tmp_path: Path) -> None:
+    """Three daemons find it without a new token."""
+    with folder(tmp_path / "0") as kept:
+        async with serving(answers=kept) as harness, harness.client() as client:
+            await client.detach(id="a", **ASK)
+            shutil.copytree(tmp_path / "0", tmp_path / "1", ignore=shutil.ignore_patterns("lock"))
+    for n in range(1, 4):
+        with folder(tmp_path / str(n)) as kept:
+            async with serving(answers=kept) as harness, harness.client() as client:
+                await trio.sleep(0.001)  # it has noted that it goes on
+                [found] = await client.answers()
+                assert found.state in ("queued", "running")
+                shutil.copytree(tmp_path / str(n), tmp_path / str(n + 1), ignore=shutil.ignore_patterns("lock"))
+    with folder(tmp_path / "4") as kept:
+        async with serving(answers=kept) as harness, harness.client() as client:
+            with pytest.raises(ServerError, match="E_RUNTIME_DECODE"):
+                [event async for event in client.attach("a")]
+
+
+async def test_an_engine_that_cannot_be_started_ends_no_detached_answer(autojump_clock: object) -> None:
+    async with serving() as harness, harness.client() as client:
+        await client.detach(id="a", **ASK)
+        await trio.sleep(0.05)
+        harness.scheduler._fail_everything(ModelUnavailable("no memory"))
+        harness.scheduler._refusal = None
+        assert text(await attached(harness, "a")) == text_of(expected_continuation(PROMPT, 30))
+
+
+async def test_ended_answers_make_room_for_new_ones(autojump_clock: object, tmp_path: Path) -> None:
+    with folder(tmp_path) as kept:
+        async with serving(answers=kept, detached_max_mb=1) as harness:
+            for n in range(30):
+                async with harness.client() as client:
+                    await client.detach(id=str(n), client_state="x" * 100_000, **ASK)
+                await attached(harness, str(n))
+            async with harness.client() as client:
+                left = [each.answer_id for each in await client.answers()]
+            assert left == [str(n) for n in range(29, 29 - len(left), -1)], "the oldest go first"
+            assert 5 <= len(left) <= 10
+            assert len(kept.load()) == len(left)
+
+
+async def test_answers_expire_as_sessions_do(autojump_clock: object, tmp_path: Path) -> None:
+    now = [1000.0]
+    with folder(tmp_path) as kept:
+        async with serving(answers=kept, session_ttl_s=100) as harness:
+            harness.server.detached._clock = lambda: now[0]
+            async with harness.client() as client:
+                await client.detach(id="a", **ASK)
+            await attached(harness, "a")
+            now[0] += 99
+            await trio.sleep(61)
+            async with harness.client() as client:
+                assert len(await client.answers()) == 1
+            now[0] += 2
+            await trio.sleep(61)
+            async with harness.client() as client:
+                assert await client.answers() == []
