@@ -11,16 +11,20 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import trio
 
 import llama_abi
 from tests.support.pictures import drawn, jpeg_header, png
 from tests.support.projectors import projector_file
+from uma_trio.daemon.prompts import pictures as pictures_of_daemon
+from uma_trio.daemon.prompts.media import Picture
+from uma_trio.daemon.prompts.pictures import open_pictures
 from uma_trio.encoder import encoder as module
 from uma_trio.encoder.__main__ import upright
 from uma_trio.encoder.encoder import Projector, SandboxedEncoder
 from uma_trio.encoder.media_file import Refused
 from uma_trio.engine_link.media import PLACEHOLDER
-from uma_trio.errors import ModelUnavailable
+from uma_trio.errors import ContextTooSmall, ModelUnavailable
 
 MODEL = Path(__file__).parents[2] / "uma_trio" / "models" / "embedded" / "embedded.gguf"
 PHOTO = Path(__file__).parents[2] / "build" / "llama.cpp" / "tools" / "mtmd" / "test-1.jpeg"
@@ -40,7 +44,7 @@ def encoder(projector: Projector) -> Iterator[SandboxedEncoder]:
 
 def child_of(encoder: SandboxedEncoder) -> psutil.Process:
     encoder.encode(png(drawn(0)))
-    [child] = [each for each in psutil.Process().children() if "uma_trio.encoder" in each.cmdline()]
+    [child] = children()
     return child
 
 
@@ -167,3 +171,38 @@ def test_pictures_are_turned_as_exif_says() -> None:
     }
     for orientation, pixels in stored.items():
         assert np.array_equal(upright(pixels, orientation), seen), orientation
+
+
+async def test_the_process_ends_when_it_is_idle_and_the_next_picture_starts_it(
+    projector: Projector, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures_of_daemon, "IDLE_S", 0.0)
+    others = children()
+    with open_pictures(projector, max_tokens=100) as pictures:
+        nursery.start_soon(pictures.run)
+        [first] = await pictures.encode([Picture(png(drawn(1)), "")], principal="a")
+        with trio.fail_after(60):
+            while children() != others:
+                await trio.sleep(0.01)
+        assert await pictures.encode([Picture(png(drawn(1)), "")], principal="b") == [first]
+        assert children() == others
+        [other] = await pictures.encode([Picture(png(drawn(2)), "")], principal="b")
+        assert len(other.tokens) == 16
+
+
+async def test_what_is_kept_and_what_a_request_may_have_is_bounded(
+    projector: Projector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (Picture(png(drawn(n)), f"messages[{n}]") for n in range(2))
+    monkeypatch.setattr(pictures_of_daemon, "MAX_KEPT", 1)
+    with open_pictures(projector, max_tokens=32) as pictures:
+        [first, second] = await pictures.encode([one, two], principal="a")
+        assert await pictures.encode([two], principal="a") == [second]
+        assert await pictures.encode([one], principal="a") != [first]
+        assert first.rows.read(0, 16).any(), "a request that has it still reads it"
+        with pytest.raises(ContextTooSmall, match="the first 3 of 4 pictures have 48 tokens"):
+            await pictures.encode([one, two, one, Picture(b"never looked at", "")], principal="a")
+
+
+def children() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "uma_trio.encoder" in each.cmdline()]

@@ -296,6 +296,17 @@ def test_what_is_loaded_with_a_model_needs_room_as_well():
     )
 
 
+def test_the_projector_needs_room_where_pictures_are_encoded():
+    see = Companions(projector_bytes=900 * MIB)
+    settings = config.Model(ctx=4096)
+    for gpus, at in (([8 * GIB], 1), ([], 0)):
+        alone = fit(a_model(), settings, memories(64 * GIB, gpus), compute)
+        found = fit(a_model(), settings, memories(64 * GIB, gpus), compute, companions=see)
+        assert found.needs[at] - alone.needs[at] == see.projector_bytes
+    with pytest.raises(DoesNotFit):
+        fit(a_model(), settings, memories(5 * GIB, []), compute, companions=Companions(projector_bytes=3 * GIB))
+
+
 def test_a_draft_model_that_does_not_fit_is_refused_with_its_model():
     with pytest.raises(DoesNotFit):
         fit(a_model(), config.Model(), memories(5 * GIB, []), compute, companions=Companions(draft=a_model(32, 100)))

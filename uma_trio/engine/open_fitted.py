@@ -57,6 +57,8 @@ WEIGHT_OF_NEW: Final = 0.5
 LOAD_ERRORS: Final = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall, ContextTooLarge, PlacementError)
 """What opening an engine raises: about the model, or about the library."""
 
+ENCODING_BYTES: Final = 256 << 20
+"""What the encoder of pictures takes besides the projector's weights: a large picture, and compute buffers."""
 RAM: Final = "RAM"
 
 
@@ -187,7 +189,11 @@ def choose(
         llama_abi.LlamaError: llama.cpp refuses the file.
     """
     settings, environment = start.settings, environment_of(where, start.target_itl_ms)
-    companions = Companions(draft=start.draft_sizes, adapter_bytes=sum([file.size_bytes for file in start.adapters]))
+    companions = Companions(
+        draft=start.draft_sizes,
+        adapter_bytes=sum([file.size_bytes for file in start.adapters]),
+        projector_bytes=0 if start.projector is None else start.projector.stat().st_size + ENCODING_BYTES,
+    )
     fitted = functools.partial(
         fit,
         sizes,
