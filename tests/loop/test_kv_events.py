@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -14,75 +13,12 @@ import zmq
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine
-from tests.support.kv_subscriber import Blocks, Rebuilt, held_by
+from tests.support.kv_subscriber import HERE, PATIENCE_S, Blocks, Rebuilt, held_by, publishing_to
 from tests.support.profile import amount
 from tests.support.state_files import MemoryFiles
 from uma_trio.config import load
 from uma_trio.daemon.kv_events import publisher as publishing
 from uma_trio.daemon.kv_events.publisher import KvEventPublisher, KvEventsError, kv_events
-
-HERE = "tcp://127.0.0.1:0"
-PATIENCE_S = 60
-
-
-class Subscriber:
-    """Receives what is published, in a thread of the test.
-
-    Args:
-        loses: whether the message with this number is lost.
-    """
-
-    def __init__(self, publisher: KvEventPublisher, loses=lambda number: False) -> None:
-        self.known, self._loses, self._context = Rebuilt(), loses, zmq.Context()
-        self.replays = 0
-        address, replay = publisher.addresses
-        self._sub = self._context.socket(zmq.SUB)
-        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
-        self._sub.connect(address)
-        self._replay = self._context.socket(zmq.DEALER)
-        self._replay.connect(replay)
-
-    def receive_until(self, expected: Blocks) -> None:
-        """Receive messages until they lead to ``expected``."""
-        until = time.monotonic() + PATIENCE_S
-        while self.known.next_number is None or self.known.blocks != expected:
-            assert time.monotonic() < until, (self.known.blocks - expected, expected - self.known.blocks)
-            if self._sub.poll(50):
-                topic, number, payload = self._sub.recv_multipart()
-                assert topic == b""
-                if not self._loses(int.from_bytes(number, "big")):
-                    self._receive(int.from_bytes(number, "big"), payload)
-            else:
-                self._ask(self.known.next_number or 0)  # the last ones may be among those that it lost
-
-    def _receive(self, number: int, payload: bytes) -> None:
-        if self.known.receive(number, payload):
-            self._ask(self.known.next_number or 0)
-
-    def _ask(self, start: int) -> None:
-        self.replays += 1
-        self._replay.send_multipart([b"", start.to_bytes(8, "big")])
-        while True:
-            assert self._replay.poll(1e3 * PATIENCE_S)
-            _, number, payload = self._replay.recv_multipart()
-            if not payload:
-                assert number == b"\xff" * 8
-                return
-            assert not self.known.receive(int.from_bytes(number, "big"), payload), "a replay leads to the current state"
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
-@contextmanager
-def publishing_to(*, loses=lambda number: False) -> Iterator[tuple[KvEventPublisher, Subscriber]]:
-    publisher = KvEventPublisher(HERE, HERE)
-    subscriber = Subscriber(publisher, loses)
-    try:
-        yield publisher, subscriber
-    finally:
-        subscriber.close()
-        publisher.close()
 
 
 @asynccontextmanager

@@ -244,6 +244,8 @@ def kv_events(config: Config) -> Iterator[KvEventPublisher | None]:
         if address is not None:
             check_address(flag, address, exposed=listen.kv_events_exposed)
     publisher = KvEventPublisher(listen.kv_events, listen.kv_events_replay)
+    own, replay = publisher.addresses
+    log.info("KV events", address=own, replay=replay)
     try:
         yield publisher
     finally:
