@@ -63,7 +63,7 @@ def command(file: Path, output: Path | None, errors: Path | None, at_a_time: int
         click.echo("stopped; the same command goes on with the rows that are left", err=True)
         sys.exit(INTERRUPTED)
     if n_failed:
-        click.echo(f"{n_failed:,} rows have errors: {errors}", err=True)
+        click.echo(f"errors of rows: {errors}", err=True)
         sys.exit(FAILED)
 
 
