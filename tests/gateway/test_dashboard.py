@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,9 +23,9 @@ from uma_trio.models.packaged import EMBEDDED
 
 pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
-from tests.support.browser import ACTION_MS, find_chromium, load, opened_page
+from tests.support.browser import ACTION_MS, find_chromium, load, opened_browser
 
 needs_browser = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium: apt-get install chromium")
 
@@ -32,10 +34,25 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 expect.set_options(timeout=ACTION_MS)
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One browser for all tests of this file; each test has a context of its own in it."""
+    with opened_browser() as browser:
+        yield browser
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, **options: Any) -> Iterator[Page]:
+    """An empty page in a context of its own."""
+    with browser.new_context(**options) as context:
+        context.set_default_timeout(ACTION_MS)
+        yield context.new_page()
+
+
 @pytest.fixture
-def page(gateway: Gateway) -> Iterator[Page]:
+def page(gateway: Gateway, browser: Browser) -> Iterator[Page]:
     """The dashboard.  At the end there must have been no error, and no request to somewhere else."""
-    with opened_page() as page:
+    with opened(browser) as page:
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
@@ -142,10 +159,10 @@ def test_hostile_names_stay_text(page: Page, gateway: Gateway) -> None:
 
 
 @needs_browser
-def test_it_goes_on_after_kills_and_counts_them() -> None:
+def test_it_goes_on_after_kills_and_counts_them(browser: Browser) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    with real_daemon("--http", "0") as daemon, opened_page() as page:
+    with real_daemon("--http", "0") as daemon, opened(browser) as page:
         page.goto(daemon.http_url())
         expect(page.locator("#readiness")).to_have_text("ready")
         os.kill(daemon.metrics()["gateway"]["pid"], signal.SIGKILL)
@@ -157,11 +174,11 @@ def test_it_goes_on_after_kills_and_counts_them() -> None:
 
 
 @needs_browser
-def test_several_models_have_links_and_checks_of_their_own(tmp_path: Path) -> None:
+def test_several_models_have_links_and_checks_of_their_own(browser: Browser, tmp_path: Path) -> None:
     second = tmp_path / "second.gguf"
     second.write_bytes(EMBEDDED.read_bytes())
     flags = ("--model", "embedded", "--model", str(second), "--ctx", "2048", "--parallel", "2", "--http", "0")
-    with real_daemon(*flags, folder=tmp_path) as daemon, opened_page() as page:
+    with real_daemon(*flags, folder=tmp_path) as daemon, opened(browser) as page:
         page.goto(daemon.http_url())
         expect(page.locator("#readiness")).to_have_text("ready")
         expect(page.locator("#model")).to_have_text("embedded · second")
@@ -174,8 +191,8 @@ def test_several_models_have_links_and_checks_of_their_own(tmp_path: Path) -> No
 
 @needs_browser
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
-def test_nothing_is_wider_than_the_window(gateway: Gateway, width: int, height: int) -> None:
-    with opened_page(width=width, height=height) as page, load(gateway.url, 2):
+def test_nothing_is_wider_than_the_window(gateway: Gateway, browser: Browser, width: int, height: int) -> None:
+    with opened(browser, viewport={"width": width, "height": height}) as page, load(gateway.url, 2):
         page.goto(gateway.url)
         expect(page.locator("#sequences")).to_contain_text("decode")
         assert page.evaluate("() => document.documentElement.scrollWidth") <= width
@@ -187,7 +204,7 @@ def test_nothing_is_wider_than_the_window(gateway: Gateway, width: int, height: 
 
 
 @needs_browser
-def test_a_gateway_with_keys_asks_for_one(tmp_path: Path) -> None:
+def test_a_gateway_with_keys_asks_for_one(browser: Browser, tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
     file = tmp_path / "keys.yaml"
@@ -198,7 +215,7 @@ def test_a_gateway_with_keys_asks_for_one(tmp_path: Path) -> None:
         return result.stdout.strip()
 
     admin, alice = create("ops", "--admin"), create("alice")
-    with real_daemon("--http", "0", "--http-keys", str(file)) as daemon, opened_page() as page:
+    with real_daemon("--http", "0", "--http-keys", str(file)) as daemon, opened(browser) as page:
         gateway = Gateway.of(daemon)
         with gateway.http() as client:
             assert client.get("/v1/watch").status_code == 401

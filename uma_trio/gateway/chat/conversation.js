@@ -245,6 +245,21 @@ export class Conversation {
     finish(this.place.lastChild, message, this.acts, figures);
     this.say(answer.hasEnded ? "The answer is complete" : "Stopped");
     this.onChange();
+    if (!answer.hasEnded) this.onRefused(() => this.readEnd());
+  }
+
+  /** A stopped answer is in its session a moment later, and may have some words more than have arrived here. */
+  async readEnd() {
+    const { id, messages } = this;
+    for (let i = 0; i < BUSY_RETRIES; i++) {
+      await pause(RETRY_MS / 4);
+      const found = await this.read(id);
+      if (this.id !== id || this.messages !== messages || this.reading) return;
+      if (found === null || found.session.busy) continue;
+      if (found.messages.length === messages.length) this.show(found.messages, messages.length - 1);
+      this.onChange();
+      return;
+    }
   }
 
   async giveUp(before, answer, refusal, asked) {
