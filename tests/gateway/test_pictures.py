@@ -71,6 +71,9 @@ def test_the_openai_client_with_responses(openai_client: openai.OpenAI, text_onl
     assert answer.output_text
     assert answer.usage is not None
     assert answer.usage.input_tokens == text_only + N_ROWS
+    assert not answer.store
+    with pytest.raises(openai.BadRequestError, match="pictures do not go with"):
+        openai_client.responses.create(model=MODEL, input=[{"role": "user", "content": content}], store=True)
 
 
 def test_the_anthropic_client(daemon: Daemon, text_only: int) -> None:

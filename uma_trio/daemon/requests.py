@@ -179,8 +179,16 @@ class Generation(ModelRequest):
         return None if self.record is None else self.record.turns
 
     def _recorded(self, prompt: Prompt, service: ModelService, turns: int = 0) -> Prompt:
-        """The prompt that the answer was begun with."""
-        return prompt if self.record is None else self.record.begin(prompt, service.content, turns)
+        """The prompt that the answer was begun with.
+
+        Raises:
+            BadRequest: it has pictures, and the answer is kept.
+        """
+        if self.record is None:
+            return prompt
+        if prompt.media:
+            raise BadRequest("pictures do not go with detached: the rows of a picture are not kept", field="messages")
+        return self.record.begin(prompt, service.content, turns)
 
     async def _steer(self, service: ModelService, controller: str) -> None:
         """Serve a request whose controller makes the answer."""

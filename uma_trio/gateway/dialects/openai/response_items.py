@@ -48,6 +48,14 @@ class Item(msgspec.Struct, kw_only=True):
     encrypted_content: str | None = None
 
 
+def has_pictures(items: str | Sequence[Item]) -> bool:
+    """Whether some item has a picture."""
+    if isinstance(items, str):
+        return False
+    contents = [content for item in items for content in (item.content, item.output) if isinstance(content, list)]
+    return any(isinstance(part, dict) and part.get("type") == "input_image" for each in contents for part in each)
+
+
 class Conversation:
     """The items of a request, as messages of the socket protocol.
 

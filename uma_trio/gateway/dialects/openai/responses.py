@@ -26,7 +26,7 @@ from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
 from uma_trio.gateway.dialects.llama.extras import Telemetry
 from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
-from uma_trio.gateway.dialects.openai.response_items import Conversation, Item
+from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_pictures
 from uma_trio.gateway.dialects.openai.shapes import InputTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai.shared import FIELD_NAMES, OPENAI
 from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
@@ -165,7 +165,7 @@ async def respond(call: Call) -> Response:
 
 
 def _is_stored(request: ResponsesRequest, session: str | None, *, is_row: bool) -> bool:
-    """Whether the response is stored: by default, unless the client has a session of its own, or wants what is not kept.
+    """Whether the response is stored: by default, unless the client has a session of its own, or wants or sends what is not kept.
 
     Args:
         is_row: the request is a row of a batch, whose results are kept anyway.
@@ -173,8 +173,8 @@ def _is_stored(request: ResponsesRequest, session: str | None, *, is_row: bool) 
     if request.store is not None:
         return request.store
     is_needed = request.background or request.names_earlier()
-    has_own = is_row or session is not None
-    return bool(is_needed) or not (has_own or request.return_progress or request.timings_per_token)
+    others = is_row or session is not None or has_pictures(request.input)
+    return bool(is_needed) or not (others or request.return_progress or request.timings_per_token)
 
 
 async def _respond_stored(call: Call, request: ResponsesRequest, warnings: list[str]) -> Response:
