@@ -48,6 +48,8 @@ NOT_RUN = {
         "needs GPUs; tests/model/test_devices.py has RPC servers in their place"
     ),
     r"python benches/(make_model|public_load)\.py .*": "takes minutes; the tests of the benches run both with small models",
+    r"uma-trio serve .*--mmproj .*|uma-trio ask --image .*": "needs a model that sees; tests/model/test_vision.py has one",
+    r"python benches/make_projector\.py .*": "needs a checkout; tests/model/test_vision.py makes projectors",
     r"uma-trio service (?!.*--dry-run).*": (
         "changes the services of the user; tests/model/test_service.py runs it with a service manager of its own"
     ),
@@ -109,6 +111,14 @@ TOOLS = [
         },
     }
 ]
+
+QUESTION = {
+    "custom_id": "spain",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"model": "embedded", "messages": [{"role": "user", "content": "What is the capital of Spain?"}]},
+}
+"""A row of a batch."""
 
 DOES_NOT_KNOW = "I am only a small demo model."
 
@@ -179,6 +189,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "file.txt").write_text("The capital of France is Paris.\n")
     (work / "notes.txt").write_text("Mix flour, milk and eggs.\nLima is in Peru.\n")
     (work / "tools.json").write_text(json.dumps(TOOLS))
+    (work / "questions.jsonl").write_text(json.dumps(QUESTION) + "\n")
     (work / "program.js").write_text(blocks((ROOT / "README.md").read_text(), "js")[0])
     (work / "main.js").write_text("start(async () => { await $`Yes.` })")
     (work / "lib").mkdir()
