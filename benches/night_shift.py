@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +17,6 @@ from typing import Any, Final
 
 import attrs
 import click
-import httpx
 import trio
 from command import Place, bench, carry_out, csv_option, places, repeat_option
 from comparison import RunsFile
@@ -30,6 +30,11 @@ from uma_trio.demo.recording import percentile
 from uma_trio.demo.temporary_daemon import TemporaryDaemon, temporary_daemon
 from uma_trio.tokenizer.tokenizer import Tokenizer
 from uma_trio.tokenizer.vocabulary import vocabulary
+
+try:
+    import httpx
+except ModuleNotFoundError:
+    sys.exit("night_shift.py needs the package httpx, which the extra dev installs: run ./build_llama.sh --dev")
 
 ALONE, NEXT_TO_BATCH, NEXT_TO_NORMAL, BATCH_ALONE = (
     "alone",

@@ -26,7 +26,6 @@ from typing import Any, Final
 
 import attrs
 import click
-import httpx
 import trio
 from command import bench, carry_out, choices
 from machine import machine
@@ -34,6 +33,11 @@ from report import cell, table
 from rigs import LOG_TAIL, RivalError, free_port
 
 from uma_trio.processes.interpreter import package_environment, python_module
+
+try:
+    import httpx
+except ModuleNotFoundError:
+    sys.exit("scale_out.py needs the package httpx, which the extra dev installs: run ./build_llama.sh --dev")
 
 ENVIRONMENT: Final = Path(__file__).resolve().parent.parent / "build" / "routers"
 HOST: Final = "127.0.0.1"
