@@ -60,7 +60,8 @@ NOT_RUN = {
         "changes the notebooks of the checkout; tests/model/test_notebook.py runs them"
     ),
     r"echo .* \| nc -U lines\.sock": "needs nc, and the daemon of the line before it",
-    r"smg launch .*": "needs smg, which is a program of its own",
+    r"smg launch .*|VLLM_ROUTER_TOKENIZER=.*": "needs a router, which is a program of its own",
+    r"mkdir tokenizer; curl .*": "needs the gateway; tests/gateway/test_curl.py runs curl",
     r"curl .*": "needs the gateway; tests/gateway/test_curl.py runs it",
     r"(?s)(import|from) .*localhost:8080.*": "needs the gateway; tests/gateway/test_clients.py runs it",
     r"build/clients/bin/pip install .*": "installs the clients that tests/gateway/test_clients.py runs",

@@ -19,6 +19,7 @@ from uma_trio.client import Client, open_client
 from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors import listener
 from uma_trio.daemon.kv.offload_index import SavedState
+from uma_trio.daemon.prompts.media import take_pictures
 from uma_trio.daemon.prompts.pairs import PairFormat
 from uma_trio.daemon.prompts.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport
@@ -97,6 +98,9 @@ class FakePrompts(PromptMaker):
     async def make(self, request: Generate, before: History | None = None, *, principal: str) -> Prompt:
         await trio.lowlevel.checkpoint()
         check_prompt_size(request, self.limits)
+        if request.messages is not None and before is not None:
+            messages, _ = take_pictures(before.messages, request.messages)
+            request, before = attrs.evolve(request, messages=messages), History(before.tokens)
         return self._make(request, before)
 
     async def texts(self, request: Embed | Rerank, max_tokens: int, *, principal: str) -> list[TokenIds]:
