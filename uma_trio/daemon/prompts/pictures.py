@@ -84,7 +84,9 @@ class Pictures:
                 found = await in_thread(self._encoder.encode, picture.data, limiter=self._turns.of(principal))
             except Refused as error:
                 raise BadRequest(f"{picture.field}: {error}", field=picture.field) from None
-            self._used_at = trio.current_time()
+            finally:
+                self._used_at = trio.current_time()
+                self._used.set()  # the process may have ended meanwhile, and have been started again for this picture
         self._kept[digest] = found
         while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)  # requests that have it keep its file
