@@ -394,7 +394,7 @@ def _check_window(header: GgufHeader) -> None:
     if window is None:
         return
     if not 0 <= window <= MAX_WINDOW:
-        raise GgufError(f"it claims a sliding window of {window} tokens, more than {MAX_WINDOW}")
+        raise GgufError(f"it claims a sliding window of {window} tokens, not 0 to {MAX_WINDOW}")
     key = f"{header.text('general.architecture')}.attention.sliding_window_pattern"
     exempts_all = header.values.get(key) == 1  # a single n exempts every n-th layer
     pattern = header.numbers(key)[: _integer(header, "block_count")]
