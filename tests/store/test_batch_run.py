@@ -126,3 +126,23 @@ async def test_rows_that_cannot_be_written_are_computed_again_and_no_others(tmp_
     assert (len(answered), len({*answered}), failed) == (12, 12, [])
     again = sent - n_before
     assert again.keys() == {*answered[whole:]}, "those that were written were not sent again"
+
+
+async def test_rows_that_wait_to_be_written_when_that_fails_are_no_errors_of_their_own(tmp_path: Path) -> None:
+    n_answered = 0
+
+    async def answer(row: Row) -> RowResult:
+        nonlocal n_answered
+        n_answered += 1
+        return result(row)
+
+    async def written() -> None:
+        while n_answered <= 2 * AT_A_TIME:  # one is written, some wait in the stream, and some for room in it
+            await trio.sleep(0.001)
+        await trio.testing.wait_all_tasks_blocked()
+        raise OSError(28, "No space left on device")
+
+    with RowFile(tmp_path / "output") as output, RowFile(tmp_path / "errors") as errors:
+        work = Run(rows(12), output, errors, answer, anyio.CapacityLimiter(AT_A_TIME), AT_A_TIME, written)
+        with pytest.RaisesGroup(OSError, flatten_subgroups=True):
+            await work.run()

@@ -58,7 +58,8 @@ class Run:
             RowsError: the input file has changed.
         """
         send, receive = anyio.create_memory_object_stream[RowResult](self.at_a_time)
-        async with anyio.create_task_group() as tasks:
+        # the stream outlives the tasks: if writing fails, those that send are cancelled, and never find it closed
+        async with receive, anyio.create_task_group() as tasks:
             tasks.start_soon(self._write, receive)
             async with send:
                 await self._answer_all(send)
@@ -96,13 +97,12 @@ class Run:
 
     async def _write(self, receive: MemoryObjectReceiveStream[RowResult]) -> None:
         """Write what has come since the last time, with one wait for the disk."""
-        async with receive:
-            async for first in receive:
-                found = [first]
-                while receive.statistics().current_buffer_used:
-                    found.append(receive.receive_nowait())
-                await anyio.to_thread.run_sync(self._append, found)
-                await self.written()
+        async for first in receive:
+            found = [first]
+            while receive.statistics().current_buffer_used:
+                found.append(receive.receive_nowait())
+            await anyio.to_thread.run_sync(self._append, found)
+            await self.written()
 
     def _append(self, found: list[RowResult]) -> None:
         self.output.append({result.custom_id: result.line() for result in found if not result.is_error})
