@@ -248,8 +248,9 @@ class Model:
         "auto",
         "on: all sequences share ctx, and one sequence can use all of it. off: each sequence has ctx / parallel "
         "tokens (per-sequence KV). auto: the faster one. With CUDA, ROCm, MUSA and SYCL that is off; but on, if target_itl_ms "
-        "is below 50, or ctx / parallel below 8192 or the model's smaller training context; with ctx set and parallel at 16 "
-        "or more, below 1024. On other devices it is measured at the first start together with flash_attn; without a measurement it is on with a GPU and off without.",
+        "is below 50, or ctx / parallel below 8192 or the model's smaller training context; with parallel at 16 "
+        "or more and ctx set, by you or by fit, below 1024. On other devices it is measured at the first start together with "
+        "flash_attn; without a measurement it is on with a GPU and off without.",
     )
     flash_attn: Literal["auto", "on", "off"] = setting(
         "auto",

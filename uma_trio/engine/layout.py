@@ -50,8 +50,8 @@ target of 30 ms, a mixed load took 7.3 s with per-sequence KV and 6.3 s with uni
 
 MANY_SEQUENCES: Final = 16
 MANY_SEQUENCES_WINDOW: Final = 1024
-"""Tokens for each sequence from which on per-sequence KV may replace unified KV, if ``ctx`` is set and ``parallel`` is at
-least ``MANY_SEQUENCES``.  With fewer sequences each must have ``DEFAULT_WINDOW``.
+"""Tokens for each sequence from which on per-sequence KV may replace unified KV, if ``ctx`` is set, by the user
+or by ``fit``, and ``parallel`` is at least ``MANY_SEQUENCES``.  With fewer sequences each must have ``DEFAULT_WINDOW``.
 
 Where all cells are scanned, the price of unified KV grows with the number of sequences.  On an H200 with a 7B model, 32
 clients with prompts of 4,000 tokens and answers of 400 took 105 s in a unified cache of 147,456 cells.  llama-server,
@@ -256,8 +256,8 @@ def candidates(
     """The layouts that ``settings`` allow, the default first.
 
     Omits layouts in which a client could do less than in the default.  Per-sequence KV must leave each sequence the
-    tokens that a request has by default, or ``MANY_SEQUENCES_WINDOW``.  Unified KV must not replace per-sequence KV for a model with a sliding
-    window, because in unified KV the sequences of such a model cannot be truncated.
+    tokens that a request has by default, or ``MANY_SEQUENCES_WINDOW``.  Unified KV must not replace per-sequence KV for a
+    model with a sliding window, because in unified KV the sequences of such a model cannot be truncated.
 
     Args:
         windowed: the model has layers with a sliding window.
