@@ -1,4 +1,4 @@
-"""Files that a person names: reads them with a bound, and replaces small ones whole or not at all."""
+"""Files: reads those that a person names with a bound, replaces small ones whole or not at all, brings names to disk."""
 
 from __future__ import annotations
 
@@ -86,3 +86,12 @@ def replace_text(path: Path, text: str, *, new_mode: int = 0o666) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

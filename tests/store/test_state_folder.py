@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from tests.support.crashes import crash_everywhere
 from tests.support.state_files import content_of, fill
 from uma_trio.daemon.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile
+from uma_trio.daemon.store.folder import QUARANTINE_SUFFIX
 from uma_trio.daemon.store.state_folder import (
-    QUARANTINE_SUFFIX,
     SUFFIX,
     CorruptState,
     StateDraft,

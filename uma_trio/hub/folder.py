@@ -25,7 +25,7 @@ from typing import Final, Literal
 import attrs
 import msgspec
 
-from uma_trio.files import read_text, replace_text
+from uma_trio.files import read_text, replace_text, sync_folder
 from uma_trio.hub.errors import AliasFileError, HubError
 from uma_trio.hub.partial import DownloadFolder, DownloadState, read_record
 from uma_trio.hub.variants import group_parts, quantization_of
@@ -271,12 +271,3 @@ def gguf_files(folder: Path) -> dict[str, Path]:
 
 def manifest_path(path: Path) -> Path:
     return path.with_name(path.name + MANIFEST)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -141,9 +141,9 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 
 def _check_parts(parts: Sequence[ContentPart], role: str, place: str) -> None:
     for i, part in enumerate(parts):
-        field, other = f"{place}[{i}]", "data" if part.type == "text" else "text"
-        if getattr(part, "text" if part.type == "text" else "data") is None or getattr(part, other) is not None:
-            has, lacks = ("text", "data") if part.type == "text" else ("data", "text")
+        field = f"{place}[{i}]"
+        has, lacks = ("text", "data") if part.type == "text" else ("data", "text")
+        if getattr(part, has) is None or getattr(part, lacks) is not None:
             raise BadRequest(f"{field}: a part of type {part.type} has {has}, and no {lacks}", field=field)
         if part.type == "image" and role not in ("user", "tool"):
             raise BadRequest(

@@ -317,9 +317,7 @@ class EngineLink:
 
     def _send(self, message: FromDaemon, fds: Sequence[int] = ()) -> None:
         data, own = encode(message), [os.dup(fd) for fd in fds]
-        while (
-            len(own) > MAX_FDS
-        ):  # the system carries so many with a byte, and a message has more bytes than descriptors
+        while len(own) > MAX_FDS:  # a byte can carry so many; a message has more bytes than descriptors
             self._unsent.append((data[:1], own[:MAX_FDS]))
             data, own = data[1:], own[MAX_FDS:]
         self._unsent.append((data, own))

@@ -65,17 +65,13 @@ class HeldPrefixes:
             self._n_changes = self._index.changes
             self._saved = _saved(self._index.states)
         # the list keeps all holders and tokens, so that no new one has the id of an old one
-        self._seen, self._current = (
-            seen,
-            [
-                *[
-                    HeldPrefix(each, each.principal, each.adapters.key, tokens, n * step, is_saved=False)
-                    for each, tokens, n in held
-                    if n
-                ],
-                *self._saved,
-            ],
-        )
+        self._seen = seen
+        self._current = [
+            HeldPrefix(each, each.principal, each.adapters.key, tokens, n * step, is_saved=False)
+            for each, tokens, n in held
+            if n
+        ]
+        self._current += self._saved
         return self._current
 
 

@@ -271,6 +271,6 @@ def check_address(flag: str, address: str, *, exposed: bool) -> None:
         is_loopback = False
     if not is_loopback and not exposed:
         raise KvEventsError(
-            f"{flag} {address}: the events have the tokens of all prompts, and whoever reaches the address may read them: "
-            "use tcp://127.0.0.1:PORT; or add --kv-events-exposed to let other machines read them"
+            f"{flag} {address}: KV events contain the tokens of all prompts, and every machine that reaches this address "
+            "can read them: use tcp://127.0.0.1:PORT, or add --kv-events-exposed to allow that"
         )

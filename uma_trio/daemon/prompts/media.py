@@ -1,7 +1,8 @@
 """Pictures and sound in a prompt: where a chat has them, and which tokens of the prompt are rows of a file.
 
 A chat template sees texts.  So each picture is one character for it, which no client can write; the rendered text is cut
-there.  Pure."""
+there.  Pure.
+"""
 
 from __future__ import annotations
 

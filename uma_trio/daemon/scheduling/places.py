@@ -112,8 +112,8 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
     The principal with the largest share loses a place.  Of its sequences it is that of the lowest class, then the one that
     has the fewest tokens to compute again.
 
-    Requests of class ``background`` take places from their like only.  They give way to all others at once, whoever has
-    sent them, so their places are taken first.
+    A request of class ``background`` takes places from other ``background`` requests only.  Every other request takes the
+    places of ``background`` requests first and at once, also those of its own principal.
 
     Args:
         places: of all running sequences.

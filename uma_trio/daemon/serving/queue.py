@@ -513,14 +513,12 @@ class WaitingQueue:
         """The sequences that could run if there were room."""
         return [each for each in self._sequences if each.sink.has_room]
 
-    def _claim(self, service: Service) -> tuple[Sequence, list[Sequence], float] | None:
-        """The next sequence that takes places, those that it takes them from, and when; ``None`` if nobody waits.
+    def _claim(self, first: Sequence, service: Service) -> tuple[Sequence, list[Sequence], float]:
+        """The next sequence that takes places, mostly ``first``, which is next in line; those that lose them, and when.
 
         A ``background`` request that has waited long goes first, and takes places from nobody.  Then those of other
         classes need not wait for it: places of ``background`` are theirs.
         """
-        if (first := self._first(service)) is None:
-            return None
         victims, due_at = self._running.claim(first, service)
         if not victims and first.priority is Priority.BACKGROUND:
             other = self._first(service, background=False)
@@ -550,8 +548,8 @@ class WaitingQueue:
 
     def preempts_at(self, service: Service) -> float:
         """When a running sequence will lose its place, on trio's clock; infinite if none will."""
-        claim = self._claim(service)
-        return math.inf if claim is None else claim[2]
+        first = self._first(service)
+        return math.inf if first is None else self._claim(first, service)[2]
 
     def admit(self, service: Service, *, may_preempt: bool) -> list[Sequence]:
         """Admit waiting sequences while there is room.
@@ -570,9 +568,7 @@ class WaitingQueue:
         while (first := self._first(service)) is not None:
             if self._place(first):
                 continue
-            claim = self._claim(service)
-            assert claim is not None
-            claimant, victims, due_at = claim
+            claimant, victims, due_at = self._claim(first, service)
             if not may_preempt or due_at > trio.current_time():
                 break
             self._claimant = claimant

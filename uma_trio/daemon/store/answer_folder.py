@@ -16,11 +16,18 @@ import attrs
 
 from uma_trio.daemon.store.answer_log import AnswerLog, decode
 from uma_trio.daemon.store.encoding import DamagedFile
-from uma_trio.daemon.store.folder import TEMPORARY_SUFFIX, PrivateFolder, StoreError, read_up_to, sync, write_all
+from uma_trio.daemon.store.folder import (
+    QUARANTINE_SUFFIX,
+    TEMPORARY_SUFFIX,
+    PrivateFolder,
+    StoreError,
+    read_up_to,
+    sync,
+    write_all,
+)
 from uma_trio.daemon.store.journal_format import SessionKey, file_stem
 
 SUFFIX: Final = ".answer"
-DAMAGED_SUFFIX: Final = ".bad"
 MAX_FILE_BYTES: Final = 1 << 30
 
 
@@ -68,7 +75,7 @@ class AnswerFolder:
                 except (AnswerFolderError, DamagedFile) as error:
                     self.problems.append(f"{file.name}: {error}")
                     if isinstance(error, DamagedFile):
-                        self._folder.rename(file.name, file.name + DAMAGED_SUFFIX)
+                        self._folder.rename(file.name, file.name + QUARANTINE_SUFFIX)
         return found
 
     def create(self, key: SessionKey, data: bytes) -> None:

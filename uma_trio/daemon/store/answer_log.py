@@ -1,7 +1,7 @@
 """The log of one detached answer: what it was asked, its tokens, and the events that clients get.
 
 ===========  =====================================================================================
-``Begin``    the request, and for whom; written before its client hears that it was accepted
+``Begin``    the request and its principal; written before the daemon accepts it
 ``Prompt``   the tokens of the prompt, which a second rendering could make differently
 ``Tokens``   new tokens, with the events that they became; both or none of them survive a crash
 ``Resumed``  a daemon has found the answer without an end, and goes on with it

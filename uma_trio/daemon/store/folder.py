@@ -20,9 +20,13 @@ from typing import Final
 
 import attrs
 
+from uma_trio.files import sync_folder
+
 LOCK: Final = "lock"
 TEMPORARY_SUFFIX: Final = ".tmp"
 """Suffix of files that are being written.  After a crash, such a file is garbage."""
+QUARANTINE_SUFFIX: Final = ".bad"
+"""Suffix of damaged files, which are kept for inspection."""
 
 HINTS: Final = {
     errno.ENOSPC: "free some space, or choose a folder on another disk",
@@ -237,11 +241,7 @@ def _create(path: Path) -> None:
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for each in missing:
-        parent = os.open(each.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+        sync_folder(each.parent)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

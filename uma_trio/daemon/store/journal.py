@@ -24,6 +24,7 @@ import attrs
 
 from uma_trio.daemon.store.encoding import DamagedFile
 from uma_trio.daemon.store.folder import (
+    QUARANTINE_SUFFIX,
     TEMPORARY_SUFFIX,
     FileInfo,
     PrivateFolder,
@@ -44,12 +45,10 @@ from uma_trio.daemon.store.journal_format import (
 )
 
 SUFFIX: Final = ".session"
-QUARANTINE_SUFFIX: Final = ".bad"
-"""Suffix of damaged files.  They are kept for inspection until their session is closed or there are too many."""
 
 MAX_QUARANTINED: Final = 100
 MAX_QUARANTINED_BYTES: Final = 1 << 28
-"""Limits of all quarantined files together; beyond either, the oldest are removed."""
+"""Limits of all damaged files together; beyond either, the oldest are removed.  Those of a session go when it is closed."""
 
 
 class JournalError(StoreError):

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from uma_trio.daemon.store.encoding import DamagedFile, ForeignFile
 from uma_trio.daemon.store.folder import (
+    QUARANTINE_SUFFIX,
     TEMPORARY_SUFFIX,
     PrivateFolder,
     StoreError,
@@ -47,8 +48,6 @@ from uma_trio.daemon.store.state_format import (
 from uma_trio.engine_link.state_pages import HASH_BYTES, PAGE_BYTES, hash_of, n_pages
 
 SUFFIX: Final = ".state"
-QUARANTINE_SUFFIX: Final = ".bad"
-"""Suffix of damaged files.  They are kept for inspection, and are the first to go when room is needed."""
 
 PAGES_PER_READER: Final = 64
 """Fewest pages for which a thread is started.

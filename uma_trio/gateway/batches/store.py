@@ -20,6 +20,7 @@ import msgspec
 import platformdirs
 
 from uma_trio.config import Config
+from uma_trio.files import sync_folder
 
 VERSION: Final = 1
 """SQLite's ``user_version``."""
@@ -167,7 +168,7 @@ class Store:
         with self._transaction() as connection:
             self._check_room(connection, file.owner, file.bytes)
             os.replace(self.upload_path(file.id), self.path(file.id))
-            _sync_folder(self.path(file.id).parent)
+            sync_folder(self.path(file.id).parent)
             _insert_file(connection, file)
 
     def file(self, owner: str, file_id: str) -> StoredFile | None:
@@ -372,11 +373,3 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

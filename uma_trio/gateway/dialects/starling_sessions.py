@@ -1,7 +1,7 @@
 """Sessions in Starling's API: list, read, fork, rename and close them; and answers that go on when their client leaves.
 
-``GET /v1/sessions``, ``POST /v1/session/ACTION``.  Everybody may be the owner of sessions but a client on another machine
-of whom the gateway asks no key: it would read what the user who runs the daemon has said.
+``GET /v1/sessions``, ``POST /v1/session/ACTION``.  A client on another machine needs an API key for all of these.
+Without keys it would get the sessions of the user who runs the daemon, so the gateway refuses it.
 """
 
 from __future__ import annotations
