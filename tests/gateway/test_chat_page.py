@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -14,6 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.gateway.conftest import Gateway
+from tests.support.pictures import drawn, png
+from tests.support.projectors import projector_file
 from tests.support.real_daemon import missing, real_daemon
 from uma_trio.cli import main
 from uma_trio.gateway.pages import CHAT
@@ -73,6 +76,7 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
     wrong: list[str] = []
     context.on("request", lambda made: None if made.url.startswith((url, "blob:")) else wrong.append(made.url))
     context.on("weberror", lambda error: wrong.append(str(error.error)))
+    context.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
     page = context.new_page()
     page.goto(f"{url}/chat")
     expect(page.locator("#model")).to_have_value("embedded")
@@ -430,7 +434,7 @@ def test_files_are_attached_and_their_tokens_counted(page: Page) -> None:
     ]
     page.set_input_files("#files", files)
     expect(page.locator("#attached")).to_contain_text("cities.txt")
-    expect(page.locator("#status")).to_contain_text("x.bin is no text")
+    expect(page.locator("#status")).to_contain_text("x.bin is neither text nor a picture")
     expect(page.locator("#tokens")).to_have_text(re.compile(r"^\d[\d,]* tokens$"))
     page.reload()
     expect(page.locator("#attached li")).to_have_count(1)
@@ -457,6 +461,81 @@ def test_a_megabyte_that_is_pasted_becomes_a_file_and_is_refused_without_a_loss(
     expect(page.locator("#attached")).to_contain_text("1,080,000 characters")
     page.reload()
     expect(page.locator("#attached")).to_contain_text("1,080,000 characters")
+
+
+# -- pictures --
+
+HAND_OVER = """([way, data]) => {
+    const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+    const given = new DataTransfer();
+    given.items.add(new File([bytes], `${way}.png`, { type: "image/png" }));
+    const event = way === "drop"
+        ? new DragEvent("drop", { dataTransfer: given, cancelable: true, bubbles: true })
+        : new ClipboardEvent("paste", { clipboardData: given, cancelable: true, bubbles: true });
+    document.getElementById("prompt").dispatchEvent(event);
+}"""
+COLOUR = "canvas => [...canvas.getContext('2d').getImageData(canvas.width / 2, canvas.height / 2, 1, 1).data]"
+
+
+def filled(colour: tuple[int, int, int], height: int = 40, width: int = 60) -> bytes:
+    """A PNG file of one colour."""
+    pixels = drawn(1, height, width)
+    pixels[:] = colour
+    return png(pixels)
+
+
+def hand_over(page: Page, way: str, picture: bytes) -> None:
+    """Drop or paste a picture."""
+    page.evaluate(HAND_OVER, [way, base64.b64encode(picture).decode()])
+
+
+@pytest.fixture
+def seeing(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+    """The page of a daemon whose model sees pictures."""
+    with real_daemon("--http", "0", "--mmproj", str(projector_file(tmp_path)), folder=tmp_path) as daemon:  # noqa: SIM117
+        with opened(browser, daemon.http_url()) as page:
+            yield page
+
+
+@needs_browser
+def test_pictures_are_sent_kept_and_part_of_branches(seeing: Page) -> None:
+    page, red, blue, large = seeing, filled((255, 0, 0)), filled((0, 0, 255)), png(drawn(1, 700, 2100))
+    hand_over(page, "drop", red)
+    hand_over(page, "paste", blue)
+    expect(page.locator("#attached li")).to_have_text(["drop.png×", "paste.png×"])
+    page.set_input_files("#files", [{"name": "large.png", "mimeType": "image/png", "buffer": large}])
+    expect(page.locator("#attached li")).to_have_count(3)
+    page.reload()
+    expect(page.locator("#attached canvas")).to_have_count(3)
+    [message] = sent(page, "What is on them?")["messages"]
+    *pictures, text = message["content"]
+    assert text == {"type": "text", "text": "What is on them?"}
+    assert [each["type"] for each in pictures] == ["image"] * 3
+    first, second, third = (base64.b64decode(each["data"]) for each in pictures)
+    assert (first, second) == (red, blue)
+    assert third.startswith(b"\xff\xd8")
+    assert len(third) <= 512 * 1024 < len(large)
+    page.reload()
+    shown = page.locator("article.user canvas")
+    expect(shown).to_have_count(3)
+    wait_until(page, "async () => document.querySelector('article canvas').width === 60")
+    assert [shown.nth(i).evaluate(COLOUR) for i in range(2)] == [[255, 0, 0, 255], [0, 0, 255, 255]]
+    last(page, "user").locator("text=Edit").click()
+    page.fill(".edit textarea", "And what is on these?")
+    page.press(".edit textarea", "Enter")
+    expect(page.locator("#status")).to_have_text("The answer is complete")
+    expect(last(page, "user").locator(".text")).to_have_text("And what is on these?")
+    expect(shown).to_have_count(3)
+    expect(page.locator(".switcher")).to_have_text("‹2 of 2›")
+
+
+@needs_browser
+def test_a_model_that_cannot_see_and_what_is_no_picture_say_so(page: Page, seeing: Page) -> None:
+    hand_over(page, "drop", filled((255, 0, 0)))
+    expect(page.locator("#status")).to_contain_text("embedded cannot see pictures. Choose a model that can")
+    expect(page.locator("#attached li")).to_have_count(0)
+    hand_over(seeing, "drop", b"GIF89a, they say")
+    expect(seeing.locator("#status")).to_have_text("drop.png is no picture that this browser can read.")
 
 
 # -- everybody --

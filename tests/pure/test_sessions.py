@@ -20,7 +20,7 @@ from uma_trio.daemon.sessions.trimming import drop_oldest
 from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.errors import BadRequest, SessionBusy, SessionExists, SessionNotFound
 from uma_trio.protocol.answers import SessionInfo
-from uma_trio.protocol.chat import ChatMessage
+from uma_trio.protocol.chat import ChatMessage, ContentPart
 from uma_trio.protocol.messages import parse
 from uma_trio.protocol.queries import SessionQuery
 from uma_trio.protocol.requests import Generate
@@ -215,6 +215,12 @@ def test_a_transcript_has_all_messages_in_parts_of_bounded_size(sizes: list[int]
     for one, other in itertools.pairwise(parts):  # no more parts than needed
         both = [*one.messages, other.messages[0]]
         assert sum(len(message.content) for message in both) + MESSAGE_CHARS * len(both) > PART_CHARS
+
+
+def test_pictures_count_for_the_size_of_a_part() -> None:
+    picture = ContentPart(type="image", data=bytes(PART_CHARS // 2))
+    parts = [*transcript(INFO, [ChatMessage(role="user", content=[picture])] * 3, None, "q")]
+    assert [len(part.messages or ()) for part in parts] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("n", [0, 1, PART_CHARS, PART_CHARS + 1, 3 * PART_CHARS])

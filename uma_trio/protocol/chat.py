@@ -91,6 +91,11 @@ class ChatMessage:
         """How many pictures ``content`` has."""
         return sum(part.type == "image" for part in self.content) if isinstance(self.content, list) else 0
 
+    @property
+    def picture_bytes(self) -> int:
+        """Bytes of the files of its pictures together."""
+        return sum(len(part.data or b"") for part in self.content) if isinstance(self.content, list) else 0
+
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 

@@ -280,6 +280,7 @@ def transcript(
     n_chars = 0
     for message in messages:
         size = MESSAGE_CHARS + len(message.text) + len(message.reasoning or "") + len(str(message.tool_calls or ""))
+        size += message.picture_bytes
         if part and n_chars + size > PART_CHARS:
             yield Transcript(session=info, messages=part, more=True, id=id)
             part, n_chars = [], 0

@@ -1,15 +1,12 @@
 // Branches of conversations. Pure. A branch is a session whose id is that of its root, a tilde, and more.
 
+import { same, textOf } from "./content.js";
+
 export const rootOf = (id) => id.split("~")[0];
 
 const random = () => crypto.getRandomValues(new Uint32Array(3)).join("-");
 export const newRoot = () => `chat-${random()}`;
 export const newBranch = (id) => `${rootOf(id)}~${random()}`;
-
-/** The text of a message. */
-export function textOf({ content }) {
-  return typeof content === "string" ? content : (content ?? []).map((part) => part.text ?? "").join("");
-}
 
 /** Conversations, each with its branches; sessions and conversations are those that were used last first. */
 export function conversations(sessions) {
@@ -21,8 +18,6 @@ export function conversations(sessions) {
   }
   return [...found.values()];
 }
-
-const same = (a, b) => a !== undefined && b !== undefined && a.role === b.role && textOf(a) === textOf(b);
 
 /**
  * For each message the ids of the sessions that have another message in its place after the same beginning, oldest

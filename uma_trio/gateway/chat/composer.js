@@ -3,7 +3,9 @@
 import { Refused, request } from "../dashboard/api.js";
 import { byId, count, el } from "../dashboard/dom.js";
 import { rootOf } from "./branches.js";
+import { contentOf } from "./content.js";
 import { button } from "./message.js";
+import { isPicture, readPicture, thumbnail } from "./pictures.js";
 
 const LARGE_PASTE = 20_000; // characters; more of them become a file
 const MAX_FILE_BYTES = 8 * 1024 * 1024;
@@ -53,9 +55,15 @@ export class Composer {
     this.show();
   }
 
-  /** The message to send; empty if there is none. */
-  get message() {
-    return [...this.files.map(fenced), this.field.value.trim()].filter(Boolean).join("\n\n");
+  /** The text to send, with the files that are text. */
+  get text() {
+    const texts = this.files.filter(({ picture }) => !picture).map(fenced);
+    return [...texts, this.field.value.trim()].filter(Boolean).join("\n\n");
+  }
+
+  /** The content of the message to send; empty if there is none. */
+  get content() {
+    return contentOf(this.text, this.files.flatMap(({ picture }) => picture ?? []));
   }
 
   get draft() {
@@ -89,28 +97,29 @@ export class Composer {
         const remove = button("×", () => this.put({ ...this.draft, files: this.files.filter((each) => each !== file) }), {
           "aria-label": `Remove ${file.name}`,
         });
+        if (file.picture) return el("li", {}, thumbnail(file.picture, file.name), file.name, remove);
         return el("li", {}, `${file.name} · ${count(file.text.length)} characters`, remove);
       }),
     );
     this.counting?.abort();
     clearTimeout(this.timer);
     byId("tokens").textContent = "";
-    const { message } = this;
-    if (message.length >= COUNTED) this.timer = setTimeout(() => this.count(message), COUNT_AFTER_MS);
+    const { text } = this;
+    if (text.length >= COUNTED) this.timer = setTimeout(() => this.count(text), COUNT_AFTER_MS);
   }
 
-  /** Say how many tokens the message is. */
-  async count(message) {
+  /** Say how many tokens a text is. */
+  async count(text) {
     this.counting = new AbortController();
     try {
-      const body = { text: message, add_special: false, parse_special: false, ...this.model() };
+      const body = { text, add_special: false, parse_special: false, ...this.model() };
       const { tokens } = await (await request("v1/tokenize", { body, signal: this.counting.signal })).json();
       const room = this.room();
       const much = room && tokens.length > room ? `, more than the ${count(room)} that the model can read` : "";
       byId("tokens").textContent = `${count(tokens.length)} tokens${much}`;
     } catch (error) {
       if (error.name === "AbortError") return;
-      byId("tokens").textContent = `${count(message.length)} characters. ${error instanceof Refused ? error.message : ""}`;
+      byId("tokens").textContent = `${count(text.length)} characters. ${error instanceof Refused ? error.message : ""}`;
     }
   }
 
@@ -120,8 +129,8 @@ export class Composer {
   }
 
   paste(event) {
-    const files = [...event.clipboardData.files];
     const text = event.clipboardData.getData("text/plain");
+    const files = [...event.clipboardData.files].filter(({ name }) => !text || name !== "image.png"); // a text drawn by Office
     if (!files.length && text.length < LARGE_PASTE) return;
     event.preventDefault();
     if (files.length) this.attach(files);
@@ -130,19 +139,36 @@ export class Composer {
 
   async attach(files) {
     for (const file of files) {
-      const text = file.size > MAX_FILE_BYTES ? null : await readText(file);
-      if (text === null) this.say(`${file.name} is no text, or larger than ${MAX_FILE_BYTES / 1024 / 1024} MiB.`);
-      else this.put({ ...this.draft, files: [...this.files, { name: file.name, text }] });
+      try {
+        const read = isPicture(file) ? { picture: await this.readPicture(file) } : { text: await readText(file) };
+        this.put({ ...this.draft, files: [...this.files, { name: file.name, ...read }] });
+      } catch (error) {
+        this.say(error.message);
+      }
     }
     this.field.focus();
   }
+
+  async readPicture(file) {
+    const [model] = byId("model").selectedOptions;
+    if (model?.dataset.blind === "true")
+      throw new Error(`${model.value} cannot see pictures. Choose a model that can, or give it a projector with --mmproj.`);
+    try {
+      return await readPicture(file);
+    } catch {
+      throw new Error(`${file.name} is no picture that this browser can read.`);
+    }
+  }
 }
 
+/** The text of a file. Throws an error that says why it has none. */
 async function readText(file) {
+  if (file.size > MAX_FILE_BYTES) throw new Error(`${file.name} is larger than ${MAX_FILE_BYTES / 1024 / 1024} MiB.`);
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-    return text.includes("\0") ? null : text;
+    if (!text.includes("\0")) return text;
   } catch {
-    return null;
+    /* not UTF-8 */
   }
+  throw new Error(`${file.name} is neither text nor a picture.`);
 }

@@ -3,7 +3,8 @@
 import { Refused, events, request } from "../dashboard/api.js";
 import { byId } from "../dashboard/dom.js";
 import { Answer } from "./answer.js";
-import { continuation, newBranch, newRoot, rootOf, textOf, variants } from "./branches.js";
+import { continuation, newBranch, newRoot, rootOf, variants } from "./branches.js";
+import { contentOf, picturesOf, textOf } from "./content.js";
 import { article, emptyArticle, finish, showSwitcher } from "./message.js";
 
 const MAX_BRANCHES = 20; // those that are compared, the last used
@@ -29,10 +30,10 @@ export class Conversation {
     this.known = new Map(); // messages of other branches, by id and time of last use
     const at = (made) => [...this.place.children].indexOf(made);
     this.acts = {
-      edit: (made, text) => this.branch(at(made), text),
+      edit: (made, text) => this.branch(at(made), contentOf(text, picturesOf(this.messages[at(made)]))),
       again: (made) => {
         const i = this.messages.findLastIndex(({ role }, j) => role === "user" && j < at(made));
-        if (i >= 0) this.branch(i, textOf(this.messages[i]));
+        if (i >= 0) this.branch(i, this.messages[i].content);
       },
       resume: (made) => this.resume(at(made)),
     };
@@ -112,8 +113,8 @@ export class Conversation {
 
   /** Send what the composer has. */
   async send() {
-    const { message: content, draft } = this.composer;
-    if (!content || this.reading) return;
+    const { content, draft } = this.composer;
+    if (!content.length || this.reading) return;
     this.composer.clear();
     if (!(await this.ask([{ role: "user", content }]))) this.composer.put(draft);
   }

@@ -2,8 +2,9 @@
 
 import { count, el, setText } from "../dashboard/dom.js";
 import { folded, folds } from "./answer.js";
-import { textOf } from "./branches.js";
+import { picturesOf, textOf } from "./content.js";
 import { Growing } from "./markdown.js";
+import { thumbnail } from "./pictures.js";
 
 const LONG = 4000; // characters of a message of the user that are shown at once
 const NAMES = { user: "You", assistant: "Answer", system: "System prompt", tool: "Result of a tool" };
@@ -39,6 +40,8 @@ export function article(message, acts) {
     all.addEventListener("toggle", () => setText(all.lastChild, all.open ? content : ""));
     shown.append(all);
   } else shown.append(content);
+  const pictures = picturesOf(message).map((data, i) => thumbnail(data, `Picture ${i + 1}`));
+  if (pictures.length) made.prepend(el("div", { class: "pictures" }, ...pictures));
   if (message.reasoning) shown.before(folded("Reasoning", message.reasoning));
   for (const call of message.tool_calls ?? []) shown.after(folds(call));
   finish(made, message, acts);

@@ -23,6 +23,7 @@ export async function showModels() {
   const shown = found.map((each) => {
     const option = options.get(each.id) ?? el("option", { value: each.id });
     setText(option, label(each));
+    option.dataset.blind = each.status?.value === "loaded" && !each.capabilities?.includes("vision");
     option.dataset.context = each.context_length ?? "";
     return option;
   });
