@@ -63,23 +63,21 @@ from uma_trio.protocol.events import (
     Embeddings,
     Eos,
     Failure,
-    FinishReason,
     LoadProgress,
     Logprobs,
     PrefillProgress,
     RankedDocument,
     Ranking,
     Reasoning,
-    Timings,
     Token,
     ToolCallDelta,
     UnknownEvent,
-    Usage,
 )
 from uma_trio.protocol.field_errors import did_you_mean
 from uma_trio.protocol.messages import Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.usage import FinishReason, Timings, Usage
 
 __all__ = [
     "Activity",

@@ -39,10 +39,11 @@ from tests.support.real_daemon import Canary, Daemon, missing, real_daemon
 from uma_trio.errors import ProtocolError, all_errors
 from uma_trio.protocol.answers import Metrics
 from uma_trio.protocol.codec import ClientCodec, server_codec
-from uma_trio.protocol.events import Eos, Failure, Timings, Token, Usage
+from uma_trio.protocol.events import Eos, Failure, Token
 from uma_trio.protocol.messages import Event
 from uma_trio.protocol.queries import MetricsQuery
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.usage import Timings, Usage
 
 CODES = frozenset(error.code for error in all_errors())
 SLOW_S = 1.0

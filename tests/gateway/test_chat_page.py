@@ -148,8 +148,12 @@ def test_a_conversation_survives_a_reload_and_appears_in_other_tabs(page: Page, 
     expect(last(page).locator(".text")).to_contain_text("Ada")
     expect(last(page).locator(".figures")).to_contain_text(re.compile(r"tokens/s.*prompt tokens cached"))
     expect(other.locator("article")).to_have_count(4)
+    figures = page.locator(".figures").all_text_contents()
+    assert len(figures) == 2
+    expect(other.locator(".figures")).to_have_text(figures)
     page.reload()
     expect(page.locator("article")).to_have_count(4)
+    expect(page.locator(".figures")).to_have_text(figures)
 
 
 @needs_browser

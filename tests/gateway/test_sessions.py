@@ -125,12 +125,20 @@ def test_in_starlings_api_a_request_continues_its_session_as_over_the_socket(gat
 def test_sessions_are_listed_read_forked_renamed_and_closed(gateway: Gateway) -> None:
     with gateway.http() as client:
         body = {"messages": [QUESTION], "session_id": "made", "stream": False}
-        answer = client.post("/v1/generate", json=body).json()["text"]
+        ended = client.post("/v1/generate", json=body).json()
+        answer = ended["text"]
         read = client.post("/v1/session/read", json={"session_id": "made"}).json()
         assert [(each["role"], each["content"]) for each in read["messages"]] == [
             ("user", QUESTION["content"]),
             ("assistant", answer),
         ]
+        question, reply = (each["generation"] for each in read["messages"])
+        assert question is None
+        assert reply["reason"] == ended["reason"]
+        for kind in ("usage", "timings"):
+            assert {name: value for name, value in reply[kind].items() if value is not None} == ended[kind]
+        again = {**body, "messages": [{**QUESTION, "generation": reply}]}
+        assert client.post("/v1/generate", json=again).status_code == 400
         assert read["session"]["title"] == QUESTION["content"]
         forked = client.post("/v1/session/fork", json={"session_id": "made", "new_id": "copy"})
         assert forked.json()["session"]["session_id"] == "copy"

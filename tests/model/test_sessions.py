@@ -252,9 +252,13 @@ def test_sessions_continue_after_sigterm(library: None, tmp_path: Path, replayed
         for n in range(2):
             assert say(daemon, f"doc {n}", question(n, 0)).ids == replayed[n][0].ids
         assert len(on_disk(state, "sessions", "*.session")) == 2
+        before = sessions(daemon, "read", session_id="doc 0")["messages"]
+        n_tokens = replayed[0][0].last["usage"]["completion_tokens"]
+        assert before[-1]["generation"]["usage"]["completion_tokens"] == n_tokens
     assert len(on_disk(state, "states", "*.state")) == 2, "idle sequences are saved at shutdown"
     with real_daemon(*flags) as daemon:
         assert names(daemon) == ["doc 1", "doc 0"]
+        assert sessions(daemon, "read", session_id="doc 0")["messages"] == before
         for n in range(2):
             answer = say(daemon, f"doc {n}", question(n, 1))
             assert answer.ids == replayed[n][1].ids

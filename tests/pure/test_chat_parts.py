@@ -18,10 +18,11 @@ from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, rende
 from uma_trio.cli.conversation import Conversation, as_fields, as_json, as_markdown
 from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.protocol.events import Eos, Timings, Usage
+from uma_trio.protocol.events import Eos
 from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.messages import parse
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.usage import Timings, Usage
 
 
 def user(text: str) -> dict[str, str]:

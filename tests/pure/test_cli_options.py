@@ -286,7 +286,8 @@ def test_the_request_that_ask_sends() -> None:
 
 def test_several_answers_are_printed_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     from uma_trio.cli import generation
-    from uma_trio.protocol.events import Eos, Timings, Usage
+    from uma_trio.protocol.events import Eos
+    from uma_trio.protocol.usage import Timings, Usage
 
     async def generate(request: object, show: Callable[[Eos], None], *_: object, **__: object) -> Eos:
         usage, timings = Usage(prompt_tokens=1, completion_tokens=1), Timings(queue_ms=0.0, total_ms=1.0)

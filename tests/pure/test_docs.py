@@ -56,10 +56,8 @@ from uma_trio.protocol.events import (
     PrefillProgress,
     Ranking,
     Reasoning,
-    Timings,
     Token,
     ToolCallDelta,
-    Usage,
 )
 from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import parse, to_fields
@@ -86,6 +84,7 @@ from uma_trio.protocol.requests import (
     Rerank,
     Slo,
 )
+from uma_trio.protocol.usage import Timings, Usage
 from uma_trio.telemetry.catalogue import GROUPS, METRICS
 
 DOCS = ROOT / "docs"

@@ -14,7 +14,7 @@ from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import check_admin
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.tenants import Tenant
-from uma_trio.protocol.events import Timings, Usage
+from uma_trio.protocol.usage import Timings, Usage
 
 
 class Memory:

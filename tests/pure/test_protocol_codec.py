@@ -12,12 +12,13 @@ from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson,
 from uma_trio.protocol.answers import Metrics, SessionInfo, Transcript
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.codec import ClientCodec, NewlineCodec, ServerCodec, server_codec
-from uma_trio.protocol.events import Eos, Failure, PrefillProgress, Timings, Token, Usage
+from uma_trio.protocol.events import Eos, Failure, PrefillProgress, Token
 from uma_trio.protocol.framing import frame
 from uma_trio.protocol.messages import ClientMessage, ServerEvent
 from uma_trio.protocol.payload import Encoding, decode, encode, encoding_of
 from uma_trio.protocol.queries import MetricsQuery
 from uma_trio.protocol.requests import NEW_MESSAGE, Cancel, Generate
+from uma_trio.protocol.usage import Timings, Usage
 
 CAP = 1 << 20
 JSON, CBOR = Encoding.JSON, Encoding.CBOR

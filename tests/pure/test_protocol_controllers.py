@@ -21,11 +21,12 @@ from uma_trio.protocol.controllers import (
     Fork,
     StorageWrite,
 )
-from uma_trio.protocol.events import Eos, Failure, Timings, Token, Usage
+from uma_trio.protocol.events import Eos, Failure, Token
 from uma_trio.protocol.messages import ServerEvent, parse, parse_event
 from uma_trio.protocol.parameters import ROWS
 from uma_trio.protocol.payload import Encoding, encoding_of
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.usage import Timings, Usage
 
 MODULE = "0123456789abcdef" * 4
 LEAST = {"id": "r1", "controller": "jsctrl"}

@@ -22,11 +22,9 @@ from uma_trio.protocol.events import (
     Logprobs,
     PrefillProgress,
     Reasoning,
-    Timings,
     Token,
     ToolCallDelta,
     UnknownEvent,
-    Usage,
 )
 from uma_trio.protocol.messages import ServerEvent, parse, parse_event, to_fields
 from uma_trio.protocol.parameters import ROWS, Field, Parameter
@@ -34,6 +32,7 @@ from uma_trio.protocol.payload import Encoding, decode, encode
 from uma_trio.protocol.queries import MetricsQuery, ModelsQuery, TokenizeQuery
 from uma_trio.protocol.requests import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, Cancel, Constraint, Generate, Slo
 from uma_trio.protocol.types import MAX_ERROR_CHARS
+from uma_trio.protocol.usage import Timings, Usage
 
 LEAST = {"id": "r1", "prompt": "x"}
 

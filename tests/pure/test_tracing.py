@@ -14,7 +14,8 @@ from opentelemetry.trace import SpanKind
 
 from uma_trio.gateway.request_logger import EndOfAnswer, RequestRecord
 from uma_trio.gateway.tracing import Tracer
-from uma_trio.protocol.events import Eos, Timings, Usage
+from uma_trio.protocol.events import Eos
+from uma_trio.protocol.usage import Timings, Usage
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECOND = 1_000_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from uma_trio.client import Eos, Event, Reasoning, Token, ToolCall, ToolCallDelta
-from uma_trio.protocol.events import Timings, Usage
+from uma_trio.protocol.usage import Timings, Usage
 
 
 def eos(**fields: Any) -> Eos:

@@ -11,9 +11,10 @@ import trio
 from uma_trio.daemon.requests import Generation
 from uma_trio.daemon.service import ModelService
 from uma_trio.errors import UmaError
-from uma_trio.protocol.events import Eos, Timings, Usage
+from uma_trio.protocol.events import Eos
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.usage import Timings, Usage
 
 TIMINGS = Timings(queue_ms=0.0, ttft_ms=1.0, total_ms=2.0)
 

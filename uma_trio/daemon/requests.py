@@ -26,8 +26,9 @@ from uma_trio.grammar.calls import AnswerShape
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import ModelState
 from uma_trio.protocol.chat import NamedTool
-from uma_trio.protocol.events import Eos, LoadProgress, Timings, Usage
+from uma_trio.protocol.events import Eos, LoadProgress
 from uma_trio.protocol.requests import Constraint, Embed, Generate, Rerank
+from uma_trio.protocol.usage import Timings, Usage
 
 log = structlog.get_logger("uma_trio.daemon.requests")
 

@@ -18,8 +18,9 @@ from uma_trio.errors import ControllerFailed
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.limits import Admission, Limiter
 from uma_trio.gateway.tenants import Tenant
-from uma_trio.protocol.events import Generated, Usage
+from uma_trio.protocol.events import Generated
 from uma_trio.protocol.parameters import MAX_INT32
+from uma_trio.protocol.usage import Usage
 
 BYTES_PER_TOKEN: Final = 3
 """For estimates.  English has about four, and other languages have fewer."""

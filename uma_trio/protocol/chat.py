@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.errors import BadRequest
+from uma_trio.protocol.usage import Generation
 
 MAX_MESSAGES: Final = 1024
 """Messages of a chat, and parts of a message."""
@@ -78,6 +79,8 @@ class ChatMessage:
     """Which call the message answers; only of a tool."""
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """Who speaks; for a tool, its name."""
+    generation: Generation | None = attrs.field(default=None, eq=False)
+    """How the daemon generated the message; only of the assistant.  The model does not see it."""
 
     @property
     def text(self) -> str:
@@ -137,6 +140,9 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         if message.tool_call_id is not None and role != "tool":
             field = f"{place}.tool_call_id"
             raise BadRequest(f"{field}: only messages of role tool have it; this is of role {role}", field=field)
+        if message.generation is not None and role != "assistant":
+            field = f"{place}.generation"
+            raise BadRequest(f"{field}: only messages of the assistant have it; this is of role {role}", field=field)
         for i, call in enumerate(message.tool_calls or ()):
             check_json(call.arguments, f"{place}.tool_calls[{i}].arguments", MAX_TOOL_DEPTH)
         if isinstance(message.content, list):

@@ -3,48 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import attrs
 
 from uma_trio.errors import UmaError
 from uma_trio.protocol.answers import ModelState, SessionInfo
 from uma_trio.protocol.chat import ToolCall
-
-FinishReason = Literal["stop", "length", "tool_calls", "deadlock", "cancelled", "error"]
-
-
-@attrs.frozen(kw_only=True)
-class Usage:
-    """Token counts of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    """Generated tokens, an end-of-generation token included."""
-    cached_tokens: int = 0
-    """Prompt tokens whose KV cache existed already."""
-    dropped_tokens: int = 0
-    """Earlier tokens that were dropped to make the prompt fit; see ``Generate.n_keep``."""
-    reasoning_tokens: int | None = None
-    """Generated tokens of reasoning and its markers, with ``Generate.separate_reasoning``."""
-    sampled_tokens: int | None = None
-    """Generated tokens that the model chose.  This and the next field come with ``Generate.controller``."""
-    inserted_tokens: int | None = None
-    """Generated tokens that the controller chose."""
-
-
-@attrs.frozen(kw_only=True)
-class Timings:
-    """Durations of a request in milliseconds, on the daemon's clock."""
-
-    queue_ms: float
-    """From arrival until the request got a sequence."""
-    ttft_ms: float | None = None
-    """From arrival to the first token; ``None`` without one."""
-    total_ms: float
-    """From arrival to this event."""
-    tokens_per_s: float | None = None
-    """Rate after the first token; ``None`` below two tokens."""
+from uma_trio.protocol.usage import FinishReason, Timings, Usage
 
 
 @attrs.frozen(kw_only=True)

@@ -42,9 +42,10 @@ from uma_trio.errors import (
 )
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import AnswerInfo, AnswerList
-from uma_trio.protocol.events import Eos, Failure, Timings
+from uma_trio.protocol.events import Eos, Failure
 from uma_trio.protocol.queries import AnswersQuery
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.usage import Timings
 
 log = structlog.get_logger("uma_trio.detached")
 

@@ -23,8 +23,9 @@ from uma_trio.engine_link.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInpu
 from uma_trio.errors import DecodeFailed, QueueFull, UmaError
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import HealthCheck
-from uma_trio.protocol.events import Embeddings, Eos, Failure, RankedDocument, Ranking, Timings, Usage
+from uma_trio.protocol.events import Embeddings, Eos, Failure, RankedDocument, Ranking
 from uma_trio.protocol.requests import Embed, Rerank
+from uma_trio.protocol.usage import Timings, Usage
 
 MIN_TOKENS: Final = 16
 """Tokens of a chunk, at least, unless there are fewer."""

@@ -16,7 +16,8 @@ from uma_trio.daemon.serving.step import NewTokens, TokenToBytes
 from uma_trio.engine_link.sampling import TokenLogprobs
 from uma_trio.errors import UmaError
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, StorageWrite
-from uma_trio.protocol.events import FinishReason, Logprob, Logprobs, Reasoning, Token, ToolCallDelta
+from uma_trio.protocol.events import Logprob, Logprobs, Reasoning, Token, ToolCallDelta
+from uma_trio.protocol.usage import FinishReason
 
 MAX_UNSENT_CHARACTERS: Final = 1 << 16
 MAX_UNSENT_WRITES: Final = 256

@@ -69,8 +69,9 @@ from uma_trio.grammar.compiler import Grammar
 from uma_trio.principal import Principal
 from uma_trio.processes.machine import free_memory_bytes
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
-from uma_trio.protocol.events import Failure, FinishReason
+from uma_trio.protocol.events import Failure
 from uma_trio.protocol.requests import Embed, Generate, Rerank
+from uma_trio.protocol.usage import FinishReason
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.serving")

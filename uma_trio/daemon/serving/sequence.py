@@ -32,9 +32,10 @@ from uma_trio.engine_link.sampling import Bias, SamplingParams
 from uma_trio.grammar.compiler import Grammar
 from uma_trio.principal import Principal
 from uma_trio.protocol.chat import ToolCall
-from uma_trio.protocol.events import Eos, FinishReason, Logprobs, PrefillProgress, Timings, Usage
+from uma_trio.protocol.events import Eos, Logprobs, PrefillProgress
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.usage import FinishReason, Timings, Usage
 
 EWMA_WEIGHT: Final = 0.2
 

@@ -18,8 +18,8 @@ from uma_trio.daemon.serving.step import CompletedStep, DraftSource, NewTokens
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.errors import UmaError
-from uma_trio.protocol.events import FinishReason, Timings, Usage
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.usage import FinishReason, Timings, Usage
 from uma_trio.telemetry.metrics import ModelSize, Telemetry, estimate_bytes_moved
 from uma_trio.telemetry.perf_records import PerfSink, RequestRecord, TickRecord
 

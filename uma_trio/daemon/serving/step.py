@@ -37,7 +37,7 @@ from uma_trio.engine_link.messages import (
 from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.errors import ControllerFailed, DecodeFailed, InvalidConstraint, KvFull, UmaError
 from uma_trio.grammar.explain import explain
-from uma_trio.protocol.events import FinishReason
+from uma_trio.protocol.usage import FinishReason
 
 MAX_REMOVED: Final = 16
 """A controller may remove this many tokens for each of ``max_tokens``, in all answers of its request together."""

@@ -31,6 +31,7 @@ from uma_trio.protocol.events import Eos, Failure, Reasoning, Token
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.queries import SessionQuery
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.usage import Generation
 
 log = structlog.get_logger("uma_trio.sessions")
 
@@ -83,10 +84,18 @@ class SessionTurn:
     def reply(self) -> ChatMessage:
         """The answer as a message of the session."""
         reasoning = "".join(self._reasoning)
-        if isinstance(self.last, Eos) and self.last.reasoning is not None:
-            reasoning = self.last.reasoning
-        calls = self.last.tool_calls if isinstance(self.last, Eos) else None
-        return ChatMessage(role="assistant", content=self.text, reasoning=reasoning or None, tool_calls=calls)
+        calls = generation = None
+        if isinstance(self.last, Eos):
+            reasoning = reasoning if self.last.reasoning is None else self.last.reasoning
+            calls = self.last.tool_calls
+            generation = Generation(reason=self.last.reason, usage=self.last.usage, timings=self.last.timings)
+        return ChatMessage(
+            role="assistant",
+            content=self.text,
+            reasoning=reasoning or None,
+            tool_calls=calls,
+            generation=generation,
+        )
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:

@@ -20,7 +20,7 @@ PART_SESSIONS: Final = 64
 """Sessions in one event of a list."""
 PART_CHARS: Final = 1 << 16
 """Characters in one event of a transcript.  A longer message is not divided."""
-MESSAGE_CHARS: Final = 64
+MESSAGE_CHARS: Final = 256
 """What a message without content counts for."""
 TITLE_CHARS: Final = 80
 """Longest title that nobody has given."""

@@ -1,4 +1,4 @@
-// An answer while it arrives: its events become text, folded reasoning, calls and figures. Text is shown once a frame.
+// An answer while it arrives: its events become text, folded reasoning and calls. Text is shown once a frame.
 
 import { count, el } from "../dashboard/dom.js";
 import { Growing } from "./markdown.js";
@@ -7,22 +7,12 @@ export const folded = (title, content) => el("details", {}, el("summary", {}, ti
 
 export const folds = (call) => folded(`Calls ${call.name}`, JSON.stringify(call.arguments, null, 2));
 
-const REASONS = { length: "cut off at the limit of tokens", cancelled: "stopped", stop: "" };
-
-/** What an answer took, for people. */
-export function figures({ usage, timings, reason }) {
-  const speed = timings.tokens_per_s == null ? "" : `${count(timings.tokens_per_s)} tokens/s`;
-  const first = timings.ttft_ms == null ? "" : `first after ${(timings.ttft_ms / 1000).toFixed(1)} s`;
-  const cached = `${count(usage.cached_tokens)} of ${count(usage.prompt_tokens)} prompt tokens cached`;
-  return [`${count(usage.completion_tokens)} tokens`, speed, first, cached, REASONS[reason] ?? reason].filter(Boolean).join(" · ");
-}
-
 export class Answer {
   /** Args: the place of its text, what it begins with, and two functions: for its state, and after it was shown. */
   constructor(element, begun, say, onShown) {
-    Object.assign(this, { element, say, onShown, content: begun, reasoning: "", figures: "", failure: "", calls: [] });
+    Object.assign(this, { element, say, onShown, content: begun, reasoning: "", failure: "", calls: [] });
     this.hasBegun = false;
-    this.hasEnded = false;
+    this.generation = null; // of an answer that has ended
     this.growing = new Growing(element);
     this.frame = null;
     if (begun) this.flush();
@@ -37,9 +27,8 @@ export class Answer {
     else if (name === "reasoning") this.add("Reasoning", () => this.reason(data.text));
     else if (name === "tool_call") this.add("Calling a tool", () => {});
     else if (name === "eos") {
-      this.hasEnded = true;
       this.calls = data.tool_calls ?? [];
-      this.figures = figures(data);
+      this.generation = { reason: data.reason, usage: data.usage, timings: data.timings };
     }
   }
 
@@ -69,6 +58,7 @@ export class Answer {
     const made = { role: "assistant", content: this.content };
     if (this.reasoning) made.reasoning = this.reasoning;
     if (this.calls.length) made.tool_calls = this.calls;
+    if (this.generation) made.generation = this.generation;
     return made;
   }
 }

@@ -231,7 +231,7 @@ export class Conversation {
     this.setBusy(false);
     if (answer) answer.flush();
     if (refusal && !(refusal instanceof Refused) && (wasAccepted || !asked)) return this.comeBack();
-    if (!refusal && !answer?.failure && (answer?.hasBegun || answer?.hasEnded)) {
+    if (!refusal && !answer?.failure && (answer?.hasBegun || answer?.generation)) {
       this.end(answer);
       return true;
     }
@@ -239,14 +239,14 @@ export class Conversation {
   }
 
   end(answer) {
-    const { message, made, figures } = answer;
+    const { message, made } = answer;
     this.messages.push(message);
     made.removeAttribute("aria-busy");
     if (answer.calls.length) made.replaceWith(article(message, this.acts));
-    finish(this.place.lastChild, message, this.acts, figures);
-    this.say(answer.hasEnded ? "The answer is complete" : "Stopped");
+    finish(this.place.lastChild, message, this.acts);
+    this.say(answer.generation ? "The answer is complete" : "Stopped");
     this.onChange();
-    if (!answer.hasEnded) this.onRefused(() => this.readEnd());
+    if (!answer.generation) this.onRefused(() => this.readEnd());
   }
 
   /** A stopped answer is in its session a moment later, and may have some words more than have arrived here. */

@@ -9,6 +9,16 @@ import { thumbnail } from "./pictures.js";
 const LONG = 4000; // characters of a message of the user that are shown at once
 const NAMES = { user: "You", assistant: "Answer", system: "System prompt", tool: "Result of a tool" };
 
+const REASONS = { length: "cut off at the limit of tokens", cancelled: "stopped", stop: "" };
+
+/** What an answer took, for people. */
+function figures({ usage, timings, reason }) {
+  const speed = timings.tokens_per_s == null ? "" : `${count(timings.tokens_per_s)} tokens/s`;
+  const first = timings.ttft_ms == null ? "" : `first after ${(timings.ttft_ms / 1000).toFixed(1)} s`;
+  const cached = `${count(usage.cached_tokens)} of ${count(usage.prompt_tokens)} prompt tokens cached`;
+  return [`${count(usage.completion_tokens)} tokens`, speed, first, cached, REASONS[reason] ?? reason].filter(Boolean).join(" · ");
+}
+
 export function button(label, work, attributes = {}) {
   const made = el("button", { type: "button", class: "quiet", ...attributes }, label);
   made.addEventListener("click", work);
@@ -49,7 +59,7 @@ export function article(message, acts) {
 }
 
 /** Give a message that is complete its buttons. */
-export function finish(made, message, acts, figures = "") {
+export function finish(made, message, acts) {
   const content = textOf(message);
   const actions = el("div", { class: "actions" });
   actions.append(button("Copy", (event) => copy(content, event.target)));
@@ -58,7 +68,7 @@ export function finish(made, message, acts, figures = "") {
     actions.append(button("Try again", () => acts.again(made)));
     if (!message.tool_calls) actions.append(button("Continue", () => acts.resume(made), { class: "quiet resume" }));
   }
-  if (figures) actions.append(el("span", { class: "figures" }, figures));
+  if (message.generation) actions.append(el("span", { class: "figures" }, figures(message.generation)));
   made.querySelector(":scope > .actions")?.remove();
   made.append(actions);
 }

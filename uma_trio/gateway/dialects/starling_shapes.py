@@ -8,7 +8,8 @@ from msgspec import UNSET, UnsetType
 from uma_trio.gateway.dialects.shapes import Object, Warned
 from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.chat import ChatMessage, ToolCall
-from uma_trio.protocol.events import FinishReason, Logprobs, Timings, Usage
+from uma_trio.protocol.events import Logprobs
+from uma_trio.protocol.usage import FinishReason, Timings, Usage
 
 
 class Answer(Warned, kw_only=True):

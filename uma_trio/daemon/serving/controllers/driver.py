@@ -32,7 +32,7 @@ from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import InFlightStep, NewTokens, append_inserted, splice
 from uma_trio.engine_link.messages import SubmittedStep
 from uma_trio.errors import ControllerFailed, ControllerUnavailable, UmaError
-from uma_trio.protocol.events import FinishReason
+from uma_trio.protocol.usage import FinishReason
 from uma_trio.telemetry.measures import RecentValues
 
 MAX_WAIT_S: Final = 0.002

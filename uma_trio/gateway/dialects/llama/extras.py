@@ -16,9 +16,10 @@ import uma_trio
 from uma_trio.client import Eos, Event, ModelDescription, PrefillProgress, Reasoning, Token
 from uma_trio.gateway.dialects.openai.shared import Sampling
 from uma_trio.gateway.endpoint import Call
-from uma_trio.protocol.events import Logprob, Logprobs, Timings, Usage
+from uma_trio.protocol.events import Logprob, Logprobs
 from uma_trio.protocol.parameters import DEFAULT_BREAKERS, PARAMETERS
 from uma_trio.protocol.requests import BANNED
+from uma_trio.protocol.usage import Timings, Usage
 
 STOP_TYPES: Final = {"length": "limit", "stop": "eos"}
 """Finish reasons of the protocol in llama-server's words, unless a stop string has ended the answer."""
