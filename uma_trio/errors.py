@@ -312,6 +312,9 @@ class ShuttingDown(RuntimeFault):
     code = "E_RUNTIME_SHUTDOWN"
     http_status = 503
 
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
+
 
 class InternalError(RuntimeFault):
     """A bug in the daemon; its log has the traceback."""

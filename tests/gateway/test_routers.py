@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -12,7 +15,7 @@ from tokenizers import Tokenizer
 
 import uma_trio
 from tests.gateway.conftest import Gateway
-from tests.support.real_daemon import missing, real_daemon
+from tests.support.real_daemon import free_port, missing, real_daemon
 from uma_trio.gateway.dialects.routers import BLOCK_TOKENS, Loads
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -89,6 +92,53 @@ def test_a_worker_that_drains_says_so_and_finishes_what_runs() -> None:
     assert (refused.status_code, refused.headers["connection"]) == (503, "close")
     assert int(refused.headers["retry-after"]) > 0
     assert (ready.status_code, ready.json()["checks"][0]["name"]) == (503, "draining")
+
+
+def test_a_daemon_that_starts_and_drains_under_load_answers_or_says_when_to_ask_again() -> None:
+    """No other status, such as the 404 of a model that is not known yet; and with a notice, no connection that breaks."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    port, seen, ended = free_port(), Counter[tuple[int, bool]](), threading.Event()
+    begins_to_drain, broken = threading.Event(), list[httpx.TransportError]()
+
+    def load() -> None:
+        body = {"model": "embedded", "prompt": "Once upon a time", "max_tokens": 4}
+        while not ended.is_set():
+            told = begins_to_drain.is_set()
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                try:
+                    answer = client.post("/v1/completions", json=body)
+                except httpx.ConnectError:
+                    """It does not listen yet, or any more."""
+                except httpx.TransportError as error:
+                    broken.append(error)
+                else:
+                    seen[answer.status_code, "retry-after" in answer.headers] += 1
+                    told = told or (answer.status_code == 503 and "shutting down" in answer.text)
+            if told:
+                return
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    with real_daemon("--http", str(port), "--drain-notice-s", "1.5") as daemon:
+        gateway = Gateway.of(daemon)
+        daemon.wait_until(lambda found: found["requests_total"] > 20, "it is busy")
+        began = time.monotonic()
+        daemon.signal(signal.SIGTERM)
+        while httpx.get(f"{gateway.url}/health").status_code == 200:
+            """The signal is on its way."""
+        notice = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": "Once", "max_tokens": 2})
+        begins_to_drain.set()
+        assert daemon.wait() == 0
+        assert 1.4 < time.monotonic() - began < 30
+    ended.set()
+    for thread in threads:
+        thread.join(60)
+    assert (notice.status_code, notice.headers["connection"]) == (200, "close"), "served, but not the next one"
+    assert not broken
+    assert {*seen} <= {(200, False), (503, True)}
+    assert seen[200, False] > 20
 
 
 @pytest.mark.parametrize("header", ["X-Session-Id", "X-SMG-Routing-Key"])

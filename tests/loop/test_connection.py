@@ -13,7 +13,7 @@ import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
-from uma_trio.client import BrokenProtocol, Eos, Metrics, ServerError, Token, open_client
+from uma_trio.client import BrokenProtocol, Eos, Failure, Metrics, ServerError, Token, open_client
 from uma_trio.daemon import server
 from uma_trio.daemon.doors import connection, listener
 from uma_trio.daemon.doors.peers import OWN_PRINCIPAL
@@ -428,6 +428,9 @@ async def test_a_draining_server_completes_requests_and_accepts_no_more(autojump
             await kept.send({"id": "k", "prompt": "hello", "max_tokens": 10, "keep_alive": True})
             await trio.sleep(0.01)
             harness.server.drain()
+            told = await idle.receive()
+            assert isinstance(told, Failure)
+            assert told.code == "E_RUNTIME_SHUTDOWN"
             assert await idle.receive() is None, "idle connections are closed"
             await kept.send({"id": "late", "prompt": "hello"})
             late = await until_closed(kept)

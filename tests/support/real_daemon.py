@@ -65,6 +65,13 @@ def missing() -> str | None:
     return None
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 where nobody listens now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
 @attrs.frozen
 class Answer:
     """The events of one request."""

@@ -208,7 +208,7 @@ def _service(flags: Sequence[str]) -> Service:
     return Service(
         command=[*program, *arguments],
         socket=socket,
-        drain_s=settings.limits.drain_timeout_s,
+        drain_s=settings.limits.drain_notice_s + settings.limits.drain_timeout_s,
         hardened="cuda" not in (stamp.backend, *stamp.plugins),
         serves_http=settings.http.listen is not None,
     )

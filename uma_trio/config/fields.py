@@ -518,6 +518,12 @@ class Limits:
     write_timeout_s: float = setting(
         60.0, "Closes a connection that has data to read and reads nothing for this time.", gt=0, le=1e6
     )
+    drain_notice_s: float = setting(
+        0.0,
+        "How long /health is 503 after SIGTERM before new requests are refused, so that routers stop to send some. Only with http.",
+        ge=0,
+        le=3600,
+    )
     drain_timeout_s: float = setting(
         30.0, "How long running requests may go on after SIGTERM before they are cancelled.", ge=0, le=1e6
     )

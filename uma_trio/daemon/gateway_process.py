@@ -188,7 +188,7 @@ class Gateway:
             self._process.send_signal(signal.SIGHUP)
 
     def drain(self) -> None:
-        """Refuse new requests and say in ``/health`` that the daemon stops; requests that run go on.
+        """Say in ``/health`` that the daemon stops, and refuse new requests after the notice; requests that run go on.
 
         The gateway listens until ``end``, so that routers in front of it get an answer.
         """

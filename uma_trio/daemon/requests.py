@@ -87,7 +87,7 @@ class ModelRequest:
                 ) as service:
                     self._service = service
                     if service.is_draining:
-                        raise ShuttingDown("the server is shutting down")
+                        raise ShuttingDown()
                     self.request = service.with_named_adapter(request)
                     await self._serve(service)
             except trio.Cancelled:
@@ -120,7 +120,7 @@ class ModelRequest:
                 ending = RequestTimeout(f"not done after {limit_s:g} s")
         finally:
             if service.is_draining and not self._scope.cancel_called:
-                ending = ShuttingDown("the server is shutting down")
+                ending = ShuttingDown()
             for answer in answers:
                 cancel(answer, ending)  # does nothing to one that has finished
 

@@ -43,7 +43,7 @@ from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.storage import open_answers
 from uma_trio.daemon.users import stop_when_unlocked
-from uma_trio.errors import ErrorWithRemedy, TooManyConnections, UmaError
+from uma_trio.errors import ErrorWithRemedy, ShuttingDown, TooManyConnections, UmaError
 from uma_trio.hub.environment import find_model_locations
 from uma_trio.processes.large_work import LargeWork
 from uma_trio.protocol.answers import Health, HealthCheck
@@ -90,6 +90,7 @@ class Server:
         self._n_accepted = 0
         self._refused: Counter[str] = Counter()
         self._started_at = time.monotonic()
+        self._leaving = trio.Event()
         self._connection_scope = trio.CancelScope()
         self._listener_scope = trio.CancelScope()
 
@@ -118,7 +119,7 @@ class Server:
     def health(self, id: str | None) -> Health:
         """Whether another request can be served now, and why not.  Never waits for a step of an engine."""
         draining = HealthCheck(
-            name="draining", ok=not self.draining, reason="the server is shutting down" if self.draining else "no"
+            name="draining", ok=not self.draining, reason=str(ShuttingDown()) if self.draining else "no"
         )
         checks = [*self.models.health(), _memory_check(), draining]
         return Health(ready=all(check.ok for check in checks), checks=checks, id=id)
@@ -127,17 +128,26 @@ class Server:
         """Count a refused request or connection."""
         self._refused[error.code] += 1
 
-    async def run(self, sock: socket.socket) -> None:
-        """Serve on the listening ``sock`` until drained or cancelled.  Closes ``sock``."""
+    async def run(self, sock: socket.socket, *, is_passed: bool = False) -> None:
+        """Serve on the listening ``sock`` until drained or cancelled.  Closes ``sock``.
+
+        Args:
+            is_passed: somebody else goes on listening there, and serves the clients that were not accepted.
+        """
         try:
             with sock:
                 async with trio.open_nursery() as answers:
                     await answers.start(self.detached.run)
+                    answers.start_soon(self._drain_after_notice)
                     with self._connection_scope:
                         async with trio.open_nursery() as connections:
-                            with self._listener_scope, sock:
-                                await listener.accept_forever(sock, self._serve_client, connections)
+                            with sock:
+                                with self._listener_scope:
+                                    await listener.accept_forever(sock, self._serve_client, connections)
+                                if not is_passed:
+                                    listener.accept_rest(sock, self._serve_client, connections)
                     self.detached.close()
+                    answers.cancel_scope.cancel()
         finally:
             if self._gateway is not None:
                 self._gateway.end()
@@ -146,6 +156,19 @@ class Server:
             if trio.current_effective_deadline() > -math.inf:  # there was no second signal
                 with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
                     await self.models.save_everything()
+
+    def leave(self) -> None:
+        """Say in ``/health`` that the daemon stops, and drain after ``drain_notice_s``; without HTTP at once.  Does not wait."""
+        if self._gateway is None or not self.limits.drain_notice_s:
+            self.drain()
+            return
+        self._gateway.drain()
+        self._leaving.set()
+
+    async def _drain_after_notice(self) -> None:
+        await self._leaving.wait()
+        await trio.sleep(self.limits.drain_notice_s)
+        self.drain()
 
     def drain(self) -> None:
         """Accept no more connections and requests; running requests have ``drain_timeout_s`` to finish.  Does not wait."""
@@ -165,6 +188,17 @@ class Server:
         """End all requests and engines at once."""
         self.models.stop()
 
+    def _refusal(self, sock: socket.socket) -> UmaError | None:
+        """Why a new connection cannot be served; ``None`` if it can."""
+        if self.draining:
+            return ShuttingDown()
+        if self._may_connect(sock):
+            return None
+        error = TooManyConnections(f"{len(self._connections)} connections are open")
+        default = self.models.loaded()
+        error.retry_after_ms = None if default is None else default.retry_after_ms()
+        return error
+
     def _may_connect(self, sock: socket.socket) -> bool:
         """Whether another connection may be open: one user who opens many leaves half of them to others."""
         principal, n_free = principal_of(sock).name, self.limits.max_connections - len(self._connections)
@@ -179,10 +213,7 @@ class Server:
             chat=self.models.has_chat_template,
         )
         try:
-            if not self._may_connect(sock):
-                error = TooManyConnections(f"{len(self._connections)} connections are open")
-                default = self.models.loaded()
-                error.retry_after_ms = None if default is None else default.retry_after_ms()
+            if (error := self._refusal(sock)) is not None:
                 self.record_refusal(error)
                 sock.send(codec.encode(Failure.of(error)))
                 return
@@ -319,7 +350,7 @@ async def _serve_loaded(
         task_status.started(server)
         if gateway is not None:
             gateway.models_serve()
-        await server.run(sock)
+        await server.run(sock, is_passed=passed is not None)
     log.info("stopped", **{key: server.snapshot().get(key) for key in ("tokens_total", "requests_total", "uptime_s")})
 
 
@@ -402,7 +433,7 @@ class _SignalHandler:
                     timeout_s=self._config.limits.drain_timeout_s,
                 )
                 if self.server is not None:
-                    self.server.drain()
+                    self.server.leave()
 
     async def _write_snapshot(self) -> None:
         if self.server is None:

@@ -105,8 +105,8 @@ def make_app(config: Config) -> ASGIApp:
 
 
 def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], None]]:
-    """Build the application, a function that reads the tenants and what they have used again, and one that makes the
-    application refuse new requests, because the daemon stops.
+    """Build the application, a function that reads the tenants and what they have used again, and one that says that
+    the daemon stops: new requests are refused after the notice.
 
     Raises:
         KeyFileError: the file of tenants cannot be used.
@@ -145,6 +145,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
         ),
         streamed=frozenset((endpoint.method, endpoint.path) for endpoint in endpoints if endpoint.form is not None),
         large_work=large_work,
+        drain_notice_s=config.limits.drain_notice_s,
     )
 
     def read_again() -> None:

@@ -9,6 +9,8 @@ tenants.
 from __future__ import annotations
 
 import ipaddress
+import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -82,8 +84,11 @@ class Guard:
     raw_paths: frozenset[str]
     streamed_bodies: BodyLimits
     streamed: frozenset[tuple[str, str]]
-    is_draining: bool = attrs.field(default=False, init=False)
-    """Whether the daemon stops: every request but those of ``open_paths`` is refused."""
+    drain_notice_s: float = 0.0
+    """How long requests are served after ``drain``."""
+    refuses_at: float = attrs.field(default=math.inf, init=False)
+    """From when on every request but those of ``open_paths`` is refused, on ``now``'s clock."""
+    now: Callable[[], float] = time.monotonic
     large_work: LargeWork = attrs.field(factory=lambda: LargeWork(anyio.Lock(), anyio.sleep))
     """Shared by all requests."""
 
@@ -99,6 +104,8 @@ class Guard:
         state["tenant"] = None
         state["n_tenants"] = None
         state["is_draining"] = self.is_draining
+        if self.is_draining:
+            send = _closing(send)
         is_streamed = (scope["method"], _path(scope)) in self.streamed
         bodies = self.raw_bodies if _path(scope) in self.raw_paths else self.bodies
         body = state["body"] = Body(self.streamed_bodies if is_streamed else bodies, headers, receive)
@@ -118,7 +125,7 @@ class Guard:
             content = b"" if is_streamed else await body.read()
         except HttpError as error:
             response = self.refuse(error, scope)
-            if error.code in (TooManyConnections.code, ShuttingDown.code) or not await body.discard():
+            if error.code == TooManyConnections.code or not await body.discard():
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
@@ -126,12 +133,17 @@ class Guard:
             state["is_large"], state["large_work"] = len(content) > LARGE_BYTES, self.large_work
             await self.app(scope, receive if is_streamed else replayed(content, receive), send)
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether the daemon stops: ``/health`` says so."""
+        return self.refuses_at < math.inf
+
     def drain(self) -> None:
-        """Refuse new requests from now on, because the daemon stops.  Those that run go on."""
-        self.is_draining = True
+        """The daemon stops: say so from now on, and refuse new requests after the notice.  Those that run go on."""
+        self.refuses_at = min(self.refuses_at, self.now() + self.drain_notice_s)
 
     def _check_load(self, scope: Scope) -> None:
-        if self.is_draining and _path(scope) not in self.open_paths:
+        if self.refuses_at <= self.now() and _path(scope) not in self.open_paths:
             raise draining()
         if scope["state"].get("is_overloaded") and _path(scope) not in self.open_paths:
             message = f"too many requests are in flight (http_max_connections); {try_again_in(OVERLOADED_RETRY_MS)}"
@@ -200,8 +212,17 @@ class Guard:
 
 def draining() -> HttpError:
     """The refusal of a gateway whose daemon stops."""
-    message = f"the server is shutting down; {try_again_in(DRAINING_RETRY_MS)}, or ask another one"
+    message = f"{ShuttingDown()}; {try_again_in(DRAINING_RETRY_MS)}, or ask another one"
     return HttpError(ShuttingDown.http_status, ShuttingDown.code, message, retry_after_ms=DRAINING_RETRY_MS)
+
+
+def _closing(send: Send) -> Send:
+    async def send_and_close(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["connection"] = "close"
+        await send(message)
+
+    return send_and_close
 
 
 def _path(scope: Scope) -> str:

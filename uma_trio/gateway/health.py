@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 import uma_trio
+from uma_trio.errors import ShuttingDown
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.shapes import Shape
 from uma_trio.gateway.dialects.starling import STARLING
@@ -50,7 +51,7 @@ async def healthz(call: Call) -> Response:
 async def readyz(call: Call) -> Response:
     """Whether the daemon could serve another request now, with a reason for each condition."""
     if call.is_draining:
-        return _readiness([{"name": "draining", "ok": False, "reason": "the server is shutting down"}])
+        return _readiness([{"name": "draining", "ok": False, "reason": str(ShuttingDown())}])
     try:
         with anyio.fail_after(READY_TIMEOUT_S):
             found = await call.ask(lambda client: client.health())

@@ -253,7 +253,7 @@ class DetachedAnswers:
             ShuttingDown: the daemon is draining.
         """
         if self._is_closed or self._nursery is None:
-            raise ShuttingDown("the server is shutting down")
+            raise ShuttingDown()
         if request.model is not None:
             await self._models.describe(request.model, principal.name)
         seed = self._seed if request.seed is None else request.seed

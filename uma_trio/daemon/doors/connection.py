@@ -25,6 +25,7 @@ from uma_trio.errors import (
     Busy,
     IdleTimeout,
     InternalError,
+    ShuttingDown,
     TruncatedFrame,
     UmaError,
     WriteFailed,
@@ -152,11 +153,15 @@ class Connection:
             self._upload.drop()
 
     def leave(self) -> None:
-        """End the connection as soon as no request is running."""
+        """End the connection as soon as no request is running, because the daemon stops.
+
+        A client without a request is told why: its next one may be on its way.
+        """
         self._leaving = True
         if isinstance(self._running, Watch):  # it has no end of its own
             self._running.cancel()
         if not self.busy:
+            self._outbox.send(Failure.of(ShuttingDown()))
             self._reading.cancel()
 
     # -- reading --------------------------------------------------------------------------------

@@ -190,6 +190,17 @@ def take_passed(environment: MutableMapping[str, str]) -> socket.socket | None:
     return passed
 
 
+def accept_rest(
+    listener: socket.socket, handler: Callable[[socket.socket], Awaitable[None]], nursery: trio.Nursery
+) -> None:
+    """Accept the clients that have connected already, as ``accept_forever`` does.  Does not wait."""
+    with contextlib.suppress(OSError):  # there is none, or the process is out of file descriptors
+        while True:
+            sock, _ = listener.accept()
+            sock.setblocking(False)
+            nursery.start_soon(handler, sock)
+
+
 async def accept_forever(
     listener: socket.socket, handler: Callable[[socket.socket], Awaitable[None]], nursery: trio.Nursery
 ) -> None:

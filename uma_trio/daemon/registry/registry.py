@@ -197,7 +197,7 @@ class ModelRegistry:
                 while True:
                     instance = model.instance
                     if self._draining:
-                        raise ShuttingDown("the server is shutting down")
+                        raise ShuttingDown()
                     if instance is not None and (instance.has_storage or not session):
                         return instance
                     if model.is_removed:

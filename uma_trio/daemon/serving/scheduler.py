@@ -355,7 +355,7 @@ class Scheduler:
 
     def close(self, reason: UmaError | None = None) -> None:
         """Accept no more requests; those that were accepted go on."""
-        self._refusal = reason or ShuttingDown("the server is shutting down")
+        self._refusal = reason or ShuttingDown()
 
     def stop(self) -> None:
         """End all requests and the engine at once; ``run`` serves nothing afterwards."""
@@ -706,7 +706,7 @@ class Scheduler:
     async def _restart_engine(self) -> None:
         """Restart the engine if it has died; where that fails for too long, tell the clients, and go on trying."""
         if self._stopping:
-            self._fail_everything(ShuttingDown("the server is shutting down"))
+            self._fail_everything(ShuttingDown())
             self._stopped = True
             self._idle.set()
             await trio.sleep_forever()
