@@ -155,7 +155,7 @@ class Connection:
     def leave(self) -> None:
         """End the connection as soon as no request is running, because the daemon stops.
 
-        A client without a request is told why: its next one may be on its way.
+        A client without a request gets the reason: its next one may be on its way.
         """
         self._leaving = True
         if isinstance(self._running, Watch):  # it has no end of its own
