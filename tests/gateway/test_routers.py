@@ -104,7 +104,7 @@ def test_a_daemon_that_starts_and_drains_under_load_answers_or_says_when_to_ask_
     def load() -> None:
         body = {"model": "embedded", "prompt": "Once upon a time", "max_tokens": 4}
         while not ended.is_set():
-            told = begins_to_drain.is_set()
+            stops = begins_to_drain.is_set()
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 try:
                     answer = client.post("/v1/completions", json=body)
@@ -114,8 +114,8 @@ def test_a_daemon_that_starts_and_drains_under_load_answers_or_says_when_to_ask_
                     broken.append(error)
                 else:
                     seen[answer.status_code, "retry-after" in answer.headers] += 1
-                    told = told or (answer.status_code == 503 and "shutting down" in answer.text)
-            if told:
+                    stops = stops or (answer.status_code == 503 and "shutting down" in answer.text)
+            if stops:
                 return
 
     threads = [threading.Thread(target=load) for _ in range(4)]

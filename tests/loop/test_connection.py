@@ -428,9 +428,9 @@ async def test_a_draining_server_completes_requests_and_accepts_no_more(autojump
             await kept.send({"id": "k", "prompt": "hello", "max_tokens": 10, "keep_alive": True})
             await trio.sleep(0.01)
             harness.server.drain()
-            told = await idle.receive()
-            assert isinstance(told, Failure)
-            assert told.code == "E_RUNTIME_SHUTDOWN"
+            reason = await idle.receive()
+            assert isinstance(reason, Failure)
+            assert reason.code == "E_RUNTIME_SHUTDOWN"
             assert await idle.receive() is None, "idle connections are closed"
             await kept.send({"id": "late", "prompt": "hello"})
             late = await until_closed(kept)

@@ -46,8 +46,8 @@ def test_the_first_signal_lets_streams_finish(library, tmp_path, number):
             wire.send(id="a", keep_alive=True, prompt="Hello", max_tokens=600, ignore_eos=True)
             assert wire.receive()["event"] == "token"
             daemon.signal(number)
-            told = [each["code"] for each in idle.rest()]
-            assert told == ["E_RUNTIME_SHUTDOWN"], "a connection without a request is closed"
+            codes = [each["code"] for each in idle.rest()]
+            assert codes == ["E_RUNTIME_SHUTDOWN"], "a connection without a request is closed"
             answer = wire.answer()
             assert (answer.reason, len(answer.ids)) == ("length", 599)
             assert wire.rest() == []
