@@ -312,8 +312,8 @@ class ShuttingDown(RuntimeFault):
     code = "E_RUNTIME_SHUTDOWN"
     http_status = 503
 
-    def __init__(self, then: str = "") -> None:
-        super().__init__(f"the server is shutting down; {then}" if then else "the server is shutting down")
+    def __init__(self, message: str = "the server is shutting down") -> None:
+        super().__init__(message)
 
 
 class InternalError(RuntimeFault):

@@ -214,7 +214,7 @@ class DetachedAnswer:
         """
         while self.n_events <= after and self.log.end is None:
             if self._is_closed:
-                raise ShuttingDown("the answer goes on when it is started again")
+                raise ShuttingDown("the server is shutting down; the answer goes on when it is started again")
             await self._changed.wait()
 
     async def wait_for_end(self) -> None:
