@@ -38,6 +38,7 @@ CONTENT_SECURITY_POLICY: Final = "; ".join(
         *(f"{kind}-src 'self'" for kind in ("script", "style", "connect", "img")),
         *(f"{name} 'none'" for name in ("base-uri", "form-action", "frame-ancestors")),
         "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
     )
 )
 """Nothing comes from elsewhere, nothing that is written in the page runs, and text cannot become markup."""

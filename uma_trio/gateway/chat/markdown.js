@@ -1,30 +1,74 @@
-// Markdown to elements. HTML in it is shown as text, pictures become links, and what is made passes DOMPurify.
+// Markdown to elements. No HTML is parsed: text becomes text nodes, HTML in it too, and pictures become links.
 
+import { el } from "../dashboard/dom.js";
 import { Marked } from "./vendor/marked.js";
 
-const escaped = (text) => text.replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
-const marked = new Marked({
-  breaks: true,
-  gfm: true,
-  renderer: {
-    html: ({ text }) => escaped(text),
-    image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`,
-  },
-});
-const TAGS = "a blockquote br code del em h1 h2 h3 h4 h5 h6 hr li ol p pre strong table tbody td th thead tr ul".split(" ");
+const marked = new Marked({ breaks: true, gfm: true });
 
-function fragment(tokens) {
-  const html = marked.parser(tokens);
-  const made = DOMPurify.sanitize(html, { ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ["href", "start", "align"], RETURN_DOM_FRAGMENT: true });
-  for (const link of made.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
-  for (const pre of made.querySelectorAll("pre")) {
-    pre.tabIndex = 0;
-    const copy = Object.assign(document.createElement("button"), { type: "button", className: "quiet copy", textContent: "Copy code" });
-    copy.addEventListener("click", () => navigator.clipboard?.writeText(pre.textContent));
-    pre.before(copy);
-  }
-  return made;
+const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
+const ENTITY = /&(?:#(\d{1,7})|#[xX]([0-9a-fA-F]{1,6})|(amp|lt|gt|quot|apos|nbsp));/g;
+
+function decoded(text) {
+  return text.replace(ENTITY, (whole, decimal, hex, name) => {
+    if (name) return ENTITIES[name];
+    const code = decimal ? Number(decimal) : parseInt(hex, 16);
+    return code > 0 && code <= 0x10ffff ? String.fromCodePoint(code) : whole;
+  });
 }
+
+function link(href, content) {
+  const isSafe = /^(https?:|mailto:)/i.test(href) && URL.canParse(href);
+  return isSafe ? el("a", { href, target: "_blank", rel: "noopener noreferrer" }, ...content) : el("span", {}, ...content);
+}
+
+function code({ text }) {
+  const copy = el("button", { type: "button", class: "quiet copy" }, "Copy code");
+  copy.addEventListener("click", () => navigator.clipboard?.writeText(text));
+  return [copy, el("pre", { tabindex: 0 }, el("code", {}, text))];
+}
+
+function table({ header, rows }) {
+  const row = (cells, tag) =>
+    el("tr", {}, ...cells.map(({ tokens, align }) => el(tag, align ? { class: align } : {}, ...elements(tokens))));
+  return el("table", {}, el("thead", {}, row(header, "th")), el("tbody", {}, ...rows.map((cells) => row(cells, "td"))));
+}
+
+function list({ ordered, start, items }) {
+  const attributes = ordered && start !== 1 ? { start } : {};
+  return el(ordered ? "ol" : "ul", attributes, ...items.map(({ tokens }) => el("li", {}, ...elements(tokens))));
+}
+
+const wrapped = (tag) => ({ tokens }) => el(tag, {}, ...elements(tokens));
+
+/** How each kind of token is shown; a kind that is not here is shown as its source. */
+const SHOWN = {
+  blockquote: wrapped("blockquote"),
+  br: () => el("br"),
+  checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
+  code,
+  codespan: ({ text }) => el("code", {}, text),
+  def: () => [],
+  del: wrapped("del"),
+  em: wrapped("em"),
+  escape: ({ text }) => text,
+  heading: ({ depth, tokens }) => el(`h${depth}`, {}, ...elements(tokens)),
+  hr: () => el("hr"),
+  html: ({ block, text }) => (block ? el("p", {}, text) : text),
+  image: ({ href, text }) => link(href, [text || href]),
+  link: ({ href, tokens }) => link(href, elements(tokens)),
+  list,
+  paragraph: wrapped("p"),
+  space: () => [],
+  strong: wrapped("strong"),
+  table,
+  text: ({ text, tokens }) => (tokens ? elements(tokens) : decoded(text)),
+};
+
+function elements(tokens) {
+  return tokens.flatMap((token) => SHOWN[token.type]?.(token) ?? token.raw);
+}
+
+const DECIDED = 5; // characters from which a block can no longer become a part of the one before it
 
 /** A text that grows. Blocks that are complete are made once; only the last one is made again. */
 export class Growing {
@@ -36,15 +80,25 @@ export class Growing {
 
   /** Show the text so far, of which what was shown before is the beginning. */
   show(text) {
-    const tokens = marked.lexer(text.slice(this.begun.length));
+    const rest = text.slice(this.begun.length);
+    let shown;
+    try {
+      const tokens = marked.lexer(rest);
+      shown = tokens.map((token) => ({ raw: token.raw, nodes: elements([token]) }));
+    } catch (error) {
+      if (!(error instanceof RangeError)) throw error;
+      shown = [{ raw: rest, nodes: [rest] }]; // it is nested too deep
+    }
+    const isDecided = (shown.at(-1)?.raw.trim().length ?? 0) >= DECIDED;
+    const complete = isDecided ? shown.slice(0, -1) : [];
     for (const node of this.last) node.remove();
-    for (const token of tokens.slice(0, -1)) {
-      this.element.append(fragment([token]));
-      this.begun += token.raw;
+    for (const { raw, nodes } of complete) {
+      this.element.append(...nodes);
+      this.begun += raw;
     }
     if (!text.startsWith(this.begun)) this.begun = text.slice(0, this.begun.length); // the lexer has normalized it
-    const end = fragment(tokens.slice(-1));
-    this.last = [...end.childNodes];
-    this.element.append(end);
+    const first = this.element.childNodes.length;
+    this.element.append(...shown.slice(complete.length).flatMap(({ nodes }) => nodes));
+    this.last = [...this.element.childNodes].slice(first);
   }
 }
