@@ -616,6 +616,31 @@ MARKDOWN = {
         '<hr><button type="button" class="quiet copy">Copy code</button><pre tabindex="0"><code>a &lt; b</code></pre>'
     ),
 }
+MATH = {
+    "a $x_1^2$ and \\(\\alpha\\)": (
+        "<p>a <math><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup></math> and <math><mi>α</mi></math></p>"
+    ),
+    "$$\n\\frac{a}{\\sqrt b}\n$$\n\nc": (
+        '<span class="formula" tabindex="0"><math display="block"><mfrac><mi>a</mi><msqrt><mi>b</mi></msqrt></mfrac></math>'
+        "</span><p>c</p>"
+    ),
+    "a\n\\[\n\\begin{matrix} 1 & - \\\\ \\mathbb{R} & \\text{a b} \\end{matrix}\n\\]\nb": (
+        '<p>a</p><span class="formula" tabindex="0"><math display="block"><mtable>'
+        "<mtr><mtd><mn>1</mn></mtd><mtd><mo>−</mo></mtd></mtr>"
+        "<mtr><mtd><mi>ℝ</mi></mtd><mtd><mtext>a&nbsp;b</mtext></mtd></mtr></mtable></math></span><p>b</p>"
+    ),
+    "$5 or $10, 5 $ and `$x$`": "<p>$5 or $10, 5 $ and <code>$x$</code></p>",
+    "$\\sum_{i=1}^n$": (
+        '<p><math><msubsup><mo movablelimits="false">∑</mo><mrow><mi>i</mi><mo>=</mo><mn>1</mn></mrow><mi>n</mi></msubsup>'
+        "</math></p>"
+    ),
+    "$\\href{javascript:a}{b}$ $\\text{<b>}$ $<a>$": (
+        "<p><code>$\\href{javascript:a}{b}$</code> <math><mtext>&lt;b&gt;</mtext></math> "
+        "<math><mrow><mo>&lt;</mo><mi>a</mi><mo>&gt;</mo></mrow></math></p>"
+    ),
+    "$$\na_1": "<code>$$\na_1</code>",
+    f"${'{' * 99}a{'}' * 99}$": f"<p><code>${'{' * 99}a{'}' * 99}$</code></p>",
+}
 SHOWN = """async ([text, step]) => {
     const { Growing } = await import("/chat/markdown.js");
     const place = document.createElement("div");
@@ -628,7 +653,7 @@ SHOWN = """async ([text, step]) => {
 
 @needs_browser
 def test_markdown_becomes_elements(page: Page) -> None:
-    for text, expected in MARKDOWN.items():
+    for text, expected in {**MARKDOWN, **MATH}.items():
         assert page.evaluate(SHOWN, [text, len(text)]).replace("\n</p>", "</p>") == expected
         assert page.evaluate(SHOWN, [text, 1 if len(text) < 1000 else 999]).replace("\n</p>", "</p>") == expected
 

@@ -1,9 +1,11 @@
 // Markdown to elements. No HTML is parsed: text becomes text nodes, HTML in it too, and pictures become links.
 
 import { el } from "../dashboard/dom.js";
+import { formula } from "./math.js";
+import { mathExtensions } from "./math_in_markdown.js";
 import { Marked } from "./vendor/marked.js";
 
-const marked = new Marked({ breaks: true, gfm: true });
+const marked = new Marked({ breaks: true, gfm: true, extensions: mathExtensions });
 
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 const ENTITY = /&(?:#(\d{1,7})|#[xX]([0-9a-fA-F]{1,6})|(amp|lt|gt|quot|apos|nbsp));/g;
@@ -38,6 +40,12 @@ function list({ ordered, start, items }) {
   return el(ordered ? "ol" : "ul", attributes, ...items.map(({ tokens }) => el("li", {}, ...elements(tokens))));
 }
 
+function math({ raw, text, display }) {
+  const made = text && formula(text, display);
+  if (!made) return el("code", {}, raw.trim());
+  return display ? el("span", { class: "formula", tabindex: 0 }, made) : made;
+}
+
 const wrapped = (tag) => ({ tokens }) => el(tag, {}, ...elements(tokens));
 
 /** How each kind of token is shown; a kind that is not here is shown as its source. */
@@ -57,6 +65,7 @@ const SHOWN = {
   image: ({ href, text }) => link(href, [text || href]),
   link: ({ href, tokens }) => link(href, elements(tokens)),
   list,
+  math,
   paragraph: wrapped("p"),
   space: () => [],
   strong: wrapped("strong"),
