@@ -74,6 +74,7 @@ from uma_trio.protocol.events import (
     UnknownEvent,
 )
 from uma_trio.protocol.field_errors import did_you_mean
+from uma_trio.protocol.lease import SessionLease
 from uma_trio.protocol.messages import Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
 from uma_trio.protocol.requests import Generate
@@ -110,6 +111,7 @@ __all__ = [
     "Reasoning",
     "ServerError",
     "SessionInfo",
+    "SessionLease",
     "SessionList",
     "Token",
     "TokenList",
@@ -375,6 +377,16 @@ class Client:
         messages = [message for part in parts for message in part.messages]
         text = None if parts[0].text is None else "".join(part.text or "" for part in parts)
         return attrs.evolve(parts[-1], messages=messages, text=text)
+
+    async def lease(self, action: str, session_id: str, **fields: Any) -> SessionLease:
+        """Ask about or change the lease of a session; ``fields`` are those of a ``LeaseQuery``.  The connection stays open,
+        and claims end with it.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        query = {"type": "lease", "action": action, "session_id": session_id, "keep_alive": True, **fields}
+        return await self._ask(query, SessionLease)
 
     async def tokenize(self, text: str | None = None, *, messages: Messages | None = None, **fields: Any) -> TokenList:
         """Return the tokens of a text, with their positions in it, or those of a chat as a request would prefill it.

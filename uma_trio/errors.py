@@ -254,6 +254,18 @@ class SessionExists(SessionError):
     code = "E_SESSION_EXISTS"
 
 
+class SessionElsewhere(SessionError):
+    """Another daemon has the session, or may have it."""
+
+    code = "E_SESSION_ELSEWHERE"
+
+
+class NotHandedOver(SessionError):
+    """The session cannot be handed over to another daemon now."""
+
+    code = "E_SESSION_NOT_HANDED_OVER"
+
+
 class AnswerError(UmaError):
     """The detached answer is not in a state that allows the request."""
 

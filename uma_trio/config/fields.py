@@ -455,6 +455,19 @@ class Http:
     metrics_compat: Literal["none", "vllm", "llama-server"] = setting(
         "none", "vllm, llama-server: /metrics has the names that dashboards for that program use as well."
     )
+    peers: str = setting(
+        "",
+        "URLs of the other daemons, with commas, between which sessions move, such as http://10.0.0.2:8080. The own one may "
+        "be among them. Needs peers_key.",
+        metavar="URLS",
+    )
+    peers_key: Path | None = setting(
+        None,
+        "File with the secret that all peers share, of 32 characters or more. Only its owner may read it.",
+    )
+    peer_url: str | None = setting(
+        None, "What peers call this daemon in messages to people. If not given, its address.", metavar="URL"
+    )
     otlp_endpoint: str | None = setting(
         None,
         "Send a trace of every HTTP request to this OpenTelemetry collector, such as http://localhost:4318/v1/traces. "

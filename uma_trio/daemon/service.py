@@ -45,6 +45,7 @@ from uma_trio.protocol.answers import (
     bare_name,
 )
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
+from uma_trio.protocol.lease import LeaseQuery, SessionLease
 from uma_trio.protocol.queries import SessionQuery, TokenizeQuery
 from uma_trio.protocol.requests import AdapterChoice, Constraint, Embed, Generate, Rerank
 from uma_trio.telemetry.perf_records import PerfSink
@@ -82,7 +83,7 @@ class ModelService:
         self.runtime: ControllerRuntime | None = runtime
         """Runs controllers; ``None``: this daemon runs none."""
         self.scheduler = Scheduler(model.engine, model.token_to_bytes, config, model.cost, in_thread, runtime)
-        self.sessions = Sessions(config, self.scheduler, model.prompts, in_thread=in_thread)
+        self.sessions = Sessions(config, self.scheduler, model.prompts, content=self.content, in_thread=in_thread)
         self._in_thread = in_thread
         self._checking = FairLimiter(1)
         """One constraint is checked at a time: hostile ones wait for each other, take no more than one thread, and principals
@@ -118,6 +119,21 @@ class ModelService:
             async with self._checking.of(principal.name):
                 grammar = await self._in_thread(grammars.compile, shape)
         return grammar
+
+    async def answer_lease(self, query: LeaseQuery, principal: Principal, owner: object) -> SessionLease:
+        """Ask about or change the lease of a session.
+
+        Args:
+            owner: claims end with ``release_claims`` of it.
+
+        Raises:
+            SessionError: it is not possible.
+        """
+        return await self.sessions.hand_over.answer(query, principal.name, owner)
+
+    def release_claims(self, owner: object) -> None:
+        """End all claims of ``owner``."""
+        self.sessions.hand_over.release(owner)
 
     async def answer_sessions(self, query: SessionQuery, principal: Principal) -> Iterable[SessionList | Transcript]:
         """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.

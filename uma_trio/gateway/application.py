@@ -21,7 +21,16 @@ from uma_trio.gateway import health, metrics, openapi, reference_page
 from uma_trio.gateway.batches.service import BatchService
 from uma_trio.gateway.body import BodyLimits
 from uma_trio.gateway.daemon_client import Daemon
-from uma_trio.gateway.dialects import aici, local_servers, rerank, routers, starling, starling_sessions, tokenizer_file
+from uma_trio.gateway.dialects import (
+    aici,
+    local_servers,
+    peers,
+    rerank,
+    routers,
+    starling,
+    starling_sessions,
+    tokenizer_file,
+)
 from uma_trio.gateway.dialects.anthropic import messages as anthropic_messages
 from uma_trio.gateway.dialects.anthropic.shared import ANTHROPIC, VERSION_HEADER
 from uma_trio.gateway.dialects.llama import endpoints as llama_server
@@ -46,6 +55,7 @@ from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
 from uma_trio.gateway.pages import PAGES, WATCH
+from uma_trio.gateway.peers import Peers
 from uma_trio.gateway.request_logger import HttpMetrics, RequestLogger, Tracer, log
 from uma_trio.gateway.upload import MAX_FORM_BYTES
 from uma_trio.gateway.usage import UsageFile, usage_path
@@ -70,6 +80,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *openai_responses.ENDPOINTS,
     *openai_files.ENDPOINTS,
     *openai_batches.ENDPOINTS,
+    *peers.ENDPOINTS,
     *ollama_generate.ENDPOINTS,
     *ollama_embed.ENDPOINTS,
     *ollama_models.ENDPOINTS,
@@ -111,7 +122,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     Raises:
         KeyFileError: the file of tenants cannot be used.
     """
-    daemon = Daemon(config.listen.socket)
+    daemon = Daemon(config.listen.socket, peers=Peers.of(config))
     endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS), *reference_page.endpoints_of(ENDPOINTS), *PAGES)
     usage = UsageFile(usage_path(config))
     limiter = Limiter(usage, now_ns=time.monotonic_ns, unix_s=time.time, connections=config.limits.max_connections)
@@ -126,6 +137,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     )
     app.state.http_metrics = http_metrics = HttpMetrics()
     app.state.batches = batches
+    app.state.peers = daemon.peers
     app.state.kept_answers = KeptAnswers()
     guard = Guard(
         app,

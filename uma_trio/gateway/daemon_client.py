@@ -36,6 +36,7 @@ from uma_trio.client import (
 )
 from uma_trio.gateway.charging import Account, charged
 from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError, from_client_error
+from uma_trio.gateway.peers import Peers
 from uma_trio.gateway.transport import DaemonStream
 
 REQUESTS_AT_A_TIME: Final = 16
@@ -64,6 +65,8 @@ class Daemon:
     """Who is charged for requests; ``None``: the user who runs the daemon, without limits."""
     slo: Mapping[str, Any] | None = None
     """The field ``slo`` of all requests, which are rows of batches; ``None``: each request has its own."""
+    peers: Peers | None = None
+    """Other daemons, which may have the session of a request."""
     _known: Mapping[bool, KnownModels] = attrs.Factory(lambda: {True: KnownModels(), False: KnownModels()})
     """For tenants, and for the user who runs the daemon, who may name more of them."""
     _snapshots: Snapshots = attrs.Factory(lambda self: Snapshots(self.socket), takes_self=True)
@@ -96,6 +99,15 @@ class Daemon:
         except ClientError as error:
             raise from_client_error(error) from None
 
+    @contextlib.asynccontextmanager
+    async def _at_hand(self, fields: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+        """The request, with its session here if a peer had it; see ``Peers.at_hand``."""
+        if self.peers is None or fields.get("session_id") is None:
+            yield fields
+            return
+        async with self.connect() as client, self.peers.at_hand(client, fields) as found:
+            yield found
+
     async def generate(self, fields: Mapping[str, Any]) -> AsyncIterator[list[Event]]:
         """Send a request and yield its events, those together that have arrived together.
 
@@ -103,8 +115,8 @@ class Daemon:
             HttpError: the daemon cannot be reached or refuses.
         """
         with charged(self.account, self._with_slo(fields), is_streamed=bool(fields.get("stream", True))) as charge:
-            async with self.connect() as client:
-                async for batch in client.generate_batches(**charge.fields):
+            async with self._at_hand(charge.fields) as at_hand, self.connect() as client:
+                async for batch in client.generate_batches(**at_hand):
                     charge.count(batch)
                     yield batch
 
@@ -115,8 +127,8 @@ class Daemon:
             HttpError: the daemon cannot be reached or refuses.
         """
         with charged(self.account, self._with_slo(fields), is_streamed=False) as charge:
-            async with self.connect() as client:
-                ends = await client.choices(**charge.fields)
+            async with self._at_hand(charge.fields) as at_hand, self.connect() as client:
+                ends = await client.choices(**at_hand)
                 charge.count(ends)
                 return ends
 
@@ -130,8 +142,8 @@ class Daemon:
             HttpError: the daemon cannot be reached or refuses.
         """
         with charged(self.account, self._with_slo(fields), is_streamed=False) as charge:
-            async with self.connect() as client:
-                await client.detach(**charge.fields)
+            async with self._at_hand(charge.fields) as at_hand, self.connect() as client:
+                await client.detach(**at_hand)
             charge.count_estimate()
 
     async def attach(self, id: str) -> AsyncIterator[list[Event]]:
@@ -155,8 +167,8 @@ class Daemon:
         """
         has_ended = False
         with charged(self.account, self._with_slo(fields), is_streamed=True) as charge:
-            async with self.connect() as client:
-                await client.detach(**charge.fields, keep_alive=True)
+            async with self._at_hand(charge.fields) as at_hand, self.connect() as client:
+                await client.detach(**at_hand, keep_alive=True)
                 try:
                     async for batch in client.attach_batches(fields["id"]):
                         charge.count(batch)

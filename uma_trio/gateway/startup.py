@@ -10,6 +10,7 @@ from uma_trio.errors import ErrorWithRemedy
 from uma_trio.files import read_text
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.origins import is_loopback
+from uma_trio.gateway.peers import Peers
 from uma_trio.protocol.address import InvalidAddress, http_address
 
 
@@ -28,6 +29,13 @@ def check_http_settings(config: Config) -> None:
         return
     tenants = CurrentTenants(config.http.keys).now()
     _check_tls(config.http)
+    try:
+        Peers.of(config)
+    except ValueError as error:
+        raise HttpSettingsError(
+            str(error),
+            "make a secret with: openssl rand -hex 32 > peers.key; chmod 600 peers.key; copy it to all peers",
+        ) from None
     try:
         host, _ = http_address(config.http.listen)
     except InvalidAddress:  # reported when it is bound

@@ -58,6 +58,7 @@ from uma_trio.protocol.events import (
     UnknownEvent,
 )
 from uma_trio.protocol.field_errors import convert
+from uma_trio.protocol.lease import LeaseQuery, SessionLease
 from uma_trio.protocol.queries import (
     AnswersQuery,
     AttachQuery,
@@ -75,7 +76,16 @@ from uma_trio.protocol.queries import (
 from uma_trio.protocol.requests import Cancel, Embed, Generate, Rerank, parse_generate
 from uma_trio.protocol.types import MAX_NAME_CHARS
 
-Query = MetricsQuery | SessionQuery | AnswersQuery | TokenizeQuery | ModelsQuery | HealthQuery | ControllersQuery
+Query = (
+    MetricsQuery
+    | SessionQuery
+    | LeaseQuery
+    | AnswersQuery
+    | TokenizeQuery
+    | ModelsQuery
+    | HealthQuery
+    | ControllersQuery
+)
 """A question that is answered next to a running request."""
 
 Request = Generate | Embed | Rerank | WatchQuery | AttachQuery
@@ -84,7 +94,18 @@ Request = Generate | Embed | Rerank | WatchQuery | AttachQuery
 ClientMessage = Request | Cancel | Query
 
 
-Answer = Metrics | SessionList | Transcript | AnswerList | TokenList | ModelList | Health | Activity | Controllers
+Answer = (
+    Metrics
+    | SessionList
+    | SessionLease
+    | Transcript
+    | AnswerList
+    | TokenList
+    | ModelList
+    | Health
+    | Activity
+    | Controllers
+)
 """What a query is answered with."""
 
 ControllerEvent = Fork | ControllerOutput | Backtrack
@@ -118,6 +139,7 @@ _EVENT_NAMES: Final = {
     LoadProgress: "loading",
     Metrics: "metrics",
     SessionList: "sessions",
+    SessionLease: "lease",
     Embeddings: "embeddings",
     Ranking: "ranking",
     Transcript: "transcript",
@@ -182,6 +204,8 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return convert(fields, MetricsQuery)
     if kind == "sessions":
         return parse_session_query(fields)
+    if kind == "lease":
+        return convert(fields, LeaseQuery)
     if kind == "answers":
         return parse_answers_query(fields)
     if kind == "attach":
@@ -202,7 +226,7 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return parse_controllers_query(fields)
     if kind not in (None, "generate"):
         raise BadRequest(
-            "type must be 'generate', 'embed', 'rerank', 'attach', 'answers', 'sessions', 'tokenize', 'models', 'health', "
+            "type must be 'generate', 'embed', 'rerank', 'attach', 'answers', 'sessions', 'lease', 'tokenize', 'models', 'health', "
             "'metrics', 'watch' or 'controllers'",
             field="type",
         )

@@ -20,6 +20,7 @@ from uma_trio.daemon.doors.uploads import Upload, Uploads
 from uma_trio.daemon.doors.watch import Watch
 from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.requests import Embedding, Generation, ModelRequest
+from uma_trio.daemon.service import ModelService
 from uma_trio.errors import (
     BadRequest,
     Busy,
@@ -36,6 +37,7 @@ from uma_trio.protocol.answers import AnswerList, Health, Metrics, ModelList
 from uma_trio.protocol.codec import Codec
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.events import Failure
+from uma_trio.protocol.lease import LeaseQuery
 from uma_trio.protocol.messages import ClientMessage, Query, Request, ServerEvent
 from uma_trio.protocol.queries import (
     AnswersQuery,
@@ -115,6 +117,8 @@ class Connection:
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
         self._leaving = False
+        self._claimed_at: set[ModelService] = set()
+        """Where sessions were perhaps claimed."""
 
     def _wake(self) -> None:
         if isinstance(self._running, ModelRequest):
@@ -151,6 +155,8 @@ class Connection:
             self._log.warning("closed the connection of a client that does not read", reason=str(failure))
         finally:
             self._upload.drop()
+            for service in self._claimed_at:
+                service.release_claims(self)
 
     def leave(self) -> None:
         """End the connection as soon as no request is running, because the daemon stops.
@@ -263,6 +269,12 @@ class Connection:
                 async with models.use(query.model, principal.name, session=True) as service:
                     await self._send_each(await service.answer_sessions(query, principal))
                 return
+            case LeaseQuery():
+                if self._principal.name != OWN_PRINCIPAL:
+                    raise BadRequest("only the user who runs the daemon may move sessions")
+                async with models.use(query.model, principal.name, session=True) as service:
+                    self._claimed_at.add(service)
+                    events = [await service.answer_lease(query, principal, self)]
             case AnswersQuery():
                 events = await self._owner.detached.answer_query(query, principal.name)
             case Generate():

@@ -18,13 +18,14 @@ from uma_trio.daemon.prompts.prompt import History, Prompt, PromptMaker, prompt_
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import EventSink
 from uma_trio.daemon.serving.sequence import Sequence as Answer
+from uma_trio.daemon.sessions.hand_over import HandOver
 from uma_trio.daemon.sessions.table import Session, SessionTable, containing, session_list, transcript
 from uma_trio.daemon.sessions.trimming import drop_oldest
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.journal_format import SessionKey
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.prefix import Tokens, common_prefix
-from uma_trio.errors import BadRequest
+from uma_trio.errors import BadRequest, SessionElsewhere
 from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.events import Eos, Failure, Reasoning, Token
@@ -123,6 +124,7 @@ class Sessions:
     """All sessions of one model.  They end with the daemon unless they have a journal; see ``open``.
 
     Args:
+        content: identifies the model.
         clock: returns seconds since 1970.
         monotonic: a clock that nobody can set.
         in_thread: runs a blocking call.
@@ -134,6 +136,7 @@ class Sessions:
         scheduler: Scheduler,
         prompts: PromptMaker,
         *,
+        content: str = "",
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
@@ -148,6 +151,18 @@ class Sessions:
         self._clock = clock
         self._monotonic = monotonic
         self._in_thread = in_thread
+        self.hand_over = HandOver(
+            self._table,
+            content,
+            scheduler.info.n_vocab,
+            self._write,
+            lambda session: self._forget(session.tokens, session.principal),
+            in_thread,
+            clock,
+            monotonic,
+        )
+        """Moves sessions between daemons."""
+        self._has_peers = bool(config.http.peers)
         self.journal_failures = 0
         self._write_failed = trio.Event()
         """Something that the journal should hold is not on disk."""
@@ -159,7 +174,7 @@ class Sessions:
 
         A journal that cannot be read is logged, and there are no sessions of earlier runs.
         """
-        self._journal = journal
+        self._journal = self.hand_over.journal = journal
         try:
             records = await self._in_thread(journal.load)
         except JournalError as error:
@@ -207,11 +222,19 @@ class Sessions:
 
         Raises:
             SessionBusy: another request of the session is running.
+            SessionElsewhere: another daemon has it, or may have it.
             BadRequest: the request does not fit the session's history.
             UmaError: as ``PromptMaker.make``.
         """
         assert request.session_id is not None
-        session = self._table.begin(principal, request.session_id, self._clock())
+        key = SessionKey(principal, request.session_id)
+        lease = self.hand_over.claimed(key)
+        if self._has_peers and lease is None and not request.detached and self._table.find(key) is None:
+            raise SessionElsewhere(
+                f"session {key.id!r} may be at another daemon: begin it over HTTP, where the others are asked",
+                field="session_id",
+            )
+        session = self._table.begin(principal, request.session_id, self._clock(), lease)
         try:
             _check(session, request)
             prompt, history = await self._make_prompt(session, request)
@@ -447,7 +470,7 @@ class Sessions:
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics."""
-        sessions = list(self._table)
+        sessions = [session for session in self._table if session.is_here]
         return {
             "stored": len(sessions),
             "active": sum(session.busy for session in sessions),

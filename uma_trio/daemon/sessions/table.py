@@ -12,9 +12,10 @@ import numpy as np
 
 from uma_trio.daemon.store.journal_format import SessionKey, SessionRecord
 from uma_trio.engine_link.prefix import Tokens, common_prefix
-from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
+from uma_trio.errors import SessionBusy, SessionElsewhere, SessionExists, SessionNotFound
 from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
 from uma_trio.protocol.chat import ChatMessage
+from uma_trio.protocol.lease import OWN, Lease
 
 PART_SESSIONS: Final = 64
 """Sessions in one event of a list."""
@@ -55,6 +56,18 @@ class Session:
     """Whether a request is running."""
     title: str = ""
     """What it was renamed to; empty if it was not."""
+    lease: Lease = OWN
+    """Whether this daemon may write it."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this daemon may write it: it was not given to another one."""
+        return not self.lease.given_to
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether another daemon has got it, so that nothing of it is here."""
+        return not self.is_here and not len(self.tokens)
 
     @property
     def key(self) -> SessionKey:
@@ -76,6 +89,7 @@ class Session:
             tokens=self.tokens,
             messages=tuple(self.messages),
             title=self.title,
+            lease=self.lease,
         )
 
     @classmethod
@@ -92,6 +106,7 @@ class Session:
             turns=record.n_turns,
             turns_on_disk=record.n_turns,
             title=record.title,
+            lease=record.lease,
         )
 
     @property
@@ -151,11 +166,15 @@ class SessionTable:
 
     def of(self, principal: str) -> list[Session]:
         """Return the sessions of ``principal``, most recently used first."""
-        return [session for session in reversed(self._sessions.values()) if session.principal == principal]
+        return [
+            session
+            for session in reversed(self._sessions.values())
+            if session.principal == principal and session.is_here
+        ]
 
     def latest(self, n: int) -> list[Session]:
         """Return the ``n`` most recently used sessions of all principals, in that order."""
-        return list(islice(reversed(self._sessions.values()), n))
+        return list(islice((session for session in reversed(self._sessions.values()) if session.is_here), n))
 
     def find(self, key: SessionKey) -> Session | None:
         """Return a session; ``None`` if it does not exist."""
@@ -166,22 +185,31 @@ class SessionTable:
 
         Raises:
             SessionNotFound: ``principal`` has no session of this name.
+            SessionElsewhere: another daemon has it.
         """
         session = self._sessions.get(SessionKey(principal, name))
         if session is None:
             raise SessionNotFound(f"there is no session {name!r}", field="session_id")
+        if not session.is_here:
+            raise _elsewhere(session)
         return session
 
-    def begin(self, principal: str, name: str, now: float) -> Session:
+    def begin(self, principal: str, name: str, now: float, lease: Lease | None = None) -> Session:
         """Mark a session as busy with a request, and create it if it does not exist.  ``end`` must follow.
+
+        Args:
+            lease: of a new session.
 
         Raises:
             SessionBusy: another request of the session is running.
+            SessionElsewhere: another daemon has it.
         """
         session = self._sessions.get(SessionKey(principal, name))
         if session is None:
-            session = Session(principal, name, now, now)
+            session = Session(principal, name, now, now, lease=lease or OWN)
             self._sessions[session.key] = session
+        if not session.is_here:
+            raise _elsewhere(session)
         if session.busy:
             raise SessionBusy(
                 f"session {name!r} is answering; wait for its eos, or fork it to ask several things at once",
@@ -225,6 +253,7 @@ class SessionTable:
             unused_since=monotonic,
             turns_on_disk=0,
             busy=False,
+            lease=OWN,
         )
         self._sessions[forked.key] = forked
         return forked
@@ -253,6 +282,12 @@ class SessionTable:
             session.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)
             for session in self._sessions.values()
         )
+
+
+def _elsewhere(session: Session) -> SessionElsewhere:
+    return SessionElsewhere(
+        f"session {session.name!r} is at {session.lease.given_to}: ask there, or here over HTTP", field="session_id"
+    )
 
 
 def session_list(sessions: Sequence[Session], id: str | None) -> Iterator[SessionList]:

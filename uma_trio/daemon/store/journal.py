@@ -219,6 +219,11 @@ class Journal:
                 entry.wanted = None
                 self._settle(entry)
 
+    def path_of(self, key: SessionKey) -> Path | None:
+        """Where the session is; ``None`` if it is not on disk."""
+        entry = self._entries.get(key)
+        return None if entry is None or entry.written is None else self._folder.path / entry.name
+
     # -- one file -------------------------------------------------------------------------------
 
     def _new_entry(self, key: SessionKey) -> _Entry:

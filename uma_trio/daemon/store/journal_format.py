@@ -29,6 +29,7 @@ from uma_trio.daemon.store.encoding import (
 from uma_trio.daemon.store.records import HEAD, intact_records, record
 from uma_trio.engine_link.prefix import common_prefix
 from uma_trio.protocol.chat import ChatMessage
+from uma_trio.protocol.lease import OWN, Lease
 
 MARK: Final = b"\xffUJ4"
 """UTF-8 text has no byte 0xFF, and every fourth byte of tokens is zero, so neither contains it."""
@@ -73,6 +74,8 @@ class SessionRecord:
     messages: tuple[ChatMessage, ...] = ()
     title: str = ""
     """What it was renamed to; empty if it was not."""
+    lease: Lease = OWN
+    """Who may write the session, if there are several daemons."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -93,6 +96,7 @@ class Turn:
     keep_messages: Annotated[int, Meta(ge=0)]
     messages: list[ChatMessage]
     title: str = ""
+    lease: Lease = OWN
 
 
 @attrs.frozen(eq=False)
@@ -134,6 +138,7 @@ def encode(session: SessionRecord, before: SessionRecord | None = None) -> bytes
         keep_messages=keep_messages,
         messages=list(session.messages[keep_messages:]),
         title=session.title,
+        lease=session.lease,
     )
     if len(session.tokens) > MAX_TOKENS:
         raise ValueError(f"{len(session.tokens)} tokens exceed the limit of {MAX_TOKENS}")
@@ -177,6 +182,7 @@ def decode(data: bytes | bytearray) -> SessionFile:
             tokens=decode_tokens(tokens),
             messages=tuple(messages),
             title=last.title,
+            lease=last.lease,
         )
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise DamagedFile(f"it contains an invalid record: {error}") from None

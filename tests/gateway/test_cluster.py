@@ -1,0 +1,155 @@
+"""Two daemons between which sessions move."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+import pytest
+
+from tests.gateway.conftest import Gateway
+from tests.support.real_daemon import free_port, missing, real_daemon
+
+SECRET = "0123456789abcdef" * 4
+
+
+@attrs.frozen
+class Cluster:
+    """Two daemons that are each other's peers, and one that is alone."""
+
+    a: Gateway
+    b: Gateway
+    alone: Gateway
+
+
+def key_file(folder: Path, secret: str = SECRET) -> Path:
+    file = folder / "peers.key"
+    file.write_text(secret)
+    file.chmod(0o600)
+    return file
+
+
+@contextlib.contextmanager
+def daemon_at(port: int, folder: Path, *peers: int, key: Path, flags: tuple[str, ...] = ()) -> Iterator[Gateway]:
+    urls = ",".join([f"http://127.0.0.1:{peer}" for peer in (port, *peers)])
+    with real_daemon(
+        *("--http", str(port), "--state-dir", str(folder / f"state-{port}"), "--parallel", "2", "--ctx", "8192"),
+        *("--peers", urls, "--peers-key", str(key), *flags),
+    ) as daemon:
+        yield Gateway.of(daemon)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("cluster")
+    key, (a, b) = key_file(folder), (free_port(), free_port())
+    with (
+        daemon_at(a, folder, b, key=key) as first,
+        daemon_at(b, folder, a, key=key) as second,
+        real_daemon("--http", "0", "--parallel", "2", "--ctx", "8192") as alone,
+    ):
+        yield Cluster(first, second, Gateway.of(alone))
+
+
+def say(gateway: Gateway, session: str, text: str, **fields: Any) -> dict[str, Any]:
+    """One turn of a session that the daemon remembers."""
+    body = {"session_id": session, "messages": [{"role": "user", "content": text}], "max_tokens": 24, "stream": False}
+    with gateway.http() as client:
+        answer = client.post("/v1/generate", json={**body, "temperature": 0, **fields})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def names(gateway: Gateway) -> set[str]:
+    with gateway.http() as client:
+        return {each["session_id"] for each in client.get("/v1/sessions").json()["sessions"]}
+
+
+TURNS = [
+    "What is the capital of France?",
+    "And of Italy?",
+    "Tell me a story about a fox named Ada.",
+    "Count from 1 to 10",
+    "And of Spain?",
+]
+
+
+def test_a_session_follows_its_requests_and_its_texts_stay_the_same(cluster: Cluster) -> None:
+    stayed = [say(cluster.alone, "trip", text)["text"] for text in TURNS]
+    moved = [say((cluster.a, cluster.b)[n % 2], "trip", text) for n, text in enumerate(TURNS)]
+    assert [each["text"] for each in moved] == stayed
+    assert moved[-1]["session"]["turns"] == len(TURNS)
+    assert moved[-1]["session"]["durable"]
+    assert "trip" in names(cluster.a)
+    assert "trip" not in names(cluster.b)
+
+
+def test_the_old_holder_refuses_to_write_and_names_the_new_one(cluster: Cluster) -> None:
+    say(cluster.a, "left", "Hello")
+    say(cluster.b, "left", "Hello again")
+    with cluster.a.daemon.wire() as wire:
+        wire.send(id="w", session_id="left", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+        [refused] = wire.rest()
+    assert refused["code"] == "E_SESSION_ELSEWHERE"
+    assert cluster.b.url in refused["message"]
+
+
+def test_a_session_is_not_begun_where_nobody_can_ask(cluster: Cluster) -> None:
+    with cluster.a.daemon.wire() as wire:
+        wire.send(id="w", session_id="unknown", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+        [refused] = wire.rest()
+    assert refused["code"] == "E_SESSION_ELSEWHERE"
+    assert "over HTTP" in refused["message"]
+
+
+def test_only_peers_with_the_secret_get_an_answer(cluster: Cluster) -> None:
+    question = {"action": "ask", "session_id": "trip"}
+    with cluster.a.http() as client:
+        for headers in ({}, {"x-uma-peer": "n.0"}, {"x-uma-peer": b"\xff.\xff"}):
+            assert client.post("/v1/peer", json=question, headers=headers).status_code == 401
+    with cluster.alone.http() as client:
+        assert client.post("/v1/peer", json=question).status_code == 403
+
+
+@pytest.fixture
+def halves(tmp_path: Path) -> Iterator[tuple[Gateway, int, Path]]:
+    """A daemon whose peer is not there yet: its port, and the key."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    key, (a, b) = key_file(tmp_path), (free_port(), free_port())
+    with daemon_at(a, tmp_path, b, key=key) as first:
+        yield first, b, key
+
+
+def test_without_its_peer_a_daemon_begins_no_session_but_answers_whole_conversations(
+    halves: tuple[Gateway, int, Path], tmp_path: Path
+) -> None:
+    gateway, port, key = halves
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": False, "session_id": "s"}
+    with gateway.http() as client:
+        refused = client.post("/v1/generate", json=body)
+        whole = client.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "E_GATEWAY_PEER")
+    assert int(refused.headers["retry-after"]) > 0
+    assert f"http://127.0.0.1:{port}" in refused.json()["error"]["message"]
+    assert whole.status_code == 200
+    assert names(gateway) == set()
+    with daemon_at(port, tmp_path, int(httpx.URL(gateway.url).port or 0), key=key) as second:
+        assert say(gateway, "s", "Hi")["session"]["turns"] == 1
+        assert say(second, "s", "Hi")["session"]["turns"] == 2
+
+
+def test_a_peer_with_another_secret_counts_as_silent(halves: tuple[Gateway, int, Path], tmp_path: Path) -> None:
+    gateway, port, _ = halves
+    (tmp_path / "other").mkdir()
+    other = key_file(tmp_path / "other", "f" * 64)
+    with daemon_at(port, tmp_path, key=other), gateway.http() as client:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "session_id": "s"}
+        assert client.post("/v1/generate", json=body).status_code == 503

@@ -1,0 +1,240 @@
+"""Hands sessions of one model over to other daemons, and takes them from there.
+
+The gateway talks to the other daemons; here is what must be on disk before it does.  The rules are those of
+``protocol.lease``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import structlog
+
+from uma_trio.daemon.sessions.table import Session, SessionTable, no_tokens
+from uma_trio.daemon.store.encoding import DamagedFile
+from uma_trio.daemon.store.journal import Journal, JournalError
+from uma_trio.daemon.store.journal_format import MAX_FILE_BYTES, SessionKey, decode
+from uma_trio.engine_link.media import PLACEHOLDER
+from uma_trio.errors import BadRequest, NotHandedOver, SessionBusy, SessionNotFound
+from uma_trio.files import read_bytes
+from uma_trio.protocol.lease import Lease, LeaseChanged, LeaseQuery, SessionFile, SessionLease, State
+
+log = structlog.get_logger("uma_trio.sessions")
+
+
+@attrs.define(eq=False)
+class _Claim:
+    owner: object
+    """The connection that claimed the name; the claim ends with it."""
+    epoch: int = 0
+    """The epoch of the session, if it is begun."""
+
+
+class KvStates:
+    """The KV caches of sessions as files.  This one has none."""
+
+    async def save(self, session: Session) -> Path | None:
+        """Bring the KV cache of ``session`` to disk; ``None`` if it has none that is worth it."""
+        return None
+
+    async def adopt(self, path: Path, principal: str) -> None:
+        """Take over the copy of another daemon's file.  Best effort."""
+
+
+@attrs.define(eq=False)
+class HandOver:
+    """The leases of one model's sessions.
+
+    Args:
+        content: identifies the model.
+        write: makes a session durable; logs a failure, and tries again later.
+        forget: drops the KV states of a session that is about to be gone.
+        clock, monotonic: seconds, as in ``Sessions``.
+    """
+
+    _table: SessionTable
+    _content: str
+    _n_vocab: int
+    _write: Callable[[Session], Awaitable[None]]
+    _forget: Callable[[Session], None]
+    _in_thread: Callable[..., Awaitable[Any]]
+    _clock: Callable[[], float]
+    _monotonic: Callable[[], float]
+    journal: Journal | None = None
+    """Without one, sessions stay where they are."""
+    states: KvStates = attrs.field(factory=KvStates)
+    _node: str = attrs.field(factory=lambda: secrets.token_hex(8), init=False)
+    """Tells this daemon from its peers, one of which may be itself."""
+    _claims: dict[SessionKey, _Claim] = attrs.field(factory=dict, init=False)
+
+    def claimed(self, key: SessionKey) -> Lease | None:
+        """The lease of a session that may be begun, because nobody has it; ``None`` if it was not claimed."""
+        claim = self._claims.get(key)
+        return None if claim is None else Lease(claim.epoch)
+
+    def release(self, owner: object) -> None:
+        """End all claims of ``owner``."""
+        for key in [key for key, claim in self._claims.items() if claim.owner is owner]:
+            del self._claims[key]
+
+    async def answer(self, query: LeaseQuery, principal: str, owner: object) -> SessionLease:
+        """Carry out a query.
+
+        Raises:
+            SessionError: it is not possible.
+        """
+        key = SessionKey(principal, query.session_id)
+        session = self._table.find(key)
+        files: Sequence[SessionFile] = ()
+        if query.action == "ask":
+            answer = self._answer_to(key, session, query)
+            return attrs.evolve(answer, id=query.id)
+        try:
+            match query.action:
+                case "claim":
+                    self._claim(key, session, query.epoch, owner)
+                case "give":
+                    files = await self._give(_present(session), query)
+                case "files":
+                    files = await self._files(_present(session), query.epoch)
+                case "accept":
+                    await self._accept(key, session, query, owner)
+                case "confirm":
+                    await self._confirm(session, query.epoch)
+                case "take_back":
+                    await self._take_back(_present(session), query, owner)
+        except LeaseChanged as error:
+            raise NotHandedOver(f"{error}: ask again", field="session_id") from None
+        return attrs.evolve(self._state(self._table.find(key)), files=[*files], id=query.id)
+
+    def _state(self, session: Session | None) -> SessionLease:
+        state = SessionLease(state="absent", node=self._node, content=self._content)
+        if session is None:
+            return state
+        name: State = "held" if session.is_here else "gone" if session.is_gone else "giving"
+        lease = session.lease
+        return attrs.evolve(state, state=name, epoch=lease.epoch, given_to=lease.given_to, busy=session.busy)
+
+    def _answer_to(self, key: SessionKey, session: Session | None, query: LeaseQuery) -> SessionLease:
+        found = self._state(session)
+        if query.peer == self._node:
+            return attrs.evolve(found, state="self")
+        if query.content not in ("", self._content):
+            return attrs.evolve(self._state(None), content=self._content)
+        if found.state != "held" and key in self._claims:
+            return attrs.evolve(found, state="claimed")
+        return found
+
+    def _claim(self, key: SessionKey, session: Session | None, epoch: int, owner: object) -> None:
+        if session is not None and session.is_here:
+            return
+        claim = self._claims.setdefault(key, _Claim(owner))
+        if claim.owner is not owner:
+            raise SessionBusy(f"another request looks for session {key.id!r}; try again soon", field="session_id")
+        claim.epoch = epoch
+        if session is not None and session.lease.epoch < epoch:  # it will be begun anew: a later holder has closed it
+            self._table.remove(session)
+
+    def _own_claim(self, key: SessionKey, owner: object) -> None:
+        claim = self._claims.get(key)
+        if claim is None or claim.owner is not owner:
+            raise BadRequest("claim the session first, on this connection", field="action")
+
+    async def _give(self, session: Session, query: LeaseQuery) -> Sequence[SessionFile]:
+        if not query.peer:
+            raise BadRequest("peer is required to give a session", field="peer")
+        if self.journal is None:
+            raise NotHandedOver("sessions of this daemon are not on disk, so they stay here", field="session_id")
+        if session.busy or not session.turns:
+            raise SessionBusy(f"session {session.name!r} is answering", field="session_id")
+        session.lease.changed(query.seen, query.epoch, query.peer)
+        session.busy = True
+        try:
+            if session.is_here:
+                await self.states.save(session)
+            session.lease = session.lease.changed(query.seen, query.epoch, query.peer)
+            session.turns_on_disk = 0
+            await self._write(session)  # if that fails nobody gets it, and nobody writes it: it can be taken back
+        finally:
+            session.busy = False
+        log.info("gave a session away", session=session.name, to=query.peer, epoch=query.epoch)
+        return await self._files(session, query.epoch)
+
+    async def _files(self, session: Session, epoch: int) -> Sequence[SessionFile]:
+        """What the daemon that gets the session copies.  The files do not change any more."""
+        path = None if self.journal is None else self.journal.path_of(session.key)
+        if session.is_here or session.is_gone or session.lease.epoch != epoch:
+            raise NotHandedOver(f"session {session.name!r} was not given with the epoch {epoch}", field="epoch")
+        if path is None or not session.durable:
+            raise NotHandedOver(f"session {session.name!r} is not on disk: try again", field="session_id")
+        found = [("turns", path), ("state", await self.states.save(session))]
+        return [
+            SessionFile(kind="turns" if kind == "turns" else "state", path=str(each), n_bytes=n_bytes)
+            for kind, each in found
+            if each is not None and (n_bytes := await self._in_thread(_size, each))
+        ]
+
+    async def _accept(self, key: SessionKey, before: Session | None, query: LeaseQuery, owner: object) -> None:
+        self._own_claim(key, owner)
+        if before is not None and before.lease.epoch >= query.epoch:
+            raise LeaseChanged(f"the lease has the epoch {before.lease.epoch} already")
+        try:
+            data = await self._in_thread(read_bytes, Path(query.turns), MAX_FILE_BYTES)
+            record = (await self._in_thread(decode, data)).session
+        except (OSError, DamagedFile) as error:
+            raise NotHandedOver(f"the copy of session {key.id!r} cannot be used: {error}", field="turns") from None
+        known = record.tokens[record.tokens < PLACEHOLDER]
+        if record.key.id != key.id or record.lease.epoch != query.epoch:
+            raise NotHandedOver("the copy is of another session or of another time: ask again", field="turns")
+        if len(known) and not 0 <= known.min() <= known.max() < self._n_vocab:
+            raise NotHandedOver("the copy has tokens that this model does not have", field="turns")
+        self._own_claim(key, owner)
+        record = attrs.evolve(record, key=key, lease=Lease(query.epoch))
+        session = Session.from_record(record, self._clock(), self._monotonic())
+        session.unused_since, session.turns_on_disk = self._monotonic(), 0
+        session.busy = True
+        self._table.add(session)
+        try:
+            await self._write(session)
+            if query.kv_state:
+                await self.states.adopt(Path(query.kv_state), key.principal)
+        finally:
+            session.busy = False
+        log.info(
+            "took a session over", session=key.id, epoch=query.epoch, turns=session.turns, tokens=len(session.tokens)
+        )
+
+    async def _confirm(self, session: Session | None, epoch: int) -> None:
+        """Leave nothing of a session that has arrived but where it went, which is a hint only."""
+        if session is None or session.is_here or session.is_gone or session.lease.epoch != epoch:
+            return
+        self._forget(session)
+        session.tokens, session.messages, session.title = no_tokens(), (), ""
+        if self.journal is not None:
+            try:
+                await self._in_thread(self.journal.remove, session.key)
+            except JournalError as error:
+                log.warning("a session that was given away is still on disk", session=session.name, reason=str(error))
+                return
+        await self._write(session)
+
+    async def _take_back(self, session: Session, query: LeaseQuery, owner: object) -> None:
+        self._own_claim(session.key, owner)
+        if session.is_here or session.is_gone:
+            raise LeaseChanged("there is no copy here")
+        session.lease = session.lease.changed(query.seen, query.epoch)
+        await self._write(session)
+
+
+def _present(session: Session | None) -> Session:
+    if session is None:
+        raise SessionNotFound("there is no such session here", field="session_id")
+    return session
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size

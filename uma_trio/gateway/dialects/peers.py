@@ -1,0 +1,77 @@
+"""What peers ask: ``POST /v1/peer``.  Only for daemons that know the shared secret; see ``gateway.peers``."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.gateway.answer import JSON
+from uma_trio.gateway.dialects.starling import STARLING
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.peers import CODE, PATH, SIGNATURE, FileOffer, PeerAnswer, PeerQuestion, Peers, read_part
+
+
+async def answer_peer(call: Call) -> Response:
+    """Answer another daemon's question about a session, or give it one."""
+    peers: Peers | None = call.request.app.state.peers
+    if peers is None:
+        raise HttpError(403, CODE, "this daemon has no peers: start it with --peers and --peers-key")
+    body = await call.request.body()
+    nonce = peers.check(call.request.headers.get(SIGNATURE, ""), body)
+    try:
+        question = msgspec.json.decode(body, type=PeerQuestion)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise invalid(f"the question is not valid: {error}") from None
+    content, media_type = await _answer(call, question)
+    return Response(content, 200, {SIGNATURE: peers.sign("answer", nonce, content)}, media_type)
+
+
+async def _answer(call: Call, question: PeerQuestion) -> tuple[bytes, str]:
+    """The body of an answer, and its media type."""
+    of: dict[str, Any] = question.of_session
+    match question.action:
+        case "ask":
+            of |= {"peer": question.node, "content": question.content}
+        case "give":
+            of |= {"peer": question.url, "seen": question.seen, "epoch": question.epoch}
+        case "confirm" | "read":
+            of |= {"epoch": question.epoch}
+    action = "files" if question.action == "read" else question.action
+    found = await call.ask(lambda client: client.lease(action, question.session_id, **of))
+    if question.action == "read":
+        paths = [file.path for file in found.files if file.kind == question.kind]
+        if not paths:
+            raise invalid(f"the session has no file of the kind {question.kind}", parameter="kind")
+        try:
+            return await anyio.to_thread.run_sync(read_part, paths[0], question.offset), "application/octet-stream"
+        except OSError as error:
+            raise HttpError(503, CODE, f"a file of the session cannot be read: {error.strerror}") from None
+    answer = PeerAnswer(
+        state=found.state,
+        epoch=found.epoch,
+        given_to=found.given_to,
+        busy=found.busy,
+        content=found.content,
+        files=[FileOffer(file.kind, PurePath(file.path).name, file.n_bytes) for file in found.files],
+    )
+    return msgspec.json.encode(answer), JSON
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path=PATH,
+        dialect=STARLING,
+        answer=answer_peer,
+        summary="For other daemons: who has a session, and its files",
+        body=PeerQuestion,
+        shapes=(PeerAnswer,),
+        media_types=(JSON, "application/octet-stream"),
+        needs_key=False,
+    ),
+)
