@@ -34,7 +34,7 @@ def check_http_settings(config: Config) -> None:
     except ValueError as error:
         raise HttpSettingsError(
             str(error),
-            "make a secret with: openssl rand -hex 32 > peers.key; chmod 600 peers.key; copy it to all peers",
+            "make a secret with: (umask 077; od -An -tx1 -N32 /dev/urandom | tr -d ' \\n' > peers.key), and copy it to all peers",
         ) from None
     try:
         host, _ = http_address(config.http.listen)
