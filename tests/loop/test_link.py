@@ -56,36 +56,57 @@ async def link(request, nursery):
     await link.aclose()
 
 
-class WaitingEngine(FakeEngine):
-    """A device whose step with a prompt waits before it computes: CUDA takes milliseconds to launch one."""
+class LaunchingEngine(FakeEngine):
+    """A device whose steps wait before they are launched: CUDA takes milliseconds for one that it has not recorded."""
 
     def __init__(self, **options):
         super().__init__(**options)
         self.is_async = True
-        self.both_submitted, self.may_launch = threading.Event(), threading.Event()
+        self.may_launch = {number: threading.Event() for number in range(1, 6)}
 
     def step(self, step, callbacks=None):
-        event = self.both_submitted if step.number == 1 else self.may_launch
-        assert event.wait(60)
+        assert self.may_launch[step.number].wait(60)
         return super().step(step, callbacks)
 
 
-async def test_an_answer_does_not_wait_for_the_launch_of_a_prompt(nursery, prompts):
-    engine = WaitingEngine(n_ctx=4096, n_seq_max=4, n_batch=64)
+@pytest.fixture
+async def launching(nursery):
+    engine = LaunchingEngine(n_ctx=4096, n_seq_max=4, n_batch=64)
     link = ThreadLauncher(nursery, lambda start, progress: engine).launch("fake")
     assert await link.load(START, lambda share: None, lambda: True)
+    yield link, engine.may_launch
+    for event in engine.may_launch.values():
+        event.set()
+    await link.aclose()
+
+
+async def numbers(link, seconds):
+    """The steps whose answers come within this time."""
+    with trio.move_on_after(seconds):
+        return [each.number for each in await link.receive()]
+    return []
+
+
+async def test_an_answer_does_not_wait_for_the_launch_of_a_prompt(launching, prompts):
+    link, may_launch = launching
     link.submit(Step((), [[prefill(0, prompts[0])]], 1))
     link.submit(Step((), [[0, prefill(1, prompts[1])]], 2, 1))
-    engine.both_submitted.set()
-    try:
-        with trio.fail_after(60):
-            assert [each.number for each in await link.receive()] == [1]
-        engine.may_launch.set()
-        with trio.fail_after(60):
-            assert [each.number for each in await link.receive()] == [2]
-    finally:
-        engine.may_launch.set()
-        await link.aclose()
+    may_launch[1].set()
+    assert await numbers(link, 60) == [1]
+    may_launch[2].set()
+    assert await numbers(link, 60) == [2]
+
+
+async def test_an_answer_waits_for_the_launch_of_a_recording_alone(launching, prompts):
+    link, may_launch = launching
+    link.submit(Step((), [[prefill(0, prompts[0])]], 1))
+    link.submit(Step((), [[0]], 2, 1))
+    for number in (1, 2, 3):  # the second decode is recorded, so the third one repeats it
+        link.submit(Step((), [[0]], number + 2, number + 1))
+        may_launch[number].set()
+        assert await numbers(link, 60 if number < 3 else 0.1) == ([number] if number < 3 else [])
+    may_launch[4].set()
+    assert await numbers(link, 60) == [3]
 
 
 async def test_progress_is_reported(nursery):

@@ -71,7 +71,7 @@ from uma_trio.processes.machine import free_memory_bytes, machine_memory_bytes, 
 from uma_trio.tokenizer.tokenizer import Tokenizer
 
 READ_SHARE: Final = 0.5
-"""The engine waits for the next message of the daemon for this fraction of the time that a GPU computes."""
+"""The engine waits for the next message of the daemon for this fraction of the time that a GPU is expected to compute."""
 
 MAX_BREAKERS: Final = 64
 """Sets of sequence breakers that are remembered as tokens."""
@@ -118,7 +118,8 @@ class LlamaEngine:
         self.fit: FitReport | None = None
         """How the settings were chosen; set by the caller that chose them."""
         self.masks: Masks | None = None
-        self._device_s = 0.0
+        self._device_times: dict[bool, tuple[float, int]] = {}
+        """Seconds that a GPU took for the last call that only decoded and for the last other one, and the rows of each."""
         """How long the device computed after the latest ``llama_decode`` call had returned."""
         self._abort = llama_abi.AbortFlag()
         with contextlib.ExitStack() as stack:
@@ -369,7 +370,7 @@ class LlamaEngine:
             launched = self._launch(inputs)
             if wanted and self.is_async:
                 pending = self._matchers.begin(wanted)
-            self._wait(launched, callbacks)
+            self._wait(launched, inputs, callbacks)
             decoded = time.perf_counter()
             masks = _Masks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
             sampled, scored, next_mus = self._sample(samples, masks)
@@ -469,12 +470,19 @@ class LlamaEngine:
         fillers = {seq_id: self._context.seq_pos_max(seq_id) + 1 for seq_id in missing_ids(inputs)}
         return fillers if all(position < self._info.max_request_tokens for position in fillers.values()) else {}
 
-    def _wait(self, launched: float, callbacks: StepCallbacks | None) -> None:
-        """Wait for the device, which computes since ``launched``."""
+    def _wait(self, launched: float, inputs: Sequence[StepInput], callbacks: StepCallbacks | None) -> None:
+        """Wait for the device, which computes ``inputs`` since ``launched``.
+
+        The daemon may send its next message only when it has this step's answer.  So the wait for it is shorter than this
+        call is expected to take: after a long prompt, a decode would be complete long before.
+        """
+        decodes, rows = all(map(is_decode, inputs)), max(1, sum([len(each.tokens) for each in inputs]))
         if callbacks is not None:
-            callbacks.computing(READ_SHARE * self._device_s if self.is_async else 0.0)
+            seconds, rows_then = self._device_times.get(decodes, (0.0, rows))
+            expected_s = seconds * min(1.0, rows / rows_then) if self.is_async else 0.0
+            callbacks.computing(READ_SHARE * expected_s)
         self._context.synchronize()
-        self._device_s = time.perf_counter() - launched
+        self._device_times[decodes] = time.perf_counter() - launched, rows
 
     def _late_rows(
         self, step: Step[StepInput], inputs: Sequence[StepInput], callbacks: StepCallbacks | None
