@@ -2,7 +2,8 @@
 
     python benches/make_projector.py --model /tmp/tiny.gguf --out /tmp/mmproj-tiny.gguf
 
-The projector is a LLaVA one: a CLIP encoder and two matrices to the width of the text model.  Encoding is as fast as with
+The projector is a LLaVA one: a CLIP encoder and two matrices to the width of the text model; or, with ``--kind gemma3``,
+that of Gemma 3: a SigLIP encoder whose rows are averaged over squares of patches.  Encoding is as fast as with
 trained weights of its shape, but a picture has no meaning.  The same arguments write the same file.
 """
 
@@ -38,19 +39,25 @@ class ProjectorShape:
 
     @property
     def n_patches(self) -> int:
-        """Rows that a picture takes in a prompt."""
+        """Squares that the encoder cuts a picture into."""
         return int((self.image_size // self.patch_size) ** 2)
 
 
 SHAPES: Final = {
     "tiny": ProjectorShape(image_size=56, patch_size=14, width=32, layers=3, heads=2, ffn=64),
+    "tiny-siglip": ProjectorShape(image_size=112, patch_size=14, width=32, layers=3, heads=2, ffn=64),
     "clip-l": ProjectorShape(image_size=336, patch_size=14, width=1024, layers=24, heads=16, ffn=4096),
 }
+
+KINDS: Final = ("mlp", "gemma3")
+"""Types of projectors, as llama.cpp calls them."""
+MERGED: Final = 2
+"""Side of the squares of patches that Gemma 3's projector makes one row of."""
 
 Weights = npt.NDArray[np.float16] | npt.NDArray[np.float32]
 
 
-def _tensors(shape: ProjectorShape, n_embd: int, seed: int) -> Iterator[tuple[str, Weights]]:
+def _tensors(shape: ProjectorShape, n_embd: int, kind: str, seed: int) -> Iterator[tuple[str, Weights]]:
     noise = np.random.default_rng(seed)
     width = shape.width
 
@@ -63,9 +70,12 @@ def _tensors(shape: ProjectorShape, n_embd: int, seed: int) -> Iterator[tuple[st
 
     patch = (width, 3, shape.patch_size, shape.patch_size)
     yield "v.patch_embd.weight", noise.standard_normal(patch, np.float32) / np.float32(np.sqrt(np.prod(patch[1:])))
-    yield "v.class_embd", noise.standard_normal(width, np.float32)
-    yield "v.position_embd.weight", noise.standard_normal((shape.n_patches + 1, width), np.float32)
-    norms = ["v.pre_ln", "v.post_ln"]
+    norms = ["v.post_ln"]
+    if kind == "mlp":
+        yield "v.class_embd", noise.standard_normal(width, np.float32)
+        norms.append("v.pre_ln")
+    n_positions = shape.n_patches + (kind == "mlp")
+    yield "v.position_embd.weight", noise.standard_normal((n_positions, width), np.float32)
     for layer in range(shape.layers):
         name = f"v.blk.{layer}"
         norms += [f"{name}.ln1", f"{name}.ln2"]
@@ -76,6 +86,10 @@ def _tensors(shape: ProjectorShape, n_embd: int, seed: int) -> Iterator[tuple[st
     for name in norms:
         yield f"{name}.weight", np.ones(width, np.float32)
         yield f"{name}.bias", bias(width)
+    if kind == "gemma3":
+        yield "mm.soft_emb_norm.weight", np.ones(width, np.float32)
+        yield "mm.input_projection.weight", matrix(n_embd, width).T.copy()
+        return
     for number, columns in ((0, width), (2, n_embd)):
         yield f"mm.{number}.weight", matrix(n_embd, columns)
         yield f"mm.{number}.bias", bias(n_embd)
@@ -88,18 +102,19 @@ def width_of(model: Path) -> int:
     return int(fields[f"{architecture}.embedding_length"].contents())
 
 
-def make_projector(out: Path, model: Path, shape: ProjectorShape, *, seed: int = 0) -> None:
+def make_projector(out: Path, model: Path, shape: ProjectorShape, *, kind: str = "mlp", seed: int = 0) -> None:
     """Write the file ``out``, which appears when it is complete.  Blocks until then.
 
     Args:
         model: the text model.
+        kind: one of ``KINDS``.
     """
     n_embd = width_of(model)
     part = out.with_name(out.name + ".part")
     writer = gguf.GGUFWriter(part, "clip")
     writer.add_type("mmproj")
     writer.add_name(f"random {out.stem}")
-    writer.add_string("clip.projector_type", "mlp")
+    writer.add_string("clip.projector_type", kind)
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_bool("clip.use_gelu", False)
     numbers = {
@@ -113,10 +128,12 @@ def make_projector(out: Path, model: Path, shape: ProjectorShape, *, seed: int =
     }
     for name, value in numbers.items():
         writer.add_uint32(f"clip.vision.{name}", value)
+    if kind == "gemma3":
+        writer.add_uint32("clip.vision.projector.scale_factor", MERGED)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
     writer.add_array("clip.vision.image_mean", CLIP_MEAN)
     writer.add_array("clip.vision.image_std", CLIP_DEVIATION)
-    for name, weights in _tensors(shape, n_embd, seed):
+    for name, weights in _tensors(shape, n_embd, kind, seed):
         writer.add_tensor(name, weights)
     try:
         write_to_end(writer)
@@ -130,10 +147,11 @@ def make_projector(out: Path, model: Path, shape: ProjectorShape, *, seed: int =
     "--model", type=click.Path(exists=True, path_type=Path), required=True, help="The text model, a GGUF file."
 )
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="tiny", show_default=True)
+@click.option("--kind", type=click.Choice(KINDS), default="mlp", show_default=True, help="Type of projector.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-def main(model: Path, shape: str, out: Path, seed: int) -> None:
-    make_projector(out, model, SHAPES[shape], seed=seed)
+def main(model: Path, shape: str, kind: str, out: Path, seed: int) -> None:
+    make_projector(out, model, SHAPES[shape], kind=kind, seed=seed)
     click.echo(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
 
 

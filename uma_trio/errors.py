@@ -133,7 +133,7 @@ class NoInfill(ModelRequestError):
 
 
 class NoVision(ModelRequestError):
-    """A request has pictures, and the model has no projector for them."""
+    """A request has pictures, and the model cannot see: it has no projector, or one that cannot be used."""
 
     code = "E_MODEL_NO_VISION"
     http_status = 400

@@ -207,3 +207,17 @@ def test_more_rows_than_the_context_has_are_refused_before_all_are_encoded(tmp_p
         refused = ask(daemon, user(*parts, text(QUESTION)))
         assert refused.code == "E_LIMIT_CONTEXT"
         assert "the first 17 of 40 pictures have 272 tokens" in refused.last["message"]
+
+
+def test_a_model_that_cannot_see_with_its_projector_claims_nothing(tmp_path: Path) -> None:
+    """The claim, the list of models and the refusal agree from the start on, and the refusal says why."""
+    projector_file(tmp_path, "gemma3")
+    shutil.copy(EMBEDDED, tmp_path / "model.gguf")
+    with real_daemon("--model", str(tmp_path / "model.gguf")) as daemon:
+        assert "vision" not in daemon.ask(type="models").last["models"][0]["capabilities"]
+        refused = ask(daemon, user(text(QUESTION), picture(png(drawn(1)))))
+        assert refused.code == "E_MODEL_NO_VISION"
+        assert "the model needs non-causal attention for pictures" in refused.last["message"]
+        assert not [each for each in daemon.processes if "uma_trio.encoder" in each.cmdline()]
+    with pytest.raises(AssertionError, match="non-causal"), real_daemon("--mmproj", str(tmp_path / "mmproj.gguf")):
+        pass

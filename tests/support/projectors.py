@@ -14,10 +14,10 @@ N_ROWS = 16
 """Rows of a picture."""
 
 
-def projector_file(folder: Path) -> Path:
+def projector_file(folder: Path, kind: str = "mlp") -> Path:
     """A tiny projector; skips the test if the library cannot use it."""
     if not llama_abi.load().stamp.mtmd_sha256:
         pytest.skip("the library has no libmtmd: ./build_llama.sh --dev builds it")
     script, path = bench_script("make_projector"), folder / "mmproj.gguf"
-    script.make_projector(path, EMBEDDED, script.SHAPES["tiny"])
+    script.make_projector(path, EMBEDDED, script.SHAPES["tiny" if kind == "mlp" else "tiny-siglip"], kind=kind)
     return path

@@ -176,7 +176,7 @@ class ModelService:
             "tools": self.has_chat_template,
             "reasoning": self.prompts.reasoning is not None,
             "infill": self.prompts.infill is not None,
-            "vision": self.prompts.pictures is not None,
+            "vision": not isinstance(self.prompts.pictures, str),
             "embedding": info.can_embed,
             "rerank": info.purpose == "rank",
         }
@@ -209,7 +209,7 @@ class ModelService:
         async with trio.open_nursery() as nursery:
             await nursery.start(self.scheduler.run)
             nursery.start_soon(self.sessions.sweep_forever)
-            if self.prompts.pictures is not None:
+            if not isinstance(self.prompts.pictures, str):
                 nursery.start_soon(self.prompts.pictures.run)
             task_status.started()
 

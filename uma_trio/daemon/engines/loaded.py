@@ -33,9 +33,9 @@ from uma_trio.grammar.checker import SandboxedChecker
 from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.models.fingerprint import model_fingerprint
-from uma_trio.models.gguf_check import SECTIONED_ROPE, GgufError, GgufSummary, check_gguf
+from uma_trio.models.gguf_check import GgufError, GgufSummary, check_gguf
 from uma_trio.models.packaged import model_path
-from uma_trio.models.projector import check_projector, find_projector
+from uma_trio.models.projector import check_projector, find_projector, why_unusable
 from uma_trio.models.purpose import IN_WORDS
 from uma_trio.models.sampling_defaults import recommended
 from uma_trio.tokenizer.tokenizer import open_vocabulary
@@ -43,6 +43,10 @@ from uma_trio.tokenizer.tokenizer import open_vocabulary
 log = structlog.get_logger("uma_trio.models")
 
 NO_PROJECTOR: Final = "off"
+NOTHING_TO_SEE_WITH: Final = (
+    "it has no projector. Put its mmproj file, mmproj-NAME.gguf, next to the model's file, or start uma-trio serve with "
+    "--mmproj FILE"
+)
 """Setting of a model that is not to see pictures."""
 
 
@@ -114,7 +118,7 @@ async def open_model(
     given = None
     if config.model.chat_template is not None:
         given = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
-    start = await _checked(config, path)
+    start, why_blind = await _checked(config, path)
     with explained(path):
         on_progress = on_progress or (lambda share: None)
         link = await _loaded(launcher, start, on_progress, go_on, config.engine.hang_timeout_s)
@@ -131,7 +135,7 @@ async def open_model(
                     stack.enter_context, open_vocabulary(path, config.model.llama_dir)
                 )
                 cost_name, cost = await _costs(link, start)
-            opening = open_prompts(config, engine.info, vocabulary, given, _projector(start, link.ready))
+            opening = open_prompts(config, engine.info, vocabulary, given, _projector(start, link.ready) or why_blind)
             # in a thread: it starts a process, and other models may be serving
             prompts, template = await trio.to_thread.run_sync(stack.enter_context, opening)
 
@@ -158,8 +162,10 @@ async def open_model(
             await engine.link.aclose()
 
 
-async def _checked(config: Config, path: Path) -> Start:
-    """Check the files of the model, of its draft model and of its adapters; what the engine is to load.
+async def _checked(config: Config, path: Path) -> tuple[Start, str]:
+    """Check the files of the model, of its draft model and of its adapters.
+
+    Returns what the engine is to load, and why the model cannot see pictures if it cannot.
 
     Raises:
         ModelError: one of them cannot be used.
@@ -173,8 +179,8 @@ async def _checked(config: Config, path: Path) -> Start:
             of_draft = await trio.to_thread.run_sync(check_gguf, draft)
             _check_draft(path, summary, draft, of_draft)
             draft_sizes = of_draft.sizes
-    projector = await trio.to_thread.run_sync(_find_projector, config.model, path, summary)
-    return Start(
+    projector, why_blind = await trio.to_thread.run_sync(_find_projector, config.model, path, summary)
+    start = Start(
         path,
         config.model,
         sizes=summary.sizes,
@@ -185,34 +191,32 @@ async def _checked(config: Config, path: Path) -> Start:
         target_itl_ms=config.scheduling.target_itl_ms,
         projector=projector,
     )
+    return start, why_blind
 
 
-def _find_projector(settings: Model, path: Path, summary: GgufSummary) -> Path | None:
-    """The projector that the settings name, or that is next to the model; ``None`` if the model is not to see.  Blocks.
+def _find_projector(settings: Model, path: Path, summary: GgufSummary) -> tuple[Path | None, str]:
+    """The projector that the settings name, or that is next to the model; or ``None`` and why the model cannot see.  Blocks.
 
     Raises:
         ModelError: the projector of the settings cannot be used.
     """
-    if settings.mmproj == NO_PROJECTOR or summary.purpose != "generate":
-        return None
+    if settings.mmproj == NO_PROJECTOR:
+        return None, f"it is served with mmproj {NO_PROJECTOR}"
     given = None if settings.mmproj is None else Path(settings.mmproj).expanduser()
     found = given or find_projector(path)
-    if found is None:
-        return None
-    problem, fix = None, "leave out mmproj"
-    if summary.architecture in SECTIONED_ROPE:
-        problem = "the model has positions in two dimensions (M-RoPE), which cannot be used with pictures yet"
-    elif not can_encode(settings.llama_dir):
-        problem, fix = "the library was built without libmtmd", "build it again: ./build_llama.sh"
-    if given is not None:
-        with explained(given):
-            if problem is not None:
-                raise GgufError(f"the projector {given} cannot be used: {problem}", fix)
-            check_projector(given, path)
-    elif problem is not None:
-        log.warning("the model cannot see pictures", projector=str(found), reason=problem)
-        return None
-    return found
+    if found is None or summary.purpose != "generate":
+        return None, NOTHING_TO_SEE_WITH
+    with explained(found):
+        check_projector(found, path)
+        problem, fix = why_unusable(found, path), "leave out mmproj"
+        if problem is None and not can_encode(settings.llama_dir):
+            problem, fix = "the library was built without libmtmd", "build it again: ./build_llama.sh"
+        if problem is not None and given is not None:
+            raise GgufError(f"the projector {given} cannot be used: {problem}", fix)
+    if problem is None:
+        return found, ""
+    log.warning("the model cannot see pictures", projector=str(found), reason=problem)
+    return None, problem
 
 
 def _projector(start: Start, ready: Ready) -> Projector | None:

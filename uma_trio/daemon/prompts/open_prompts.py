@@ -17,7 +17,7 @@ from uma_trio.daemon.prompts.control_tokens import ControlTokens
 from uma_trio.daemon.prompts.infill import find_infill_format
 from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.pairs import find_pair_format
-from uma_trio.daemon.prompts.pictures import open_pictures
+from uma_trio.daemon.prompts.pictures import Pictures, open_pictures
 from uma_trio.daemon.prompts.prompt import PromptMaker
 from uma_trio.daemon.prompts.reasoning import find_format, make_markers
 from uma_trio.daemon.prompts.tool_formats import HERMES, by_name, find_tool_format, make_call_markers
@@ -39,14 +39,14 @@ def open_prompts(
     info: ModelInfo,
     vocabulary: VocabOnlyModel,
     given: TemplateSource | None,
-    projector: Projector | None = None,
+    projector: Projector | str,
 ) -> Iterator[tuple[PromptMaker, TemplateSource | None]]:
     """What makes prompts for the model, and the chat template that it uses.  Blocks while the template is tried, in a
     process that ends with the context.
 
     Args:
         given: the template of the settings; the model's own by default.
-        projector: encodes the model's pictures, if it can see.
+        projector: encodes the model's pictures, or why it cannot see.
     """
     tokenizer, of_the_model = vocabulary.tokenizer, vocabulary.chat_template
     chosen, chat = None, None
@@ -61,8 +61,8 @@ def open_prompts(
     with contextlib.ExitStack() as stack:
         if chat is not None:
             stack.callback(chat.close)
-        pictures = None
-        if projector is not None and chat is not None:
+        pictures: Pictures | str = "" if isinstance(projector, Projector) else projector
+        if isinstance(projector, Projector) and chat is not None:
             pictures = stack.enter_context(open_pictures(projector, info.max_request_tokens))
         tools = _tool_support(chat, templates, config.model.tool_format, text)
         reasoning = _reasoning_markers(templates, text)

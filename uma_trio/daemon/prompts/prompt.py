@@ -160,8 +160,8 @@ class PromptMaker:
     """How a query and a document become one text; ``None`` for a model that does not rank."""
     infill: InfillFormat | None = None
     """How a gap becomes a prompt; ``None`` for a model that cannot fill it."""
-    pictures: Pictures | None = None
-    """Encodes pictures; ``None`` for a model without a projector."""
+    pictures: Pictures | str = ""
+    """Encodes pictures, or why the model cannot see them."""
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
     _rendering: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, RENDERING_THREADS))
@@ -181,7 +181,7 @@ class PromptMaker:
         Raises:
             PromptTooLarge: the size exceeds ``max_prompt_bytes``.  Checked before anything is rendered.
             BadRequest: the template refuses the messages, or a picture cannot be encoded.
-            NoVision: the messages have pictures, and the model has no projector.
+            NoVision: the messages have pictures, and the model cannot see.
             ContextTooSmall: pictures alone have too many tokens.
             ModelUnavailable: the encoder of pictures does not start.
             NoChatTemplate: the model has no template for the messages.
@@ -203,13 +203,9 @@ class PromptMaker:
         return await in_thread(self._make, request, history, encoded, limiter=limiter.of(principal))
 
     def _encoder_of(self, field: str) -> Pictures:
-        if self.pictures is None:
-            raise NoVision(
-                "this model cannot see pictures: it has no projector. Put its mmproj file, mmproj-NAME.gguf, next to the "
-                "model's file, or start uma-trio serve with --mmproj FILE",
-                field=field,
-            )
-        return self.pictures
+        if isinstance(self.pictures, Pictures):
+            return self.pictures
+        raise NoVision(f"this model cannot see pictures: {self.pictures or 'it has no chat template'}", field=field)
 
     def start(self) -> Prompt:
         """The prompt of an answer that a controller makes: BOS, or a line break if the model has none."""
