@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -12,6 +13,7 @@ import ollama
 import openai
 import pytest
 
+from tests.support.commands import invoke
 from tests.support.pictures import drawn, png
 from tests.support.projectors import N_ROWS, projector_file
 from tests.support.real_daemon import Daemon, real_daemon
@@ -134,3 +136,20 @@ def test_pictures_of_the_assistant_are_refused(daemon: Daemon) -> None:
     )
     assert answer.status_code == 400
     assert "'image_url' is not supported here; send text" in answer.json()["error"]["message"]
+
+
+def test_a_photo_of_eight_mebibytes_needs_no_setting(openai_client: openai.OpenAI, text_only: int) -> None:
+    photo = png(drawn(8, 1672, 1672))
+    assert len(photo) > 8 << 20
+    url = f"data:image/png;base64,{base64.b64encode(photo).decode()}"
+    answer = openai_client.chat.completions.create(model=MODEL, messages=question_of(url), max_tokens=2)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == text_only + N_ROWS
+
+
+def test_a_picture_that_is_too_large_for_a_request_has_a_fitting_hint(daemon: Daemon, tmp_path: Path) -> None:
+    file = tmp_path / "huge.png"
+    file.write_bytes(PICTURE + bytes(17 << 20))
+    asked = invoke("ask", "--image", str(file), QUESTION, UMA_SOCKET=str(daemon.socket))
+    assert "smaller pictures" in asked.stderr
+    assert "--max-frame-bytes" in asked.stderr

@@ -165,10 +165,17 @@ async def test_a_client_that_never_reads_its_metrics_is_disconnected(autojump_cl
 
 
 async def test_a_client_learns_why_its_frame_was_refused_half_way(autojump_clock):
-    async with serving() as harness, harness.client() as client:
-        with pytest.raises(ServerError, match="E_PROTO_FRAME_TOO_LARGE"):
-            async for _ in client.generate(prompt="x" * (8 << 20)):
-                pass
+    async with serving() as harness:
+        for room, n_bytes, code in (
+            (64 << 20, 24 << 20, "E_PROTO_FRAME_TOO_LARGE"),
+            (4 << 20, 8 << 20, "E_LIMIT_QUEUE"),
+        ):
+            harness.server.frame_room.max_bytes = room
+            async with harness.client() as client:
+                with pytest.raises(ServerError, match=code):
+                    async for _ in client.generate(prompt="x" * n_bytes):
+                        pass
+        harness.server.frame_room.take("probe", 4 << 20)  # nobody else has any
 
 
 async def test_more_clients_at_once_than_the_backlog_has_room_for(autojump_clock):

@@ -380,7 +380,7 @@ def test_limits_are_the_defaults_and_settings_exist() -> None:
         assert str(names[name].default) in shown
     for name in ("frame_timeout_s", "request_timeout_s", "idle_timeout_s", "write_timeout_s"):
         assert f"{names[name].default:g} s" in shown
-    assert names["max_frame_bytes"].default == 2 << 20
+    assert names["max_frame_bytes"].default == 16 << 20
     assert MIN_PROMPT_BYTES == 256 << 10
     for name in re.findall(r"`((?:max|default)_\w+|\w+_timeout_s)`", PROTOCOL):
         assert name in names, f"{name} is no setting"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HINTS: Final = {
     "E_CONTROLLER_NOT_FOUND": "uma-trio controllers list shows the tags",
-    "E_PROTO_FRAME_TOO_LARGE": "send less text, or serve with a larger --max-frame-bytes",
+    "E_PROTO_FRAME_TOO_LARGE": "send less text or smaller pictures, or serve with a larger --max-frame-bytes",
     "E_LIMIT_MAX_TOKENS": "use a smaller --max-tokens, or serve with a larger one",
     "E_MODEL_NO_CHAT_TEMPLATE": "use --raw, and the model continues the text",
     "E_SESSION_NOT_FOUND": "uma-trio sessions lists yours",

@@ -390,7 +390,7 @@ class Http:
         le=100_000,
     )
     max_body_bytes: int = setting(
-        4 * MIB, "Largest body of an HTTP request.", name="http_max_body_bytes", ge=1024, le=1024 * MIB
+        16 * MIB, "Largest body of an HTTP request.", name="http_max_body_bytes", ge=1024, le=1024 * MIB
     )
     keep_alive_s: float = setting(
         15.0,
@@ -489,7 +489,7 @@ class Limits:
     )
     max_queue: int = setting(256, "Maximum number of requests that wait for a sequence.", ge=0, le=1_000_000)
     max_frame_bytes: int = setting(
-        2 * MIB, "Largest payload of a frame. Checked before memory is allocated for it.", ge=256, le=64 * MIB
+        16 * MIB, "Largest payload of a frame. Checked before memory is allocated for it.", ge=256, le=64 * MIB
     )
     max_prompt_bytes: int = setting(
         0,

@@ -32,6 +32,7 @@ from uma_trio.config import MB, Config, ConfigError, Limits
 from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors import listener
 from uma_trio.daemon.doors.connection import Connection
+from uma_trio.daemon.doors.frame_room import FrameRoom, room_bytes
 from uma_trio.daemon.doors.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.daemon.doors.uploads import Uploads
 from uma_trio.daemon.engines.link import Launcher, ProcessLauncher, ThreadLauncher
@@ -82,6 +83,7 @@ class Server:
         self.detached = detached or DetachedAnswers(config, models)
         self.draining = False
         self.uploads = Uploads(config.limits.max_controller_bytes)
+        self.frame_room = FrameRoom(room_bytes(config.limits.max_frame_bytes))
         self.large_work = LargeWork(trio.Lock(), trio.sleep)
         """Decoding large messages, and making the events of answers to queries."""
         self._perf = perf

@@ -18,7 +18,7 @@ from uma_trio.errors import InvalidJson, TooManyValues
 from uma_trio.gateway.errors import HttpError, invalid, refused_json
 from uma_trio.protocol.json_cost import SLICE_BYTES, JsonCost
 
-MAX_INCOMPLETE: Final = 16
+MAX_INCOMPLETE: Final = 8
 """Bodies of the largest size that may be in memory before they are complete.  Smaller ones may be more."""
 BUSY_RETRY_MS: Final = 1000
 DISCARD_S: Final = 1.0

@@ -40,6 +40,10 @@ class Codec(Protocol):
     def next_bytes(self) -> int:
         """Size of the next message, if it has arrived and takes time to decode; otherwise 0."""
 
+    @property
+    def arriving_bytes(self) -> int:
+        """Size of the message that arrives, as far as it is known; 0 if there is none."""
+
     def receive_data(self, data: bytes) -> None:
         """Buffer ``data``; ``b""`` means that the peer closed its sending side."""
 
@@ -97,6 +101,10 @@ class ServerCodec:
     @property
     def next_bytes(self) -> int:
         return self._frames.next_bytes
+
+    @property
+    def arriving_bytes(self) -> int:
+        return self._frames.arriving_bytes
 
     def receive_data(self, data: bytes) -> None:
         self._frames.receive_data(data)
@@ -220,6 +228,10 @@ class NewlineCodec:
     @property
     def next_bytes(self) -> int:
         return 0
+
+    @property
+    def arriving_bytes(self) -> int:
+        return len(self._buffer)
 
     def receive_data(self, data: bytes) -> None:
         self._buffer += data

@@ -35,6 +35,11 @@ class FrameReader:
         return end if HEADER_BYTES <= end <= len(self._buffer) else 0
 
     @property
+    def arriving_bytes(self) -> int:
+        """Size of the frame that arrives, as its header announces it; 0 before the header is complete."""
+        return int.from_bytes(self._buffer[:HEADER_BYTES], "little") if len(self._buffer) >= HEADER_BYTES else 0
+
+    @property
     def header(self) -> bytes:
         """The first bytes of the frame that arrives."""
         return bytes(self._buffer[:HEADER_BYTES])

@@ -14,6 +14,7 @@ import trio
 from uma_trio.config import Limits
 from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors.attachment import Attachment
+from uma_trio.daemon.doors.frame_room import FrameRoom, HeldFrames
 from uma_trio.daemon.doors.outbox import Outbox
 from uma_trio.daemon.doors.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.daemon.doors.uploads import Upload, Uploads
@@ -77,6 +78,8 @@ class ConnectionOwner(Protocol):
     def large_work(self) -> LargeWork: ...
     @property
     def uploads(self) -> Uploads: ...
+    @property
+    def frame_room(self) -> FrameRoom: ...
     def snapshot(self, model: str | None = None) -> dict[str, Any]: ...
     def health(self, id: str | None) -> Health: ...
     def record_refusal(self, error: UmaError) -> None: ...
@@ -113,6 +116,7 @@ class Connection:
         self._hangup = select.poll()
         self._hangup.register(sock, 0)  # poll always reports errors and hangups
         self._upload = Upload(owner.uploads)
+        self._held = HeldFrames(owner.frame_room, self.peer)
         self._running: ModelRequest | Watch | Attachment | None = None
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
@@ -157,6 +161,7 @@ class Connection:
             self._upload.drop()
             for service in self._claimed_at:
                 service.release_claims(self)
+            self._held.close()
 
     def leave(self) -> None:
         """End the connection as soon as no request is running, because the daemon stops.
@@ -178,6 +183,7 @@ class Connection:
             if data is None:
                 continue
             self._codec.receive_data(data)
+            self._take_room()
             while (message := await self._next_message()) is not None:
                 self._frame_deadline = None  # the next bytes belong to another frame
                 await self._wait_if_answered()
@@ -185,11 +191,23 @@ class Connection:
                     await self._wait_for_hangup()
                 if self._client_has_gone:
                     return
+                running = self._running
                 await self._handle(message, nursery)
+                self._held.handled(runs=self._running is not None and self._running is not running)
+                self._take_room()
                 await self._wait_for_reader()
             if not data:
                 await self._wait_for_hangup()
                 return
+
+    def _take_room(self) -> None:
+        """Take room for the frame that arrives.  The codec refuses one that is larger than any may be.
+
+        Raises:
+            QueueFull: there is none.
+        """
+        if self._codec.arriving_bytes <= self._limits.max_frame_bytes:
+            self._held.arrive(self._codec.arriving_bytes)
 
     async def _next_message(self) -> ClientMessage | None:
         """Decode the next message; a large one in pieces."""
@@ -426,6 +444,7 @@ class Connection:
             self._refuse(InternalError("internal error; the daemon's log has the details"), request)
         finally:
             self._running = None
+            self._held.ended()
             self._request_ended.set()
             if not request.keep_alive or self._owner.draining:
                 self._leaving = True
