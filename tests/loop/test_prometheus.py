@@ -62,6 +62,7 @@ async def _served_a_little(harness: Serving, client: Client) -> dict[str, Any]:
     found["controllers"] = dict.fromkeys(times, 1.5) | {"sequences": 2, "skipped_total": 1}
     found["controllers"] |= {"pid": 2, "restarts_total": 1, "rss_bytes": 1000, "cpu_s": 1.5}
     found["adapters"] = {"sql": {"running": 1, "waiting": 0}, "formal": {"running": 2, "waiting": 3}}
+    found["pictures"] = dict.fromkeys(("encoded_total", "found_total", "loaded_total", "kept_bytes", "disk_bytes"), 1)
     found["engine"] |= {"rss_bytes": 1000, "cpu_s": 1.5}  # as an engine process says
     return found
 

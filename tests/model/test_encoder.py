@@ -185,7 +185,7 @@ async def test_the_process_ends_when_it_is_idle_and_the_next_picture_starts_it(
         with trio.fail_after(60):
             while children() != others:
                 await trio.sleep(0.01)
-        assert await pictures.encode([Picture(png(drawn(1)), "")], principal="b") == [first]
+        assert await pictures.encode([Picture(png(drawn(1)), "")], principal="a") == [first]
         assert children() == others
         [other] = await pictures.encode([Picture(png(drawn(2)), "")], principal="b")
         assert len(other.tokens) == 16
@@ -200,6 +200,9 @@ async def test_what_is_kept_and_what_a_request_may_have_is_bounded(
         [first, second] = await pictures.encode([one, two], principal="a")
         assert await pictures.encode([two], principal="a") == [second]
         assert await pictures.encode([one], principal="a") != [first]
+        [of_another] = await pictures.encode([one], principal="b")
+        assert pictures.snapshot()["encoded_total"] == 4, "the response time would reveal what others send"
+        assert np.array_equal(of_another.tokens, first.tokens)
         assert first.rows.read(0, 16).any(), "a request that has it still reads it"
         with pytest.raises(ContextTooSmall, match="the first 3 of 4 pictures have 48 tokens"):
             await pictures.encode([one, two, one, Picture(b"never looked at", "")], principal="a")

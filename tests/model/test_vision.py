@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import shutil
+import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -221,3 +222,36 @@ def test_a_model_that_cannot_see_with_its_projector_claims_nothing(tmp_path: Pat
         assert not [each for each in daemon.processes if "uma_trio.encoder" in each.cmdline()]
     with pytest.raises(AssertionError, match="non-causal"), real_daemon("--mmproj", str(tmp_path / "mmproj.gguf")):
         pass
+
+
+def encodings(daemon: Daemon) -> dict[str, int]:
+    found: dict[str, int] = daemon.metrics()["pictures"]
+    return found
+
+
+def test_a_second_question_encodes_nothing_also_after_a_crash(tmp_path: Path) -> None:
+    options = ("--mmproj", str(projector_file(tmp_path)), "--state-dir", str(tmp_path / "state"))
+    asked = user(picture(png(drawn(1))), text(QUESTION))
+    with real_daemon(*options) as daemon:
+        first = ask(daemon, asked)
+        ask(daemon, user(picture(png(drawn(1))), text("And now?")))
+        found = encodings(daemon)
+        assert (found["encoded_total"], found["found_total"], found["loaded_total"]) == (1, 1, 0)
+        daemon.wait_until(lambda metrics: metrics["pictures"]["disk_bytes"], "the picture is on disk")
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+    with real_daemon(*options) as daemon:
+        assert ask(daemon, asked).text == first.text
+        ask(daemon, asked, session_id="album")
+        found = encodings(daemon)
+        assert (found["encoded_total"], found["found_total"], found["loaded_total"]) == (0, 1, 1)
+        assert not [each for each in daemon.processes if "uma_trio.encoder" in each.cmdline()]
+    [file] = (tmp_path / "state").glob("*/pictures/*.picture")
+    file.write_bytes(file.read_bytes()[:-1])
+    with real_daemon(*options) as daemon:
+        assert ask(daemon, asked).text == first.text
+        assert daemon.logged("an encoded picture cannot be loaded, and is encoded again")
+        assert encodings(daemon)["encoded_total"] == 1
+    with real_daemon(*options, "--pictures-max-mb", "0") as daemon:
+        ask(daemon, asked)
+        assert (encodings(daemon)["encoded_total"], encodings(daemon)["disk_bytes"]) == (1, 0)

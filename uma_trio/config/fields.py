@@ -657,6 +657,13 @@ class Sessions:
         ge=1,
         le=100_000_000,
     )
+    pictures_max_mb: int = setting(
+        1024,
+        "Maximum size of the encoded pictures of a model on disk, in megabytes. Beyond it, the least recently used ones are "
+        "deleted. 0 writes none.",
+        ge=0,
+        le=100_000_000,
+    )
     offload_after_s: float = setting(
         30.0,
         "Offload a session that is idle for this time even if its memory is not needed, so that it survives a crash.",

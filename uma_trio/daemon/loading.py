@@ -132,7 +132,7 @@ class LoadedService:
             perf = self._perf.file = self._stack.enter_context(perf_log(self._config, self._model.info))
             if perf is not None:
                 self._stack.enter_context(self.service.recording(perf))
-        await self.service.open_storage(storage.journal, storage.files, storage.states)
+        await self.service.open_storage(storage.journal, storage.files, storage.states, storage.pictures)
 
 
 @attrs.define

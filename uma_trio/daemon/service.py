@@ -26,6 +26,7 @@ from uma_trio.daemon.serving.offload import InThread, StateFiles
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.sessions import Sessions
 from uma_trio.daemon.store.journal import Journal
+from uma_trio.daemon.store.picture_folder import PictureFolder
 from uma_trio.errors import ControllerUnavailable
 from uma_trio.grammar.calls import AnswerShape
 from uma_trio.grammar.compiler import Grammar
@@ -214,7 +215,11 @@ class ModelService:
             task_status.started()
 
     async def open_storage(
-        self, journal: Journal | None, files: StateFiles | None = None, states: Iterable[SavedState] = ()
+        self,
+        journal: Journal | None,
+        files: StateFiles | None = None,
+        states: Iterable[SavedState] = (),
+        pictures: PictureFolder | None = None,
     ) -> None:
         """Make sessions durable, and load those of earlier runs.  ``run`` must be running.
 
@@ -222,7 +227,10 @@ class ModelService:
             journal: ``None``: sessions end with the daemon.
             files: where KV states go; ``None``: nowhere.
             states: those that are there.
+            pictures: where encoded pictures go; ``None``: nowhere.
         """
+        if pictures is not None and not isinstance(self.prompts.pictures, str):
+            self.prompts.pictures.open(pictures)
         if files is not None:
             self.scheduler.offloader.open(files, states)
         if journal is not None:
@@ -336,6 +344,7 @@ class ModelService:
             "sessions": self.sessions.snapshot(),
             "constraints": self._model.grammars.snapshot(),
             "devices": {each.device: each.snapshot() for each in self._model.devices.memory},
+            **({} if isinstance(self.prompts.pictures, str) else {"pictures": self.prompts.pictures.snapshot()}),
         }
 
     def check_integrity(self) -> None:

@@ -1,5 +1,5 @@
-"""Opens the durable storage of a model, which is the journal of its sessions and the states of their sequences, and that
-of detached answers.
+"""Opens the durable storage of a model, which is the journal of its sessions, the states of their sequences and its encoded
+pictures, and that of detached answers.
 
 Storage is optional: if the folder cannot be used, the daemon logs the reason and serves without it.
 """
@@ -22,6 +22,7 @@ from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.serving.offload import StateFiles
 from uma_trio.daemon.store.answer_folder import AnswerFolder, AnswerFolderError
 from uma_trio.daemon.store.journal import Journal, JournalError
+from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder
 from uma_trio.daemon.store.state_folder import StateFileError, StateFolder
 from uma_trio.daemon.store.state_format import StoredState
 from uma_trio.models.fingerprint import model_fingerprint
@@ -41,6 +42,8 @@ class Storage:
     files: StateFiles | None = None
     states: Sequence[SavedState] = ()
     """States that were found in ``files``, least recently used first."""
+    pictures: PictureFolder | None = None
+    """Encoded pictures."""
 
 
 def state_dir(config: Config) -> Path:
@@ -88,7 +91,14 @@ def open_storage(config: Config, model: LoadedModel, name: str) -> Iterator[Stor
                     log.warning("a saved state cannot be used", reason=problem)
             except StateFileError as error:
                 log.error("KV caches of sessions will not be written to disk", reason=str(error), flag="--state-dir")
-        yield Storage(journal, files, states)
+        pictures: PictureFolder | None = None
+        if config.sessions.pictures_max_mb and not isinstance(model.prompts.pictures, str) and journal is not None:
+            try:
+                pictures = PictureFolder(folder / "pictures", max_bytes=config.sessions.pictures_max_mb * MB)
+                stack.callback(pictures.close)
+            except PictureFileError as error:
+                log.error("encoded pictures will not be written to disk", reason=str(error), flag="--state-dir")
+        yield Storage(journal, files, states, pictures)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,11 @@ def can_encode(llama_dir: Path | None) -> bool:
     return bool(Stamp.read(library_directory(llama_dir)).mtmd_sha256)
 
 
+def library_version(llama_dir: Path | None) -> str:
+    """Which llama.cpp the library in ``llama_dir``, or the default one, was built of."""
+    return Stamp.read(library_directory(llama_dir)).pin
+
+
 @attrs.frozen(eq=False)
 class RowFile:
     """Rows of numbers in shared memory, float32 ``[n, width]``. The file ends with this object."""
@@ -64,6 +69,14 @@ class RowFile:
 
     def __attrs_post_init__(self) -> None:
         weakref.finalize(self, os.close, self.fd)
+
+    @classmethod
+    def of(cls, rows: npt.NDArray[np.float32]) -> RowFile:
+        """A file with ``rows``, ``[n, width]``."""
+        with tempfile.TemporaryFile(dir=_memory_folder()) as file:
+            file.write(rows.tobytes())
+            file.flush()
+            return cls(os.dup(file.fileno()), *rows.shape)
 
     def read(self, start: int, n: int) -> npt.NDArray[np.float32]:
         """A copy of ``n`` rows from ``start`` on."""
@@ -85,6 +98,11 @@ class EncodedMedia:
     """What stands in place of the placeholders, in their order."""
 
 
+def _memory_folder() -> Path | None:
+    """Where files in shared memory are; ``None``: that of temporary files."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+
+
 def placeholders(digest: bytes, n: int) -> npt.NDArray[np.int32]:
     """Ids for the ``n`` rows of the file whose SHA-256 is ``digest``."""
     words = np.frombuffer(digest, "<u4") % PLACEHOLDER + PLACEHOLDER
@@ -100,9 +118,7 @@ class SandboxedEncoder:
 
     def __init__(self, projector: Projector, fingerprint: str) -> None:
         self._fingerprint = fingerprint.encode()
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="uma-media-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-        )
+        self._folder = Path(tempfile.mkdtemp(prefix="uma-media-", dir=_memory_folder()))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         setup = {
             "path": str(projector.path),
@@ -117,6 +133,10 @@ class SandboxedEncoder:
         """End the process. The next file would start another one."""
         self._sandbox.stop()
 
+    def digest(self, data: bytes) -> bytes:
+        """32 bytes that name what the projector makes of a file."""
+        return hashlib.sha256(self._fingerprint + hashlib.sha256(data).digest()).digest()
+
     def encode(self, data: bytes) -> EncodedMedia:
         """Encode a file. Blocks for ``ANSWER_SECONDS`` or ``BUSY_SECONDS`` at most, and the turns of other files.
 
@@ -126,7 +146,6 @@ class SandboxedEncoder:
             ModelUnavailable: the child does not start, or somebody has ended it twice.
         """
         inspect(data)
-        digest = hashlib.sha256(self._fingerprint + hashlib.sha256(data).digest()).digest()
         with self._files() as (given, made):
             given.write_bytes(data)
             try:
@@ -141,7 +160,7 @@ class SandboxedEncoder:
                 raise Refused(answer["error"])
             fd = os.open(made, os.O_RDONLY)
         rows = RowFile(fd, answer["n_rows"], answer["width"])
-        ids, at = placeholders(digest, rows.n), 0
+        ids, at = placeholders(self.digest(data), rows.n), 0
         parts: list[npt.NDArray[np.int32]] = []
         for part in answer["parts"]:
             if isinstance(part, int):

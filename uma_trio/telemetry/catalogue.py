@@ -281,6 +281,12 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
         gauge("preempted_bytes", "bytes",
             "Memory for copies of the KV cache of streams that lost their places. They wait for another place; at most "
             "`preempted_max_mb`."),
+        nested("pictures", "Pictures of requests; absent if the model does not see:"),
+        counter("pictures.encoded_total", "pictures", "Pictures that the encoder has encoded."),
+        counter("pictures.found_total", "pictures", "Pictures that were in memory already, encoded."),
+        counter("pictures.loaded_total", "pictures", "Encoded pictures that were loaded from disk."),
+        gauge("pictures.kept_bytes", "bytes", "Size of the encoded pictures in memory."),
+        gauge("pictures.disk_bytes", "bytes", "Size of those on disk. At most `pictures_max_mb`."),
         nested("kv_offload", "Session states on their way to disk and back; absent if `offload` is off:"),
         counter("kv_offload.saved_total", "states", "Saved session states."),
         counter("kv_offload.saved_bytes_total", "bytes", "Size of saved session states."),

@@ -1,4 +1,7 @@
-"""The pictures of a model's requests: encoded once, and kept for the next turn of their chats."""
+"""The pictures of a model's requests: encoded once, and kept for the next turn of their chats, on disk too.
+
+Each principal has encoded pictures of its own: the response time would reveal the pictures of others.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,28 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import attrs
+import structlog
 import trio
 
 from uma_trio.daemon.prompts.fair_limiter import FairLimiter, in_thread
 from uma_trio.daemon.prompts.media import Picture
-from uma_trio.encoder.encoder import EncodedMedia, Projector, SandboxedEncoder
+from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder, StoredPicture
+from uma_trio.encoder.encoder import EncodedMedia, Projector, RowFile, SandboxedEncoder, library_version
 from uma_trio.encoder.media_file import Refused
 from uma_trio.errors import BadRequest, ContextTooSmall
 from uma_trio.models.fingerprint import model_fingerprint
+
+log = structlog.get_logger("uma_trio.daemon")
 
 MAX_KEPT: Final = 64
 """Encoded pictures that are kept, each with a file descriptor."""
 MAX_KEPT_BYTES: Final = 256 << 20
 """Shared memory of those that are kept."""
+MAX_UNWRITTEN: Final = MAX_KEPT
+"""Encoded pictures that wait for the disk; others stay in memory only."""
 IDLE_S: Final = 300.0
 """After how long without a picture the encoder's process ends: it has the projector's weights in memory."""
 
@@ -38,20 +47,58 @@ class Pictures:
     _encoder: SandboxedEncoder
     _max_tokens: int
     _turns: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, 1))
+    _reading: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, 1))
+    """Threads that look for a picture, read and write files: none waits for the encoder."""
     _kept: OrderedDict[bytes, EncodedMedia] = attrs.field(init=False, factory=OrderedDict)
-    """By the SHA-256 of the file, the least recently used one first."""
+    """By ``_key``, the least recently used one first."""
+    _folder: PictureFolder | None = attrs.field(init=False, default=None)
+    _unwritten: OrderedDict[bytes, EncodedMedia] = attrs.field(init=False, factory=OrderedDict)
+    _to_write: trio.Event = attrs.field(init=False, factory=trio.Event)
     _used: trio.Event = attrs.field(init=False, factory=trio.Event)
     """The encoder's process may run."""
     _used_at: float = attrs.field(init=False, default=0.0)
+    _n_encoded: int = attrs.field(init=False, default=0)
+    _n_found: int = attrs.field(init=False, default=0)
+    _n_loaded: int = attrs.field(init=False, default=0)
+
+    def open(self, folder: PictureFolder) -> None:
+        """Keep encoded pictures in ``folder``, too."""
+        self._folder = folder
+
+    def snapshot(self) -> dict[str, Any]:
+        """Numbers for the metrics."""
+        return {
+            "encoded_total": self._n_encoded,
+            "found_total": self._n_found,
+            "loaded_total": self._n_loaded,
+            "kept_bytes": self._kept_bytes,
+            "disk_bytes": 0 if self._folder is None else self._folder.n_bytes,
+        }
 
     async def run(self) -> None:
-        """End the encoder's process whenever it has been idle for ``IDLE_S``.  Runs until it is cancelled."""
+        """Write encoded pictures, and end the encoder's process whenever it is idle.  Runs until it is cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._end_when_idle)
+            nursery.start_soon(self._write)
+
+    async def _end_when_idle(self) -> None:
         while True:
             await self._used.wait()
             await trio.sleep_until(self._used_at + IDLE_S)
             if trio.current_time() >= self._used_at + IDLE_S:  # no picture has come meanwhile
                 self._used = trio.Event()
                 await trio.to_thread.run_sync(self._encoder.close)
+
+    async def _write(self) -> None:
+        while True:
+            await self._to_write.wait()
+            self._to_write = trio.Event()
+            while self._unwritten and self._folder is not None:
+                key, media = self._unwritten.popitem(last=False)
+                try:
+                    await in_thread(_write, self._folder, key, media, limiter=self._reading.of(""))
+                except PictureFileError as error:
+                    log.warning("an encoded picture stays in memory only", reason=str(error))
 
     async def encode(self, pictures: list[Picture], *, principal: str) -> list[EncodedMedia]:
         """Encode the pictures of one request.  Can be cancelled; the one that is being encoded goes on.
@@ -75,26 +122,60 @@ class Pictures:
         return found
 
     async def _encode(self, picture: Picture, principal: str) -> EncodedMedia:
-        digest = hashlib.sha256(picture.data).digest()
-        found = self._kept.pop(digest, None)
-        if found is None:
-            self._used_at = trio.current_time()
-            self._used.set()
-            try:
-                found = await in_thread(self._encoder.encode, picture.data, limiter=self._turns.of(principal))
-            except Refused as error:
-                raise BadRequest(f"{picture.field}: {error}", field=picture.field) from None
-            finally:
-                self._used_at = trio.current_time()
-                self._used.set()  # the process may have ended meanwhile, and have been started again for this picture
-        self._kept[digest] = found
+        key = await in_thread(self._key, picture.data, principal, limiter=self._reading.of(principal))
+        found = self._kept.pop(key, None)
+        if found is not None:
+            self._n_found += 1
+        else:
+            found = await self._loaded(key, principal) or await self._newly_encoded(key, picture, principal)
+        self._kept[key] = found
         while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)  # requests that have it keep its file
+        return found
+
+    def _key(self, data: bytes, principal: str) -> bytes:
+        return hashlib.sha256(self._encoder.digest(data) + principal.encode()).digest()
+
+    async def _loaded(self, key: bytes, principal: str) -> EncodedMedia | None:
+        """The encoded picture from the folder; ``None`` if it is not there."""
+        if self._folder is None:
+            return None
+        try:
+            found = await in_thread(_read, self._folder, key, limiter=self._reading.of(principal))
+        except PictureFileError as error:
+            log.warning("an encoded picture cannot be loaded, and is encoded again", reason=str(error))
+            return None
+        self._n_loaded += found is not None
+        return found
+
+    async def _newly_encoded(self, key: bytes, picture: Picture, principal: str) -> EncodedMedia:
+        self._used_at = trio.current_time()
+        self._used.set()
+        try:
+            found = await in_thread(self._encoder.encode, picture.data, limiter=self._turns.of(principal))
+        except Refused as error:
+            raise BadRequest(f"{picture.field}: {error}", field=picture.field) from None
+        finally:
+            self._used_at = trio.current_time()
+            self._used.set()  # the process may have ended meanwhile, and have been started again for this picture
+        self._n_encoded += 1
+        if self._folder is not None and len(self._unwritten) < MAX_UNWRITTEN:
+            self._unwritten[key] = found
+            self._to_write.set()
         return found
 
     @property
     def _kept_bytes(self) -> int:
         return sum([4 * each.rows.n * each.rows.width for each in self._kept.values()])
+
+
+def _read(folder: PictureFolder, key: bytes) -> EncodedMedia | None:
+    found = folder.find(key)
+    return None if found is None else EncodedMedia(found.tokens, RowFile.of(found.rows))
+
+
+def _write(folder: PictureFolder, key: bytes, media: EncodedMedia) -> None:
+    folder.add(key, StoredPicture(media.tokens, media.rows.read(0, media.rows.n)))
 
 
 @contextlib.contextmanager
@@ -107,6 +188,6 @@ def open_pictures(projector: Projector, max_tokens: int) -> Iterator[Pictures]:
     Raises:
         OSError: the projector's file cannot be read.
     """
-    encoder = SandboxedEncoder(projector, model_fingerprint(projector.path))
+    encoder = SandboxedEncoder(projector, model_fingerprint(projector.path, library_version(projector.llama_dir)))
     with contextlib.closing(encoder):
         yield Pictures(encoder, max_tokens)

@@ -1,0 +1,166 @@
+"""Encoded pictures in files: written whole, and verified when they are read back.
+
+A file has a header, the picture's tokens, its rows, and a hash of all that.  The folder has a maximum size: the least
+recently used pictures make room for new ones.
+
+All functions block on the disk; call them from one worker thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import struct
+from collections import OrderedDict
+from pathlib import Path
+from typing import Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from uma_trio.daemon.store.encoding import DamagedFile, Tokens
+from uma_trio.daemon.store.folder import PrivateFolder, StoreError, read_up_to
+
+SUFFIX: Final = ".picture"
+NAME: Final = re.compile(r"[0-9a-f]{64}\.picture")
+_HEADER: Final = struct.Struct("<16s32sIII")
+_MAGIC: Final = b"uma-picture-v1\0\0"
+_HASH_BYTES: Final = hashlib.sha256().digest_size
+
+
+class PictureFileError(StoreError):
+    """A picture cannot be written or read back."""
+
+
+@attrs.frozen(eq=False)
+class StoredPicture:
+    """What the encoder made of a picture."""
+
+    tokens: Tokens
+    """Shape ``[n]``, with placeholders for the rows."""
+    rows: npt.NDArray[np.float32]
+    """Shape ``[n_rows, width]``."""
+
+
+def encode(key: bytes, picture: StoredPicture) -> bytes:
+    """The content of a file.
+
+    Args:
+        key: 32 bytes, which name the picture.
+    """
+    header = _HEADER.pack(_MAGIC, key, len(picture.tokens), *picture.rows.shape)
+    data = header + picture.tokens.astype("<i4").tobytes() + picture.rows.astype("<f4").tobytes()
+    return data + hashlib.sha256(data).digest()
+
+
+def decode(key: bytes, data: bytes | bytearray) -> StoredPicture:
+    """The inverse of ``encode``.
+
+    Raises:
+        DamagedFile: the content is not what ``encode`` made for ``key``.
+    """
+    body, found = memoryview(data)[:-_HASH_BYTES], bytes(data[-_HASH_BYTES:])
+    if len(data) < _HEADER.size + _HASH_BYTES or hashlib.sha256(body).digest() != found:
+        raise DamagedFile("its content does not have its hash")
+    magic, of, n_tokens, n_rows, width = _HEADER.unpack_from(body)
+    if magic != _MAGIC or of != key:
+        raise DamagedFile("it is of another version, or of another picture")
+    if _HEADER.size + 4 * (n_tokens + n_rows * width) != len(body):
+        raise DamagedFile("it has another size than its header says")
+    tokens = np.frombuffer(body, "<i4", n_tokens, _HEADER.size).astype(np.int32)
+    rows = np.frombuffer(body, "<f4", n_rows * width, _HEADER.size + 4 * n_tokens)
+    return StoredPicture(tokens, rows.astype(np.float32).reshape(n_rows, width))
+
+
+class PictureFolder:
+    """The encoded pictures in one folder, of at most ``max_bytes`` together.
+
+    Args:
+        folder: created if missing.  Only one process at a time can use it.
+
+    Raises:
+        PictureFileError: the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._folder = PrivateFolder(folder, PictureFileError)
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        """By name, the least recently used first."""
+        self.n_bytes = 0
+        """Size of all files."""
+        try:
+            for each in self._folder.list_files():
+                if each.refused is None and NAME.fullmatch(each.name):
+                    self._count(each.name, each.n_bytes)
+                elif each.refused is None and NAME.match(each.name):  # one that was not complete
+                    self._folder.remove(each.name)
+            self._make_room(0)
+        except PictureFileError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release the folder."""
+        self._folder.close()
+
+    def find(self, key: bytes) -> StoredPicture | None:
+        """The picture named ``key``; ``None`` if it is not there.
+
+        Raises:
+            PictureFileError: its file is damaged or cannot be read.  It is removed, if possible.
+        """
+        name = key.hex() + SUFFIX
+        size = self._sizes.get(name)
+        if size is None:
+            return None
+        try:
+            descriptor = self._folder.open(name)
+            try:
+                with self._folder.os_errors("read", name):
+                    data = read_up_to(descriptor, min(size, self.max_bytes), 0)
+                    found = decode(key, data)
+                    os.utime(descriptor)
+            finally:
+                os.close(descriptor)
+        except (PictureFileError, DamagedFile) as error:
+            self._drop(name)
+            if isinstance(error, DamagedFile):
+                raise PictureFileError(f"{self._folder.path / name} is damaged: {error}; it was removed") from None
+            raise
+        self._sizes.move_to_end(name)
+        return found
+
+    def add(self, key: bytes, picture: StoredPicture) -> None:
+        """Write a picture, unless it is there, or larger than the folder may be.
+
+        Raises:
+            PictureFileError: it cannot be written, for example because the disk is full.
+        """
+        name, data = key.hex() + SUFFIX, encode(key, picture)
+        if name in self._sizes or len(data) > self.max_bytes:
+            return
+        if self._folder.reopen():
+            self._sizes.clear()
+            self.n_bytes = 0
+        self._make_room(len(data))
+        self._folder.write_atomically(name, data)
+        self._count(name, len(data))
+
+    def _count(self, name: str, n_bytes: int) -> None:
+        self._sizes[name] = n_bytes
+        self.n_bytes += n_bytes
+
+    def _make_room(self, n_bytes: int) -> None:
+        while self._sizes and self.n_bytes + n_bytes > self.max_bytes:
+            name = next(iter(self._sizes))
+            self._folder.remove(name)
+            self.n_bytes -= self._sizes.pop(name)
+
+    def _drop(self, name: str) -> None:
+        self.n_bytes -= self._sizes.pop(name)
+        with contextlib.suppress(PictureFileError):  # the error that led here says more
+            self._folder.remove(name)
