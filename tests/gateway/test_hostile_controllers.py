@@ -16,6 +16,7 @@ import pytest
 
 from tests.gateway.conftest import Gateway, HttpCanary
 from tests.support.hostile_wasm import FAILING, LOOPING, ROOM, with_custom_section
+from tests.support.profile import thorough
 from tests.support.real_daemon import missing, real_daemon
 from tests.support.wat_controllers import MID, PRE, controller, returning
 
@@ -98,7 +99,7 @@ def yesno(client: httpx.Client) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [thorough(name) if name == BOMB else name for name in HOSTILE])
 def test_a_hostile_run_ends_with_its_own_error(gateway: Gateway, name: str) -> None:
     wasm, error = HOSTILE[name]
     with gateway.http() as client, HttpCanary(gateway) as canary:
@@ -129,6 +130,7 @@ def test_a_module_of_the_largest_size_runs_and_a_larger_one_is_refused(gateway: 
     gateway.daemon.settled()
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_of_hostile_runs(gateway: Gateway) -> None:
     """Each round uploads modules that nobody has seen, and runs them; processes and memory are then as before."""
     daemon = gateway.daemon

@@ -15,7 +15,7 @@ import pytest
 
 from llama_abi.logs import LogRouter
 from tests.support.engine_contract import greedy
-from tests.support.profile import amount
+from tests.support.profile import amount, thorough
 from uma_trio import config
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
@@ -145,7 +145,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(("run_ahead", "most"), [(0.0, 0.005), (1.0, 0.05), (0.5, 0.2)])
+@pytest.mark.parametrize(("run_ahead", "most"), [thorough(0.0, 0.005), thorough(1.0, 0.05), (0.5, 0.2)])
 def test_the_end_of_the_used_cells_is_that_of_llama(
     library: None, used: list[tuple[int, int]], run_ahead: float, most: float
 ) -> None:

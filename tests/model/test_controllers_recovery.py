@@ -108,6 +108,7 @@ def test_nothing_is_left_after_a_usual_end(library: None, tmp_path: Path) -> Non
     assert names_of(process) == []
 
 
+@pytest.mark.thorough
 def test_requests_that_are_cancelled_before_they_begin_leave_no_controllers_behind(
     library: None, tmp_path: Path
 ) -> None:

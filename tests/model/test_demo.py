@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.profile import thorough
 from tests.support.real_daemon import real_daemon
 
 
@@ -51,6 +52,7 @@ def test_the_demo_and_its_gate(library, tmp_path, folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_gate_that_nobody_passes_exits_1(library):
     with real_daemon() as daemon:
         asked = demo("--no-live", "--max-gap-ms", "0.001", "--socket", str(daemon.socket))
@@ -63,7 +65,7 @@ def test_a_gate_that_nobody_passes_exits_1(library):
     assert "\x1b" not in done.stdout, "plain lines where there is no terminal"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, thorough(signal.SIGTERM)])
 def test_an_interrupted_demo_leaves_nothing_behind(library, folder, number):
     running = subprocess.Popen(
         demo("--no-live"), env={**os.environ, "TMPDIR": str(folder)}, stdout=subprocess.PIPE, text=True

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import llama_abi
+from tests.support.profile import thorough
 from tests.support.random_adapters import random_adapter
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
@@ -78,7 +79,7 @@ def on_cpu() -> list[str]:
     [
         ((), ["CPU", "RPC0", "RPC1"], "with 10 of 10 layers"),
         (("--tensor-split", "3,1"), ["CPU", "RPC0", "RPC1"], "split by layer 3:1"),
-        (("--devices", "RPC1"), ["CPU", "RPC1"], "RPC1 (127.0.0.1:"),
+        thorough(("--devices", "RPC1"), ["CPU", "RPC1"], "RPC1 (127.0.0.1:"),
         (("--split-mode", "none", "--main-gpu", "1", "--gpu-layers", "4"), ["CPU", "RPC1"], "with 4 of 10 layers"),
         (("--split-mode", "tensor"), ["CPU", "RPC0", "RPC1"], "split by tensor"),
         (("--override-tensor", r"blk\.[0-4]\.ffn=CPU"), ["CPU", "RPC0", "RPC1"], "override_tensor blk"),
@@ -101,7 +102,7 @@ def test_the_text_is_that_of_the_cpu_and_log_and_metrics_have_the_devices(
         assert kv["RPC0"] > 2 * kv["RPC1"]
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
+@pytest.mark.parametrize("mode", ["layer", thorough("tensor")])
 def test_drafts_come_from_the_same_devices(servers: str, on_cpu: list[str], mode: str) -> None:
     texts, devices, _ = served("--rpc", servers, "--split-mode", mode, "--draft-model", "embedded-draft")
     assert texts == on_cpu
@@ -128,7 +129,7 @@ def turns(folder: Path, *flags: str) -> tuple[list[str], list[list[float]]]:
     return texts, embedded["embeddings"]
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
+@pytest.mark.parametrize("mode", [thorough("layer"), "tensor"])
 def test_sessions_and_embeddings_are_those_of_the_cpu(servers: str, tmp_path: Path, mode: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

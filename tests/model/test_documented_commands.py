@@ -24,6 +24,7 @@ import pytest
 from tests.support.documents import ROOT, blocks, commands, fenced, help_examples, help_texts, section, tables
 from tests.support.hub_server import fake_hub
 from tests.support.perf_runs import encode_run, simulated
+from tests.support.profile import thorough
 from tests.support.random_adapters import random_adapter
 from tests.support.random_models import random_model
 from tests.support.real_daemon import Daemon, real_daemon, wait_ready
@@ -261,7 +262,16 @@ SERVES = {each.text: each for each in EXAMPLES if each.text.startswith("uma-trio
 """Some stand in several documents; each is run once."""
 
 
-@pytest.mark.parametrize("example", SERVES.values(), ids=str)
+def new_options() -> Iterator[Example]:
+    """The examples of daemons, marked ``thorough`` where all options are also in one before."""
+    seen: set[str] = set()
+    for example in SERVES.values():
+        options = {"serve", *re.findall(r"--[a-z-]+", example.text)}
+        yield thorough(example) if options <= seen else example
+        seen |= options
+
+
+@pytest.mark.parametrize("example", [*new_options()], ids=str)
 def test_a_daemon_that_is_started_answers(
     example: Example, environment: Mapping[str, str], home: Path, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from random import Random
 import gguf
 import pytest
 
+from tests.support.profile import thorough
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.training import corpus
 from uma_trio.training.bpe import Tokenizer
@@ -67,6 +68,7 @@ def test_answers_that_the_readme_and_other_tests_rely_on(examiner: Examiner, que
     assert min(margins) > 0.5, "greedy decisions are clear-cut"
 
 
+@pytest.mark.thorough
 def test_a_sample_of_the_exam(examiner: Examiner) -> None:
     """A held-out question of every skill except the longest.  The model card has the whole exam."""
     questions = [one for one in corpus.exam(1, seed=2) if one.skill not in ("counting, very long", "documents 4k-7k")]
@@ -126,7 +128,7 @@ def test_markers_of_tools_are_control_tokens(examiner: Examiner, tokenizer: Toke
         assert examiner.encode(marker).tolist()[1:] == [tokenizer.control(marker)]
 
 
-@pytest.mark.parametrize("facts", [20, 300])
+@pytest.mark.parametrize("facts", [20, thorough(300)])
 def test_a_fact_is_found_in_a_document(examiner: Examiner, facts: int) -> None:
     """300 facts are a prompt of about 4,000 tokens."""
     document = make_document(1, facts)

@@ -85,6 +85,7 @@ def test_a_session_goes_on_after_reasoning(daemon: Daemon) -> None:
         wire.send(type="sessions", action="read", session_id="a")
         event = wire.receive()
     assert event is not None
+    assert event["messages"][1].pop("generation")["reason"] == "stop"
     assert event["messages"][1] == {"role": "assistant", "content": "aris", "reasoning": "capital of France is"}
     assert len(event["messages"]) == 4
 

@@ -1,6 +1,8 @@
 """Commands of ``uma-trio`` that start in a fork of a process that has imported them: the imports are most of a start.
 
-Its server is that of ``multiprocessing``; it ends with this process, and the commands end with the server.
+The server that forks is that of ``multiprocessing``; it ends with this process, and the commands end with the server.
+A daemon learns what ticks cost from its ticks: it measures nothing before the first client comes, which takes longer than
+most tests.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 PRELOADED: Final = [
     "__main__",
@@ -60,7 +62,10 @@ class Forked:
 def _run(arguments: Sequence[str], log: Path, cwd: Path, environment: Mapping[str, str]) -> None:
     """Become the command: its arguments, folder, environment, and standard streams."""
     from uma_trio.__main__ import run
+    from uma_trio.daemon.engines.calibrate import calibrate
 
+    defaults: Any = calibrate.__kwdefaults__
+    defaults["budget_s"] = 0.0
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()
     os.environ.update(environment)
