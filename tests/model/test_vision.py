@@ -7,16 +7,14 @@ import json
 import re
 import shutil
 import signal
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.commands import invoke
-from tests.support.pictures import drawn, gif, jpeg_header, png, with_orientation
+from tests.support.pictures import bombs, drawn, gif, png, with_orientation
 from tests.support.projectors import N_ROWS, projector_file
 from tests.support.real_daemon import ROOT, Answer, Daemon, real_daemon
 from uma_trio.models.packaged import EMBEDDED
@@ -164,29 +162,19 @@ def test_ask_and_chat_send_files(daemon: Daemon, tmp_path: Path) -> None:
 
 def test_nothing_else_waits_for_bad_pictures(daemon: Daemon) -> None:
     """A stream of somebody else goes on, and every bad picture costs its own request an error within bounds."""
-    small = png(drawn(1))
-    huge = png(drawn(1))[:16] + struct.pack(">II", 40_000, 40_000) + small[24:]
-    bomb = png(np.zeros((6000, 6000, 3), np.uint8))  # 108 MB of pixels in some kB
-    assert len(bomb) < 1 << 18
-    bad = {
-        "no picture": b"hello",
-        "nothing": b"",
-        "huge": huge,
-        "cut": small[: len(small) // 2],
-        "cut JPEG": jpeg_header(640, 480),
-        "a JPEG that says it is turned": jpeg_header(640, 480, orientation=6),
-        "an endless header": b"\xff\xd8" + b"\xff" * 100_000,
-        "sound": b"RIFF\0\0\0\0WAVE" + bytes(100),
-    }
+    fine = set()
     with daemon.wire() as stream:
         stream.send(id="s", prompt="Once upon a time", max_tokens=200, ignore_eos=True, temperature=0)
-        for name, data in bad.items():
-            refused = ask(daemon, user({"type": "image", "data": data}, text(QUESTION)), encoding="cbor")
-            assert refused.code == "E_PROTO_BAD_REQUEST", (name, refused.last)
-        flat = ask(daemon, user({"type": "image", "data": bomb}, text(QUESTION)), encoding="cbor")
+        for name, data in bombs().items():
+            answer = ask(daemon, user({"type": "image", "data": data}, text(QUESTION)), encoding="cbor")
+            if answer.code is None:
+                assert answer.reason in ("stop", "length"), (name, answer.last)
+                fine.add(name)
+            else:
+                assert answer.code == "E_PROTO_BAD_REQUEST", (name, answer.last)
         many = ask(daemon, user(*[picture(png(drawn(100 + n))) for n in range(50)], text(QUESTION)))
         went_on = stream.answer()
-    assert flat.reason in ("stop", "length")
+    assert {"a flat PNG of 6,000 x 6,000", "a GIF with 10,000 frames"} <= fine
     assert many.reason in ("stop", "length")
     assert many.last["usage"]["prompt_tokens"] > 50 * N_ROWS
     assert (went_on.reason, len(went_on.ids)) == ("length", 200)

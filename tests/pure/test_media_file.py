@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pictures import drawn, jpeg_header, png
+from tests.support.pictures import drawn, jpeg_header, png, scans
 from uma_trio.encoder import media_file
-from uma_trio.encoder.media_file import MediaFile, Refused, inspect
+from uma_trio.encoder.media_file import MAX_SCANS, MediaFile, Refused, inspect
 
 
 def bmp(width: int, height: int) -> bytes:
@@ -73,3 +73,9 @@ def test_the_photo_of_the_library() -> None:
     found = inspect(photo.read_bytes())
     assert found.kind == "JPEG"
     assert min(found.width, found.height) > 100
+
+
+def test_a_file_with_many_scans_is_refused_before_it_is_decoded() -> None:
+    assert inspect(scans(MAX_SCANS - 1)).width == 4096
+    with pytest.raises(Refused, match="has 101 scans; it may have 100"):
+        inspect(scans(MAX_SCANS))

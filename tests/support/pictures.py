@@ -58,3 +58,42 @@ def with_orientation(jpeg: bytes, orientation: int) -> bytes:
     entry = b"\x01\x12\x00\x03\x00\x00\x00\x01\x00"
     assert entry + b"\1" in jpeg
     return jpeg.replace(entry + b"\1", entry + bytes([orientation]), 1)
+
+
+def scans(n: int, side: int = 4096) -> bytes:
+    """A progressive JPEG of one colour whose ``n`` scans each go over all blocks, for some bytes each."""
+    head = b"\xff\xd8" + b"\xff\xdb" + struct.pack(">HB", 67, 0) + bytes([1] * 64)
+    head += b"\xff\xc2" + struct.pack(">HBHHBBBB", 11, 8, side, side, 1, 1, 0x11, 0)
+    # one code each: a DC difference of 0; an end of bands for 2**14 blocks and more, in AC
+    for table, symbol in ((0x00, 0), (0x10, 0xE0)):
+        head += b"\xff\xc4" + struct.pack(">HB", 20, table) + bytes([1] + [0] * 15) + bytes([symbol])
+    n_blocks = (side // 8) ** 2
+    dc = b"\xff\xda" + struct.pack(">HBBBBBB", 8, 1, 1, 0x00, 0, 0, 0) + bytes(n_blocks // 8)
+    bits = "".join("0" + "1" * 14 for _ in range(-(-n_blocks // (2**15 - 1))))
+    runs = (
+        int(bits.ljust(-(-len(bits) // 8) * 8, "0"), 2).to_bytes(-(-len(bits) // 8), "big").replace(b"\xff", b"\xff\0")
+    )
+    ac = b"\xff\xda" + struct.pack(">HBBBBBB", 8, 1, 1, 0x00, 1, 63, 0) + runs
+    return head + dc + ac * n + b"\xff\xd9"
+
+
+def bombs() -> dict[str, bytes]:
+    """Files that are small and claim, or become, something large; and some that are cut."""
+    small = png(drawn(1))
+    return {
+        "nothing": b"",
+        "no picture": b"hello",
+        "a PNG of 40,000 x 40,000": small[:16] + struct.pack(">II", 40_000, 40_000) + small[24:],
+        "a flat PNG of 6,000 x 6,000": png(np.zeros((6000, 6000, 3), np.uint8)),
+        "a PNG of 16,384 x 2,441 without its pixels": small[:16] + struct.pack(">II", 16384, 2441) + small[24:],
+        "a cut PNG": small[: len(small) // 2],
+        "a cut JPEG": jpeg_header(640, 480),
+        "a JPEG that says it is turned": jpeg_header(640, 480, orientation=6),
+        "a JPEG of 16,384 x 2,441 without its pixels": jpeg_header(16384, 2441),
+        "a JPEG with an endless header": b"\xff\xd8" + b"\xff" * 100_000,
+        "a JPEG with 100,000 scans": scans(100_000),
+        "a GIF with 10,000 frames": gif([7] * 10_000),
+        "a GIF of 16,384 x 2,441": gif([7])[:6] + struct.pack("<HH", 16384, 2441) + gif([7])[10:],
+        "a BMP of 16,384 x 2,441": b"BM" + struct.pack("<IIIIiiHHIIIIII", 54, 0, 54, 40, 16384, 2441, 1, 24, *[0] * 6),
+        "sound": b"RIFF\0\0\0\0WAVE" + bytes(100),
+    }

@@ -25,6 +25,8 @@ TAKEN: Final = "a picture is PNG, JPEG, GIF or BMP, and sound is WAV, MP3 or FLA
 
 MAX_SEGMENTS: Final = 1000
 """Segments of a JPEG file before its size."""
+MAX_SCANS: Final = 100
+"""Scans of a JPEG file: each goes over all pixels, and may take some bytes only.  Encoders make about ten."""
 MAX_FILL_BYTES: Final = 1 << 16
 """No byte behind this one fills the room between two segments."""
 
@@ -67,6 +69,10 @@ def inspect(data: bytes) -> MediaFile:
         raise Refused("the file ends in the middle of its header: send the whole file") from None
     if found.is_sound:
         return found
+    if found.kind == "JPEG" and (n_scans := data.count(b"\xff\xda")) > MAX_SCANS:
+        raise Refused(
+            f"the JPEG file has {n_scans} scans; it may have {MAX_SCANS}: send one that another program wrote"
+        )
     if not 1 <= found.width <= MAX_SIDE or not 1 <= found.height <= MAX_SIDE or found.width * found.height > MAX_PIXELS:
         raise Refused(
             f"the picture has {found.width} x {found.height} pixels; it may have {MAX_SIDE} on a side and {MAX_PIXELS} "
