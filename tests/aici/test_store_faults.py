@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.aici_client import ADMIN, Engine
 from tests.support.hostile_wasm import with_custom_section
+from tests.support.profile import thorough
 from tests.support.small_disk import fill, make_read_only, small_disk
 from tests.support.wasm_compiler import killing_the_compiler
 from tests.support.wat_controllers import controller
@@ -87,7 +88,7 @@ def check_that_shipped_controllers_run(engine: Engine) -> None:
     assert {each["tag"] for each in ask(engine, "get_tags")["data"]["tags"]} >= {*shipped()}
 
 
-@pytest.mark.parametrize("is_read_only", [False, True], ids=["full", "read-only"])
+@pytest.mark.parametrize("is_read_only", [False, thorough(True)], ids=["full", "read-only"])
 def test_a_disk_that_takes_no_more(tmp_path: Path, is_read_only: bool) -> None:
     cache = tmp_path / "cache"
     with small_disk(cache), runtime(tmp_path) as engine:
@@ -120,7 +121,9 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize("damage", [*DAMAGE, None], ids=[*(f"{data[:8]!r}" for data in DAMAGE), "a folder"])
+@pytest.mark.parametrize(
+    "damage", [*map(thorough, DAMAGE[:-1]), DAMAGE[-1], None], ids=[*(f"{data[:8]!r}" for data in DAMAGE), "a folder"]
+)
 def test_a_damaged_tag_takes_nothing_else_away(
     tmp_path: Path, damage: bytes | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +146,9 @@ def test_a_damaged_tag_takes_nothing_else_away(
     assert capfd.readouterr().err.count("the tag bad is ignored") == 1
 
 
-@pytest.mark.parametrize("what", ["cache", "cache/owners", "cache/shared", "cache/shipped", "cache/lock"])
+@pytest.mark.parametrize(
+    "what", ["cache", *map(thorough, ["cache/owners", "cache/shared", "cache/shipped"]), "cache/lock"]
+)
 def test_a_folder_that_is_something_else(tmp_path: Path, what: str) -> None:
     path = tmp_path / what
     path.parent.mkdir(exist_ok=True)

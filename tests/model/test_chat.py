@@ -14,6 +14,7 @@ import attrs
 import psutil
 import pytest
 
+from tests.support.profile import thorough
 from tests.support.real_daemon import real_daemon
 from tests.support.terminal import Terminal, terminal
 from uma_trio.cli.stdio import wrapped
@@ -212,7 +213,7 @@ def test_a_message_of_several_lines(chat, tmp_path):
     assert question["content"] == "one\ntwo\nthree"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--plain"]], ids=["markdown", "plain"])
+@pytest.mark.parametrize("arguments", [[], thorough(["--plain"])], ids=["markdown", "plain"])
 def test_a_long_answer_scrolls_and_survives_a_resize(chat, arguments):
     with chat("--max-tokens", 900, *arguments, columns=60, lines=10) as shown:
         shown.wait_for(PROMPT)

@@ -38,11 +38,11 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"lark": 'start: "<" /[a-z]{2,9}/ ">" inner+\ninner: /[A-Z]/ | "(" inner ")"\n'},
     {"json_schema": {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}},
 )
-HOSTILE = {
-    *("multipleOf", "many patterns", "many alternative objects", "a required circle", "counting from behind"),
-    *("infinite ambiguity of empty rules", "many rules with one beginning"),
-    *("an ambiguous expression", "64 KiB of different alternatives"),
-}
+HOSTILE = [
+    *("multipleOf", "many alternative objects", "a required circle", "counting from behind"),
+    *("infinite ambiguity of empty rules", "many rules with one beginning", "an ambiguous expression"),
+    *("64 KiB of different alternatives", "many patterns"),
+][: amount(quick=8, thorough=9)]
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 SAMPLED = {"temperature": 1.0, "seed": 11}
 

@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 def test_prompts_one_after_another_cost_less_than_2_mib(library):
-    n, rng = amount(quick=100, thorough=200), random.Random(1)
+    n, rng = amount(quick=60, thorough=200), random.Random(1)
 
     def ask(daemon, seed):
         words = " ".join(rng.choice(("red", "fox", "seven", "Paris", "river", "é")) for _ in range(rng.randint(1, 60)))
@@ -26,7 +26,7 @@ def test_prompts_one_after_another_cost_less_than_2_mib(library):
         assert answer.reason in ("stop", "length")
 
     with real_daemon("--parallel", "4", "--ctx", "4096") as daemon:
-        for seed in range(60):  # warm-up: buffers reach their final size
+        for seed in range(40):  # warm-up: buffers reach their final size
             ask(daemon, seed)
         before = daemon.settled()["tokens_total"], daemon.rss, daemon.n_fds()
         for seed in range(n):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import trio
 
+from tests.support.profile import amount
 from tests.support.real_daemon import Answer, Daemon, real_daemon
 from uma_trio.training.skills import documents
 
@@ -172,11 +173,14 @@ def test_speculation_changes_no_sampled_token(reusing: Daemon, layout: str) -> N
     kernel for one row by up to 0.36 for this model (measured).  A random number that is used for the wrong token would
     change the text from the first draft on.
     """
+    n_seeds = amount(quick=2, thorough=4)
     hot = {"max_tokens": 120, "temperature": 2.0, "top_k": 30, "ignore_eos": True, "cache_prompt": False}
-    requests = [{"messages": chat(question), "seed": seed, **hot} for question in COPYING[:3] for seed in range(4)]
+    requests = [
+        {"messages": chat(question), "seed": seed, **hot} for question in COPYING[:3] for seed in range(n_seeds)
+    ]
     plain = [reusing.ask(**fields, speculate=False) for fields in requests]
     drafted = [reusing.ask(**fields, speculate=True) for fields in requests]
-    assert len({answer.text for answer in plain}) > 6, "the seeds have no effect"
+    assert len({answer.text for answer in plain}) > len(requests) / 2, "the seeds have no effect"
     same = 0
     for one, other in zip(plain, drafted, strict=True):
         same += sum(

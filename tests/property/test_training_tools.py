@@ -49,7 +49,7 @@ def test_every_call_fits_the_schema_of_its_tool(chats: list[Sample]) -> None:
             jsonschema.Draft202012Validator.check_schema(function.get("parameters", {}))
         for name, arguments in calls_of(sample):
             schema = functions[name].get("parameters", {"type": "object", "properties": {}})
-            jsonschema.validate(arguments, {**schema, "additionalProperties": False})
+            jsonschema.Draft202012Validator({**schema, "additionalProperties": False}).validate(arguments)
             seen += 1
     assert seen > len(chats)
 
