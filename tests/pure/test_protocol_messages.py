@@ -18,6 +18,7 @@ from uma_trio.protocol.chat import MAX_TOOL_DEPTH, ChatMessage, NamedTool, Tool,
 from uma_trio.protocol.events import (
     Eos,
     Failure,
+    Forecast,
     Logprob,
     Logprobs,
     PrefillProgress,
@@ -753,6 +754,7 @@ events = (
     | st.builds(Token.of, texts, texts, counts, scored, index=st.none() | counts)
     | st.builds(Reasoning.of, texts, texts, st.none() | counts, st.none() | scored, index=st.none() | counts)
     | st.builds(ToolCallDelta, id=texts, call=counts, call_id=st.none() | texts, arguments=st.none() | texts)
+    | st.builds(Forecast, id=texts, queue_position=counts, start_ms=times, end_ms=times, index=st.none() | counts)
     | st.builds(PrefillProgress, id=texts, prefilled_tokens=counts, prompt_tokens=counts, index=st.none() | counts)
     | st.builds(
         Eos,
@@ -788,6 +790,7 @@ CLASSES = {
     "eos": Eos,
     "error": Failure,
     "progress": PrefillProgress,
+    "forecast": Forecast,
 }
 
 

@@ -259,9 +259,10 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
                 note(f"uma-trio ask: {warning}")
 
     await say_which_daemon("ask", socket, wait_s)
+    is_shown = sys.stderr.isatty() and not as_json
     try:
         eos = await generate(
-            {"id": "ask", "progress": sys.stderr.isatty() and not as_json, **request},
+            {"id": "ask", "progress": is_shown, "forecast": is_shown, **request},
             show,
             socket,
             signals=(signal.SIGINT, signal.SIGTERM),

@@ -1,4 +1,4 @@
-"""Bars on stderr for what a person waits for: a model that is loaded, and the prefill of a long prompt."""
+"""What a person waits for, on stderr: a place in the queue, a model that is loaded, and the prefill of a long prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 import trio
 
-from uma_trio.client import Event, LoadProgress, PrefillProgress, open_client
+from uma_trio.client import Event, Forecast, LoadProgress, PrefillProgress, open_client
 from uma_trio.protocol.answers import ModelDescription
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SHORT_S: Final = 1.0
 
 
 class ProgressBar:
-    """Shows on stderr how far the load of a model is, then the prefill of a long prompt.  A context manager.
+    """Shows on stderr how far the load of a model is, then the queue, then the prefill of a long prompt.  A context manager.
 
     A bar appears with the second event of its kind: what is done at once needs none.  Any other event removes it.
     """
@@ -42,6 +42,11 @@ class ProgressBar:
         match event:
             case LoadProgress():
                 self.load(event.model, event.state, event.progress)
+            case Forecast(queue_position=0):
+                """The prefill has a bar of its own."""
+            case Forecast():
+                self._remove()
+                self._bar = _new_line(in_words(event))
             case PrefillProgress():
                 self._show("prefill", event.prefilled_tokens, event.prompt_tokens, "tokens")
             case _:
@@ -66,6 +71,23 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def in_words(forecast: Forecast) -> str:
+    """Place and start of a request that waits, for people."""
+    seconds = max(1, round(forecast.start_ms / 1e3))
+    starts = f"{seconds} s" if seconds < 120 else f"{round(seconds / 60)} min"
+    return f"place {forecast.queue_position} in the queue, starts in about {starts}"
+
+
+def _new_line(text: str) -> Progress:
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn
+
+    line = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
+    line.add_task(text)
+    line.start()
+    return line
 
 
 def _new_bar(title: str, done: int, total: int, unit: str) -> Progress:

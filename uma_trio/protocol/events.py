@@ -194,6 +194,21 @@ class PrefillProgress:
 
 
 @attrs.frozen(kw_only=True)
+class Forecast:
+    """When a request is predicted to start and to end.  Its event is called ``forecast``, and comes only if asked for."""
+
+    id: str
+    queue_position: int
+    """How many requests get places before it, and itself; 0: it has a place."""
+    start_ms: float
+    """Milliseconds until the first token."""
+    end_ms: float
+    """Milliseconds until the end."""
+    index: int | None = None
+    """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
+
+
+@attrs.frozen(kw_only=True)
 class LoadProgress:
     """A request waits for its model.  Its event is called ``loading``, and comes only if the request asks for progress."""
 

@@ -1,7 +1,7 @@
 """Messages of the socket protocol as frozen records: which there are, and how they become plain values and back.
 
 Clients send a request (``Generate``), a ``Cancel`` or a query.  The daemon answers with events: those of a request are
-``Token``, ``Reasoning``, ``ToolCallDelta``, ``PrefillProgress``, ``LoadProgress``, ``Eos`` and ``Failure``, and each query has its own.
+``Token``, ``Reasoning``, ``ToolCallDelta``, ``PrefillProgress``, ``LoadProgress``, ``Forecast``, ``Eos`` and ``Failure``, and each query has its own.
 
 ===============  ==============================================
 ``requests``     ``Generate``, ``Embed``, ``Rerank``, ``Cancel``
@@ -47,6 +47,7 @@ from uma_trio.protocol.events import (
     Embeddings,
     Eos,
     Failure,
+    Forecast,
     Generated,
     LoadProgress,
     Logprob,
@@ -119,6 +120,7 @@ ServerEvent = (
     | Failure
     | PrefillProgress
     | LoadProgress
+    | Forecast
     | Embeddings
     | Ranking
     | ControllerEvent
@@ -137,6 +139,7 @@ _EVENT_NAMES: Final = {
     Failure: "error",
     PrefillProgress: "progress",
     LoadProgress: "loading",
+    Forecast: "forecast",
     Metrics: "metrics",
     SessionList: "sessions",
     SessionLease: "lease",

@@ -259,6 +259,7 @@ class PlainFields:
         False, "Alias of `echo`: with `stream: false`, the text begins with the prompt's.", goes_with_controller=False
     )
     progress: bool = field(False, "Send [progress](#progress) events during prefill.")
+    forecast: bool = field(False, "Send [forecast](#forecast) events until it starts.")
     detached: bool = field(
         False,
         "The daemon answers on its own, and the connection gets no events of it; see "

@@ -13,9 +13,6 @@ import numpy as np
 WINDOW: Final = 4096
 """Number of measurements that percentiles cover: the last 40 seconds at 100 tokens a second."""
 
-MOVING: Final = 64
-"""Measurements that count most in a ``MovingAverage``."""
-
 
 class RecentValues:
     """A ring of the last ``size`` measurements. Percentiles are computed on demand and cached.
@@ -68,20 +65,6 @@ class Average:
         return round(self.total / self.count, 3) if self.count else None
 
 
-@attrs.define
-class MovingAverage:
-    """A mean in which older measurements weigh less."""
-
-    value: float | None = None
-    """``None`` before the first measurement."""
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        self.count = min(self.count + 1, MOVING)
-        before = 0.0 if self.value is None else self.value
-        self.value = before + (value - before) / self.count
-
-
 # -- histograms, in the shape that Prometheus adds up over time and over daemons ------------------------
 
 TOKEN_MS: Final = (0.5, 0.7, *(n * 10**power for power in range(4) for n in (1, 1.5, 2, 3, 5, 7)), 10_000)
@@ -124,10 +107,7 @@ class Histogram:
 
 
 def snapshot_of(counts: attrs.AttrsInstance) -> dict[str, Any]:
-    """Plain numbers by name, of the public fields of ``counts``; ``None`` for figures without a measurement.
-
-    A ``MovingAverage`` is left out: the scheduler computes with it.
-    """
+    """Plain numbers by name, of the public fields of ``counts``; ``None`` for figures without a measurement."""
     found: dict[str, Any] = {}
     for field in attrs.fields(type(counts)):
         name, value = field.name, getattr(counts, field.name)

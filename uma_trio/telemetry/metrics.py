@@ -19,7 +19,6 @@ from uma_trio.telemetry.measures import (
     TOKENS,
     Average,
     Histogram,
-    MovingAverage,
     RecentValues,
     snapshot_of,
 )
@@ -123,8 +122,6 @@ class Telemetry:
     mixed_tick_error: RecentValues = attrs.field(factory=partial(RecentValues, 50, 90))
     decode_ms: Average = attrs.field(factory=Average)
     sample_ms: Average = attrs.field(factory=Average)
-    served_ms: MovingAverage = attrs.field(factory=MovingAverage)
-    """Time from admission to the end, of requests that finished or were cancelled."""
     histograms: Histograms = attrs.field(factory=Histograms)
     principals: PrincipalMetrics = attrs.field(factory=PrincipalMetrics)
     _bytes_per_s: float | None = None
@@ -176,7 +173,6 @@ class Telemetry:
         self.principals.of(request.principal).requests_total += 1
         if request.admitted_s is None or reason.startswith("E_"):
             return
-        self.served_ms.add(1e3 * (request.finished_s - request.admitted_s))
         if reason == "cancelled":
             return
         self.histograms.request_ms.add(1e3 * (request.finished_s - request.arrived_s))

@@ -17,10 +17,10 @@ from uma_trio.daemon.store.answer_log import AnswerLog, EndState, Record
 from uma_trio.daemon.store.encoding import decode_tokens, encode_tokens
 from uma_trio.errors import ModelUnavailable, ShuttingDown
 from uma_trio.protocol.answers import AnswerInfo
-from uma_trio.protocol.events import Eos, Failure, LoadProgress, PrefillProgress, UnknownEvent
+from uma_trio.protocol.events import Eos, Failure, Forecast, LoadProgress, PrefillProgress, UnknownEvent
 from uma_trio.protocol.messages import ServerEvent, parse_event, to_fields
 
-PASSING: Final = (PrefillProgress, LoadProgress)
+PASSING: Final = (PrefillProgress, LoadProgress, Forecast)
 """Events that say how far an answer is.  They are not kept."""
 
 

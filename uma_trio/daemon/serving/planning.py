@@ -21,6 +21,7 @@ from uma_trio.config import Scheduling
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import MAX_MARGIN
+from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.gaps import NO_FILLERS
 from uma_trio.daemon.scheduling.policy import NO_DRAFT_MODEL, Plan, PolicyState, Tick, plan
 from uma_trio.daemon.scheduling.timings import StepTimings
@@ -249,6 +250,11 @@ class StepPlanner:
         ):
             return NoStep.CANNOT_TRUNCATE
         return None
+
+    @property
+    def service(self) -> Service:
+        """What each principal was given."""
+        return self._policy.service
 
     @property
     def preempts_at(self) -> float:

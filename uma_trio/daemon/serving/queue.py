@@ -6,6 +6,7 @@ import math
 from collections import abc
 from collections.abc import Container, Iterator
 from itertools import chain
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -144,7 +145,7 @@ class RunningSet:
         """Whether room that becomes free is for forks, and not for ``sequence``."""
         parent = self._keeps_room_for
         return parent is not None and not places.goes_before(
-            self._claimant(sequence, NO_SERVICE), parent.principal.name, self._places(NO_SERVICE), self._room()
+            self._claimant(sequence, NO_SERVICE), parent.principal.name, self._places(NO_SERVICE), self.room()
         )
 
     def allocate_forks(self, sequence: Sequence, n: int) -> list[Allocation] | None:
@@ -274,7 +275,7 @@ class RunningSet:
             for each in self
         ):
             return found
-        claim = places.claim(self._claimant(sequence, service), self._places(service), self._room())
+        claim = places.claim(self._claimant(sequence, service), self._places(service), self.room())
         if claim is None or claim.due_s >= found[1]:
             return found
         running = [*self]
@@ -306,7 +307,8 @@ class RunningSet:
             for allocation, each in self._sequences.items()
         ]
 
-    def _room(self) -> places.Room:
+    def room(self) -> places.Room:
+        """What the KV cache has, and what of it is free."""
         kv = self.cache.statistics()
         n = self.cache.n_sequences
         return places.Room(n, kv.cells, n - kv.sequences, kv.cells - kv.cells_reserved)
@@ -432,19 +434,14 @@ class WaitingQueue:
 
     Args:
         max_length: more are refused, unless their principal has less than its share of the queue.
-        telemetry: knows how long requests take.
     """
 
-    def __init__(
-        self, cache: KvCache, running: RunningSet, telemetry: Telemetry, info: ModelInfo, max_length: int
-    ) -> None:
+    def __init__(self, cache: KvCache, running: RunningSet, info: ModelInfo, max_length: int) -> None:
         self._cache = cache
         self._running = running
-        self._telemetry = telemetry
         self._n_sequences = info.n_seq_max
         self._max_length = max_length
         self._sequences: list[Sequence] = []
-        self._retries = places.RetrySchedule()
         self._claimant: Sequence | None = None
         """For which sequences lost their places, or are about to."""
         self._blocked: tuple[Sequence, int] | None = None
@@ -477,8 +474,6 @@ class WaitingQueue:
         Raises:
             QueueFull, KvFull: too many wait already.
         """
-        if not self._sequences and not self._running:
-            self._retries.clear()
         for n, sequence in enumerate(sequences):
             if self._sequences or not self._running.allocate(sequence):
                 if not self._may_wait(sequence):
@@ -536,15 +531,26 @@ class WaitingQueue:
         now = trio.current_time()
         return min(
             [each for each in self._candidates if background or each.priority is not Priority.BACKGROUND],
-            key=lambda each: fairness.rank(
-                each.priority,
-                each.principal.name,
-                now - each.queued_at,
-                service,
-                holds_place=each.principal.name in holders,
-            ),
+            key=lambda each: _rank(each, now, service, holds_place=each.principal.name in holders),
             default=None,
         )
+
+    def in_order(self, service: Service) -> list[Sequence]:
+        """All that wait, in the order in which they get places if nothing changes; those whose clients do not read last."""
+        holders = {each.principal.name for each in self._running}
+        now = trio.current_time()
+
+        def rank(each: Sequence, *, holds_place: bool) -> tuple[bool, bool, bool, float, int]:
+            return not each.sink.has_room, *_rank(each, now, service, holds_place=holds_place)
+
+        def first_rank(each: Sequence) -> tuple[bool, bool, bool, float, int]:
+            return rank(each, holds_place=each.principal.name in holders)
+
+        found = []
+        for each in sorted(self._sequences, key=first_rank):
+            found.append((rank(each, holds_place=each.principal.name in holders), each))
+            holders.add(each.principal.name)  # those behind it go after others that hold none
+        return [each for _, each in sorted(found, key=itemgetter(0))]
 
     def preempts_at(self, service: Service) -> float:
         """When a running sequence will lose its place, on trio's clock; infinite if none will."""
@@ -600,21 +606,12 @@ class WaitingQueue:
             error: QueueFull | KvFull = KvFull(f"{describe_cells(kv)}; {waiting}")
         else:
             error = QueueFull(waiting)
-        error.retry_after_ms = self.retry_after_ms()
         return error
 
-    def retry_after_ms(self) -> int | None:
-        """When the next refused request may come back; ``None`` before the first request has ended.
 
-        Requests take as long as the last ones did.  Those that wait go first, then those that were refused before.
-        """
-        served_ms = self._telemetry.served_ms.value
-        if served_ms is None:
-            return None
-        at_a_time = max(1, len(self._running))
-        turns = 1 + len(self._sequences) // at_a_time
-        served_s = 1e-3 * served_ms
-        return round(1e3 * self._retries.wait_s(trio.current_time(), turns * served_s, served_s / at_a_time))
+def _rank(sequence: Sequence, now: float, service: Service, *, holds_place: bool) -> tuple[bool, bool, float, int]:
+    waited_s = now - sequence.queued_at
+    return fairness.rank(sequence.priority, sequence.principal.name, waited_s, service, holds_place=holds_place)
 
 
 def describe_cells(kv: CacheStatistics) -> str:

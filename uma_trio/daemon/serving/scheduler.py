@@ -37,6 +37,7 @@ from uma_trio.daemon.serving.controllers.driver import (
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.drafting import DraftModel
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
+from uma_trio.daemon.serving.forecasting import Forecaster
 from uma_trio.daemon.serving.offload import InThread, Offloader
 from uma_trio.daemon.serving.output import send_prompt, send_tokens
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner, delays_requests
@@ -115,7 +116,14 @@ class Scheduler:
             memory=MemoryStates(config.scheduling.preempted_max_mb * MB, free_memory_bytes),
         )
         self._running = RunningSet(self.cache, self.offloader, self.telemetry)
-        self._waiting = WaitingQueue(self.cache, self._running, self.telemetry, self.info, config.limits.max_queue)
+        self._waiting = WaitingQueue(self.cache, self._running, self.info, config.limits.max_queue)
+        self._forecaster = Forecaster(
+            running=self._running,
+            waiting=self._waiting,
+            timings=self.timings,
+            info=self.info,
+            limits=config.scheduling,
+        )
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._bisection: CrashBisection[Sequence] = CrashBisection()
         self._controllers = ControllerDriver(runtime, engine, self._running)
@@ -197,6 +205,7 @@ class Scheduler:
                 send_prompt(sequence)
         if known is not None:
             self._replay(known)
+        self._forecaster.report(self._planner.service)
         self.wake()
         return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
 
@@ -234,8 +243,9 @@ class Scheduler:
         self._planner.arrived(principal)
         try:
             self._waiting.enter(sequences)
-        except (QueueFull, KvFull):
+        except (QueueFull, KvFull) as refusal:
             self.wake()  # some of the answers may have had a place
+            refusal.retry_after_ms = self.retry_after_ms()
             raise
         if controlled is None:  # a controller may refuse each token, so it is asked one at a time
             for sequence in sequences:
@@ -265,9 +275,9 @@ class Scheduler:
         self.wake()
         return pending
 
-    def retry_after_ms(self) -> int | None:
-        """When a request that was refused may be sent again; see ``WaitingQueue``."""
-        return self._waiting.retry_after_ms()
+    def retry_after_ms(self) -> int:
+        """When a request that was refused may be sent again; see ``Forecaster``."""
+        return self._forecaster.retry_after_ms(self._planner.service)
 
     def cancel_embedding(self, pending: PendingEmbeddings, reason: UmaError | None) -> None:
         """End ``pending`` now, if it has not ended: with an error, or as cancelled."""
@@ -437,6 +447,7 @@ class Scheduler:
             self._submit(self._planner.next_step())
         for each in completed:
             self._deliver(each)
+        self._forecaster.report(self._planner.service)
         if self.on_step is not None:
             self.on_step()
         if len(self._in_flight) == 1:
@@ -625,6 +636,7 @@ class Scheduler:
         else:
             sequence.sink.send(sequence.eos(reason, sequence.ended_at))
         self._stats.record_end(sequence, reason, sequence.ended_at)
+        self._forecaster.ended(sequence, reason)
         if self._planner.drafts is not None:
             self._planner.drafts.ended(sequence)
         sequence.done.set()

@@ -32,7 +32,7 @@ from uma_trio.engine_link.sampling import Bias, SamplingParams
 from uma_trio.grammar.compiler import Grammar
 from uma_trio.principal import Principal
 from uma_trio.protocol.chat import ToolCall
-from uma_trio.protocol.events import Eos, Logprobs, PrefillProgress
+from uma_trio.protocol.events import Eos, Forecast, Logprobs, PrefillProgress
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
 from uma_trio.protocol.usage import FinishReason, Timings, Usage
@@ -207,6 +207,10 @@ class Sequence:
     cancelled_at: float | None = None
     """When it was ended from outside: by its client, a timeout, or shutdown."""
     ended_at: float | None = None
+    forecast: Forecast | None = None
+    """The last forecast that its client got."""
+    forecast_start_ms: float = 0.0
+    """The start that it predicted, in milliseconds on trio's clock."""
     done: trio.Event = attrs.field(factory=trio.Event)
     """Set after the last event."""
 

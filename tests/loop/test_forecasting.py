@@ -1,0 +1,111 @@
+"""What clients hear about when their requests start and end; in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+
+from tests.loop.test_scheduling import Harness, running
+from tests.support.fake_engine import FakeEngine
+from uma_trio import errors
+from uma_trio.protocol.events import Forecast
+
+
+class Client:
+    """Keeps the forecasts that it gets, each with its time."""
+
+    has_room = True
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, Forecast]] = []
+
+    def send(self, event: Any) -> None:
+        if isinstance(event, Forecast):
+            self.found.append((trio.current_time(), event))
+
+
+def cost_ms(prompt: int, decodes: int) -> float:
+    return 5 + 0.1 * prompt + 0.5 * decodes
+
+
+def engine(**values: Any) -> FakeEngine:
+    return FakeEngine(**{"n_ctx": 100_000, "n_seq_max": 4, "cost_ms": cost_ms, **values})
+
+
+async def learn(harness: Harness) -> None:
+    """Let the cost model see what the engine takes."""
+    for _ in range(3):
+        done = [harness.ask(400, 60).done for _ in range(4)]
+        for each in done:
+            await each.wait()
+
+
+async def test_predictions_come_true(autojump_clock):
+    """16 requests of mixed sizes, all of which wait; answers are as long as they may be."""
+    async with running(engine(), max_queue=100) as harness:
+        await learn(harness)
+        held = [harness.ask(300, 100) for _ in range(4)]
+        clients = [Client() for _ in range(16)]
+        began = trio.current_time()
+        asked = [
+            harness.ask(100 + 150 * (n % 5), 40 + 20 * (n % 3), client, forecast=True, ignore_eos=True)
+            for n, client in enumerate(clients)
+        ]
+        for each in (*held, *asked):
+            await each.done.wait()
+        for client, sequence in zip(clients, asked, strict=True):
+            at, first = client.found[0]
+            assert at == began
+            assert at + first.start_ms / 1e3 == pytest.approx(
+                sequence.first_token_at, abs=0.2 * (sequence.ended_at - at)
+            )
+            assert first.end_ms == pytest.approx(1e3 * (sequence.ended_at - at), rel=0.2)
+            positions = [event.queue_position for _, event in client.found]
+            assert positions == sorted(positions, reverse=True)
+        assert any(len(client.found) > 1 for client in clients), "they learn that they come nearer"
+        assert [client.found[0][1].queue_position for client in clients] == [*range(1, 17)]
+
+
+async def test_only_who_asks_gets_forecasts(autojump_clock):
+    async with running(engine(n_seq_max=1)) as harness:
+        clients = [Client() for _ in range(3)]
+        asked = [harness.ask(10, 20, client, forecast=n == 1) for n, client in enumerate(clients)]
+        for each in asked:
+            await each.done.wait()
+        assert [bool(client.found) for client in clients] == [False, True, False]
+
+
+async def test_one_that_runs_at_once_hears_when_it_ends(autojump_clock):
+    async with running(engine()) as harness:
+        await learn(harness)
+        client, began = Client(), trio.current_time()
+        sequence = harness.ask(1000, 50, client, forecast=True, ignore_eos=True)
+        await sequence.done.wait()
+        [(_, event)] = client.found
+        assert event.queue_position == 0
+        assert event.end_ms == pytest.approx(1e3 * (sequence.ended_at - began), rel=0.2)
+
+
+async def test_a_refused_request_comes_back_when_there_is_room(autojump_clock):
+    async with running(engine(n_seq_max=2), max_queue=2) as harness:
+        await learn(harness)
+        sequences = [harness.ask(100, 50, ignore_eos=True) for _ in range(4)]
+        with pytest.raises(errors.QueueFull) as refused:
+            harness.ask(100, 50)
+        began = trio.current_time()
+        for each in sequences:
+            await each.done.wait()
+        assert refused.value.retry_after_ms == pytest.approx(1e3 * (trio.current_time() - began), rel=0.2)
+
+
+async def test_a_long_queue_gets_forecasts_at_most_twice_a_second(autojump_clock):
+    async with running(engine(n_seq_max=1), max_queue=1000) as harness:
+        clients = [Client() for _ in range(200)]
+        asked = [harness.ask(20, 5, client, forecast=True) for client in clients]
+        for each in asked:
+            await each.done.wait()
+        for client in clients:
+            seconds = client.found[-1][0] - client.found[0][0]
+            assert len(client.found) <= 2 + 2 * seconds + 1

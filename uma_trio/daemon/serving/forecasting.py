@@ -1,0 +1,146 @@
+"""Reports to clients when their requests start and end, and refused ones when to come back."""
+
+from __future__ import annotations
+
+import math
+from collections import abc
+from itertools import chain
+from typing import Final
+
+import attrs
+import trio
+
+from uma_trio.config import Scheduling
+from uma_trio.daemon.scheduling import places
+from uma_trio.daemon.scheduling.answer_lengths import AnswerLengths
+from uma_trio.daemon.scheduling.fairness import Service
+from uma_trio.daemon.scheduling.forecast import Load, Prediction, Speed, forecast
+from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue
+from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.engine_link.messages import ModelInfo
+from uma_trio.errors import UmaError
+from uma_trio.protocol.events import Forecast
+from uma_trio.protocol.usage import FinishReason
+
+UPDATE_S: Final = 0.5
+"""A client that waits gets another forecast after this time at the earliest."""
+
+MUCH: Final = 0.2
+"""It gets one if its place has changed, or if the start is predicted for another time by this share of the time until then."""
+
+LEAST_MS: Final = 250.0
+"""A start that moves by less than this has not changed."""
+
+MAX_SHARE: Final = 0.05
+"""Share of the time that computing forecasts may take."""
+
+SMALLEST: Final = Load(prefill_tokens=1, answer_tokens=1, context_tokens=0, cells=1, due_ms=0.0, target_itl_ms=math.inf)
+"""Stands for a request that has been refused: when it gets a place, there is room."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Forecaster:
+    """Predicts when the sequences of one scheduler start and end."""
+
+    _running: RunningSet
+    _waiting: WaitingQueue
+    _timings: StepTimings
+    _info: ModelInfo
+    _limits: Scheduling
+    _lengths: AnswerLengths = attrs.field(factory=AnswerLengths, init=False)
+    _retries: places.RetrySchedule = attrs.field(factory=places.RetrySchedule, init=False)
+    _may_at: float = attrs.field(default=-math.inf, init=False)
+    """When the next forecast may be computed."""
+    _reported_at: float = attrs.field(default=-math.inf, init=False)
+
+    def ended(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
+        """Learn from the length of an answer."""
+        ended_itself = not isinstance(reason, UmaError) and reason not in ("length", "cancelled")
+        self._lengths.record(len(sequence.tokens), ended_itself=ended_itself)
+
+    def report(self, service: Service) -> None:
+        """Send forecasts to those who asked for them and have none yet, or one that has changed much.
+
+        Call it when a request has come, and in every tick.  Mostly it does nothing.
+        """
+        asking = [each for each in chain(self._running, self._waiting) if _may_ask(each)]
+        if not asking:
+            return
+        now = trio.current_time()
+        is_update = now >= self._reported_at + UPDATE_S
+        if now < self._may_at or not (is_update or any(each.forecast is None for each in asking)):
+            return
+        if is_update:
+            self._reported_at = now
+        predictions = self._predict(service)
+        for sequence in asking if is_update else [each for each in asking if each.forecast is None]:
+            _send(sequence, predictions[sequence], now)
+        took_s = trio.current_time() - now
+        self._may_at = now + took_s / MAX_SHARE
+
+    def retry_after_ms(self, service: Service) -> int:
+        """When the next refused request may come back: after those that wait, and those that were refused before."""
+        if not len(self._running) and not len(self._waiting):
+            self._retries.clear()
+        waiting = [*map(self._load, self._waiting.in_order(service)), SMALLEST]
+        found = self._forecast([*map(self._load, self._running)], waiting)
+        ends = sum([each.end_ms < math.inf for each in found]) or 1
+        interval_s = 1e-3 * max(each.end_ms for each in found) / ends
+        return round(1e3 * self._retries.wait_s(trio.current_time(), 1e-3 * found[-1].place_ms, interval_s))
+
+    def _predict(self, service: Service) -> dict[Sequence, Prediction]:
+        running, waiting = [*self._running], self._waiting.in_order(service)
+        found = self._forecast([*map(self._load, running)], [*map(self._load, waiting)])
+        return dict(zip([*running, *waiting], found, strict=True))
+
+    def _forecast(self, running: abc.Sequence[Load], waiting: abc.Sequence[Load]) -> list[Prediction]:
+        room = self._running.room()
+        speed = Speed(
+            cost=self._timings.cost,
+            limits=self._limits,
+            max_tokens=self._info.n_batch,
+            attention=self._timings.attention,
+            mixes_prefill=self._info.unified,
+            gap_ms=self._timings.gap_ms,
+        )
+        return forecast(running, waiting, places=room.free_sequences, cells=room.free_cells, speed=speed)
+
+    def _load(self, sequence: Sequence) -> Load:
+        n_tokens, allocation = len(sequence.tokens), sequence.allocation
+        decodes = sequence.state in (State.DECODE, State.FINISHED)
+        is_over = sequence.state is State.FINISHED
+        return Load(
+            prefill_tokens=0 if decodes else max(1, sequence.n_known - sequence.n_computed),
+            answer_tokens=1 if is_over else self._lengths.expected(n_tokens, max(1, sequence.max_tokens - n_tokens)),
+            context_tokens=sequence.n_computed,
+            cells=sequence.max_cells if allocation is None else allocation.own_cells,
+            due_ms=1e3 * (sequence.due_at - trio.current_time()),
+            target_itl_ms=sequence.target_itl_ms,
+        )
+
+
+def _may_ask(sequence: Sequence) -> bool:
+    """Whether it wants forecasts and has not started; then one that has a place gets only one."""
+    if not sequence.request.forecast or sequence.tokens or sequence.state is State.FINISHED:
+        return False
+    last = sequence.forecast
+    return last is None or last.queue_position > 0
+
+
+def _send(sequence: Sequence, found: Prediction, now: float) -> None:
+    last = sequence.forecast
+    at_ms = 1e3 * now
+    if last is not None and last.queue_position == found.queue_position:
+        moved_ms = abs(at_ms + found.start_ms - sequence.forecast_start_ms)
+        if moved_ms < max(LEAST_MS, MUCH * found.start_ms):
+            return
+    sequence.forecast_start_ms = at_ms + found.start_ms
+    sequence.forecast = Forecast(
+        id=sequence.request.id,
+        queue_position=found.queue_position,
+        start_ms=round(found.start_ms, 1),
+        end_ms=round(found.end_ms, 1),
+        index=sequence.index,
+    )
+    sequence.sink.send(sequence.forecast)
