@@ -389,6 +389,12 @@ def test_limits_are_the_defaults_and_settings_exist() -> None:
         assert name in names, f"{name} is no setting"
 
 
+def test_the_sampling_order_has_every_sampling_parameter() -> None:
+    named = set(re.findall(r"`(\w+)`", section(text_of("PROTOCOL-REFERENCE.md"), "Sampling order")))
+    missing = [row.name for row in PARAMETERS if row.name not in named]
+    assert not missing, f"{missing}: say in PROTOCOL-REFERENCE.md, Sampling order, when they are applied"
+
+
 # -- METRICS.md ---------------------------------------------------------------------------------------
 
 
