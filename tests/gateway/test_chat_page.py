@@ -312,6 +312,43 @@ def test_reasoning_is_folded_and_calls_are_shown(page: Page) -> None:
     assert page.locator("main img, main script").count() == 0
 
 
+@needs_browser
+def test_calls_of_tools_are_answered_by_hand(page: Page) -> None:
+    def force_calls(route: Route) -> None:
+        asked: Any = route.request.post_data_json
+        route.continue_(post_data=json.dumps({**asked, "tool_choice": "required"}))
+
+    page.click("#settings-open")
+    page.click("summary:text('Tools')")
+    page.fill("#tools", "[{}]")
+    page.click("button:text-is('Save')")
+    expect(page.locator("#settings-error")).to_contain_text("The tools must be a list of objects")
+    page.fill("#tools", "")
+    page.click("#add-time")
+    page.click("button:text-is('Save')")
+    page.route("**/v1/session/answer", force_calls, times=1)
+    ask(page, "What time is it?")
+    field = page.locator(".results textarea").first
+    expect(field).to_have_value(re.compile("GMT"))
+    page.reload()
+    for each in page.locator(".results textarea").all():
+        each.fill("Noon")
+    page.route("**/v1/session/answer", lambda route: route.abort(), times=1)
+    page.click(".results button")
+    expect(page.locator("#status")).to_have_text("The connection was lost.")
+    expect(field).to_have_value("Noon")
+    with page.expect_request("**/v1/session/answer") as made:
+        page.click(".results button")
+    expect(page.locator("#status")).to_have_text("The answer is complete")
+    body: Any = made.value.post_data_json
+    assert [each["name"] for each in body["tools"]] == ["current_time"]
+    assert {(each["role"], each["content"]) for each in body["messages"]} == {("tool", "Noon")}
+    page.reload()
+    last(page, "tool").locator("summary").click()
+    expect(last(page, "tool")).to_contain_text("Result of current_timeNoon")
+    expect(page.locator(".results:visible")).to_have_count(0)
+
+
 # -- branches --
 
 

@@ -19,6 +19,7 @@ export function contentOf(text, pictures) {
 /** Whether two messages, either of which may be undefined, say the same. */
 export function same(a, b) {
   if (a === undefined || b === undefined || a.role !== b.role || textOf(a) !== textOf(b)) return false;
+  if (JSON.stringify(a.tool_calls ?? null) !== JSON.stringify(b.tool_calls ?? null)) return false;
   const [seen, other] = [picturesOf(a), picturesOf(b)];
   return seen.length === other.length && seen.every((data, i) => data === other[i]);
 }

@@ -36,6 +36,7 @@ export class Conversation {
         if (i >= 0) this.branch(i, this.messages[i].content);
       },
       resume: (made) => this.resume(at(made)),
+      results: (results) => this.onRefused(() => this.answerCalls(results)),
     };
   }
 
@@ -133,6 +134,12 @@ export class Conversation {
       this.moveTo(from);
       this.show(messages);
     });
+  }
+
+  /** Tell the model what its calls have given. Without an answer, the results go back into their form. */
+  async answerCalls(results) {
+    if (this.reading || (await this.ask(results))) return;
+    this.place.querySelectorAll("article:last-child .results textarea").forEach((field, i) => (field.value = results[i].content));
   }
 
   /** Let the model go on with its last answer. */

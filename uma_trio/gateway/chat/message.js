@@ -5,6 +5,7 @@ import { folded, folds } from "./answer.js";
 import { picturesOf, textOf } from "./content.js";
 import { Growing } from "./markdown.js";
 import { thumbnail } from "./pictures.js";
+import { resultForm } from "./tools.js";
 
 const LONG = 4000; // characters of a message of the user that are shown at once
 const NAMES = { user: "You", assistant: "Answer", system: "System prompt", tool: "Result of a tool" };
@@ -37,12 +38,13 @@ export function emptyArticle(role) {
   return el("article", { class: role, "aria-label": NAMES[role] ?? role }, el("div", { class: "text" }));
 }
 
-/** The article of a message. `acts` has what its buttons do: `edit`, `again`, `resume`; each gets the article. */
+/** The article of a message. `acts` has what its buttons do: `edit`, `again`, `resume`, each with the article, and `results` of calls. */
 export function article(message, acts) {
   const made = emptyArticle(message.role);
   const shown = made.firstChild;
   const content = textOf(message);
   if (message.role === "system") shown.replaceWith(folded(NAMES.system, content));
+  else if (message.role === "tool") shown.replaceWith(folded(`Result of ${message.name ?? "a tool"}`, content));
   else if (message.role === "assistant") new Growing(shown).show(content);
   else if (content.length > LONG) {
     shown.append(`${content.slice(0, LONG / 4)} …`);
@@ -54,6 +56,7 @@ export function article(message, acts) {
   if (pictures.length) made.prepend(el("div", { class: "pictures" }, ...pictures));
   if (message.reasoning) shown.before(folded("Reasoning", message.reasoning));
   for (const call of message.tool_calls ?? []) shown.after(folds(call));
+  if (message.tool_calls?.length) made.append(resultForm(message.tool_calls, acts.results));
   finish(made, message, acts);
   return made;
 }

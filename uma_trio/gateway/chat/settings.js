@@ -1,6 +1,7 @@
 // Settings: system prompt, sampling with presets, the form of answers, colours. They are kept in the browser.
 
 import { byId, el } from "../dashboard/dom.js";
+import { CURRENT_TIME, toolsIn } from "./tools.js";
 
 const KEY = "uma-trio settings";
 const PRESETS = {
@@ -8,7 +9,8 @@ const PRESETS = {
   Precise: { temperature: 0.2, top_p: 0.9 },
   Creative: { temperature: 1.1, min_p: 0.05, top_p: 1 },
 };
-const EMPTY = { system: "", sampling: {}, form: "text", schema: "", choices: "", theme: "", presets: {} };
+const EMPTY = { system: "", sampling: {}, form: "text", schema: "", choices: "", tools: "", theme: "", presets: {} };
+const PLAIN = ["form", "schema", "choices", "tools", "theme"]; // those whose field has just their value
 
 function kept() {
   try {
@@ -53,6 +55,7 @@ export class Settings {
     byId("preset").addEventListener("change", () => this.choose());
     byId("preset-save").addEventListener("click", () => this.savePreset());
     byId("preset-delete").addEventListener("click", () => this.deletePreset());
+    byId("add-time").addEventListener("click", () => this.addTime());
     byId("form").addEventListener("change", () => this.showForm());
     this.form.addEventListener("submit", (event) => {
       if (event.submitter?.value === "cancel") return;
@@ -65,12 +68,13 @@ export class Settings {
   /** The fields of a request. */
   get fields() {
     const found = constraint(this.now);
-    return { ...this.now.sampling, ...(found ? { constraint: found } : {}) };
+    const tools = toolsIn(this.now.tools);
+    return { ...this.now.sampling, ...(found ? { constraint: found } : {}), ...(tools.length ? { tools } : {}) };
   }
 
   open() {
     byId("system").value = this.shownSystem = this.system();
-    for (const name of ["form", "schema", "choices", "theme"]) byId(name).value = this.now[name];
+    for (const name of PLAIN) byId(name).value = this.now[name];
     this.showSampling(this.now.sampling);
     this.showPresets();
     this.showForm();
@@ -120,6 +124,16 @@ export class Settings {
     this.showPresets();
   }
 
+  /** Offer the model a tool that tells the time. */
+  addTime() {
+    try {
+      const others = toolsIn(byId("tools").value).filter(({ name }) => name !== CURRENT_TIME.name);
+      byId("tools").value = JSON.stringify([...others, CURRENT_TIME], null, 2);
+    } catch (error) {
+      byId("settings-error").textContent = error.message;
+    }
+  }
+
   showForm() {
     byId("schema-label").hidden = byId("form").value !== "schema";
     byId("choices-label").hidden = byId("form").value !== "choices";
@@ -129,9 +143,10 @@ export class Settings {
     const system = byId("system").value.trim();
     const isNew = system !== this.shownSystem;
     const wanted = { sampling: this.sampling, ...(isNew ? { system } : {}) };
-    for (const name of ["form", "schema", "choices", "theme"]) wanted[name] = byId(name).value;
+    for (const name of PLAIN) wanted[name] = byId(name).value;
     try {
       constraint(wanted);
+      toolsIn(wanted.tools);
     } catch (error) {
       byId("settings-error").textContent = error.message;
       return;
@@ -149,7 +164,7 @@ export class Settings {
 
   paint() {
     document.documentElement.style.colorScheme = this.now.theme || "light dark";
-    const { sampling, form } = this.now;
-    byId("settings-open").classList.toggle("changed", form !== "text" || Object.keys(sampling).length > 0);
+    const { sampling, form, tools } = this.now;
+    byId("settings-open").classList.toggle("changed", form !== "text" || tools !== "" || Object.keys(sampling).length > 0);
   }
 }
