@@ -133,6 +133,7 @@ def command(
     two_models.py            how two models share the cores
     crowding.py              how long a tenant waits while another one takes all places
     night_shift.py           what a batch costs interactive requests
+    calibration.py           how well starts and ends of requests are predicted
     scale_out.py             several daemons behind routers from PyPI, also with faults
     constrained.py           what a constraint costs
     controllers.py           what a controller costs

@@ -108,6 +108,7 @@ class StreamedAnswer(Response, Generic[Item]):
     Args:
         events: from ``Daemon.generate``, or made of that.  It is closed when the client leaves, and that cancels the request.
         refuse: builds the response for an error before the first event.
+        late_headers: gives headers when the response begins.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class StreamedAnswer(Response, Generic[Item]):
         refuse: Callable[[HttpError], Response],
         keep_alive_s: float,
         headers: Mapping[str, str] | None = None,
+        late_headers: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         super().__init__(None, 200, {**NOT_BUFFERED, **(headers or {})}, renderer.media_type)
         del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
@@ -125,6 +127,7 @@ class StreamedAnswer(Response, Generic[Item]):
         self._renderer = renderer
         self._refuse = refuse
         self._keep_alive_s = keep_alive_s
+        self._late_headers = late_headers
         self._has_begun = False
         self._written_at = 0.0
 
@@ -159,6 +162,7 @@ class StreamedAnswer(Response, Generic[Item]):
         self._written_at = anyio.current_time()
         if not self._has_begun:
             self._has_begun = True
+            self.headers.update(self._late_headers())
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             data = self._renderer.begin() + data
         if data:

@@ -19,6 +19,7 @@ from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, unl
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.errors import FieldNames, HttpError, field_renamer, invalid
+from uma_trio.gateway.forecast import ForecastHeaders
 from uma_trio.gateway.guard import check_admin, check_owner, is_unknown
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.request_logger import RequestRecord
@@ -251,16 +252,28 @@ class Call:
     def stream(self, fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], renderer: Renderer[Event]) -> Response:
         """Send one request or several to the daemon, and the answers to the client while they are generated."""
         if isinstance(fields, Mapping):
-            return self.stream_events(self.daemon.generate(fields), renderer)
+            found = ForecastHeaders(passes=bool(fields.get("forecast")))
+            events = found.watch(self.daemon.generate({**fields, "forecast": True}))
+            return self.stream_events(events, renderer, found.headers)
         return self.stream_events(self.daemon.generate_all(fields), renderer)
 
-    def stream_events(self, events: AsyncIterator[list[Event]], renderer: Renderer[Event]) -> Response:
-        """Send events of the daemon to the client as they come."""
+    def stream_events(
+        self,
+        events: AsyncIterator[list[Event]],
+        renderer: Renderer[Event],
+        late_headers: Callable[[], Mapping[str, str]] = dict,
+    ) -> Response:
+        """Send events of the daemon to the client as they come.
+
+        Args:
+            late_headers: gives headers when the response begins.
+        """
         return StreamedAnswer(
             self.record.watch(events),
             renderer,
             refuse=self.refuse,
             keep_alive_s=self.config.http.keep_alive_s,
+            late_headers=late_headers,
         )
 
     async def unless_disconnected(self, work: Awaitable[Any]) -> Any:

@@ -54,7 +54,8 @@ CORS_MAX_AGE_S: Final = 600
 ALLOW_ORIGIN: Final = HeaderName(b"Access-Control-Allow-Origin")
 METHODS: Final = "GET, POST, DELETE, OPTIONS"
 EXPOSED: Final = (
-    "x-request-id, retry-after, retry-after-ms, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
+    "x-request-id, x-uma-queue-position, x-uma-eta-ms, retry-after, retry-after-ms, "
+    "x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
     "x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )
 

@@ -1,0 +1,188 @@
+"""Measure how well the daemon predicts when requests start and end.
+
+python benches/calibration.py --model /tmp/125m.gguf --threads 1 --requests 300
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import click
+import trio
+from command import Place, bench, carry_out, csv_option, places
+from comparison import RunsFile
+from pinning import pinned
+from prompts import of_tokens
+from report import cell, table
+from rigs import ServerSettings, uma_trio_flags
+
+from uma_trio.client import Forecast, Token, open_client
+from uma_trio.demo.recording import percentile
+from uma_trio.demo.temporary_daemon import temporary_daemon
+from uma_trio.tokenizer.tokenizer import Tokenizer
+from uma_trio.tokenizer.vocabulary import vocabulary
+
+GOOD: Final = 0.2
+"""A prediction is good that is off by at most this share of the true time."""
+
+RUNS, NEXT, FAR = "runs at once", "waits, place 1 to 4", "waits, place 5 and above"
+PLACES: Final = (RUNS, NEXT, FAR)
+
+
+@attrs.frozen(kw_only=True)
+class Load:
+    """The requests."""
+
+    requests: int
+    rate: float
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    ends_itself: bool
+    parallel: int
+    seed: int
+
+    def __str__(self) -> str:
+        length = "up to" if self.ends_itself else "exactly"
+        return (
+            f"{self.requests} requests, {self.rate:g}/s; prompts of {self.prompt_tokens} tokens, answers of {length} "
+            f"{self.tokens} tokens"
+        )
+
+    @property
+    def ctx(self) -> int:
+        return self.parallel * (-(-(max(self.prompt_tokens) + max(self.tokens) + 32) // 256) * 256)
+
+
+@attrs.frozen
+class Outcome:
+    """The first prediction for a request, and what was true.  Milliseconds from when the forecast came."""
+
+    prompt_tokens: int
+    tokens: int
+    position: int
+    predicted: tuple[float, float]
+    """Start and end."""
+    true: tuple[float, float]
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Predicted divided by true, of start and end."""
+        return self.predicted[0] / max(self.true[0], 1e-3), self.predicted[1] / max(self.true[1], 1e-3)
+
+    @property
+    def classes(self) -> tuple[str, str]:
+        """What it is counted under."""
+        place = RUNS if not self.position else NEXT if self.position <= 4 else FAR
+        return place, f"prompt {self.prompt_tokens}, answer {self.tokens}"
+
+
+async def ask(path: Path, prompt: str, sizes: tuple[int, int], load: Load, found: list[Outcome]) -> None:
+    """Send a request; keep its first forecast if it got one."""
+    forecast: Forecast | None = None
+    at = first = 0.0
+    async with open_client(path) as client:
+        async for event in client.generate(
+            prompt=prompt, max_tokens=sizes[1], ignore_eos=not load.ends_itself, forecast=True, cache_prompt=False
+        ):
+            now = trio.current_time()
+            if isinstance(event, Forecast) and forecast is None:
+                forecast, at = event, now
+            elif isinstance(event, Token) and not first:
+                first = now
+    if forecast is not None and first:
+        true = 1e3 * (first - at), 1e3 * (trio.current_time() - at)
+        predicted = forecast.start_ms, forecast.end_ms
+        found.append(Outcome(*sizes, forecast.queue_position, predicted, true))
+
+
+async def offer(path: Path, load: Load, tokenizer: Tokenizer) -> list[Outcome]:
+    """Send the requests at random times."""
+    rng = random.Random(load.seed)
+    found: list[Outcome] = []
+    async with trio.open_nursery() as nursery:
+        for _ in range(load.requests):
+            sizes = rng.choice(load.prompt_tokens), rng.choice(load.tokens)
+            nursery.start_soon(ask, path, of_tokens(tokenizer, rng, sizes[0]), sizes, load, found)
+            await trio.sleep(rng.expovariate(load.rate))
+    return found
+
+
+def share(ratios: Sequence[float]) -> float:
+    """Share of the predictions that are good."""
+    return sum([abs(ratio - 1) <= GOOD for ratio in ratios]) / len(ratios)
+
+
+def show(found: Sequence[Outcome]) -> str:
+    """A row for all, for each class, and the name of the worst one."""
+    by_class: defaultdict[str, list[Outcome]] = defaultdict(list)
+    for outcome in found:
+        for name in ("all", *outcome.classes):
+            by_class[name].append(outcome)
+    rows = []
+    for name, outcomes in sorted(by_class.items(), key=lambda item: (item[0] != "all", item[0] not in PLACES, item[0])):
+        starts, ends = zip(*[outcome.ratios for outcome in outcomes], strict=True)
+        rows.append([
+            name, str(len(outcomes)), cell(100 * share(starts), 0), cell(percentile(starts, 50), 2),
+            cell(100 * share(ends), 0), cell(percentile(ends, 10), 2), cell(percentile(ends, 50), 2),
+            cell(percentile(ends, 90), 2),
+        ])  # fmt: skip
+    header = ("", "requests", "start good %", "ratio p50", "end good %", "ratio p10", "p50", "p90")
+    worst = min(by_class, key=lambda name: share([outcome.ratios[1] for outcome in by_class[name]]))
+    return f"{table(header, rows)}\nworst by the end: {worst}"
+
+
+@bench()
+@click.option("--requests", type=click.IntRange(1), default=300, help="How many requests to send.")
+@click.option(
+    "--rate", type=click.FloatRange(0.01), default=2.0, help="Requests a second; more than it serves: a queue."
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1), multiple=True, default=(30, 300, 1000), help="Sizes of prompts."
+)
+@click.option(
+    "--tokens", type=click.IntRange(1), multiple=True, default=(20, 60, 200), help="The max_tokens of answers."
+)
+@click.option("--ends-itself", is_flag=True, help="Answers may end before max_tokens.")
+@click.option("--parallel", type=click.IntRange(1), default=4, help="Sequences of the daemon.")
+@click.option("--seed", type=int, default=0, help="Seed of sizes, words and times.")
+@places()
+@csv_option("a row for each request")
+@click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
+def main(csv_file: Path | None, serve_flags: Sequence[str], **options: Any) -> None:
+    """Measure how well the daemon predicts when requests start and end.
+
+    Requests of mixed sizes come at random times and ask for forecasts.  The first forecast of each counts.  SERVE_FLAGS
+    after -- go to `uma-trio serve`.
+
+    \b
+    good %   predictions that are off by at most 20 % of the true time
+    ratio    predicted divided by true
+    """
+    place = Place.of(options)
+    load = Load(**{field.name: options[field.name] for field in attrs.fields(Load)})
+    place.show()
+
+    async def work() -> list[Outcome]:
+        serving = ServerSettings(model=place.model, threads=place.threads, parallel=load.parallel, ctx=load.ctx)
+        click.echo(f"servers   {serving}\nload      {load}\n")
+        with vocabulary(place.model) as tokenizer:
+            flags = [*uma_trio_flags(serving), "--max-queue", str(load.requests), *serve_flags]
+            async with temporary_daemon(flags) as daemon:
+                with pinned(daemon.pid, place.pins):
+                    found = await offer(daemon.path, load, tokenizer)
+        columns = ["prompt_tokens", "tokens", "position", "start_ms", "end_ms", "true_start_ms", "true_end_ms"]
+        file = RunsFile(csv_file, columns)
+        for each in found:
+            file.add(each.prompt_tokens, each.tokens, each.position, *each.predicted, *each.true)
+        return found
+
+    click.echo(show(carry_out(work)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Place in the queue and predicted end of streamed answers."""
+
+from __future__ import annotations
+
+import json
+
+from tests.gateway.conftest import Gateway
+
+
+def test_a_streamed_answer_has_its_place_and_its_end_in_headers(gateway: Gateway) -> None:
+    body = {"messages": [{"role": "user", "content": "Count to ten"}], "max_tokens": 20, "stream": True}
+    with gateway.http() as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = [*answer.iter_lines()]
+    assert int(answer.headers["x-uma-queue-position"]) == 0
+    assert 0 <= int(answer.headers["x-uma-eta-ms"]) < 600_000
+    assert not any("queue_position" in line for line in lines)
+
+
+def test_only_who_asks_gets_forecast_events(gateway: Gateway) -> None:
+    def positions(**fields: object) -> list[int]:
+        with (
+            gateway.http() as client,
+            client.stream("POST", "/v1/generate", json={"prompt": "Once", "max_tokens": 3, **fields}) as answer,
+        ):
+            found = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        assert found
+        return [event["queue_position"] for event in found if "queue_position" in event]
+
+    assert positions() == []
+    assert positions(forecast=True) == [0]
