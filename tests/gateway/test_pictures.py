@@ -117,7 +117,10 @@ def test_models_say_that_they_see(daemon: Daemon, openai_client: openai.OpenAI) 
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("https://example.com/cat.png", "not fetched from other servers: send the file itself"),
+        (
+            "https://example.com/cat.png",
+            "not fetched from other servers here: send the file itself, .* --http-fetch-pictures",
+        ),
         ("file:///etc/passwd", "this is no data URL"),
         ("data:image/png;base64,?", "base64"),
         (f"data:image/png;base64,{base64.b64encode(b'hello').decode()}", "a picture is PNG"),

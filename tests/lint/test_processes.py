@@ -51,7 +51,7 @@ PROCESSES: Final = {
     ),
     "gateway": Process(
         "gateway.__main__ gateway.application",
-        f"{SHARED} client connect gateway.* telemetry.catalogue",
+        f"{SHARED} client connect gateway.* hub.errors hub.urls telemetry.catalogue",
         no_libraries="llama_abi numpy trio",
     ),
     "template worker": Process(

@@ -392,6 +392,12 @@ class Http:
     max_body_bytes: int = setting(
         16 * MIB, "Largest body of an HTTP request.", name="http_max_body_bytes", ge=1024, le=1024 * MIB
     )
+    fetch_pictures: bool = setting(
+        False,
+        "Fetch pictures that requests name by an https URL, from public addresses only. If off, requests contain their "
+        "pictures.",
+        name="http_fetch_pictures",
+    )
     keep_alive_s: float = setting(
         15.0,
         "A stream that has sent nothing for this time sends a comment, so that proxies and clients keep waiting.",

@@ -56,6 +56,7 @@ from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
 from uma_trio.gateway.pages import PAGES, WATCH
 from uma_trio.gateway.peers import Peers
+from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.request_logger import HttpMetrics, RequestLogger, Tracer, log
 from uma_trio.gateway.upload import MAX_FORM_BYTES
 from uma_trio.gateway.usage import UsageFile, usage_path
@@ -122,7 +123,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     Raises:
         KeyFileError: the file of tenants cannot be used.
     """
-    daemon = Daemon(config.listen.socket, peers=Peers.of(config))
+    daemon = Daemon(config.listen.socket, peers=Peers.of(config), pictures=PictureUrls.of(config))
     endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS), *reference_page.endpoints_of(ENDPOINTS), *PAGES)
     usage = UsageFile(usage_path(config))
     limiter = Limiter(usage, now_ns=time.monotonic_ns, unix_s=time.time, connections=config.limits.max_connections)

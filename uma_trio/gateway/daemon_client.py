@@ -37,6 +37,7 @@ from uma_trio.client import (
 from uma_trio.gateway.charging import Account, charged
 from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError, from_client_error
 from uma_trio.gateway.peers import Peers
+from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.transport import DaemonStream
 
 REQUESTS_AT_A_TIME: Final = 16
@@ -67,6 +68,8 @@ class Daemon:
     """The field ``slo`` of all requests, which are rows of batches; ``None``: each request has its own."""
     peers: Peers | None = None
     """Other daemons, which may have the session of a request."""
+    pictures: PictureUrls = attrs.Factory(PictureUrls)
+    """Fetches pictures that requests name by URL."""
     _known: Mapping[bool, KnownModels] = attrs.Factory(lambda: {True: KnownModels(), False: KnownModels()})
     """For tenants, and for the user who runs the daemon, who may name more of them."""
     _snapshots: Snapshots = attrs.Factory(lambda self: Snapshots(self.socket), takes_self=True)
@@ -101,7 +104,12 @@ class Daemon:
 
     @contextlib.asynccontextmanager
     async def _at_hand(self, fields: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        """The request, with its session here if a peer had it; see ``Peers.at_hand``."""
+        """The request, with its pictures, and with its session here if a peer had it; see ``Peers.at_hand``.
+
+        Raises:
+            HttpError: a picture cannot be fetched.
+        """
+        fields = await self.pictures.fetched(fields)
         if self.peers is None or fields.get("session_id") is None:
             yield fields
             return

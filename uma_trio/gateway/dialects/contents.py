@@ -21,22 +21,27 @@ _DATA_URL: Final = re.compile(r"data:[a-z0-9.+-]*/?[a-z0-9.+-]*(?:;[a-z0-9.=+-]+
 class Picture:
     """A picture of a message."""
 
-    base64: str
+    base64: str = ""
     """Its file.  The daemon checks it."""
+    url: str | None = None
+    """Where its file is, if it is not here; see ``PictureUrls``."""
+    parameter: str = ""
+    """The field of the body that has the URL."""
 
 
 def picture_of_url(url: str, parameter: str) -> Picture:
-    """The picture that a data URL contains.
+    """The picture that a data URL contains, or that another URL names.
 
     Raises:
-        HttpError: it is another URL.  Nothing is fetched: a server that does that can be sent anywhere.
+        HttpError: it is neither.
     """
     head = _DATA_URL.match(url[:_HEAD_CHARS])
     if head is not None:
         return Picture(url[head.end() :])
     scheme = url[:_HEAD_CHARS].partition(":")[0].lower()
-    reason = "pictures are not fetched from other servers" if scheme in ("http", "https") else "this is no data URL"
-    raise invalid(f"{reason}: send the file itself, as data:image/png;base64,...", parameter=parameter)
+    if scheme in ("http", "https"):
+        return Picture(url=url, parameter=parameter)
+    raise invalid("this is no data URL: send the file itself, as data:image/png;base64,...", parameter=parameter)
 
 
 def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[str, Any]]:
@@ -48,7 +53,9 @@ def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[
     content: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, Picture):
-            content.append({"type": "image", "data": part.base64})
+            is_here = part.url is None
+            where = {"data": part.base64} if is_here else {"url": part.url, "parameter": part.parameter}
+            content.append({"type": "image", **where})
         elif content and content[-1]["type"] == "text":
             content[-1] = {"type": "text", "text": f"{content[-1]['text']}{between}{part}"}
         else:

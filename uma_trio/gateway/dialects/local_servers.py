@@ -177,6 +177,7 @@ async def _rendered(
         add_generation_prompt=request.add_generation_prompt,
         chat_template_kwargs=request.chat_template_kwargs,
     )
+    given = (await call.daemon.pictures.fetched({"messages": given}))["messages"]
     fields = {**template, **({"tools": offered} if offered else {}), **_model(request.model)}
     return await call.ask(lambda client: client.tokenize(messages=given, **fields), counts=True)
 

@@ -93,7 +93,8 @@ async def count_tokens(call: Call) -> Response:
         tools=tools.get("tools"),
         chat_template_kwargs=request.template_kwargs,
     )
-    found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields), counts=True))
+    given = await call.unless_disconnected(call.daemon.pictures.fetched(fields))
+    found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**given), counts=True))
     return json_response({"input_tokens": len(found.tokens)}, warnings=[*warnings, *chat.warnings, *skipped])
 
 

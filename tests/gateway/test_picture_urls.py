@@ -1,0 +1,172 @@
+"""Pictures that requests name by URL: fetched from a real server with TLS, and never from a private network."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import httpx2
+import pytest
+
+from tests.support.pictures import drawn, png
+from tests.support.projectors import projector_file
+from tests.support.real_daemon import real_daemon
+from uma_trio.gateway import picture_urls
+from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.picture_urls import MAX_REDIRECTS, PictureUrls
+
+PICTURE = png(drawn(1))
+PUBLIC, PRIVATE = "127.0.0.1", "127.0.0.2"
+"""In these tests, the internet is one address of this machine."""
+HOSTS = {"pictures.example": [PUBLIC], "inside.example": [PRIVATE], "both.example": [PUBLIC, PRIVATE]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves ``/cat.png``; other paths say what else they do."""
+
+    def do_GET(self) -> None:
+        self.server.hosts.append(self.headers["Host"])  # type: ignore[attr-defined]
+        kind, _, rest = self.path.partition("?")[0].strip("/").partition("/")
+        if kind == "to":
+            self.send_response(302)
+            self.send_header("Location", rest.replace("PORT", str(self.server.server_port)))  # type: ignore[attr-defined]
+            self.end_headers()
+        elif kind in ("cat.png", "large", "slow"):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while kind == "large":
+                    self.wfile.write(bytes(1 << 16))
+                if kind == "slow":
+                    self.server.stopping.wait(60)  # type: ignore[attr-defined]
+                self.wfile.write(PICTURE)
+        else:
+            self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[Any, ssl.SSLContext]]:
+    """A server for pictures.example, and what trusts it."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-keyout", key, "-out", certificate, "-subj", "/CN=pictures.example"),
+            *("-addext", "subjectAltName=DNS:pictures.example"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    found: Any = ThreadingHTTPServer((PUBLIC, 0), Handler)
+    found.hosts, found.stopping = [], threading.Event()
+    found.socket = context.wrap_socket(found.socket, server_side=True, do_handshake_on_connect=False)
+    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield found, ssl.create_default_context(cafile=str(certificate))
+    finally:
+        found.stopping.set()
+        found.shutdown()
+        found.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def urls(server: tuple[Any, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> PictureUrls:
+    async def resolve(host: str, port: int) -> list[str]:
+        return HOSTS[host]
+
+    monkeypatch.setattr(picture_urls, "is_public", lambda address: address == PUBLIC)
+    return PictureUrls(True, 1 << 20, resolve, lambda: httpx2.AsyncHTTPTransport(verify=server[1]))
+
+
+def fetched(urls: PictureUrls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    return anyio.run(urls.fetched, fields)  # on the event loop of the gateway, asyncio
+
+
+def fields_of(*wanted: str) -> dict[str, Any]:
+    parts = [{"type": "image", "url": url, "parameter": f"here[{n}]"} for n, url in enumerate(wanted)]
+    return {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [*parts, {"type": "text"}]}]}
+
+
+def test_pictures_are_fetched_and_the_rest_stays(urls: PictureUrls, server: tuple[Any, ssl.SSLContext]) -> None:
+    place = f"pictures.example:{server[0].server_port}"
+    wanted = [
+        f"https://{place}/cat.png?n=1",
+        f"https://{place}/to//cat.png",
+        f"https://{place}/to/https://{place}/cat.png",
+    ]
+    given = fields_of(*wanted)
+    found = fetched(urls, given)
+    image = {"type": "image", "data": base64.b64encode(PICTURE).decode()}
+    assert found["messages"] == [given["messages"][0], {"role": "user", "content": [image] * 3 + [{"type": "text"}]}]
+    assert set(server[0].hosts) == {place}
+    assert "url" in given["messages"][1]["content"][0], "what was given is as it was"
+    assert fetched(urls, {"prompt": "a"}) == {"prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("https://inside.example:PORT/cat.png", "inside.example is inside a private network or this machine"),
+        ("https://both.example:PORT/cat.png", "both.example is inside a private network"),
+        ("https://127.0.0.2:PORT/cat.png", "inside a private network"),
+        ("https://pictures.example:PORT/to/https://inside.example:PORT/cat.png", "inside a private network"),
+        ("https://pictures.example:PORT/to/http://pictures.example:PORT/cat.png", "is not encrypted"),
+        ("https://pictures.example:PORT/to/file:///etc/passwd", "is not a URL of a web server"),
+        ("https://127.0.0.1:PORT/cat.png", "cannot be fetched: .*certificate"),
+        ("https://user:secret@pictures.example:PORT/cat.png", "a password in it"),
+        ("https://pictures.example:PORT/none", "answers with the status 404"),
+        ("https://pictures.example:PORT/large", "have more than 1,048,576 bytes"),
+        ("https://pictures.example:PORT/slow", "takes longer than 1 s"),
+        ("https://pictures.example:1/cat.png", "cannot be fetched"),
+    ],
+)
+def test_what_may_not_be_fetched_is_refused(
+    urls: PictureUrls, server: tuple[Any, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch, url: str, reason: str
+) -> None:
+    monkeypatch.setattr(picture_urls, "FETCH_S", 1.0 if "slow" in url else 30.0)
+    with pytest.raises(HttpError, match=reason) as refused:
+        fetched(urls, fields_of(url.replace("PORT", str(server[0].server_port))))
+    assert (refused.value.status, refused.value.parameter) == (400, "here[0]")
+    assert "secret" not in str(refused.value)
+
+
+def test_redirects_end(urls: PictureUrls, server: tuple[Any, ssl.SSLContext]) -> None:
+    place = f"https://pictures.example:{server[0].server_port}"
+    with pytest.raises(HttpError, match="redirects more than 3 times"):
+        fetched(urls, fields_of(f"{place}/{'to//' * (MAX_REDIRECTS + 1)}cat.png"))
+
+
+def test_a_gateway_that_fetches_opens_nothing_on_its_machine(tmp_path: Path) -> None:
+    with real_daemon("--http", "0", "--http-fetch-pictures", "--mmproj", str(projector_file(tmp_path))) as daemon:
+        for url in (
+            "https://localhost/cat.png",
+            "https://127.1/cat.png",
+            "https://2130706433/cat.png",
+            "https://[::ffff:127.0.0.1]/cat.png",
+            "https://169.254.169.254/latest/meta-data",
+            f"{daemon.http_url()}/metrics",
+        ):
+            parts = [{"type": "image_url", "image_url": {"url": url}}]
+            body = {"messages": [{"role": "user", "content": parts}]}
+            answer = httpx.post(f"{daemon.http_url()}/v1/chat/completions", json=body, timeout=60)
+            assert answer.status_code == 400, url
+            error = answer.json()["error"]
+            assert "private network or this machine" in error["message"] or "not encrypted" in error["message"], error
+            assert error["param"] == "messages[0].content[0].image_url"

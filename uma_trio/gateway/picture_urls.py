@@ -1,0 +1,208 @@
+"""Fetches pictures that requests name by URL, if the operator allows it, and only from where no client can do harm.
+
+A server that opens what clients name can be sent into its own network.  So a name is resolved once, all its addresses
+must be public, and the connection goes to one of these addresses, whatever the name means a moment later.  The same holds
+for every redirect.  No proxy, cookie, or credential is used.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+from urllib.parse import urljoin, urlsplit
+
+import anyio
+import attrs
+
+import uma_trio
+from uma_trio.config import Config
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.hub.errors import HubError
+from uma_trio.hub.urls import is_public, parse_url, without_secrets
+from uma_trio.protocol.chat import MAX_PICTURE_BYTES
+
+FETCH_S: Final = 15.0
+"""Longest time for a picture, with its redirects."""
+MAX_REDIRECTS: Final = 3
+AT_A_TIME: Final = 4
+"""Pictures of a request that are fetched together."""
+MAX_FETCHES: Final = 16
+"""Pictures of all requests that are fetched together."""
+REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""Finds the IP addresses of a name and a port."""
+
+
+async def addresses_of(host: str, port: int) -> list[str]:
+    """The IP addresses of a name.
+
+    Raises:
+        OSError: it has none.
+    """
+    found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+@attrs.define
+class PictureUrls:
+    """Fetches the pictures of requests.
+
+    Args:
+        allowed: whether any are fetched.
+        max_bytes: of the pictures of a request together.
+    """
+
+    allowed: bool = False
+    max_bytes: int = 0
+    _resolve: Resolve = addresses_of
+    _transport: Callable[[], Any] | None = None
+    """Makes what connects; ``None``: with the certificates of this machine."""
+    _fetches: anyio.CapacityLimiter | None = attrs.field(init=False, default=None)
+    """Made with the first picture: it belongs to the event loop."""
+
+    @classmethod
+    def of(cls, config: Config) -> PictureUrls:
+        """As the settings say."""
+        return cls(config.http.fetch_pictures, min(config.http.max_body_bytes, config.limits.max_frame_bytes) * 3 // 4)
+
+    async def fetched(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``fields`` of a request with the file of each picture that has a URL.
+
+        Raises:
+            HttpError: pictures are not fetched here, or one cannot be fetched.
+        """
+        parts = [
+            part
+            for message in fields.get("messages") or ()
+            if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+            for part in message["content"]
+            if isinstance(part, Mapping) and "url" in part
+        ]
+        if not parts:
+            return fields
+        if not self.allowed:
+            raise _refused(parts[0], "pictures are not fetched from other servers here", f"{SEND_IT}, or {ALLOW_IT}")
+        fetches = self._fetches = self._fetches or anyio.CapacityLimiter(MAX_FETCHES)
+        files: dict[int, str] = {}
+        left = [self.max_bytes]
+        at_a_time, failures = anyio.CapacityLimiter(AT_A_TIME), list[HttpError]()
+
+        async def fetch(part: Mapping[str, Any]) -> None:
+            async with at_a_time, fetches:
+                try:
+                    files[id(part)] = base64.b64encode(await self._fetch(part, left)).decode()
+                except HttpError as error:
+                    failures.append(error)
+                    tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for part in parts:
+                tasks.start_soon(fetch, part)
+        if failures:
+            raise failures[0]
+
+        def with_file(part: Any) -> Any:
+            return {"type": "image", "data": files[id(part)]} if id(part) in files else part
+
+        messages = [
+            {**message, "content": [*map(with_file, message["content"])]}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in fields["messages"]
+        ]
+        return {**fields, "messages": messages}
+
+    async def _fetch(self, part: Mapping[str, Any], left: list[int]) -> bytes:
+        import httpx2  # a tenth of a second, which only those wait for who need it
+
+        url = part["url"]
+        try:
+            with anyio.fail_after(FETCH_S):
+                for _ in range(MAX_REDIRECTS + 1):
+                    found = await self._get(url, left)
+                    if isinstance(found, bytes):
+                        return found
+                    url = urljoin(url, found)
+        except HubError as error:
+            raise _refused(part, error.reason, error.remedy) from None
+        except TimeoutError:
+            raise _refused(part, f"{_host(url)} takes longer than {FETCH_S:g} s", SEND_IT) from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise _refused(part, f"{without_secrets(url)} cannot be fetched: {reason}", SEND_IT) from None
+        raise _refused(part, f"{_host(url)} redirects more than {MAX_REDIRECTS} times", SEND_IT)
+
+    async def _get(self, url: str, left: list[int]) -> bytes | str:
+        """The body of the answer, or where it redirects to.
+
+        Args:
+            left: how many bytes the pictures of the request may still have.
+
+        Raises:
+            HubError: the URL may not be opened, or the answer is not a picture that may be taken.
+        """
+        import httpx2
+
+        if urlsplit(url).scheme == "http":
+            raise HubError(f"{without_secrets(url)} is not encrypted", "use https://")
+        parts = parse_url(url)
+        host, port = parts.hostname or "", parts.port or 443
+        address = await self._public_address(host, port)
+        where = f"[{address}]" if ":" in address else address
+        target = parts._replace(netloc=f"{where}:{port}", fragment="").geturl()
+        headers = {"Host": parts.netloc, "User-Agent": f"uma-trio/{uma_trio.__version__}", "Accept": "image/*"}
+        async with (
+            httpx2.AsyncClient(
+                transport=self._transport and self._transport(), trust_env=False, timeout=FETCH_S
+            ) as client,
+            client.stream("GET", target, headers=headers, extensions={"sni_hostname": host}) as answer,
+        ):
+            if answer.status_code in REDIRECTS and "location" in answer.headers:
+                return str(answer.headers["location"])
+            if answer.status_code != 200:
+                raise HubError(f"{host} answers with the status {answer.status_code}", SEND_IT)
+            body = bytearray()
+            async for chunk in answer.aiter_raw():
+                body += chunk
+                left[0] -= len(chunk)
+                if left[0] < 0 or len(body) > MAX_PICTURE_BYTES:
+                    raise HubError(
+                        f"the pictures of a request have more than {self.max_bytes:,} bytes",
+                        "name smaller ones",
+                    )
+            return bytes(body)
+
+    async def _public_address(self, host: str, port: int) -> str:
+        """An address of ``host``, all of whose addresses are public.
+
+        Raises:
+            HubError: one of them is not, or there is none.
+        """
+        try:
+            found = [str(ipaddress.ip_address(host))]
+        except ValueError:
+            try:
+                found = await self._resolve(host, port)
+            except (OSError, UnicodeError):
+                found = []
+        if not found:
+            raise HubError(f"{host} has no address", "check the URL")
+        if not all(map(is_public, found)):
+            raise HubError(f"{host} is inside a private network or this machine", SEND_IT)
+        return found[0]
+
+
+SEND_IT: Final = "send the file itself, as data:image/png;base64,..."
+ALLOW_IT: Final = "start uma-trio serve with --http-fetch-pictures"
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).hostname or ""
+
+
+def _refused(part: Mapping[str, Any], reason: str, remedy: str | None) -> HttpError:
+    return invalid(f"{reason}: {remedy}" if remedy else reason, parameter=part["parameter"])
