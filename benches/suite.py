@@ -142,6 +142,7 @@ def command(
     aici_reference.py        samples and clients of the AICI reference
     embeddings.py            texts to embed, next to llama-server
     closed_loops.py          clients in closed loops over HTTP, at many sizes, next to llama-server
+    pictures.py              streams of text while pictures arrive, next to llama-server
     public_load.py           clients in a closed loop over HTTP, with aiperf
     bodies.py                large bodies of one client, next to streams of another
     http_probes.py           /healthz and /metrics during prefill
