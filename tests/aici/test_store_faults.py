@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.aici_client import ADMIN, Engine
 from tests.support.hostile_wasm import with_custom_section
-from tests.support.profile import thorough
+from tests.support.profile import is_thorough, thorough
 from tests.support.small_disk import fill, make_read_only, small_disk
 from tests.support.wasm_compiler import killing_the_compiler
 from tests.support.wat_controllers import controller
@@ -83,7 +83,10 @@ def test_a_stored_module_whose_compiler_is_killed_is_still_there(tmp_path: Path)
 
 
 def check_that_shipped_controllers_run(engine: Engine) -> None:
+    """The quick profile leaves out the large one: each folder of modules compiles it again."""
     for name in shipped():
+        if name == "jsctrl" and not is_thorough():
+            continue
         assert start(engine, name)["type"] == "ok"
     assert {each["tag"] for each in ask(engine, "get_tags")["data"]["tags"]} >= {*shipped()}
 

@@ -14,7 +14,7 @@ import zmq
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine
 from tests.support.kv_subscriber import HERE, PATIENCE_S, Blocks, Rebuilt, held_by, publishing_to
-from tests.support.profile import amount
+from tests.support.profile import amount, thorough
 from tests.support.state_files import MemoryFiles
 from uma_trio.config import load
 from uma_trio.daemon.kv_events import publisher as publishing
@@ -62,7 +62,9 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loses", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(
+    "loses", [thorough(LOSSES["none"]), LOSSES["some"], thorough(LOSSES["most"])], ids=["none", "some", "most"]
+)
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 async def test_a_subscriber_knows_what_the_prefix_index_holds(autojump_clock, unified, loses):
     with publishing_to(loses=loses) as (publisher, subscriber):
