@@ -192,12 +192,18 @@ def test_a_session_goes_on_in_another_chat(chat, daemon, tmp_path):
         shown.wait_for(r"with temperature 0\.8, since the answer would be the same without\n[^>]+\n\n" + PROMPT[1:])
         shown.type("/retry\r")
         shown.wait_for(r"with temperature 1\.2, since the answer would be the same without\n[^>]+\n\n" + PROMPT[1:])
+        shown.type("/set temperature 1.3\r")
+        shown.wait_for(r"/set temperature 1\.3\n" + PROMPT[1:])
+        shown.type("/retry\r")
+        shown.wait_for(r"/set temperature 1\.3\n> /retry\n[^>]+\n\n" + PROMPT[1:])
+        assert "nothing was drawn" not in shown.text
         shown.type(f"/save {tmp_path / 'chat.json'}\r")
         shown.wait_for("saved")
     with daemon.wire() as wire:
         wire.send(type="sessions", action="read", session_id="travel")
         kept = wire.receive()["messages"]
-    assert kept == json.loads((tmp_path / "chat.json").read_text())["messages"]
+    said = [{name: value for name, value in each.items() if name != "generation"} for each in kept]
+    assert said == json.loads((tmp_path / "chat.json").read_text())["messages"]
     assert [message["content"] for message in kept if message["role"] == "user"] == [FRANCE, PERU]
     closed(daemon, "travel")
 

@@ -292,6 +292,7 @@ class Chat:
         else:
             try:
                 self._fields = changed(self._fields, name, value.strip())
+                self._is_greedy = False  # with these settings that is not known
             except BadSetting as error:
                 note(str(error))
 
