@@ -46,6 +46,7 @@ from uma_trio.protocol.answers import (
     ModelList,
     SessionInfo,
     SessionList,
+    Steered,
     TokenList,
     Transcript,
 )
@@ -336,6 +337,14 @@ class Client:
         while events[-1].more:
             events.append(await self._expect(AnswerList))
         return [answer for event in events for answer in event.answers]
+
+    async def steer(self, request_id: str, **changes: Any) -> Steered:
+        """Change a running answer of another connection, or a detached one; ``changes`` are those of a steer query.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        return await self._ask({"type": "steer", "request_id": request_id, **changes}, Steered)
 
     def _on_behalf(self, query: Mapping[str, Any]) -> dict[str, Any]:
         """The query with the principal of the connection, unless it names one."""

@@ -273,7 +273,7 @@ class AnswerError(UmaError):
 
 
 class AnswerNotFound(AnswerError):
-    """The principal has no detached answer of this id."""
+    """The principal has no detached or running answer of this id."""
 
     code = "E_ANSWER_NOT_FOUND"
     http_status = 404

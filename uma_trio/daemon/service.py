@@ -24,10 +24,12 @@ from uma_trio.daemon.prompts.fair_limiter import FairLimiter
 from uma_trio.daemon.prompts.prompt import PromptMaker
 from uma_trio.daemon.serving.offload import InThread, StateFiles
 from uma_trio.daemon.serving.scheduler import Scheduler
+from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.steering import Steering
 from uma_trio.daemon.sessions import Sessions
 from uma_trio.daemon.store.journal import Journal
 from uma_trio.daemon.store.picture_folder import PictureFolder
-from uma_trio.errors import ControllerUnavailable
+from uma_trio.errors import BadRequest, ControllerUnavailable
 from uma_trio.grammar.calls import AnswerShape
 from uma_trio.grammar.compiler import Grammar
 from uma_trio.models.purpose import IN_WORDS
@@ -41,13 +43,14 @@ from uma_trio.protocol.answers import (
     SequenceInfo,
     SessionInfo,
     SessionList,
+    Steered,
     TokenList,
     Transcript,
     bare_name,
 )
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.lease import LeaseQuery, SessionLease
-from uma_trio.protocol.queries import SessionQuery, TokenizeQuery
+from uma_trio.protocol.queries import SessionQuery, SteerQuery, TokenizeQuery
 from uma_trio.protocol.requests import AdapterChoice, Constraint, Embed, Generate, Rerank
 from uma_trio.telemetry.perf_records import PerfSink
 
@@ -167,6 +170,34 @@ class ModelService:
             UmaError: it cannot be done; see ``PromptMaker.tokenize``.
         """
         return await self.prompts.tokenize(query, principal=principal)
+
+    def answers_of(self, request_id: str, principal: str) -> list[Sequence]:
+        """The unfinished answers of a request of ``principal``, with or without a connection."""
+        return [
+            each
+            for each in self.scheduler.sequences()
+            if each.request.id == request_id and each.principal.name == principal
+        ]
+
+    async def steer(self, sequence: Sequence, query: SteerQuery) -> Steered:
+        """Change a running answer; returns what was changed when that is done, mostly within two ticks.
+
+        Raises:
+            AnswerNotFound: it has ended before.
+            BadRequest: it cannot be changed so.
+        """
+        limit = None
+        if query.end_reasoning:
+            limit = self.prompts.reasoning_end(sequence.prompt, sequence.request)
+            if limit is None:
+                raise BadRequest(
+                    "there is no reasoning to end: the model marks none, or a constraint allows none",
+                    field="end_reasoning",
+                )
+        tokens = self.prompts.appended(query.text) if query.text is not None else ()
+        steering = Steering(query=query, tokens=tokens, limit=limit)
+        self.scheduler.steer(sequence, steering)
+        return await steering.wait()
 
     def description(self) -> ModelDescription:
         """What a client may want to know of the model."""

@@ -95,6 +95,25 @@ class AnswerList:
     id: str | None = None
 
 
+@attrs.frozen(kw_only=True)
+class Steered:
+    """Answer to a ``SteerQuery``, when the change is made."""
+
+    request_id: str
+    after_tokens: int
+    """Tokens that the answer had before the change."""
+    inserted_tokens: int
+    """Tokens that were appended: the end of the reasoning, and the text."""
+    reasoning_ended: bool
+    """Whether tokens that end reasoning are among them.  Where the model cannot be interrupted yet, they follow within
+    eight tokens, and this is false."""
+    max_tokens: int
+    """Tokens that the answer may have in all now."""
+    stop: Literal["now", "sentence"] | None = None
+    """As in the query."""
+    id: str | None = None
+
+
 TOKENS_PER_EVENT: Final = 4096
 """A longer list of tokens takes several events."""
 

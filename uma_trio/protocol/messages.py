@@ -32,6 +32,7 @@ from uma_trio.protocol.answers import (
     Metrics,
     ModelList,
     SessionList,
+    Steered,
     TokenList,
     Transcript,
 )
@@ -67,11 +68,13 @@ from uma_trio.protocol.queries import (
     MetricsQuery,
     ModelsQuery,
     SessionQuery,
+    SteerQuery,
     TokenizeQuery,
     WatchQuery,
     parse_answers_query,
     parse_models_query,
     parse_session_query,
+    parse_steer_query,
     parse_tokenize_query,
 )
 from uma_trio.protocol.requests import Cancel, Embed, Generate, Rerank, parse_generate
@@ -82,6 +85,7 @@ Query = (
     | SessionQuery
     | LeaseQuery
     | AnswersQuery
+    | SteerQuery
     | TokenizeQuery
     | ModelsQuery
     | HealthQuery
@@ -101,6 +105,7 @@ Answer = (
     | SessionLease
     | Transcript
     | AnswerList
+    | Steered
     | TokenList
     | ModelList
     | Health
@@ -147,6 +152,7 @@ _EVENT_NAMES: Final = {
     Ranking: "ranking",
     Transcript: "transcript",
     AnswerList: "answers",
+    Steered: "steered",
     TokenList: "tokens",
     ModelList: "models",
     Health: "health",
@@ -211,6 +217,8 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return convert(fields, LeaseQuery)
     if kind == "answers":
         return parse_answers_query(fields)
+    if kind == "steer":
+        return parse_steer_query(fields)
     if kind == "attach":
         return convert(fields, AttachQuery)
     if kind == "tokenize":
@@ -229,8 +237,8 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return parse_controllers_query(fields)
     if kind not in (None, "generate"):
         raise BadRequest(
-            "type must be 'generate', 'embed', 'rerank', 'attach', 'answers', 'sessions', 'lease', 'tokenize', 'models', 'health', "
-            "'metrics', 'watch' or 'controllers'",
+            "type must be 'generate', 'embed', 'rerank', 'attach', 'answers', 'steer', 'sessions', 'lease', 'tokenize', 'models', "
+            "'health', 'metrics', 'watch' or 'controllers'",
             field="type",
         )
     return parse_generate(fields)

@@ -83,6 +83,30 @@ class AttachQuery:
     principal: Name | None = None
 
 
+MAX_STEER_CHARS: Final = 8192
+"""Characters of a text that is appended to a running answer."""
+
+
+@attrs.frozen(kw_only=True)
+class SteerQuery:
+    """Changes a running answer of the principal.  At least one of the four changes is set."""
+
+    request_id: Name
+    """The ``id`` of the request, which has one answer."""
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_STEER_CHARS)] | None = None
+    """Appended to the answer as if the model had written it."""
+    end_reasoning: bool = False
+    """The tokens that end reasoning follow, if the model reasons.  From here on it cannot reason any more."""
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    """Tokens that the answer may have in all; never more than the request has room for."""
+    stop: Literal["now", "sentence"] | None = None
+    """End the answer at once, or at the end of its sentence."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+    """Principal whose request it is.  Honoured only from the user that runs the daemon."""
+
+
 @attrs.frozen(kw_only=True)
 class TokenizeQuery:
     """Asks for the tokens of a text or of a chat, or for the text of tokens.  Exactly one of the three is set."""
@@ -177,6 +201,17 @@ def parse_answers_query(fields: dict[str, Any]) -> AnswersQuery:
         raise BadRequest(
             "answer_id is required for every action except list, and not allowed to list answers", field="answer_id"
         )
+    return query
+
+
+def parse_steer_query(fields: dict[str, Any]) -> SteerQuery:
+    """
+    Raises:
+        BadRequest: a field is wrong, or nothing is to be changed.
+    """
+    query = convert(fields, SteerQuery)
+    if query.text is None and not query.end_reasoning and query.max_tokens is None and query.stop is None:
+        raise BadRequest("nothing to change: give at least one of text, end_reasoning, max_tokens and stop")
     return query
 
 

@@ -47,6 +47,7 @@ from uma_trio.protocol.queries import (
     MetricsQuery,
     ModelsQuery,
     SessionQuery,
+    SteerQuery,
     TokenizeQuery,
     WatchQuery,
 )
@@ -258,13 +259,19 @@ class Connection:
             case Cancel():
                 if self._running is not None and self._running.request.id == message.id:
                     self._running.cancel()
+            case SteerQuery() if self.busy:  # the answer may wait long, and a cancel must get through
+                nursery.start_soon(self._try_answer, message)
             case _:
-                try:
-                    await self._answer(message)
-                except UmaError as error:
-                    self._refuse(error, message)
+                await self._try_answer(message)
                 if not message.keep_alive and not self.busy:
                     self._leaving = True
+
+    async def _try_answer(self, message: Query | Generate) -> None:
+        """Answer ``message``, or refuse it."""
+        try:
+            await self._answer(message)
+        except UmaError as error:
+            self._refuse(error, message)
 
     async def _answer(self, query: Query | Generate) -> None:
         """Send the events that answer ``query``, or say that a detached request was accepted.
@@ -295,6 +302,9 @@ class Connection:
                     events = [await service.answer_lease(query, principal, self)]
             case AnswersQuery():
                 events = await self._owner.detached.answer_query(query, principal.name)
+            case SteerQuery():
+                service, sequence = models.answer_of(query.request_id, principal.name)
+                events = [await service.steer(sequence, query)]
             case Generate():
                 events = [AnswerList(answers=[await self._owner.detached.begin(query, principal)], id=query.id)]
             case TokenizeQuery():

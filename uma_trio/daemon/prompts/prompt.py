@@ -38,6 +38,7 @@ from uma_trio.errors import (
 from uma_trio.models.markers import ReasoningMarkers
 from uma_trio.protocol.answers import TokenList
 from uma_trio.protocol.chat import ChatMessage, Tool
+from uma_trio.protocol.parameters import MAX_INT32
 from uma_trio.protocol.queries import TokenizeQuery
 from uma_trio.protocol.requests import Embed, Generate, Infill, Rerank
 from uma_trio.tokenizer.tokenizer import Tokenizer
@@ -265,6 +266,14 @@ class PromptMaker:
         ):
             return prompt
         return attrs.evolve(prompt, limit=ReasoningLimit(n_tokens=n_tokens, end=end.tolist(), markers=markers))
+
+    def appended(self, text: str) -> list[int]:
+        """Tokens of a short ``text`` that goes on a text.  Control tokens that it spells stay text."""
+        return self.tokenizer.encode_parts([PromptPart(text, False)], continues=True).tolist()
+
+    def reasoning_end(self, prompt: Prompt, request: Generate) -> ReasoningLimit | None:
+        """How reasoning in the answer to ``prompt`` can be ended; ``None`` if there is none to end."""
+        return self._limited(prompt, request, MAX_INT32).limit
 
     def _tokens_and_text(
         self, request: Generate, history: History | None, encoded: Sequence[EncodedMedia]

@@ -23,7 +23,10 @@ from uma_trio.daemon.registry.catalog import Catalog
 from uma_trio.daemon.registry.loader import Loader, Unloader
 from uma_trio.daemon.registry.model import Attempt, Instance, Model, ModelOpener, ModelSpec
 from uma_trio.daemon.service import ModelService
+from uma_trio.daemon.serving.sequence import Sequence
 from uma_trio.errors import (
+    AnswerNotFound,
+    BadRequest,
     ModelLoading,
     ModelUnavailable,
     QueueFull,
@@ -363,6 +366,27 @@ class ModelRegistry:
         """Whether the default model can have chats; also while it is not loaded."""
         default = self._catalog.models[0]
         return default.description is None or "chat" in default.description.capabilities
+
+    def answer_of(self, request_id: str, principal: str) -> tuple[ModelService, Sequence]:
+        """The running answer of a request of ``principal``, and the service that makes it.
+
+        Raises:
+            AnswerNotFound: there is none.
+            BadRequest: there are several.
+        """
+        services = [model.instance.service for model in self._catalog.models if model.instance is not None]
+        found = [(service, each) for service in services for each in service.answers_of(request_id, principal)]
+        if not found:
+            raise AnswerNotFound(
+                f"you have no running answer {request_id!r}: it has ended, has not begun, or belongs to another principal",
+                field="request_id",
+            )
+        if len(found) > 1:
+            raise BadRequest(
+                f"{len(found)} answers run as {request_id!r}: give each request an id of its own, and n 1",
+                field="request_id",
+            )
+        return found[0]
 
     def watched(self, name: str | None) -> ModelService | None:
         """The service of a model, if it is loaded; ``None`` is the default model, or the first one that is loaded.

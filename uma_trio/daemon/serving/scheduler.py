@@ -45,6 +45,7 @@ from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.daemon.serving.request import adapters_of, admit
 from uma_trio.daemon.serving.sequence import EventSink, Sequence, State, TokenLog
 from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
+from uma_trio.daemon.serving.steering import Steering
 from uma_trio.daemon.serving.step import (
     CompletedStep,
     InFlightStep,
@@ -58,6 +59,8 @@ from uma_trio.daemon.serving.step import (
 from uma_trio.daemon.store.memory_states import MemoryStates
 from uma_trio.engine_link.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput, TokenIds
 from uma_trio.errors import (
+    AnswerNotFound,
+    BadRequest,
     DecodeFailed,
     KvFull,
     ModelUnavailable,
@@ -314,6 +317,39 @@ class Scheduler:
                 self._revoke(ahead)
             self.wake()
             self._finish(sequence, reason)
+
+    def steer(self, sequence: Sequence, steering: Steering) -> None:
+        """Change ``sequence`` when the next step that samples it is complete; ``steering.done`` is set then, or at its end.
+
+        Raises:
+            BadRequest: it cannot be changed so.
+        """
+        query = steering.query
+        if sequence.control is not None:
+            raise BadRequest("a controller makes this answer: only the controller can steer it", field="request_id")
+        if sequence.steering is not None:
+            raise BadRequest("an earlier change of this answer is not made yet: wait for its event", field="request_id")
+        if query.text is not None and sequence.sampling.grammar is not None:
+            raise BadRequest("a constraint or tool call decides what may follow: text cannot be inserted", field="text")
+        if sequence.log is not None and (query.max_tokens is not None or query.stop == "sentence"):
+            raise BadRequest(
+                "a detached answer takes text, end_reasoning and stop 'now': nothing else outlives the daemon",
+                field="stop" if query.max_tokens is None else "max_tokens",
+            )
+        if (query.max_tokens or 0) > sequence.max_tokens:
+            raise BadRequest(f"this answer has room for max_tokens {sequence.max_tokens}", field="max_tokens")
+        n_left = (query.max_tokens or sequence.token_limit) - len(sequence.tokens) - 1
+        if len(steering.tokens) >= max(1, n_left):
+            raise BadRequest(
+                f"text has {len(steering.tokens)} tokens, and the answer has room for {max(0, n_left - 1)} more: "
+                "shorten the text, or begin the request with larger max_tokens",
+                field="text",
+            )
+        sequence.steering = steering
+        ahead = self._ahead
+        if ahead is not None and ahead.row_of(sequence) is not None:
+            self._revoke(ahead)
+        self.wake()
 
     def wake(self) -> None:
         """Something has changed that the next plan should know: ends the wait for work.
@@ -621,6 +657,8 @@ class Scheduler:
         """Take ``sequence`` out of the plans, and send its last event."""
         was_waiting = sequence.state is State.WAITING
         sequence.state, sequence.ended_at = State.FINISHED, trio.current_time()
+        if sequence.steering is not None:
+            sequence.steering.end(AnswerNotFound(f"{sequence.request.id!r} ended before it was changed"))
         if was_waiting:
             self._waiting.remove(sequence)
         elif sequence.allocation is not None:

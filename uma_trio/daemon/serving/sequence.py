@@ -24,6 +24,7 @@ from uma_trio.daemon.scheduling.places import MIN_TURN_S
 from uma_trio.daemon.scheduling.view import Priority, SequenceView
 from uma_trio.daemon.serving.controllers.state import Control, Phase
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
+from uma_trio.daemon.serving.steering import Steering
 from uma_trio.daemon.serving.token_history import TokenHistory
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.grammar_state import GrammarState
@@ -178,6 +179,12 @@ class Sequence:
         default=attrs.Factory(lambda self: _budget(self.prompt), takes_self=True)
     )
     """What it may still reason, if that is limited."""
+    steering: Steering | None = None
+    """A change that its client has asked for, and that is not made yet."""
+    token_limit: int = attrs.field(default=attrs.Factory(lambda self: self.max_tokens, takes_self=True))
+    """Tokens that it may have: ``max_tokens``, for which it has cells, or what its client has lowered that to."""
+    stops_at_sentence: bool = False
+    """It ends with its sentence."""
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -301,7 +308,9 @@ class Sequence:
     @property
     def n_free(self) -> int:
         """How many tokens it may sample before something else decides how it goes on."""
-        n = self.max_tokens - len(self.tokens)
+        if self.steering is not None or self.stops_at_sentence:
+            return 1
+        n = self.token_limit - len(self.tokens)
         return n if self.budget is None else int(min(n, self.budget.room))
 
     @property

@@ -23,6 +23,7 @@ from uma_trio.daemon.serving.controllers.state import Phase
 from uma_trio.daemon.serving.embedding import EmbeddingChunk
 from uma_trio.daemon.serving.offload import Transfer
 from uma_trio.daemon.serving.sequence import Sequence, State, TokenLog
+from uma_trio.daemon.serving.steering import TAIL_TOKENS, Steering, ends_sentence
 from uma_trio.engine_link.kv_ops import KvOp
 from uma_trio.engine_link.messages import (
     MASK_LATE,
@@ -37,6 +38,7 @@ from uma_trio.engine_link.messages import (
 from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.errors import ControllerFailed, DecodeFailed, InvalidConstraint, KvFull, UmaError
 from uma_trio.grammar.explain import explain
+from uma_trio.protocol.answers import Steered
 from uma_trio.protocol.usage import FinishReason
 
 MAX_REMOVED: Final = 16
@@ -351,11 +353,15 @@ def complete_step(
             failure = failures.get(allocation.seq_id)
             allowed = forced.get(allocation.seq_id, ()) if mu is None else ()  # mirostat samples one token a step
             new = _complete_row(row, sampled, scores, failure, allowed)
-            if sequence.budget is not None and new.reason is None:
-                _keep_budget(new, sequence.budget.end_after(new.tokens, token_to_bytes))
+            if sequence.steering is not None and (ahead is None or ahead.row_of(sequence) is None):
+                _steer(new, sequence.steering, token_to_bytes)
+            elif sequence.budget is not None and new.reason is None:
+                _append_forced(new, sequence.budget.end_after(new.tokens, token_to_bytes))
         else:
             new = complete_sample(sequence, sampled[0], scores, cache)
         if new is not None:
+            if sequence.stops_at_sentence and new.reason is None and _ends_sentence(sequence, token_to_bytes):
+                new.reason = "stop"
             new_tokens.append(new)
             if mu is not None and not new.by_controller:
                 sequence.adapt(mu)
@@ -423,12 +429,58 @@ def append_known(sequence: Sequence, log: TokenLog, token_to_bytes: TokenToBytes
     return new
 
 
-def _keep_budget(new: NewTokens, end: abc.Sequence[int]) -> None:
-    """Append the tokens that end the reasoning, if there are some, to those that were sampled.  The next step computes them."""
-    if not end:
+def _steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> None:
+    """Change the answer as its client wants it, after the tokens that were sampled.  No step that runs ahead has it."""
+    sequence, query = new.sequence, steering.query
+    if new.reason is not None:
+        return  # it ends, which is the outcome
+    sequence.steering = None
+    n_before = len(sequence.tokens)
+    n_ending = 0
+    if query.max_tokens is not None:
+        sequence.token_limit = max(n_before, query.max_tokens)
+    if steering.limit is not None and sequence.budget is None:
+        sequence.budget = steering.limit.budget(sequence.prompt.text, sequence.prompt.calling)
+        sequence.budget.end_after(sequence.tokens[: new.n_before], token_to_bytes)
+    if sequence.budget is not None:
+        if query.end_reasoning:
+            sequence.budget.n_left = min(0, sequence.budget.n_left)
+        end = sequence.budget.end_after(new.tokens, token_to_bytes)
+        _append_forced(new, end)
+        n_ending = len(end)
+    if new.reason is None and steering.tokens:
+        _append_forced(new, steering.tokens)
+        if sequence.budget is not None and new.reason is None:
+            _append_forced(new, sequence.budget.end_after(steering.tokens, token_to_bytes))
+    if new.reason is None and query.stop == "now":
+        new.reason = "stop"
+    elif new.reason is None and len(sequence.tokens) >= sequence.token_limit:
+        new.reason = "length"
+    sequence.stops_at_sentence = sequence.stops_at_sentence or query.stop == "sentence"
+    steering.end(
+        Steered(
+            request_id=sequence.request.id,
+            after_tokens=n_before,
+            inserted_tokens=len(sequence.tokens) - n_before,
+            reasoning_ended=n_ending > 0,
+            max_tokens=sequence.token_limit,
+            stop=query.stop,
+            id=query.id,
+        )
+    )
+
+
+def _ends_sentence(sequence: Sequence, token_to_bytes: TokenToBytes) -> bool:
+    tail = b"".join(map(token_to_bytes, sequence.tokens[-TAIL_TOKENS:]))
+    return ends_sentence(tail.decode("utf-8", "replace"))
+
+
+def _append_forced(new: NewTokens, tokens: abc.Sequence[int]) -> None:
+    """Append ``tokens``, if there are some, to those that were sampled.  The next step computes them."""
+    if not tokens:
         return
     sequence, n_sampled = new.sequence, len(new.tokens)
-    forced = _append(sequence, end, (), None)
+    forced = _append(sequence, tokens, (), None)
     new.tokens, new.reason = [*new.tokens, *forced.tokens], forced.reason
     if new.scores:
         new.scores = [*new.scores[:n_sampled], *[None] * len(forced.tokens)]
@@ -556,7 +608,7 @@ def _append(
         sequence.append(token)
         if token in sequence.end_ids and sequence.control is None:
             reason = "stop"
-        elif len(sequence.tokens) == sequence.max_tokens:
+        elif len(sequence.tokens) >= sequence.token_limit:
             reason = "length"
         if reason is not None:
             tokens = tokens[: n + 1]

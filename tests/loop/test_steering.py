@@ -1,0 +1,221 @@
+"""Running answers that are changed, over a fake engine in virtual time: what changes, how soon, and for nobody else."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import trio
+
+from tests.support.asking import Client, Harness, asking
+from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.serving import serving
+from uma_trio.client import Eos, Failure, ServerError, Token
+from uma_trio.daemon.answer.budget import ReasoningLimit
+from uma_trio.daemon.serving.steering import Steering, ends_sentence
+from uma_trio.errors import AnswerNotFound, BadRequest
+from uma_trio.models.markers import ReasoningMarkers
+from uma_trio.protocol.answers import Steered
+from uma_trio.protocol.queries import SteerQuery
+
+PROMPT = random.Random(4).choices(range(1, 900), k=50)
+N = 60
+TEXT = [301, 302, 303]
+END = [220, 221]
+LIMIT = ReasoningLimit(
+    n_tokens=10**6, end=END, markers=ReasoningMarkers(begin=("222",), end=("220 221",), opened_by=("",))
+)
+
+
+async def until(client: Client, n: int) -> None:
+    while len(client.tokens) < n:
+        await trio.sleep(0.0005)
+
+
+def steer(harness: Harness, client: Client, **changes: Any) -> Steering:
+    tokens = TEXT if "text" in changes else ()
+    limit = LIMIT if "end_reasoning" in changes else None
+    steering = Steering(query=SteerQuery(request_id="r", **changes), tokens=tokens, limit=limit)
+    harness.scheduler.steer(client.sequence, steering)
+    return steering
+
+
+def steered(n_before: int, *inserted: int, n: int = N) -> list[int]:
+    begun = [*expected_continuation(PROMPT, n_before), *inserted]
+    return begun + expected_continuation(PROMPT + begun, n - len(begun))
+
+
+@pytest.mark.parametrize("options", [{}, {"unified": False}, {"can_truncate": False}], ids=str)
+async def test_text_is_appended_and_the_answer_goes_on(autojump_clock, options):
+    async with asking(FakeEngine(**options)) as harness:
+        client = harness.ask(PROMPT, N)
+        await until(client, 8)
+        done = await steer(harness, client, text="x").wait()
+        await harness.ended(client)
+        assert client.tokens == steered(done.after_tokens, *TEXT)
+        assert (done.inserted_tokens, client.reason) == (3, "length")
+        await harness.clean()
+
+
+async def test_text_before_the_first_token_follows_it(autojump_clock):
+    async with asking() as harness:
+        client = harness.ask(PROMPT, N)
+        assert (await steer(harness, client, text="x").wait()).after_tokens == 1
+        await harness.ended(client)
+        assert client.tokens == steered(1, *TEXT)
+        await harness.clean()
+
+
+async def test_reasoning_ends(autojump_clock):
+    async with asking() as harness:
+        client = harness.ask(PROMPT, N)
+        await until(client, 8)
+        done = await steer(harness, client, end_reasoning=True, text="x").wait()
+        await harness.ended(client)
+        assert done.reasoning_ended
+        assert client.tokens == steered(done.after_tokens, *END, *TEXT)
+        await harness.clean()
+
+
+async def test_max_tokens_is_lowered_and_raised_again(autojump_clock):
+    async with asking() as harness:
+        client = harness.ask(PROMPT, N)
+        await until(client, 8)
+        assert (await steer(harness, client, max_tokens=30).wait()).max_tokens == 30
+        assert (await steer(harness, client, max_tokens=40).wait()).max_tokens == 40
+        await harness.ended(client)
+        assert (client.tokens, client.reason) == (steered(0, n=40), "length")
+        late = harness.ask(PROMPT, N)
+        await until(late, 8)
+        done = await steer(harness, late, max_tokens=2).wait()
+        await harness.ended(late)
+        assert len(late.tokens) == done.max_tokens == done.after_tokens
+        await harness.clean()
+
+
+async def test_it_stops_now(autojump_clock):
+    async with asking() as harness:
+        client = harness.ask(PROMPT, N)
+        await until(client, 8)
+        done = await steer(harness, client, stop="now").wait()
+        await harness.ended(client)
+        assert (client.tokens, client.reason) == (steered(0, n=done.after_tokens), "stop")
+        await harness.clean()
+
+
+async def test_sixteen_streams_change_within_two_ticks_and_nobody_else_does(autojump_clock):
+    prompts = [[1 + n, *PROMPT] for n in range(16)]
+    async with asking(FakeEngine(n_seq_max=16)) as harness:
+        clients = [harness.ask(prompt, N) for prompt in prompts]
+        for client in clients:
+            await until(client, 3)
+        changed: dict[Client, int] = {}
+        for client in random.Random(7).sample(clients, 8):
+            n_before = len(client.sequence.tokens)
+            done = await steer(harness, client, text="x").wait()
+            assert done.after_tokens - n_before <= 2
+            changed[client] = done.after_tokens
+        await harness.ended(*clients)
+        for client, prompt in zip(clients, prompts, strict=True):
+            n = changed.get(client)
+            begun = [] if n is None else [*expected_continuation(prompt, n), *TEXT]
+            assert client.tokens == begun + expected_continuation(prompt + begun, N - len(begun))
+        await harness.clean()
+
+
+async def test_a_change_that_is_not_possible_names_the_remedy(autojump_clock):
+    async with asking() as harness:
+        client = harness.ask(PROMPT, N)
+        await until(client, 55)
+        with pytest.raises(BadRequest, match="shorten the text"):
+            steer(harness, client, text="x")
+        with pytest.raises(BadRequest, match=f"room for max_tokens {N}"):
+            steer(harness, client, max_tokens=N + 1)
+        steer(harness, client, max_tokens=N)
+        with pytest.raises(BadRequest, match="wait for its event"):
+            steer(harness, client, stop="now")
+        await harness.ended(client)
+        await harness.clean()
+
+
+async def test_an_answer_that_ends_before_its_change_says_so(autojump_clock):
+    async with asking() as harness:
+        client = harness.ask(PROMPT, N)
+        await until(client, 8)
+        steering = steer(harness, client, text="x")
+        harness.scheduler.cancel(client.sequence)
+        with pytest.raises(AnswerNotFound, match="ended before"):
+            await steering.wait()
+        await harness.clean()
+
+
+@pytest.mark.parametrize("text", ["So it is.", 'He said "no!" ', "Ende。", "a line\n", "Why?)"])
+def test_the_end_of_a_sentence(text):
+    assert ends_sentence(text)
+
+
+@pytest.mark.parametrize("text", ["", "So it", "about 3.", "a, b,"])
+def test_no_end_of_a_sentence(text):
+    assert not ends_sentence(text)
+
+
+# -- over the socket ----------------------------------------------------------------------------------
+
+HELLO = [byte + 100 for byte in b"hello"]
+INSERTED = [byte + 100 for byte in b"so"]
+
+
+def expected_text(n_before: int, n: int) -> str:
+    begun = [*expected_continuation(HELLO, n_before), *INSERTED]
+    return "".join(f"{token} " for token in begun + expected_continuation(HELLO + begun, n - len(begun)))
+
+
+async def test_a_connection_steers_its_own_request_and_can_still_cancel(autojump_clock):
+    async with serving() as harness, harness.client() as client:
+        await client.send({"id": "r", "prompt": "hello", "max_tokens": N, "keep_alive": True})
+        await client.receive()
+        await client.send({"type": "steer", "request_id": "r", "text": "so", "id": "q"})
+        events = [await client.receive()]
+        while not isinstance(events[-1], Steered):
+            events.append(await client.receive())
+        assert (events[-1].id, events[-1].request_id, events[-1].inserted_tokens) == ("q", "r", 2)
+        await client.send({"event": "cancel", "id": "r"})
+        while not isinstance(events[-1], Eos):
+            events.append(await client.receive())
+        assert events[-1].reason == "cancelled"
+
+
+async def test_another_connection_steers_a_detached_answer(autojump_clock):
+    async with serving() as harness:
+        async with harness.client() as client:
+            await client.detach(id="a", prompt="hello", max_tokens=N)
+        await trio.sleep(0.1)
+        async with harness.client() as client:
+            with pytest.raises(ServerError, match="detached answer takes"):
+                await client.steer("a", max_tokens=30, keep_alive=True)
+            done = await client.steer("a", text="so")
+        async with harness.client() as client:
+            events = [event async for event in client.attach("a")]
+        text = "".join(event.text for event in events if isinstance(event, Token))
+        assert text == expected_text(done.after_tokens, N)
+
+
+async def test_what_runs_for_another_principal_or_not_at_all_is_not_found(autojump_clock):
+    async with serving() as harness, harness.client() as client:
+        await client.send({"id": "r", "prompt": "hello", "max_tokens": N, "principal": "alice"})
+        await client.receive()
+        for principal, name in (("bob", "r"), (None, "r"), ("alice", "other")):
+            async with harness.client(principal=principal) as other:
+                with pytest.raises(ServerError, match="E_ANSWER_NOT_FOUND"):
+                    await other.steer(name, stop="now")
+        async with harness.client(principal="alice") as other:
+            assert (await other.steer("r", stop="now")).stop == "now"
+
+
+async def test_a_change_must_change_something(autojump_clock):
+    async with serving() as harness, harness.client() as client:
+        await client.send({"type": "steer", "request_id": "r", "keep_alive": True})
+        refused = await client.receive()
+        assert isinstance(refused, Failure)
+        assert "nothing to change" in refused.message

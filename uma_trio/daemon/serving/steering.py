@@ -1,0 +1,55 @@
+"""A change of a running answer that its client asks for.  It is applied between two steps, where a reasoning budget ends reasoning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+import trio
+
+from uma_trio.daemon.answer.budget import ReasoningLimit
+from uma_trio.errors import UmaError
+from uma_trio.protocol.answers import Steered
+from uma_trio.protocol.queries import SteerQuery
+
+_SENTENCE_END: Final = re.compile(r"""((?<!\d)[.!?…]["'”’)\]]*\s*|[。！？]\s*|\n)\Z""")
+TAIL_TOKENS: Final = 8
+"""How many of the last tokens are searched for the end of a sentence."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Steering:
+    """One change of one answer, from its acceptance to its outcome."""
+
+    query: SteerQuery
+    tokens: Sequence[int] = ()
+    """The tokens of ``query.text``."""
+    limit: ReasoningLimit | None = None
+    """How reasoning ends; set if the query ends it."""
+    outcome: Steered | UmaError | None = None
+    done: trio.Event = attrs.field(factory=trio.Event)
+    """Set when there is an outcome."""
+
+    def end(self, outcome: Steered | UmaError) -> None:
+        """Report ``outcome``."""
+        self.outcome = outcome
+        self.done.set()
+
+    async def wait(self) -> Steered:
+        """Wait for the outcome.
+
+        Raises:
+            UmaError: the answer ended before the change.
+        """
+        await self.done.wait()
+        assert self.outcome is not None
+        if isinstance(self.outcome, UmaError):
+            raise self.outcome
+        return self.outcome
+
+
+def ends_sentence(text: str) -> bool:
+    """Whether a sentence or a line ends where ``text`` ends.  A dot after a digit does not count."""
+    return _SENTENCE_END.search(text) is not None
