@@ -269,7 +269,8 @@ class PromptMaker:
 
     def appended(self, text: str) -> list[int]:
         """Tokens of a short ``text`` that goes on a text.  Control tokens that it spells stay text."""
-        return self.tokenizer.encode_parts([PromptPart(text, False)], continues=True).tolist()
+        tokens: list[int] = self.tokenizer.encode_parts([PromptPart(text, False)], continues=True).tolist()
+        return tokens
 
     def reasoning_end(self, prompt: Prompt, request: Generate) -> ReasoningLimit | None:
         """How reasoning in the answer to ``prompt`` can be ended; ``None`` if there is none to end."""
