@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
 import pytest
@@ -66,6 +68,29 @@ async def test_predictions_come_true(autojump_clock):
             assert positions == sorted(positions, reverse=True)
         assert any(len(client.found) > 1 for client in clients), "they learn that they come nearer"
         assert [client.found[0][1].queue_position for client in clients] == [*range(1, 17)]
+
+
+@pytest.mark.parametrize(("drift", "least"), [(0.0, 0.9), (0.4, 0.75)], ids=["steady", "drifting"])
+async def test_most_predictions_are_off_by_a_fifth_at_most(autojump_clock, drift: float, least: float) -> None:
+    """Requests of mixed sizes come at random, faster than they are served; the speed of the machine may drift."""
+
+    def drifting_ms(prompt: int, decodes: int) -> float:
+        return cost_ms(prompt, decodes) * (1 + drift * math.sin(trio.current_time() / 20))
+
+    rng, asked = random.Random(1), []
+    async with running(engine(cost_ms=drifting_ms), max_queue=1000) as harness:
+        for _ in range(150):
+            client = Client()
+            prompt, n = rng.choice((30, 300, 1000)), rng.choice((20, 60, 200))
+            asked.append((client, harness.ask(prompt, n, client, forecast=True, ignore_eos=True)))
+            await trio.sleep(rng.expovariate(5.0))
+        good = 0
+        for client, sequence in asked:
+            await sequence.done.wait()
+            at, first = client.found[0]
+            assert sequence.ended_at is not None
+            good += abs(first.end_ms / (1e3 * (sequence.ended_at - at)) - 1) <= 0.2
+    assert good >= least * len(asked)
 
 
 async def test_only_who_asks_gets_forecasts(autojump_clock):

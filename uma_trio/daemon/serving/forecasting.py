@@ -32,6 +32,15 @@ MUCH: Final = 0.2
 LEAST_MS: Final = 250.0
 """A start that moves by less than this has not changed."""
 
+PACE_DECAY: Final = 0.9
+"""Weight of all earlier outcomes after one more in the pace."""
+
+FIRST_MS: Final = 500.0
+"""How much a perfect prediction counts that is assumed at the start."""
+
+MAX_PACE: Final = 4.0
+"""Bound of the pace, which is at least 1 / ``MAX_PACE``."""
+
 MAX_SHARE: Final = 0.05
 """Share of the time that computing forecasts may take."""
 
@@ -50,14 +59,33 @@ class Forecaster:
     _limits: Scheduling
     _lengths: AnswerLengths = attrs.field(factory=AnswerLengths, init=False)
     _retries: places.RetrySchedule = attrs.field(factory=places.RetrySchedule, init=False)
+    _true_ms: float = attrs.field(default=FIRST_MS, init=False)
+    _predicted_ms: float = attrs.field(default=FIRST_MS, init=False)
+    """Sums over the last outcomes, of which the latest count most."""
     _may_at: float = attrs.field(default=-math.inf, init=False)
     """When the next forecast may be computed."""
     _reported_at: float = attrs.field(default=-math.inf, init=False)
 
     def ended(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
-        """Learn from the length of an answer."""
+        """Learn from an answer that has ended: how long answers are, and how accurate predictions are."""
         ended_itself = not isinstance(reason, UmaError) and reason not in ("length", "cancelled")
         self._lengths.record(len(sequence.tokens), ended_itself=ended_itself)
+        predicted, at = sequence.predicted, sequence.predicted_at
+        if predicted is None or sequence.first_token_at is None or sequence.ended_at is None:
+            return
+        if predicted.queue_position:
+            self._learn(sequence.first_token_at - at, predicted.start_ms)
+        elif ended_itself or reason == "length":
+            self._learn(sequence.ended_at - at, predicted.end_ms)
+
+    def _learn(self, true_s: float, predicted_ms: float) -> None:
+        self._true_ms = PACE_DECAY * self._true_ms + 1e3 * true_s
+        self._predicted_ms = PACE_DECAY * self._predicted_ms + predicted_ms
+
+    @property
+    def _pace(self) -> float:
+        """Factor on predictions, learned from the results of the last ones. It covers other work of the machine, draft tokens, slow clients."""
+        return min(MAX_PACE, max(1 / MAX_PACE, self._true_ms / max(1.0, self._predicted_ms)))
 
     def report(self, service: Service) -> None:
         """Send forecasts to those who asked for them and have none yet, or one that has changed much.
@@ -75,7 +103,7 @@ class Forecaster:
             self._reported_at = now
         predictions = self._predict(service)
         for sequence in asking if is_update else [each for each in asking if each.forecast is None]:
-            _send(sequence, predictions[sequence], now)
+            _send(sequence, predictions[sequence], self._pace, now)
         took_s = trio.current_time() - now
         self._may_at = now + took_s / MAX_SHARE
 
@@ -85,9 +113,9 @@ class Forecaster:
             self._retries.clear()
         waiting = [*map(self._load, self._waiting.in_order(service)), SMALLEST]
         found = self._forecast([*map(self._load, self._running)], waiting)
-        ends = sum([each.end_ms < math.inf for each in found]) or 1
-        interval_s = 1e-3 * max(each.end_ms for each in found) / ends
-        return round(1e3 * self._retries.wait_s(trio.current_time(), 1e-3 * found[-1].place_ms, interval_s))
+        pace_s = 1e-3 * self._pace
+        interval_s = pace_s * max(each.end_ms for each in found) / len(found)
+        return round(1e3 * self._retries.wait_s(trio.current_time(), pace_s * found[-1].place_ms, interval_s))
 
     def _predict(self, service: Service) -> dict[Sequence, Prediction]:
         running, waiting = [*self._running], self._waiting.in_order(service)
@@ -128,19 +156,18 @@ def _may_ask(sequence: Sequence) -> bool:
     return last is None or last.queue_position > 0
 
 
-def _send(sequence: Sequence, found: Prediction, now: float) -> None:
-    last = sequence.forecast
-    at_ms = 1e3 * now
+def _send(sequence: Sequence, found: Prediction, pace: float, now: float) -> None:
+    last, start_ms = sequence.forecast, pace * found.start_ms
     if last is not None and last.queue_position == found.queue_position:
-        moved_ms = abs(at_ms + found.start_ms - sequence.forecast_start_ms)
-        if moved_ms < max(LEAST_MS, MUCH * found.start_ms):
+        moved_ms = abs(start_ms - last.start_ms + 1e3 * (now - sequence.predicted_at))
+        if moved_ms < max(LEAST_MS, MUCH * start_ms):
             return
-    sequence.forecast_start_ms = at_ms + found.start_ms
+    sequence.predicted, sequence.predicted_at = found, now
     sequence.forecast = Forecast(
         id=sequence.request.id,
         queue_position=found.queue_position,
-        start_ms=round(found.start_ms, 1),
-        end_ms=round(found.end_ms, 1),
+        start_ms=round(start_ms, 1),
+        end_ms=round(pace * found.end_ms, 1),
         index=sequence.index,
     )
     sequence.sink.send(sequence.forecast)

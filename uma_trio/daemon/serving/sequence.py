@@ -20,6 +20,7 @@ from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.prompts.media import rows_between
 from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.scheduling.forecast import Prediction
 from uma_trio.daemon.scheduling.places import MIN_TURN_S
 from uma_trio.daemon.scheduling.view import Priority, SequenceView
 from uma_trio.daemon.serving.controllers.state import Control, Phase
@@ -216,8 +217,10 @@ class Sequence:
     ended_at: float | None = None
     forecast: Forecast | None = None
     """The last forecast that its client got."""
-    forecast_start_ms: float = 0.0
-    """The start that it predicted, in milliseconds on trio's clock."""
+    predicted: Prediction | None = None
+    """The prediction behind it, before ``Forecaster`` has corrected it."""
+    predicted_at: float = 0.0
+    """When that was."""
     done: trio.Event = attrs.field(factory=trio.Event)
     """Set after the last event."""
 
