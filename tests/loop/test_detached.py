@@ -202,6 +202,23 @@ async def test_a_killed_daemon_changes_no_text(autojump_clock: object, tmp_path:
                 await harness.settled()
 
 
+async def test_a_killed_daemon_keeps_what_was_inserted(autojump_clock: object, tmp_path: Path) -> None:
+    with folder(tmp_path / "0") as kept:
+        async with serving(answers=kept) as harness:
+            async with harness.client() as client:
+                await client.detach(id="a", **ASK)
+            await trio.sleep(0.05)
+            async with harness.client() as client:
+                await client.steer("a", text="so")
+            await trio.sleep(0.03)  # the log has it
+            shutil.copytree(tmp_path / "0", tmp_path / "1", ignore=shutil.ignore_patterns("lock"))
+            whole = await attached(harness, "a")
+    assert text(whole) != text_of(expected_continuation(PROMPT, 30))
+    with folder(tmp_path / "1") as kept:
+        async with serving(answers=kept) as harness:
+            assert text(await attached(harness, "a")) == text(whole)
+
+
 async def test_an_answer_that_ends_its_daemons_is_given_up(autojump_clock: object, tmp_path: Path) -> None:
     """Three daemons find it without a new token."""
     with folder(tmp_path / "0") as kept:

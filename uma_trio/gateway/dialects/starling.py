@@ -1,6 +1,6 @@
 """Starling's API, the gateway's own: the socket protocol over HTTP, field for field.
 
-``POST /v1/generate`` and ``POST /v1/tokenize``; ``starling_sessions`` has the rest.  Their fields and events are those of
+``POST /v1/generate``, ``POST /v1/tokenize`` and ``POST /v1/requests/{id}/steer``; ``starling_sessions`` has the rest.  Their fields and events are those of
 docs/PROTOCOL-REFERENCE.md, and the daemon checks them.
 """
 
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import attrs
 import msgspec
 from starlette.responses import Response
 
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, encode, json_response, sse
-from uma_trio.gateway.dialects.starling_shapes import Answer, Tokenized
+from uma_trio.gateway.dialects.starling_shapes import Answer, SteeredAnswer, Tokenized
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import to_fields
+from uma_trio.protocol.queries import SteerQuery
 from uma_trio.protocol.requests import Generate
 
 OF_THE_CONNECTION: Final = frozenset(
@@ -33,6 +35,9 @@ OF_THE_CONNECTION: Final = frozenset(
     }
 )
 """Fields of the socket protocol that the gateway sets itself."""
+
+OF_THE_PATH: Final = OF_THE_CONNECTION | {"request_id"}
+"""Fields of a steer query that the gateway sets itself."""
 
 
 def _error_body(error: HttpError, request_id: str) -> dict[str, Any]:
@@ -72,6 +77,18 @@ async def read_request(call: Call) -> tuple[dict[str, Any], list[str]]:
     fields = call.for_daemon(**{name: value for name, value in given.items() if name in known})
     _split_stop(fields)
     return fields, warnings
+
+
+async def steer(call: Call) -> Response:
+    """Change the running request ``id`` of the same client: the ``x-request-id`` of its response."""
+    given = await call.read_fields()
+    known = [field.name for field in attrs.fields(SteerQuery) if field.name not in OF_THE_PATH]
+    warnings = without_effect([name for name in given if name not in known], "parameter", known)
+    changes = {name: value for name, value in given.items() if name in known}
+    name = call.request.path_params["id"]
+    work = call.ask(lambda client: client.steer(name, **changes), counts=True)
+    done = await call.unless_disconnected(work)
+    return json_response(_without_names(to_fields(done)), warnings=warnings)
 
 
 def _split_stop(fields: dict[str, Any]) -> None:
@@ -172,5 +189,16 @@ ENDPOINTS = (
         shapes=(Tokenized,),
         summary="Tokens of a text, or the text of tokens",
         body=TokenizeRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/requests/{id}/steer",
+        dialect=STARLING,
+        needs_owner=True,
+        answer=steer,
+        shapes=(SteeredAnswer,),
+        summary="Change a running request: append text, end its reasoning, bound or stop it",
+        body=SteerQuery,
+        hidden_fields=OF_THE_PATH,
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -46,6 +48,17 @@ class Tokenized(Warned):
     tokens: list[int]
     offsets: list[int] | UnsetType = UNSET
     text: str | UnsetType = UNSET
+
+
+class SteeredAnswer(Warned):
+    """What was changed of a running request, and after how many of its tokens."""
+
+    request_id: str
+    after_tokens: int
+    inserted_tokens: int
+    reasoning_ended: bool
+    max_tokens: int
+    stop: Literal["now", "sentence"] | UnsetType = UNSET
 
 
 class SessionPage(msgspec.Struct):

@@ -1,0 +1,39 @@
+"""A running request is changed over HTTP, by the id of its response; the real engine answers."""
+
+from __future__ import annotations
+
+import httpx
+
+from tests.gateway.conftest import Gateway
+
+ASK = {"messages": [{"role": "user", "content": "Count from 1 to 900."}], "max_tokens": 2000, "ignore_eos": True}
+
+
+def steer(client: httpx.Client, name: str, **changes: object) -> httpx.Response:
+    return client.post(f"/v1/requests/{name}/steer", json=changes)
+
+
+def test_text_is_appended_and_the_answer_ends(gateway: Gateway) -> None:
+    with gateway.http() as client, client.stream("POST", "/v1/generate", json=ASK) as answer:
+        name = answer.headers["x-request-id"]
+        lines = answer.iter_lines()
+        while not next(lines).startswith("event: token"):
+            pass
+        done = steer(client, name, text=" and so on", stop="now")
+        assert done.status_code == 200, done.text
+        body = done.json()
+        assert (body["request_id"], body["stop"]) == (name, "now")
+        assert body["inserted_tokens"] > 0
+        rest = [*lines]
+    texts = "".join(rest)
+    assert '"reason":"stop"' in texts.replace(" ", "")
+    with gateway.http() as client:
+        assert steer(client, name, stop="now").status_code == 404, "it has ended"
+
+
+def test_errors_name_the_remedy(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        missing = steer(client, "nobody", stop="now")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "E_ANSWER_NOT_FOUND")
+        nothing = steer(client, "nobody")
+        assert (nothing.status_code, "at least one of" in nothing.text) == (400, True)
