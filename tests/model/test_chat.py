@@ -9,13 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import attrs
 import psutil
 import pytest
 
 from tests.support.profile import thorough
-from tests.support.real_daemon import real_daemon
+from tests.support.real_daemon import Daemon, real_daemon
 from tests.support.terminal import Terminal, terminal
 from uma_trio.cli.stdio import wrapped
 
@@ -64,6 +65,15 @@ def chat(daemon):
 def run_lines(socket, *arguments, stdin):
     command = [sys.executable, "-m", "uma_trio", "chat", "--socket", str(socket), *arguments]
     return subprocess.run(command, input=stdin, text=True, capture_output=True, timeout=60)
+
+
+def messages_of(daemon: Daemon, session: str) -> list[dict[str, Any]]:
+    """The messages of a session, without how they were generated."""
+    with daemon.wire() as wire:
+        wire.send(type="sessions", action="read", session_id=session)
+        found = wire.receive()
+    assert found is not None
+    return [{name: value for name, value in each.items() if name != "generation"} for each in found["messages"]]
 
 
 def closed(daemon, name):
@@ -199,11 +209,8 @@ def test_a_session_goes_on_in_another_chat(chat, daemon, tmp_path):
         assert "nothing was drawn" not in shown.text
         shown.type(f"/save {tmp_path / 'chat.json'}\r")
         shown.wait_for("saved")
-    with daemon.wire() as wire:
-        wire.send(type="sessions", action="read", session_id="travel")
-        kept = wire.receive()["messages"]
-    said = [{name: value for name, value in each.items() if name != "generation"} for each in kept]
-    assert said == json.loads((tmp_path / "chat.json").read_text())["messages"]
+    kept = messages_of(daemon, "travel")
+    assert kept == json.loads((tmp_path / "chat.json").read_text())["messages"]
     assert [message["content"] for message in kept if message["role"] == "user"] == [FRANCE, PERU]
     closed(daemon, "travel")
 
@@ -357,9 +364,7 @@ def test_a_question_and_an_answer_are_edited(chat, daemon, tmp_path, options):
         FRANCE,
     ]
     if options:
-        with daemon.wire() as wire:
-            wire.send(type="sessions", action="read", session_id="edited")
-            assert wire.receive()["messages"] == messages
+        assert messages_of(daemon, "edited") == messages
         closed(daemon, "edited")
 
 
