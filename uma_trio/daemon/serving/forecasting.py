@@ -27,7 +27,7 @@ UPDATE_S: Final = 0.5
 """A client that waits gets another forecast after this time at the earliest."""
 
 MUCH: Final = 0.2
-"""It gets one if its place has changed, or if the start is predicted for another time by this share of the time until then."""
+"""It gets one if its place has changed, or if its start has moved by this share of the time until then."""
 
 LEAST_MS: Final = 250.0
 """A start that moves by less than this has not changed."""
@@ -84,7 +84,10 @@ class Forecaster:
 
     @property
     def _pace(self) -> float:
-        """Factor on predictions, learned from the results of the last ones. It covers other work of the machine, draft tokens, slow clients."""
+        """Factor on predictions, learned from the results of the last ones.
+
+        It covers other work of the machine, draft tokens and clients that read slowly.
+        """
         return min(MAX_PACE, max(1 / MAX_PACE, self._true_ms / max(1.0, self._predicted_ms)))
 
     def report(self, service: Service) -> None:
