@@ -219,3 +219,26 @@ async def test_a_change_must_change_something(autojump_clock):
         refused = await client.receive()
         assert isinstance(refused, Failure)
         assert "nothing to change" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "changes", "reason"),
+    [
+        ({"n": 2}, {"stop": "now"}, "2 answers run as 'r'"),
+        ({"constraint": {"regex": "[0-9 ]{200}"}}, {"text": "so"}, "text cannot be inserted"),
+        ({}, {"end_reasoning": True}, "no reasoning to end"),
+        ({}, {"text": "s" * N}, "shorten the text"),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_changed_is_refused_and_goes_on(autojump_clock, request_fields, changes, reason):
+    async with serving() as harness, harness.client() as client:
+        await client.send({"id": "r", "prompt": "hello", "max_tokens": N, **request_fields})
+        await client.receive()
+        async with harness.client() as other:
+            with pytest.raises(ServerError, match=reason):
+                await other.steer("r", **changes)
+        events = []
+        while (event := await client.receive()) is not None:
+            events.append(event)
+        assert isinstance(events[-1], Eos)
