@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import httpx
+import msgspec
 
 from tests.gateway.conftest import Gateway
+from uma_trio.gateway.dialects.starling_shapes import SteeredAnswer
 
 ASK = {"messages": [{"role": "user", "content": "Count from 1 to 900."}], "max_tokens": 2000, "ignore_eos": True}
 
@@ -23,7 +25,7 @@ def test_text_is_appended_and_the_answer_ends(gateway: Gateway) -> None:
         assert done.status_code == 200, done.text
         body = done.json()
         assert (body["request_id"], body["stop"]) == (name, "now")
-        assert body["inserted_tokens"] > 0
+        assert msgspec.convert(body, SteeredAnswer).inserted_tokens > 0
         rest = [*lines]
     texts = "".join(rest)
     assert '"reason":"stop"' in texts.replace(" ", "")
