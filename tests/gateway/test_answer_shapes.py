@@ -132,5 +132,5 @@ def test_every_endpoint_that_has_a_body_and_shapes_is_tried() -> None:
     tried = {SAME.get(path, path) for path in wanted} & REQUESTS.keys()
     assert {SAME.get(path, path) for path in wanted} - tried == {
         *(f"/v1/session/{action}" for action in ("read", "fork", "rename", "close", "stop")),
-        *("/v1/controllers/tags", "/api/create", "/v1/batches", "/v1/requests/{id}/steer"),
+        *("/v1/controllers/tags", "/api/create", "/v1/batches", "/v1/peer", "/v1/requests/{id}/steer"),
     }
