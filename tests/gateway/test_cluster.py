@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +155,18 @@ def test_a_peer_with_another_secret_counts_as_silent(halves: tuple[Gateway, int,
     with daemon_at(port, tmp_path, key=other), gateway.http() as client:
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "session_id": "s"}
         assert client.post("/v1/generate", json=body).status_code == 503
+
+
+def test_two_daemons_that_look_for_the_same_session_at_once_both_find_it(cluster: Cluster) -> None:
+    start = threading.Barrier(2)
+
+    def first_turn(gateway: Gateway, session: str) -> int:
+        body = {"session_id": session, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        with gateway.http() as client:
+            start.wait(30)
+            return client.post("/v1/generate", json={**body, "stream": False}, timeout=60).status_code
+
+    with ThreadPoolExecutor(2) as threads:
+        for n in range(8):
+            answers = [threads.submit(first_turn, each, f"race-{n}") for each in (cluster.a, cluster.b)]
+            assert [answer.result() for answer in answers] == [200, 200]

@@ -288,8 +288,9 @@ class Peers:
                     message = f"session {session.id!r} is answering at another daemon; wait for its end"
                     raise HttpError(409, SessionBusy.code, message, parameter="session_id")
                 raise self._unavailable(session, self.urls)
-            with anyio.CancelScope():
-                await anyio.sleep(random.uniform(*PAUSE_S))
+            # two that keep their claims would each wait for the other's
+            await client.lease("release", session.id, **session.fields)
+            await anyio.sleep(random.uniform(*PAUSE_S))
 
     def _unavailable(self, session: Session, urls: object) -> HttpError:
         peers = ", ".join(urls) if isinstance(urls, list | tuple) else str(urls)

@@ -100,6 +100,7 @@ class LeaseQuery:
 
     ===========  ===================================================================================================
     ``claim``    look for the session: nobody else here or elsewhere begins it until this connection ends
+    ``release``  give up the claim of this connection, if it has one
     ``ask``      what is this daemon to the session?
     ``give``     freeze the session for ``peer``, and name its files
     ``files``    name the files again, of the session that was given with ``epoch``
@@ -109,7 +110,7 @@ class LeaseQuery:
     ===========  ===================================================================================================
     """
 
-    action: Literal["claim", "ask", "give", "files", "accept", "confirm", "take_back"]
+    action: Literal["claim", "release", "ask", "give", "files", "accept", "confirm", "take_back"]
     session_id: Name
     seen: Epoch = 0
     """The epoch that the lease had when the change was decided."""

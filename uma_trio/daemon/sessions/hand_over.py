@@ -97,6 +97,8 @@ class HandOver:
             match query.action:
                 case "claim":
                     self._claim(key, session, query.epoch, owner)
+                case "release":
+                    self._release(key, owner)
                 case "give":
                     files = await self._give(_present(session), query)
                 case "files":
@@ -138,6 +140,11 @@ class HandOver:
         claim.epoch = epoch
         if session is not None and session.lease.epoch < epoch:  # it will be begun anew: a later holder has closed it
             self._table.remove(session)
+
+    def _release(self, key: SessionKey, owner: object) -> None:
+        claim = self._claims.get(key)
+        if claim is not None and claim.owner is owner:
+            del self._claims[key]
 
     def _own_claim(self, key: SessionKey, owner: object) -> None:
         claim = self._claims.get(key)
