@@ -331,6 +331,7 @@ def test_calls_of_tools_are_answered_by_hand(page: Page) -> None:
     field = page.locator(".results textarea").first
     expect(field).to_have_value(re.compile("GMT"))
     page.reload()
+    expect(field).to_have_value(re.compile("GMT"))
     for each in page.locator(".results textarea").all():
         each.fill("Noon")
     page.route("**/v1/session/answer", lambda route: route.abort(), times=1)
