@@ -93,6 +93,20 @@ def test_a_session_follows_its_requests_and_its_texts_stay_the_same(cluster: Clu
     assert "trip" not in names(cluster.b)
 
 
+def test_the_kv_cache_of_a_long_session_moves_with_it(cluster: Cluster) -> None:
+    text = "Here are some words: " + " ".join(f"the {n} red foxes and the {n * 7} blue hens" for n in range(150))
+    first = say(cluster.a, "long", text)
+    n_tokens = first["session"]["tokens"]
+    assert n_tokens > 1500
+    before = cluster.b.daemon.metrics()["prompt_tokens_total"]
+    second = say(cluster.b, "long", "What is the capital of France?")
+    prefilled = cluster.b.daemon.metrics()["prompt_tokens_total"] - before
+    assert second["usage"]["prompt_tokens"] > n_tokens
+    assert prefilled < 0.05 * n_tokens, "only what is new"
+    stayed = [say(cluster.alone, "long", each)["text"] for each in (text, "What is the capital of France?")]
+    assert [first["text"], second["text"]] == stayed
+
+
 def test_the_old_holder_refuses_to_write_and_names_the_new_one(cluster: Cluster) -> None:
     say(cluster.a, "left", "Hello")
     say(cluster.b, "left", "Hello again")

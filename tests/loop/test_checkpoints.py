@@ -20,7 +20,7 @@ from tests.support.checkpoint_contract import *  # noqa: F403  (the tests)
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.state_files import MemoryFiles
 from uma_trio.daemon.kv.checkpoints import TOKENS_AFTER_LAST
-from uma_trio.daemon.storage import saved_state
+from uma_trio.daemon.serving.offload import saved_state
 from uma_trio.daemon.store.state_format import StoredState
 from uma_trio.engine_link.kv_ops import SaveCheckpoint
 from uma_trio.engine_link.messages import EngineDied, EngineError

@@ -27,8 +27,8 @@ from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.kv.checkpoints import TOKENS_AFTER_LAST
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.serving.offload import saved_state
 from uma_trio.daemon.serving.scheduler import Scheduler
-from uma_trio.daemon.storage import saved_state
 from uma_trio.daemon.store.state_folder import StateFolder
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine_link.kv_ops import MAX_CHECKPOINTS

@@ -27,9 +27,9 @@ from uma_trio.daemon.registry import ModelRegistry, ModelSpec, Needs
 from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.daemon.server import Server
 from uma_trio.daemon.service import ModelService
-from uma_trio.daemon.serving.offload import InThread, StateFiles
+from uma_trio.daemon.serving.offload import InThread, StateFiles, saved_state
 from uma_trio.daemon.serving.scheduler import Scheduler
-from uma_trio.daemon.storage import Storage, saved_state
+from uma_trio.daemon.storage import Storage
 from uma_trio.daemon.store.answer_folder import AnswerFolder
 from uma_trio.daemon.store.journal import Journal
 from uma_trio.daemon.store.state_folder import StateFolder

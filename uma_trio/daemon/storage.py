@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Final
 
 import attrs
-import msgspec
 import platformdirs
 import structlog
 
 from uma_trio.config import MB, Config
 from uma_trio.daemon.engines.loaded import LoadedModel
 from uma_trio.daemon.kv.offload_index import SavedState
-from uma_trio.daemon.serving.offload import StateFiles
+from uma_trio.daemon.serving.offload import StateFiles, saved_state
 from uma_trio.daemon.store.answer_folder import AnswerFolder, AnswerFolderError
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder
@@ -120,24 +119,3 @@ def _usable(states: Iterable[StoredState]) -> Iterator[SavedState]:
             yield saved_state(state)
         except ValueError as error:
             log.warning("a saved state cannot be used", reason=f"{state.name}: {error}")
-
-
-def saved_state(stored: StoredState) -> SavedState:
-    """What a file holds, as the KV cache's offload index wants it.
-
-    Raises:
-        ValueError: the file's adapters or its list of checkpoints are not possible.
-    """
-    listed = stored.extra.get("checkpoints", [])
-    try:
-        checkpoints = msgspec.convert(listed, tuple[tuple[int, int], ...])
-        adapters = msgspec.convert(stored.extra.get("adapters", ""), str)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"its checkpoints or adapters are {str(stored.extra)[:100]}") from error
-    lengths = [0, *(length for length, _ in checkpoints), len(stored.tokens) + 1]
-    sizes = [n_bytes for _, n_bytes in checkpoints]
-    if sorted(set(lengths)) != lengths or min([1, *sizes]) < 1 or sum(sizes) >= stored.n_bytes:
-        raise ValueError(
-            f"its checkpoints are {str(listed)[:100]}, of {len(stored.tokens)} tokens in {stored.n_bytes} bytes"
-        )
-    return SavedState(stored.name, stored.principal, stored.tokens, stored.n_bytes, checkpoints, adapters)

@@ -51,6 +51,17 @@ class OffloadPlanner:
             chosen = unsaved[0]
         return chosen
 
+    def unsaved_of(self, tokens: Tokens, *, principal: str) -> list[Allocation]:
+        """The idle allocations with a beginning of ``tokens`` that have yet to be saved."""
+        return [
+            each
+            for each in self._pool.idle.values()
+            if each.needs_save
+            and each not in self._saving
+            and each.principal == principal
+            and common_prefix(each.tokens, tokens) == len(each.tokens)
+        ]
+
     def begin_save(self, allocation: Allocation) -> None:
         """Mark ``allocation`` as being saved.  The caller ends that with ``saved``, ``give_up`` or ``cancel_save``."""
         self._saving.add(allocation)

@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import attrs
+import msgspec
 import structlog
 import trio
 
@@ -28,6 +30,7 @@ from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import SequenceView
 from uma_trio.daemon.store.memory_states import MemoryStates
 from uma_trio.daemon.store.state_folder import StateFileError
+from uma_trio.daemon.store.state_format import StoredState
 from uma_trio.engine_link.kv_ops import LoadState, MeasureState, SaveState
 from uma_trio.engine_link.messages import StepOutput
 from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens
@@ -50,6 +53,9 @@ OVERRUN_AFTER_S: Final = 0.25
 
 TRANSFER_TIMEOUT_S: Final = 3.0
 """After this long a copy that a request waits for does not take place."""
+
+SAVE_TIMEOUT_S: Final = 20.0
+"""How long a session that another daemon wants waits for its KV cache to be saved."""
 
 MIN_PARKED_MS: Final = 250.0
 """A sequence is not parked if its tokens can be computed again in this time."""
@@ -94,6 +100,11 @@ class StateFiles(Protocol):
     def begin(self, n_bytes: int) -> StateDraft: ...
     def open(self, name: str, *, verify: bool = True) -> StateReader: ...
     def remove(self, name: str) -> None: ...
+    def path_of(self, name: str) -> Path:
+        """Where a state is.  Does not block."""
+
+    def adopt(self, path: Path, principal: str) -> StoredState:
+        """Copy a file that another daemon has saved, for ``principal``."""
 
     def __contains__(self, name: str) -> bool:
         """Whether the state is still there; does not block."""
@@ -160,6 +171,8 @@ class Offloader:
         self._parked: list[tuple[Allocation, SavedState | None]] = []
         self._writing = trio.Semaphore(MAX_OPEN_FILES)
         self._look = trio.Event()
+        self._saved = trio.Event()
+        """The saving of a sequence has ended."""
         self._everything_saved = trio.Event()
         self._nursery: trio.Nursery | None = None
 
@@ -326,6 +339,33 @@ class Offloader:
         self._remove_soon(self._planner.forget(tokens, principal=principal, needed=needed))
         self._wake()
 
+    async def file_of(self, tokens: Tokens, principal: str) -> Path | None:
+        """The file with the KV cache of a session, which is saved first if that is worth it; ``None`` if there is none.
+
+        Waits ``SAVE_TIMEOUT_S`` at most.  ``run`` must be running.
+        """
+        if self._files is None:
+            return None
+        with trio.move_on_after(SAVE_TIMEOUT_S):
+            for allocation in self._planner.unsaved_of(tokens, principal=principal):
+                await self._swap_out(allocation)
+            while self._planner.is_saving:
+                await self._saved.wait()
+        state, _ = self._planner.index.find(tokens, principal=principal, max_tokens=len(tokens))
+        return None if state is None or state.name not in self._files else self._files.path_of(state.name)
+
+    async def adopt(self, path: Path, principal: str) -> None:
+        """Take over the KV cache of a session from another daemon's file.  Best effort: otherwise it is prefilled."""
+        if self._files is None:
+            return
+        try:
+            state = saved_state(await self._in_thread(self._files.adopt, path, principal))
+        except (StateFileError, ValueError) as error:
+            log.info("the KV cache of a session from another daemon is not used", reason=str(error))
+            return
+        for name in self._planner.index.add(state):
+            await self._remove(name)
+
     def keep(self, needed: Callable[[SavedState], bool]) -> None:
         """Drop saved states that are not needed.  ``run`` must be running."""
         names = self._planner.index.unneeded(needed)
@@ -414,7 +454,7 @@ class Offloader:
             finishing = True
         finally:
             if not finishing:
-                self._writing.release()
+                self._end_save()
 
     async def _run_transfer(self, transfer: Transfer) -> Transfer:
         """Have a step make ``transfer``, and wait for it."""
@@ -451,8 +491,13 @@ class Offloader:
                 await self._remove(name)
             self._wake()
         finally:
-            self._writing.release()
+            self._end_save()
             self.check_for_work()
+
+    def _end_save(self) -> None:
+        self._writing.release()
+        self._saved.set()
+        self._saved = trio.Event()
 
     async def _park(self, allocation: Allocation, tokens: Tokens) -> None:
         state = None
@@ -566,3 +611,24 @@ class Offloader:
         for name in names:
             assert self._nursery is not None
             self._nursery.start_soon(self._remove, name)
+
+
+def saved_state(stored: StoredState) -> SavedState:
+    """What a file holds, as the KV cache's offload index wants it.
+
+    Raises:
+        ValueError: the file's adapters or its list of checkpoints are not possible.
+    """
+    listed = stored.extra.get("checkpoints", [])
+    try:
+        checkpoints = msgspec.convert(listed, tuple[tuple[int, int], ...])
+        adapters = msgspec.convert(stored.extra.get("adapters", ""), str)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"its checkpoints or adapters are {str(stored.extra)[:100]}") from error
+    lengths = [0, *(length for length, _ in checkpoints), len(stored.tokens) + 1]
+    sizes = [n_bytes for _, n_bytes in checkpoints]
+    if sorted(set(lengths)) != lengths or min([1, *sizes]) < 1 or sum(sizes) >= stored.n_bytes:
+        raise ValueError(
+            f"its checkpoints are {str(listed)[:100]}, of {len(stored.tokens)} tokens in {stored.n_bytes} bytes"
+        )
+    return SavedState(stored.name, stored.principal, stored.tokens, stored.n_bytes, checkpoints, adapters)

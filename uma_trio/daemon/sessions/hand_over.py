@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 import structlog
 
+from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.sessions.table import Session, SessionTable, no_tokens
 from uma_trio.daemon.store.encoding import DamagedFile
 from uma_trio.daemon.store.journal import Journal, JournalError
@@ -34,23 +35,13 @@ class _Claim:
     """The epoch of the session, if it is begun."""
 
 
-class KvStates:
-    """The KV caches of sessions as files.  This one has none."""
-
-    async def save(self, session: Session) -> Path | None:
-        """Bring the KV cache of ``session`` to disk; ``None`` if it has none that is worth it."""
-        return None
-
-    async def adopt(self, path: Path, principal: str) -> None:
-        """Take over the copy of another daemon's file.  Best effort."""
-
-
 @attrs.define(eq=False)
 class HandOver:
     """The leases of one model's sessions.
 
     Args:
         content: identifies the model.
+        offloader: has the KV caches of sessions.
         write: makes a session durable; logs a failure, and tries again later.
         forget: drops the KV states of a session that is about to be gone.
         clock, monotonic: seconds, as in ``Sessions``.
@@ -58,6 +49,7 @@ class HandOver:
 
     _table: SessionTable
     _content: str
+    _offloader: Offloader
     _n_vocab: int
     _write: Callable[[Session], Awaitable[None]]
     _forget: Callable[[Session], None]
@@ -66,7 +58,6 @@ class HandOver:
     _monotonic: Callable[[], float]
     journal: Journal | None = None
     """Without one, sessions stay where they are."""
-    states: KvStates = attrs.field(factory=KvStates)
     _node: str = attrs.field(factory=lambda: secrets.token_hex(8), init=False)
     """Tells this daemon from its peers, one of which may be itself."""
     _claims: dict[SessionKey, _Claim] = attrs.field(factory=dict, init=False)
@@ -162,7 +153,7 @@ class HandOver:
         session.busy = True
         try:
             if session.is_here:
-                await self.states.save(session)
+                await self._offloader.file_of(session.tokens, session.principal)
             session.lease = session.lease.changed(query.seen, query.epoch, query.peer)
             session.turns_on_disk = 0
             await self._write(session)  # if that fails nobody gets it, and nobody writes it: it can be taken back
@@ -178,7 +169,7 @@ class HandOver:
             raise NotHandedOver(f"session {session.name!r} was not given with the epoch {epoch}", field="epoch")
         if path is None or not session.durable:
             raise NotHandedOver(f"session {session.name!r} is not on disk: try again", field="session_id")
-        found = [("turns", path), ("state", await self.states.save(session))]
+        found = [("turns", path), ("state", await self._offloader.file_of(session.tokens, session.principal))]
         return [
             SessionFile(kind="turns" if kind == "turns" else "state", path=str(each), n_bytes=n_bytes)
             for kind, each in found
@@ -208,7 +199,7 @@ class HandOver:
         try:
             await self._write(session)
             if query.kv_state:
-                await self.states.adopt(Path(query.kv_state), key.principal)
+                await self._offloader.adopt(Path(query.kv_state), key.principal)
         finally:
             session.busy = False
         log.info(

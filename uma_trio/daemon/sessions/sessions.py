@@ -154,6 +154,7 @@ class Sessions:
         self.hand_over = HandOver(
             self._table,
             content,
+            scheduler.offloader,
             scheduler.info.n_vocab,
             self._write,
             lambda session: self._forget(session.tokens, session.principal),

@@ -355,6 +355,44 @@ class StateFolder:
             return False
         return True
 
+    def path_of(self, name: str) -> Path:
+        """Returns where a state is."""
+        return self._folder.path / self._file_name(name)
+
+    def adopt(self, path: Path, principal: str) -> StoredState:
+        """Copies the file of another folder, after verifying every byte of it.  Blocks on the disk.
+
+        Args:
+            principal: its owner here.
+
+        Raises:
+            StateFileError: it is damaged or foreign, or there is no room.
+        """
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise StateFileError(f"cannot read {path}: {error.strerror}") from None
+        try:
+            try:
+                state, hashes = self._read_metadata(fd, path.name.removesuffix(SUFFIX))
+                _verify(_hash_pages(fd, state.n_bytes, self.readers), hashes)
+            except (OSError, DamagedFile) as error:
+                raise StateFileError(f"{path} is not used: {error}") from None
+            draft = self.begin(state.n_bytes)
+            try:
+                with self._folder.os_errors("write", draft.file_name):
+                    buffer = memoryview(bytearray(min(PAGE_BYTES, state.n_bytes)))
+                    for at in range(PAYLOAD_AT, PAYLOAD_AT + state.n_bytes, PAGE_BYTES):
+                        part = buffer[: PAYLOAD_AT + state.n_bytes - at]
+                        read_into(fd, part, at)
+                        write_all(draft.fd, part, at)
+            except BaseException:
+                draft.abandon()
+                raise
+            return draft.finish(state.tokens, principal=principal, extra=dict(state.extra))
+        finally:
+            os.close(fd)
+
     # -- bookkeeping, with the lock held --------------------------------------------------------
 
     def _used(self) -> int:
