@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +186,39 @@ def test_two_daemons_that_look_for_the_same_session_at_once_both_find_it(cluster
         for n in range(8):
             answers = [threads.submit(first_turn, each, f"race-{n}") for each in (cluster.a, cluster.b)]
             assert [answer.result() for answer in answers] == [200, 200]
+
+
+@contextlib.contextmanager
+def dripping(port: int) -> Iterator[None]:
+    """A peer that answers with a byte now and then, and never ends."""
+
+    class Drip(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", "1000")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(60):
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+                    time.sleep(0.5)
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Drip)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.socket.close()
+
+
+def test_a_peer_that_answers_slowly_counts_as_silent(halves: tuple[Gateway, int, Path]) -> None:
+    gateway, port, _ = halves
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": False, "session_id": "s"}
+    with dripping(port), gateway.http() as client:
+        began = time.monotonic()
+        refused = client.post("/v1/generate", json=body, timeout=60)
+    assert refused.status_code == 503
+    assert time.monotonic() - began < 15  # a question has 3 s; the answer would take 30 s

@@ -213,12 +213,20 @@ class Peers:
             self._client = httpx2.AsyncClient(verify=verify, follow_redirects=False, trust_env=False)
         body, nonce = msgspec.json.encode(question), secrets.token_hex(16)
         headers = {SIGNATURE: f"{nonce}.{self.sign('question', nonce, body)}", "content-type": "application/json"}
-        timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
+        headers["accept-encoding"] = "identity"  # what is read is what was signed, and no larger than it looks
+        timeout, found = httpx2.Timeout(timeout_s, connect=CONNECT_S), bytearray()
         try:
-            answer = await self._client.post(url + PATH, content=body, headers=headers, timeout=timeout)
-        except httpx2.HTTPError as error:
+            with anyio.fail_after(timeout_s):  # the timeout of the client is that of each read
+                async with self._client.stream(
+                    "POST", url + PATH, content=body, headers=headers, timeout=timeout
+                ) as answer:
+                    async for part in answer.aiter_raw():
+                        found += part
+                        if len(found) > CHUNK_BYTES:
+                            raise PeerSilent(f"{url} answers with more than {CHUNK_BYTES} bytes")
+        except (httpx2.HTTPError, TimeoutError) as error:
             raise PeerSilent(f"{url} does not answer: {error!r}") from None
-        content: bytes = answer.content
+        content = bytes(found)
         if answer.status_code != 200:
             code = _code(content)
             if code in (SessionBusy.code, NotHandedOver.code, SessionNotFound.code):
