@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -222,3 +224,21 @@ def test_a_peer_that_answers_slowly_counts_as_silent(halves: tuple[Gateway, int,
         refused = client.post("/v1/generate", json=body, timeout=60)
     assert refused.status_code == 503
     assert time.monotonic() - began < 15  # a question has 3 s; the answer would take 30 s
+
+
+def test_the_copy_stays_until_the_session_is_on_the_disk_of_its_new_holder(
+    halves: tuple[Gateway, int, Path], tmp_path: Path
+) -> None:
+    gateway, port, key = halves
+    own = int(gateway.url.rpartition(":")[2])
+    with daemon_at(port, tmp_path, own, key=key) as taker:
+        say(gateway, "kept", "Hello")
+        [folder] = (tmp_path / f"state-{port}").glob("*/sessions")
+        shutil.rmtree(folder)
+        folder.touch()  # nothing can be written there
+        assert not say(taker, "kept", "Hello again")["session"]["durable"]
+        taker.daemon.signal(signal.SIGKILL)
+        taker.daemon.wait()
+    folder.unlink()
+    with daemon_at(port, tmp_path, own, key=key):
+        assert say(gateway, "kept", "Hello once more")["session"]["turns"] == 2

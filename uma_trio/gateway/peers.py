@@ -374,10 +374,15 @@ class Peers:
                     continue
                 await self._copy(take.peer, question, file, folder / file.name)
                 paths["turns" if file.kind == "turns" else "kv_state"] = str(folder / file.name)
-            await client.lease("accept", session.id, epoch=take.epoch, **paths, **session.fields)
+            taken = await client.lease("accept", session.id, epoch=take.epoch, **paths, **session.fields)
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
+        if not taken.durable:  # the copy there is the only one on a disk
+            log.warning(
+                "a session that was taken over is not on disk; its copy stays", session=session.id, at=take.peer
+            )
+            return
         question.action = "confirm"
         with contextlib.suppress(PeerSilent, PeerRefused):  # the copy there stays a little longer
             await self._ask(take.peer, question)

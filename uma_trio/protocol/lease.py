@@ -85,6 +85,8 @@ class SessionLease:
     given_to: str = ""
     busy: bool = False
     """Whether a request of the session is running."""
+    durable: bool = False
+    """Whether all its turns are on disk."""
     node: str = ""
     """Identifies the daemon that answers, from its start to its end."""
     content: str = ""

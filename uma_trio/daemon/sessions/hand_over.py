@@ -110,7 +110,8 @@ class HandOver:
             return state
         name: State = "held" if session.is_here else "gone" if session.is_gone else "giving"
         lease = session.lease
-        return attrs.evolve(state, state=name, epoch=lease.epoch, given_to=lease.given_to, busy=session.busy)
+        state = attrs.evolve(state, state=name, epoch=lease.epoch, given_to=lease.given_to)
+        return attrs.evolve(state, busy=session.busy, durable=session.durable)
 
     def _answer_to(self, key: SessionKey, session: Session | None, query: LeaseQuery) -> SessionLease:
         found = self._state(session)
