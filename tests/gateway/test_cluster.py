@@ -242,3 +242,15 @@ def test_the_copy_stays_until_the_session_is_on_the_disk_of_its_new_holder(
     folder.unlink()
     with daemon_at(port, tmp_path, own, key=key):
         assert say(gateway, "kept", "Hello once more")["session"]["turns"] == 2
+
+
+def test_a_session_that_cannot_be_copied_stays_where_it_is(halves: tuple[Gateway, int, Path], tmp_path: Path) -> None:
+    gateway, port, key = halves
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": False, "session_id": "full"}
+    with daemon_at(port, tmp_path, int(gateway.url.rpartition(":")[2]), key=key) as taker, taker.http() as client:
+        say(gateway, "full", "Hello")
+        (tmp_path / f"state-{port}" / "incoming").touch()
+        refused = client.post("/v1/generate", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "E_GATEWAY_PEER")
+        assert "incoming" in refused.json()["error"]["message"]
+        assert say(gateway, "full", "Hello again")["session"]["turns"] == 2

@@ -269,6 +269,11 @@ class Peers:
                 fields = {name: value for name, value in fields.items() if name not in ("session_id", "history")}
             except TimeoutError:
                 raise self._unavailable(session, self.urls) from None
+            except OSError as error:
+                message = (
+                    f"session {session.id!r} cannot be copied to {self._folder}: {error.strerror}; make room there"
+                )
+                raise HttpError(503, CODE, message, retry_after_ms=RETRY_MS, parameter="session_id") from None
             except ClientError as error:
                 raise from_client_error(error) from None
         yield fields
