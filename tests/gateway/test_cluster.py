@@ -19,6 +19,8 @@ import pytest
 
 from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import free_port, missing, real_daemon
+from uma_trio.config import Config, Http
+from uma_trio.gateway.peers import Peers
 
 SECRET = "0123456789abcdef" * 4
 
@@ -175,6 +177,18 @@ def test_a_peer_with_another_secret_counts_as_silent(halves: tuple[Gateway, int,
         assert client.post("/v1/generate", json=body).status_code == 503
 
 
+def test_a_peer_whose_address_leads_to_another_daemon_counts_as_silent(
+    halves: tuple[Gateway, int, Path], tmp_path: Path
+) -> None:
+    """Otherwise the session could begin here while the peer that holds it cannot be reached."""
+    gateway, port, key = halves
+    third = free_port()
+    flags = ("--peer-url", f"http://127.0.0.1:{third}")
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "session_id": "s"}
+    with daemon_at(port, tmp_path, key=key, flags=flags), gateway.http() as client:
+        assert client.post("/v1/generate", json=body).status_code == 503
+
+
 def test_two_daemons_that_look_for_the_same_session_at_once_both_find_it(cluster: Cluster) -> None:
     start = threading.Barrier(2)
 
@@ -254,3 +268,16 @@ def test_a_session_that_cannot_be_copied_stays_where_it_is(halves: tuple[Gateway
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "E_GATEWAY_PEER")
         assert "incoming" in refused.json()["error"]["message"]
         assert say(gateway, "full", "Hello again")["session"]["turns"] == 2
+
+
+def test_a_daemon_with_many_addresses_must_say_what_its_peers_call_it(tmp_path: Path) -> None:
+    def own_url(**http: Any) -> str:
+        found = Peers.of(Config(http=Http(peers="http://10.0.0.2:80", peers_key=key_file(tmp_path), **http)))
+        assert found is not None
+        return found.own_url
+
+    assert own_url(listen="127.0.0.1:80") == "http://127.0.0.1:80"
+    assert own_url(listen="0.0.0.0:80", peer_url="https://a.example/") == "https://a.example"
+    for listen in ("0.0.0.0:80", "[::]:80"):
+        with pytest.raises(ValueError, match="needs --peer-url"):
+            own_url(listen=listen)

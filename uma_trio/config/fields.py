@@ -472,7 +472,7 @@ class Http:
         "File with the secret that all peers share, of 32 characters or more. Only its owner may read it.",
     )
     peer_url: str | None = setting(
-        None, "What peers call this daemon in messages to people. If not given, its address.", metavar="URL"
+        None, "What this daemon is called in --peers of the others. If not given, its address.", metavar="URL"
     )
     otlp_endpoint: str | None = setting(
         None,

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
@@ -70,6 +71,9 @@ class PeerQuestion(msgspec.Struct):
 
     action: Literal["ask", "give", "confirm", "read"]
     session_id: Name
+    to: Annotated[str, Meta(max_length=256)] = ""
+    """The peer that is asked.  Another one refuses, however the question came to it: a wrong address, a proxy, or somebody
+    who passes it on.  Its answer would count as that of the peer that holds the session."""
     model: Name | None = None
     principal: Name | None = None
     """Whose session it is; ``None``: that of the user who runs the daemon."""
@@ -174,10 +178,15 @@ class Peers:
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"--peers: {url!r} is not a URL such as http://10.0.0.2:8080")
+        own_url = (http.peer_url or _url_of(http)).rstrip("/")
+        if http.peer_url is None and urlsplit(own_url).hostname in ("0.0.0.0", "::"):
+            raise ValueError(
+                "--peers needs --peer-url, which is how the others call this daemon, since it has many addresses"
+            )
         state = config.sessions.state_dir or Path(platformdirs.user_state_dir("uma-trio"))
         return cls(
             urls,
-            (http.peer_url or _url_of(http)).rstrip("/"),
+            own_url,
             secret.encode(),
             state / "incoming",
             config.sessions.offload_max_mb * MB,
@@ -200,6 +209,15 @@ class Peers:
             raise HttpError(401, CODE, f"only peers with the same --peers-key may use {PATH}")
         return nonce
 
+    def check_receiver(self, question: PeerQuestion) -> None:
+        """
+        Raises:
+            HttpError: the question is for another daemon.
+        """
+        if question.to.rstrip("/") != self.own_url:
+            message = f"this daemon is {self.own_url}, and the question is for {question.to}: --peers there must name --peer-url here"
+            raise HttpError(421, CODE, message, parameter="to")
+
     async def _post(self, url: str, question: PeerQuestion, timeout_s: float) -> bytes:
         """Ask a peer.
 
@@ -211,7 +229,7 @@ class Peers:
         if self._client is None:
             verify = any(url.startswith("https://") for url in self.urls)
             self._client = httpx2.AsyncClient(verify=verify, follow_redirects=False, trust_env=False)
-        body, nonce = msgspec.json.encode(question), secrets.token_hex(16)
+        body, nonce = msgspec.json.encode(msgspec.structs.replace(question, to=url)), secrets.token_hex(16)
         headers = {SIGNATURE: f"{nonce}.{self.sign('question', nonce, body)}", "content-type": "application/json"}
         headers["accept-encoding"] = "identity"  # what is read is what was signed, and no larger than it looks
         timeout, found = httpx2.Timeout(timeout_s, connect=CONNECT_S), bytearray()
@@ -231,6 +249,8 @@ class Peers:
             code = _code(content)
             if code in (SessionBusy.code, NotHandedOver.code, SessionNotFound.code):
                 raise PeerRefused(code)
+            if answer.status_code == 421:
+                raise PeerSilent(f"{url} leads to a daemon that has another --peer-url")
             raise PeerSilent(f"{url} answers with the status {answer.status_code} and {code or 'no code'}")
         signature = answer.headers.get(SIGNATURE, "").encode("utf-8", "replace")
         if not hmac.compare_digest(signature, self.sign("answer", nonce, content).encode()):

@@ -27,6 +27,7 @@ async def answer_peer(call: Call) -> Response:
         question = msgspec.json.decode(body, type=PeerQuestion)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise invalid(f"the question is not valid: {error}") from None
+    peers.check_receiver(question)
     content, media_type = await _answer(call, question)
     return Response(content, 200, {SIGNATURE: peers.sign("answer", nonce, content)}, media_type)
 
