@@ -131,7 +131,7 @@ def test_a_refused_request_exits_with_2(ask, arguments, words):
 
 
 def test_a_question_larger_than_a_frame_exits_with_2(ask):
-    found = ask(stdin="x" * (3 << 20))
+    found = ask(stdin="x" * (17 << 20))
     assert (found.returncode, found.stdout) == (2, "")
     assert "E_PROTO_FRAME_TOO_LARGE" in found.stderr
 

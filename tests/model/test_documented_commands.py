@@ -50,6 +50,7 @@ NOT_RUN = {
     ),
     r"python benches/(make_model|public_load)\.py .*": "takes minutes; the tests of the benches run both with small models",
     r"uma-trio serve .*--mmproj .*|uma-trio ask --image .*": "needs a model that sees; tests/model/test_vision.py has one",
+    r"uma-trio serve .*--peers .*": "needs the other daemons; tests/gateway/test_cluster.py starts two",
     r"python benches/make_projector\.py .*": "needs a checkout; tests/model/test_vision.py makes projectors",
     r"uma-trio service (?!.*--dry-run).*": (
         "changes the services of the user; tests/model/test_service.py runs it with a service manager of its own"

@@ -52,6 +52,7 @@ MORE = [
     {"type": "sessions", "action": "read", "session_id": "cooking", "id": "i"},
     {"type": "models", "action": "unload", "model": "embedded", "id": "j"},
     {"id": "k", "prompt": "Once", "max_tokens": 3, "progress": True},
+    {"id": "l", "prompt": "Once", "max_tokens": 3, "forecast": True},
 ]
 CALLS = [
     {
@@ -100,6 +101,8 @@ def events_of(daemon, message):
     """What the daemon sends for a message on a connection of its own."""
     if message.get("type") == "watch":
         return watched(daemon, message)
+    if message.get("type") == "steer":
+        return steered(daemon, message)
     with daemon.wire() as wire:
         wire.send(**message)
         with contextlib.suppress(OSError):  # it may have answered and closed already
@@ -118,6 +121,16 @@ def watched(daemon, query):
         while not any(each["state"] == "decode" for event in events for each in event["sequences"]):
             events.append(wire.receive())
     return events
+
+
+def steered(daemon, query):
+    """The answer to a change of a request that runs."""
+    with daemon.wire() as busy, daemon.wire() as wire:
+        busy.send(id=query["request_id"], prompt="Once", max_tokens=2000, ignore_eos=True)
+        while busy.receive()["event"] != "token":
+            pass
+        wire.send(**query)
+        return [wire.receive()]
 
 
 def test_there_are_examples_of_both_kinds():
