@@ -33,7 +33,7 @@ from uma_trio.errors import NotHandedOver, SessionBusy, SessionNotFound
 from uma_trio.files import read_text
 from uma_trio.gateway.errors import HttpError, from_client_error
 from uma_trio.protocol.address import InvalidAddress, http_address
-from uma_trio.protocol.lease import AskAgain, Begin, Epoch, Next, Take, TakeBack, Unreachable, Wait, next_step
+from uma_trio.protocol.lease import AskAgain, Begin, Epoch, Next, State, Take, TakeBack, Unreachable, Wait, next_step
 from uma_trio.protocol.types import Name
 
 log = structlog.get_logger("uma_trio.gateway")
@@ -95,7 +95,7 @@ class PeerQuestion(msgspec.Struct):
 class PeerAnswer(msgspec.Struct):
     """What the daemon says of the lease."""
 
-    state: str
+    state: State
     epoch: Epoch = 0
     given_to: str = ""
     busy: bool = False
@@ -346,8 +346,9 @@ class Peers:
                     log.info("a peer does not answer", reason=str(error))
                     answers[url] = None
                     return
-                state: Any = found.state
-                answers[url] = SessionLease(state=state, epoch=found.epoch, given_to=found.given_to, busy=found.busy)
+                answers[url] = SessionLease(
+                    state=found.state, epoch=found.epoch, given_to=found.given_to, busy=found.busy
+                )
 
             async with anyio.create_task_group() as tasks:
                 for url in self.urls:
