@@ -7,7 +7,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -281,3 +282,80 @@ def test_a_daemon_with_many_addresses_must_say_what_its_peers_call_it(tmp_path: 
     for listen in ("0.0.0.0:80", "[::]:80"):
         with pytest.raises(ValueError, match="needs --peer-url"):
             own_url(listen=listen)
+
+
+class Talker(threading.Thread):
+    """A client with a session: asks one daemon after the other until one answers, as behind a router."""
+
+    def __init__(self, name: str, urls: Sequence[str], ended: threading.Event) -> None:
+        super().__init__()
+        self.session, self.turns, self.known = name, 0, 0
+        self.odd: list[str] = []
+        """What no client should see."""
+        self._urls, self._ended = deque(urls), ended
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            self._urls.rotate(1)  # every turn goes elsewhere, which is the worst that a router can do
+            until = time.monotonic() + 60
+            while not self._ask():
+                if time.monotonic() > until:
+                    self.odd.append("no answer within a minute")
+                    return
+                self._urls.rotate(1)
+                time.sleep(0.05)
+
+    def _ask(self) -> bool:
+        body = {"session_id": self.session, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+        url = self._urls[0]
+        try:
+            if httpx.get(f"{url}/health", timeout=60).status_code != 200:
+                return False
+        except httpx.TransportError:  # it does not listen, or just stops to
+            return False
+        try:
+            answer = httpx.post(f"{url}/v1/generate", json={**body, "stream": False}, timeout=60)
+        except httpx.TransportError as error:
+            self.odd.append(repr(error))
+            return False
+        if answer.status_code == 503 and "retry-after" in answer.headers:
+            return False
+        if answer.status_code != 200:
+            self.odd.append(answer.text)
+            return True
+        self.turns += 1
+        self.known = answer.json()["session"]["turns"]
+        if self.known != self.turns:
+            self.odd.append(f"{self.turns} answers, and the session has {self.known} turns")
+        return True
+
+
+def test_a_rolling_restart_under_load_loses_no_request_and_no_turn(tmp_path: Path) -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    key, ports, ended = key_file(tmp_path), (free_port(), free_port()), threading.Event()
+    flags = ("--drain-notice-s", "2")
+
+    def start(stack: contextlib.ExitStack, n: int) -> Gateway:
+        return stack.enter_context(daemon_at(ports[n], tmp_path, ports[1 - n], key=key, flags=flags))
+
+    with contextlib.ExitStack() as stack:
+        gateways = [start(stack, n) for n in range(2)]
+        talkers = [Talker(f"talk-{n}", [gateway.url for gateway in gateways], ended) for n in range(3)]
+        try:
+            for talker in talkers:
+                talker.start()
+            for n in range(2):
+                time.sleep(2)
+                gateways[n].daemon.signal(signal.SIGTERM)
+                assert gateways[n].daemon.wait() == 0
+                gateways[n] = start(stack, n)
+            time.sleep(2)
+        finally:
+            ended.set()
+            for talker in talkers:
+                talker.join(90)
+        assert [talker.odd for talker in talkers] == [[], [], []]
+        assert all(talker.turns > 5 for talker in talkers)
+        assert names(gateways[0]) | names(gateways[1]) == {talker.session for talker in talkers}
+        assert not names(gateways[0]) & names(gateways[1]), "each session has one holder"

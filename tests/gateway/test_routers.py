@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -139,6 +141,27 @@ def test_a_daemon_that_starts_and_drains_under_load_answers_or_says_when_to_ask_
     assert not broken
     assert {*seen} <= {(200, False), (503, True)}
     assert seen[200, False] >= 20
+
+
+def test_the_gateway_sends_the_last_answers_before_it_ends() -> None:
+    """The daemon has made them, and is about to end; their client reads slowly."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    request = {"messages": CHAT, "max_tokens": 3000, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    body = json.dumps(request).encode()  # the answer is larger than what the system keeps for a slow client
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    with real_daemon("--http", "0") as daemon, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", httpx.URL(Gateway.of(daemon).url).port))
+        client.sendall(head.encode() + body)
+        daemon.wait_until(lambda found: found["tokens_total"] >= 3000 and not found["running"], "it is answered")
+        daemon.signal(signal.SIGTERM)
+        time.sleep(1)
+        received = b"".join(iter(lambda: client.recv(1 << 16), b""))
+        assert daemon.wait() == 0
+    answer = json.loads(received.partition(b"\r\n\r\n")[2])
+    assert answer["usage"]["completion_tokens"] == 3000
 
 
 @pytest.mark.parametrize("header", ["X-Session-Id", "X-SMG-Routing-Key"])

@@ -35,6 +35,8 @@ MAX_BACKOFF_S: Final = 10.0
 """Before the next start of a gateway that keeps dying.  The wait doubles from one to the next."""
 MAX_FAILED_STARTS: Final = 3
 """Gateways in a row that die before the first one works.  One that says why it cannot start is not tried again."""
+END_S: Final = 5.0
+"""How long a gateway may take to end.  All answers have been made by then, so only slow readers lose the rest of one."""
 FIRST_STANDBY_S: Final = 5.0
 """From the moment in which the models serve to the start of the first standby."""
 STANDBY_PAUSE_S: Final = 10.0
@@ -117,6 +119,7 @@ class Gateway:
         self._models_serve = trio.Event()
         self._first_standby_at = 0.0
         self._is_ending = False
+        self._ended = trio.Event()
         self.restarts = 0
         host, port, *_ = sock.getsockname()
         scheme = "http" if config.http.tls_certificate is None else "https"
@@ -129,9 +132,12 @@ class Gateway:
 
     async def run(self) -> None:
         """Run gateways until ``drain`` or cancelled, or until it is clear that none can start."""
-        async with trio.open_nursery() as processes:
-            await self._run(processes)
-            processes.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as processes:
+                await self._run(processes)
+                processes.cancel_scope.cancel()
+        finally:
+            self._ended.set()
 
     async def _run(self, processes: trio.Nursery) -> None:
         backoff_s, n_failed, has_worked = 0.0, 0, False
@@ -204,6 +210,11 @@ class Gateway:
         self._sock.close()
         if self._process is not None:
             self._process.ask_to_end()
+
+    async def wait_end(self) -> None:
+        """After ``end``: wait until the last answers are on their way to the clients, for ``END_S`` at most."""
+        with trio.move_on_after(END_S):
+            await self._ended.wait()
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics."""

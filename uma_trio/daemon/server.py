@@ -353,6 +353,8 @@ async def _serve_loaded(
         if gateway is not None:
             gateway.models_serve()
         await server.run(sock, is_passed=passed is not None)
+        if gateway is not None:
+            await gateway.wait_end()
     log.info("stopped", **{key: server.snapshot().get(key) for key in ("tokens_total", "requests_total", "uptime_s")})
 
 
