@@ -308,7 +308,7 @@ GATEWAY_MAY_IMPORT = (
 
 
 URL_RULES = ("uma_trio.hub.errors", "uma_trio.hub.urls")
-"""Which URLs this machine may open, whoever names them."""
+"""Which URLs this machine may open. The hub and the gateway follow the same rules."""
 
 
 def test_the_gateway_is_a_client_of_the_socket() -> None:

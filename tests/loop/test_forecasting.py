@@ -12,6 +12,7 @@ import trio
 from tests.loop.test_scheduling import Harness, running
 from tests.support.fake_engine import FakeEngine
 from uma_trio import errors
+from uma_trio.daemon.serving.forecasting import Forecaster
 from uma_trio.protocol.events import Forecast
 
 
@@ -123,6 +124,32 @@ async def test_a_refused_request_comes_back_when_there_is_room(autojump_clock):
         for each in sequences:
             await each.done.wait()
         assert refused.value.retry_after_ms == pytest.approx(1e3 * (trio.current_time() - began), rel=0.2)
+
+
+async def test_a_flood_of_refused_requests_has_no_forecast_computed_for_each(autojump_clock, monkeypatch):
+    computed = []
+
+    def slow(self, *loads, forecast=Forecaster._forecast):
+        computed.append(trio.current_time())
+        autojump_clock.jump(0.01)
+        return forecast(self, *loads)
+
+    async with running(engine(n_seq_max=1), max_queue=1) as harness:
+        held = [harness.ask(300, 200), harness.ask(300, 10)]
+        monkeypatch.setattr(Forecaster, "_forecast", slow)
+        waits = []
+        for _ in range(50):
+            with pytest.raises(errors.QueueFull) as refused:
+                harness.ask(10, 1)
+            waits.append(refused.value.retry_after_ms)
+        assert len(computed) == 1
+        assert waits == sorted(waits), "each has a moment of its own"
+        await trio.sleep(0.3)
+        with pytest.raises(errors.QueueFull):
+            harness.ask(10, 1)
+        assert len(computed) == 2
+        for each in held:
+            await each.done.wait()
 
 
 async def test_a_long_queue_gets_forecasts_at_most_twice_a_second(autojump_clock):

@@ -77,7 +77,7 @@ class World:
         self.begun = False
         self.moved = 0
         self.sent: list[tuple[Node, int, int, str]] = []
-        """What sources were asked to give, and have given: the two epochs, and to whom."""
+        """What sources were asked to give, and what they have given: the two epochs, and the receiver."""
 
     def check(self) -> None:
         assert sum(node.may_write for node in self.nodes) <= 1, "two may write"

@@ -65,6 +65,10 @@ class Forecaster:
     _may_at: float = attrs.field(default=-math.inf, init=False)
     """When the next forecast may be computed."""
     _reported_at: float = attrs.field(default=-math.inf, init=False)
+    _room: tuple[float, float] = attrs.field(default=(0.0, 0.0), init=False)
+    """For refused requests: milliseconds until there is room for one, and between two, before the pace."""
+    _room_until: float = attrs.field(default=-math.inf, init=False)
+    """How long ``_room`` holds: a flood of refused requests does not have it computed for each."""
 
     def ended(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
         """Learn from an answer that has ended: how long answers are, and how accurate predictions are."""
@@ -114,11 +118,14 @@ class Forecaster:
         """When the next refused request may come back: after those that wait, and those that were refused before."""
         if not len(self._running) and not len(self._waiting):
             self._retries.clear()
-        waiting = [*map(self._load, self._waiting.in_order(service)), SMALLEST]
-        found = self._forecast([*map(self._load, self._running)], waiting)
-        pace_s = 1e-3 * self._pace
-        interval_s = pace_s * max(each.end_ms for each in found) / len(found)
-        return round(1e3 * self._retries.wait_s(trio.current_time(), pace_s * found[-1].place_ms, interval_s))
+        now = trio.current_time()
+        if now >= self._room_until:
+            waiting = [*map(self._load, self._waiting.in_order(service)), SMALLEST]
+            found = self._forecast([*map(self._load, self._running)], waiting)
+            self._room = found[-1].place_ms, max(each.end_ms for each in found) / len(found)
+            self._room_until = trio.current_time() + (trio.current_time() - now) / MAX_SHARE
+        room_s, interval_s = (1e-3 * self._pace * ms for ms in self._room)
+        return round(1e3 * self._retries.wait_s(now, room_s, interval_s))
 
     def _predict(self, service: Service) -> dict[Sequence, Prediction]:
         running, waiting = [*self._running], self._waiting.in_order(service)
