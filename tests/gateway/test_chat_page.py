@@ -90,16 +90,25 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
 
 @pytest.fixture
 def page(gateway: Gateway, browser: Browser) -> Iterator[Page]:
-    """The page, whose conversations are gone after the test."""
+    """The page, without conversations, also of other tests that share the gateway."""
+    close_conversations(gateway)
     with opened(browser, gateway.url) as page:
         yield page
+    close_conversations(gateway)
+
+
+def close_conversations(gateway: Gateway) -> None:
+    def conversations() -> list[str]:
+        found = client.get("/v1/sessions").raise_for_status().json()["sessions"]
+        return [each["session_id"] for each in found if each["session_id"].startswith("chat-")]
+
     with gateway.http() as client:
-        for each in client.get("/v1/sessions").json()["sessions"]:
-            if each["session_id"].startswith("chat-"):
-                client.post("/v1/session/stop", json={"session_id": each["session_id"]})
-                gateway.daemon.settled()
-                client.post("/v1/session/close", json={"session_id": each["session_id"]})
-    gateway.daemon.settled()
+        for each in conversations():
+            client.post("/v1/session/stop", json={"session_id": each})
+        gateway.daemon.settled()
+        for each in conversations():
+            client.post("/v1/session/close", json={"session_id": each}).raise_for_status()
+        assert conversations() == []
 
 
 def wait_until(page: Page, found: str) -> None:
