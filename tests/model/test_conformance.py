@@ -7,10 +7,10 @@ import time
 import pytest
 
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
-from tests.support.engine_contract import greedy, prefill_input, step
+from tests.support.engine_contract import GREEDY, greedy, prefill_input, step
 from tests.support.random_adapters import two_adapters
 from uma_trio import config
-from uma_trio.engine_link.messages import StepInput
+from uma_trio.engine_link.messages import SampleRequest, StepInput
 from uma_trio.models.packaged import EMBEDDED
 
 
@@ -71,3 +71,29 @@ def test_a_decode_after_a_long_prompt_does_not_wait_for_the_daemon_for_long(make
     assert prompt > 0.02
     assert 0 < compute(StepInput(0, 61, [5], [greedy()])) < prompt / 2  # of a decode, not of the prompt before it
     assert compute(prefill_input(2, long[:3])) < prompt / 2
+
+
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+def test_tokens_of_an_answer_that_are_computed_again_round_as_they_did(library, prompts, flash_attn):
+    from uma_trio.engine.llama import LlamaEngine
+
+    options = {"ctx": 512, "parallel": 2, "batch_tokens": 256, "threads": 1, "kv_unified": "off"}
+    engine = LlamaEngine(EMBEDDED, config.Model(flash_attn=flash_attn, **options))
+    scored = SampleRequest(GREEDY, logprobs=20)
+    prompt, answer, reports = prompts[1], [], []
+
+    def compute(seq_id, position, tokens):
+        return engine.step(step(StepInput(seq_id, position, tokens, [scored])))
+
+    output = compute(0, 0, prompt)
+    for at in range(len(prompt), len(prompt) + 100):
+        answer += output.tokens
+        output = compute(0, at, answer[-1:])
+        reports.append(output.scores)
+    rows = engine.info.exact_rows
+    assert rows == (48 if flash_attn == "on" else 1)
+    compute(1, 0, prompt)
+    for at in range(0, len(answer), rows):
+        part = answer[at : at + rows]
+        assert compute(1, len(prompt) + at, part).scores == reports[at + len(part) - 1]
+    engine.close()

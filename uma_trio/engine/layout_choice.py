@@ -35,6 +35,12 @@ SCANS_MASKED_CELLS: Final = ("CUDA", "ROCm", "MUSA", "SYCL")
 SHARE_OF_LOADING: Final = 0.1
 """Layout measurements may always take this fraction of the time that loading the weights took."""
 
+EXACT_ROWS: Final = 48
+"""Rows of one sequence, fewer than the tile of the CPU's flash attention, and a multiple of the tile of matrix kernels."""
+
+FLOAT_BITS: Final = 12.0
+"""Bits of a weight, on the average of a model, from which on its matrices are floating-point numbers."""
+
 PROBE_TOKENS: Final = 32
 """In one batch of the context that measures how large a token's keys and values are; as few as may be configured."""
 
@@ -100,6 +106,19 @@ def attention_scan(options: llama_abi.ContextOptions, devices: Iterable[str]) ->
     if options.flash_attn == "off":
         return AttentionScan.CACHE if options.kv_unified else AttentionScan.LONGEST
     return AttentionScan.CACHE if options.kv_unified and _scans_masked_cells(devices) else AttentionScan.SEQUENCE
+
+
+def exact_rows(options: llama_abi.ContextOptions, *, on_gpu: bool, bits_per_weight: float) -> int:
+    """So many rows of one sequence in one call give the very logits that they give in a call each; 0: no number does.
+
+    On a CPU, a row is multiplied with quantised weights in the same way whatever is next to it.  Flash attention computes
+    rows one by one as long as they are fewer than its tile (``GGML_FA_TILE_Q``).  Without it, and with weights that are
+    floating-point numbers, another kernel computes several rows than one.  In a unified cache the order of sums depends
+    on the cells that a sequence has.
+    """
+    if on_gpu or options.kv_unified:
+        return 0
+    return EXACT_ROWS if options.flash_attn != "off" and bits_per_weight < FLOAT_BITS else 1
 
 
 def _scans_masked_cells(devices: Iterable[str]) -> bool:

@@ -34,6 +34,7 @@ from uma_trio.engine.layout_choice import (
     check_memory,
     choose_layout,
     context_options,
+    exact_rows,
     layout_candidates,
     shape_of,
 )
@@ -241,6 +242,11 @@ class LlamaEngine:
             and self._context.n_seq_max <= self._context.n_ubatch,
             can_truncate=not recurrent and not (windowed and self._options.kv_unified),
             state_can_truncate=not recurrent and not windowed,
+            exact_rows=exact_rows(
+                self._options,
+                on_gpu=self._place.on_gpu,
+                bits_per_weight=8 * self._model.size_bytes / max(1, self._model.n_params),
+            ),
             max_checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,
             kv_bytes_per_token=self._shape.kv_bytes_per_token,
             kv_mem_limited=self._choice.layout.is_kv_mem_limited,

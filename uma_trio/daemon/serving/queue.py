@@ -356,7 +356,8 @@ class RunningSet:
 
     def _preempt(self, sequence: Sequence, copied: SavedState | None) -> None:
         assert sequence.allocation is not None
-        sequence.n_lost, sequence.parked, sequence.was_preempted = sequence.n_computed, copied, True
+        sequence.n_lost = max(sequence.n_lost, sequence.n_computed)
+        sequence.parked, sequence.was_preempted = copied, True
         if copied is not None:
             sequence.allocation.durable = False  # nobody waits for a second copy on disk
         self.release(sequence, keep=True)

@@ -140,6 +140,8 @@ class Sequence:
     target goes before others of its principal, and does not slow down everybody."""
     target_itl_ms: float
     """Inter-token latency that it is promised."""
+    exact_rows: int = 0
+    """See ``ModelInfo.exact_rows``."""
     durable: bool
     index: int | None
     """Which of the request's answers it is; ``None`` if there is only one, and no controller that could fork it."""
@@ -199,7 +201,7 @@ class Sequence:
     was_preempted: bool = False
     """It has lost its place once.  What it finds in the KV cache then is its own."""
     n_lost: int = 0
-    """Tokens that were in the KV cache when it lost its place or the engine died."""
+    """Tokens that were in the KV cache when it lost its place, or when the engine or the daemon died."""
     parked: SavedState | None = None
     """A copy of them."""
     placed_at: float = -math.inf
@@ -265,8 +267,9 @@ class Sequence:
             pause: a step must end at this many tokens, for a checkpoint; 0: nowhere.
         """
         n_computed = self.n_computed
+        end = pause if n_computed < pause else self.n_computable
         return self._view(
-            n_pending=(pause if n_computed < pause else self.n_computable) - n_computed,
+            n_pending=self._chunk_end(n_computed, end) - n_computed,
             n_context=n_computed,
             due_s=self.due_at,
         )
@@ -280,10 +283,21 @@ class Sequence:
             completed_at: when the step is expected to be complete.
         """
         return self._view(
-            n_pending=1 if samples else self.n_known - end,
+            n_pending=1 if samples else self._chunk_end(end, self.n_known) - end,
             n_context=end,
             due_s=completed_at + self.target_itl_ms / 1e3 if samples else self.due_at,
         )
+
+    def _chunk_end(self, start: int, end: int) -> int:
+        """Where a chunk of the tokens from ``start`` to ``end`` ends at the latest.
+
+        Lost tokens of the answer are computed again exactly as they were decoded.  Otherwise a text with the death of an
+        engine or of the daemon in the middle would not be the text without.
+        """
+        n_prompt = len(self.prompt.tokens)
+        if not self.exact_rows or start >= self.n_lost or self.n_lost <= n_prompt:
+            return end
+        return min(end, n_prompt if start < n_prompt else start + self.exact_rows)
 
     def _view(self, *, n_pending: int, n_context: int, due_s: float) -> SequenceView:
         return SequenceView(
@@ -430,6 +444,7 @@ class Sequence:
             admitted_at=now,
             due_at=now + self.target_itl_ms / 1e3,
             target_itl_ms=self.target_itl_ms,
+            exact_rows=self.exact_rows,
             durable=False,
             index=index,
             control=control,

@@ -426,6 +426,7 @@ def append_known(sequence: Sequence, log: TokenLog, token_to_bytes: TokenToBytes
         sequence.budget.replay(known, token_to_bytes)
     new = _append(sequence, known, (), None)
     sequence.n_replayed = len(new.tokens)
+    sequence.n_lost = sequence.n_known - 1
     return new
 
 
