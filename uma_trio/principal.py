@@ -27,5 +27,8 @@ class Principal:
     """Answers in flight at a time, waiting ones included; ``None``: no limit of its own."""
 
 
-ANONYMOUS = Principal("uid:unknown")
+UNIX_USER = "uid:"
+"""How the names of Unix users begin, and no other ones."""
+
+ANONYMOUS = Principal(f"{UNIX_USER}unknown")
 """Where the system does not say who the peer is."""

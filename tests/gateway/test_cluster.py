@@ -16,12 +16,15 @@ from typing import Any
 
 import attrs
 import httpx
+import msgspec
 import pytest
 
 from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import free_port, missing, real_daemon
 from uma_trio.config import Config, Http
-from uma_trio.gateway.peers import Peers
+from uma_trio.gateway.peers.messages import PATH, SIGNATURE, PeerQuestion
+from uma_trio.gateway.peers.settings import PeerSettings
+from uma_trio.gateway.peers.signatures import Signer
 
 SECRET = "0123456789abcdef" * 4
 
@@ -139,6 +142,23 @@ def test_only_peers_with_the_secret_get_an_answer(cluster: Cluster) -> None:
             assert client.post("/v1/peer", json=question, headers=headers).status_code == 401
     with cluster.alone.http() as client:
         assert client.post("/v1/peer", json=question).status_code == 403
+
+
+def test_a_question_that_is_repeated_gets_no_second_answer(cluster: Cluster) -> None:
+    """Whoever has seen it on its way could otherwise read the session from a daemon that still has a copy."""
+    signer = Signer(SECRET.encode())
+
+    def ask(stamp: str) -> tuple[bytes, dict[str, str]]:
+        body = msgspec.json.encode(PeerQuestion(action="ask", session_id="trip", to=cluster.a.url, stamp=stamp))
+        return body, {SIGNATURE: signer.question(body)[1]}
+
+    with cluster.a.http() as client:
+        body, headers = ask("")
+        found = client.post(PATH, content=body, headers=headers)
+        assert found.status_code == 425
+        body, headers = ask(found.json()["stamp"])
+        assert client.post(PATH, content=body, headers=headers).json()["state"] in ("held", "gone", "absent")
+        assert client.post(PATH, content=body, headers=headers).status_code == 401
 
 
 @pytest.fixture
@@ -268,12 +288,13 @@ def test_a_session_that_cannot_be_copied_stays_where_it_is(halves: tuple[Gateway
         refused = client.post("/v1/generate", json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "E_GATEWAY_PEER")
         assert "incoming" in refused.json()["error"]["message"]
+        assert client.post("/v1/chat/completions", json=body).status_code == 200, "it has the whole conversation"
         assert say(gateway, "full", "Hello again")["session"]["turns"] == 2
 
 
 def test_a_daemon_with_many_addresses_must_say_what_its_peers_call_it(tmp_path: Path) -> None:
     def own_url(**http: Any) -> str:
-        found = Peers.of(Config(http=Http(peers="http://10.0.0.2:80", peers_key=key_file(tmp_path), **http)))
+        found = PeerSettings.of(Config(http=Http(peers="http://10.0.0.2:80", peers_key=key_file(tmp_path), **http)))
         assert found is not None
         return found.own_url
 

@@ -55,7 +55,7 @@ from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
 from uma_trio.gateway.pages import PAGES, WATCH
-from uma_trio.gateway.peers import Peers
+from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.request_logger import HttpMetrics, RequestLogger, Tracer, log
 from uma_trio.gateway.upload import MAX_FORM_BYTES

@@ -36,7 +36,7 @@ from uma_trio.client import (
 )
 from uma_trio.gateway.charging import Account, charged
 from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError, from_client_error
-from uma_trio.gateway.peers import Peers
+from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.transport import DaemonStream
 

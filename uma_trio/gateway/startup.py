@@ -10,7 +10,7 @@ from uma_trio.errors import ErrorWithRemedy
 from uma_trio.files import read_text
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.origins import is_loopback
-from uma_trio.gateway.peers import Peers
+from uma_trio.gateway.peers.settings import PeerSettings
 from uma_trio.protocol.address import InvalidAddress, http_address
 
 
@@ -30,7 +30,7 @@ def check_http_settings(config: Config) -> None:
     tenants = CurrentTenants(config.http.keys).now()
     _check_tls(config.http)
     try:
-        Peers.of(config)
+        PeerSettings.of(config)
     except ValueError as error:
         raise HttpSettingsError(
             str(error),

@@ -22,6 +22,7 @@ from uma_trio.daemon.store.journal_format import MAX_FILE_BYTES, SessionKey, dec
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.errors import BadRequest, NotHandedOver, SessionBusy, SessionNotFound
 from uma_trio.files import read_bytes
+from uma_trio.principal import UNIX_USER
 from uma_trio.protocol.lease import Lease, LeaseChanged, LeaseQuery, SessionFile, SessionLease, State
 
 log = structlog.get_logger("uma_trio.sessions")
@@ -187,7 +188,7 @@ class HandOver:
         except (OSError, DamagedFile) as error:
             raise NotHandedOver(f"the copy of session {key.id!r} cannot be used: {error}", field="turns") from None
         known = record.tokens[record.tokens < PLACEHOLDER]
-        if record.key.id != key.id or record.lease.epoch != query.epoch:
+        if (record.key.id, record.lease.epoch) != (key.id, query.epoch) or not _same_owner(record.key, key):
             raise NotHandedOver("the copy is of another session or of another time: ask again", field="turns")
         if len(known) and not 0 <= known.min() <= known.max() < self._n_vocab:
             raise NotHandedOver("the copy has tokens that this model does not have", field="turns")
@@ -227,6 +228,12 @@ class HandOver:
             raise LeaseChanged("there is no copy here")
         session.lease = session.lease.changed(query.seen, query.epoch)
         await self._write(session)
+
+
+def _same_owner(there: SessionKey, here: SessionKey) -> bool:
+    """Whether a session has the same owner at two daemons, which may run as two users: each has this one's sessions."""
+    of_users = [key.principal.startswith(UNIX_USER) for key in (there, here)]
+    return all(of_users) or there.principal == here.principal
 
 
 def _present(session: Session | None) -> Session:

@@ -13,6 +13,7 @@ import numpy as np
 from uma_trio.daemon.store.journal_format import SessionKey, SessionRecord
 from uma_trio.engine_link.prefix import Tokens, common_prefix
 from uma_trio.errors import SessionBusy, SessionElsewhere, SessionExists, SessionNotFound
+from uma_trio.principal import UNIX_USER
 from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.lease import OWN, Lease
@@ -285,9 +286,9 @@ class SessionTable:
 
 
 def _elsewhere(session: Session) -> SessionElsewhere:
-    return SessionElsewhere(
-        f"session {session.name!r} is at {session.lease.given_to}: ask there, or here over HTTP", field="session_id"
-    )
+    is_own = session.principal.startswith(UNIX_USER)  # tenants need not know where the daemons are
+    place = session.lease.given_to if is_own else "another daemon"
+    return SessionElsewhere(f"session {session.name!r} is at {place}: ask there, or here over HTTP", field="session_id")
 
 
 def session_list(sessions: Sequence[Session], id: str | None) -> Iterator[SessionList]:

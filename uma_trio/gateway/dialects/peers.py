@@ -13,7 +13,10 @@ from uma_trio.gateway.answer import JSON
 from uma_trio.gateway.dialects.starling import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.gateway.peers import CODE, PATH, SIGNATURE, FileOffer, PeerAnswer, PeerQuestion, Peers, read_part
+from uma_trio.gateway.peers.channel import OLD_STAMP
+from uma_trio.gateway.peers.copying import read_part
+from uma_trio.gateway.peers.messages import CODE, PATH, SIGNATURE, FileOffer, PeerAnswer, PeerQuestion, StampAnswer
+from uma_trio.gateway.peers.moving import Peers
 
 
 async def answer_peer(call: Call) -> Response:
@@ -21,15 +24,12 @@ async def answer_peer(call: Call) -> Response:
     peers: Peers | None = call.request.app.state.peers
     if peers is None:
         raise HttpError(403, CODE, "this daemon has no peers: start it with --peers and --peers-key")
-    body = await call.request.body()
-    nonce = peers.check(call.request.headers.get(SIGNATURE, ""), body)
-    try:
-        question = msgspec.json.decode(body, type=PeerQuestion)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise invalid(f"the question is not valid: {error}") from None
-    peers.check_receiver(question)
-    content, media_type = await _answer(call, question)
-    return Response(content, 200, {SIGNATURE: peers.sign("answer", nonce, content)}, media_type)
+    nonce, question = peers.admit(call.request.headers.get(SIGNATURE, ""), await call.request.body())
+    status, content, media_type = OLD_STAMP, msgspec.json.encode(StampAnswer(peers.stamp)), JSON
+    if question is not None:
+        status = 200
+        content, media_type = await _answer(call, question)
+    return Response(content, status, {SIGNATURE: peers.signer.answer(nonce, content)}, media_type)
 
 
 async def _answer(call: Call, question: PeerQuestion) -> tuple[bytes, str]:
