@@ -135,6 +135,30 @@ def test_a_session_is_not_begun_where_nobody_can_ask(cluster: Cluster) -> None:
     assert "over HTTP" in refused["message"]
 
 
+def test_a_session_that_a_peer_has_is_read_renamed_forked_and_closed(cluster: Cluster) -> None:
+    def ask(gateway: Gateway, action: str, session: str, **fields: Any) -> httpx.Response:
+        with gateway.http() as client:
+            return client.post(f"/v1/session/{action}", json={"session_id": session, **fields})
+
+    say(cluster.a, "far", "Hello")
+    say(cluster.a, "taken", "Hello")
+    [user, reply] = ask(cluster.b, "read", "far").json()["messages"]
+    assert (user["content"], reply["role"]) == ("Hello", "assistant")
+    assert ask(cluster.a, "rename", "far", title="Near").json()["session"]["title"] == "Near"
+    taken = ask(cluster.b, "fork", "far", new_id="taken")
+    assert (taken.status_code, taken.json()["error"]["code"]) == (409, "E_SESSION_EXISTS"), "a peer had that name"
+    assert ask(cluster.b, "fork", "far", new_id="copy").json()["session"]["title"] == "Near"
+    assert say(cluster.a, "copy", "Hello again")["session"]["turns"] == 2
+    assert say(cluster.a, "far", "Hello again")["session"]["turns"] == 2
+    assert ask(cluster.b, "close", "far").json()["closed"]
+    for gateway in (cluster.a, cluster.b):
+        assert ask(gateway, "read", "far").status_code == 404
+    assert say(cluster.a, "far", "Hello")["session"]["turns"] == 1, "begun anew"
+    with cluster.a.daemon.wire() as wire:
+        wire.send(type="sessions", action="fork", session_id="copy", new_id="unknown")
+        assert (wire.receive() or {})["code"] == "E_SESSION_ELSEWHERE"
+
+
 def test_only_peers_with_the_secret_get_an_answer(cluster: Cluster) -> None:
     question = {"action": "ask", "session_id": "trip"}
     with cluster.a.http() as client:

@@ -36,6 +36,7 @@ from uma_trio.client import (
 )
 from uma_trio.gateway.charging import Account, charged
 from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError, from_client_error
+from uma_trio.gateway.peers.messages import Session
 from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.transport import DaemonStream
@@ -101,6 +102,20 @@ class Daemon:
                 yield client
         except ClientError as error:
             raise from_client_error(error) from None
+
+    @contextlib.asynccontextmanager
+    async def sessions_at_hand(self, model: str | None, *names: str) -> AsyncIterator[Client]:
+        """A connection, with the client's sessions of these names here if a peer had them.  While it is open nobody else
+        begins one of them.
+
+        Raises:
+            HttpError: the daemon cannot be reached, or a session cannot be had now.
+        """
+        async with self.connect() as client:
+            for name in names:
+                if self.peers is not None:
+                    await self.peers.bring(client, Session(name, model, self.principal.get("principal")))
+            yield client
 
     @contextlib.asynccontextmanager
     async def _at_hand(self, fields: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:

@@ -244,10 +244,19 @@ class Call:
         Raises:
             HttpError: the daemon cannot be reached or refuses, or a limit of the tenant does.
         """
-        if counts and self.daemon.account is not None:
-            self.daemon.account.count_request()
+        if counts:
+            self.count_request()
         async with self.daemon.connect() as client:
             return await question(client)
+
+    def count_request(self) -> None:
+        """Count one of the requests that a tenant may send.
+
+        Raises:
+            HttpError: there were too many.
+        """
+        if self.daemon.account is not None:
+            self.daemon.account.count_request()
 
     def stream(self, fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], renderer: Renderer[Event]) -> Response:
         """Send one request or several to the daemon, and the answers to the client while they are generated."""

@@ -29,6 +29,7 @@ from uma_trio.errors import BadRequest, SessionElsewhere
 from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.events import Eos, Failure, Reasoning, Token
+from uma_trio.protocol.lease import OWN, Lease
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.queries import SessionQuery
 from uma_trio.protocol.requests import Generate
@@ -229,12 +230,7 @@ class Sessions:
         """
         assert request.session_id is not None
         key = SessionKey(principal, request.session_id)
-        lease = self.hand_over.claimed(key)
-        if self._has_peers and lease is None and not request.detached and self._table.find(key) is None:
-            raise SessionElsewhere(
-                f"session {key.id!r} may be at another daemon: begin it over HTTP, where the others are asked",
-                field="session_id",
-            )
+        lease = self._lease_of(key, "session_id", may_ask=not request.detached)
         session = self._table.begin(principal, request.session_id, self._clock(), lease)
         try:
             _check(session, request)
@@ -243,6 +239,22 @@ class Sessions:
             self._table.end(session)
             raise
         return SessionTurn(session, history, request, prompt, sink)
+
+    def _lease_of(self, key: SessionKey, field: str, *, may_ask: bool = True) -> Lease:
+        """The lease that a session has if it is begun now.
+
+        Args:
+            field: of the request that names it.
+            may_ask: whether the others could have been asked first.
+
+        Raises:
+            SessionElsewhere: another daemon may have it.
+        """
+        lease = self.hand_over.claimed(key)
+        if self._has_peers and may_ask and lease is None and self._table.find(key) is None:
+            message = f"session {key.id!r} may be at another daemon: begin it over HTTP, where the others are asked"
+            raise SessionElsewhere(message, field=field)
+        return lease or OWN
 
     async def _make_prompt(self, session: Session, request: Generate) -> tuple[Prompt, Sequence[ChatMessage]]:
         """Render the prompt; return it with the messages of the history that are in it.
@@ -380,7 +392,8 @@ class Sessions:
             session.busy = False
 
     async def _fork(self, principal: str, name: str, new_name: str) -> Session:
-        session = self._table.fork(principal, name, new_name, self._clock(), self._monotonic())
+        lease = self._lease_of(SessionKey(principal, new_name), "new_id")
+        session = self._table.fork(principal, name, new_name, self._clock(), self._monotonic(), lease)
         session.busy = True
         try:
             await self._write(session)

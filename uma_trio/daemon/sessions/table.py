@@ -195,7 +195,7 @@ class SessionTable:
             raise _elsewhere(session)
         return session
 
-    def begin(self, principal: str, name: str, now: float, lease: Lease | None = None) -> Session:
+    def begin(self, principal: str, name: str, now: float, lease: Lease = OWN) -> Session:
         """Mark a session as busy with a request, and create it if it does not exist.  ``end`` must follow.
 
         Args:
@@ -207,7 +207,7 @@ class SessionTable:
         """
         session = self._sessions.get(SessionKey(principal, name))
         if session is None:
-            session = Session(principal, name, now, now, lease=lease or OWN)
+            session = Session(principal, name, now, now, lease=lease)
             self._sessions[session.key] = session
         if not session.is_here:
             raise _elsewhere(session)
@@ -232,8 +232,10 @@ class SessionTable:
         if not session.turns:
             self._sessions.pop(session.key, None)
 
-    def fork(self, principal: str, name: str, new_name: str, now: float, monotonic: float) -> Session:
-        """Copy session ``name`` to ``new_name``.
+    def fork(
+        self, principal: str, name: str, new_name: str, now: float, monotonic: float, lease: Lease = OWN
+    ) -> Session:
+        """Copy session ``name`` to ``new_name``, which has this ``lease``.
 
         Raises:
             SessionNotFound: there is no session ``name``, or it has no turns yet.
@@ -254,7 +256,7 @@ class SessionTable:
             unused_since=monotonic,
             turns_on_disk=0,
             busy=False,
-            lease=OWN,
+            lease=lease,
         )
         self._sessions[forked.key] = forked
         return forked

@@ -56,7 +56,8 @@ async def list_sessions(call: Call) -> Response:
 async def read_session(call: Call) -> Response:
     """What a session contains: the messages of a chat, or the text of plain prompts and their answers."""
     request, warnings = await call.read(SessionRequest)
-    found = await call.ask(lambda client: client.transcript(**_of_session(request)))
+    async with call.daemon.sessions_at_hand(request.model, request.session_id) as client:
+        found = await client.transcript(**_of_session(request))
     content = {"messages": found.messages} if found.text is None else {"text": found.text}
     return json_response({"session": found.session, **content}, warnings=warnings)
 
@@ -72,7 +73,7 @@ async def close_session(call: Call) -> Response:
 async def fork_session(call: Call) -> Response:
     """Copy a session under a new name; both continue independently."""
     request, warnings = await call.read(ForkRequest)
-    [forked] = await _changed(call, "fork", request)
+    [forked] = await _changed(call, "fork", request, request.new_id)
     return json_response({"session": forked}, warnings=warnings)
 
 
@@ -83,8 +84,15 @@ async def rename_session(call: Call) -> Response:
     return json_response({"session": renamed}, warnings=warnings)
 
 
-async def _changed(call: Call, action: str, request: SessionRequest) -> list[SessionInfo]:
-    return await call.ask(lambda client: client.sessions(action, **_of_session(request)), counts=True)
+async def _changed(call: Call, action: str, request: SessionRequest, *new_ids: str) -> list[SessionInfo]:
+    """Change a session.
+
+    Args:
+        new_ids: of sessions that are to begin, so that no peer may have one.
+    """
+    call.count_request()
+    async with call.daemon.sessions_at_hand(request.model, request.session_id, *new_ids) as client:
+        return await client.sessions(action, **_of_session(request))
 
 
 def _of_session(request: SessionRequest) -> dict[str, Any]:
