@@ -141,6 +141,7 @@ def command(
     controllers_recovery.py  the runtime of controllers is killed under load
     aici_reference.py        samples and clients of the AICI reference
     embeddings.py            texts to embed, next to llama-server
+    one_gpu.py               all of a GPU's goals in ten minutes, with one library after another
     closed_loops.py          clients in closed loops over HTTP, at many sizes, next to llama-server
     pictures.py              streams of text while pictures arrive, next to llama-server
     public_load.py           clients in a closed loop over HTTP, with aiperf

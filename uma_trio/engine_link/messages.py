@@ -125,6 +125,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_scan: AttentionScan = AttentionScan.SEQUENCE
     records_calls: bool = False
     """The device records a call that is like the one before, to repeat it with less work (CUDA graphs)."""
+    compiles_shaders: bool = False
+    """The device compiles what a call needs when it is first needed (Vulkan, Metal)."""
     fills_gaps: bool = False
     """With per-sequence KV, llama.cpp computes rows together only if their sequence ids are consecutive.  Where ids are
     missing in a call of decodes, the engine adds a row for each of them, and removes its token right after the call."""

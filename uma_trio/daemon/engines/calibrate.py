@@ -13,6 +13,7 @@ from uma_trio.daemon.engines.link import EngineLink
 from uma_trio.daemon.scheduling.cost import CostModel, Work
 from uma_trio.daemon.scheduling.decode_split import DecodeCallTimes
 from uma_trio.daemon.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve, noise
+from uma_trio.engine_link.adapters import Scales
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.kv_ops import KvOp, Truncate
 from uma_trio.engine_link.messages import SampleRequest, Step, StepInput
@@ -188,11 +189,16 @@ async def _call_widths(trial: Trial, budget_s: float) -> tuple[float, ...]:
 
 
 class Trial:
-    """Steps of meaningless tokens."""
+    """Steps of meaningless tokens.
 
-    def __init__(self, link: EngineLink) -> None:
+    Args:
+        adapters: all of them are computed with these.
+    """
+
+    def __init__(self, link: EngineLink, adapters: Scales = ()) -> None:
         self._link = link
         self._info = link.info
+        self._adapters = adapters
         self._lengths: dict[int, int] = {}
 
     def fits(self, shape: Sequence[tuple[int, int]]) -> bool:
@@ -249,6 +255,29 @@ class Trial:
         """
         return n % 2 if self._info.records_calls else 0
 
+    async def append(self, seq: int, rows: int) -> None:
+        """Compute up to ``rows`` more tokens of a sequence, as many as there is room for."""
+        rows = await self._room(seq, rows)
+        if rows:
+            await self._step_ms([[self._input(seq, rows)]])
+
+    def can_decode(self, rows: int) -> bool:
+        """Whether ``decode_ms`` can compute this many rows."""
+        info = self._info
+        if rows <= info.n_seq_max:
+            return self.fits([(seq, 1) for seq in range(rows)])
+        return info.can_truncate and 0 in self._lengths and self.fits([(0, rows)])
+
+    async def _room(self, seq: int, rows: int) -> int:
+        """Make room for ``rows`` tokens of a sequence, by removing its last ones; returns how many there is room for."""
+        info, held = self._info, self._lengths.get(seq, 0)
+        most = min(info.n_ctx_seq, info.n_ctx - sum(self._lengths.values()) + held)
+        kept = max(0, most - rows)
+        if kept < held and (info.can_truncate or not kept):
+            await self._link.compute(Step([Truncate(seq, kept)]))
+            held = self._lengths[seq] = kept
+        return min(rows, most - held)
+
     async def empty(self, seq: int) -> None:
         """Remove what one sequence holds."""
         await self._link.compute(Step([Truncate(seq)]))
@@ -267,4 +296,5 @@ class Trial:
         position = self._lengths.get(seq, 0)
         self._lengths[seq] = position + n
         tokens = [token % self._info.n_vocab for token in range(position, position + n)]
-        return StepInput(seq, position, tokens, [SampleRequest(SamplingParams())] * (n if sample_each else 1))
+        samples = [SampleRequest(SamplingParams())] * (n if sample_each else 1)
+        return StepInput(seq, position, tokens, samples, adapters=self._adapters)

@@ -19,6 +19,7 @@ from uma_trio.daemon.engines.calibrate import calibrate
 from uma_trio.daemon.engines.link import EngineLink, Launcher
 from uma_trio.daemon.engines.saved_costs import load_costs, save_costs
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.daemon.engines.warm_up import warm_up
 from uma_trio.daemon.prompts.chosen_template import choose_template
 from uma_trio.daemon.prompts.context import explain_context, is_short, more_context
 from uma_trio.daemon.prompts.open_prompts import open_prompts
@@ -41,6 +42,9 @@ from uma_trio.models.sampling_defaults import recommended
 from uma_trio.tokenizer.tokenizer import open_vocabulary
 
 log = structlog.get_logger("uma_trio.models")
+
+LOADED_SHARE: Final = 0.8
+"""The part of a start's progress that loading the file is."""
 
 NO_PROJECTOR: Final = "off"
 NOTHING_TO_SEE_WITH: Final = (
@@ -108,7 +112,7 @@ async def open_model(
 
     Args:
         launcher: starts the engine.
-        on_progress: called with the loaded share in [0, 1].
+        on_progress: called with the share that is done, in [0, 1].
         go_on: asked now and then; False gives loading up, and the context gets ``None``.
 
     Raises:
@@ -120,8 +124,8 @@ async def open_model(
         given = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
     start, why_blind = await _checked(config, path)
     with explained(path):
-        on_progress = on_progress or (lambda share: None)
-        link = await _loaded(launcher, start, on_progress, go_on, config.engine.hang_timeout_s)
+        loading, warming = _parts(on_progress or (lambda share: None))
+        link = await _loaded(launcher, start, loading, go_on, config.engine.hang_timeout_s)
     if link is None:
         yield None
         return
@@ -134,6 +138,10 @@ async def open_model(
                 vocabulary = await trio.to_thread.run_sync(
                     stack.enter_context, open_vocabulary(path, config.model.llama_dir)
                 )
+                if start.purpose == "generate" and not await warm_up(link, warming, go_on):
+                    yield None
+                    return
+                warming(1.0)
                 cost_name, cost = await _costs(link, start)
             opening = open_prompts(config, engine.info, vocabulary, given, _projector(start, link.ready) or why_blind)
             # in a thread: it starts a process, and other models may be serving
@@ -192,6 +200,14 @@ async def _checked(config: Config, path: Path) -> tuple[Start, str]:
         projector=projector,
     )
     return start, why_blind
+
+
+def _parts(on_progress: Callable[[float], None]) -> tuple[Callable[[float], None], Callable[[float], None]]:
+    """The progress of loading the file and of what follows, as parts of the whole."""
+    return (
+        lambda share: on_progress(LOADED_SHARE * share),
+        lambda share: on_progress(LOADED_SHARE + (1 - LOADED_SHARE) * share),
+    )
 
 
 def _find_projector(settings: Model, path: Path, summary: GgufSummary) -> tuple[Path | None, str]:
