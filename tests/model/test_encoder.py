@@ -22,10 +22,10 @@ from uma_trio.daemon.prompts.media import Picture
 from uma_trio.daemon.prompts.pictures import open_pictures
 from uma_trio.encoder import encoder as module
 from uma_trio.encoder.__main__ import upright
-from uma_trio.encoder.encoder import Projector, SandboxedEncoder
+from uma_trio.encoder.encoder import EncodedMedia, Projector, SandboxedEncoder
 from uma_trio.encoder.media_file import Refused
 from uma_trio.engine_link.media import PLACEHOLDER
-from uma_trio.errors import ContextTooSmall, ModelUnavailable
+from uma_trio.errors import BadRequest, ContextTooSmall, ModelUnavailable
 
 MODEL = Path(__file__).parents[2] / "uma_trio" / "models" / "embedded" / "embedded.gguf"
 PHOTO = Path(__file__).parents[2] / "build" / "llama.cpp" / "tools" / "mtmd" / "test-1.jpeg"
@@ -206,6 +206,31 @@ async def test_what_is_kept_and_what_a_request_may_have_is_bounded(
         assert first.rows.read(0, 16).any(), "a request that has it still reads it"
         with pytest.raises(ContextTooSmall, match="the first 3 of 4 pictures have 48 tokens"):
             await pictures.encode([one, two, one, Picture(b"never looked at", "")], principal="a")
+
+
+async def test_requests_with_the_same_new_picture_encode_it_once(projector: Projector, nursery: trio.Nursery) -> None:
+    """Also if the first of them is cancelled, or cannot be encoded."""
+    found: list[EncodedMedia] = []
+
+    async def encode(data: bytes) -> None:
+        found.extend(await pictures.encode([Picture(data, "")], principal="a"))
+
+    with open_pictures(projector, max_tokens=100) as pictures:
+        async with trio.open_nursery() as requests:
+            for _ in range(3):
+                requests.start_soon(encode, png(drawn(1)))
+        assert len(set(map(id, found))) == 1
+        assert pictures.snapshot()["encoded_total"] == 1
+        assert pictures.snapshot()["found_total"] == 2
+        with trio.CancelScope() as cancelled:
+            nursery.start_soon(encode, png(drawn(2)))
+            nursery.start_soon(cancelled.cancel)
+            await encode(png(drawn(2)))
+        [again] = await pictures.encode([Picture(png(drawn(2)), "")], principal="a")
+        assert len(again.tokens) == 16
+        for _ in range(2):  # a failure is not kept
+            with pytest.raises(BadRequest):
+                await encode(b"no picture")
 
 
 def children() -> list[psutil.Process]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.commands import invoke
@@ -178,7 +179,7 @@ def test_nothing_else_waits_for_bad_pictures(daemon: Daemon) -> None:
     assert many.reason in ("stop", "length")
     assert many.last["usage"]["prompt_tokens"] > 50 * N_ROWS
     assert (went_on.reason, len(went_on.ids)) == ("length", 200)
-    [encoder] = [each for each in daemon.processes if "uma_trio.encoder" in each.cmdline()]
+    [encoder] = encoders(daemon)
     assert encoder.memory_info().rss < 1 << 30
 
 
@@ -207,9 +208,22 @@ def test_a_model_that_cannot_see_with_its_projector_claims_nothing(tmp_path: Pat
         refused = ask(daemon, user(text(QUESTION), picture(png(drawn(1)))))
         assert refused.code == "E_MODEL_NO_VISION"
         assert "the model needs non-causal attention for pictures" in refused.last["message"]
-        assert not [each for each in daemon.processes if "uma_trio.encoder" in each.cmdline()]
+        assert not encoders(daemon)
     with pytest.raises(AssertionError, match="non-causal"), real_daemon("--mmproj", str(tmp_path / "mmproj.gguf")):
         pass
+    unknown = (tmp_path / "mmproj.gguf").read_bytes().replace(b"gemma3", b"gemma9")
+    (tmp_path / "mmproj.gguf").write_bytes(unknown)
+    with real_daemon("--model", str(tmp_path / "model.gguf")) as daemon:
+        assert "vision" not in daemon.ask(type="models").last["models"][0]["capabilities"]
+        refused = ask(daemon, user(picture(png(drawn(1)))))
+        assert (refused.code, "unknown projector type: gemma9" in refused.last["message"]) == (
+            "E_MODEL_NO_VISION",
+            True,
+        )
+
+
+def encoders(daemon: Daemon) -> list[psutil.Process]:
+    return [each for each in daemon.processes if "uma_trio.encoder" in each.cmdline()]
 
 
 def encodings(daemon: Daemon) -> dict[str, int]:
@@ -222,18 +236,18 @@ def test_a_second_question_encodes_nothing_also_after_a_crash(tmp_path: Path) ->
     asked = user(picture(png(drawn(1))), text(QUESTION))
     with real_daemon(*options) as daemon:
         first = ask(daemon, asked)
-        ask(daemon, user(picture(png(drawn(1))), text("And now?")))
+        ask(daemon, user(picture(png(drawn(2))), text("This is nobody's business.")))
+        ask(daemon, user(picture(png(drawn(1))), text("And now?")), session_id="album")
         found = encodings(daemon)
-        assert (found["encoded_total"], found["found_total"], found["loaded_total"]) == (1, 1, 0)
+        assert (found["encoded_total"], found["found_total"], found["loaded_total"]) == (2, 1, 0)
         daemon.wait_until(lambda metrics: metrics["pictures"]["disk_bytes"], "the picture is on disk")
         daemon.signal(signal.SIGKILL)
         daemon.wait()
     with real_daemon(*options) as daemon:
         assert ask(daemon, asked).text == first.text
-        ask(daemon, asked, session_id="album")
+        ask(daemon, user(text("Tell me more.")), session_id="album")
         found = encodings(daemon)
         assert (found["encoded_total"], found["found_total"], found["loaded_total"]) == (0, 1, 1)
-        assert not [each for each in daemon.processes if "uma_trio.encoder" in each.cmdline()]
     [file] = (tmp_path / "state").glob("*/pictures/*.picture")
     file.write_bytes(file.read_bytes()[:-1])
     with real_daemon(*options) as daemon:

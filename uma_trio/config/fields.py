@@ -665,8 +665,8 @@ class Sessions:
     )
     pictures_max_mb: int = setting(
         1024,
-        "Maximum size of the encoded pictures of a model on disk, in megabytes. Beyond it, the least recently used ones are "
-        "deleted. 0 writes none.",
+        "Maximum size of the encoded pictures of a model's sessions on disk, in megabytes. Beyond it, the least recently "
+        "used ones are deleted. 0 writes none.",
         ge=0,
         le=100_000_000,
     )

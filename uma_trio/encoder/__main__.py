@@ -56,6 +56,10 @@ class Encoder:
         )
         if self._projector.uses_mrope:
             raise Refused("the model has positions in two dimensions (M-RoPE), which cannot be used with pictures yet")
+        if not self._projector.sees:
+            raise Refused("the projector has no encoder of pictures")
+        if not self._projector.is_causal:
+            raise Refused("the model needs non-causal attention for pictures, which cannot be used yet")
         if not setup["use_gpu"]:  # drivers of GPUs reserve more address space than there is memory
             limit_memory(psutil.Process().memory_info().vms + MEMORY_BYTES)
 
@@ -76,8 +80,6 @@ class Encoder:
                 if not isinstance(piece, MediaPiece):
                     parts.append(piece.tokens.tolist())
                     continue
-                if not piece.is_causal:
-                    raise Refused("the model needs non-causal attention for pictures, which cannot be used yet")
                 if not np.isfinite(piece.rows).all():
                     raise Refused("the projector makes no finite numbers of this file")
                 file.write(piece.rows.tobytes())

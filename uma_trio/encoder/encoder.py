@@ -49,11 +49,6 @@ class Projector:
     llama_dir: Path | None = None
 
 
-def can_encode(llama_dir: Path | None) -> bool:
-    """Whether the library in ``llama_dir``, or the default one, has libmtmd."""
-    return bool(Stamp.read(library_directory(llama_dir)).mtmd_sha256)
-
-
 def library_version(llama_dir: Path | None) -> str:
     """Which llama.cpp the library in ``llama_dir``, or the default one, was built of."""
     return Stamp.read(library_directory(llama_dir)).pin
@@ -110,7 +105,7 @@ def placeholders(digest: bytes, n: int) -> npt.NDArray[np.int32]:
 
 
 class SandboxedEncoder:
-    """Encodes in a child process, which starts with the first file. Thread-safe; files take turns.
+    """Encodes in a child process, which starts with the first file at the latest. Thread-safe; files take turns.
 
     Args:
         fingerprint: of the projector's file: what another projector makes of a picture has other placeholders.
@@ -128,6 +123,14 @@ class SandboxedEncoder:
             "llama_dir": None if projector.llama_dir is None else str(projector.llama_dir),
         }
         self._sandbox = Sandbox(python_module("uma_trio.encoder"), lambda: setup, ANSWER_SECONDS, BUSY_SECONDS)
+
+    def start(self) -> None:
+        """Start the process, unless it runs.  Blocks while it loads the projector.
+
+        Raises:
+            CannotStart, Ended: it does not start, or cannot use the projector.
+        """
+        self._sandbox.start()
 
     def close(self) -> None:
         """End the process. The next file would start another one."""

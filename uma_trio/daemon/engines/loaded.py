@@ -23,9 +23,10 @@ from uma_trio.daemon.engines.warm_up import warm_up
 from uma_trio.daemon.prompts.chosen_template import choose_template
 from uma_trio.daemon.prompts.context import explain_context, is_short, more_context
 from uma_trio.daemon.prompts.open_prompts import open_prompts
+from uma_trio.daemon.prompts.pictures import Pictures, open_pictures
 from uma_trio.daemon.prompts.prompt import PromptMaker
 from uma_trio.daemon.scheduling.cost import CostModel
-from uma_trio.encoder.encoder import Projector, can_encode
+from uma_trio.encoder.encoder import Projector
 from uma_trio.engine_link.defaults import SHARES
 from uma_trio.engine_link.devices import Devices
 from uma_trio.engine_link.load_errors import explained
@@ -36,9 +37,10 @@ from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.models.fingerprint import model_fingerprint
 from uma_trio.models.gguf_check import GgufError, GgufSummary, check_gguf
 from uma_trio.models.packaged import model_path
-from uma_trio.models.projector import check_projector, find_projector, why_unusable
+from uma_trio.models.projector import check_projector, find_projector
 from uma_trio.models.purpose import IN_WORDS
 from uma_trio.models.sampling_defaults import recommended
+from uma_trio.processes.sandbox import CannotStart, Ended
 from uma_trio.tokenizer.tokenizer import open_vocabulary
 
 log = structlog.get_logger("uma_trio.models")
@@ -47,11 +49,11 @@ LOADED_SHARE: Final = 0.8
 """The part of a start's progress that loading the file is."""
 
 NO_PROJECTOR: Final = "off"
+"""Setting of a model that is not to see pictures."""
 NOTHING_TO_SEE_WITH: Final = (
     "it has no projector. Put its mmproj file, mmproj-NAME.gguf, next to the model's file, or start uma-trio serve with "
     "--mmproj FILE"
 )
-"""Setting of a model that is not to see pictures."""
 
 
 @attrs.frozen(eq=False)
@@ -122,7 +124,7 @@ async def open_model(
     given = None
     if config.model.chat_template is not None:
         given = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
-    start, why_blind = await _checked(config, path)
+    start = await _checked(config, path)
     with explained(path):
         loading, warming = _parts(on_progress or (lambda share: None))
         link = await _loaded(launcher, start, loading, go_on, config.engine.hang_timeout_s)
@@ -143,8 +145,10 @@ async def open_model(
                     return
                 warming(1.0)
                 cost_name, cost = await _costs(link, start)
-            opening = open_prompts(config, engine.info, vocabulary, given, _projector(start, link.ready) or why_blind)
-            # in a thread: it starts a process, and other models may be serving
+            # in threads: they start processes, and other models may be serving
+            with explained(start.projector or path):
+                pictures = await trio.to_thread.run_sync(_open_pictures, start, link.ready, stack)
+            opening = open_prompts(config, engine.info, vocabulary, given, pictures)
             prompts, template = await trio.to_thread.run_sync(stack.enter_context, opening)
 
             def grammar_vocabulary() -> Vocabulary:
@@ -170,10 +174,8 @@ async def open_model(
             await engine.link.aclose()
 
 
-async def _checked(config: Config, path: Path) -> tuple[Start, str]:
-    """Check the files of the model, of its draft model and of its adapters.
-
-    Returns what the engine is to load, and why the model cannot see pictures if it cannot.
+async def _checked(config: Config, path: Path) -> Start:
+    """Check the files of the model, of its draft model and of its adapters; returns what the engine is to load.
 
     Raises:
         ModelError: one of them cannot be used.
@@ -187,8 +189,8 @@ async def _checked(config: Config, path: Path) -> tuple[Start, str]:
             of_draft = await trio.to_thread.run_sync(check_gguf, draft)
             _check_draft(path, summary, draft, of_draft)
             draft_sizes = of_draft.sizes
-    projector, why_blind = await trio.to_thread.run_sync(_find_projector, config.model, path, summary)
-    start = Start(
+    projector = await trio.to_thread.run_sync(_find_projector, config.model, path, summary)
+    return Start(
         path,
         config.model,
         sizes=summary.sizes,
@@ -199,7 +201,6 @@ async def _checked(config: Config, path: Path) -> tuple[Start, str]:
         target_itl_ms=config.scheduling.target_itl_ms,
         projector=projector,
     )
-    return start, why_blind
 
 
 def _parts(on_progress: Callable[[float], None]) -> tuple[Callable[[float], None], Callable[[float], None]]:
@@ -210,43 +211,48 @@ def _parts(on_progress: Callable[[float], None]) -> tuple[Callable[[float], None
     )
 
 
-def _find_projector(settings: Model, path: Path, summary: GgufSummary) -> tuple[Path | None, str]:
-    """The projector that the settings name, or that is next to the model; or ``None`` and why the model cannot see.  Blocks.
+def _find_projector(settings: Model, path: Path, summary: GgufSummary) -> Path | None:
+    """The projector that the settings name, or that is next to the model; ``None`` if there is none.  Blocks.
 
     Raises:
-        ModelError: the projector of the settings cannot be used.
+        ModelError: the projector of the settings is none of this model.
     """
-    if settings.mmproj == NO_PROJECTOR:
-        return None, f"it is served with mmproj {NO_PROJECTOR}"
-    given = None if settings.mmproj is None else Path(settings.mmproj).expanduser()
-    found = given or find_projector(path)
-    if found is None or summary.purpose != "generate":
-        return None, NOTHING_TO_SEE_WITH
-    with explained(found):
-        check_projector(found, path)
-        problem, fix = why_unusable(found, path), "leave out mmproj"
-        if problem is None and not can_encode(settings.llama_dir):
-            problem, fix = "the library was built without libmtmd", "build it again: ./build_llama.sh"
-        if problem is not None and given is not None:
-            raise GgufError(f"the projector {given} cannot be used: {problem}", fix)
-    if problem is None:
-        return found, ""
-    log.warning("the model cannot see pictures", projector=str(found), reason=problem)
-    return None, problem
-
-
-def _projector(start: Start, ready: Ready) -> Projector | None:
-    """How the model's pictures are encoded; ``None`` if it cannot see."""
-    if start.projector is None:
+    if settings.mmproj == NO_PROJECTOR or summary.purpose != "generate":
         return None
-    log.info("the model sees pictures", projector=str(start.projector))
-    return Projector(
-        start.projector,
+    found = find_projector(path) if settings.mmproj is None else Path(settings.mmproj).expanduser()
+    if found is not None:
+        with explained(found):
+            check_projector(found, path)
+    return found
+
+
+def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> Pictures | str:
+    """What encodes the model's pictures, until ``stack`` ends; or why the model cannot see.  Blocks while a process starts.
+
+    Only libmtmd knows whether it can use a projector, so the process says it, before the model claims to see.
+
+    Raises:
+        GgufError: the projector of the settings cannot be used.
+    """
+    settings, path = start.settings, start.projector
+    if path is None:
+        return f"it is served with mmproj {NO_PROJECTOR}" if settings.mmproj else NOTHING_TO_SEE_WITH
+    projector = Projector(
+        path,
         start.path,
         use_gpu=bool(ready.devices.layers_on_gpu),
         n_threads=ready.info.n_threads,
-        llama_dir=start.settings.llama_dir,
+        llama_dir=settings.llama_dir,
     )
+    try:
+        pictures = stack.enter_context(open_pictures(projector, ready.info.max_request_tokens))
+    except (CannotStart, Ended) as error:
+        if settings.mmproj is not None:
+            raise GgufError(f"the projector {path} cannot be used: {error}", "leave out mmproj") from None
+        log.warning("the model cannot see pictures", projector=str(path), reason=str(error))
+        return str(error)
+    log.info("the model sees pictures", projector=str(path))
+    return pictures
 
 
 async def _costs(link: EngineLink, start: Start) -> tuple[str, CostModel]:

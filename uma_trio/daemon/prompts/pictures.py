@@ -51,6 +51,8 @@ class Pictures:
     """Threads that look for a picture, read and write files: none waits for the encoder."""
     _kept: OrderedDict[bytes, EncodedMedia] = attrs.field(init=False, factory=OrderedDict)
     """By ``_key``, the least recently used one first."""
+    _in_work: dict[bytes, trio.Event] = attrs.field(init=False, factory=dict)
+    """By ``_key``: what is being loaded or encoded, and its end."""
     _folder: PictureFolder | None = attrs.field(init=False, default=None)
     _unwritten: OrderedDict[bytes, EncodedMedia] = attrs.field(init=False, factory=OrderedDict)
     _to_write: trio.Event = attrs.field(init=False, factory=trio.Event)
@@ -65,6 +67,10 @@ class Pictures:
         """Keep encoded pictures in ``folder``, too."""
         self._folder = folder
 
+    def close(self) -> None:
+        """End the encoder's process.  The next picture would start another one."""
+        self._encoder.close()
+
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics."""
         return {
@@ -77,6 +83,7 @@ class Pictures:
 
     async def run(self) -> None:
         """Write encoded pictures, and end the encoder's process whenever it is idle.  Runs until it is cancelled."""
+        self._note_use()  # the process has started with the model
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._end_when_idle)
             nursery.start_soon(self._write)
@@ -87,7 +94,7 @@ class Pictures:
             await trio.sleep_until(self._used_at + IDLE_S)
             if trio.current_time() >= self._used_at + IDLE_S:  # no picture has come meanwhile
                 self._used = trio.Event()
-                await trio.to_thread.run_sync(self._encoder.close)
+                await trio.to_thread.run_sync(self.close)
 
     async def _write(self) -> None:
         while True:
@@ -100,8 +107,11 @@ class Pictures:
                 except PictureFileError as error:
                     log.warning("an encoded picture stays in memory only", reason=str(error))
 
-    async def encode(self, pictures: list[Picture], *, principal: str) -> list[EncodedMedia]:
+    async def encode(self, pictures: list[Picture], *, principal: str, on_disk: bool = False) -> list[EncodedMedia]:
         """Encode the pictures of one request.  Can be cancelled; the one that is being encoded goes on.
+
+        Args:
+            on_disk: keep them on disk, too.
 
         Raises:
             BadRequest: one of them cannot be encoded.
@@ -111,7 +121,7 @@ class Pictures:
         found: list[EncodedMedia] = []
         n_tokens = 0
         for picture in pictures:
-            found.append(await self._encode(picture, principal))
+            found.append(await self._encode(picture, principal, on_disk))
             n_tokens += len(found[-1].tokens)
             if n_tokens > self._max_tokens:
                 raise ContextTooSmall(
@@ -121,13 +131,22 @@ class Pictures:
                 )
         return found
 
-    async def _encode(self, picture: Picture, principal: str) -> EncodedMedia:
+    async def _encode(self, picture: Picture, principal: str, on_disk: bool) -> EncodedMedia:
         key = await in_thread(self._key, picture.data, principal, limiter=self._reading.of(principal))
+        while (end := self._in_work.get(key)) is not None:  # for another request, which may be cancelled
+            await end.wait()
         found = self._kept.pop(key, None)
         if found is not None:
             self._n_found += 1
         else:
-            found = await self._loaded(key, principal) or await self._newly_encoded(key, picture, principal)
+            self._in_work[key] = trio.Event()
+            try:
+                found = await self._loaded(key, principal) or await self._newly_encoded(picture, principal)
+            finally:
+                self._in_work.pop(key).set()
+        if on_disk and self._folder is not None and len(self._unwritten) < MAX_UNWRITTEN:
+            self._unwritten[key] = found
+            self._to_write.set()
         self._kept[key] = found
         while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)  # requests that have it keep its file
@@ -148,21 +167,20 @@ class Pictures:
         self._n_loaded += found is not None
         return found
 
-    async def _newly_encoded(self, key: bytes, picture: Picture, principal: str) -> EncodedMedia:
-        self._used_at = trio.current_time()
-        self._used.set()
+    async def _newly_encoded(self, picture: Picture, principal: str) -> EncodedMedia:
+        self._note_use()
         try:
             found = await in_thread(self._encoder.encode, picture.data, limiter=self._turns.of(principal))
         except Refused as error:
             raise BadRequest(f"{picture.field}: {error}", field=picture.field) from None
         finally:
-            self._used_at = trio.current_time()
-            self._used.set()  # the process may have ended meanwhile, and have been started again for this picture
+            self._note_use()  # the process may have ended meanwhile, and have been started again for this picture
         self._n_encoded += 1
-        if self._folder is not None and len(self._unwritten) < MAX_UNWRITTEN:
-            self._unwritten[key] = found
-            self._to_write.set()
         return found
+
+    def _note_use(self) -> None:
+        self._used_at = trio.current_time()
+        self._used.set()
 
     @property
     def _kept_bytes(self) -> int:
@@ -180,14 +198,16 @@ def _write(folder: PictureFolder, key: bytes, media: EncodedMedia) -> None:
 
 @contextlib.contextmanager
 def open_pictures(projector: Projector, max_tokens: int) -> Iterator[Pictures]:
-    """What encodes with ``projector``; its process starts with the first picture and ends with the context.
+    """What encodes with ``projector``, in a process that ends with the context.  Blocks while it starts.
 
     Args:
         max_tokens: see ``Pictures``.
 
     Raises:
+        CannotStart, Ended: the process does not start, or cannot use the projector.
         OSError: the projector's file cannot be read.
     """
     encoder = SandboxedEncoder(projector, model_fingerprint(projector.path, library_version(projector.llama_dir)))
     with contextlib.closing(encoder):
+        encoder.start()
         yield Pictures(encoder, max_tokens)

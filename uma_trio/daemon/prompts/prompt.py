@@ -161,7 +161,7 @@ class PromptMaker:
     """How a query and a document become one text; ``None`` for a model that does not rank."""
     infill: InfillFormat | None = None
     """How a gap becomes a prompt; ``None`` for a model that cannot fill it."""
-    pictures: Pictures | str = ""
+    pictures: Pictures | str = "it has no projector"
     """Encodes pictures, or why the model cannot see them."""
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
@@ -197,7 +197,8 @@ class PromptMaker:
             past = History(np.empty(0, np.int32)) if history is None else history
             messages, pictures = take_pictures(past.messages, request.messages)
             if pictures:
-                encoded = await self._encoder_of(pictures[-1].field).encode(pictures, principal=principal)
+                encoder = self._encoder_of(pictures[-1].field)
+                encoded = await encoder.encode(pictures, principal=principal, on_disk=request.session_id is not None)
             request, history = attrs.evolve(request, messages=messages), History(past.tokens)
         walks = isinstance(request.prompt, list)
         limiter = self._walking if walks else self._rendering if request.messages else self._tokenizing
@@ -206,7 +207,7 @@ class PromptMaker:
     def _encoder_of(self, field: str) -> Pictures:
         if isinstance(self.pictures, Pictures):
             return self.pictures
-        raise NoVision(f"this model cannot see pictures: {self.pictures or 'it has no chat template'}", field=field)
+        raise NoVision(f"this model cannot see pictures: {self.pictures}", field=field)
 
     def start(self) -> Prompt:
         """The prompt of an answer that a controller makes: BOS, or a line break if the model has none."""

@@ -140,8 +140,11 @@ class PictureFolder:
         Raises:
             PictureFileError: it cannot be written, for example because the disk is full.
         """
-        name, data = key.hex() + SUFFIX, encode(key, picture)
-        if name in self._sizes or len(data) > self.max_bytes:
+        name = key.hex() + SUFFIX
+        if name in self._sizes:
+            return
+        data = encode(key, picture)
+        if len(data) > self.max_bytes:
             return
         if self._folder.reopen():
             self._sizes.clear()
