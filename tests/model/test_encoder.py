@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import trio
+import trio.testing
 
 import llama_abi
 from tests.support.pictures import drawn, jpeg_header, png
@@ -222,10 +223,13 @@ async def test_requests_with_the_same_new_picture_encode_it_once(projector: Proj
         assert len(set(map(id, found))) == 1
         assert pictures.snapshot()["encoded_total"] == 1
         assert pictures.snapshot()["found_total"] == 2
-        with trio.CancelScope() as cancelled:
+        async with trio.open_nursery() as given_up:
+            given_up.start_soon(encode, png(drawn(2)))
+            await trio.testing.wait_all_tasks_blocked()
+            given_up.start_soon(encode, png(drawn(2)))
+            await trio.testing.wait_all_tasks_blocked()
             nursery.start_soon(encode, png(drawn(2)))
-            nursery.start_soon(cancelled.cancel)
-            await encode(png(drawn(2)))
+            given_up.cancel_scope.cancel()
         [again] = await pictures.encode([Picture(png(drawn(2)), "")], principal="a")
         assert len(again.tokens) == 16
         for _ in range(2):  # a failure is not kept

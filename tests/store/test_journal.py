@@ -28,6 +28,7 @@ from uma_trio.daemon.store import journal_format as form
 from uma_trio.daemon.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile
 from uma_trio.daemon.store.journal import MAX_QUARANTINED, MAX_QUARANTINED_BYTES, Journal, JournalError
 from uma_trio.daemon.store.journal_format import MARK, MAX_TURNS, SPARE_BYTES, SessionKey, SessionRecord, decode, encode
+from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.protocol.chat import ChatMessage
 
 KEY = SessionKey("uid:1000", "a")
@@ -97,7 +98,7 @@ WHOLE = turns_of(*(said([*range(n), 9], *["text"] * n, n=n) for n in range(1, 4)
 TURNS = st.lists(
     st.tuples(
         st.floats(0, 1),
-        st.lists(st.integers(0, MAX_TOKEN_ID), max_size=20),
+        st.lists(st.integers(0, MAX_TOKEN_ID) | st.integers(PLACEHOLDER, 2**31 - 1), max_size=20),
         st.floats(0, 1),
         st.lists(st.text(max_size=10), max_size=3),
         st.floats(0, 1e10),

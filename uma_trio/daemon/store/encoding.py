@@ -7,6 +7,8 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from uma_trio.engine_link.media import PLACEHOLDER
+
 Tokens: TypeAlias = npt.NDArray[np.int32]
 
 MAX_TOKENS: Final = 1 << 24
@@ -15,7 +17,7 @@ MAX_TOKENS: Final = 1 << 24
 MAX_TOKEN_ID: Final = (1 << 24) - 1
 """Largest token id that a file may contain.  Vocabularies are less than a tenth of that.
 
-The caller checks whether an id belongs to the vocabulary of its model.
+The caller checks whether an id belongs to the vocabulary of its model.  Placeholders of rows of a picture are far above.
 """
 
 TOKEN_BYTES: Final = 4
@@ -39,7 +41,7 @@ def encode_tokens(tokens: npt.ArrayLike) -> bytes:
     """Encodes token ids as little-endian int32.
 
     Args:
-        tokens: ids in [0, MAX_TOKEN_ID], shape ``[n_tokens]``.
+        tokens: ids in [0, MAX_TOKEN_ID] and placeholders, shape ``[n_tokens]``.
 
     Raises:
         ValueError: the array has another shape or type, is too long, or contains an id that is out of range.
@@ -68,7 +70,8 @@ def decode_tokens(data: bytes | bytearray | memoryview) -> Tokens:
 def _check(array: npt.NDArray[np.integer]) -> None:
     if array.size > MAX_TOKENS:
         raise ValueError(f"{array.size} tokens exceed the limit of {MAX_TOKENS}")
-    if array.size and not (int(array.min()) >= 0 and int(array.max()) <= MAX_TOKEN_ID):
+    ids = array[array < PLACEHOLDER]
+    if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) <= MAX_TOKEN_ID):
         raise ValueError(f"a token id is not in [0, {MAX_TOKEN_ID}]")
 
 
