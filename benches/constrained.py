@@ -66,6 +66,8 @@ class Figures:
     tokens_per_s: float
     itl_p50_ms: float
     itl_p99_ms: float
+    server_us: float | None = None
+    """Processor time of all our processes for each token, in microseconds; for a machine that also does other things."""
     mask_wait_ms: float | None = None
     """Mean time that sampling waited for masks."""
 
@@ -107,6 +109,7 @@ async def run(rig: Rig, n_streams: int, tokens: int, schema: dict[str, Any] | No
         tokens_per_s=rate,
         itl_p50_ms=statistics.median(ms),
         itl_p99_ms=percentile(ms, 99) or 0.0,
+        server_us=None if result.cpu.server is None else 1e6 * result.cpu.server / result.n_tokens,
         mask_wait_ms=None if schema is None else wait,
     )
 
@@ -186,7 +189,7 @@ def main(counts: str, properties: str, csv_file: Path | None, **options: Any) ->
                         file.add(server, number + 1, count, constrained, *attrs.astuple(found))
                 for server in rigs:
                     rows += rows_of(f"{count}, {server}", medians(runs[server, False]), medians(runs[server, True]))
-            click.echo(table(["streams", "tok/s", "ITL p50 ms", "p99", "mask wait ms"], rows))
+            click.echo(table(["streams", "tok/s", "ITL p50 ms", "p99", "server us", "mask wait ms"], rows))
             for server, rig in rigs.items():
                 click.echo(f"\ntime to first token of {server}, ms")
                 click.echo(
@@ -204,7 +207,7 @@ def rows_of(name: str, without: Figures, with_schema: Figures) -> list[list[str]
         [f"{name}, {label}", *[cell(getattr(found, each), 3) for each in NAMES]]
         for label, found in (("without", without), ("with", with_schema))
     ]
-    ratios = [getattr(with_schema, each) / getattr(without, each) for each in NAMES[:3]]
+    ratios = [getattr(with_schema, each) / getattr(without, each) for each in NAMES[:4]]
     return [*rows, [f"{name}, ratio", *[cell(ratio, 3) for ratio in ratios], ""]]
 
 

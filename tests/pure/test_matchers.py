@@ -50,7 +50,7 @@ def test_a_busy_slow_thread_delays_no_sequence_that_was_fast(matchers: Matchers)
     assert 456 in (masked(matchers, 0, state("digits", 123)) or set())
     assert 456 in (masked(matchers, 2, state("digits", 123)) or set()), "a new sequence with a grammar that is known"
     release.set()
-    matchers._sequences[1].work.result()
+    matchers._sequences[1].work.future.result()
     assert 567 in (masked(matchers, 1, state("other")) or set())
 
 
@@ -64,6 +64,17 @@ def test_a_sequence_whose_mask_took_long_goes_to_the_slow_thread_and_comes_back(
     monkeypatch.setattr(module, "SLOW_S", 1000.0)
     assert 456 in (masked(matchers, 0, state("digits", 123, 124)) or set())
     assert not matchers._sequences[0].is_slow
+
+
+def test_a_sequence_that_fails_fails_alone(matchers: Matchers) -> None:
+    logits = np.zeros((3, N_VOCAB), np.float32)
+    wanted = [(0, 0, state("digits"), ()), (1, 1, state("digits", 1), ()), (2, 2, state("digits", 123), ())]
+    applied = matchers.begin(wanted).apply(logits, 60_000)
+    assert list(applied.failures) == [1], "its token does not follow the grammar"
+    assert not applied.late
+    assert np.isfinite(logits[0]).any()
+    assert not np.isfinite(logits[1]).any()
+    assert np.isfinite(logits[2]).any()
 
 
 def test_matchers_of_sequences_that_are_gone_are_dropped(matchers: Matchers) -> None:
@@ -89,7 +100,8 @@ def test_a_new_sequence_goes_before_those_that_have_used_much_time(
     masked(matchers, 5, state("other"), timeout_ms=0)
     for seq_id, sequence in matchers._sequences.items():
         assert sequence.work is not None
-        sequence.work.add_done_callback(functools.partial(_note, order, seq_id))
+        assert sequence.work.future is not None
+        sequence.work.future.add_done_callback(functools.partial(_note, order, seq_id))
     release.set()
     matchers._slow.submit(float("inf"), lambda: None).result()  # after all others
     assert order[0] == 5

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio.engine.slow_thread import SlowThread
+from uma_trio.engine.token_masks import TokenMask, TokenMasks
 from uma_trio.engine_link.grammar_state import GrammarState
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Future: TypeAlias = concurrent.futures.Future
-Biases: TypeAlias = npt.NDArray[np.float32]
-"""``[n, n_vocab rounded up to whole words]``: 0 for a token that is allowed, -inf otherwise."""
 
 MAX_THREADS: Final = 8
 
@@ -40,10 +39,16 @@ SLOW_S: Final = 0.005
 LOOK_AHEAD_MS: Final = 2.0
 """How long ``forced_after`` may take."""
 
-_BYTE_TO_BIASES: Final[Biases] = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little") == 1, 0.0, -np.inf
-).astype(np.float32)
-"""``[256, 8]``: the biases of eight tokens by a byte of a mask."""
+
+@attrs.define(eq=False)
+class _Work:
+    """What a thread does for one sequence."""
+
+    run: Callable[[], None]
+    future: Future[None] | None = None
+    """Ends when this and other work are done."""
+    is_done: bool = False
+    error: Exception | None = None
 
 
 @attrs.define(eq=False)
@@ -57,11 +62,11 @@ class _SequenceMatcher:
     consumed: list[int] = attrs.field(factory=list)
     answers: list[list[int]] = attrs.field(factory=list)
     """After which masks were filled last, or are being filled."""
-    biases: Biases = attrs.field(factory=lambda: np.empty((0, 0), np.float32))
-    """These masks, and room for more."""
+    masks: list[TokenMask] = attrs.field(factory=list)
+    """These masks; none after a draft token that the grammar forbids."""
     forced: Sequence[int] = ()
     """The only tokens that can follow the last of ``answers``."""
-    work: Future[None] | None = None
+    work: _Work | None = None
     is_slow: bool = False
     """Whether the slow thread fills its masks."""
     used_s: float = 0.0
@@ -69,7 +74,7 @@ class _SequenceMatcher:
 
     @property
     def is_busy(self) -> bool:
-        return self.work is not None and not self.work.done()
+        return self.work is not None and not self.work.is_done
 
 
 @attrs.frozen
@@ -89,7 +94,7 @@ class AppliedMasks:
 class PendingMasks:
     """Masks of one ``llama_decode`` call, on their way."""
 
-    _pending: Sequence[tuple[int, int, int, _SequenceMatcher, Future[None] | None]]
+    _pending: Sequence[tuple[int, int, int, _SequenceMatcher, _Work | None]]
     """For each sequence: its id, first row, number of rows, matcher, and the work that fills the masks; ``None`` while
     earlier work goes on."""
 
@@ -100,22 +105,20 @@ class PendingMasks:
             logits: ``[n_rows, n_vocab]``, changed in place.
         """
         began = time.perf_counter()
-        unfinished = [work for *_, work in self._pending if work is not None and not work.done()]
-        if unfinished:
-            concurrent.futures.wait(unfinished, timeout_ms / 1e3)
+        _wait([work for *_, work in self._pending if work is not None], timeout_ms)
         wait_ms = 1e3 * (time.perf_counter() - began)
         late: list[int] = []
         failures: dict[int, str] = {}
         forced: dict[int, Sequence[int]] = {}
         for seq_id, first, n, sequence, work in self._pending:
-            if work is None or not work.done():
+            if work is None or not work.is_done:
                 late += range(first, first + n)
-            elif (error := work.exception()) is not None:
-                failures[seq_id] = str(error)
+            elif work.error is not None:
+                failures[seq_id] = str(work.error)
                 logits[first : first + n] = -np.inf
             else:
-                rows = logits[first : first + n]
-                np.add(rows, sequence.biases[:n, : logits.shape[1]], out=rows)
+                for row, mask in enumerate(sequence.masks, first):
+                    mask.apply(logits[row])
                 if len(sequence.forced) > 1:
                     forced[seq_id] = sequence.forced[1:]
         return AppliedMasks(late, failures, forced, wait_ms)
@@ -136,6 +139,7 @@ class Matchers:
     def __init__(self, vocabulary: Callable[[], Vocabulary], n_vocab: int, n_threads: int) -> None:
         self._vocabulary = vocabulary
         self._n_words = -(-n_vocab // 32)
+        self._masks = TokenMasks(n_vocab)
         self._n_threads = max(1, min(n_threads, MAX_THREADS))
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._slow: SlowThread | None = None
@@ -172,11 +176,20 @@ class Matchers:
                 that, and the draft tokens between its samples.
         """
         pending = []
+        begun: list[_SequenceMatcher] = []
         for seq_id, first, state, drafts in wanted:
             answer = state.answer.tolist()
             answers = [[*answer, *drafts[:n]] for n in range(1 + len(drafts))]
-            sequence, work = self._fill_soon(seq_id, state.key, answers)
+            sequence = self._sequence(seq_id, state.key)
+            work = None
+            if not sequence.is_busy:
+                if sequence.work is None or answers != sequence.answers:  # otherwise they were late in the step before
+                    sequence.answers = answers
+                    sequence.work = _Work(functools.partial(_fill, sequence, self._n_words, self._masks))
+                    begun.append(sequence)
+                work = sequence.work
             pending.append((seq_id, first, len(answers), sequence, work))
+        self._begin(begun)
         self._forget(len(pending) + MAX_IDLE)
         return PendingMasks(pending)
 
@@ -193,13 +206,15 @@ class Matchers:
             sequence = self._sequences.get(seq_id)
             if sequence is not None and sequence.matcher is not None and not (sequence.is_busy or sequence.is_slow):
                 sequence.answers = []
-                sequence.work = self._submit(_look_ahead, sequence, sequence.matcher, state.answer.tolist())
-                looking.append((seq_id, sequence, sequence.work))
-        done, _ = concurrent.futures.wait([work for *_, work in looking], LOOK_AHEAD_MS / 1e3)
+                answer = state.answer.tolist()
+                sequence.work = work = _Work(functools.partial(_look_ahead, sequence, sequence.matcher, answer))
+                looking.append((seq_id, sequence, work))
+        self._begin([sequence for _, sequence, _ in looking])
+        _wait([work for *_, work in looking], LOOK_AHEAD_MS)
         return {
             seq_id: sequence.forced
             for seq_id, sequence, work in looking
-            if work in done and work.exception() is None and sequence.forced
+            if work.is_done and work.error is None and sequence.forced
         }
 
     def close(self) -> None:
@@ -209,31 +224,33 @@ class Matchers:
         if self._slow is not None:
             self._slow.close()
 
-    def _fill_soon(
-        self, seq_id: int, key: str, answers: list[list[int]]
-    ) -> tuple[_SequenceMatcher, Future[None] | None]:
-        """Fill a mask after each of ``answers``; no work while an earlier one of the same sequence goes on."""
+    def _sequence(self, seq_id: int, key: str) -> _SequenceMatcher:
+        """The matcher of a sequence; a new one if its grammar is another one than before."""
         sequence = self._sequences.get(seq_id)
         if sequence is None or sequence.key != key:
             compiled = self._compiled[key]
             self._sequences[seq_id] = sequence = _SequenceMatcher(key, compiled, is_slow=not compiled.done())
         self._sequences.move_to_end(seq_id)
-        if sequence.is_busy:
-            return sequence, None
-        if sequence.work is None or answers != sequence.answers:  # otherwise they were late in the step before
-            if len(sequence.biases) < len(answers):
-                # not empty: what a forbidden draft leaves unwritten is added to logits as well
-                sequence.biases = np.zeros((len(answers), 32 * self._n_words), np.float32)
-            sequence.answers = answers
-            sequence.work = self._submit(_fill, sequence, self._n_words)
-        return sequence, sequence.work
+        return sequence
 
-    def _submit(self, function: Callable[..., None], sequence: _SequenceMatcher, *arguments: object) -> Future[None]:
+    def _begin(self, sequences: Sequence[_SequenceMatcher]) -> None:
+        """Have threads do the work of ``sequences``, all of a thread together: handing it over takes as long as a mask."""
+        if not sequences:
+            return
         assert self._pool is not None
         assert self._slow is not None
-        if sequence.is_slow:
-            return self._slow.submit(sequence.used_s, functools.partial(function, sequence, *arguments))
-        return self._pool.submit(function, sequence, *arguments)
+        quick: list[_Work] = []
+        for each in sequences:
+            assert each.work is not None
+            if each.is_slow:
+                each.work.future = self._slow.submit(each.used_s, functools.partial(_do, [each.work]))
+            else:
+                quick.append(each.work)
+        for at in range(min(self._n_threads, len(quick))):
+            works = quick[at :: self._n_threads]
+            future = self._pool.submit(_do, works)
+            for work in works:
+                work.future = future
 
     def _forget(self, n_kept: int) -> None:
         """Drop matchers of sequences that ended or pause.  A sequence that goes on gets a new one."""
@@ -242,16 +259,32 @@ class Matchers:
                 del self._sequences[seq_id]
 
 
-def _fill(sequence: _SequenceMatcher, n_words: int) -> None:
-    """Bring the matcher after each of the sequence's answers, and write what may follow.
+def _do(works: Sequence[_Work]) -> None:
+    for work in works:
+        try:
+            work.run()
+        except Exception as error:  # noqa: BLE001 who waits for it gets it
+            work.error = error
+        work.is_done = True
 
-    A draft token that the grammar forbids is never sampled, so the masks after it are left as they are.
+
+def _wait(works: Iterable[_Work], timeout_ms: float) -> None:
+    """Wait until all work is done, but no longer than ``timeout_ms``."""
+    futures = {work.future for work in works if work.future is not None and not work.is_done}
+    if futures:
+        concurrent.futures.wait(futures, timeout_ms / 1e3)
+
+
+def _fill(sequence: _SequenceMatcher, n_words: int, masks: TokenMasks) -> None:
+    """Bring the matcher after each of the sequence's answers, and find what may follow.
+
+    A draft token that the grammar forbids is never sampled, so there are no masks after it.
 
     Raises:
         GrammarFailed: the matcher cannot go on.
     """
     began = time.thread_time()
-    sequence.forced = ()
+    sequence.forced, sequence.masks = (), []
     if sequence.matcher is None:
         sequence.matcher, sequence.consumed = sequence.compiled.result().deep_copy(), []
     matcher = sequence.matcher
@@ -261,8 +294,9 @@ def _fill(sequence: _SequenceMatcher, n_words: int) -> None:
             return
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         _check(sequence, matcher)
-        np.take(_BYTE_TO_BIASES, bits.view(np.uint8), axis=0, out=sequence.biases[n].reshape(-1, 8), mode="clip")
-        sequence.forced = matcher.compute_ff_tokens() if _is_single(bits) else ()
+        mask = masks.of(bits)
+        sequence.masks.append(mask)
+        sequence.forced = matcher.compute_ff_tokens() if mask.is_single else ()
     took_s = time.thread_time() - began
     sequence.used_s += took_s
     sequence.is_slow = took_s > SLOW_S * len(sequence.answers)
@@ -277,12 +311,6 @@ def _look_ahead(sequence: _SequenceMatcher, matcher: LLMatcher, answer: list[int
     sequence.forced = ()
     if _advance(sequence, matcher, answer, is_draft=True) and not matcher.is_stopped():
         sequence.forced = matcher.compute_ff_tokens()
-
-
-def _is_single(bits: npt.NDArray[np.uint32]) -> bool:
-    """Whether a mask allows one token only."""
-    words = bits[bits != 0]
-    return len(words) == 1 and int(words[0]).bit_count() == 1
 
 
 def _advance(sequence: _SequenceMatcher, matcher: LLMatcher, answer: list[int], *, is_draft: bool) -> bool:
