@@ -223,6 +223,7 @@ DEADLY = {
     "an encoder": (gguf(_pairs("t5")), "encoder"),
     "the tokenizer of encoders": (with_vocabulary(text("a") + text("b"), n=2, model="t5"), "encoder"),
     "diffusion": (gguf(_pairs("llada")), "diffusion"),
+    "a head of EAGLE-3": (gguf(_pairs("eagle3")), "drafts tokens from the inner states of another model"),
     "an unknown pooling": (with_values(pooling_type=5), "pooling_type is 5, not one of 0 \\(none\\)"),
     "a negative pooling": (encoder(pooling_type=-1), "pooling_type is -1"),
     "an unknown pooling of a classifier": (encoder(classifier__pooling_type=9), "classifier.pooling_type is 9"),

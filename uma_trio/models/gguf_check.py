@@ -72,8 +72,9 @@ SECTIONED_ROPE = frozenset(
     {"qwen2vl", "paddleocr", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp", "qwen3tts"}
 )
 """Architectures that rotate sections of a head with positions of their own (M-RoPE)."""
-WITH_ENCODER = frozenset({"t5", "t5encoder", "eagle3", "dflash"})
-"""Architectures of ``llama_model_has_encoder``."""
+WITH_ENCODER = frozenset({"t5", "t5encoder"})
+DRAFT_HEADS = frozenset({"eagle3", "dflash"})
+"""Together with ``WITH_ENCODER``: architectures of ``llama_model_has_encoder``.  These draft from the states of a model."""
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
 """Architectures that generate all tokens of an answer at once, and have no KV cache."""
 ENCODER_KEYS = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
@@ -409,6 +410,11 @@ def _check_architecture(header: GgufHeader) -> None:
         raise GgufError(
             f"it is a model with an encoder like that of T5 ({architecture}), which cannot be served",
             "give a decoder-only model to generate text, or an encoder like BERT to embed or rank texts",
+        )
+    if architecture in DRAFT_HEADS:
+        raise GgufError(
+            f"it drafts tokens from the inner states of another model ({architecture}), which llama.h does not give out",
+            "as draft_model give a small model with the same vocabulary",
         )
     if architecture in DIFFUSION:
         raise GgufError(
