@@ -29,7 +29,7 @@ from llama_abi.declarations import prototypes
 from llama_abi.errors import LibraryError
 from llama_abi.functions import FUNCTIONS
 from llama_abi.mtmd_declarations import MTMD, MTMD_FUNCTIONS
-from llama_abi.stamp import MTMD_HEADER, STAMP, build, pin, write
+from llama_abi.stamp import MTMD_HEADER, STAMP, Stamp, build, pin, write
 from llama_abi.types import C
 
 
@@ -81,6 +81,35 @@ def _compile(source: str, headers: Path) -> CheckResult:
     return CheckResult(tuple(errors), tuple(warnings))
 
 
+def _check_all(headers: Path) -> LibraryError | None:
+    """Print what the compiler says; returns what is wrong if declarations differ.
+
+    Raises:
+        LibraryError: there is no compiler or no header.
+    """
+    results = (check(headers), check_mtmd(headers))
+    for line in (line for result in results for line in (*result.errors, *result.warnings)):
+        print(line, file=sys.stderr)
+    if errors := [error for result in results for error in result.errors]:
+        return LibraryError(
+            f"{len(errors)} declarations in llama_abi/types.py, functions.py and mtmd_declarations.py "
+            "differ from the headers",
+            "edit the lines that the compiler names",
+        )
+    return None
+
+
+def check_again(library: Path, stamp: Stamp) -> Stamp:
+    """Check declarations that have changed since ``library`` was stamped, and stamp it again.
+
+    Raises:
+        LibraryError: there is no compiler, or declarations differ.
+    """
+    if wrong := _check_all(library / "include"):
+        raise wrong
+    return write(library, source=stamp.pin, backend=stamp.backend, options=tuple(stamp.options))
+
+
 def main(arguments: list[str]) -> int:
     """Run the check. Returns 0 if all declarations agree, and 1 otherwise."""
     parser = argparse.ArgumentParser(
@@ -99,16 +128,9 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     library = chosen.headers.absolute().parent
     try:
-        results = (check(chosen.headers), check_mtmd(chosen.headers))
-        for line in (line for result in results for line in (*result.errors, *result.warnings)):
-            print(line, file=sys.stderr)
-        if errors := [error for result in results for error in result.errors]:
+        if wrong := _check_all(chosen.headers):
             (library / STAMP).unlink(missing_ok=True)
-            raise LibraryError(
-                f"{len(errors)} declarations in llama_abi/types.py, functions.py and mtmd_declarations.py "
-                "differ from the headers",
-                "edit the lines that the compiler names",
-            )
+            raise wrong
         n_functions = len(prototypes(FUNCTIONS + MTMD_FUNCTIONS))
         counts = f"{n_functions} functions, {len(C.structs | MTMD.structs)} structs, {len(C.enums | MTMD.enums)} enums"
         print(f"llama_abi agrees with the headers in {chosen.headers}: {counts}")

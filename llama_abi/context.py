@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,20 @@ class Context(Handle):
             self._copied_into.clear()
             self._copied_from.clear()
         return code
+
+    @contextlib.contextmanager
+    def attending_to_all(self) -> Iterator[None]:
+        """Until the end of the context, each token of a decode attends to all tokens of the decode, in one pass.
+
+        What is decoded then has at most ``n_ubatch`` tokens.
+        """
+        most, self._max_batch_tokens = self._max_batch_tokens, self.n_ubatch
+        self._c.llama_set_causal_attn(self._pointer, False)
+        try:
+            yield
+        finally:
+            self._c.llama_set_causal_attn(self._pointer, self.is_causal)
+            self._max_batch_tokens = most
 
     def synchronize(self) -> None:
         """Block until the last decode is computed, without the GIL."""

@@ -79,6 +79,7 @@ FUNCTIONS = """
     uint32_t     llama_n_ubatch(const struct llama_context * ctx);
     uint32_t     llama_n_seq_max(const struct llama_context * ctx);
     llama_memory_t llama_get_memory(const struct llama_context * ctx);
+    void         llama_set_causal_attn(struct llama_context * ctx, bool causal_attn);
     void         llama_set_n_threads(struct llama_context * ctx, int32_t n_threads, int32_t n_threads_batch);
     int32_t      llama_n_threads(struct llama_context * ctx);
     int32_t      llama_n_threads_batch(struct llama_context * ctx);

@@ -25,7 +25,7 @@ from llama_abi.errors import LibraryError, LlamaError
 from llama_abi.functions import FUNCTIONS
 from llama_abi.logs import LogRouter
 from llama_abi.mtmd_declarations import MTMD, MTMD_FUNCTIONS
-from llama_abi.stamp import Stamp, build, fix, library_directory
+from llama_abi.stamp import DEFAULT_DIRECTORY, Stamp, build, fix, is_checkout, library_directory
 from llama_abi.types import DEVICE_TYPE, C, ggml_log_callback
 
 BACKTRACE_VARIABLE = "GGML_NO_BACKTRACE"
@@ -89,6 +89,11 @@ class Library:
         """Directory that it was loaded from."""
         self.stamp = Stamp.read(directory)
         """Source, backend and options of the build."""
+        if directory == DEFAULT_DIRECTORY.resolve() and is_checkout() and not self.stamp.has_declarations(directory):
+            # The checkout has been updated, or edited.
+            from llama_abi.check import check_again
+
+            self.stamp = check_again(directory, self.stamp)
         self.stamp.verify(directory)
         self.logs = LogRouter()
         self.c = _open(directory, on_open)

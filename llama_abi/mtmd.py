@@ -105,8 +105,6 @@ class Projector(Handle):
         """Whether it encodes pictures."""
         self.hears = bool(self._mtmd.mtmd_support_audio(pointer))
         """Whether it encodes sound."""
-        self.is_causal = not self._mtmd.mtmd_decode_use_non_causal(pointer, None)
-        """Whether each row of a picture attends to the rows before it only."""
         self.uses_mrope = bool(self._mtmd.mtmd_decode_use_mrope(pointer))
         """Whether the rows of a picture have positions in two dimensions (M-RoPE)."""
 

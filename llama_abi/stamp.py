@@ -2,7 +2,7 @@
 
 ``python -m llama_abi.check`` writes ``stamp.json`` after it has passed, as the last step of build_llama.sh. The loader
 verifies the stamp before the first call. It refuses a library of another version, a header that was replaced, and
-declarations that have changed since.
+declarations that have changed since. In a checkout, which may have been updated, it compiles changed declarations first.
 """
 
 from __future__ import annotations
@@ -202,6 +202,11 @@ class Stamp:
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise LibraryError(f"{path} is not readable ({error})", fix(directory, clean=True)) from None
 
+    def has_declarations(self, directory: Path) -> bool:
+        """Whether the library was checked against the declarations of this version."""
+        now = declarations_sha256(), mtmd_sha256(directory / "include")
+        return (self.declarations_sha256, self.mtmd_sha256) == now
+
     def verify(self, directory: Path) -> None:
         """Refuse a library that has changed since it was checked.
 
@@ -215,14 +220,9 @@ class Stamp:
             raise LibraryError(
                 f"the headers in {directory}/include have changed since the declarations were checked", remedy
             )
-        if self.declarations_sha256 != declarations_sha256():
+        if not self.has_declarations(directory):
             raise LibraryError(
                 f"the declarations in llama_abi have changed since the library in {directory} was checked",
-                remedy,
-            )
-        if self.mtmd_sha256 != mtmd_sha256(directory / "include"):
-            raise LibraryError(
-                f"the declarations of libmtmd in llama_abi have changed since the library in {directory} was checked",
                 remedy,
             )
         if self.libraries != _sizes(directory):
@@ -243,7 +243,9 @@ def write(directory: Path, *, source: str, backend: str, options: tuple[str, ...
         libraries=_sizes(directory),
         mtmd_sha256=mtmd_sha256(directory / "include"),
     )
-    (directory / STAMP).write_text(json.dumps(attrs.asdict(stamp), indent=2) + "\n")
+    part = directory / f"{STAMP}.{os.getpid()}"
+    part.write_text(json.dumps(attrs.asdict(stamp), indent=2) + "\n")
+    part.replace(directory / STAMP)  # other processes read it
     return stamp
 
 
@@ -259,6 +261,6 @@ def required_action(directory: Path, *, source: str, backend: str, options: tupl
         return "build", "the options of the build have changed"
     if stamp.libraries != _sizes(directory) or stamp.header_sha256 != header_sha256(directory / "include"):
         return "build", "files of the library are missing or have changed"
-    if (stamp.declarations_sha256, stamp.mtmd_sha256) != (declarations_sha256(), mtmd_sha256(directory / "include")):
+    if not stamp.has_declarations(directory):
         return "check", "the declarations have changed"
     return "nothing", "it is up to date"

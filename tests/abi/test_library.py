@@ -18,6 +18,7 @@ import llama_abi
 from llama_abi import LibraryError, Stamp
 from llama_abi import library as libraries
 from llama_abi import stamp as stamps
+from llama_abi.check import check_again
 from llama_abi.stamp import DIRECTORY_VARIABLE
 
 
@@ -115,6 +116,18 @@ class TestStamp:
     def test_edited_declarations(self, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stamps, "declarations_sha256", lambda: "0" * 64)
         assert "the declarations in llama_abi have changed" in refused(copied)
+
+    def test_edited_declarations_are_checked_again_in_a_checkout(
+        self, copied: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        edit(copied, declarations_sha256="0" * 64, mtmd_sha256="0" * 64)
+        assert "the declarations in llama_abi have changed" in refused(copied)
+        check_again(copied, Stamp.read(copied)).verify(copied)
+        Stamp.read(copied).verify(copied)
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.delenv("CC", raising=False)
+        with pytest.raises(LibraryError, match="no C compiler found"):
+            check_again(copied, Stamp.read(copied))
 
     def test_a_changed_library(self, copied: Path) -> None:
         with next(copied.glob("libggml-base.*")).open("ab") as library:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import attrs
 import numpy as np
 import pytest
 import trio
@@ -14,7 +15,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.state_files import memory_file
 from uma_trio import errors
 from uma_trio.daemon.prompts.media import PlacedRows, place
-from uma_trio.encoder.encoder import EncodedMedia, RowFile, placeholders
+from uma_trio.encoder.encoder import EncodedMedia, RowBlock, RowFile, placeholders
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.messages import EngineDied, EngineError, StepInput
 
@@ -22,13 +23,13 @@ N_ROWS, WIDTH, AROUND = 40, 4, 7
 """Rows of a picture, their width, and the token that the model expects before, after and in the middle of it."""
 
 
-def encoded(name: str) -> EncodedMedia:
+def encoded(name: str, *, is_causal: bool = True) -> EncodedMedia:
     """A picture in two halves."""
     ids = placeholders(hashlib.sha256(name.encode()).digest(), N_ROWS)
     half = N_ROWS // 2
     rows = np.arange(N_ROWS * WIDTH, dtype=np.float32)
     tokens = np.array([AROUND, *ids[:half], AROUND, *ids[half:], AROUND], np.int32)
-    return EncodedMedia(tokens, RowFile(memory_file(rows.tobytes()), N_ROWS, WIDTH))
+    return EncodedMedia(tokens, RowFile(memory_file(rows.tobytes()), N_ROWS, WIDTH), [RowBlock(half, is_causal)] * 2)
 
 
 def prompt_of(*parts: Sequence[int] | EncodedMedia) -> tuple[list[int], list[PlacedRows]]:
@@ -86,6 +87,27 @@ async def test_chunks_have_the_rows_of_their_placeholders(autojump_clock, batch)
         chunks = prefills(harness, client)
         assert sum(check_rows(chunk, placed) for chunk in chunks) == 3 * N_ROWS
         assert client.reason == "length"
+        await harness.clean()
+
+
+@pytest.mark.parametrize("streams", [0, 3])
+async def test_rows_that_attend_to_each_other_are_in_one_step(autojump_clock, streams):
+    tokens, placed = prompt_of(
+        [1, 2, 3], encoded("a cat", is_causal=False), [4], encoded("a dog", is_causal=False), [5]
+    )
+    async with asking(FakeEngine(n_batch=32)) as harness:
+        others = [harness.ask([9, n], 200) for n in range(streams)]
+        await trio.sleep(0.2)
+        clients = [
+            harness.ask([n, *tokens], 5, media=[attrs.evolve(each, start=each.start + 1) for each in placed])
+            for n in range(2)
+        ]
+        for client in (*clients, *others):
+            await harness.ended(client)
+        chunks = [chunk for chunk in prefills(harness, clients[0]) if chunk.media]  # those of both: they look alike
+        assert [[rows.n for rows in chunk.media] for chunk in chunks] == [[N_ROWS // 2]] * 8
+        assert [len(chunk.tokens) for chunk in chunks] == [N_ROWS // 2] * 8
+        assert not any(rows.is_causal for chunk in chunks for rows in chunk.media)
         await harness.clean()
 
 

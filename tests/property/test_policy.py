@@ -153,6 +153,25 @@ def test_a_plan_fits_the_batch_and_takes_only_what_is_ready(case: Case) -> None:
     assert bool(chosen.decodes or chosen.chunks) == bool(case.decodes or case.prefills)
 
 
+@given(cases(), st.sets(st.integers(0, 19)))
+def test_a_picture_is_whole_in_a_tick_or_not_in_it_and_one_at_a_time(case: Case, whole: set[int]) -> None:
+    views = [msgspec.structs.replace(view, is_whole=n in whole) for n, view in enumerate(case.prefills)]
+    chosen = attrs.evolve(case, prefills=views).plan()
+    pending = {view.seq_id: view.n_pending for view in views if view.is_whole}
+    pictures = [chunk for chunk in chosen.chunks if chunk.seq_id in pending]
+    assert [chunk.n_tokens for chunk in pictures] == [pending[chunk.seq_id] for chunk in pictures]
+    assert len(pictures) <= 1
+    others = sum(chunk.n_tokens for chunk in chosen.chunks) - sum(chunk.n_tokens for chunk in pictures)
+    assert len(chosen.decodes) + others <= case.max_tokens
+    assert chosen.work.prefill_tokens == sum(chunk.n_tokens for chunk in chosen.chunks)
+    if views and (not case.state.prefill_rows or not chosen.decodes):
+        assert chosen.chunks
+    charged = sum(chosen.state.service.counters.values()) - sum(case.state.service.counters.values())
+    assert (
+        charged >= chosen.work.prefill_tokens * (1 - 1e-9) or max(case.state.service.counters.values(), default=0) > 1e8
+    )
+
+
 @given(cases())
 def test_the_work_is_that_of_the_plan(case: Case) -> None:
     chosen = case.plan()

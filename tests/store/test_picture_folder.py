@@ -10,11 +10,13 @@ import pytest
 
 from uma_trio.daemon.store.encoding import DamagedFile
 from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder, StoredPicture, decode, encode
+from uma_trio.encoder.encoder import RowBlock
 
 
 def picture(n: int, rows: int = 16) -> StoredPicture:
     noise = np.random.default_rng(n)
-    return StoredPicture(np.arange(rows + 2, dtype=np.int32), noise.standard_normal((rows, 8), np.float32))
+    blocks = [RowBlock(rows - 1), RowBlock(1, is_causal=False)]
+    return StoredPicture(np.arange(rows + 2, dtype=np.int32), noise.standard_normal((rows, 8), np.float32), blocks)
 
 
 def key(n: int) -> bytes:
@@ -22,7 +24,12 @@ def key(n: int) -> bytes:
 
 
 def same(one: StoredPicture | None, other: StoredPicture) -> bool:
-    return one is not None and np.array_equal(one.tokens, other.tokens) and np.array_equal(one.rows, other.rows)
+    return (
+        one is not None
+        and np.array_equal(one.tokens, other.tokens)
+        and np.array_equal(one.rows, other.rows)
+        and one.blocks == other.blocks
+    )
 
 
 SIZE = len(encode(key(0), picture(0)))

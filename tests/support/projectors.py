@@ -1,4 +1,4 @@
-"""Projectors with random weights for the embedded model."""
+"""Projectors with random weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ N_ROWS = 16
 """Rows of a picture."""
 
 
-def projector_file(folder: Path, kind: str = "mlp") -> Path:
-    """A tiny projector; skips the test if the library cannot use it."""
+def projector_file(folder: Path, kind: str = "mlp", model: Path = EMBEDDED) -> Path:
+    """A tiny projector of ``model``; skips the test if the library cannot use it."""
     if not llama_abi.load().stamp.mtmd_sha256:
         pytest.skip("the library has no libmtmd: ./build_llama.sh --dev builds it")
     script, path = bench_script("make_projector"), folder / "mmproj.gguf"
-    script.make_projector(path, EMBEDDED, script.SHAPES["tiny" if kind == "mlp" else "tiny-siglip"], kind=kind)
+    script.make_projector(path, model, script.SHAPES["tiny" if kind == "mlp" else "tiny-siglip"], kind=kind)
     return path

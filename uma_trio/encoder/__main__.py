@@ -58,8 +58,6 @@ class Encoder:
             raise Refused("the model has positions in two dimensions (M-RoPE), which cannot be used with pictures yet")
         if not self._projector.sees:
             raise Refused("the projector has no encoder of pictures")
-        if not self._projector.is_causal:
-            raise Refused("the model needs non-causal attention for pictures, which cannot be used yet")
         if not setup["use_gpu"]:  # drivers of GPUs reserve more address space than there is memory
             limit_memory(psutil.Process().memory_info().vms + MEMORY_BYTES)
 
@@ -73,7 +71,7 @@ class Encoder:
         found = inspect(data)
         if not (self._projector.hears if found.is_sound else self._projector.sees):
             raise Refused(f"this model takes no {'sound' if found.is_sound else 'pictures'}")
-        parts: list[int | list[int]] = []
+        parts: list[dict[str, Any] | list[int]] = []
         n_rows = 0
         with self._bitmap(data, found) as bitmap, open(question["rows"], "wb") as file:
             for piece in self._projector.encode(bitmap):
@@ -83,7 +81,7 @@ class Encoder:
                 if not np.isfinite(piece.rows).all():
                     raise Refused("the projector makes no finite numbers of this file")
                 file.write(piece.rows.tobytes())
-                parts.append(len(piece.rows))
+                parts.append({"n": len(piece.rows), "is_causal": piece.is_causal})
                 n_rows += len(piece.rows)
         return {"parts": parts, "n_rows": n_rows, "width": self._projector.n_embd}
 

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -80,6 +80,15 @@ class RowFile:
         return np.frombuffer(data, np.float32).reshape(n, self.width)
 
 
+@attrs.frozen
+class RowBlock:
+    """Rows that are one picture, a part of one, or a part of sound."""
+
+    n: int
+    is_causal: bool = True
+    """Otherwise each of them attends to all of them, so one step computes them all."""
+
+
 @attrs.frozen(eq=False)
 class EncodedMedia:
     """A picture or sound as it stands in a prompt."""
@@ -91,6 +100,8 @@ class EncodedMedia:
     prefixes by their tokens also compares pictures."""
     rows: RowFile
     """What stands in place of the placeholders, in their order."""
+    blocks: Sequence[RowBlock]
+    """What the rows are, in their order."""
 
 
 def _memory_folder() -> Path | None:
@@ -165,13 +176,15 @@ class SandboxedEncoder:
         rows = RowFile(fd, answer["n_rows"], answer["width"])
         ids, at = placeholders(self.digest(data), rows.n), 0
         parts: list[npt.NDArray[np.int32]] = []
+        blocks = []
         for part in answer["parts"]:
-            if isinstance(part, int):
-                parts.append(ids[at : at + part])
-                at += part
+            if isinstance(part, dict):
+                blocks.append(RowBlock(**part))
+                parts.append(ids[at : at + blocks[-1].n])
+                at += blocks[-1].n
             else:
                 parts.append(np.array(part, np.int32))
-        return EncodedMedia(np.concatenate(parts), rows)
+        return EncodedMedia(np.concatenate(parts), rows, blocks)
 
     @contextlib.contextmanager
     def _files(self) -> Iterator[tuple[Path, Path]]:

@@ -234,6 +234,7 @@ class LlamaEngine:
             n_ctx_seq=self._context.n_ctx_seq,
             n_ctx_train=self._model.n_ctx_train,
             n_batch=self._context.n_batch,
+            n_ubatch=self._context.n_ubatch,
             n_seq_max=self._context.n_seq_max,
             eog_ids=tuple(self._model.vocab.eog_ids),
             size_bytes=self._model.size_bytes,
@@ -465,7 +466,10 @@ class LlamaEngine:
         [rows] = each.media
         batch.add_rows(rows.read(width), pos=each.position, seq=each.seq_id, logits="last" if each.samples else "none")
         self._adapters.apply_by_row(self._context, [(each.adapters, rows.n)])
-        return self._launched(self._context.decode(batch))
+        if rows.is_causal:
+            return self._launched(self._context.decode(batch))
+        with self._context.attending_to_all():
+            return self._launched(self._context.decode(batch))
 
     def _launched(self, code: int) -> float:
         """When ``llama_decode`` has come back with ``code``: now."""

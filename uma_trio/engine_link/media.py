@@ -24,6 +24,8 @@ class MediaRows(msgspec.Struct, array_like=True, gc=False):
     """Descriptor of the file: float32 ``[rows, width]``.  It goes with the message of the step."""
     start: int
     """Row of the file for the first of them."""
+    is_causal: bool = True
+    """Otherwise each row attends to all of them, and they are computed in one pass."""
 
     def read(self, width: int) -> npt.NDArray[np.float32]:
         """The rows, ``[n, width]``.

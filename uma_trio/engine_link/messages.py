@@ -114,6 +114,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Context length that the model was trained with, in tokens."""
     n_batch: int
     """Tokens of one ``llama_decode`` call, at most."""
+    n_ubatch: int = 0
+    """Tokens that one pass over the model computes, at most."""
     n_seq_max: int
     """Sequence ids are ``0`` to ``n_seq_max - 1``."""
     eog_ids: tuple[int, ...]

@@ -245,7 +245,8 @@ def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> P
         llama_dir=settings.llama_dir,
     )
     try:
-        pictures = stack.enter_context(open_pictures(projector, ready.info.max_request_tokens))
+        opening = open_pictures(projector, ready.info.max_request_tokens, ready.info.n_ubatch)
+        pictures = stack.enter_context(opening)
     except (CannotStart, Ended) as error:
         if settings.mmproj is not None:
             raise GgufError(f"the projector {path} cannot be used: {error}", "leave out mmproj") from None

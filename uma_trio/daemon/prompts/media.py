@@ -96,16 +96,17 @@ class PlacedRows:
     file: RowFile
     first: int
     """Row of the file for the first of them."""
+    is_causal: bool = True
+    """Otherwise one step computes them all."""
 
 
 def place(media: EncodedMedia, start: int) -> Iterator[PlacedRows]:
     """The rows of ``media``, whose tokens begin at ``start`` in the prompt."""
-    is_row = np.concatenate([[False], media.tokens >= PLACEHOLDER, [False]])
-    edges = np.flatnonzero(is_row[1:] != is_row[:-1]).tolist()
+    places = np.flatnonzero(media.tokens >= PLACEHOLDER).tolist()
     first = 0
-    for begin, end in zip(edges[::2], edges[1::2], strict=True):
-        yield PlacedRows(start + begin, end - begin, media.rows, first)
-        first += end - begin
+    for block in media.blocks:
+        yield PlacedRows(start + places[first], block.n, media.rows, first, block.is_causal)
+        first += block.n
 
 
 def rows_between(placed: Sequence[PlacedRows], start: int, end: int) -> list[MediaRows]:
@@ -114,5 +115,20 @@ def rows_between(placed: Sequence[PlacedRows], start: int, end: int) -> list[Med
     for each in placed:
         begin, stop = max(start, each.start), min(end, each.start + each.n)
         if begin < stop:
-            found.append(MediaRows(begin - start, stop - begin, each.file.fd, each.first + begin - each.start))
+            first = each.first + begin - each.start
+            found.append(MediaRows(begin - start, stop - begin, each.file.fd, first, each.is_causal))
     return found
+
+
+def whole_part(placed: Sequence[PlacedRows], start: int, end: int) -> tuple[int, bool]:
+    """How far a step computes at most that begins at the token ``start`` of a prompt, and whether it must compute all of it.
+
+    Rows that attend to each other are in a step of their own prompt, and none of them is left out.
+
+    Args:
+        end: the last token that could be computed.
+    """
+    for each in placed:
+        if not each.is_causal and start < each.start + each.n:
+            return (each.start + each.n, True) if each.start <= start else (min(end, each.start), False)
+    return end, False

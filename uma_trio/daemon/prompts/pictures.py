@@ -42,10 +42,12 @@ class Pictures:
 
     Args:
         max_tokens: of one request; pictures that have more are refused before all of them are encoded.
+        max_whole: rows that one step can compute at once.
     """
 
     _encoder: SandboxedEncoder
     _max_tokens: int
+    _max_whole: int
     _turns: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, 1))
     _reading: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, 1))
     """Threads that look for a picture, read and write files: none waits for the encoder."""
@@ -122,6 +124,13 @@ class Pictures:
         n_tokens = 0
         for picture in pictures:
             found.append(await self._encode(picture, principal, on_disk))
+            largest = max([0, *[block.n for block in found[-1].blocks if not block.is_causal]])
+            if largest > self._max_whole:
+                raise ContextTooSmall(
+                    f"the picture has {largest} rows that one step must compute, and a step has {self._max_whole}: send a "
+                    "smaller one, or start uma-trio serve with a larger --batch-tokens",
+                    field=picture.field,
+                )
             n_tokens += len(found[-1].tokens)
             if n_tokens > self._max_tokens:
                 raise ContextTooSmall(
@@ -189,19 +198,19 @@ class Pictures:
 
 def _read(folder: PictureFolder, key: bytes) -> EncodedMedia | None:
     found = folder.find(key)
-    return None if found is None else EncodedMedia(found.tokens, RowFile.of(found.rows))
+    return None if found is None else EncodedMedia(found.tokens, RowFile.of(found.rows), found.blocks)
 
 
 def _write(folder: PictureFolder, key: bytes, media: EncodedMedia) -> None:
-    folder.add(key, StoredPicture(media.tokens, media.rows.read(0, media.rows.n)))
+    folder.add(key, StoredPicture(media.tokens, media.rows.read(0, media.rows.n), media.blocks))
 
 
 @contextlib.contextmanager
-def open_pictures(projector: Projector, max_tokens: int) -> Iterator[Pictures]:
+def open_pictures(projector: Projector, max_tokens: int, max_whole: int) -> Iterator[Pictures]:
     """What encodes with ``projector``, in a process that ends with the context.  Blocks while it starts.
 
     Args:
-        max_tokens: see ``Pictures``.
+        max_tokens, max_whole: see ``Pictures``.
 
     Raises:
         CannotStart, Ended: the process does not start, or cannot use the projector.
@@ -210,4 +219,4 @@ def open_pictures(projector: Projector, max_tokens: int) -> Iterator[Pictures]:
     encoder = SandboxedEncoder(projector, model_fingerprint(projector.path, library_version(projector.llama_dir)))
     with contextlib.closing(encoder):
         encoder.start()
-        yield Pictures(encoder, max_tokens)
+        yield Pictures(encoder, max_tokens, max_whole)

@@ -195,7 +195,8 @@ def plan(tick: Tick) -> Plan:
     they are verified anyway, to learn whether they pay by now.
 
     Returns:
-        A plan of at most ``max_tokens`` rows.  It is empty only if nothing is ready.
+        A plan of at most ``max_tokens`` rows, besides those of a picture that is computed whole.  It is empty only if
+        nothing is ready.
 
     Two sequences are due in 30 ms and two prompts wait, on a device that takes 2 ms for a tick and 1 ms for each token:
 
@@ -218,6 +219,7 @@ def plan(tick: Tick) -> Plan:
 
 def _plan_with_prefill(tick: Tick, state: PolicyState) -> Plan | None:
     """The plan of a tick with prompts; ``None`` if there is no time for them."""
+    tick = _with_one_whole(tick)
     decodes = tick.decodes
     separately = bool(decodes) and not tick.mixes_prefill
     # Prefill in the same call: splitting the decodes would read the weights once more for each call.
@@ -228,6 +230,7 @@ def _plan_with_prefill(tick: Tick, state: PolicyState) -> Plan | None:
     given, work, service = _choose_prefill(tick, work)
     if not given:
         return None
+    given, work, service = _completed(tick, given, work, service)
     chunks = tuple([PrefillChunk(view.seq_id, n, n == view.n_pending) for view, n in given])
     after = attrs.evolve(state, service=service).after_decode(decodes)
     after = attrs.evolve(after, prefill_rows=len(decodes) + work.prefill_tokens)
@@ -356,6 +359,33 @@ def _choose_prefill(tick: Tick, work: Work) -> tuple[list[tuple[SequenceView, in
             budget = min(budget, work.prefill_tokens - 1)
         if budget >= work.prefill_tokens:
             return given, work, service
+
+
+def _with_one_whole(tick: Tick) -> Tick:
+    """``tick`` with at most one prompt whose next tokens are computed whole: the one that is due first."""
+    whole = [view for view in tick.prefills if view.is_whole]
+    if len(whole) < 2:
+        return tick
+    first = min(whole, key=lambda view: view.due_s)
+    return msgspec.structs.replace(
+        tick, prefills=[view for view in tick.prefills if not view.is_whole or view is first]
+    )
+
+
+def _completed(
+    tick: Tick, given: list[tuple[SequenceView, int]], work: Work, service: Service
+) -> tuple[list[tuple[SequenceView, int]], Work, Service]:
+    """``given`` with all tokens of a prompt that has a share, and whose tokens are computed whole.
+
+    The tick is then longer than its budget, by a time that is known before it begins.  The rows are in a call of their own.
+    """
+    view, n = next(((view, n) for view, n in given if view.is_whole), (None, 0))
+    if view is None:
+        return given, work, service
+    rest = view.n_pending - n
+    given = [(each, m + rest if each is view else m) for each, m in given]
+    service = service.charged({view.principal: rest / view.weight})
+    return given, _with_prefill(tick, work, given, n_calls=work.n_calls + 1), service
 
 
 def _rest_in_a_call_of_its_own(given: Sequence[tuple[SequenceView, int]], limits: Scheduling) -> int:

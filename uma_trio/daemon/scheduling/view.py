@@ -47,3 +47,5 @@ class SequenceView(msgspec.Struct, frozen=True, gc=False):
     """Tokens that the draft model computes before it proposes the first one."""
     grace_s: float = 0.0
     """During prefill: how much later than ``due_s`` the first token may be before the prompt is overdue."""
+    is_whole: bool = False
+    """The pending tokens are computed in one tick or not at all: a picture whose rows attend to each other."""

@@ -18,7 +18,7 @@ from uma_trio.daemon.answer.regions import RegionAssembler
 from uma_trio.daemon.answer.text import TextAssembler
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.offload_index import SavedState
-from uma_trio.daemon.prompts.media import rows_between
+from uma_trio.daemon.prompts.media import rows_between, whole_part
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.forecast import Prediction
 from uma_trio.daemon.scheduling.places import MIN_TURN_S
@@ -268,11 +268,7 @@ class Sequence:
         """
         n_computed = self.n_computed
         end = pause if n_computed < pause else self.n_computable
-        return self._view(
-            n_pending=self._chunk_end(n_computed, end) - n_computed,
-            n_context=n_computed,
-            due_s=self.due_at,
-        )
+        return self._view(end=self._chunk_end(n_computed, end), n_context=n_computed, due_s=self.due_at)
 
     def view_after(self, end: int, *, samples: bool, completed_at: float) -> SequenceView:
         """What the policy may know of it after the step in flight.
@@ -283,7 +279,7 @@ class Sequence:
             completed_at: when the step is expected to be complete.
         """
         return self._view(
-            n_pending=1 if samples else self._chunk_end(end, self.n_known) - end,
+            end=end + 1 if samples else self._chunk_end(end, self.n_known),
             n_context=end,
             due_s=completed_at + self.target_itl_ms / 1e3 if samples else self.due_at,
         )
@@ -299,10 +295,14 @@ class Sequence:
             return end
         return min(end, n_prompt if start < n_prompt else start + self.exact_rows)
 
-    def _view(self, *, n_pending: int, n_context: int, due_s: float) -> SequenceView:
+    def _view(self, *, end: int, n_context: int, due_s: float) -> SequenceView:
+        is_whole = False
+        if self.prompt.media and n_context < len(self.prompt.tokens):
+            end, is_whole = whole_part(self.prompt.media, n_context, end)
         return SequenceView(
             seq_id=NOT_PLACED if self.allocation is None else self.allocation.seq_id,
-            n_pending=n_pending,
+            n_pending=end - n_context,
+            is_whole=is_whole,
             n_context=n_context,
             due_s=due_s,
             grace_s=self.grace_s,

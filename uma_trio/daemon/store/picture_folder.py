@@ -1,6 +1,6 @@
 """Encoded pictures in files: written whole, and verified when they are read back.
 
-A file has a header, the picture's tokens, its rows, and a hash of all that.  The folder has a maximum size: the least
+A file has a header, the picture's blocks and tokens, its rows, and a hash of all that.  The folder has a maximum size: the least
 recently used pictures make room for new ones.
 
 All functions block on the disk; call them from one worker thread at a time.
@@ -14,6 +14,7 @@ import os
 import re
 import struct
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,11 +24,13 @@ import numpy.typing as npt
 
 from uma_trio.daemon.store.encoding import DamagedFile, Tokens
 from uma_trio.daemon.store.folder import PrivateFolder, StoreError, read_up_to
+from uma_trio.encoder.encoder import RowBlock
 
 SUFFIX: Final = ".picture"
 NAME: Final = re.compile(r"[0-9a-f]{64}\.picture")
-_HEADER: Final = struct.Struct("<16s32sIII")
-_MAGIC: Final = b"uma-picture-v1\0\0"
+_HEADER: Final = struct.Struct("<16s32sIIII")
+_MAGIC: Final = b"uma-picture-v2\0\0"
+_BLOCK: Final = struct.Struct("<I?")
 _HASH_BYTES: Final = hashlib.sha256().digest_size
 
 
@@ -43,6 +46,8 @@ class StoredPicture:
     """Shape ``[n]``, with placeholders for the rows."""
     rows: npt.NDArray[np.float32]
     """Shape ``[n_rows, width]``."""
+    blocks: Sequence[RowBlock]
+    """What the rows are."""
 
 
 def encode(key: bytes, picture: StoredPicture) -> bytes:
@@ -51,8 +56,9 @@ def encode(key: bytes, picture: StoredPicture) -> bytes:
     Args:
         key: 32 bytes, which name the picture.
     """
-    header = _HEADER.pack(_MAGIC, key, len(picture.tokens), *picture.rows.shape)
-    data = header + picture.tokens.astype("<i4").tobytes() + picture.rows.astype("<f4").tobytes()
+    header = _HEADER.pack(_MAGIC, key, len(picture.blocks), len(picture.tokens), *picture.rows.shape)
+    blocks = b"".join([_BLOCK.pack(block.n, block.is_causal) for block in picture.blocks])
+    data = header + blocks + picture.tokens.astype("<i4").tobytes() + picture.rows.astype("<f4").tobytes()
     return data + hashlib.sha256(data).digest()
 
 
@@ -65,14 +71,16 @@ def decode(key: bytes, data: bytes | bytearray) -> StoredPicture:
     body, found = memoryview(data)[:-_HASH_BYTES], bytes(data[-_HASH_BYTES:])
     if len(data) < _HEADER.size + _HASH_BYTES or hashlib.sha256(body).digest() != found:
         raise DamagedFile("its content does not have its hash")
-    magic, of, n_tokens, n_rows, width = _HEADER.unpack_from(body)
+    magic, of, n_blocks, n_tokens, n_rows, width = _HEADER.unpack_from(body)
     if magic != _MAGIC or of != key:
         raise DamagedFile("it is of another version, or of another picture")
-    if _HEADER.size + 4 * (n_tokens + n_rows * width) != len(body):
+    at = _HEADER.size + n_blocks * _BLOCK.size
+    if at + 4 * (n_tokens + n_rows * width) != len(body):
         raise DamagedFile("it has another size than its header says")
-    tokens = np.frombuffer(body, "<i4", n_tokens, _HEADER.size).astype(np.int32)
-    rows = np.frombuffer(body, "<f4", n_rows * width, _HEADER.size + 4 * n_tokens)
-    return StoredPicture(tokens, rows.astype(np.float32).reshape(n_rows, width))
+    blocks = [RowBlock(*each) for each in _BLOCK.iter_unpack(body[_HEADER.size : at])]
+    tokens = np.frombuffer(body, "<i4", n_tokens, at).astype(np.int32)
+    rows = np.frombuffer(body, "<f4", n_rows * width, at + 4 * n_tokens)
+    return StoredPicture(tokens, rows.astype(np.float32).reshape(n_rows, width), blocks)
 
 
 class PictureFolder:
