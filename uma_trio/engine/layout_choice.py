@@ -32,6 +32,9 @@ from uma_trio.processes.machine import default_threads, free_memory_bytes, machi
 SCANS_MASKED_CELLS: Final = ("CUDA", "ROCm", "MUSA", "SYCL")
 """How the names of devices begin whose flash attention does not skip masked cells of a unified cache."""
 
+COMPILES_SHADERS: Final = ("Vulkan", "Metal", "MTL")
+"""How the names of devices begin that compile a kernel when it is first used."""
+
 SHARE_OF_LOADING: Final = 0.1
 """Layout measurements may always take this fraction of the time that loading the weights took."""
 
@@ -125,6 +128,11 @@ def _scans_masked_cells(devices: Iterable[str]) -> bool:
     return any(name.startswith(SCANS_MASKED_CELLS) for name in devices)
 
 
+def compiles_shaders(where: Place) -> bool:
+    """Whether a device of the model compiles a kernel when it is first used."""
+    return where.on_gpu and any(name.startswith(COMPILES_SHADERS) for name in where.names)
+
+
 def environment_of(where: Place, target_itl_ms: float) -> Environment:
     """What the layout by rule depends on, for a model that goes to ``where``."""
     return Environment(
@@ -169,7 +177,13 @@ def choose_layout(
             why: Literal["measured before", "no time"] = "measured before" if known.was_measured else "no time"
             return LayoutChoice(layout=each, why=why, rule=rule)
     budget_s = max(settings.layout_trial_s, SHARE_OF_LOADING * loaded_s)
-    found = try_layouts(model, layouts, lambda each: context_options(settings, each), budget_s=budget_s)
+    found = try_layouts(
+        model,
+        layouts,
+        lambda each: context_options(settings, each),
+        budget_s=budget_s,
+        compiles=compiles_shaders(where),
+    )
     is_saved = found.why in ("measured", "no time") and layout_cache.save(facts, found, settings.layout_trial_s)
     return attrs.evolve(found, is_saved=is_saved, rule=rule)
 

@@ -7,7 +7,9 @@ and is created in a hundredth of the time.
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +55,7 @@ def try_layouts(
     options: Callable[[Layout], llama_abi.ContextOptions],
     *,
     budget_s: float,
+    compiles: bool = False,
 ) -> LayoutChoice:
     """Measure ``layouts``, the default first, and choose one.
 
@@ -63,11 +66,16 @@ def try_layouts(
 
     Args:
         options: returns the context options with which a layout would serve.
+        compiles: the device compiles a kernel when it is first used.  Each layout is computed once before the budget starts,
+            however long that takes: a first use says nothing of the layout.
     """
     default = layouts[0]
     shares = [options(each).n_ctx // options(each).n_seq_max for each in layouts]
     if min(*shares, model.n_ctx_train) < CELLS:
         return LayoutChoice(layout=default, why="default")
+    for layout in layouts if compiles else ():
+        with _Deadline(1) as unbounded:
+            _compute(model, layout, options(layout), unbounded, functools.partial(_Trial.measure, layout=layout))
     measured: list[MeasuredLayout] = []
     with _Deadline(len(layouts)) as deadline:
         try:
@@ -99,15 +107,30 @@ def _measured(
     others: Sequence[MeasuredLayout],
 ) -> MeasuredLayout | None:
     """Measure one layout.  ``None`` if there is not enough memory, or the device does not support it."""
+
+    def measure(trial: _Trial) -> MeasuredLayout:
+        if not deadline.running:
+            least_ms = trial.warm_up()
+            deadline.start(budget_s)
+            deadline.need(1e-3 * least_ms * MIN_CALLS * deadline.layouts_left)
+        cheapest = min((each.cost_ms for each in others), default=float("inf"))
+        return trial.measure(layout, HOPELESS * cheapest)
+
+    return _compute(model, layout, options, deadline, measure)
+
+
+def _compute(
+    model: llama_abi.Model,
+    layout: Layout,
+    options: llama_abi.ContextOptions,
+    deadline: _Deadline,
+    measure: Callable[[_Trial], MeasuredLayout],
+) -> MeasuredLayout | None:
+    """What ``measure`` finds with a small context; ``None`` as ``_measured``."""
     try:
         trial = _Trial(model, options, deadline)
         try:
-            if not deadline.running:
-                least_ms = trial.warm_up()
-                deadline.start(budget_s)
-                deadline.need(1e-3 * least_ms * MIN_CALLS * deadline.layouts_left)
-            cheapest = min((each.cost_ms for each in others), default=float("inf"))
-            return trial.measure(layout, HOPELESS * cheapest)
+            return measure(trial)
         finally:
             trial.close()
     except llama_abi.LlamaError as error:
@@ -176,7 +199,7 @@ class _Trial:
         self._ms([(0, 1)])
         return self._ms([(0, 1)])
 
-    def measure(self, layout: Layout, hopeless_ms: float) -> MeasuredLayout:
+    def measure(self, layout: Layout, hopeless_ms: float = math.inf) -> MeasuredLayout:
         """Measure decode ticks, then mixed ticks, unless the layout already costs more than ``hopeless_ms``.
 
         Raises:

@@ -33,6 +33,7 @@ from uma_trio.engine.layout_choice import (
     attention_scan,
     check_memory,
     choose_layout,
+    compiles_shaders,
     context_options,
     exact_rows,
     layout_candidates,
@@ -73,9 +74,6 @@ from uma_trio.tokenizer.tokenizer import Tokenizer
 
 READ_SHARE: Final = 0.5
 """The engine waits for the next message of the daemon for this fraction of the time that a GPU is expected to compute."""
-
-COMPILES_SHADERS: Final = ("Vulkan", "Metal", "MTL")
-"""Names of devices that compile a kernel when it is first used begin with these."""
 
 MAX_BREAKERS: Final = 64
 """Sets of sequence breakers that are remembered as tokens."""
@@ -242,8 +240,7 @@ class LlamaEngine:
             unified=self._options.kv_unified,
             attention_scan=attention_scan(self._options, self._place.names),
             records_calls=any(name.startswith("CUDA") for name in self._place.names),
-            compiles_shaders=self._place.on_gpu
-            and any(name.startswith(COMPILES_SHADERS) for name in self._place.names),
+            compiles_shaders=compiles_shaders(self._place),
             fills_gaps=not (self._options.kv_unified or recurrent or windowed)
             and self._context.n_seq_max <= self._context.n_ubatch,
             can_truncate=not recurrent and not (windowed and self._options.kv_unified),
