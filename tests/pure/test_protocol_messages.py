@@ -1008,3 +1008,22 @@ def test_answers_to_queries_round_trip() -> None:
 def test_an_invalid_known_event_is_an_error(fields: dict[str, object]) -> None:
     with pytest.raises(BadRequest, match=f"event '{fields['event']}'"):
         parse_event(fields)
+
+
+@pytest.mark.parametrize("more", [{}, {"token_id": 1}, {"index": 0}, {"unknown": 1}])
+@pytest.mark.parametrize("missing", [None, "id", "text"])
+@pytest.mark.parametrize("wrong", [None, "id", "text"])
+def test_a_token_is_checked_however_few_fields_it_has(
+    more: dict[str, Any], missing: str | None, wrong: str | None
+) -> None:
+    fields: dict[str, Any] = {"id": "r", "event": "token", "text": "x", **more}
+    if missing is not None:
+        del fields[missing]
+    if wrong in fields:
+        fields[wrong] = 5
+    if missing is None and wrong is None:
+        expected = {name: value for name, value in more.items() if name != "unknown"}
+        assert parse_event(fields) == Token(id="r", text="x", **expected)
+    else:
+        with pytest.raises(BadRequest, match="event 'token'"):
+            parse_event(fields)

@@ -189,7 +189,7 @@ class Call:
         except msgspec.ValidationError as error:
             wrong = explain(error, cls, fields)
             raise invalid(wrong.message, parameter=wrong.field) from None
-        known = {field.encode_name for field in msgspec.structs.fields(cls)}
+        known = set(cls.__struct_encode_fields__)
         return body, without_effect([name for name in fields if name not in known], "parameter", known)
 
     async def read_fields(self) -> Mapping[str, Any]:

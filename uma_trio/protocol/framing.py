@@ -5,11 +5,13 @@ Source: docs/PROTOCOL.md, "Frames".
 
 from __future__ import annotations
 
+import struct
 from typing import Final
 
 from uma_trio.errors import FrameTooLarge, TruncatedFrame
 
 HEADER_BYTES: Final = 4
+_header: Final = struct.Struct("<I")
 
 
 class FrameReader:
@@ -57,7 +59,7 @@ class FrameReader:
             TruncatedFrame: the peer closed inside a frame.
         """
         if len(self._buffer) >= HEADER_BYTES:
-            length = int.from_bytes(self._buffer[:HEADER_BYTES], "little")
+            (length,) = _header.unpack_from(self._buffer)
             if length > self._max_frame_bytes:
                 raise FrameTooLarge(f"a frame of {length} bytes; the limit is {self._max_frame_bytes}")
             end = HEADER_BYTES + length

@@ -250,6 +250,7 @@ class PlainFields:
         "`true` also tries it before any draft token was accepted, for answers that repeat their prompt. The text is the "
         "same.",
         unset="the daemon's `speculation`",
+        openai=("speculate",),
     )
     stream: bool = field(True, "`false`: no `token` events; `eos` has the whole text.")
     echo: bool = field(

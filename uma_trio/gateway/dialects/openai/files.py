@@ -104,7 +104,7 @@ async def _received(call: Call, body: Body) -> Response:
         service.uploads[owner] -= 1
         if not service.uploads[owner]:
             del service.uploads[owner]
-    known = {field.encode_name for field in msgspec.structs.fields(UploadedFile)}
+    known = set(UploadedFile.__struct_encode_fields__)
     return json_response(
         _file(file), warnings=without_effect([name for name in form.fields if name not in known], "field", known)
     )
