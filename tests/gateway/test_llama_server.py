@@ -43,7 +43,7 @@ def test_an_answer_is_that_of_openais_api(gateway: Gateway) -> None:
     text = gateway.openai().completions.create(
         model="embedded", prompt=PROMPT, temperature=0, max_tokens=6, extra_body={"ignore_eos": True}
     )
-    found = complete(gateway)
+    found = complete(gateway, n_keep=-1, id_slot=0)
     assert found["content"] == text.choices[0].text
     assert (found["stop"], found["stop_type"], found["stopping_word"]) == (True, "limit", "")
     assert (found["tokens_predicted"], found["truncated"], found["tokens"]) == (6, False, [])

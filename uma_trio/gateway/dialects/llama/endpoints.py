@@ -58,6 +58,8 @@ class LlamaFields(Sampling, kw_only=True):
     """Report only these fields.  A slash leads into an object."""
     id_slot: Any = None
     """Has no effect: any sequence can reuse the prefix of any other one."""
+    n_keep: Any = None
+    """Has no effect: an answer never outgrows its context, so nothing is shifted that had to keep its beginning."""
 
 
 class LlamaRequest(LlamaFields, kw_only=True):
