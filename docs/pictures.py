@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import click
+import httpx
 from rich.segment import Segment
 from rich.style import Style
 
@@ -25,6 +27,7 @@ ROOT: Final = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.browser import load, opened_page  # noqa: E402
+from tests.support.projectors import projector_file  # noqa: E402
 from tests.support.real_daemon import real_daemon  # noqa: E402
 from tests.support.terminal import Terminal, terminal  # noqa: E402
 from uma_trio.demo.animation import Frame, svg  # noqa: E402
@@ -163,25 +166,48 @@ def dashboard(file: Path) -> None:
             page.screenshot(path=file)
 
 
-QUESTIONS: Final = ("Hello, my name is Ada.", "What is the capital of Peru?", "What is the capital of Spain?")
+BEFORE: Final = [
+    {"role": "user", "content": "How large is a circle?"},
+    {
+        "role": "assistant",
+        "content": "$$A = \\pi r^2 \\qquad U = 2 \\pi r$$\n\n| radius | area | circumference |\n|-:|-:|-:|\n"
+        "| 1 | $\\pi$ | $2\\pi$ |\n| 2 | $4\\pi$ | $4\\pi$ |\n",
+    },
+    {"role": "user", "content": "What is the capital of Peru?"},
+]
+"""A conversation that the page is to go on with; its first answer is more than the embedded model knows."""
 
 
-def chat_page(file: Path, *, width: int = 900, height: int = 620, scheme: str = "light") -> None:
-    """A conversation in the chat page, whose last question was edited."""
+def chat_page(file: Path, *, width: int = 900, height: int = 800, scheme: str = "light", runs: bool = False) -> None:
+    """A conversation in the chat page, with a formula, a question that was edited, and a picture to be sent.
+
+    Args:
+        runs: a question is being answered, and a text is typed that is to be part of its answer.
+    """
     size = {"width": width, "height": height}
-    with (
-        real_daemon("--ctx", "32768", "--http", "0") as daemon,
-        opened_page(**size, color_scheme=scheme, reduced_motion="reduce") as page,
-    ):
-        page.goto(f"{daemon.http_url()}/chat")
-        for question in QUESTIONS:
-            if question == QUESTIONS[-1]:
-                page.locator("article.user button:text('Edit')").last.click()
-            field = page.locator(".edit textarea, #prompt").first
-            field.fill(question)
-            field.press("Enter")
-            page.wait_for_function("() => document.getElementById('status').textContent === 'The answer is complete'")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        daemon = stack.enter_context(
+            real_daemon("--ctx", "32768", "--http", "0", "--mmproj", str(projector_file(folder)), folder=folder)
+        )
+        body = {"session_id": "chat-circle", "messages": BEFORE, "history": "replace", "stream": False}
+        httpx.post(f"{daemon.http_url()}/v1/generate", json=body, timeout=60).raise_for_status()
+        page = stack.enter_context(opened_page(**size, color_scheme=scheme, reduced_motion="reduce"))
+        page.goto(f"{daemon.http_url()}/chat#chat-circle")
+        page.locator("article.user button:text('Edit')").last.click()
+        page.fill(".edit textarea", "What is the capital of Spain?")
+        page.press(".edit textarea", "Enter")
         page.wait_for_selector(".switcher")
+        if runs:
+            page.fill("#prompt", "Count from 1 to 900.")
+            page.press("#prompt", "Enter")
+            page.wait_for_selector("article:last-child .text:has-text('20, 21')")
+            page.fill("#prompt", "and so on, to 900.")
+        else:
+            page.set_input_files("#files", ROOT / "docs" / "dashboard.png")
+            page.wait_for_selector("#attached li")
+            page.fill("#prompt", "What does this show?")
+            page.wait_for_function("() => document.querySelector('#attached canvas').width !== 300")
         page.screenshot(path=file)
 
 
@@ -192,7 +218,7 @@ PICTURES: Final[dict[str, Callable[[Path], None]]] = {
     "dashboard.png": dashboard,
     "chat-page.png": chat_page,
     "chat-page-dark.png": partial(chat_page, scheme="dark"),
-    "chat-page-phone.png": partial(chat_page, width=390, height=700),
+    "chat-page-phone.png": partial(chat_page, width=390, height=800, runs=True),
 }
 NAMES: Final = {name.partition(".")[0]: name for name in PICTURES}
 
