@@ -6,19 +6,22 @@ import base64
 import contextlib
 import hashlib
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from click.testing import CliRunner
 
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import TIMEOUT_S, Gateway
 from tests.support.pictures import drawn, png
 from tests.support.projectors import projector_file
-from tests.support.real_daemon import missing, real_daemon
+from tests.support.real_daemon import free_port, missing, real_daemon, started, wait_ready
 from uma_trio.cli import main
 from uma_trio.gateway.pages import CHAT
 
@@ -206,13 +209,18 @@ def test_five_hundred_messages_stay_smooth(browser: Browser, tmp_path: Path) -> 
         httpx.post(f"{daemon.http_url()}/v1/generate", json=body, timeout=120).raise_for_status()
         with opened(browser, daemon.http_url()) as page:
             check_that_an_answer_is_smooth(page, len(messages))
+            check_that_a_question_that_waits_says_so(page)
+
+
+def make_answers_long(page: Page) -> None:
+    long = json.dumps({"sampling": {"ignore_eos": True, "max_tokens": 2000}})
+    page.evaluate("kept => localStorage.setItem('uma-trio settings', kept)", long)
+    page.reload()
 
 
 def check_that_an_answer_is_smooth(page: Page, n_before: int) -> None:
-    endless = json.dumps({"sampling": {"ignore_eos": True, "max_tokens": 2000}})
-    page.evaluate("kept => localStorage.setItem('uma-trio settings', kept)", endless)
     page.goto(f"{page.url}#chat-many")
-    page.reload()  # with these settings
+    make_answers_long(page)
     expect(page.locator("article")).to_have_count(n_before)
     expect(page.locator("article em").last).to_be_in_viewport()
     send(page, "Tell me a story.")
@@ -228,13 +236,65 @@ def check_that_an_answer_is_smooth(page: Page, n_before: int) -> None:
     before_s = busy_s()
     page.wait_for_function("() => seen.updates >= 40")
     seen, took_s = page.evaluate("() => seen"), busy_s() - before_s
-    page.keyboard.press("Escape")
     assert seen["elsewhere"] == []
     assert seen["nodes"] <= 10
     assert took_s / seen["updates"] < 0.025
 
 
+def check_that_a_question_that_waits_says_so(running: Page) -> None:
+    """The daemon answers one request at a time, and ``running`` has an endless one."""
+    waiting = running.context.new_page()
+    waiting.goto(running.url.partition("#")[0])
+    expect(waiting.locator("#model")).to_have_value("embedded")
+    waiting.set_viewport_size({"width": 900, "height": 600})
+    send(waiting, "Hello")
+    expect(waiting.locator("#status")).to_have_text("Next in the queue")
+    expect(waiting.locator(".wait")).to_have_text(re.compile("^Begins (in about|any moment)"))
+    waiting.reload()
+    expect(waiting.locator("#status")).to_have_text("Next in the queue")
+    expect(waiting.locator(".wait")).to_have_count(1)
+    running.click("#stop")
+    expect(last(waiting).locator(".text")).not_to_be_empty()
+    expect(waiting.locator(".wait")).to_have_count(0)
+    waiting.click("#stop")
+    expect(waiting.locator("#status")).to_have_text("Stopped")
+    waiting.close()
+
+
 # -- one answer --
+
+
+@needs_browser
+def test_an_answer_is_changed_while_it_is_written(page: Page) -> None:
+    make_answers_long(page)
+    expect(page.locator("#steering")).to_be_hidden()
+    send(page, LONG)
+    expect(last(page).locator(".text")).to_contain_text("3")
+    expect(page.locator("#steering button:visible")).to_have_count(3)
+    page.fill("#prompt", "and 4711 is a number.")
+    page.press("#prompt", "Enter")
+    expect(page.locator("#status")).to_contain_text("The answer is still running")
+    page.press("#prompt", "Control+Enter")
+    expect(page.locator("#prompt")).to_have_value("")
+    expect(last(page).locator(".text")).to_contain_text("and 4711 is a number.")
+    page.once("dialog", lambda dialog: dialog.accept("100000000"))
+    page.click("#bound")
+    expect(page.locator("#status")).to_contain_text("max_tokens")
+    page.once("dialog", lambda dialog: dialog.accept("3"))
+    page.focus("#bound")
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_have_text("The answer is complete")
+    expect(last(page).locator(".figures")).to_contain_text("cut off at the limit")
+    expect(page.locator("#steering")).to_be_hidden()
+    expect(page.locator("#prompt")).to_be_focused()
+    page.reload()
+    expect(last(page).locator(".text")).to_contain_text("and 4711 is a number.")
+    send(page, "Tell me a story about a fox named Ivo.")
+    expect(last(page).locator(".text")).not_to_be_empty()
+    page.click("#end-sentence")
+    expect(page.locator("#status")).to_have_text("The answer is complete")
+    expect(last(page).locator(".text")).to_have_text(re.compile(r"[.!?]\W*$"))
+    assert last(page).locator(".text").inner_text().count(".") <= 4
 
 
 @needs_browser
@@ -264,6 +324,42 @@ def test_an_answer_survives_a_reload_in_its_middle_and_can_be_stopped_and_contin
     page.reload()
     expect(page.locator("article")).to_have_count(2)
     expect(last(page).locator(".text")).to_have_text(whole)
+
+
+@needs_browser
+def test_kills_of_gateway_and_daemon_lose_nothing(browser: Browser, tmp_path: Path) -> None:
+    """What was sent of an answer stays and is continued; a question that is not on disk goes back into its field."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    flags = ("--http", str(free_port()), "--parallel", "1", "--ctx", "8192")
+    with contextlib.ExitStack() as stack:
+        with started(*flags, socket=tmp_path / "uma.sock", log_file=tmp_path / "log") as daemon:
+            wait_ready(daemon)
+            page = stack.enter_context(opened(browser, daemon.http_url()))
+            make_answers_long(page)
+            send(page, LONG)
+            expect(last(page).locator(".text")).to_contain_text("1, 2, 3")
+            os.kill(daemon.metrics()["gateway"]["pid"], signal.SIGKILL)
+            expect(page.locator("#status")).to_have_text("The answer was interrupted; Continue goes on with it.")
+            expect(last(page).locator(".text")).to_contain_text("1, 2, 3")
+            page.click("button:visible:text('Continue')")
+            expect(page.locator("#status")).to_have_text("Answering")
+            page.click("#stop")
+            expect(page.locator("#status")).to_have_text("Stopped")
+            page.click("#new")
+            send(page, LONG)
+            expect(last(page).locator(".text")).to_contain_text("1, 2, 3")
+            processes = daemon.processes  # its children end with it, and one of them has the port
+            daemon.signal(signal.SIGKILL)
+            daemon.wait()
+            psutil.wait_procs(processes, timeout=TIMEOUT_S)
+        (tmp_path / "log").unlink()
+        with real_daemon(*flags, folder=tmp_path):
+            expect(page.locator("#prompt")).to_have_value(LONG)
+            page.reload()
+            expect(page.locator("#prompt")).to_have_value(LONG)
+            expect(page.locator("#list li")).to_have_count(1)
+            stack.close()
 
 
 @needs_browser
@@ -474,6 +570,11 @@ def test_a_model_that_is_loading_says_how_far_it_is(page: Page) -> None:
         found["data"].append({"id": "words", "capabilities": ["embedding"], "status": {"value": "loaded"}})
         route.fulfill(json=found)
 
+    unavailable = {"error": {"code": "E_MODEL_UNAVAILABLE", "message": "the daemon is starting"}}
+    page.route("**/v1/models", lambda route: route.fulfill(status=503, json=unavailable), times=1)
+    page.reload()
+    expect(page.locator("#status")).to_have_text("the daemon is starting")
+    expect(page.locator("#model")).to_have_value("embedded")
     page.route("**/v1/models", answer)
     page.reload()
     expect(page.locator("#model option")).to_have_text(["embedded", "large (loading 40 %)", "other (not loaded)"])

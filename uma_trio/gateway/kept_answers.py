@@ -16,7 +16,7 @@ import attrs
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from uma_trio.client import Event
+from uma_trio.client import Event, Forecast
 from uma_trio.errors import SessionBusy, TooManyRequests
 from uma_trio.gateway.errors import HttpError
 
@@ -41,6 +41,8 @@ class KeptAnswer:
 
     fields: Mapping[str, Any]
     _events: list[Event] = attrs.field(factory=list, init=False)
+    _forecast: tuple[Forecast, float] | None = attrs.field(default=None, init=False)
+    """The latest one, and when it came."""
     _changed: anyio.Event = attrs.field(factory=anyio.Event, init=False)
     _failure: HttpError | None = attrs.field(default=None, init=False)
     _has_ended: bool = attrs.field(default=False, init=False)
@@ -63,8 +65,8 @@ class KeptAnswer:
         try:
             while True:
                 if seen < len(self._events):
-                    found = self._events[seen:]
-                    seen += len(found)
+                    found = self._events[seen:] if seen else self._so_far()
+                    seen = len(self._events)
                     yield found
                 elif self._failure is not None:
                     raise self._failure
@@ -76,6 +78,16 @@ class KeptAnswer:
             self._followers -= 1
             if not self._followers:
                 self._scope.deadline = anyio.current_time() + ALONE_S
+
+    def _so_far(self) -> list[Event]:
+        """All events, but of the forecasts only the latest one, as it is now."""
+        others = [event for event in self._events if not isinstance(event, Forecast)]
+        if self._forecast is None:
+            return others
+        latest, came_at = self._forecast
+        age_ms = 1e3 * (anyio.current_time() - came_at)
+        start_ms, end_ms = (max(0.0, each - age_ms) for each in (latest.start_ms, latest.end_ms))
+        return [attrs.evolve(latest, start_ms=start_ms, end_ms=end_ms), *others]
 
     async def run(self, events: AsyncIterator[list[Event]]) -> None:
         """Read the answer to its end, until it is stopped, or until nobody has followed it for ``ALONE_S``."""
@@ -91,6 +103,9 @@ class KeptAnswer:
             async with aclosing(events) as batches:  # type: ignore[type-var]
                 async for batch in batches:
                     self._events += batch
+                    for event in batch:
+                        if isinstance(event, Forecast):
+                            self._forecast = event, anyio.current_time()
                     self._changed.set()
                     self._changed = anyio.Event()
                     if len(self._events) > MAX_EVENTS:

@@ -1,16 +1,18 @@
 // An answer while it arrives: its events become text, folded reasoning and calls. Text is shown once a frame.
 
-import { count, el } from "../dashboard/dom.js";
+import { count, duration, el, setText } from "../dashboard/dom.js";
 import { Growing } from "./markdown.js";
+
+const SHOWN_WAIT_MS = 1500; // a shorter one without a queue is not worth a line
 
 export const folded = (title, content) => el("details", {}, el("summary", {}, title), el("div", { class: "text" }, content));
 
 export const folds = (call) => folded(`Calls ${call.name}`, JSON.stringify(call.arguments, null, 2));
 
 export class Answer {
-  /** Args: the place of its text, what it begins with, and two functions: for its state, and after it was shown. */
-  constructor(element, begun, say, onShown) {
-    Object.assign(this, { element, say, onShown, content: begun, reasoning: "", failure: "", calls: [] });
+  /** Args: the place of its text, what it begins with, and functions: for what it does now, for its state, and after it was shown. */
+  constructor(element, begun, { say, onState, onShown }) {
+    Object.assign(this, { element, say, onState, onShown, content: begun, reasoning: "", failure: "", calls: [] });
     this.hasBegun = false;
     this.generation = null; // of an answer that has ended
     this.growing = new Growing(element);
@@ -19,7 +21,8 @@ export class Answer {
   }
 
   take(name, data) {
-    if (name === "loading") this.say(`Loading ${data.model}: ${Math.round(100 * data.progress)} %`);
+    if (name === "forecast") this.wait(data);
+    else if (name === "loading") this.say(`Loading ${data.model}: ${Math.round(100 * data.progress)} %`);
     else if (name === "progress") this.say(`Reading the conversation: ${count(data.prefilled_tokens)} of ${count(data.prompt_tokens)} tokens`);
     else if (name === "warnings") this.say(data.warnings.join("; "));
     else if (name === "error") this.failure = data.message;
@@ -33,11 +36,35 @@ export class Answer {
   }
 
   add(state, work) {
-    if (this.state !== state) this.say((this.state = state));
+    if (this.state !== state) this.onState((this.state = state));
+    this.waitEnds();
     this.hasBegun = true;
     work();
     this.frame ??= requestAnimationFrame(() => this.flush());
   }
+
+  /** Say which place in the queue it has; and when it is predicted to begin, each second anew. */
+  wait({ queue_position: place, start_ms: startMs }) {
+    this.waitEnds();
+    if (place > 0) this.say(place === 1 ? "Next in the queue" : `Place ${count(place)} in the queue`);
+    else if (startMs < SHOWN_WAIT_MS) return;
+    const begins = performance.now() + startMs;
+    const note = el("p", { class: "wait" });
+    const show = () => {
+      const leftMs = begins - performance.now();
+      setText(note, leftMs < 1000 ? "Begins any moment" : `Begins in about ${duration(leftMs / 1000)}`);
+    };
+    show();
+    this.element.after(note);
+    const timer = setInterval(show, 1000);
+    this.waitEnds = () => {
+      clearInterval(timer);
+      note.remove();
+      this.waitEnds = () => {};
+    };
+  }
+
+  waitEnds() {}
 
   reason(text) {
     if (!this.thought) this.element.before((this.thought = folded("Reasoning", "")));

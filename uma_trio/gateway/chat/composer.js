@@ -3,7 +3,7 @@
 import { Refused, request } from "../dashboard/api.js";
 import { byId, count, el } from "../dashboard/dom.js";
 import { rootOf } from "./branches.js";
-import { contentOf } from "./content.js";
+import { contentOf, textOf } from "./content.js";
 import { button } from "./message.js";
 import { isPicture, readPicture, thumbnail } from "./pictures.js";
 
@@ -18,6 +18,22 @@ function fenced({ name, text }) {
   const fence = "`".repeat(ticks + 1);
   return `${name}:\n\n${fence}\n${text}\n${fence}`;
 }
+
+/** The content of the message that a draft becomes, with the files that are text in its text; empty if there is none. */
+export function contentOfDraft({ text, files }) {
+  const texts = files.filter(({ picture }) => !picture).map(fenced);
+  return contentOf([...texts, text.trim()].filter(Boolean).join("\n\n"), files.flatMap(({ picture }) => picture ?? []));
+}
+
+function keptAt(key) {
+  try {
+    return JSON.parse(localStorage.getItem(key));
+  } catch {
+    return null; // what another version has kept
+  }
+}
+
+const sentKey = (id) => `uma-trio sent ${id}`;
 
 export class Composer {
   /** Args: a function for what the user should know, one that gives the fields of a request that name the model. */
@@ -44,34 +60,44 @@ export class Composer {
 
   /** Show the draft of the conversation `id`. */
   open() {
-    let kept = {};
-    try {
-      kept = JSON.parse(localStorage.getItem(this.key)) ?? {};
-    } catch {
-      /* what another version has kept */
-    }
-    this.files = kept.files ?? [];
-    this.field.value = kept.text ?? "";
+    const kept = keptAt(this.key);
+    this.files = kept?.files ?? [];
+    this.field.value = kept?.text ?? "";
     this.show();
-  }
-
-  /** The text to send, with the files that are text. */
-  get text() {
-    const texts = this.files.filter(({ picture }) => !picture).map(fenced);
-    return [...texts, this.field.value.trim()].filter(Boolean).join("\n\n");
   }
 
   /** The content of the message to send; empty if there is none. */
   get content() {
-    return contentOf(this.text, this.files.flatMap(({ picture }) => picture ?? []));
+    return contentOfDraft(this.draft);
   }
 
   get draft() {
     return { text: this.field.value, files: this.files };
   }
 
-  clear() {
-    this.put({ text: "", files: [] });
+  // -- what was sent, until it is in its session --
+
+  keepSent(id, draft) {
+    try {
+      localStorage.setItem(sentKey(id), JSON.stringify(draft));
+    } catch {
+      /* too long; then it is only on its way */
+    }
+  }
+
+  sent(id) {
+    return keptAt(sentKey(id));
+  }
+
+  forgetSent(id) {
+    localStorage.removeItem(sentKey(id));
+  }
+
+  /** Put a draft back into the field; false if something else is there. */
+  takeBack({ text, files }) {
+    const isFree = this.field.value === "" && !this.files.length;
+    if (isFree) this.put({ text, files });
+    return isFree;
   }
 
   put({ text, files }) {
@@ -104,7 +130,7 @@ export class Composer {
     this.counting?.abort();
     clearTimeout(this.timer);
     byId("tokens").textContent = "";
-    const { text } = this;
+    const text = textOf({ content: this.content });
     if (text.length >= COUNTED) this.timer = setTimeout(() => this.count(text), COUNT_AFTER_MS);
   }
 

@@ -4,8 +4,10 @@ import { Refused, events, request } from "../dashboard/api.js";
 import { byId } from "../dashboard/dom.js";
 import { Answer } from "./answer.js";
 import { continuation, newBranch, newRoot, rootOf, variants } from "./branches.js";
-import { contentOf, picturesOf, textOf } from "./content.js";
+import { contentOfDraft } from "./composer.js";
+import { contentOf, picturesOf, same, textOf } from "./content.js";
 import { article, emptyArticle, finish, showSwitcher } from "./message.js";
+import { Steering } from "./steering.js";
 
 const MAX_BRANCHES = 20; // those that are compared, the last used
 const RETRY_MS = 1000;
@@ -22,6 +24,7 @@ export class Conversation {
   constructor(parts) {
     Object.assign(this, parts);
     this.place = byId("messages");
+    this.steering = new Steering(parts);
     this.id = "";
     this.messages = [];
     this.system = "";
@@ -73,12 +76,22 @@ export class Conversation {
     if (!id) this.show([]);
     const found = id ? await this.read(id) : null;
     if (this.id !== id || this.reading) return;
-    this.show(found?.messages ?? []);
+    if (found || moved) this.show(found?.messages ?? []);
     const [first] = this.messages;
     this.system = !first ? this.settings.now.system : first.role === "system" ? textOf(first) : "";
     this.place.scrollTop = this.place.scrollHeight;
     this.say("");
     if (id && (!found || found.session.busy)) await this.follow();
+    this.settleSent();
+  }
+
+  /** What was sent and has not reached its session, as when the daemon was killed, goes back into the field. */
+  settleSent(id = this.id) {
+    const draft = this.composer.sent(id);
+    if (!draft || this.reading) return;
+    const message = { role: "user", content: contentOfDraft(draft) };
+    const later = this.messages.slice(Math.max(0, draft.before - 1)); // the system prompt may be gone
+    if (later.some((each) => same(each, message)) || this.composer.takeBack(draft)) this.composer.forgetSent(id);
   }
 
   /** Show messages, from one on whose place is `from`. */
@@ -115,9 +128,22 @@ export class Conversation {
   /** Send what the composer has. */
   async send() {
     const { content, draft } = this.composer;
+    if (this.reading && content.length) return this.say("The answer is still running: end it first, or put your text into it.");
     if (!content.length || this.reading) return;
-    this.composer.clear();
-    if (!(await this.ask([{ role: "user", content }]))) this.composer.put(draft);
+    const isNew = !this.id;
+    this.composer.put({ text: "", files: [] });
+    if (isNew) this.moveTo(newRoot());
+    const { id } = this;
+    this.composer.keepSent(id, { ...draft, before: this.messages.length });
+    let ended = false;
+    try {
+      ended = await this.ask([{ role: "user", content }]);
+    } finally {
+      if (this.id === id) {
+        if (isNew && !ended) this.moveTo("");
+        this.settleSent(id);
+      }
+    }
   }
 
   /** Ask again from a message on, in a fork: the conversation until now stays as it is. */
@@ -150,18 +176,9 @@ export class Conversation {
 
   /** Whether messages in place of the `dropped` last ones got an answer. Without one, all is as it was before. */
   async ask(messages, dropped = 0, more = {}) {
-    if (this.id) return this.askHere(messages, dropped, more);
-    const id = newRoot();
-    this.moveTo(id);
-    const ended = await this.askHere(messages, dropped, more);
-    if (!ended && this.id === id) this.moveTo("");
-    return ended;
-  }
-
-  async askHere(messages, dropped, more) {
     const { before, fields } = continuation(this.messages, dropped, this.system);
     const asked = { messages: [...before, ...messages], ...fields, ...this.settings.fields, ...more };
-    const body = { session_id: this.id, separate_reasoning: true, progress: true, ...asked, ...this.model() };
+    const body = { session_id: this.id, separate_reasoning: true, progress: true, forecast: true, ...asked, ...this.model() };
     for (let i = 0; ; i++) {
       const ended = await this.listen("v1/session/answer", body, asked);
       if (ended !== "busy") return ended;
@@ -207,8 +224,16 @@ export class Conversation {
     this.place.onscroll = () => {
       follows = this.place.scrollHeight - this.place.scrollTop - this.place.clientHeight < NEAR_END_PX;
     };
-    const answer = new Answer(made.firstChild, begun, this.say, () => {
-      if (follows) this.place.scrollTop = this.place.scrollHeight;
+    const answer = new Answer(made.firstChild, begun, {
+      say: this.say,
+      onState: (state) => {
+        if (!answer.hasBegun) this.onChange(); // the session has begun, too
+        this.say(state);
+        this.steering.show(state);
+      },
+      onShown: () => {
+        if (follows) this.place.scrollTop = this.place.scrollHeight;
+      },
     });
     answer.made = made;
     return answer;
@@ -227,11 +252,15 @@ export class Conversation {
       for await (const { name, data } of events(path, { body, signal: mine.signal })) {
         if (this.reading !== mine) return true; // another session was opened; this answer goes on without the page
         wasAccepted = true;
-        if (name === "request") answer ??= this.begin(data);
-        else answer.take(name, data);
+        if (name === "request") {
+          answer ??= this.begin(data);
+          this.steering.begin(data.request_id);
+        } else answer.take(name, data);
       }
     } catch (error) {
       refusal = error;
+    } finally {
+      answer?.waitEnds();
     }
     if (this.reading !== mine) return true;
     this.reading = null;
@@ -259,22 +288,31 @@ export class Conversation {
   /** A stopped answer is in its session a moment later, and may have some words more than have arrived here. */
   async readEnd() {
     const { id, messages } = this;
+    const found = await this.settled();
+    if (this.id !== id || this.messages !== messages || this.reading) return;
+    if (found?.messages.length === messages.length) this.show(found.messages, messages.length - 1);
+    this.onChange();
+  }
+
+  /** The open session when no answer runs in it any more, or as it is after a while; null if there is none. */
+  async settled() {
+    const { id } = this;
+    let found = null;
     for (let i = 0; i < BUSY_RETRIES; i++) {
       await pause(RETRY_MS / 4);
-      const found = await this.read(id);
-      if (this.id !== id || this.messages !== messages || this.reading) return;
-      if (found === null || found.session.busy) continue;
-      if (found.messages.length === messages.length) this.show(found.messages, messages.length - 1);
-      this.onChange();
-      return;
+      found = await this.read(id);
+      if ((found && !found.session.busy) || this.id !== id || this.reading) break;
     }
+    return found;
   }
 
   async giveUp(before, answer, refusal, asked) {
     if (answer) this.show(before);
     if (refusal?.code === "E_SESSION_BUSY") return "busy";
     if (refusal?.code === "E_GATEWAY_NO_ANSWER") {
-      const found = await this.read(this.id); // it has ended since the session was read
+      const { id } = this;
+      const found = await this.settled(); // it has ended since the session was read
+      if (this.id !== id || this.reading) return true;
       this.show(found?.messages ?? []);
       this.say(found?.session.busy ? "Another program is asking in this conversation." : "");
     } else if (refusal instanceof Refused) await this.onRefused(() => Promise.reject(refusal));
@@ -292,6 +330,7 @@ export class Conversation {
       if (this.id !== id || this.reading) return true;
       try {
         await this.open(id);
+        if (this.messages.at(-1)?.generation?.reason === "cancelled") this.say("The answer was interrupted; Continue goes on with it.");
         return true;
       } catch (error) {
         if (error instanceof Refused && error.status < 500) return this.onRefused(() => Promise.reject(error));
@@ -300,7 +339,8 @@ export class Conversation {
   }
 
   setBusy(busy) {
-    const had = [byId("send"), byId("stop")].includes(document.activeElement);
+    const had = document.activeElement.matches("#send, #stop, #steering button");
+    this.steering.end();
     byId("send").hidden = busy;
     byId("stop").hidden = !busy;
     document.body.classList.toggle("busy", busy);

@@ -12,6 +12,7 @@ const picker = byId("model");
 const say = (text) => setText(byId("status"), text);
 const model = () => (picker.value ? { model: picker.value } : {});
 const tabs = new BroadcastChannel("uma-trio chat");
+const RETRY_MS = 1000;
 let sessions = [];
 
 /** Do something that may fail, and say why it has. */
@@ -155,9 +156,21 @@ tabs.addEventListener("message", ({ data: id }) => {
 
 const idInAddress = () => decodeURIComponent(location.hash.slice(1));
 
+let timer;
+
+/** Show what there is; again while the daemon starts, or cannot be reached. */
 async function start() {
-  await trying(showModels);
+  clearTimeout(timer);
+  try {
+    await showModels();
+  } catch (error) {
+    trying(() => Promise.reject(error));
+    if (!(error instanceof Refused) || error.status >= 500) timer = setTimeout(start, RETRY_MS);
+    return;
+  }
   await go(idInAddress());
 }
 
+open.moveTo(idInAddress());
+composer.open();
 start();

@@ -140,7 +140,8 @@ def _name(call: Call, session_id: str) -> Name:
 
 def _following(call: Call, answer: KeptAnswer, warnings: list[str]) -> Response:
     renderer = _KeptEvents(call.id, warnings, as_lines=False)
-    renderer.request = {name: answer.fields[name] for name in OF_A_REQUEST if name in answer.fields}
+    shown = {name: answer.fields[name] for name in OF_A_REQUEST if name in answer.fields}
+    renderer.request = {"request_id": answer.fields["id"], **shown}
     return StreamedAnswer(answer.follow(), renderer, refuse=call.refuse, keep_alive_s=call.config.http.keep_alive_s)
 
 
