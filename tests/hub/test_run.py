@@ -70,6 +70,7 @@ def test_from_nothing_to_a_chat_then_from_ask_and_over_http(
     hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
     reached, go_on = threading.Event(), threading.Event()
     hub.faults.append(Fault(cut_after=5 << 20, hold=(reached, go_on)))
+    at = f"http://127.0.0.1:{free_tcp_port}"
     with running(home, "acme/Tiny-GGUF", "--http", str(free_tcp_port)) as screen:
         try:
             assert reached.wait(EVENT_S)
@@ -79,14 +80,15 @@ def test_from_nothing_to_a_chat_then_from_ask_and_over_http(
         screen.wait_for(f"{NAME}; /help lists the commands")
         screen.type(QUESTION + "\r")
         screen.wait_for(PARIS)
-        assert f"HTTP at http://127.0.0.1:{free_tcp_port}" in screen.scrollback
+        assert f"HTTP at {at}, with a page to chat: {at}/chat" in screen.scrollback
         for name in (NAME, "tiny"):
             assert home.run("ask", "--model", name, QUESTION).stdout == f"{PARIS}\n"
-        url = f"http://127.0.0.1:{free_tcp_port}/v1/chat/completions"
+        url = f"{at}/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": QUESTION}]}
         for name in (NAME, "embedded"):  # the second one is installed, and loaded by this request
             answer = httpx.post(url, json={**body, "model": name}, timeout=EVENT_S)
             assert answer.json()["choices"][0]["message"]["content"] == PARIS
+        check_the_chat_page(f"{at}/chat?model={NAME}")
         shown = json.loads(home.run("ps", "--json").stdout)
         assert [(row["name"], row["state"], row["kv_cells_used"]) for row in shown] == [
             (NAME, "ready", 0),
@@ -99,6 +101,20 @@ def test_from_nothing_to_a_chat_then_from_ask_and_over_http(
     wait_for_end(path)
     assert home.run("ps").returncode == 2
     assert len(hub.file_requests()) == 1
+
+
+def check_the_chat_page(url: str) -> None:
+    """It answers, in a browser, if there is one."""
+    from tests.support import browser
+
+    if browser.find_chromium() is None:
+        return
+    with browser.opened_page() as page:
+        page.goto(url)
+        page.fill("#prompt", QUESTION)
+        page.press("#prompt", "Enter")
+        page.wait_for_selector(f"article.assistant:has-text('{PARIS}')")
+        assert page.input_value("#model") == NAME
 
 
 def test_the_daemon_ends_with_its_last_user_however_that_ends(home: Home, path: Path) -> None:

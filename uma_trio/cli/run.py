@@ -166,4 +166,4 @@ def _say_where_http_is(http: str | None, *, is_new: bool) -> None:
         note("a daemon runs already, so --http has no effect")
     elif sys.stderr.isatty():
         host, port = http_address(http)
-        note(f"HTTP at http://{host}:{port}")
+        note(f"HTTP at http://{host}:{port}, with a page to chat: http://{host}:{port}/chat")
