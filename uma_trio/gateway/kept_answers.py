@@ -81,7 +81,7 @@ class KeptAnswer:
 
     def _so_far(self) -> list[Event]:
         """All events, but of the forecasts only the latest one, as it is now."""
-        others = [event for event in self._events if not isinstance(event, Forecast)]
+        others: list[Event] = [event for event in self._events if not isinstance(event, Forecast)]
         if self._forecast is None:
             return others
         latest, came_at = self._forecast
