@@ -19,6 +19,7 @@ import llama_abi
 from uma_trio.engine.fit import DRAFT_BATCH
 from uma_trio.engine_link.messages import Draft, Drafted, DraftInput
 from uma_trio.engine_link.prefix import common_list_prefix
+from uma_trio.engine_link.row_counts import row_counts
 
 TRIAL_CALLS: Final = 8
 """Calls of one token that are measured at the start, for each number of threads.  The fastest counts."""
@@ -36,6 +37,7 @@ class Drafter:
         options: of the context of ``target``.
         abort: cuts calls short.
         gpu_layers, placement, use_mmap: as for ``target``.
+        compiles: the device compiles a kernel when it is first used; all are used before the model serves.
 
     Raises:
         llama_abi.LlamaError: it cannot be loaded, or has another vocabulary.
@@ -51,6 +53,7 @@ class Drafter:
         gpu_layers: int,
         placement: llama_abi.Placement,
         use_mmap: bool,
+        compiles: bool = False,
     ) -> None:
         self.name = path.name
         with contextlib.ExitStack() as stack:
@@ -75,6 +78,8 @@ class Drafter:
             """The tokens in its KV cache, by sequence."""
             self._open()
             stack.callback(lambda: self._context.close())  # ``reset`` replaces it
+            if compiles:
+                self._use_all_kernels()
             self.call_ms, self.token_ms = self._measure()
             self._owned = stack.pop_all()
 
@@ -240,6 +245,17 @@ class Drafter:
         prompt = min(TRIAL_PROMPT, self._options.n_batch)
         token_ms = max(0.0, min(self._call_ms(prompt) for _ in range(2)) - best) / prompt
         return best, token_ms
+
+    def _use_all_kernels(self) -> None:
+        """Compute chunks and decodes of each number of rows that has kernels of its own."""
+        for rows in row_counts(self._options.n_batch):
+            self._call_ms(rows)
+            if rows <= self._options.n_seq_max:
+                self._batch.clear()
+                self._batch.add_decodes([0] * rows, positions=[0] * rows, seqs=range(rows))
+                self._decode(range(rows))
+                for seq_id in range(rows):
+                    self._context.seq_remove(seq_id)
 
     def _call_ms(self, n: int) -> float:
         began = time.perf_counter()

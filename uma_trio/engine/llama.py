@@ -217,6 +217,7 @@ class LlamaEngine:
                 gpu_layers=settings.gpu_layers,
                 placement=self._place.without_overrides.options,
                 use_mmap=settings.mmap,
+                compiles=compiles_shaders(self._place),
             )
             stack.callback(self._drafter.close)
         self.chat_template = self._model.chat_template

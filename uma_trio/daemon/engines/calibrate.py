@@ -261,6 +261,14 @@ class Trial:
         if rows:
             await self._step_ms([[self._input(seq, rows)]])
 
+    async def extend(self, seq: int, length: int) -> None:
+        """Have a sequence hold ``length`` tokens, or as many as there is room for."""
+        info = self._info
+        others = sum(self._lengths.values()) - self._lengths.get(seq, 0)
+        length = min(length, info.n_ctx_seq, info.n_ctx - others)
+        while (missing := length - self._lengths.get(seq, 0)) > 0:
+            await self._step_ms([[self._input(seq, min(missing, info.n_batch))]])
+
     def can_decode(self, rows: int) -> bool:
         """Whether ``decode_ms`` can compute this many rows."""
         info = self._info

@@ -23,7 +23,8 @@ MAX_OUTPUTS: Final = 128
 """Rows of a call whose logits are all wanted.  More have the shaders of these, and each one takes memory for its logits."""
 
 N_PASSES: Final = 2
-"""The second pass has the tokens of the first one in front of it: attention has other shaders from 1024 cells on."""
+LONG_CONTEXT: Final = 1024
+"""The second pass is behind so many tokens, as far as there is room: attention has other shaders from there on."""
 
 
 async def warm_up(
@@ -53,14 +54,16 @@ async def warm_up(
     log.info("compiling shaders", why="the first start with a driver and a model takes longest")
     for adapters in with_adapters:
         trial = Trial(link, adapters)
-        for rows in N_PASSES * counts:
-            if not go_on():
-                return False
-            await trial.append(0, rows)
-            if rows <= MAX_OUTPUTS and trial.can_decode(rows):
-                await trial.decode_ms(rows)
-            n_done += 1
-            on_progress(n_done / n_planned)
+        for _ in range(N_PASSES):
+            for rows in counts:
+                if not go_on():
+                    return False
+                await trial.append(0, rows)
+                if rows <= MAX_OUTPUTS and trial.can_decode(rows):
+                    await trial.decode_ms(rows)
+                n_done += 1
+                on_progress(n_done / n_planned)
+            await trial.extend(0, LONG_CONTEXT)
         await trial.clear()
     log.info("the shaders are compiled", seconds=round(time.perf_counter() - began, 1))
     return True
