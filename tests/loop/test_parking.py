@@ -57,6 +57,7 @@ async def test_a_visitor_never_waits_for_a_whole_prefill(autojump_clock, options
             waits.append(await visit(harness))
         assert max(waits) < 1.2
         assert harness.scheduler.telemetry.preemptions_total >= 3
+        assert harness.scheduler.telemetry.cached_tokens_total == long.cached == 0, "its own cells are no reuse"
         assert right(long)
         assert harness.computed < 5500, "it is computed once"
         assert harness.scheduler.offloader.parked_bytes == 0

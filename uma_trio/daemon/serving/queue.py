@@ -237,10 +237,10 @@ class RunningSet:
 
     def _start_prefill(self, sequence: Sequence, n_cached: int) -> None:
         """``sequence`` need not compute its first ``n_cached`` tokens."""
-        if not sequence.was_preempted:
+        if not sequence.was_preempted:  # what it has computed itself is no reuse
             sequence.n_cached = min(n_cached, len(sequence.prompt.tokens)) if sequence.n_replayed else n_cached
+            self._telemetry.record_prefix_reuse(sequence.n_cached)
         sequence.report_prefill(n_cached)
-        self._telemetry.record_prefix_reuse(n_cached)
 
     def release(self, sequence: Sequence, *, keep: bool) -> None:
         """Give the cells of ``sequence`` back.
