@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import all_cases
 from tests.support.gguf_files import ARRAY, F32, STRING, U32, array, gguf, pair, tensor, text
 from uma_trio import config
 from uma_trio.daemon.engines.adapter_check import check_adapters
@@ -115,7 +116,7 @@ BAD_TENSORS = [
 ]
 
 
-@pytest.mark.parametrize(("tensors", "reason"), BAD_TENSORS, ids=range(len(BAD_TENSORS)))
+@all_cases(("tensors", "reason"), BAD_TENSORS)
 def test_matrices_that_would_end_the_process_or_have_no_effect_are_refused(model, tensors, reason):
     with pytest.raises(ModelError) as caught:
         check(model, file_of(tensors, metadata()))
@@ -143,7 +144,7 @@ BAD_METADATA = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "reason"), BAD_METADATA, ids=range(len(BAD_METADATA)))
+@all_cases(("changed", "reason"), BAD_METADATA)
 def test_files_that_are_no_lora_adapter_of_this_model_are_refused(model, changed, reason):
     with pytest.raises(ModelError) as caught:
         check(model, file_of(lora(), metadata(**changed)))
@@ -199,7 +200,7 @@ def test_adapters_in_flags_variables_and_files(tmp_path):
     assert config.load(file) == loaded
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("value", "reason"),
     [
         (["a"], "each of adapters must be NAME=FILE"),

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.gateway.dialects.anthropic.shared import Chat, ChatMessages, error_body, tool_fields
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.messages import parse
@@ -150,7 +151,7 @@ def test_the_choice_of_a_tool(choice: Fields, expected: tuple[Any, bool]) -> Non
     parse({"id": "r", "messages": [{"role": "user", "content": "x"}], **fields})
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("status", "kind"),
     [
         *((400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error")),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.daemon.answer.regions import RegionAssembler
 from uma_trio.daemon.answer.tool_calls import ToolCalling
 from uma_trio.daemon.prompts.marker_text import MarkerText
@@ -41,7 +42,7 @@ def read(name: str, output: str, parameters: dict, sizes=(1 << 20,)) -> tuple[st
     return "".join(split.text for split in splits), [call.arguments for call in assembler.calls]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("schema", "types"),
     [
         ({"type": "string"}, {"string"}),
@@ -109,7 +110,7 @@ def test_schema_of_an_argument(parameters, schema) -> None:
     assert property_schema(parameters, "a") == schema
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("text", "types", "value"),
     [
         ("1", {"string"}, "1"),
@@ -223,7 +224,7 @@ def test_strings_stream_and_other_values_come_whole(name: str) -> None:
     assert [call.arguments for call in assembler.calls] == [{"string": 'a"b\n', "integer": 12}]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "output",
     [
         "<tool_call>\n<function=x>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>",

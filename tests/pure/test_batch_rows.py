@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.gateway.batches.rows import MAX_ROWS, Contents, RowReader, RowResult, RowsError, unanswered
 
 CHAT, EMBED = "/v1/chat/completions", "/v1/embeddings"
@@ -47,7 +48,7 @@ def test_empty_lines_a_byte_order_mark_and_a_missing_last_line_break_are_nothing
     assert [number for number, _ in READER.read(path)] == [1, 4]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("bad", "field", "words"),
     [
         (b"{", None, "not valid JSON"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.errors import TooManyValues
 from uma_trio.protocol.cbor_cost import CONTAINER, MAX_COST, NUMBER, TEXT, CborCost
 
@@ -57,7 +58,7 @@ def test_it_does_not_matter_where_the_parts_are_cut(document: Any, cuts: list[in
     assert cost(*[whole[begin:end] for begin, end in itertools.pairwise(places)]) == cost(whole)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("item", "weight"),
     [
         (b"\x80", CONTAINER),

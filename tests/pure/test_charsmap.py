@@ -7,6 +7,7 @@ import struct
 
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.models.charsmap import LABEL, LEAF, check_charsmap
 from uma_trio.models.gguf_header import GgufError
 
@@ -57,7 +58,7 @@ def damaged_tables():
     yield "a text outside", packed([nodes[0], VALUE | 1000, *nodes[2:]], texts)
 
 
-@pytest.mark.parametrize(("what", "data"), [*damaged_tables()], ids=lambda each: each if isinstance(each, str) else "")
+@all_cases(("what", "data"), [*damaged_tables()])
 def test_damaged_tables(what, data):
     with pytest.raises(GgufError, match=r"precompiled_charsmap.* is damaged"):
         check_charsmap(data)

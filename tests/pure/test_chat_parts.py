@@ -11,6 +11,7 @@ import pyte
 import pytest
 from rich.console import Console
 
+from tests.support.cases import all_cases
 from tests.support.profile import thorough
 from uma_trio.cli import answer_view
 from uma_trio.cli.answer import printable, warn_if_cut, warn_if_in_memory
@@ -161,7 +162,7 @@ def test_html_links_and_line_breaks_are_not_lost() -> None:
     assert lines[-1] == "The end."
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("text", "closed"),
     [
         ("", ""),

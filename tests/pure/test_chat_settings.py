@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.cli.chat_settings import BadSetting, changed
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("name", "value", "fields"),
     [
         ("temperature", "0.5", {"temperature": 0.5}),
@@ -30,7 +31,7 @@ def test_a_setting_is_set_replaced_and_unset(name: str, value: str, fields: dict
         assert changed({**before, **fields}, name, off) == without
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("name", "value", "reason"),
     [
         ("temperature", "1000", "is not in the range"),

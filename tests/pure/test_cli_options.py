@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.support.cases import all_cases
 from uma_trio import config
 from uma_trio.cli import COMMANDS, OF_OTHER_PROGRAMS, main
 from uma_trio.cli.completion import LINE_VARIABLE, Lines
@@ -37,7 +38,7 @@ def test_help_lists_every_command_without_importing_it() -> None:
     assert run("-h") == (code, shown)
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@all_cases("name", INSTALLED)
 def test_each_command_has_a_help_text(name: str) -> None:
     command = importlib.import_module(f"uma_trio.cli.{name}").command
     assert isinstance(command, click.Command)
@@ -55,7 +56,7 @@ def test_each_command_has_a_help_text(name: str) -> None:
         assert cut == [], "the first sentence of a command's help is too long for the list of its group"
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("args", "message"),
     [
         (["serv"], "there is no command serv; did you mean serve?"),
@@ -70,7 +71,6 @@ def test_each_command_has_a_help_text(name: str) -> None:
         (["--verson"], "--version"),
         *[([name, "--hlep"], "--help") for name in INSTALLED],
     ],
-    ids=" ".join,
 )
 def test_a_misspelt_command_or_flag_gets_a_suggestion(args: list[str], message: str) -> None:
     code, shown = run(*args)
@@ -120,7 +120,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
     } <= flags
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("args", "hint"),
     [
         (("--port", "8000"), "serve has no --port; write --http 8000"),
@@ -192,7 +192,7 @@ def test_print_config_writes_a_file_with_the_same_settings(tmp_path: Path) -> No
     assert run("serve", "--config", str(file), "--print-config") == (0, shown)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("args", "message"),
     [
         (["--max-queue", "-1"], "--max-queue: max_queue must be a whole number from 0 to 1000000, not '-1'"),
@@ -213,7 +213,7 @@ def test_a_wrong_setting_is_one_sentence_and_exit_code_2(args: list[str], messag
     assert "Traceback" not in shown
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("args", "message"),
     [
         (["a", "--prompt", "b"], "give the question once"),
@@ -345,11 +345,12 @@ def test_every_setting_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
         path = ["dir"] if setting.name.endswith("_dir") else ["file"]
         paths = [*PACKAGED, "model"] if setting.name == "model" else path
         expected = paths if setting.metavar.endswith(("PATH", "FILE")) else [*setting.choices]
-        for line in (f"serve {setting.flag} ", f"serve {setting.flag}=", f"service install -- {setting.flag} "):
+        others = (f"serve {setting.flag}=", f"service install -- {setting.flag} ") if expected else ()
+        for line in (f"serve {setting.flag} ", *others):
             assert completed(line, monkeypatch) == expected, line
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("line", "expected"),
     [
         ("", [*COMMANDS]),

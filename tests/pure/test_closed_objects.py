@@ -7,6 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.grammar.closed_objects import close_objects
 
 A: dict[str, Any] = {"properties": {"a": {}}}
@@ -15,7 +16,7 @@ NO = {"additionalProperties": False}
 DEFINED = {"$defs": {"a": A}}
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("schema", "closed"),
     [
         ({}, {}),
@@ -35,7 +36,7 @@ def test_objects_whose_properties_are_named_are_closed(schema: dict[str, Any], c
     assert close_objects(schema) == closed
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "schema",
     [
         {**A, "additionalProperties": True},

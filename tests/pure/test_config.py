@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from tests.support.profile import amount
 from uma_trio import config
 from uma_trio.config import (
@@ -55,7 +56,7 @@ UNIT_IN_HELP = re.compile(
 )
 
 
-@pytest.mark.parametrize("found", ALL, ids=lambda found: found.name)
+@all_cases("found", ALL)
 def test_each_setting_has_a_help_text_and_a_unit(found: Setting) -> None:
     assert found.help.endswith(".")
     assert re.fullmatch(r"[a-z][a-z0-9_]*", found.name)
@@ -65,7 +66,7 @@ def test_each_setting_has_a_help_text_and_a_unit(found: Setting) -> None:
         assert found.name.endswith(("_s", "_ms"))
 
 
-@pytest.mark.parametrize("found", ALL, ids=lambda found: found.name)
+@all_cases("found", ALL)
 def test_each_number_has_two_bounds_and_a_default_within(found: Setting) -> None:
     if found.type in (int, float):
         assert set(found.bounds) - {"multiple_of"} in ({"ge", "le"}, {"gt", "le"})
@@ -100,7 +101,7 @@ def test_variables_of_the_test_suite_are_ignored() -> None:
     assert load(environment={"UMA_TEST_GPU": "1", "UMA_TEST_": "x", "OTHER_CTX": "1"}) == Config()
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("text", "message"),
     [
         ("limit:\n  max_queue: 1\n", "unknown section limit; did you mean limits?"),
@@ -177,7 +178,7 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
 # -- values ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("found", [found for found in ALL if found.type in (int, float)], ids=lambda found: found.name)
+@all_cases("found", [found for found in ALL if found.type in (int, float)])
 def test_bounds(found: Setting) -> None:
     ge, le, gt = found.bounds.get("ge"), found.bounds["le"], found.bounds.get("gt")
     inside = [le] if ge is None else [ge, le]
@@ -191,7 +192,7 @@ def test_bounds(found: Setting) -> None:
             found.convert(found.type(value), "here")
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("name", "value"),
     [
         ("ctx", value)
@@ -214,7 +215,7 @@ def test_refused_values(name: str, value: object) -> None:
         BY_NAME[name].convert(value, "here")
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("name", "value", "found"),
     [
         ("ctx", "4096", 4096),
@@ -262,7 +263,7 @@ def test_an_error_names_the_flag_or_the_variable() -> None:
         load(environment={"UMA_MAX_QUEUE": "-1"})
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("name", "value", "found"),
     [
         ("ctx", "32k", 32768),
@@ -298,7 +299,7 @@ def test_suffixes_mean_the_same_in_all_places(tmp_path: Path, name: str, value: 
         assert type(converted) is type(found)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("name", "value"),
     [
         *[("ctx", value) for value in ("32kk", "32KiB", "5s", "1.0001k", "k", "1 2k", "-1k", "99G", "1e999k", "٣k")],

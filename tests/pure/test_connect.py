@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import uma_trio
+from tests.support.cases import all_cases
 from uma_trio import config, connect
 from uma_trio.cli import COMMANDS, main
 from uma_trio.client import Loading, NoServer
@@ -54,7 +55,7 @@ tokenize reads a file without one."""
 ARGUMENTS = {"ask": ["hi"], "batch": [__file__], "rerank": ["query", "document"]}
 
 
-@pytest.mark.parametrize("name", CLIENT_COMMANDS)
+@all_cases("name", CLIENT_COMMANDS)
 def test_every_command_finds_the_socket_by_the_same_rule_and_names_it(name: str, path: Path) -> None:
     command = main.get_command(click.Context(main), name)
     assert command is not None
@@ -170,7 +171,7 @@ def test_nothing_is_sent_to_another_user_at_the_default_path(
             found.close()
 
 
-@pytest.mark.parametrize("name", CLIENT_COMMANDS)
+@all_cases("name", CLIENT_COMMANDS)
 def test_the_command_line_leaves_the_socket_to_the_connection(name: str) -> None:
     """Click would refuse another user's socket as "not readable", without a remedy."""
     command = main.get_command(click.Context(main), name)

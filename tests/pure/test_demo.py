@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.support.cases import all_cases
 from uma_trio.demo import picture, script, view
 from uma_trio.demo.recording import (
     Answer,
@@ -106,7 +107,7 @@ def test_only_long_prompts_are_read():
 # -- interleaving --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("order", "count", "most"),
     [("", 0, 0), ("a", 0, 0), ("aaa", 0, 0), ("ab", 1, 1), ("aabb", 1, 3), ("abab", 3, 3), ("aaab", 1, 2), ("abcabc", 5, 5)],
 )  # fmt: skip

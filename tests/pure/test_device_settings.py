@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio import config
 from uma_trio.config import ConfigError, Model
 
@@ -64,7 +65,7 @@ models:
     assert (small.devices, small.split_mode, tiny.devices) == (("CUDA1",), "none", ("none",))
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("flags", "why"),
     [
         ({"devices": "CUDA0,CUDA0"}, "CUDA0 twice"),

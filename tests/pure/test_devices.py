@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.config import Model
 from uma_trio.engine_link.devices import (
     Device,
@@ -25,7 +26,7 @@ APPLE = Device("MTL0", "Apple M3", "igpu")
 NVIDIA = MachineGpu("an NVIDIA GPU", "run ./build_llama.sh --backend cuda")
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("devices", "words"),
     [
         (

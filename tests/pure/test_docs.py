@@ -13,6 +13,7 @@ import attrs
 import pytest
 import yaml
 
+from tests.support.cases import all_cases
 from tests.support.documents import ROOT, blocks, fenced, section, tables
 from uma_trio import config
 from uma_trio.cli import COMMANDS
@@ -127,7 +128,7 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("title", "cls", "more"),
     [
         ("A request for text", Generate, set()),
@@ -172,7 +173,7 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
     assert set(named(rows)) == {field.name for field in attrs.fields(cls)} - set(BUILT_IN) | more
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("title", "cls"),
     [
         ("A request for text", Generate),
@@ -222,7 +223,7 @@ def test_bounds_are_the_documented_ones() -> None:
         assert str(number) in section(PROTOCOL, "A request for text")
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("title", "cls"),
     [
         ("A request for text", Slo),
@@ -560,7 +561,7 @@ def flags_of(name: str) -> set[str]:
     return flags | {"-h", "--help"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@all_cases("page", PAGES)
 def test_commands_and_flags_that_are_mentioned_exist(page: Path) -> None:
     for line in commands_in(page.read_text()):
         words = shlex.split(line)[1:]
@@ -586,7 +587,7 @@ def test_flags_in_running_text_exist() -> None:
                 assert flag in known, f"{name}: {line}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@all_cases("page", PAGES)
 def test_every_link_resolves(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
@@ -641,7 +642,7 @@ def test_the_architecture_fits_on_three_screens() -> None:
     assert len(text_of("ARCHITECTURE.md").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@all_cases("page", PAGES)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     for name in re.findall(r"`((?:\w+/)+(?:\w+\.(?:py|md|c|h|sh|js))?)`", page.read_text()):
         assert any((place / name).exists() for place in (ROOT, ROOT / "uma_trio", page.parent)), name

@@ -4,8 +4,7 @@ import ast
 import inspect
 import re
 
-import pytest
-
+from tests.support.cases import all_cases
 from uma_trio import errors
 from uma_trio.errors import (
     AnswerError,
@@ -62,7 +61,7 @@ def test_codes_that_clients_rely_on() -> None:
     } <= {cls.code for cls in all_errors()}
 
 
-@pytest.mark.parametrize("cls", all_errors(), ids=lambda cls: cls.__name__)
+@all_cases("cls", all_errors())
 def test_each_error_has_a_docstring_and_a_fitting_status(cls: type[UmaError]) -> None:
     assert cls.__doc__
     assert cls.__doc__.endswith(".")
@@ -78,7 +77,7 @@ def test_each_error_has_a_docstring_and_a_fitting_status(cls: type[UmaError]) ->
         assert cls.http_status >= 499
 
 
-@pytest.mark.parametrize("cls", all_errors(), ids=lambda cls: cls.__name__)
+@all_cases("cls", all_errors())
 def test_each_error_becomes_an_event(cls: type[UmaError]) -> None:
     error = cls("what happened")
     assert Failure.of(error) == Failure(code=cls.code, message="what happened")

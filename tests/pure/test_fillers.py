@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import llama_abi
+from tests.support.cases import all_cases
 from uma_trio.engine.fillers import FILLER_TOKEN, add_filled, missing_ids
 from uma_trio.engine_link.messages import SampleRequest, StepInput
 from uma_trio.engine_link.sampling import SamplingParams
@@ -14,7 +15,7 @@ def decode(seq_id: int, n_tokens: int = 1, n_samples: int = 1) -> StepInput:
     return StepInput(seq_id, 10 + seq_id, [5] * n_tokens, [SampleRequest(SamplingParams())] * n_samples)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("seq_ids", "missing"),
     [
         ([], []),

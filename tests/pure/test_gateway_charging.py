@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.client import Embeddings, Eos, Event, RankedDocument, Ranking, Reasoning, Token
 from uma_trio.gateway.charging import UNKNOWN_MAX_TOKENS, Account, Charge, charged, estimated_tokens
 from uma_trio.gateway.errors import HttpError
@@ -66,7 +67,7 @@ def test_without_an_account_nothing_changes() -> None:
         charge.count([token(), eos(1, 1)])
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("fields", "estimate"),
     [
         ({"prompt": "x" * 30, "max_tokens": 5}, 15),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.support.cases import all_cases
 from uma_trio.errors import BadRequest, all_errors
 from uma_trio.gateway.dialects.openai.shared import error_body
 from uma_trio.gateway.errors import HttpError, from_failure, try_again_in
@@ -17,7 +16,7 @@ def of_openai(status: int, code: str, **fields: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("status", "code", "expected"),
     [
         (400, "E_PROTO_BAD_REQUEST", ("invalid_request_error", "invalid_value")),
@@ -46,7 +45,7 @@ def test_types_and_codes_of_openais_api(status: int, code: str, expected: tuple[
     assert found["uma_code"] == code
 
 
-@pytest.mark.parametrize("error", all_errors(), ids=lambda error: error.code)
+@all_cases("error", all_errors())
 def test_only_what_a_client_can_retry_is_an_overload(error: Any) -> None:
     body = error_body(from_failure(Failure(code=error.code, message="x")), "r")["error"]
     assert (body["code"] in ("rate_limit_exceeded", "server_is_overloaded")) == (error.http_status in (429, 503))

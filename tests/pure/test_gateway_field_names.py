@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.support.cases import all_cases
 from uma_trio.gateway.errors import field_renamer
 
 NAMES = {
@@ -15,7 +14,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("given", "message", "reworded"),
     [
         ((), "stop[3] must be a text", "stop_sequences[3] must be a text"),

@@ -9,6 +9,7 @@ import struct
 import gguf as gguf_package
 import pytest
 
+from tests.support.cases import all_cases
 from tests.support.gguf_files import (
     ARRAY,
     F32,
@@ -279,14 +280,14 @@ DEADLY = {
 """Well-formed files that end the process when llama.cpp loads them or decodes with them, or that never return."""
 
 
-@pytest.mark.parametrize("name", DEADLY)
+@all_cases("name", DEADLY)
 def test_values_that_llama_cpp_asserts(check, name):
     content, says = DEADLY[name]
     with pytest.raises(GgufError, match=says):
         check(content)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "content",
     [
         with_values(block_count=512, nextn_predict_layers=1),
@@ -317,7 +318,7 @@ def test_values_of_sound_models(check, content):
     check(content)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("content", "purpose"),
     [
         (gguf(), "generate"),
@@ -348,7 +349,7 @@ def test_a_vocabulary_alone_is_checked_for_its_tokens(check):
         check(with_vocabulary(text("a") * 2, n=2), vocab_only=True)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@all_cases("name", HOSTILE)
 def test_hostile_files(check, name):
     content, says = HOSTILE[name]
     with pytest.raises(GgufError, match=says) as caught:

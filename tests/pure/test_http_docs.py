@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.gateway.application import ENDPOINTS
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.protocol.parameters import PARAMETERS
@@ -58,7 +58,7 @@ def test_the_table_of_fields_is_that_of_the_code() -> None:
     assert with_table(PAGE.read_text()) == PAGE.read_text(), "run python tests/pure/test_http_docs.py"
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}")
+@all_cases("endpoint", ENDPOINTS)
 def test_every_endpoint_is_named(endpoint: Endpoint) -> None:
     path = endpoint.path.replace("{name:path}", "NAME")
     shown = PAGE.read_text()

@@ -5,6 +5,7 @@ from pathlib import Path
 import gguf
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.hub.caches import packaged_models
 from uma_trio.hub.errors import HubError, NotInstalled
 from uma_trio.hub.folder import InstalledModel
@@ -14,7 +15,7 @@ from uma_trio.hub.variants import RemoteFile, choose, group_parts, quantization_
 from uma_trio.models.gguf_header import read_header
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("text", "expected"),
     [
         ("Qwen/Qwen3-0.6B-GGUF:Q8_0", HubReference("Qwen/Qwen3-0.6B-GGUF", "Q8_0")),
@@ -45,7 +46,7 @@ def test_what_a_text_refers_to(text: str, expected: object) -> None:
     assert parse(text, "http://127.0.0.1:9/hub") == expected
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("text", "reason"),
     [
         ("", "not a name of a model"),
@@ -76,7 +77,7 @@ def test_names_that_cannot_be_aliases() -> None:
 # -- the models of a repository -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("path", "quantization"),
     [
         ("Qwen3-0.6B-Q8_0.gguf", "Q8_0"),
@@ -162,7 +163,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("text", "name"),
     [
         ("Qwen/Qwen3-0.6B-GGUF:Q8_0", "Qwen/Qwen3-0.6B-GGUF:Q8_0"),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.hub.download import Body, Expected, WrongAnswer, read_answer, request_headers
 from uma_trio.hub.environment import find_model_locations, read_token
 from uma_trio.hub.errors import HubError
@@ -40,7 +41,7 @@ def test_right_answers(status: int, headers: dict[str, str], have: int, expected
     assert read_answer(status, headers, have, expected) == body
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("status", "headers", "have"),
     [
         (200, {"content-length": "99"}, 0),

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.bench_scripts import bench_script
+from tests.support.cases import all_cases
 from uma_trio.errors import InvalidJson, TooManyValues
 from uma_trio.protocol.json_cost import HARD_NUMBER, MAX_COST, MAX_DEPTH, SLICE_BYTES, TEXT_OR_CONTAINER, JsonCost
 
@@ -113,7 +114,7 @@ def work(decoded: Any) -> int:
     return n
 
 
-@pytest.mark.parametrize("shape", shapes, ids=[shape.name for shape in shapes])
+@all_cases("shape", shapes)
 def test_each_shape_of_the_bench_is_refused_or_has_few_values(shape: Any) -> None:
     body = shape.body()
     try:

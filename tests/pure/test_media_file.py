@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import all_cases
 from tests.support.pictures import drawn, jpeg_header, png, scans
 from uma_trio.encoder import media_file
 from uma_trio.encoder.media_file import MAX_SCANS, MediaFile, Refused, inspect
@@ -16,7 +17,7 @@ def bmp(width: int, height: int) -> bytes:
     return b"BM" + bytes(12) + struct.pack("<Iii", 40, width, height)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("data", "found"),
     [
         (png(drawn(1, 50, 70)), MediaFile("PNG", 70, 50)),
@@ -37,7 +38,7 @@ def test_kind_size_and_orientation(data: bytes, found: MediaFile) -> None:
     assert found.is_sound == (not found.width)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("data", "reason"),
     [
         (b"", "of another kind"),

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.support.answers import ANSWER, CALLS, eos
+from tests.support.cases import all_cases
 from uma_trio.client import Event, Token
 from uma_trio.gateway.dialects.llama.extras import Telemetry
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
@@ -95,7 +96,7 @@ def test_items_of_tools_that_run_on_a_server_are_skipped_and_named() -> None:
     assert found.warnings == ["input[1] was skipped: items of type 'web_search_call' are not supported"]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("item", "parameter"),
     [
         ({"role": "robot", "content": "x"}, "input[0].role"),

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.support.cases import all_cases
 from tests.support.perf_runs import HEADER, encode_run, simulated
 from uma_trio.cli import main
 from uma_trio.telemetry.perf_causes import CAUSES, explain
@@ -211,7 +212,7 @@ def test_missing_records_are_not_hidden(run: Recorder) -> None:
 # -- everything together -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
+@all_cases("seed", range(8))
 def test_a_noisy_run_adds_up(seed: int) -> None:
     run = simulated(seed)
     found = explain(run)

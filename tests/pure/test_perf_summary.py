@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from tests.support.perf_runs import HEADER, simulated
 from uma_trio.telemetry.perf_records import RequestRecord, Run, TickRecord, Trailer
 from uma_trio.telemetry.perf_summary import load_at, prediction_errors, summarise
@@ -81,7 +82,7 @@ def test_errors_of_predictions() -> None:
     assert np.isnan(prediction_errors(TICKS)[3])
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("at_s", "load"),
     [
         (0.5, 0),  # before the first tick

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llama_abi import Device, DeviceType
+from tests.support.cases import all_cases
 from uma_trio.config import Model
 from uma_trio.engine.placement import Place, PlacementError, place_on
 
@@ -28,7 +29,7 @@ def placed(*found: Device, **settings: Any) -> Place:
     return place_on(Model(**settings), found or (CPU, FIRST, SECOND), 16)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("found", "settings", "names"),
     [
         ((CPU,), {}, ()),
@@ -71,7 +72,7 @@ def test_experts_and_overrides_are_patterns_the_users_first() -> None:
     assert where.without_overrides.options.overrides == ()
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("settings", "why"),
     [
         ({"devices": ("CUDA7",)}, "there is no device CUDA7; there are CUDA0 (a card), CUDA1 (a card); name some of"),

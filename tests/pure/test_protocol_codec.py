@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson, ProtocolError, TruncatedFrame, UmaError
 from uma_trio.protocol.answers import Metrics, SessionInfo, Transcript
 from uma_trio.protocol.chat import ChatMessage
@@ -149,7 +150,7 @@ def test_a_configured_encoding_excludes_the_other() -> None:
         drain(server(request(JSON), mode="cbor"))
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("data", "error"),
     [
         (frame(b""), InvalidJson),
@@ -382,7 +383,7 @@ def test_an_end_without_an_index_ends_all_answers(end: ServerEvent) -> None:
 BEGUN = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("fields", "warnings"),
     [
         (

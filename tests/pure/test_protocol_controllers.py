@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.aici_link.messages import readable_error
 from uma_trio.errors import BadRequest
 from uma_trio.protocol.codec import ClientCodec, ServerCodec
@@ -42,7 +43,7 @@ def refused(fields: dict[str, object]) -> str:
 # -- requests -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arg", [None, "let x = 1", "", {"a": [1, None]}, ["x"], 5, 0.5, True])
+@all_cases("arg", [None, "let x = 1", "", {"a": [1, None]}, ["x"], 5, 0.5, True])
 def test_a_request_with_a_controller_has_no_prompt(arg: object) -> None:
     assert parse(LEAST | {"controller_arg": arg}) == Generate(id="r1", controller="jsctrl", controller_arg=arg)
 
@@ -51,7 +52,7 @@ OTHER: dict[type, object] = {bool: True, int: 2, str: "x"}
 """Values that are no defaults."""
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("name", "value"),
     [
         ("prompt", "x"),
@@ -76,7 +77,7 @@ def test_fields_that_say_what_holds_anyway_are_allowed() -> None:
     parse(LEAST | harmless)
 
 
-@pytest.mark.parametrize("tag", [".", "..", "a/b", "../a", "_a", "z" * 51, "a b", "é", "a\n", "a" * 21])
+@all_cases("tag", [".", "..", "a/b", "../a", "_a", "z" * 51, "a b", "é", "a\n", "a" * 21])
 def test_a_tag_that_cannot_be_is_named_with_the_rule(tag: str) -> None:
     why = refused(QUERY | {"action": "tag", "module_id": MODULE, "tags": ["good.one-1_", tag]})
     assert why.startswith(f"{tag!r} cannot be a tag: a tag has 1 to 50 characters: the letters A to Z")
@@ -134,7 +135,7 @@ def test_queries() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("fields", "message"),
     [
         ({"action": "upload"}, "binary is required"),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.errors import BadRequest, UmaError
 from uma_trio.protocol.answers import Metrics, ModelDescription, ModelList, SessionInfo, SessionList, Transcript
 from uma_trio.protocol.chat import MAX_TOOL_DEPTH, ChatMessage, NamedTool, Tool, ToolCall
@@ -156,7 +157,7 @@ def test_unknown_fields_are_ignored_everywhere() -> None:
     assert parse({"event": "cancel", "id": "r1", "reason": 5}) == Cancel(id="r1")
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "name",
     [
         "prompt",
@@ -252,7 +253,7 @@ AT_THE_BOUNDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), AT_THE_BOUNDS)
+@all_cases(("name", "value"), AT_THE_BOUNDS)
 def test_values_at_the_bounds_are_accepted(name: str, value: object) -> None:
     parse(LEAST | {name: value})
 
@@ -383,7 +384,7 @@ NOT_TAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NOT_TAKEN for value in values])
+@all_cases(("name", "value"), [(name, value) for name, values in NOT_TAKEN for value in values])
 def test_values_of_the_wrong_type_or_out_of_bounds_are_refused(name: str, value: object) -> None:
     error = refused(LEAST | {name: value})
     assert name in str(error)
@@ -400,7 +401,7 @@ def test_every_field_has_cases() -> None:
     assert {name for name, _ in NOT_TAKEN} == fields
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "chat",
     [
         [],
@@ -523,7 +524,7 @@ def test_cancel_and_metrics_are_checked_too() -> None:
     refused({"type": "metrics", "keep_alive": "yes"})
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("fields", "message"),
     [
         ({"temperature": "hot"}, "temperature must be a number from 0 to 100, not the text 'hot'"),
@@ -851,7 +852,7 @@ def test_token_ids_as_keys_mean_the_same_in_both_encodings(bias: Mapping[int, fl
         assert found.logit_bias == bias
 
 
-@pytest.mark.parametrize("bias", WRONG_BIASES)
+@all_cases("bias", WRONG_BIASES)
 def test_invalid_biases_give_the_same_error_in_both_encodings(bias: Mapping[int, object]) -> None:
     said = {
         str(refused(decode(encode(LEAST | {"logit_bias": keys}, encoding), encoding)))
@@ -914,7 +915,7 @@ def test_tokenize_queries(fields: dict[str, object], expected: TokenizeQuery) ->
     assert parse({"type": "tokenize", **fields}) == expected
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "fields",
     [
         {},

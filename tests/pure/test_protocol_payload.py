@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from tests.support.steps import counted_steps
 from uma_trio.errors import InvalidCbor, InvalidJson
 from uma_trio.protocol.payload import MAX_CBOR_DEPTH, MAX_PAIRS, Encoding, decode, encode, encoding_of
@@ -59,7 +60,7 @@ def test_nul_and_astral_characters_survive() -> None:
         assert decode(encode(fields, encoding), encoding) == fields
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "payload",
     [
         pytest.param(b"", id="empty"),
@@ -133,7 +134,7 @@ def with_bias(raw: bytes) -> bytes:
     return b"\xa1" + text("logit_bias") + raw
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("raw", "value"),
     [
         (b"\xa2\x05\x01" + text("6") + b"\xf9\x3c\x00", {"5": 1, "6": 1.0}),
@@ -156,7 +157,7 @@ def test_integer_token_ids_become_text(raw: bytes, value: object) -> None:
     assert decode(as_second, CBOR) == {"a": {}, "logit_bias": value, "z": None}
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "payload",
     [
         pytest.param(with_value(b"\xc0" + text("2020-01-01T00:00:00Z")), id="date as text"),
@@ -340,7 +341,7 @@ STEPS_FOR: dict[str, tuple[int, Callable[[int], bytes]]] = {
 """Payloads of about ``n`` bytes that are much work for their size, and how many lines of Python may run for one."""
 
 
-@pytest.mark.parametrize("name", STEPS_FOR)
+@all_cases("name", STEPS_FOR)
 def test_a_large_frame_is_decoded_by_few_lines_of_python(name: str) -> None:
     """The event loop decodes frames, so every stream waits that long; C code takes milliseconds for a megabyte."""
     most, make = STEPS_FOR[name]

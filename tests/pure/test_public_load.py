@@ -12,6 +12,7 @@ import click
 import pytest
 
 from tests.support.bench_scripts import bench_script
+from tests.support.cases import all_cases
 
 pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
 
@@ -37,7 +38,7 @@ def test_all_cells_can_be_given_by_their_names(bench: Any) -> None:
     assert bench.chosen([bench.DEFAULT, bench.DEFAULT], everything=True) == cells
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("text", "complaint"),
     [
         ("embeddings/8/8/8", "completions/ or chat/"),

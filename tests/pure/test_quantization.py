@@ -1,11 +1,10 @@
 """The quantization of a model, from llama.cpp's description of it."""
 
-import pytest
-
+from tests.support.cases import all_cases
 from uma_trio.daemon.service import quantization
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("description", "expected"),
     [
         ("llama 8B Q4_K - Medium", "Q4_K_M"),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.daemon.answer.regions import RegionAssembler
 from uma_trio.daemon.answer.text import TextAssembler
 from uma_trio.daemon.prompts.marker_text import MarkerText
@@ -227,14 +228,14 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@all_cases("name", TEMPLATES)
 def test_the_template_says_which_markers_there_are(name: str) -> None:
     template, begin = TEMPLATES[name]
     found = find_format(template)
     assert (None if found is None else found.begin[0]) == begin
 
 
-@pytest.mark.parametrize("found", FORMATS, ids=lambda each: each.begin[0])
+@all_cases("found", FORMATS)
 def test_each_format_with_and_without_control_tokens(found: ReasoningFormat) -> None:
     begin, end = found.begin[0], found.end[0]
     plain = make_markers(found, MarkerText(lambda _: None))

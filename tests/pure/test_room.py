@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
-
+from tests.support.cases import all_cases
 from uma_trio.daemon.registry.room import (
     LEAST_LOADED_S,
     PATIENCE_S,
@@ -83,7 +82,7 @@ def test_the_number_of_models_is_a_bound_that_no_fit_helps() -> None:
     )
 
 
-@pytest.mark.parametrize("budget", range(1, 12))
+@all_cases("budget", range(1, 12))
 def test_what_is_loaded_never_exceeds_the_budget(budget: int) -> None:
     """Loading, each time with what is decided, three models that cannot go."""
     loaded: list[LoadedView] = []

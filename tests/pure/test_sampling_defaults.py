@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio import config
 from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.errors import BadRequest
@@ -15,7 +16,7 @@ SETTINGS = {found.name: found for found in config.settings() if found.section ==
 LEAST = {"id": "a", "prompt": "b"}
 
 
-@pytest.mark.parametrize("row", PARAMETERS, ids=lambda row: row.name)
+@all_cases("row", PARAMETERS)
 def test_a_request_and_a_setting_have_the_bounds_of_the_table(row: Parameter) -> None:
     low, high = row.bounds.get("ge", row.bounds.get("gt")), row.bounds["le"]
     setting = SETTINGS[row.name]

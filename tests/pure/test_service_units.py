@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.cli.service_units import MARK, Launchd, Service, Systemd, UnitError
 
 SERVICE = Service(command=["/bin/python", "-m", "uma_trio", "serve"], socket=Path("/run/uma.sock"), drain_s=30)
@@ -80,7 +81,7 @@ def test_a_driver_that_needs_a_setuid_program_is_not_cut_off() -> None:
     assert not {"NoNewPrivileges", "RestrictSUIDSGID", "SystemCallArchitectures"} & set(unit)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "argument",
     ["", "a b", "%h", "100%", "$HOME", "${HOME}", 'say "hi"', "it's", "back\\slash", "é", ";", "tab\t", "a\nb"],
 )

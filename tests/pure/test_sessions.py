@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.config import Limits
 from uma_trio.daemon.prompts.prompt import Prompt, fit_prompt
 from uma_trio.daemon.sessions import Session, SessionTable
@@ -236,7 +237,7 @@ def test_a_transcript_has_the_whole_text_in_parts_of_bounded_size(n: int) -> Non
 # -- queries ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "fields",
     [
         {"action": "list"},
@@ -253,7 +254,7 @@ def test_valid_queries(fields: dict[str, object]) -> None:
     assert parse({"type": "sessions", **fields}) == SessionQuery(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "fields",
     [
         {"action": "list", "session_id": "a"},

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from tests.support.state_files import hashes_of
 from uma_trio.engine.state_check import FRONT_PAGES, PAGES_PER_TASK, DamagedState, StateCheck, end_of_cells
 from uma_trio.engine_link.state_pages import PAGE_BYTES
@@ -74,7 +75,7 @@ def test_a_sound_state_is_verified(threads: Executor) -> None:
         check.wait()
 
 
-@pytest.mark.parametrize("at", [0, 13, 300_000, FRONT_PAGES * PAGE_BYTES - 1])
+@all_cases("at", [0, 13, 300_000, FRONT_PAGES * PAGE_BYTES - 1])
 def test_an_altered_front_is_found_before_the_copy(threads: Executor, at: int) -> None:
     data = bytearray(LONG)
     data[at] ^= 1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.config.tensor_pattern import MAX_LENGTH, problem_of
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "pattern",
     [
         r"ffn",
@@ -29,7 +29,7 @@ def test_usual_patterns_are_taken(pattern: str) -> None:
     assert problem_of(pattern) is None
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("pattern", "why"),
     [
         ("", "empty"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from tests.support.profile import amount
 from uma_trio.daemon.answer.regions import RegionAssembler
 from uma_trio.daemon.answer.tool_calls import ToolCalling
@@ -266,7 +267,7 @@ def test_every_format_has_cases() -> None:
     assert set(OUTPUTS) == {each.name for each in FORMATS}
 
 
-@pytest.mark.parametrize(("name", "output", "text", "expected"), CASES)
+@all_cases(("name", "output", "text", "expected"), CASES)
 def test_calls_are_read_at_every_split(name, output, text, expected) -> None:
     for size in range(1, 9):
         assert calls(output, name, itertools.repeat(size)) == (text, expected), size
@@ -274,14 +275,14 @@ def test_calls_are_read_at_every_split(name, output, text, expected) -> None:
         assert calls(output, name, [first]) == (text, expected), first
 
 
-@pytest.mark.parametrize(("name", "output", "text", "expected"), CASES)
+@all_cases(("name", "output", "text", "expected"), CASES)
 def test_markers_may_be_text(name, output, text, expected) -> None:
     said, found = calls(output, name, itertools.repeat(3), controls=False)
     assert found == expected
     assert said.startswith(text)
 
 
-@pytest.mark.parametrize(("name", "output", "text", "expected"), CASES)
+@all_cases(("name", "output", "text", "expected"), CASES)
 def test_a_cut_call_is_text(name, output, text, expected) -> None:
     """At every cut, each character is in the text, or part of a complete call, or of a marker."""
     for cut in range(0, len(output), amount(quick=3, thorough=1)):
@@ -294,7 +295,7 @@ def test_a_cut_call_is_text(name, output, text, expected) -> None:
             assert said == expect
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+@all_cases("name", OUTPUTS)
 def test_a_tool_that_nobody_offered_is_text(name) -> None:
     output = OUTPUTS[name][0][0].replace("weather", "whether")
     said, found = calls(output, name, itertools.repeat(2), controls=False)
@@ -303,7 +304,7 @@ def test_a_tool_that_nobody_offered_is_text(name) -> None:
     assert "Lima" in said
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "output",
     [
         '<tool_call>{"name": "weather", "arguments": {"city": }}</tool_call>',
@@ -418,7 +419,7 @@ def test_stop_strings_count_outside_of_calls() -> None:
         )
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+@all_cases("name", OUTPUTS)
 def test_an_answer_may_end_after_its_first_call(name) -> None:
     output = OUTPUTS[name][0][0]
     found, ids = assembler(name, parallel=False)
@@ -476,7 +477,7 @@ def test_nothing_is_lost(output, name) -> None:
 # -- which format a model has ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("template", "name"),
     [
         ("For each call return <tool_call>{...}</tool_call>", "hermes"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.daemon.engines.saved_costs import load_costs, save_costs
 from uma_trio.daemon.scheduling.cost import CostModel, Work
 from uma_trio.daemon.scheduling.decode_split import DecodeCallTimes
@@ -45,7 +46,7 @@ def test_stairs_are_not_measured_again(tmp_path: Path, learned: CostModel) -> No
     assert load_costs("b", tmp_path).knows_stairs is False
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "change",
     [
         {"margins": [0.5] * 12},
@@ -82,7 +83,7 @@ def test_a_missing_file_is_ignored(tmp_path: Path) -> None:
     assert load_costs("a", tmp_path / "there is no such folder") is None
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "harm",
     [
         lambda data: data[: len(data) // 2],
@@ -100,6 +101,7 @@ def test_a_missing_file_is_ignored(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_ignored(tmp_path: Path, learned: CostModel, harm, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
     save_costs("a", learned, tmp_path)
     file = tmp_path / "a.json"
     file.write_bytes(harm(file.read_bytes()))
