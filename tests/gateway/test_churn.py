@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.gateway.conftest import Gateway, HttpCanary, Raw
+from tests.support.forked import WITH_STANDBY
 from tests.support.profile import amount
 from tests.support.real_daemon import Canary, missing, real_daemon
 
@@ -117,7 +118,7 @@ def test_disconnects_release_everything() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
     flags = ("--parallel", str(ROOM), "--ctx", "24576", "--max-queue", "64")
-    with real_daemon("--http", "0", *flags, "--frame-timeout-s", "2") as daemon:
+    with real_daemon("--http", "0", *flags, "--frame-timeout-s", "2", environment=WITH_STANDBY) as daemon:
         gateway = Gateway.of(daemon)
         process = psutil.Process(daemon.metrics()["gateway"]["pid"])
         churn(gateway, 10 * THREADS, seed=1)  # warm-up

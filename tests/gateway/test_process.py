@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.gateway.conftest import Gateway, Raw
+from tests.support.forked import WITH_STANDBY
 from tests.support.profile import amount, thorough
 from tests.support.real_daemon import Canary, missing, real_daemon
 from uma_trio import config
@@ -40,7 +41,7 @@ def frail() -> Iterator[Gateway]:
     """A gateway that the tests of this module stop and starve; each leaves one that serves."""
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    with real_daemon("--http", "0") as daemon:
+    with real_daemon("--http", "0", environment=WITH_STANDBY) as daemon:
         yield Gateway.of(daemon)
 
 

@@ -45,7 +45,7 @@ def test_each_fact_at_the_start_and_each_answer_has_one_line(library, tmp_path):
     found = {line["event"]: line for line in daemon.log_lines()}
     assert set(START) <= set(found)
     assert found["model"]["description"] == "llama 7.2M Q8_0"
-    assert (found["KV cache"]["parallel"], found["KV cache"]["ctx_per_request"]) == (8, 8192)
+    assert (found["KV cache"]["parallel"], found["KV cache"]["ctx_per_request"]) == (8, 4096)
     assert found["serving"]["socket"] == str(daemon.socket)
     lines = [line for line in daemon.log_lines() if line["event"] == "request"]
     assert [line["id"] for line in lines] == ["a", "b", "c", "c", "d"]

@@ -34,7 +34,7 @@ def test_a_start_names_its_device_and_the_context_of_a_request(start: Any) -> No
 
 
 def test_a_start_with_the_default_context_has_nothing_to_say(start: Any) -> None:
-    assert "context" not in start()
+    assert "context" not in start("--ctx", "0")
 
 
 def test_the_engine_counts_its_layers(library: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 
 from click.testing import CliRunner
 
+from tests.support.forked import can_fork, run_forked
 from tests.support.real_daemon import ROOT
 from tests.support.run import SETTINGS_OF_DAEMONS
 from uma_trio.cli import main
@@ -32,5 +33,7 @@ def invoke(*arguments: object, stdin: str = "", **variables: str) -> subprocess.
 
 def run_process(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command as users do."""
+    if not stdin and can_fork({}):
+        return run_forked([*map(str, arguments)], ROOT, environment(), timeout_s=60)
     command = [sys.executable, "-m", "uma_trio", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment(), input=stdin, text=True, capture_output=True, timeout=60)

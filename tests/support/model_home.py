@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from tests.support.forked import can_fork, run_forked
 from tests.support.real_daemon import ROOT
 from tests.support.run import SETTINGS_OF_DAEMONS
 
@@ -41,6 +42,8 @@ class Home:
         )
 
     def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        if can_fork(variables):
+            return run_forked(arguments, ROOT, self.environment | variables, timeout_s=120)
         process = self.start(*arguments, **variables)
         try:
             out, err = process.communicate(timeout=120)

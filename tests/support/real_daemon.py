@@ -27,7 +27,7 @@ import psutil
 import trio
 
 from llama_abi.stamp import DIRECTORY_VARIABLE, library_directory
-from tests.support.forked import Forked
+from tests.support.forked import Forked, can_fork
 from tests.support.run import SETTINGS_OF_DAEMONS
 from uma_trio.client import Client, open_client
 from uma_trio.models.packaged import EMBEDDED
@@ -51,6 +51,8 @@ DIES_WITH_PARENT = (
 """Command prefix for Linux: the kernel kills the program if this process dies, also after ``kill -9``."""
 
 SERVE = (sys.executable, "-m", "uma_trio", "serve")
+CTX = ("--ctx", "32768")
+"""KV cache of a daemon with the embedded model whose test does not choose one: a start fills all of it with zeros."""
 
 Event = dict[str, Any]
 
@@ -334,6 +336,7 @@ def started(
     Its folders for state and configuration are next to its socket, so no other daemon uses them.
 
     Args:
+        flags: ``CTX`` is added if they choose neither a KV cache nor a model.
         environment: more variables.
         command: what starts it, in place of ``uma-trio serve``.
         options: for ``subprocess.Popen``.
@@ -345,9 +348,10 @@ def started(
         "XDG_CONFIG_HOME": os.fspath(socket.parent / "config-home"),
         **(environment or {}),
     }
-    arguments = ["--socket", os.fspath(socket), *flags]
-    if _can_fork(command, environment or {}, options):
-        process: Any = Forked(["serve", *arguments], log_file, ROOT, clean)
+    chosen = {"--ctx", "--model", "--config"} & {*flags}
+    arguments = ["--socket", os.fspath(socket), *([] if chosen else CTX), *flags]
+    if not command and not options and can_fork(environment or {}):
+        process: Any = Forked(["serve", *arguments], ROOT, clean, log_file)
     else:
         prefix = (*(DIES_WITH_PARENT if sys.platform == "linux" else ()), *(command or SERVE))
         with log_file.open("ab") as log:
@@ -368,15 +372,6 @@ def started(
         process.wait()
 
 
-def _can_fork(command: object, environment: Mapping[str, str], options: Mapping[str, Any]) -> bool:
-    """Whether a daemon may start in a fork (``tests/support/forked.py``): if nothing about its start is special.
-
-    Programs that measure coverage begin with a process.
-    """
-    special = command or options or any(name.startswith("PYTHON") for name in environment)
-    return sys.platform == "linux" and not special and "COVERAGE_PROCESS_START" not in os.environ
-
-
 def wait_ready(daemon: Daemon) -> None:
     """Wait until the daemon accepts connections."""
     until = time.monotonic() + START_S
@@ -393,7 +388,7 @@ def real_daemon(*flags: str, folder: Path | None = None, **options: Any) -> Iter
     """A daemon that is ready.  At the end it gets a SIGTERM, and exit code and log are checked.
 
     Args:
-        flags: for ``uma-trio serve``.
+        flags: for ``uma-trio serve``, as for ``started``.
         folder: for socket and log; a temporary one if not given.
         options: for ``started``.
     """
