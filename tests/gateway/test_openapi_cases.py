@@ -46,7 +46,7 @@ def test_every_answer_is_as_documented(tmp_path: Path) -> None:
     nothing = ("--offline", "--models-dir", str(tmp_path / "models"))  # cases delete models, and pull some
     with real_daemon("--http", "0", *short, *nothing) as daemon:
         gateway = Gateway.of(daemon)
-        command = (*COMMAND, "--phases", PHASES, "--max-examples", str(each), "--workers", "2")
+        command = (*COMMAND, "--phases", PHASES, "--max-examples", str(each), "--workers", "1")
         if not is_thorough():
             command = (*command, "--seed", "1")  # the same cases in every run
         (tmp_path / "schemathesis.toml").write_text(CONFIGURATION)

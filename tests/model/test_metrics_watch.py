@@ -88,6 +88,7 @@ def test_it_survives_a_restart_of_the_daemon(library, tmp_path):
             shown.wait_for("offload")
             first.signal(signal.SIGTERM)
             shown.wait_for("the daemon is gone")
+            first.wait()  # until then the socket is its own
             with real_daemon(folder=tmp_path):
                 shown.wait_for("the daemon was restarted")
                 shown.wait_for(lambda text: "generated        0.0 tokens/s" in text)
@@ -102,6 +103,7 @@ def test_on_a_pipe_it_prints_json_and_survives_a_restart(library, tmp_path):
             assert json.loads(watching.stdout.readline())["model"] == "embedded"
             first.signal(signal.SIGTERM)
             assert b"the daemon is gone" in watching.stderr.readline()
+            first.wait()
             with real_daemon(folder=tmp_path):
                 assert b"the daemon" in watching.stderr.readline()
                 assert json.loads(watching.stdout.readline())
