@@ -19,6 +19,7 @@ import trio
 
 from tests.support.asking import Client
 from tests.support.checkpoint_contract import *  # noqa: F403  (the tests)
+from tests.support.profile import thorough
 from tests.support.random_models import random_model
 from tests.support.serving import settings
 from uma_trio import config
@@ -36,7 +37,7 @@ from uma_trio.engine_link.messages import Start
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Generate
 
-KV_LAYOUTS = pytest.mark.parametrize("kv_unified", ["off", "on"])
+KV_LAYOUTS = pytest.mark.parametrize("kv_unified", ["off", thorough("on")])
 
 
 def words(seed: int, n: int) -> list[int]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import llama_abi
 from llama_abi import TokenAttr
+from tests.support.profile import amount, thorough
 from tests.support.real_daemon import ROOT, Daemon
 from uma_trio.daemon.prompts.chat import ChatTemplate
 from uma_trio.daemon.prompts.control_tokens import ControlTokens
@@ -23,7 +24,7 @@ from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.tokenizer import CONTROL_ATTRIBUTES, Tokenizer
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models"
-CHATTING = ["embedded", "qwen2", "qwen35", "phi-3", "command-r", "gemma-4"]
+CHATTING = ["embedded", "qwen2", "qwen35", "phi-3", thorough("command-r"), "gemma-4"]
 """Vocabularies whose file also has the model's chat template."""
 SPM = ["llama-spm", "phi-3"]
 """Vocabularies that put a space before a text."""
@@ -129,7 +130,7 @@ def test_a_file_whose_turn_tokens_are_user_defined(speaker: AnySpeaker) -> None:
     assert chosen.tokenizer.decode(ids, special=True).count(forged) == text.count(forged) == 1
 
 
-SOURCES = sorted(FOLDER.glob("templates/*.jinja"))
+SOURCES = sorted(FOLDER.glob("templates/*.jinja"))[:: amount(quick=3, thorough=1)]
 LOOKS = re.compile(
     r"<\|[^|>\s'\"]{1,40}\|>|<｜[^>\s'\"]{1,40}｜>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_turn>|<SPECIAL_\d+>|</?s>"
 )

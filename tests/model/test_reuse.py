@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import trio
 
-from tests.support.profile import amount
+from tests.support.profile import amount, thorough
 from tests.support.real_daemon import Answer, Daemon, real_daemon
 from uma_trio.training.skills import documents
 
@@ -26,7 +26,7 @@ COPYING = [
 OTHERS = ["Tell me a story about a fox.", "What is the capital of France?", "Spell the word horse.", "What can you do?"]
 
 
-@pytest.fixture(scope="module", params=["on", "off"])
+@pytest.fixture(scope="module", params=[thorough("on"), "off"])
 def layout(request: pytest.FixtureRequest) -> str:
     """``on``: unified KV; ``off``: per-sequence KV."""
     found: str = request.param
@@ -69,7 +69,7 @@ async def together(daemon: Daemon, requests: list[dict[str, object]]) -> list[An
     "questions",
     [
         ("What is the capital of France?", "And of Italy?", "And of Japan?", "And of Peru?"),
-        ("Tell me a story about a fox named Ada", "Tell me a story about an owl.", "Count from 3 to 17."),
+        thorough(("Tell me a story about a fox named Ada", "Tell me a story about an owl.", "Count from 3 to 17.")),
         (
             documents.ask(DOCUMENT, DOCUMENT.facts[3].question),
             DOCUMENT.facts[30].question,
@@ -141,19 +141,15 @@ async def test_a_disconnect_of_the_first_does_not_change_the_others(reusing: Dae
 # -- speculation ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("question", [*COPYING, *OTHERS])
-def test_speculation_changes_no_token(reusing: Daemon, question: str) -> None:
-    plain = reusing.ask(messages=chat(question), max_tokens=200, speculate=False)
-    drafted = reusing.ask(messages=chat(question), max_tokens=200, speculate=True)
-    assert (drafted.ids, drafted.text, drafted.reason) == (plain.ids, plain.text, plain.reason)
-    assert usage(drafted)["completion_tokens"] == usage(plain)["completion_tokens"]
-    reusing.settled()
-
-
-def test_copies_need_fewer_calls_than_tokens(reusing: Daemon) -> None:
+def test_speculation_changes_no_token_and_copies_need_fewer_calls(reusing: Daemon) -> None:
+    questions = [*COPYING, *OTHERS]
+    plain = [reusing.ask(messages=chat(question), max_tokens=150, speculate=False) for question in questions]
     before = reusing.settled()
-    answers = [reusing.ask(messages=chat(question), max_tokens=200, speculate=True) for question in COPYING]
+    answers = [reusing.ask(messages=chat(question), max_tokens=150, speculate=True) for question in questions]
     after = reusing.settled()
+    for one, other in zip(answers, plain, strict=True):
+        assert (one.ids, one.text, one.reason) == (other.ids, other.text, other.reason)
+        assert usage(one)["completion_tokens"] == usage(other)["completion_tokens"]
     grown = {
         name: after[name] - before[name]
         for name in ("tokens_total", "decode_calls_total", "draft_tokens_total", "accepted_draft_tokens_total")
@@ -173,10 +169,12 @@ def test_speculation_changes_no_sampled_token(reusing: Daemon, layout: str) -> N
     kernel for one row by up to 0.36 for this model (measured).  A random number that is used for the wrong token would
     change the text from the first draft on.
     """
-    n_seeds = amount(quick=2, thorough=4)
-    hot = {"max_tokens": 120, "temperature": 2.0, "top_k": 30, "ignore_eos": True, "cache_prompt": False}
+    n_questions, n_seeds, n_tokens = amount(quick=2, thorough=3), amount(quick=2, thorough=4), 80
+    hot = {"max_tokens": n_tokens, "temperature": 2.0, "top_k": 30, "ignore_eos": True, "cache_prompt": False}
     requests = [
-        {"messages": chat(question), "seed": seed, **hot} for question in COPYING[:3] for seed in range(n_seeds)
+        {"messages": chat(question), "seed": seed, **hot}
+        for question in COPYING[:n_questions]
+        for seed in range(n_seeds)
     ]
     plain = [reusing.ask(**fields, speculate=False) for fields in requests]
     drafted = [reusing.ask(**fields, speculate=True) for fields in requests]
@@ -186,16 +184,16 @@ def test_speculation_changes_no_sampled_token(reusing: Daemon, layout: str) -> N
         same += sum(
             1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.ids, other.ids, strict=True))
         )
-    share = same / (120 * len(plain))
+    share = same / (n_tokens * len(plain))
     print(f"{share:.0%} of the sampled tokens precede the first difference")
     assert share > (0.9 if layout == "on" else 0.5)
 
 
 async def test_speculation_next_to_other_streams_changes_nothing(reusing: Daemon) -> None:
     questions = [*COPYING, *OTHERS[:2]]
-    alone = [reusing.ask(messages=chat(question), max_tokens=120, speculate=False) for question in questions]
+    alone = [reusing.ask(messages=chat(question), max_tokens=80, speculate=False) for question in questions]
     requests: list[dict[str, object]] = [
-        {"messages": chat(question), "max_tokens": 120, "speculate": n % 3 != 2} for n, question in enumerate(questions)
+        {"messages": chat(question), "max_tokens": 80, "speculate": n % 3 != 2} for n, question in enumerate(questions)
     ]
     answers = await together(reusing, requests)
     assert [answer.ids for answer in answers] == [answer.ids for answer in alone]

@@ -21,6 +21,7 @@ import pytest
 import llama_abi
 from llama_abi import Batch, Context, ContextOptions, Model
 from tests.support.commands import invoke
+from tests.support.profile import thorough
 from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
 from uma_trio.daemon.store.journal import Journal
 from uma_trio.daemon.store.state_format import PAYLOAD_AT
@@ -128,7 +129,7 @@ def test_a_fork_and_its_source_go_on_with_a_draft_model(daemon: Daemon) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[("on",), ("off",), ("off", *DRAFTS)],
+    params=[("on",), ("off",), thorough(("off", *DRAFTS))],
     ids=["unified", "per-sequence", "draft model"],
 )
 def crowded(request: pytest.FixtureRequest, library: None) -> Iterator[Daemon]:
@@ -167,7 +168,7 @@ def test_concurrent_sessions_have_the_same_text_as_alone(crowded: Daemon, replay
     crowded.settled()
 
 
-@pytest.fixture(params=["on", "off"], ids=["unified", "per-sequence"])
+@pytest.fixture(params=[thorough("on"), "off"], ids=["unified", "per-sequence"])
 def exact(request: pytest.FixtureRequest, library: None) -> Iterator[Daemon]:
     """A crowded daemon with reproducible logits: flash attention adds in an order that depends on the size of the chunk."""
     with real_daemon(*CROWDED, "--kv-unified", request.param, "--flash-attn", "off") as daemon:
@@ -270,9 +271,9 @@ def test_sessions_continue_after_sigterm(library: None, tmp_path: Path, replayed
 def test_all_acknowledged_turns_survive_kill_9(library: None, tmp_path: Path, daemon: Daemon) -> None:
     state = tmp_path / "state"
     flags = (*CROWDED, "--state-dir", str(state), "--offload-after-s", "0")
-    texts = ["What is the capital of France?", "And of Italy?", "And of Japan?"]
+    texts = ["What is the capital of France?", "And of Italy?"]
     expected = replay(daemon, texts)
-    for n in range(3):
+    for n in range(2):
         with real_daemon(*flags) as victim:
             if n:
                 assert sessions(victim, "describe", session_id="a")["sessions"][0]["turns"] == n
@@ -304,20 +305,20 @@ def test_a_session_that_drops_old_turns_continues_after_a_restart(library: None,
         )
 
     with real_daemon(*flags) as daemon:
-        dropped = [turn(daemon, "a", n).last["usage"]["dropped_tokens"] for n in range(40)]
+        dropped = [turn(daemon, "a", n).last["usage"]["dropped_tokens"] for n in range(32)]
         assert 1 < sum(map(bool, dropped)) < 10, "each time half of the tokens that can be dropped"
-        assert sessions(daemon, "fork", session_id="a", new_id="b")["sessions"][0]["turns"] == 40
+        assert sessions(daemon, "fork", session_id="a", new_id="b")["sessions"][0]["turns"] == 32
         before = sessions(daemon)
-        expected = [turn(daemon, "b", n).text for n in range(40, 60)]
+        expected = [turn(daemon, "b", n).text for n in range(32, 40)]
         assert all("Answer briefly." in text for text in expected)
         sessions(daemon, "close", session_id="b")
         daemon.process.kill()
         daemon.process.wait()
     with real_daemon(*flags) as daemon:
         assert sessions(daemon)["sessions"] == [each for each in before["sessions"] if each["session_id"] == "a"]
-        assert [turn(daemon, "a", n).text for n in range(40, 60)] == expected
+        assert [turn(daemon, "a", n).text for n in range(32, 40)] == expected
         (file,) = on_disk(state, "sessions", "*.session")
-        assert file.stat().st_size < 100_000
+        assert file.stat().st_size < 60_000
 
 
 def test_a_removed_state_folder_is_created_again(library: None, tmp_path: Path, daemon: Daemon) -> None:
@@ -444,17 +445,19 @@ def test_a_damaged_session_does_not_affect_others(library: None, tmp_path: Path,
     expected = replay(daemon, texts)
     files: dict[str, Path] = {}
     with real_daemon("--state-dir", str(state)) as victim:
-        for how in DAMAGES:
+        for how in (*DAMAGES, "incomplete", "intact"):
             assert say(victim, how, texts[0]).ids == expected[0].ids
             [files[how]] = {*on_disk(state, "sessions", "*.session")} - {*files.values()}
-        assert say(victim, "intact", texts[0]).ids == expected[0].ids
-    for how, file in files.items():
-        data = file.read_bytes()
-        file.write_bytes(damaged(data, how, len(data) // 3))
+        assert say(victim, "incomplete", texts[1]).ids == expected[1].ids
+    for how in DAMAGES:
+        data = files[how].read_bytes()
+        files[how].write_bytes(damaged(data, how, len(data) // 3))
+    files["incomplete"].write_bytes(files["incomplete"].read_bytes()[:-5])  # as after a crash during a write
     with real_daemon("--state-dir", str(state)) as victim:
-        assert "intact" in names(victim)
         victim.logged("a session's file is damaged", len(DAMAGES))
-        assert say(victim, "intact", texts[1]).ids == expected[1].ids
+        for how in ("intact", "incomplete"):
+            assert sessions(victim, "describe", session_id=how)["sessions"][0]["turns"] == 1, "complete turns are kept"
+            assert say(victim, how, texts[1]).ids == expected[1].ids
         for how in DAMAGES:
             again = say(victim, how, texts[0])
             assert again.ids == expected[0].ids, "it starts again"
@@ -462,25 +465,10 @@ def test_a_damaged_session_does_not_affect_others(library: None, tmp_path: Path,
             assert again.last["session"]["durable"]
 
 
-def test_an_incomplete_turn_is_removed(library: None, tmp_path: Path, daemon: Daemon) -> None:
-    """As after a crash during a write: complete turns are kept."""
-    state = tmp_path / "state"
-    texts = ["What is the capital of France?", "And of Italy?"]
-    expected = replay(daemon, texts)
-    with real_daemon("--state-dir", str(state)) as victim:
-        for n in range(2):
-            assert say(victim, "a", texts[n]).ids == expected[n].ids
-        (file,) = on_disk(state, "sessions", "*.session")
-    file.write_bytes(file.read_bytes()[:-5])
-    with real_daemon("--state-dir", str(state)) as victim:
-        assert sessions(victim, "describe", session_id="a")["sessions"][0]["turns"] == 1
-        assert say(victim, "a", texts[1]).ids == expected[1].ids
-
-
 # -- without durable storage -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["a file", "below a file"])
+@pytest.mark.parametrize("place", ["a file", thorough("below a file")])
 def test_without_a_state_folder_sessions_are_in_memory(library: None, tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     state = tmp_path / "file" if place == "a file" else tmp_path / "file" / "state"
@@ -524,6 +512,7 @@ def test_the_second_daemon_with_the_same_state_folder_has_no_storage(library: No
 
 def test_uma_trio_sessions(library: None, tmp_path: Path) -> None:
     with real_daemon("--state-dir", str(tmp_path / "state")) as daemon:
+        close_several_and_all(daemon)
 
         def run(*arguments: object) -> str:
             found = invoke("sessions", "--socket", daemon.socket, *arguments)
@@ -558,6 +547,29 @@ def test_uma_trio_sessions(library: None, tmp_path: Path) -> None:
         daemon.wait_until(lambda found: found["connections"] == 1, "each command has closed its connection")
     nobody = invoke("sessions", "--socket", tmp_path / "none")
     assert (nobody.returncode, "no daemon" in nobody.stderr) == (2, True)
+
+
+def close_several_and_all(daemon: Daemon) -> None:
+    def close(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        found = invoke("sessions", "--socket", daemon.socket, "close", *arguments, stdin=stdin)
+        return found.returncode, found.stdout, found.stderr
+
+    for name in "abcdef":
+        daemon.ask(prompt="Hello", session_id=name, max_tokens=2)
+    assert close("a", "b") == (0, "closed a\nclosed b\n", "")
+    code, stdout, stderr = close("a", "c", "b")
+    assert (code, stdout) == (2, "closed c\n")
+    assert [line.split(";")[0] for line in stderr.splitlines()] == [
+        f"uma-trio sessions: E_SESSION_NOT_FOUND: there is no session {name!r}" for name in "ab"
+    ]
+    assert [json.loads(line)["session_id"] for line in close("d", "--json")[1].splitlines()] == ["d"]
+    assert close("--all", stdin="n\n")[0] != 0
+    assert sorted(names(daemon)) == ["e", "f"]
+    assert "Close 2 sessions?" in close("--all", stdin="y\n")[1]
+    assert names(daemon) == []
+    daemon.ask(prompt="Hello", session_id="g", max_tokens=2)
+    assert close("--all", "--yes") == (0, "closed g\n", "")
+    assert close("--all", "--yes") == (0, "no sessions to close\n", "")
 
 
 @pytest.fixture(scope="module")
@@ -619,31 +631,6 @@ def test_what_cannot_be_done_with_a_session(chatted: Daemon, arguments: list[str
     found = invoke("sessions", "--socket", chatted.socket, *arguments)
     assert (found.returncode, message in found.stderr, "Traceback" in found.stderr) == (2, True, False), found.stderr
     assert sorted(names(chatted)) == ["cooking", "story"]
-
-
-def test_close_several_and_all(library: None, tmp_path: Path) -> None:
-    with real_daemon("--state-dir", str(tmp_path / "state")) as daemon:
-
-        def close(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-            found = invoke("sessions", "--socket", daemon.socket, "close", *arguments, stdin=stdin)
-            return found.returncode, found.stdout, found.stderr
-
-        for name in "abcdef":
-            daemon.ask(prompt="Hello", session_id=name, max_tokens=2)
-        assert close("a", "b") == (0, "closed a\nclosed b\n", "")
-        code, stdout, stderr = close("a", "c", "b")
-        assert (code, stdout) == (2, "closed c\n")
-        assert [line.split(";")[0] for line in stderr.splitlines()] == [
-            f"uma-trio sessions: E_SESSION_NOT_FOUND: there is no session {name!r}" for name in "ab"
-        ]
-        assert [json.loads(line)["session_id"] for line in close("d", "--json")[1].splitlines()] == ["d"]
-        assert close("--all", stdin="n\n")[0] != 0
-        assert sorted(names(daemon)) == ["e", "f"]
-        assert "Close 2 sessions?" in close("--all", stdin="y\n")[1]
-        assert names(daemon) == []
-        daemon.ask(prompt="Hello", session_id="g", max_tokens=2)
-        assert close("--all", "--yes") == (0, "closed g\n", "")
-        assert close("--all", "--yes") == (0, "no sessions to close\n", "")
 
 
 def test_a_second_signal_does_not_wait_for_saves(library: None, tmp_path: Path) -> None:

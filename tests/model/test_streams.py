@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.support.profile import amount, thorough
 from tests.support.real_daemon import Answer, real_daemon
 from uma_trio.client import Token
 from uma_trio.models.packaged import EMBEDDED
@@ -108,9 +109,10 @@ def n_switches(arrivals):
     return sum(a != b for a, b in itertools.pairwise(arrivals))
 
 
-@pytest.mark.parametrize("n", [4, 64])
+@pytest.mark.parametrize("n", [thorough(4), 64])
 async def test_concurrent_streams_have_the_same_text_as_alone(daemon, n):
-    requests = [{"messages": chat(question), "max_tokens": 80} for question in QUESTIONS[:n]]
+    n_tokens = amount(quick=24, thorough=80)
+    requests = [{"messages": chat(question), "max_tokens": n_tokens} for question in QUESTIONS[:n]]
     assert len({str(request) for request in requests}) == n
     alone = [daemon.ask(**request) for request in requests]
     shared, arrivals, batch = await together(daemon, requests)
@@ -195,7 +197,7 @@ async def test_a_seed_gives_the_same_text_next_to_31_others(daemon):
     requests = [
         {
             "messages": chat(question),
-            "max_tokens": 40,
+            "max_tokens": 24,
             "temperature": 0.9,
             "top_p": 0.95,
             "seed": seed,
