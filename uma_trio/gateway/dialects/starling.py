@@ -71,20 +71,22 @@ async def read_request(call: Call) -> tuple[dict[str, Any], list[str]]:
     Raises:
         HttpError: the body is not a JSON object.
     """
-    given = await call.read_fields()
-    known = [name for name in FIELDS if name not in OF_THE_CONNECTION]
-    warnings = without_effect([name for name in given if name not in known], "parameter", known)
-    fields = call.for_daemon(**{name: value for name, value in given.items() if name in known})
+    given, warnings = await _read_known(call, [name for name in FIELDS if name not in OF_THE_CONNECTION])
+    fields = call.for_daemon(**given)
     _split_stop(fields)
     return fields, warnings
 
 
+async def _read_known(call: Call, known: list[str]) -> tuple[dict[str, Any], list[str]]:
+    given = await call.read_fields()
+    warnings = without_effect([name for name in given if name not in known], "parameter", known)
+    return {name: value for name, value in given.items() if name in known}, warnings
+
+
 async def steer(call: Call) -> Response:
     """Change the running request ``id`` of the same client: the ``x-request-id`` of its response."""
-    given = await call.read_fields()
     known = [field.name for field in attrs.fields(SteerQuery) if field.name not in OF_THE_PATH]
-    warnings = without_effect([name for name in given if name not in known], "parameter", known)
-    changes = {name: value for name, value in given.items() if name in known}
+    changes, warnings = await _read_known(call, known)
     name = call.request.path_params["id"]
     work = call.ask(lambda client: client.steer(name, **changes), counts=True)
     done = await call.unless_disconnected(work)
@@ -145,6 +147,11 @@ class Events:
         return sse(fields, event=name)
 
 
+def given_fields(request: msgspec.Struct) -> dict[str, Any]:
+    """The fields that are not null."""
+    return {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
+
+
 class TokenizeRequest(msgspec.Struct):
     """Text to tokens, or tokens to text."""
 
@@ -160,7 +167,7 @@ async def tokenize(call: Call) -> Response:
     request, warnings = await call.read(TokenizeRequest)
     if (request.text is None) == (request.tokens is None):
         raise invalid("give exactly one of text and tokens")
-    fields = {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
+    fields = given_fields(request)
     found = await call.ask(lambda client: client.tokenize(fields.pop("text", None), **fields), counts=True)
     body = {"tokens": found.tokens, "offsets": found.offsets, "text": found.text}
     body = {name: value for name, value in body.items() if value is not None}

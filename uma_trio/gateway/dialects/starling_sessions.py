@@ -7,13 +7,14 @@ Without keys it would get the sessions of the user who runs the daemon, so the g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import EVENT_STREAM, StreamedAnswer, json_response
-from uma_trio.gateway.dialects.starling import OF_THE_CONNECTION, STARLING, Events, read_request
+from uma_trio.gateway.dialects.starling import OF_THE_CONNECTION, STARLING, Events, given_fields, read_request
 from uma_trio.gateway.dialects.starling_shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -57,7 +58,7 @@ async def read_session(call: Call) -> Response:
     """What a session contains: the messages of a chat, or the text of plain prompts and their answers."""
     request, warnings = await call.read(SessionRequest)
     async with call.daemon.sessions_at_hand(request.model, request.session_id) as client:
-        found = await client.transcript(**_of_session(request))
+        found = await client.transcript(**given_fields(request))
     content = {"messages": found.messages} if found.text is None else {"text": found.text}
     return json_response({"session": found.session, **content}, warnings=warnings)
 
@@ -92,12 +93,7 @@ async def _changed(call: Call, action: str, request: SessionRequest, *new_ids: s
     """
     call.count_request()
     async with call.daemon.sessions_at_hand(request.model, request.session_id, *new_ids) as client:
-        return await client.sessions(action, **_of_session(request))
-
-
-def _of_session(request: SessionRequest) -> dict[str, Any]:
-    """The fields of a session query."""
-    return {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
+        return await client.sessions(action, **given_fields(request))
 
 
 # -- answers that go on --
@@ -159,61 +155,46 @@ class _KeptEvents(Events):
         return self.written({"event": "request", **self.request}) + super().begin()
 
 
+_endpoint: Final = partial(Endpoint, method="POST", dialect=STARLING, needs_owner=True)
+
 ENDPOINTS = (
-    Endpoint(
+    _endpoint(
         method="GET",
         path="/v1/sessions",
-        dialect=STARLING,
-        needs_owner=True,
         answer=list_sessions,
         shapes=(SessionPage,),
         summary="The client's sessions, the most recently used first",
     ),
-    Endpoint(
-        method="POST",
+    _endpoint(
         path="/v1/session/read",
-        dialect=STARLING,
-        needs_owner=True,
         answer=read_session,
         shapes=(SessionContent,),
         summary="The messages of a session",
         body=SessionRequest,
     ),
-    Endpoint(
-        method="POST",
+    _endpoint(
         path="/v1/session/fork",
-        dialect=STARLING,
-        needs_owner=True,
         answer=fork_session,
         shapes=(OneSession,),
         summary="Copy a session",
         body=ForkRequest,
     ),
-    Endpoint(
-        method="POST",
+    _endpoint(
         path="/v1/session/rename",
-        dialect=STARLING,
-        needs_owner=True,
         answer=rename_session,
         shapes=(OneSession,),
         summary="Give a session a title",
         body=RenameRequest,
     ),
-    Endpoint(
-        method="POST",
+    _endpoint(
         path="/v1/session/close",
-        dialect=STARLING,
-        needs_owner=True,
         answer=close_session,
         shapes=(Closed,),
         summary="Forget a session",
         body=SessionRequest,
     ),
-    Endpoint(
-        method="POST",
+    _endpoint(
         path="/v1/session/answer",
-        dialect=STARLING,
-        needs_owner=True,
         answer=begin_answer,
         event_shape=StarlingEvent,
         summary="An answer that goes on when its client leaves",
@@ -222,22 +203,16 @@ ENDPOINTS = (
         hidden_fields=OF_THE_CONNECTION,
         media_types=(EVENT_STREAM,),
     ),
-    Endpoint(
-        method="POST",
+    _endpoint(
         path="/v1/session/follow",
-        dialect=STARLING,
-        needs_owner=True,
         answer=follow_answer,
         event_shape=StarlingEvent,
         summary="The events of a running answer, from the first one on",
         body=SessionRequest,
         media_types=(EVENT_STREAM,),
     ),
-    Endpoint(
-        method="POST",
+    _endpoint(
         path="/v1/session/stop",
-        dialect=STARLING,
-        needs_owner=True,
         answer=stop_answer,
         shapes=(Stopped,),
         summary="End a running answer",
