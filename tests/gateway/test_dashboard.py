@@ -118,6 +118,7 @@ def test_streams_appear_while_a_load_runs(page: Page, gateway: Gateway) -> None:
         picture = page.evaluate("() => document.getElementById('timeline').toDataURL()")
         page.wait_for_timeout(1500)
         assert page.evaluate("() => document.getElementById('timeline').toDataURL()") == picture, "paused"
+        check_that_nothing_is_wider_than_the_window(page)
         before = page.inner_text("#tick")
         page.focus("#timeline")
         for _ in range(30):  # ticks next to each other may be alike
@@ -128,6 +129,17 @@ def test_streams_appear_while_a_load_runs(page: Page, gateway: Gateway) -> None:
     with gateway.http() as client:
         for i in (0, 3):
             client.post("/v1/session/close", json={"session_id": f"chat-{i}"})
+
+
+def check_that_nothing_is_wider_than_the_window(page: Page) -> None:
+    before = page.viewport_size
+    assert before is not None
+    for width, height in ((390, 844), (1280, 800)):
+        page.set_viewport_size({"width": width, "height": height})
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        if width > 1000:
+            assert page.evaluate("() => document.documentElement.scrollHeight") <= height
+    page.set_viewport_size(before)
 
 
 @needs_browser
@@ -141,15 +153,11 @@ def test_cells_that_are_reserved_are_not_shown_as_used(page: Page, gateway: Gate
 
 
 @needs_browser
-def test_errors_and_restarts_are_counted(page: Page, gateway: Gateway) -> None:
+def test_errors_and_restarts_are_counted_and_hostile_names_stay_text(page: Page, gateway: Gateway) -> None:
     with gateway.http() as client:
         client.post("/v1/generate", json={"prompt": "x", "max_tokens": 10_000_000})
     expect(page.locator("#errors")).to_contain_text("E_LIMIT_MAX_TOKENS")
     expect(page.locator("#restarts")).to_contain_text("0 restarts")
-
-
-@needs_browser
-def test_hostile_names_stay_text(page: Page, gateway: Gateway) -> None:
     with gateway.http() as client:
         body = {"prompt": "x", "max_tokens": 2, "session_id": HOSTILE[:80], "stream": False}
         client.post("/v1/generate", json=body).raise_for_status()
@@ -187,17 +195,6 @@ def test_several_models_have_links_and_checks_of_their_own(browser: Browser, tmp
         expect(page.locator("#model")).to_have_text("second · embedded")
         page.click("#to-chat")
         expect(page.locator("select#model")).to_have_value("second")
-
-
-@needs_browser
-@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
-def test_nothing_is_wider_than_the_window(gateway: Gateway, browser: Browser, width: int, height: int) -> None:
-    with opened(browser, viewport={"width": width, "height": height}) as page, load(gateway.url, 2):
-        page.goto(gateway.url)
-        expect(page.locator("#sequences")).to_contain_text("decode")
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
-        if width > 1000:
-            assert page.evaluate("() => document.documentElement.scrollHeight") <= height
 
 
 # -- keys --
