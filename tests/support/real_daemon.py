@@ -39,6 +39,8 @@ ROOT = Path(__file__).parents[2]
 POLL_S = 0.01
 """Between two looks at the metrics."""
 LOG_POLL_S = 0.01
+CANARY_PAUSE_S = 0.3
+"""Between two rounds of a canary, which would take all of a core otherwise, also while its test waits."""
 WAIT_S = 60.0
 """Longest wait for anything that happens at once on an idle machine."""
 START_S = 120.0
@@ -462,6 +464,7 @@ class Canary:
                         self._wrong.append(answer)
                         return
                     self.rounds += 1
+                    self._stop.wait(CANARY_PAUSE_S)
         except Exception as error:  # noqa: BLE001  (raised at the end of the context)
             self._wrong.append(error)
 
