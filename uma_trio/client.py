@@ -76,7 +76,7 @@ from uma_trio.protocol.events import (
     UnknownEvent,
 )
 from uma_trio.protocol.field_errors import did_you_mean
-from uma_trio.protocol.lease import SessionLease
+from uma_trio.protocol.lease import SessionLease, SessionOffer
 from uma_trio.protocol.messages import Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
 from uma_trio.protocol.requests import Generate
@@ -116,6 +116,7 @@ __all__ = [
     "SessionInfo",
     "SessionLease",
     "SessionList",
+    "SessionOffer",
     "Token",
     "TokenList",
     "ToolCall",
@@ -398,6 +399,17 @@ class Client:
         """
         query = {"type": "lease", "action": action, "session_id": session_id, "keep_alive": True, **fields}
         return await self._ask(query, SessionLease)
+
+    async def next_offer(self, *, end: bool = False) -> SessionOffer:
+        """Ask a daemon that stops for a session that another one may take over.
+
+        Args:
+            end: no more are wanted.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        return await self._ask({"type": "offer", "keep_alive": True, "end": end}, SessionOffer)
 
     async def tokenize(self, text: str | None = None, *, messages: Messages | None = None, **fields: Any) -> TokenList:
         """Return the tokens of a text, with their positions in it, or those of a chat as a request would prefill it.

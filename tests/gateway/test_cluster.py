@@ -329,6 +329,18 @@ def test_a_daemon_with_many_addresses_must_say_what_its_peers_call_it(tmp_path: 
             own_url(listen=listen)
 
 
+def test_a_daemon_that_stops_hands_its_sessions_over(halves: tuple[Gateway, int, Path], tmp_path: Path) -> None:
+    gateway, port, key = halves
+    with daemon_at(port, tmp_path, int(gateway.url.rpartition(":")[2]), key=key) as stays:
+        for n in range(3):
+            say(gateway, f"s{n}", "Hello")
+        gateway.daemon.signal(signal.SIGTERM)
+        assert gateway.daemon.wait() == 0
+        assert names(stays) == {"s0", "s1", "s2"}
+        for n in range(3):
+            assert say(stays, f"s{n}", "Hello again")["session"]["turns"] == 2
+
+
 class Talker(threading.Thread):
     """A client with a session: asks one daemon after the other until one answers, as behind a router."""
 

@@ -111,7 +111,7 @@ def test_variables_of_the_test_suite_are_ignored() -> None:
         ("limits:\n  max-queue: 1\n", "unknown key max-queue; did you mean max_queue?"),
         ("limits:\n  UMA_MAX_QUEUE: 1\n", "unknown key UMA_MAX_QUEUE; did you mean max_queue?"),
         ("limits:\n  gpu_layer: 1\n", "unknown key gpu_layer; did you mean gpu_layers, of the section model?"),
-        ("limits:\n  zzz: 1\n", "known are default_max_tokens, drain_notice_s, drain_timeout_s"),
+        ("limits:\n  zzz: 1\n", "known are default_max_tokens, drain_hand_over_s, drain_notice_s"),
         ("ctx: 5\n", "ctx is a key of the section model; put it under model:"),
         ("max-queue: 5\n", "max-queue is a key of the section limits"),
         ("model:\n  ctx: 1k\n\n  ctx: 2k\n", "ctx is set in line 2 and again in line 4; remove one of them"),

@@ -203,12 +203,14 @@ def _service(flags: Sequence[str]) -> Service:
     socket = Path(os.path.abspath(settings.listen.socket or default_socket_path()))
     if reason := too_long(socket):
         raise click.UsageError(f"{reason}; {GIVE_A_SHORTER_PATH}")
+    limits = settings.limits
+    hand_over_s = limits.drain_hand_over_s if settings.http.peers else 0.0
     # faulthandler: a daemon that the watchdog ends leaves in the log where it was
     program = [*PYTHON, "-X", "faulthandler", "-m", "uma_trio", "serve"]
     return Service(
         command=[*program, *arguments],
         socket=socket,
-        drain_s=settings.limits.drain_notice_s + settings.limits.drain_timeout_s,
+        drain_s=limits.drain_notice_s + hand_over_s + limits.drain_timeout_s,
         hardened="cuda" not in (stamp.backend, *stamp.plugins),
         serves_http=settings.http.listen is not None,
     )

@@ -543,6 +543,13 @@ class Limits:
         ge=0,
         le=3600,
     )
+    drain_hand_over_s: float = setting(
+        10.0,
+        "How long sessions are offered to peers after SIGTERM, when new requests are refused already. What is left then stays. "
+        "Only with peers.",
+        ge=0,
+        le=3600,
+    )
     drain_timeout_s: float = setting(
         30.0, "How long running requests may go on after SIGTERM before they are cancelled.", ge=0, le=1e6
     )

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import msgspec
 import psutil
 import structlog
@@ -44,12 +45,13 @@ from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.storage import open_answers
 from uma_trio.daemon.users import stop_when_unlocked
-from uma_trio.errors import ErrorWithRemedy, ShuttingDown, TooManyConnections, UmaError
+from uma_trio.errors import BadRequest, ErrorWithRemedy, ShuttingDown, TooManyConnections, UmaError
 from uma_trio.hub.environment import find_model_locations
 from uma_trio.processes.large_work import LargeWork
 from uma_trio.protocol.answers import Health, HealthCheck
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.events import Failure
+from uma_trio.protocol.lease import OfferQuery, SessionOffer
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -93,6 +95,8 @@ class Server:
         self._refused: Counter[str] = Counter()
         self._started_at = time.monotonic()
         self._leaving = trio.Event()
+        self._hand_over_s = config.limits.drain_hand_over_s if config.http.peers else 0.0
+        self._handed_over = trio.Event()
         self._connection_scope = trio.CancelScope()
         self._listener_scope = trio.CancelScope()
 
@@ -160,8 +164,9 @@ class Server:
                     await self.models.save_everything()
 
     def leave(self) -> None:
-        """Say in ``/health`` that the daemon stops, and drain after ``drain_notice_s``; without HTTP at once.  Does not wait."""
-        if self._gateway is None or not self.limits.drain_notice_s:
+        """Say in ``/health`` that the daemon stops, and drain after ``drain_notice_s``, and after peers have taken sessions
+        over; without HTTP at once.  Does not wait."""
+        if self._gateway is None or not (self.limits.drain_notice_s or self._hand_over_s):
             self.drain()
             return
         self._gateway.drain()
@@ -170,7 +175,25 @@ class Server:
     async def _drain_after_notice(self) -> None:
         await self._leaving.wait()
         await trio.sleep(self.limits.drain_notice_s)
+        with trio.move_on_after(self._hand_over_s):
+            await self._handed_over.wait()
         self.drain()
+
+    def offer(self, query: OfferQuery) -> SessionOffer:
+        """The next session that another daemon may take over, because this one stops.
+
+        Raises:
+            BadRequest: it does not stop.
+        """
+        if not self._leaving.is_set():
+            raise BadRequest("the daemon does not stop, so its sessions stay", field="type")
+        if query.end:
+            self._handed_over.set()
+        found = None if query.end else self.models.next_offer()
+        if found is None:
+            return SessionOffer(id=query.id)
+        principal = None if found.principal == OWN_PRINCIPAL else found.principal
+        return attrs.evolve(found, principal=principal, id=query.id)
 
     def drain(self) -> None:
         """Accept no more connections and requests; running requests have ``drain_timeout_s`` to finish.  Does not wait."""

@@ -49,7 +49,7 @@ from uma_trio.protocol.answers import (
     bare_name,
 )
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
-from uma_trio.protocol.lease import LeaseQuery, SessionLease
+from uma_trio.protocol.lease import LeaseQuery, SessionLease, SessionOffer
 from uma_trio.protocol.queries import SessionQuery, SteerQuery, TokenizeQuery
 from uma_trio.protocol.requests import AdapterChoice, Constraint, Embed, Generate, Rerank
 from uma_trio.telemetry.perf_records import PerfSink
@@ -134,6 +134,13 @@ class ModelService:
             SessionError: it is not possible.
         """
         return await self.sessions.hand_over.answer(query, principal.name, owner)
+
+    def next_offer(self) -> SessionOffer | None:
+        """The next session that another daemon may take over, each once; ``None`` without one."""
+        session = self.sessions.hand_over.next_offer()
+        if session is None:
+            return None
+        return SessionOffer(session_id=session.name, principal=session.principal, model=self.name)
 
     def release_claims(self, owner: object) -> None:
         """End all claims of ``owner``."""

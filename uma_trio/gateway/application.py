@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 import anyio
@@ -55,6 +56,7 @@ from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
 from uma_trio.gateway.pages import PAGES, WATCH
+from uma_trio.gateway.peers.leaving import Leaving
 from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.request_logger import HttpMetrics, RequestLogger, Tracer, log
@@ -131,10 +133,11 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     tenants = CurrentTenants(config.http.keys)
     large_work = LargeWork(anyio.Lock(), anyio.sleep)
     batches = BatchService.of(config, in_batches(), tenants, limiter, large_work)
+    leaving = Leaving(daemon.peers, daemon.connect, config.limits.drain_notice_s)
     app = Starlette(
         routes=routes,
         exception_handlers={404: _not_found, 405: _wrong_method, Exception: _bug},
-        lifespan=lambda _: batches.running(),
+        lifespan=lambda _: _running(batches, leaving),
     )
     app.state.http_metrics = http_metrics = HttpMetrics()
     app.state.batches = batches
@@ -168,10 +171,18 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     def drain() -> None:
         guard.drain()
         batches.stop()
+        leaving.begin()
 
     dialects = {(endpoint.method, endpoint.path): endpoint.dialect.name for endpoint in endpoints}
     logs, tracer = config.http.access_log, _tracer(config.http)
     return RequestIds(RequestLogger(guard, http_metrics, dialects, logs=logs, tracer=tracer)), read_again, drain
+
+
+@contextlib.asynccontextmanager
+async def _running(batches: BatchService, leaving: Leaving) -> AsyncIterator[None]:
+    """What runs as long as the application."""
+    async with batches.running(), leaving.running():
+        yield
 
 
 def _tracer(settings: Http) -> Tracer | None:

@@ -134,6 +134,30 @@ class LeaseQuery:
     """Principal whose session this is."""
 
 
+@attrs.frozen(kw_only=True)
+class OfferQuery:
+    """Asks a daemon that stops for a session that another one may take over.  Only for the user who runs the daemon."""
+
+    end: bool = False
+    """No more are wanted, so the daemon need not wait."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+    """Not used: the sessions of all principals are offered."""
+
+
+@attrs.frozen(kw_only=True)
+class SessionOffer:
+    """Answer to an ``OfferQuery``.  Its event is called ``offer``."""
+
+    session_id: str | None = None
+    """An idle session that is on disk, each once, the most recently used first; ``None``: there is no other one."""
+    principal: str | None = None
+    """Whose session it is; ``None``: that of the user who runs the daemon."""
+    model: str | None = None
+    id: str | None = None
+
+
 # -- what a daemon does that has claimed a session --
 
 

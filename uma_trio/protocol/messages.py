@@ -60,7 +60,7 @@ from uma_trio.protocol.events import (
     UnknownEvent,
 )
 from uma_trio.protocol.field_errors import convert
-from uma_trio.protocol.lease import LeaseQuery, SessionLease
+from uma_trio.protocol.lease import LeaseQuery, OfferQuery, SessionLease, SessionOffer
 from uma_trio.protocol.queries import (
     AnswersQuery,
     AttachQuery,
@@ -84,6 +84,7 @@ Query = (
     MetricsQuery
     | SessionQuery
     | LeaseQuery
+    | OfferQuery
     | AnswersQuery
     | SteerQuery
     | TokenizeQuery
@@ -103,6 +104,7 @@ Answer = (
     Metrics
     | SessionList
     | SessionLease
+    | SessionOffer
     | Transcript
     | AnswerList
     | Steered
@@ -148,6 +150,7 @@ _EVENT_NAMES: Final = {
     Metrics: "metrics",
     SessionList: "sessions",
     SessionLease: "lease",
+    SessionOffer: "offer",
     Embeddings: "embeddings",
     Ranking: "ranking",
     Transcript: "transcript",
@@ -219,6 +222,8 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return parse_session_query(fields)
     if kind == "lease":
         return convert(fields, LeaseQuery)
+    if kind == "offer":
+        return convert(fields, OfferQuery)
     if kind == "answers":
         return parse_answers_query(fields)
     if kind == "steer":

@@ -38,7 +38,7 @@ from uma_trio.protocol.answers import AnswerList, Health, Metrics, ModelList
 from uma_trio.protocol.codec import Codec
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.events import Failure
-from uma_trio.protocol.lease import LeaseQuery
+from uma_trio.protocol.lease import LeaseQuery, OfferQuery, SessionOffer
 from uma_trio.protocol.messages import ClientMessage, Query, Request, ServerEvent
 from uma_trio.protocol.queries import (
     AnswersQuery,
@@ -83,6 +83,7 @@ class ConnectionOwner(Protocol):
     def frame_room(self) -> FrameRoom: ...
     def snapshot(self, model: str | None = None) -> dict[str, Any]: ...
     def health(self, id: str | None) -> Health: ...
+    def offer(self, query: OfferQuery) -> SessionOffer: ...
     def record_refusal(self, error: UmaError) -> None: ...
 
 
@@ -294,9 +295,11 @@ class Connection:
                 async with models.use(query.model, principal.name, session=True) as service:
                     await self._send_each(await service.answer_sessions(query, principal))
                 return
+            case LeaseQuery() | OfferQuery() if self._principal.name != OWN_PRINCIPAL:
+                raise BadRequest("only the user who runs the daemon may move sessions")
+            case OfferQuery():
+                events = [self._owner.offer(query)]
             case LeaseQuery():
-                if self._principal.name != OWN_PRINCIPAL:
-                    raise BadRequest("only the user who runs the daemon may move sessions")
                 async with models.use(query.model, principal.name, session=True) as service:
                     self._claimed_at.add(service)
                     events = [await service.answer_lease(query, principal, self)]

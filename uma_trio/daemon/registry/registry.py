@@ -34,6 +34,7 @@ from uma_trio.errors import (
     UmaError,
 )
 from uma_trio.protocol.answers import HealthCheck, ModelDescription, ModelState
+from uma_trio.protocol.lease import SessionOffer
 
 log = structlog.get_logger("uma_trio.registry")
 
@@ -132,6 +133,13 @@ class ModelRegistry:
         for instance in self._catalog.instances():
             instance.service.drain()
         self._catalog.announce()
+
+    def next_offer(self) -> SessionOffer | None:
+        """The next session of any loaded model that another daemon may take over, each once; ``None`` without one."""
+        for instance in self._catalog.instances():
+            if (found := instance.service.next_offer()) is not None:
+                return found
+        return None
 
     def stop(self) -> None:
         """End all requests and engines at once."""

@@ -63,6 +63,10 @@ class HandOver:
     """Tells this daemon from its peers, one of which may be itself."""
     _claims: dict[SessionKey, _Claim] = attrs.field(factory=dict, init=False)
 
+    _to_offer: list[Session] = attrs.field(factory=list, init=False)
+    """The least recently used first."""
+    _offered: set[SessionKey] = attrs.field(factory=set, init=False)
+
     def claimed(self, key: SessionKey) -> Lease | None:
         """The lease of a session that may be begun, because nobody has it; ``None`` if it was not claimed."""
         claim = self._claims.get(key)
@@ -72,6 +76,19 @@ class HandOver:
         """End all claims of ``owner``."""
         for key in [key for key, claim in self._claims.items() if claim.owner is owner]:
             del self._claims[key]
+
+    def next_offer(self) -> Session | None:
+        """A session that can be given, each once, the most recently used first; ``None`` without one."""
+        if self.journal is None:
+            return None
+        if not self._to_offer:
+            idle = [each for each in self._table if each.is_here and each.durable and not each.busy]
+            self._to_offer = [each for each in idle if each.key not in self._offered]
+        if not self._to_offer:
+            return None
+        session = self._to_offer.pop()
+        self._offered.add(session.key)
+        return session
 
     async def answer(self, query: LeaseQuery, principal: str, owner: object) -> SessionLease:
         """Carry out a query.

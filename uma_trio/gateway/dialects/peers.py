@@ -13,9 +13,19 @@ from uma_trio.gateway.answer import JSON
 from uma_trio.gateway.dialects.starling import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.guard import draining
 from uma_trio.gateway.peers.channel import OLD_STAMP
 from uma_trio.gateway.peers.copying import read_part
-from uma_trio.gateway.peers.messages import CODE, PATH, SIGNATURE, FileOffer, PeerAnswer, PeerQuestion, StampAnswer
+from uma_trio.gateway.peers.messages import (
+    CODE,
+    PATH,
+    SIGNATURE,
+    FileOffer,
+    PeerAnswer,
+    PeerQuestion,
+    Session,
+    StampAnswer,
+)
 from uma_trio.gateway.peers.moving import Peers
 
 
@@ -27,9 +37,23 @@ async def answer_peer(call: Call) -> Response:
     nonce, question = peers.admit(call.request.headers.get(SIGNATURE, ""), await call.request.body())
     status, content, media_type = OLD_STAMP, msgspec.json.encode(StampAnswer(peers.stamp)), JSON
     if question is not None:
+        if question.action == "offer":
+            await _take_over(call, peers, question)
         status = 200
         content, media_type = await _answer(call, question)
     return Response(content, status, {SIGNATURE: peers.signer.answer(nonce, content)}, media_type)
+
+
+async def _take_over(call: Call, peers: Peers, offer: PeerQuestion) -> None:
+    """Bring a session here that another daemon offers because it stops.
+
+    Raises:
+        HttpError: it does not come, or this daemon stops as well.
+    """
+    if call.is_draining:
+        raise draining()
+    async with call.daemon.connect() as client:
+        await peers.bring(client, Session(offer.session_id, offer.model, offer.principal))
 
 
 async def _answer(call: Call, question: PeerQuestion) -> tuple[bytes, str]:
@@ -42,7 +66,7 @@ async def _answer(call: Call, question: PeerQuestion) -> tuple[bytes, str]:
             of |= {"peer": question.url, "seen": question.seen, "epoch": question.epoch}
         case "confirm" | "read":
             of |= {"epoch": question.epoch}
-    action = "files" if question.action == "read" else question.action
+    action = {"read": "files", "offer": "ask"}.get(question.action, question.action)
     found = await call.ask(lambda client: client.lease(action, question.session_id, **of))
     if question.action == "read":
         paths = [file.path for file in found.files if file.kind == question.kind]

@@ -30,9 +30,10 @@ class FileOffer(msgspec.Struct):
 
 
 class PeerQuestion(msgspec.Struct):
-    """What a daemon asks another one: the lease of a session, or a part of a file of a session that was given."""
+    """What a daemon asks another one: the lease of a session, or a part of a file of a session that was given; or whether
+    it takes a session over."""
 
-    action: Literal["ask", "give", "confirm", "read"]
+    action: Literal["ask", "give", "confirm", "read", "offer"]
     session_id: Name
     to: Annotated[str, Meta(max_length=256)] = ""
     """The peer that is asked.  Another one refuses, however the question came to it: a wrong address, a proxy, or somebody

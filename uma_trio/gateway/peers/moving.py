@@ -42,7 +42,7 @@ class Peers:
     settings: PeerSettings
     signer: Signer
     _reception: Reception
-    _channel: Channel
+    channel: Channel
 
     @classmethod
     def of(cls, config: Config) -> Peers | None:
@@ -180,7 +180,7 @@ class Peers:
 
         async def ask(url: str) -> None:
             try:
-                answers[url] = _lease_in(await self._channel.ask(url, question))
+                answers[url] = _lease_in(await self.channel.ask(url, question))
             except (PeerSilent, PeerRefused) as error:
                 log.info("a peer does not answer", reason=str(error))
                 answers[url] = None
@@ -222,11 +222,11 @@ class Peers:
             epoch=take.epoch,
             **session.fields,
         )
-        given = await self._channel.ask(take.peer, question, GIVE_S)
+        given = await self.channel.ask(take.peer, question, GIVE_S)
         async with temporary_folder(self.settings.folder) as folder:
             paths: dict[str, str] = {}
             for file in filter(self._has_room_for, given.files):
-                await copy_file(self._channel, take.peer, question, file, folder / file.name)
+                await copy_file(self.channel, take.peer, question, file, folder / file.name)
                 paths["turns" if file.kind == "turns" else "kv_state"] = str(folder / file.name)
             taken = await client.lease("accept", session.id, epoch=take.epoch, **paths, **session.fields)
         if not taken.durable:  # the copy there is the only one on a disk
@@ -236,7 +236,7 @@ class Peers:
             return
         question.action = "confirm"
         with contextlib.suppress(PeerSilent, PeerRefused):  # the copy there stays a little longer
-            await self._channel.ask(take.peer, question)
+            await self.channel.ask(take.peer, question)
 
     def _has_room_for(self, file: FileOffer) -> bool:
         most = MAX_TURNS_BYTES if file.kind == "turns" else self.settings.max_state_bytes

@@ -1,0 +1,101 @@
+"""Offers the sessions of a daemon that stops to its peers.  A peer that accepts comes for the session as for any other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final
+
+import anyio
+import attrs
+import structlog
+
+from uma_trio.client import Client, ClientError, SessionOffer
+from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.peers.channel import PeerRefused, PeerSilent
+from uma_trio.gateway.peers.messages import PeerQuestion
+from uma_trio.gateway.peers.moving import GIVE_S, Peers
+
+log = structlog.get_logger("uma_trio.gateway")
+
+AT_A_TIME: Final = 4
+
+
+@attrs.define(eq=False)
+class Leaving:
+    """Waits until the daemon stops, then offers.
+
+    Args:
+        peers: ``None``: there are none, and nothing is offered.
+        connect: makes a connection to the daemon.
+        notice_s: how long the daemon still serves requests, and keeps its sessions.
+    """
+
+    _peers: Peers | None
+    _connect: Callable[[], AbstractAsyncContextManager[Client]]
+    _notice_s: float
+    _begin: Callable[[], None] = attrs.field(default=lambda: None, init=False)
+
+    def begin(self) -> None:
+        """The daemon stops.  Does not wait."""
+        self._begin()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Offer the sessions, once it has begun, until the context ends."""
+        begun = anyio.Event()
+        self._begin = begun.set
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._offer_all, begun)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _offer_all(self, begun: anyio.Event) -> None:
+        await begun.wait()
+        if self._peers is None:
+            return
+        await anyio.sleep(self._notice_s)
+        try:
+            async with self._connect() as client:
+                await self._offer_each(self._peers, client)
+                await client.next_offer(end=True)
+        except* (HttpError, ClientError) as group:  # the daemon has waited long enough
+            log.warning("not all sessions were offered to peers", reason=str(group.exceptions[0]))
+
+    async def _offer_each(self, peers: Peers, client: Client) -> None:
+        urls, one_asks, n_taken = deque(peers.settings.others), anyio.Lock(), 0
+
+        async def work() -> None:
+            nonlocal n_taken
+            while urls:
+                async with one_asks:
+                    offer = await client.next_offer()
+                if offer.session_id is None:
+                    return
+                n_taken += await _offer(peers, urls, offer)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(AT_A_TIME):
+                tasks.start_soon(work)
+        log.info("peers took sessions over, because the daemon stops", sessions=n_taken)
+
+
+async def _offer(peers: Peers, urls: deque[str], offer: SessionOffer) -> bool:
+    """Offer a session to one of ``urls`` after another, without those that do not answer; returns whether one took it."""
+    assert offer.session_id is not None
+    question = PeerQuestion(action="offer", session_id=offer.session_id, model=offer.model, principal=offer.principal)
+    while urls:
+        url = urls[0]
+        urls.rotate()
+        try:
+            return (await peers.channel.ask(url, question, GIVE_S)).state == "held"
+        except PeerRefused as error:
+            log.info("a peer does not take a session", session=offer.session_id, reason=str(error))
+            return False
+        except PeerSilent as error:
+            log.info("a peer takes no sessions", reason=str(error))
+            with contextlib.suppress(ValueError):  # another task was faster
+                urls.remove(url)
+    return False
