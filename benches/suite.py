@@ -135,6 +135,7 @@ def command(
     night_shift.py           what a batch costs interactive requests
     calibration.py           how well starts and ends of requests are predicted
     scale_out.py             several daemons behind routers from PyPI, also with faults
+    moved_sessions.py        sessions that move between two daemons: TTFT of the next turn, and texts
     constrained.py           what a constraint costs
     controllers.py           what a controller costs
     deaths.py                each process is killed and stopped

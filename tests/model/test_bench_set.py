@@ -84,6 +84,14 @@ def test_sessions(library, tmp_path, folder):
     assert f"after a restart {n_read} of 2 were read" in printed
 
 
+def test_moved_sessions(library, tmp_path, folder):
+    out = tmp_path / "moved.csv"
+    bench("moved_sessions.py", "--tokens", "2000", "--repeat", "1", "--csv", out, folder=folder)
+    [row] = read(out)
+    assert row["same_text"] == "True"
+    assert float(row["prefilled"]) < 0.1 * float(row["tokens"])
+
+
 def test_more_sessions_than_there_is_room_for(library, tmp_path, folder):
     out = tmp_path / "churn.csv"
     shape = ("--sessions", "12", "--room", "3", "--turns", "3", "--first", "200", "--hour", "0.001")
