@@ -104,7 +104,7 @@ def test_more_context_on_a_gpu_where_a_larger_one_alone_would_be_divided() -> No
 
     def room(**given: Any) -> int:
         shape = Shape(n_ctx_train=131072, kv_bytes_per_token=1000)
-        model, cuda = settings(parallel=8, **given).model, Environment(on_gpu=True, scans_masked_cells=True)
+        model, cuda = settings(parallel=8, **given).model, Environment(on_gpu=True, computes_masked_cells=True)
         (layout, *_) = candidates(shape, model, cuda, memory_bytes=1 << 40, windowed=False)
         return layout.n_ctx if layout.unified else layout.n_ctx // 8
 

@@ -28,7 +28,7 @@ SHAPE = Shape(n_ctx_train=8192, kv_bytes_per_token=2048)
 PER_SEQUENCE_OFF = "per-sequence KV, flash attention off"
 PER_SEQUENCE = "per-sequence KV, flash attention auto"
 UNIFIED = "unified KV, flash attention auto"
-CUDA = Environment(on_gpu=True, scans_masked_cells=True)
+CUDA = Environment(on_gpu=True, computes_masked_cells=True)
 TIGHT = attrs.evolve(CUDA, target_itl_ms=TIGHT_TARGET_MS - 1)
 
 

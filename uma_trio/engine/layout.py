@@ -94,23 +94,24 @@ class Environment:
 
     on_gpu: bool
     """Layers of the model are on a GPU."""
-    scans_masked_cells: bool = False
-    """With unified KV, attention on this device scans the cells of all sequences (``layout_choice.attention_scan``)."""
+    computes_masked_cells: bool = False
+    """With unified KV, attention on this device computes each row of a call with the cells of all sequences of the call, or of
+    the cache (``layout_choice.COMPUTES_MASKED_CELLS``)."""
     target_itl_ms: float = config.DEFAULT_TARGET_ITL_MS
     """Target for the inter-token latency of a stream, in milliseconds."""
 
     @property
     def prefers_unified(self) -> bool:
         """Whether unified KV is the rule, if sequences would have enough tokens either way (``default_layout``)."""
-        return self.on_gpu and (not self.scans_masked_cells or self.target_itl_ms < TIGHT_TARGET_MS)
+        return self.on_gpu and (not self.computes_masked_cells or self.target_itl_ms < TIGHT_TARGET_MS)
 
     @property
     def rule_decides_kv(self) -> bool:
         """Whether the rule alone decides between unified and per-sequence KV, without a trial.
 
-        The price of scanning all cells grows with the cells in use, and a trial has only a few thousand.
+        The price of computing all cells grows with the cells in use, and a trial has only a few thousand.
         """
-        return self.on_gpu and self.scans_masked_cells
+        return self.on_gpu and self.computes_masked_cells
 
 
 @attrs.frozen(kw_only=True)
@@ -243,7 +244,7 @@ def rule_in_words(layout: Layout, shape: Shape, settings: config.Model, environm
     share, most = (min(n, shape.n_ctx_train) for n in (layout.n_ctx // settings.parallel, layout.n_ctx))
     if not layout.unified:
         more = f"; with kv_unified on, one could have {most}" if most > share else ""
-        return f"attention on this device scans all cells of a unified cache, and {share} tokens suffice for most requests{more}"
+        return f"attention on this device computes each row with the cells of all others in a unified cache, and {share} tokens suffice for most requests{more}"
     why = f"requests would have only {share} tokens each"
     if environment.prefers_unified:
         why = f"a target_itl_ms below {TIGHT_TARGET_MS:g} leaves no time to read the weights twice in a tick"

@@ -32,6 +32,10 @@ from uma_trio.processes.machine import default_threads, free_memory_bytes, machi
 SCANS_MASKED_CELLS: Final = ("CUDA", "ROCm", "MUSA", "SYCL")
 """How the names of devices begin whose flash attention does not skip masked cells of a unified cache."""
 
+COMPUTES_MASKED_CELLS: Final = (*SCANS_MASKED_CELLS, "Vulkan")
+"""The same, and those that compute a cell for all rows of a tile, which skip what none of them needs.  With a row of each
+sequence in a tile that is nothing."""
+
 COMPILES_SHADERS: Final = ("Vulkan", "Metal", "MTL")
 """How the names of devices begin that compile a kernel when it is first used."""
 
@@ -136,7 +140,9 @@ def compiles_shaders(where: Place) -> bool:
 def environment_of(where: Place, target_itl_ms: float) -> Environment:
     """What the layout by rule depends on, for a model that goes to ``where``."""
     return Environment(
-        on_gpu=where.on_gpu, scans_masked_cells=_scans_masked_cells(where.names), target_itl_ms=target_itl_ms
+        on_gpu=where.on_gpu,
+        computes_masked_cells=any(name.startswith(COMPUTES_MASKED_CELLS) for name in where.names),
+        target_itl_ms=target_itl_ms,
     )
 
 
