@@ -79,9 +79,10 @@ class Figures:
     itl_max_ms: float | None = None
     generator_us: float | None = None
     """Processor time of the load generator for each token."""
-    server_cpu: float | None = None
-    """Share of one core; likewise the next."""
+    server_us: float | None = None
+    """Processor time of the server and its child processes for each token."""
     others_cpu: float | None = None
+    """Share of one core."""
 
     @classmethod
     def of(cls, result: Result) -> Figures:
@@ -99,7 +100,7 @@ class Figures:
             itl_p99_ms=percentile(gaps, 99),
             itl_max_ms=max(gaps, default=None),
             generator_us=1e6 * cpu.generator / result.n_tokens,
-            server_cpu=None if cpu.server is None else cpu.server / result.wall_s,
+            server_us=None if cpu.server is None else 1e6 * cpu.server / result.n_tokens,
             others_cpu=cpu.others / result.wall_s,
         )
 
@@ -200,7 +201,7 @@ def show(measured: dict[Shape, dict[str, Figures]]) -> str:
     """A row for each program at each number of streams."""
     header = (
         "program", "streams", "prompt tok", "decode tok/s", "ours / theirs", "tok/s", "ours / theirs", "TTFT p50 ms", "max",
-        "ITL p99 ms", "max", "us a token", "others cpu",
+        "ITL p99 ms", "max", "us a token", "server us", "others cpu",
     )  # fmt: skip
     lines = []
     for shape, found in measured.items():
@@ -211,7 +212,7 @@ def show(measured: dict[Shape, dict[str, Figures]]) -> str:
                 cell(f.decode_tokens_per_s), _times(ours.decode_tokens_per_s, f.decode_tokens_per_s),
                 cell(f.tokens_per_s), _times(ours.tokens_per_s, f.tokens_per_s),
                 cell(f.ttft_p50_ms), cell(f.ttft_max_ms), cell(f.itl_p99_ms), cell(f.itl_max_ms),
-                cell(f.generator_us, 0), "-" if f.others_cpu is None else f"{f.others_cpu:.0%}",
+                cell(f.generator_us, 0), cell(f.server_us, 0), "-" if f.others_cpu is None else f"{f.others_cpu:.0%}",
             ])  # fmt: skip
     return table(header, lines)
 
