@@ -134,6 +134,8 @@ def command(
     crowding.py              how long a tenant waits while another one takes all places
     night_shift.py           what a batch costs interactive requests
     calibration.py           how well starts and ends of requests are predicted
+    steering.py              how soon running answers are changed, and whether others notice
+    continued_responses.py   the first token of a response that continues an earlier one
     scale_out.py             several daemons behind routers from PyPI, also with faults
     moved_sessions.py        sessions that move between two daemons: TTFT of the next turn, and texts
     constrained.py           what a constraint costs

@@ -1,7 +1,7 @@
 """Kills client, gateway, engine and daemon at random moments, and compares detached answers with undisturbed ones.
 
     python -m tests.fuzz.kill_answers                         20 rounds, seed 0
-    python -m tests.fuzz.kill_answers --rounds 500 --seed 7
+    python -m tests.fuzz.kill_answers --rounds 28 --copies 4 --seed 7        1,008 answers
 
 In each round, a daemon answers several requests on its own: chats, a turn of a session, calls of tools, drawn and greedy
 texts, and responses of OpenAI's API in the background.  A reader follows each answer.  Meanwhile some of these die, one
@@ -39,9 +39,11 @@ from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
 
 EXACT: Final = ("--kv-unified", "off", "--flash-attn", "on")
 """Answers are computed again as they were decoded: docs/design/engine-process.md, "The same text"."""
-DEADLINE_S: Final = 240.0
+DEADLINE_S: Final = 600.0
 """A round that takes longer has an answer that does not end."""
 Victim = Literal["client", "gateway", "engine", "daemon"]
+PAUSE_S: Final = 0.3
+"""Mean time between two deaths, for each copy of the requests."""
 VICTIMS: Final[Sequence[Victim]] = ("client", "gateway", "engine", "daemon", "daemon")
 
 TOOLS: Final = [{"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]
@@ -120,7 +122,10 @@ class Search:
     """What died in this round."""
     problems: list[str] = attrs.field(factory=list)
     until: float = 0.0
+    copies: int = 1
+    """How many answers each request gets in a round."""
     n_rounds: int = 0
+    n_answers: int = 0
 
     @property
     def is_late(self) -> bool:
@@ -171,18 +176,13 @@ class Search:
         self.n_rounds += 1
         self.killed.clear()
         self.until = time.monotonic() + DEADLINE_S
-        readers = []
-        for name, fields in REQUESTS.items():
-            fields = {**fields, "session_id": f"s{self.n_rounds}"} if "session_id" in fields else fields
-            self.daemon.ask(id=f"{name}-{self.n_rounds}", detached=True, **fields)
-            readers.append((name, Reader(f"{name}-{self.n_rounds}", False)))
-        made = httpx.post(f"{self.url}/v1/responses", json={**RESPONSE, "background": True}, timeout=DEADLINE_S).json()
-        readers.append(("response", Reader(made["id"], True)))
+        readers = [pair for copy in range(self.copies) for pair in self._begin(f"{self.n_rounds}-{copy}")]
+        self.n_answers += len(readers)
         threads = [threading.Thread(target=reader.follow, args=(self,), daemon=True) for _, reader in readers]
         for thread in threads:
             thread.start()
         for _ in range(self.rng.randint(1, 4)):
-            time.sleep(self.rng.expovariate(1 / 0.3))
+            time.sleep(self.rng.expovariate(1 / (PAUSE_S * self.copies)))
             self.kill(self.rng.choice(VICTIMS))
         for thread in threads:
             thread.join(DEADLINE_S)
@@ -192,6 +192,16 @@ class Search:
                 self._compare_response(reader, response)
             else:
                 self._compare(reader, expected[name])
+
+    def _begin(self, suffix: str) -> list[tuple[str, Reader]]:
+        """Begin an answer to each request; returns their readers by the names of the requests."""
+        readers = []
+        for name, fields in REQUESTS.items():
+            fields = {**fields, "session_id": f"s{suffix}"} if "session_id" in fields else fields
+            self.daemon.ask(id=f"{name}-{suffix}", detached=True, **fields)
+            readers.append((name, Reader(f"{name}-{suffix}", False)))
+        made = httpx.post(f"{self.url}/v1/responses", json={**RESPONSE, "background": True}, timeout=DEADLINE_S).json()
+        return [*readers, ("response", Reader(made["id"], True))]
 
     def _compare(self, reader: Reader, expected: Answer) -> None:
         found = Answer(reader.events)
@@ -232,16 +242,16 @@ def _calls(answer: Answer) -> list[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def searching(folder: Path, seed: int) -> Iterator[Search]:
+def searching(folder: Path, seed: int, copies: int) -> Iterator[Search]:
     """A search whose daemon runs."""
     flags = ("--http", "0", "--state-dir", str(folder), *EXACT)
     with contextlib.ExitStack() as stack:
-        yield Search(flags, Random(seed), stack.enter_context(real_daemon(*flags)), stack)
+        yield Search(flags, Random(seed), stack.enter_context(real_daemon(*flags)), stack, copies=copies)
 
 
-def search(rounds: int, seed: int, folder: Path) -> Search:
+def search(rounds: int, seed: int, folder: Path, copies: int = 1) -> Search:
     """Run ``rounds`` rounds; what was found is in ``problems``."""
-    with searching(folder, seed) as found:
+    with searching(folder, seed, copies) as found:
         expected = found.undisturbed()
         whole = httpx.post(f"{found.url}/v1/responses", json=RESPONSE, timeout=DEADLINE_S).json()
         response = whole["output"][0]["content"][0]["text"]
@@ -255,10 +265,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--copies", type=int, default=1, help="answers to each request in a round")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = search(given.rounds, given.seed, Path(folder))
-    print(f"{found.n_rounds} rounds, {len(found.problems)} problems; killed: {dict(found.deaths)}")
+        found = search(given.rounds, given.seed, Path(folder), given.copies)
+    print(
+        f"{found.n_rounds} rounds, {found.n_answers} answers, {len(found.problems)} problems; killed: {dict(found.deaths)}"
+    )
     return 1 if found.problems else 0
 
 

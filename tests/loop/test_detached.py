@@ -13,9 +13,10 @@ import trio
 
 from tests.support.fake_engine import expected_continuation
 from tests.support.serving import Serving, serving
-from uma_trio.client import Eos, Event, ServerError, Token
+from uma_trio.client import Eos, Event, PrefillProgress, ServerError, Token
 from uma_trio.daemon.store.answer_folder import AnswerFolder
 from uma_trio.errors import ModelUnavailable
+from uma_trio.models.markers import ReasoningMarkers
 
 PROMPT = [byte + 100 for byte in b"hello"]
 ASK: dict[str, Any] = {"prompt": "hello", "max_tokens": 30}
@@ -70,6 +71,19 @@ async def test_clients_come_and_go_while_it_is_made(autojump_clock: object) -> N
                         events.append(event)
         assert text(events) == text_of(expected_continuation(PROMPT, 30))
         assert numbers(events) == [*range(1, 32)]
+
+
+async def test_clients_see_how_far_an_answer_is_before_its_first_token(autojump_clock: object) -> None:
+    """The latest of such events, and those to come.  They have no number."""
+    async with serving() as harness, harness.client() as other:
+        await other.detach(id="a", prompt="hello " * 200, max_tokens=5, progress=True)
+        events = await attached(harness, "a")
+        late = await attached(harness, "a")
+    progress = [event for event in events if isinstance(event, PrefillProgress)]
+    assert progress
+    assert [each.prefilled_tokens for each in progress] == sorted({each.prefilled_tokens for each in progress})
+    assert late == [event for event in events if not isinstance(event, PrefillProgress)]
+    assert numbers(late) == [*range(1, 7)]
 
 
 async def test_answers_are_listed_cancelled_and_deleted(autojump_clock: object) -> None:
@@ -202,21 +216,54 @@ async def test_a_killed_daemon_changes_no_text(autojump_clock: object, tmp_path:
                 await harness.settled()
 
 
-async def test_a_killed_daemon_keeps_what_was_inserted(autojump_clock: object, tmp_path: Path) -> None:
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 30}
+THINKING: dict[str, Any] = {
+    "reasoning": ReasoningMarkers(begin=("[",), end=("]",), opened_by=("hello", "|so|"), closed_by="]"),
+    "spelled": {ord("]") + 100: b"]"},
+}
+SENTENCE = {expected_continuation(PROMPT, 20)[-1]: b". "}
+
+
+@pytest.mark.parametrize(
+    ("ask", "change", "options"),
+    [
+        (ASK, {"text": "so"}, {}),
+        (CHAT, {"message": "so"}, {}),
+        (ASK, {"max_tokens": 20}, {}),
+        (ASK, {"stop": "now"}, {}),
+        (ASK, {"stop": "sentence"}, {"spelled": SENTENCE}),
+        ({**CHAT, "separate_reasoning": True}, {"end_reasoning": True, "text": "so"}, THINKING),
+        ({**CHAT, "separate_reasoning": True}, {"message": "so", "max_tokens": 25}, THINKING),
+    ],
+    ids=str,
+)
+async def test_a_killed_daemon_keeps_changes(
+    autojump_clock: object, tmp_path: Path, ask: dict[str, Any], change: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """The files are copied after the change, and at each event from there on."""
     with folder(tmp_path / "0") as kept:
-        async with serving(answers=kept) as harness:
+        async with serving(answers=kept, **options) as harness:
             async with harness.client() as client:
-                await client.detach(id="a", **ASK)
+                await client.detach(id="a", **ask)
             await trio.sleep(0.05)
             async with harness.client() as client:
-                await client.steer("a", text="so")
-            await trio.sleep(0.03)  # the log has it
-            shutil.copytree(tmp_path / "0", tmp_path / "1", ignore=shutil.ignore_patterns("lock"))
-            whole = await attached(harness, "a")
-    assert text(whole) != text_of(expected_continuation(PROMPT, 30))
-    with folder(tmp_path / "1") as kept:
-        async with serving(answers=kept) as harness:
-            assert text(await attached(harness, "a")) == text(whole)
+                done = await client.steer("a", **change)
+            whole, copies = [], []
+            async with harness.client() as client:
+                async for event in client.attach("a"):
+                    whole.append(event)
+                    if len(whole) > done.after_tokens:
+                        copies.append(tmp_path / str(len(whole)))
+                        shutil.copytree(tmp_path / "0", copies[-1], ignore=shutil.ignore_patterns("lock"))
+    assert isinstance(whole[-1], Eos)
+    assert 3 < done.after_tokens < 15, "the change comes in the middle"
+    for copy in copies[::4]:
+        with folder(copy) as kept:
+            async with serving(answers=kept, **options) as harness:
+                events = await attached(harness, "a")
+                assert events[:-1] == whole[:-1]
+                assert isinstance(events[-1], Eos)
+                assert (events[-1].reason, events[-1].usage) == (whole[-1].reason, whole[-1].usage)
 
 
 async def test_an_answer_that_ends_its_daemons_is_given_up(autojump_clock: object, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import trio
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
-from uma_trio.client import Eos, Failure, ServerError, Token
+from uma_trio.client import Eos, Failure, Inserted, ServerError, Token
 from uma_trio.daemon.answer.budget import ReasoningLimit
 from uma_trio.daemon.serving.steering import Steering, ends_sentence
 from uma_trio.errors import AnswerNotFound, BadRequest
@@ -162,6 +162,7 @@ def test_no_end_of_a_sentence(text):
 
 # -- over the socket ----------------------------------------------------------------------------------
 
+CHAT = [{"role": "user", "content": "hello"}]
 HELLO = [byte + 100 for byte in b"hello"]
 INSERTED = [byte + 100 for byte in b"so"]
 
@@ -192,13 +193,39 @@ async def test_another_connection_steers_a_detached_answer(autojump_clock):
             await client.detach(id="a", prompt="hello", max_tokens=N)
         await trio.sleep(0.1)
         async with harness.client() as client:
-            with pytest.raises(ServerError, match="detached answer takes"):
-                await client.steer("a", max_tokens=30, keep_alive=True)
             done = await client.steer("a", text="so")
         async with harness.client() as client:
             events = [event async for event in client.attach("a")]
         text = "".join(event.text for event in events if isinstance(event, Token))
         assert text == expected_text(done.after_tokens, N)
+
+
+async def test_a_message_interrupts_the_answer_of_a_session(autojump_clock):
+    """What follows answers it.  The transcript has both parts of the answer, and what was inserted where."""
+    async with serving() as harness, harness.client() as client:
+        fields = {"messages": CHAT, "session_id": "s", "max_tokens": N}
+        await client.send({"id": "r", "keep_alive": True, **fields})
+        await client.receive()
+        await client.send({"type": "steer", "request_id": "r", "message": "so", "id": "q"})
+        events = [await client.receive()]
+        while not isinstance(events[-1], Eos):
+            events.append(await client.receive())
+        [found] = [event.insertion for event in events if isinstance(event, Inserted)]
+        n = found.after_tokens
+        begun = expected_continuation(HELLO, n)
+        inserted = [byte + 100 for byte in b"|so|"]
+        rest = expected_continuation([*HELLO, *begun, *inserted], N - n - len(inserted))
+        shown = [event.token_id for event in events if isinstance(event, Token)]
+        assert [*begun, *rest] == [begun[0], *shown]
+        assert (found.kind, found.tokens, found.text) == ("message", len(inserted), "so")
+        transcript = await client.transcript("s", keep_alive=True)
+        assert [(each.role, each.content) for each in transcript.messages] == [
+            ("user", "hello"),
+            ("assistant", "".join(f"{token} " for token in begun)),
+            ("user", "so"),
+            ("assistant", "".join(f"{token} " for token in rest)),
+        ]
+        assert transcript.messages[-1].generation.insertions == [found]
 
 
 async def test_what_runs_for_another_principal_or_not_at_all_is_not_found(autojump_clock):
@@ -225,7 +252,9 @@ async def test_a_change_must_change_something(autojump_clock):
     ("request_fields", "changes", "reason"),
     [
         ({"n": 2}, {"stop": "now"}, "2 answers run as 'r'"),
-        ({"constraint": {"regex": "[0-9 ]{200}"}}, {"text": "so"}, "text cannot be inserted"),
+        ({"constraint": {"regex": "[0-9 ]{200}"}}, {"text": "so"}, "nothing can be inserted"),
+        ({}, {"message": "so"}, "only an answer of a chat"),
+        ({"prompt": None, "messages": CHAT, "stream": False}, {"message": "so"}, "only a streamed answer"),
         ({}, {"end_reasoning": True}, "no reasoning to end"),
         ({}, {"text": "s" * N}, "shorten the text"),
     ],
@@ -233,8 +262,12 @@ async def test_a_change_must_change_something(autojump_clock):
 )
 async def test_what_cannot_be_changed_is_refused_and_goes_on(autojump_clock, request_fields, changes, reason):
     async with serving() as harness, harness.client() as client:
-        await client.send({"id": "r", "prompt": "hello", "max_tokens": N, **request_fields})
-        await client.receive()
+        fields = {"id": "r", "prompt": "hello", "max_tokens": N, **request_fields}
+        await client.send({name: value for name, value in fields.items() if value is not None})
+        if fields.get("stream", True):
+            await client.receive()
+        else:
+            await trio.sleep(0.1)
         async with harness.client() as other:
             with pytest.raises(ServerError, match=reason):
                 await other.steer("r", **changes)

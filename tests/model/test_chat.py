@@ -158,6 +158,24 @@ def test_save_asks_before_it_overwrites_a_file_that_is_not_its_own(chat, tmp_pat
     assert path.read_text() == "mine"
 
 
+def test_what_is_typed_while_it_answers_interrupts_the_answer(chat, daemon):
+    with chat("--max-tokens", 2000, "--session", "typed") as shown:
+        shown.wait_for(PROMPT)
+        shown.type(LONG + "\r")
+        shown.wait_for(r"^1, 2, 3")
+        shown.type("/bye\r")
+        shown.wait_for("while it answers, the commands are /stop, /answer, /say; any other line interrupts")
+        shown.type(FRANCE + "\rtyped")
+        shown.wait_for(rf"^> {re.escape(FRANCE)}\n+The capital of France is Paris\.\n\n> typed\s*\Z")
+        shown.type(CTRL_C + CTRL_D)
+        assert shown.wait() == 0
+    messages = messages_of(daemon, "typed")
+    assert [each["role"] for each in messages] == ["user", "assistant", "user", "assistant"]
+    assert messages[1]["content"].startswith("1, 2, 3")
+    assert [each["content"] for each in messages[2:]] == [FRANCE, "The capital of France is Paris."]
+    closed(daemon, "typed")
+
+
 def test_an_interrupt_cancels_the_answer_and_keeps_what_has_come(chat, daemon, tmp_path):
     before = daemon.settled()["requests_total"].get("cancelled", 0)
     with chat("--max-tokens", 2000) as shown:

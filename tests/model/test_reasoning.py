@@ -75,6 +75,28 @@ def test_a_budget_that_is_large_enough_changes_nothing(daemon: Daemon) -> None:
     assert answer.text == "aris."
 
 
+def test_reasoning_that_never_ends_is_ended_by_its_client(daemon: Daemon) -> None:
+    """The token that ends it is banned, so nothing else does."""
+    with daemon.wire() as wire:
+        wire.send(type="tokenize", text="</think>", add_special=False, keep_alive=True)
+        found = wire.receive()
+        assert found is not None
+        [end] = found["tokens"]
+        fields = {"messages": QUESTION, "separate_reasoning": True, "ignore_eos": True, "max_tokens": 200}
+        wire.send(id="r", logit_bias={str(end): -100}, **fields)
+        assert wire.receive()["event"] == "reasoning"  # type: ignore[index]
+        wire.send(type="steer", request_id="r", end_reasoning=True)
+        events = wire.rest()
+    names = [event["event"] for event in events if event["event"] != "steered"]
+    at = names.index("inserted")
+    assert {*names[:at]} <= {"reasoning"}
+    assert {*names[at + 1 :]} == {"token", "eos"}
+    [insertion] = [event["insertion"] for event in events if event["event"] == "inserted"]
+    assert (insertion["kind"], insertion["tokens"]) == ("end_of_reasoning", 1)
+    assert events[-1]["usage"]["completion_tokens"] == 200
+    assert events[-1]["usage"]["reasoning_tokens"] == insertion["after_tokens"] + 1
+
+
 def test_a_session_goes_on_after_reasoning(daemon: Daemon) -> None:
     for text in ("What is the capital of France?", "And of Italy?"):
         answer = daemon.ask(

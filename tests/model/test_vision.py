@@ -233,14 +233,23 @@ def test_a_second_question_encodes_nothing_also_after_a_crash(tmp_path: Path) ->
         found = encodings(daemon)
         assert (found["encoded_total"], found["found_total"], found["loaded_total"]) == (2, 1, 0)
         daemon.wait_until(lambda metrics: metrics["pictures"]["disk_bytes"], "the picture is on disk")
+        daemon.ask(messages=asked, id="letter", detached=True, max_tokens=200, ignore_eos=True)
+        with daemon.wire() as wire:
+            wire.send(type="attach", id="letter")
+            seen = [wire.receive() for _ in range(3)]
         daemon.signal(signal.SIGKILL)
         daemon.wait()
     with real_daemon(*options) as daemon:
+        with daemon.wire() as wire:
+            wire.send(type="attach", id="letter")
+            letter = Answer(wire.rest())
+        assert letter.events[:3] == seen
+        assert (letter.reason, letter.last["usage"]["completion_tokens"]) == ("length", 200)
         assert ask(daemon, asked).text == first.text
         more = ask(daemon, user(text("Tell me more.")), session_id="album")
         assert more.reason in ("stop", "length"), more.last
         found = encodings(daemon)
-        assert (found["encoded_total"], found["found_total"], found["loaded_total"]) == (0, 1, 1)
+        assert (found["encoded_total"], found["found_total"], found["loaded_total"]) == (0, 2, 1)
     [file] = (tmp_path / "state").glob("*/pictures/*.picture")
     file.write_bytes(file.read_bytes()[:-1])
     with real_daemon(*options) as daemon:

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.daemon.store import answer_log as form
-from uma_trio.daemon.store.answer_log import AnswerLog, Begin, End, Prompt, Record, Resumed, decode, encode, new_tokens
+from uma_trio.daemon.store.answer_log import (
+    AnswerLog,
+    Begin,
+    Change,
+    End,
+    Prompt,
+    Record,
+    Resumed,
+    decode,
+    encode,
+    new_tokens,
+)
 from uma_trio.daemon.store.encoding import MAX_TOKEN_ID, DamagedFile, encode_tokens
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import parse_generate
@@ -100,6 +111,7 @@ def test_a_changed_byte_is_never_read_as_something_else(records: list[Record], d
         ([Resumed()], "begin with a request"),
         ([End(events=[], state="failed", ended_at=1.0)], "begin with a request"),
         (["begin", new_tokens([1], [], None)], "without a prompt"),
+        (["begin", "prompt", new_tokens([1], [], None, [Change(after_tokens=2)])], "change of other tokens"),
         (["begin", "prompt", "prompt"], "two prompts"),
         (["begin", "end", Resumed()], "after its end"),
         (["begin", "begin"], "after its end"),

@@ -53,6 +53,7 @@ from uma_trio.protocol.events import (
     Eos,
     Failure,
     Forecast,
+    Inserted,
     LoadProgress,
     Logprob,
     Logprobs,
@@ -88,7 +89,7 @@ from uma_trio.protocol.requests import (
     Rerank,
     Slo,
 )
-from uma_trio.protocol.usage import Timings, Usage
+from uma_trio.protocol.usage import Insertion, Timings, Usage
 from uma_trio.telemetry.catalogue import GROUPS, METRICS
 
 DOCS = ROOT / "docs"
@@ -160,6 +161,7 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("sessions", SessionList, {"event"}),
         ("transcript", Transcript, {"event"}),
         ("token", Token, {"event"}),
+        ("inserted", Inserted, {"event"}),
         ("tool_call", ToolCallDelta, {"event"}),
         ("progress", PrefillProgress, {"event"}),
         ("loading", LoadProgress, {"event"}),
@@ -230,6 +232,7 @@ def test_bounds_are_the_documented_ones() -> None:
         ("A request for text", ChatMessage),
         ("A request for text", Tool),
         ("A request for text", ToolCall),
+        ("inserted", Insertion),
         ("eos", Usage),
         ("eos", Timings),
         ("eos", Logprobs),
@@ -254,6 +257,7 @@ def test_inner_fields_are_documented(title: str, cls: type) -> None:
 EVENTS = {
     "token": Token,
     "reasoning": Reasoning,
+    "inserted": Inserted,
     "tool_call": ToolCallDelta,
     "progress": PrefillProgress,
     "loading": LoadProgress,

@@ -91,6 +91,9 @@ class FakeChat:
     ) -> tuple[PromptPart, ...]:
         return (PromptPart("|".join(message["content"] for message in messages)),)
 
+    def message_parts(self, text: str, variables: object = None) -> tuple[PromptPart, ...]:
+        return (PromptPart(f"|{text}|"),)
+
 
 class FakePrompts(PromptMaker):
     """``PromptMaker`` without threads, which do not exist in virtual time."""
@@ -102,6 +105,9 @@ class FakePrompts(PromptMaker):
             messages, _ = take_pictures(before.messages, request.messages)
             request, before = attrs.evolve(request, messages=messages), History(before.tokens)
         return self._make(request, before)
+
+    async def message(self, text: str, request: Generate, *, principal: str) -> tuple[list[int], bool]:
+        return self._message(text, request)
 
     async def texts(self, request: Embed | Rerank, max_tokens: int, *, principal: str) -> list[TokenIds]:
         await trio.lowlevel.checkpoint()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import termios
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import platformdirs
+import trio
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.filters import Condition
@@ -18,6 +20,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
 from uma_trio.cli.stdio import note, read_line, to_text
+from uma_trio.cli.type_ahead import TypeAhead
 
 
 class Input(Protocol):
@@ -38,7 +41,13 @@ class Input(Protocol):
         """Ask the user yes or no; where there is nobody, the answer is no."""
 
     def hidden(self) -> contextlib.AbstractContextManager[None]:
-        """What the user types between two messages does not appear in the answer, but in the next message."""
+        """What the user types between two messages does not appear in the answer."""
+
+    def lines(self) -> AsyncIterator[str]:
+        """Lines that the user types while an answer is shown.  What is not complete appears in the next message."""
+
+    def give_back(self, line: str) -> None:
+        """Let ``line`` appear in the next message."""
 
 
 class LineInput:
@@ -60,6 +69,13 @@ class LineInput:
     def hidden(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    async def lines(self) -> AsyncIterator[str]:
+        return
+        yield
+
+    def give_back(self, line: str) -> None:
+        raise AssertionError("there are no such lines")
+
 
 class TerminalInput:
     """A prompt with line editing, a history that is kept in a file, and completion of commands.
@@ -77,10 +93,13 @@ class TerminalInput:
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
             output=create_output(always_prefer_tty=True),
         )
+        self._ahead = TypeAhead()
 
     def read(self) -> str:
+        if self._ahead.has_ended:
+            raise EOFError
         try:
-            return self._session.prompt("> ")
+            return self._session.prompt("> ", default=self._ahead.take())
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._session.default_buffer.text) from None
 
@@ -95,6 +114,16 @@ class TerminalInput:
         except (KeyboardInterrupt, EOFError):
             return False
         return answer.strip().lower() in ("y", "yes")
+
+    async def lines(self) -> AsyncIterator[str]:
+        fd = sys.stdin.fileno()
+        while True:
+            await trio.lowlevel.wait_readable(fd)
+            for line in self._ahead.feed(os.read(fd, 4096)):
+                yield line
+
+    def give_back(self, line: str) -> None:
+        self._ahead.text = f"{line} {self._ahead.text}".strip()
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

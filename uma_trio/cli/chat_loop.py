@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,10 +24,12 @@ from uma_trio.cli.generation import connected, generate
 from uma_trio.cli.progress import load_with_progress
 from uma_trio.cli.run_trio import run
 from uma_trio.cli.stdio import note
+from uma_trio.cli.type_ahead import CHANGES, change_of
 from uma_trio.client import (
     ClientError,
     Eos,
     Event,
+    Inserted,
     ModelDescription,
     NoServer,
     Reasoning,
@@ -55,6 +58,7 @@ COMMANDS: Final = {
     "/stats": ("", "show tokens and timings of the last answer"),
     "/help": ("", "list the commands"),
     "/bye": ("", "end the program; also /quit, /exit and Ctrl-D"),
+    **{name: (argument, f"while it answers: {meaning}") for name, (argument, meaning) in CHANGES.items()},
 }
 """What follows each command, and what it does."""
 
@@ -193,6 +197,7 @@ class Chat:
             "/stats": self._stats,
             "/help": self._help,
             "/bye": self._quit,
+            **dict.fromkeys(CHANGES, self._too_late),
         }
         handlers[name](argument.strip())
 
@@ -405,6 +410,10 @@ class Chat:
         for name, (argument, meaning) in COMMANDS.items():
             note(f"{name} {argument}".ljust(width) + meaning)
         note("Enter sends; Alt-Enter, or a backslash before Enter, begins another line; Ctrl-C cancels an answer")
+        note("a message that is sent while the model answers interrupts it, and the model goes on with that")
+
+    def _too_late(self, _: str) -> None:
+        note("this changes an answer while it is written: type it then")
 
     def _quit(self, _: str) -> None:
         raise Quit
@@ -414,8 +423,8 @@ class Chat:
     def _ask(self, question: str, *, retry: bool = False, more: dict[str, Any] | None = None) -> None:
         self._unanswered = question if not retry else None
 
-        def keep(answer: Message) -> None:
-            self._conversation.answered(question, answer, retry=retry)
+        def keep(*answer: Message) -> None:
+            self._conversation.answered(question, *answer, retry=retry)
             self._unanswered = None
 
         fields = {**(more or {}), **self._conversation.request(question, retry=retry)}
@@ -423,11 +432,11 @@ class Chat:
         if eos is not None and not retry:
             self._is_greedy = eos.seed is None
 
-    def _answer(self, fields: dict[str, Any], keep: Callable[[Message], None], remedy: str) -> Eos | None:
+    def _answer(self, fields: dict[str, Any], keep: Callable[..., None], remedy: str) -> Eos | None:
         """Show the answer to a request, and add it to the conversation.
 
         Args:
-            keep: gets the answer, if there is some.
+            keep: gets the messages of the answer, if there is some.
             remedy: after an error.
 
         Returns:
@@ -438,9 +447,9 @@ class Chat:
             click.echo(err=True)
         return found
 
-    def _turn(self, request: dict[str, Any], keep: Callable[[Message], None], remedy: str) -> Eos | None:
+    def _turn(self, request: dict[str, Any], keep: Callable[..., None], remedy: str) -> Eos | None:
         view = self._view()
-        answer = {"role": "assistant", "content": ""}
+        answer: list[Message] = [{"role": "assistant", "content": ""}]
         try:
             eos = run(self._stream, request, view, answer)
         except ClientError as error:
@@ -455,15 +464,18 @@ class Chat:
         view.finish()
         self._last = eos
         if eos.usage.completion_tokens:
-            keep(answer)
+            keep(*answer)
         self._remark(eos, request.get("max_tokens"))
         return eos
 
     def _view(self) -> AnswerView:
         return MarkdownView(sys.stdout) if self._renders else PlainView(sys.stdout)
 
-    async def _stream(self, request: dict[str, Any], view: AnswerView, answer: Message) -> Eos:
-        """Show the answer to ``request``, and add its text to ``answer``.
+    async def _stream(self, request: dict[str, Any], view: AnswerView, answer: list[Message]) -> Eos:
+        """Show the answer to ``request``, and change it as the user wants.
+
+        Args:
+            answer: its message, to which the text is added.  Messages that interrupt it follow, and what answers them.
 
         Raises:
             ClientError: there is no answer.
@@ -476,11 +488,17 @@ class Chat:
                 if not reasoning.is_open:
                     view.finish()
                 reasoning.feed(event.text)
-                answer["reasoning"] = answer.get("reasoning", "") + event.text
+                answer[-1]["reasoning"] = answer[-1].get("reasoning", "") + event.text
             elif isinstance(event, Token) and event.text:
                 reasoning.close()
                 view.feed(event.text)
-                answer["content"] += event.text
+                answer[-1]["content"] += event.text
+            elif isinstance(event, Inserted) and event.insertion.kind == "message":
+                reasoning.close()
+                view.finish()
+                note(f"> {printable(event.insertion.text)}")
+                answer.append({"role": "user", "content": event.insertion.text})
+                answer.append({"role": "assistant", "content": ""})
 
         async def refresh() -> None:
             while True:
@@ -489,12 +507,32 @@ class Chat:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(refresh)
-            last = await generate({"id": "chat", **request}, show, self._socket)
+            name = f"chat-{secrets.token_hex(8)}"  # another program of the user may chat, too
+            nursery.start_soon(self._steer, name, view)
+            last = await generate({"id": name, **request}, show, self._socket)
             nursery.cancel_scope.cancel()
         reasoning.close()
         if last is None:
             raise KeyboardInterrupt
         return last
+
+    async def _steer(self, request_id: str, view: AnswerView) -> None:
+        """Change an answer as the lines say that the user types while it is shown."""
+        async for line in self._input.lines():
+            change = change_of(line)
+            if change is None:
+                view.finish()
+                note(f"while it answers, the commands are {', '.join(CHANGES)}; any other line interrupts the answer")
+                continue
+            try:
+                async with connected(self._socket) as client:
+                    await client.steer(request_id, **change)
+            except ClientError as error:
+                if isinstance(error, ServerError) and error.code != "E_ANSWER_NOT_FOUND":
+                    view.finish()
+                    note(f"{error}", colour="red")
+                else:  # it has not begun, or has just ended
+                    self._input.give_back(line)
 
     def _remark(self, eos: Eos, max_tokens: int | None) -> None:
         """Say what the user should know of an answer."""

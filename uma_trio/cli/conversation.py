@@ -96,17 +96,21 @@ class Conversation:
         self.messages[-1] = {"role": "assistant", "content": text}
         self.is_edited = True
 
-    def continued(self, rest: Message) -> None:
-        """Add what the daemon has answered to a ``continuation``."""
+    def continued(self, rest: Message, *others: Message) -> None:
+        """Add what the daemon has answered to a ``continuation``; ``others`` as in ``answered``."""
         self.is_edited = False
         last = self.messages[-1]
-        self.messages[-1] = {**last, "content": last["content"] + rest["content"]}
+        self.messages[-1:] = [{**last, "content": last["content"] + rest["content"]}, *others]
 
-    def answered(self, question: str, answer: Message, *, retry: bool = False) -> None:
-        """Add a turn that the daemon has answered."""
+    def answered(self, question: str, *answer: Message, retry: bool = False) -> None:
+        """Add a turn that the daemon has answered.
+
+        Args:
+            answer: one message; or, if messages of the user have interrupted it, these and the parts between them.
+        """
         self.is_edited = False
         system = self._system if self.session is not None and not self.messages else []
-        self.messages = [*system, *self._kept(retry), self._asked(question, retry), answer]
+        self.messages = [*system, *self._kept(retry), self._asked(question, retry), *answer]
         if not retry:
             self.pictures = []
 

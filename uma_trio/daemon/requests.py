@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
 import attrs
+import numpy as np
 import structlog
 import trio
 
@@ -21,7 +22,7 @@ from uma_trio.daemon.serving.request import check_generates, check_pooling
 from uma_trio.daemon.serving.sequence import EventSink, Sequence, TokenLog
 from uma_trio.daemon.serving.stats import log_request
 from uma_trio.daemon.sessions import SessionTurn
-from uma_trio.errors import BadRequest, ControllerUnavailable, RequestTimeout, ShuttingDown, UmaError
+from uma_trio.errors import BadRequest, ControllerUnavailable, DecodeFailed, RequestTimeout, ShuttingDown, UmaError
 from uma_trio.grammar.calls import AnswerShape
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import ModelState
@@ -183,13 +184,16 @@ class Generation(ModelRequest):
         """The prompt that the answer was begun with.
 
         Raises:
-            BadRequest: it has pictures, and the answer is kept.
+            DecodeFailed: it has pictures, and their rows would be elsewhere in the prompt that an earlier daemon has kept.
         """
         if self.record is None:
             return prompt
-        if prompt.media:
-            raise BadRequest("pictures do not go with detached: the rows of a picture are not kept", field="messages")
-        return self.record.begin(prompt, service.content, turns)
+        rendered, prompt = prompt, self.record.begin(prompt, service.content, turns)
+        if prompt.media and not np.array_equal(prompt.tokens, rendered.tokens):
+            raise DecodeFailed("the chat template renders the messages differently than when the answer was begun")
+        if prompt.limit is None and any(change.ends_reasoning for change in self.record.changes):
+            prompt = attrs.evolve(prompt, limit=service.prompts.reasoning_end(prompt, self.request))
+        return prompt
 
     async def _steer(self, service: ModelService, controller: str) -> None:
         """Serve a request whose controller makes the answer."""

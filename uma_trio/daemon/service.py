@@ -194,15 +194,19 @@ class ModelService:
             BadRequest: it cannot be changed so.
         """
         limit = None
-        if query.end_reasoning:
+        if query.end_reasoning or query.message is not None:
             limit = self.prompts.reasoning_end(sequence.prompt, sequence.request)
-            if limit is None:
+            if limit is None and query.end_reasoning:
                 raise BadRequest(
                     "there is no reasoning to end: the model marks none, or a constraint allows none",
                     field="end_reasoning",
                 )
-        tokens = self.prompts.appended(query.text) if query.text is not None else ()
-        steering = Steering(query=query, tokens=tokens, limit=limit)
+        tokens, opens_reasoning = [] if query.text is None else self.prompts.appended(query.text), False
+        if query.message is not None:
+            tokens, opens_reasoning = await self.prompts.message(
+                query.message, sequence.request, principal=sequence.principal.name
+            )
+        steering = Steering(query=query, tokens=tokens, opens_reasoning=opens_reasoning, limit=limit)
         self.scheduler.steer(sequence, steering)
         return await steering.wait()
 

@@ -16,7 +16,17 @@ from uma_trio.protocol.answers import TokenList, Transcript
 from uma_trio.protocol.cbor_cost import CborCost
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, Fork
-from uma_trio.protocol.events import Embeddings, Eos, Failure, Forecast, LoadProgress, PrefillProgress, Reasoning, Token
+from uma_trio.protocol.events import (
+    Embeddings,
+    Eos,
+    Failure,
+    Forecast,
+    Inserted,
+    LoadProgress,
+    PrefillProgress,
+    Reasoning,
+    Token,
+)
 from uma_trio.protocol.field_errors import unknown_fields
 from uma_trio.protocol.json_cost import SLICE_BYTES, JsonCost
 from uma_trio.protocol.messages import ClientMessage, Event, ServerEvent
@@ -150,7 +160,16 @@ class ServerCodec:
         if isinstance(event, Fork) and answers:
             self._pending[event.id] = encoding, answers + 1
         in_the_middle = isinstance(
-            event, Token | Reasoning | PrefillProgress | LoadProgress | Forecast | Fork | ControllerOutput | Backtrack
+            event,
+            Token
+            | Reasoning
+            | Inserted
+            | PrefillProgress
+            | LoadProgress
+            | Forecast
+            | Fork
+            | ControllerOutput
+            | Backtrack,
         )
         fields = messages.to_fields(event)
         if not in_the_middle and not (

@@ -10,7 +10,7 @@ import attrs
 from uma_trio.errors import UmaError
 from uma_trio.protocol.answers import ModelState, SessionInfo
 from uma_trio.protocol.chat import ToolCall
-from uma_trio.protocol.usage import FinishReason, Timings, Usage
+from uma_trio.protocol.usage import FinishReason, Insertion, Timings, Usage
 
 
 @attrs.frozen(kw_only=True)
@@ -109,6 +109,21 @@ class ToolCallDelta:
     name: str | None = None
     arguments: str | None = None
     """The next piece of the arguments, as JSON text."""
+    index: int | None = None
+    """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
+    number: int | None = None
+    """As in ``Generated``."""
+
+
+@attrs.frozen(kw_only=True)
+class Inserted:
+    """The client has added tokens to the running answer, with a ``SteerQuery``.
+
+    Events of the tokens of a text follow.  Those of a message have none: what follows answers it.
+    """
+
+    id: str
+    insertion: Insertion
     index: int | None = None
     """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
     number: int | None = None

@@ -1,7 +1,7 @@
 """Messages of the socket protocol as frozen records: which there are, and how they become plain values and back.
 
 Clients send a request (``Generate``), a ``Cancel`` or a query.  The daemon answers with events: those of a request are
-``Token``, ``Reasoning``, ``ToolCallDelta``, ``PrefillProgress``, ``LoadProgress``, ``Forecast``, ``Eos`` and ``Failure``, and each query has its own.
+``Token``, ``Reasoning``, ``ToolCallDelta``, ``Inserted``, ``PrefillProgress``, ``LoadProgress``, ``Forecast``, ``Eos`` and ``Failure``, and each query has its own.
 
 ===============  ==============================================
 ``requests``     ``Generate``, ``Embed``, ``Rerank``, ``Cancel``
@@ -50,6 +50,7 @@ from uma_trio.protocol.events import (
     Failure,
     Forecast,
     Generated,
+    Inserted,
     LoadProgress,
     Logprob,
     PrefillProgress,
@@ -123,6 +124,7 @@ ServerEvent = (
     Token
     | Reasoning
     | ToolCallDelta
+    | Inserted
     | Eos
     | Failure
     | PrefillProgress
@@ -142,6 +144,7 @@ _EVENT_NAMES: Final = {
     Token: "token",
     Reasoning: "reasoning",
     ToolCallDelta: "tool_call",
+    Inserted: "inserted",
     Eos: "eos",
     Failure: "error",
     PrefillProgress: "progress",

@@ -89,12 +89,14 @@ MAX_STEER_CHARS: Final = 8192
 
 @attrs.frozen(kw_only=True)
 class SteerQuery:
-    """Changes a running answer of the principal.  At least one of the four changes is set."""
+    """Changes a running answer of the principal.  At least one of the five changes is set."""
 
     request_id: Name
     """The ``id`` of the request, which has one answer."""
     text: Annotated[str, Meta(min_length=1, max_length=MAX_STEER_CHARS)] | None = None
     """Appended to the answer as if the model had written it."""
+    message: Annotated[str, Meta(min_length=1, max_length=MAX_STEER_CHARS)] | None = None
+    """A message of the user.  It interrupts the answer, which goes on as an answer to it.  Not with ``text``."""
     end_reasoning: bool = False
     """The tokens that end reasoning follow, if the model reasons.  From here on it cannot reason any more."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
@@ -210,8 +212,11 @@ def parse_steer_query(fields: dict[str, Any]) -> SteerQuery:
         BadRequest: a field is wrong, or nothing is to be changed.
     """
     query = convert(fields, SteerQuery)
-    if query.text is None and not query.end_reasoning and query.max_tokens is None and query.stop is None:
-        raise BadRequest("nothing to change: give at least one of text, end_reasoning, max_tokens and stop")
+    inserted = query.text or query.message
+    if not (inserted or query.end_reasoning or query.max_tokens or query.stop):
+        raise BadRequest("nothing to change: give at least one of text, message, end_reasoning, max_tokens and stop")
+    if query.text and query.message:
+        raise BadRequest("text goes on the answer, and a message interrupts it: send one of them", field="message")
     return query
 
 

@@ -46,9 +46,25 @@ class Timings:
 
 
 @attrs.frozen(kw_only=True)
+class Insertion:
+    """Tokens that the client of a running answer has added to it."""
+
+    kind: Literal["text", "message", "end_of_reasoning"]
+    """``text`` goes on the answer; a ``message`` of the user interrupts it."""
+    after_tokens: Count
+    """Tokens of the answer before it."""
+    tokens: Count
+    """How many it has, with those that the chat template puts around a message."""
+    text: str = ""
+    """The text, or that of the message."""
+
+
+@attrs.frozen(kw_only=True)
 class Generation:
     """How an answer was generated, as its ``eos`` says."""
 
     reason: FinishReason
     usage: Usage
     timings: Timings
+    insertions: list[Insertion] | None = None
+    """What the client has added to the answer while it was generated."""

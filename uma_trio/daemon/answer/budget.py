@@ -27,21 +27,28 @@ class ReasoningLimit:
 
     def budget(self, prompt: str, calling: ToolCalling | None) -> ReasoningBudget:
         """The budget of an answer to ``prompt``, which may call tools."""
-        is_open = self.markers.is_opened_by(prompt)
-        return ReasoningBudget(self.n_tokens, self.end, RegionAssembler((), self.markers, calling, is_open=is_open))
+        return ReasoningBudget(self, calling, is_open=self.markers.is_opened_by(prompt))
 
 
-@attrs.define(eq=False)
 class ReasoningBudget:
     """What is left of a ``ReasoningLimit`` in one answer.
 
     It depends on the tokens of the answer alone.  So speculation, preemption and a restart of the engine change nothing.
     """
 
-    n_left: int
-    """Tokens; negative after a delay."""
-    _end: Sequence[int]
-    _regions: RegionAssembler
+    def __init__(self, limit: ReasoningLimit, calling: ToolCalling | None, *, is_open: bool) -> None:
+        self.n_left = limit.n_tokens
+        """Tokens; negative after a delay."""
+        self._limit, self._calling = limit, calling
+        self.begin_message(is_open=is_open)
+
+    def begin_message(self, *, is_open: bool) -> None:
+        """The output begins anew, because a message of the user was inserted.
+
+        Args:
+            is_open: it begins inside reasoning.
+        """
+        self._regions = RegionAssembler((), self._limit.markers, self._calling, is_open=is_open)
 
     @property
     def room(self) -> float:
@@ -68,6 +75,12 @@ class ReasoningBudget:
             return ()
         if self._regions.is_undecided and self.n_left > -MAX_DELAY:
             return ()
-        for token in self._end:
+        return self.close(token_to_bytes)
+
+    def close(self, token_to_bytes: Callable[[int], bytes]) -> Sequence[int]:
+        """End the reasoning that the output is in, if it is; returns the tokens that must follow."""
+        if not self._regions.in_reasoning:
+            return ()
+        for token in self._limit.end:
             self._regions.feed(token, token_to_bytes(token))
-        return self._end
+        return self._limit.end

@@ -13,7 +13,7 @@ import trio
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.requests import Generation
 from uma_trio.daemon.store import answer_log as log
-from uma_trio.daemon.store.answer_log import AnswerLog, EndState, Record
+from uma_trio.daemon.store.answer_log import AnswerLog, Change, EndState, Record
 from uma_trio.daemon.store.encoding import decode_tokens, encode_tokens
 from uma_trio.errors import ModelUnavailable, ShuttingDown
 from uma_trio.protocol.answers import AnswerInfo
@@ -21,7 +21,7 @@ from uma_trio.protocol.events import Eos, Failure, Forecast, LoadProgress, Prefi
 from uma_trio.protocol.messages import ServerEvent, parse_event, to_fields
 
 PASSING: Final = (PrefillProgress, LoadProgress, Forecast)
-"""Events that say how far an answer is.  They are not kept."""
+"""Events that say how far an answer is, before its first token.  Clients get the latest one; none is kept."""
 
 
 INTERRUPTIONS: Final = (ModelUnavailable.code, ShuttingDown.code)
@@ -55,9 +55,13 @@ class DetachedAnswer:
         self.is_cancelled = False
         self.n_readers = 0
         """Clients that are attached."""
+        self.passing: ServerEvent | None = None
+        """The latest event that says how far it is."""
+        self.n_passing = 0
+        """How many there were."""
         self.interruption: Failure | None = None
         """What has ended the last attempt to make it, but not the answer."""
-        self._known = found.token_ids
+        self._known, self._changes = found.token_ids, [*found.changes]
         self._n_replayed = len(found.events)
         """Events that come again, because they are made of tokens that are known."""
         self._events: list[bytes] = []
@@ -78,7 +82,12 @@ class DetachedAnswer:
 
     def send(self, event: ServerEvent) -> None:
         """Keep an event."""
-        if self._is_closed or self._has_ended or isinstance(event, PASSING):
+        if self._is_closed or self._has_ended:
+            return
+        if isinstance(event, PASSING):
+            self.passing = event
+            self.n_passing += 1
+            self._announce()
             return
         if isinstance(event, Failure) and event.code in INTERRUPTIONS:
             self.interruption = event
@@ -99,10 +108,15 @@ class DetachedAnswer:
         """As ``TokenLog.mu``."""
         return self.log.mu
 
-    def add(self, tokens: Sequence[int], mu: float | None) -> None:
+    @property
+    def changes(self) -> Sequence[Change]:
+        """As ``TokenLog.changes``."""
+        return self._changes
+
+    def add(self, tokens: Sequence[int], mu: float | None, changes: Sequence[Change]) -> None:
         """Keep tokens, and the events that came since the last ones."""
         events, self._events = self._events, []
-        self.note(log.new_tokens(list(tokens), events, mu))
+        self.note(log.new_tokens(list(tokens), events, mu, changes))
 
     def begin(self, prompt: Prompt, model: str, turns: int) -> Prompt:
         """As ``AnswerRecord.begin``."""
@@ -145,7 +159,8 @@ class DetachedAnswer:
         while self._unwritten:
             await self._changed.wait()
         self.interruption = None
-        self._known, self._n_replayed, self._events = self.log.token_ids, self.n_events, []
+        self._known, self._changes = self.log.token_ids, [*self.log.changes]
+        self._n_replayed, self._events = self.n_events, []
 
     def close(self) -> None:
         """Take over nothing more: the daemon ends, and the next one goes on."""
@@ -206,13 +221,13 @@ class DetachedAnswer:
         """Whether no event follows number ``after``."""
         return self.log.end is not None and after >= self.n_events
 
-    async def wait_for_event(self, after: int) -> None:
-        """Wait until there is an event with a higher number, or the answer has ended.
+    async def wait_for_event(self, after: int, n_passing: int) -> None:
+        """Wait until there is an event with a higher number, or more passing ones, or the answer has ended.
 
         Raises:
             ShuttingDown: the daemon ends.
         """
-        while self.n_events <= after and self.log.end is None:
+        while self.n_events <= after and self.n_passing == n_passing and self.log.end is None:
             if self._is_closed:
                 raise ShuttingDown("the server is shutting down; the answer goes on when it is started again")
             await self._changed.wait()

@@ -331,16 +331,16 @@ class DetachedAnswers:
         else:
             answer.scope.cancel()
 
-    async def events(self, answer: DetachedAnswer, after: int) -> tuple[int, Sequence[bytes]]:
+    async def events(self, answer: DetachedAnswer, after: int, n_passing: int) -> tuple[int, Sequence[bytes]]:
         """The events after number ``after`` that there are, for ``event_of``, and the number of the first one.
 
-        Waits for one.
+        Waits for one, or for a passing one after the first ``n_passing``.
 
         Raises:
             AnswerNotFound: it was deleted meanwhile.
             ShuttingDown: the daemon ends.
         """
-        await answer.wait_for_event(after)
+        await answer.wait_for_event(after, n_passing)
         found = answer.log
         if answer.n_events > len(found.events):  # then its file has them
             assert self._folder is not None

@@ -55,9 +55,13 @@ class Attachment:
         after = min(self.request.after, answer.n_events)
         if answer.is_complete(after):
             after -= 1  # the last event always comes, because it says that it is the last one
+        n_passing = 0
         with self._scope, answer.reading():
             while not answer.is_complete(after):
-                first, found = await self._answers.events(answer, after)
+                first, found = await self._answers.events(answer, after, n_passing)
+                if answer.passing is not None and answer.n_passing != n_passing and not answer.n_events:
+                    self._outbox.send(answer.passing)
+                n_passing = answer.n_passing
                 for after, data in enumerate(found, first):
                     await self._outbox.shrink_to(self._max_waiting_bytes)
                     await trio.lowlevel.checkpoint()

@@ -134,6 +134,24 @@ class ChatTemplate:
             [*messages, offered], lambda given: render(given[:-1], given[-1]["content"], variables=variables)
         )
 
+    def message_parts(self, text: str, variables: Mapping[str, Any] = {}) -> tuple[PromptPart, ...]:
+        """What follows a message of the assistant: its end, a message of the user, and the beginning of the next answer.
+
+        Raises:
+            BadRequest, BrokenTemplate, ModelUnavailable: as ``render``, or the template leaves out a message.
+        """
+
+        def render(given: Sequence[Mapping[str, Any]]) -> str:
+            question, answer, message = given
+            marked = {**answer, "content": f"{answer['content']}{FINAL_CUT}"}
+            _, cut, rest = self.render([question, marked, message], variables=variables).partition(FINAL_CUT)
+            if not cut:
+                raise BadRequest(f"{self._name} leaves out messages, so none can interrupt an answer", field="message")
+            return rest
+
+        chat = [("user", "."), ("assistant", "."), ("user", text)]
+        return self._controls.parts([{"role": role, "content": content} for role, content in chat], render)
+
     def _render_open(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -273,6 +273,26 @@ class PromptMaker:
         tokens: list[int] = self.tokenizer.encode_parts([PromptPart(text, False)], continues=True).tolist()
         return tokens
 
+    async def message(self, text: str, request: Generate, *, principal: str) -> tuple[list[int], bool]:
+        """Tokens of a message of the user that interrupts the answer to ``request``, up to where its own answer begins.
+
+        Returns:
+            The tokens, and whether the answer to the message begins with reasoning.
+
+        Raises:
+            NoChatTemplate: the model has no template for messages.
+            UmaError: as ``make``.
+        """
+        return await in_thread(self._message, text, request, limiter=self._rendering.of(principal))
+
+    def _message(self, text: str, request: Generate) -> tuple[list[int], bool]:
+        if self.chat is None or request.messages is None:
+            raise NoChatTemplate("only an answer of a chat can be interrupted by a message", field="message")
+        parts = self.chat.message_parts(text, request.chat_template_kwargs)
+        tokens: list[int] = self.tokenizer.encode_parts(parts, continues=True).tolist()
+        begun = "".join(part.text for part in parts)
+        return tokens, self.reasoning is not None and self.reasoning.is_opened_by(begun)
+
     def reasoning_end(self, prompt: Prompt, request: Generate) -> ReasoningLimit | None:
         """How reasoning in the answer to ``prompt`` can be ended; ``None`` if there is none to end."""
         return self._limited(prompt, request, MAX_INT32).limit

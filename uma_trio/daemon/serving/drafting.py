@@ -12,8 +12,9 @@ from typing import Final
 import structlog
 
 from uma_trio.daemon.scheduling.cost import CostModel, DraftCost, Work
+from uma_trio.daemon.serving.new_tokens import NewTokens
 from uma_trio.daemon.serving.sequence import DraftState, Sequence
-from uma_trio.daemon.serving.step import InFlightStep, NewTokens, PlannedStep, StepRow, drafts_by_sequence
+from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, StepRow, drafts_by_sequence
 from uma_trio.engine_link.messages import Drafted, DraftInput, ModelInfo, StepOutput
 from uma_trio.engine_link.prefix import common_list_prefix
 

@@ -11,12 +11,12 @@ import msgspec
 from uma_trio.aici_link.messages import SequenceResult
 from uma_trio.daemon.answer.regions import Split
 from uma_trio.daemon.answer.text import TextAssembler
+from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
 from uma_trio.daemon.serving.sequence import Sequence
-from uma_trio.daemon.serving.step import NewTokens, TokenToBytes
 from uma_trio.engine_link.sampling import TokenLogprobs
 from uma_trio.errors import UmaError
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, StorageWrite
-from uma_trio.protocol.events import Logprob, Logprobs, Reasoning, Token, ToolCallDelta
+from uma_trio.protocol.events import Inserted, Logprob, Logprobs, Reasoning, Token, ToolCallDelta
 from uma_trio.protocol.usage import FinishReason
 
 MAX_UNSENT_CHARACTERS: Final = 1 << 16
@@ -45,7 +45,19 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
     sequence = new.sequence
     if sequence.control is not None:
         return _send_controlled(new, token_to_bytes)
+    insertions = {each.after_tokens: (each, change) for change in new.changes for each in change.insertions}
+    shown_from = 0
     for n, token in enumerate(new.tokens, 1):
+        at = new.n_before + n - 1
+        if at in insertions:
+            insertion, change = insertions[at]
+            if insertion.kind == "message":
+                shown_from = at + insertion.tokens
+                _end_message(sequence)
+                sequence.answer_message(shown_from, opens_reasoning=change.opens_reasoning)
+            sequence.sink.send(Inserted(id=sequence.request.id, index=sequence.index, insertion=insertion))
+        if at < shown_from:
+            continue
         score = new.scores[n - 1] if new.scores else None
         last = new.reason is not None and n == len(new.tokens)
         _send_token(sequence, token, score, token_to_bytes, last=last)
@@ -56,6 +68,16 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
             del sequence.tokens[new.n_before + n :]
             return "stop"
     return new.reason
+
+
+def _end_message(sequence: Sequence) -> None:
+    """Send what was held back of the text so far: a message of the user follows."""
+    rest = sequence.assembler.finish()
+    split = Split(text=rest) if isinstance(rest, str) else rest
+    if split.reasoning:
+        sequence.sink.send(Reasoning(id=sequence.request.id, text=split.reasoning, index=sequence.index))
+    if split.text:
+        sequence.sink.send(Token(id=sequence.request.id, text=split.text, index=sequence.index))
 
 
 def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:

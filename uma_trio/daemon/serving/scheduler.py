@@ -25,6 +25,7 @@ from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.serving.changes import append_known
 from uma_trio.daemon.serving.controllers.driver import (
     MAX_WAIT_S,
     Actions,
@@ -38,6 +39,7 @@ from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.drafting import DraftModel
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.daemon.serving.forecasting import Forecaster
+from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
 from uma_trio.daemon.serving.offload import InThread, Offloader
 from uma_trio.daemon.serving.output import send_prompt, send_tokens
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner, delays_requests
@@ -49,10 +51,7 @@ from uma_trio.daemon.serving.steering import Steering
 from uma_trio.daemon.serving.step import (
     CompletedStep,
     InFlightStep,
-    NewTokens,
     PlannedStep,
-    TokenToBytes,
-    append_known,
     build_step,
     complete_step,
 )
@@ -329,21 +328,22 @@ class Scheduler:
             raise BadRequest("a controller makes this answer: only the controller can steer it", field="request_id")
         if sequence.steering is not None:
             raise BadRequest("an earlier change of this answer is not made yet: wait for its event", field="request_id")
-        if query.text is not None and sequence.sampling.grammar is not None:
-            raise BadRequest("a constraint or tool call decides what may follow: text cannot be inserted", field="text")
-        if sequence.log is not None and (query.max_tokens is not None or query.stop == "sentence"):
+        field = "text" if query.message is None else "message"
+        if steering.tokens and sequence.sampling.grammar is not None:
+            raise BadRequest("a constraint or tool call decides what may follow: nothing can be inserted", field=field)
+        if query.message is not None and (sequence.prompt.calling is not None or not sequence.request.stream):
             raise BadRequest(
-                "a detached answer takes text, end_reasoning and stop 'now': nothing else outlives the daemon",
-                field="stop" if query.max_tokens is None else "max_tokens",
+                "only a streamed answer without tools can be interrupted by a message: cancel it, and ask again",
+                field=field,
             )
         if (query.max_tokens or 0) > sequence.max_tokens:
             raise BadRequest(f"this answer has room for max_tokens {sequence.max_tokens}", field="max_tokens")
         n_left = (query.max_tokens or sequence.token_limit) - len(sequence.tokens) - 1
         if len(steering.tokens) >= max(1, n_left):
             raise BadRequest(
-                f"text has {len(steering.tokens)} tokens, and the answer has room for {max(0, n_left - 1)} more: "
-                "shorten the text, or begin the request with larger max_tokens",
-                field="text",
+                f"{field} has {len(steering.tokens)} tokens, and the answer has room for {max(0, n_left - 1)} more: "
+                f"shorten the {field}, or begin the request with larger max_tokens",
+                field=field,
             )
         sequence.steering = steering
         ahead = self._ahead
@@ -647,7 +647,7 @@ class Scheduler:
                 self._planner.begin_speculation(new.sequence)
         reason = send_tokens(new, self._token_to_bytes)
         if new.sequence.log is not None:
-            new.sequence.log.add(new.tokens, new.sequence.sampling.params.mu)
+            new.sequence.log.add(new.tokens, new.sequence.sampling.params.mu, new.changes)
         if reason is not None:
             self._finish(new.sequence, reason)
 

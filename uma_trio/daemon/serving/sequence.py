@@ -27,6 +27,7 @@ from uma_trio.daemon.serving.controllers.state import Control, Phase
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
 from uma_trio.daemon.serving.steering import Steering
 from uma_trio.daemon.serving.token_history import TokenHistory
+from uma_trio.daemon.store.answer_log import Change
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.grammar_state import GrammarState
 from uma_trio.engine_link.messages import SampleRequest, StepInput, TokenIds
@@ -72,8 +73,12 @@ class TokenLog(Protocol):
     def mu(self) -> float | None:
         """The state of mirostat after them."""
 
-    def add(self, tokens: abc.Sequence[int], mu: float | None) -> None:
-        """Note new tokens, whose events have gone to the sink.  Never blocks."""
+    @property
+    def changes(self) -> abc.Sequence[Change]:
+        """How a client has changed the answer meanwhile.  What it inserted is among these tokens."""
+
+    def add(self, tokens: abc.Sequence[int], mu: float | None, changes: abc.Sequence[Change]) -> None:
+        """Note new tokens, whose events have gone to the sink, and changes between them.  Never blocks."""
 
 
 class State(enum.Enum):
@@ -188,6 +193,10 @@ class Sequence:
     """Tokens that it may have: ``max_tokens``, for which it has cells, or what its client has lowered that to."""
     stops_at_sentence: bool = False
     """It ends with its sentence."""
+    n_before_message: int = 0
+    """Tokens before the text that answers the last message of the user: those up to an inserted message."""
+    n_reasoning_before: int = 0
+    """Tokens of reasoning among them."""
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -422,6 +431,12 @@ class Sequence:
         """Note the state of mirostat after a sampled token."""
         self.sampling = attrs.evolve(self.sampling, params=self.sampling.params.with_mu(mu))
 
+    def answer_message(self, n_before: int, *, opens_reasoning: bool) -> None:
+        """A message of the user was inserted: the text of the answer begins anew after the first ``n_before`` tokens."""
+        self.n_reasoning_before = self._n_reasoning_tokens or 0
+        self.n_before_message = n_before
+        self.assembler = _assembler(self.request, self.prompt, opens_reasoning=opens_reasoning)
+
     def go_on(self) -> None:
         """Set the state by how much is to be computed before the next token is sampled."""
         self.state = State.DECODE if self.tokens and self.n_known - self.n_computed == 1 else State.PREFILL
@@ -524,7 +539,7 @@ class Sequence:
     @property
     def _n_reasoning_tokens(self) -> int | None:
         if self.prompt.reasoning is not None and isinstance(self.assembler, RegionAssembler):
-            return self.assembler.n_reasoning_tokens
+            return self.n_reasoning_before + self.assembler.n_reasoning_tokens
         return 0 if self.request.separate_reasoning else None
 
     def timings(self, now: float) -> Timings:
@@ -575,10 +590,13 @@ class Sequence:
         )
 
 
-def _assembler(request: Generate, prompt: Prompt) -> TextAssembler | RegionAssembler:
+def _assembler(
+    request: Generate, prompt: Prompt, *, opens_reasoning: bool | None = None
+) -> TextAssembler | RegionAssembler:
     if prompt.reasoning is None and prompt.calling is None:
         return TextAssembler(request.stops)
-    return RegionAssembler(request.stops, prompt.reasoning, prompt.calling, is_open=prompt.opens_reasoning)
+    is_open = prompt.opens_reasoning if opens_reasoning is None else opens_reasoning
+    return RegionAssembler(request.stops, prompt.reasoning, prompt.calling, is_open=is_open)
 
 
 def _budget(prompt: Prompt) -> ReasoningBudget | None:

@@ -13,8 +13,9 @@ import structlog
 
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.scheduling.cost import Work
+from uma_trio.daemon.serving.new_tokens import DraftSource, NewTokens
 from uma_trio.daemon.serving.sequence import Sequence, State
-from uma_trio.daemon.serving.step import CompletedStep, DraftSource, NewTokens
+from uma_trio.daemon.serving.step import CompletedStep
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.errors import UmaError

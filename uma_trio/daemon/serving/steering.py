@@ -25,9 +25,11 @@ class Steering:
 
     query: SteerQuery
     tokens: Sequence[int] = ()
-    """The tokens of ``query.text``."""
+    """Those of ``query.text``, or of ``query.message`` in the chat template."""
+    opens_reasoning: bool = False
+    """After the message the model begins with reasoning."""
     limit: ReasoningLimit | None = None
-    """How reasoning ends; set if the query ends it."""
+    """How reasoning ends; set if the query ends it, or has a message and the model reasons."""
     outcome: Steered | UmaError | None = None
     done: trio.Event = attrs.field(factory=trio.Event)
     """Set when there is an outcome."""

@@ -7,10 +7,10 @@ that this one is about to sample.  The engine begins it at once, so the device n
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice, repeat
 from operator import attrgetter
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import attrs
 import trio
@@ -19,11 +19,12 @@ from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.scheduling.cost import Work
 from uma_trio.daemon.scheduling.policy import Plan, PolicyState
 from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.serving.changes import at_end_of_sentence, steer
 from uma_trio.daemon.serving.controllers.state import Phase
 from uma_trio.daemon.serving.embedding import EmbeddingChunk
+from uma_trio.daemon.serving.new_tokens import DraftSource, NewTokens, TokenToBytes, append_forced, append_tokens
 from uma_trio.daemon.serving.offload import Transfer
-from uma_trio.daemon.serving.sequence import Sequence, State, TokenLog
-from uma_trio.daemon.serving.steering import TAIL_TOKENS, Steering, ends_sentence
+from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.engine_link.kv_ops import KvOp
 from uma_trio.engine_link.messages import (
     MASK_LATE,
@@ -35,24 +36,14 @@ from uma_trio.engine_link.messages import (
     StepOutput,
     SubmittedStep,
 )
-from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
-from uma_trio.errors import ControllerFailed, DecodeFailed, InvalidConstraint, KvFull, UmaError
-from uma_trio.grammar.explain import explain
-from uma_trio.protocol.answers import Steered
-from uma_trio.protocol.usage import FinishReason
+from uma_trio.engine_link.sampling import TokenLogprobs
+from uma_trio.errors import ControllerFailed, InvalidConstraint, KvFull, UmaError
 
 MAX_REMOVED: Final = 16
 """A controller may remove this many tokens for each of ``max_tokens``, in all answers of its request together."""
 
 OUTLIER: Final = 0.5
 """Relative error of the predicted duration above which a step is an outlier: the next plan should know of it at once."""
-
-
-TokenToBytes: TypeAlias = Callable[[int], bytes]
-"""Token id -> the bytes that it stands for."""
-
-DraftSource: TypeAlias = Literal["lookup", "model", "grammar"]
-"""Where draft tokens are from: prompt lookup, the draft model, or a grammar that allows nothing else."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -177,33 +168,6 @@ class InFlightStep:
             (decodes if samples else prefills).append(view)
         decodes.sort(key=attrgetter("seq_id"))  # one whose prefill ends comes after the others
         return decodes, prefills
-
-
-@attrs.define(eq=False)
-class NewTokens:
-    """Tokens that a sequence got in a step, on their way to its client.  Empty if its mask was late."""
-
-    sequence: Sequence
-    tokens: abc.Sequence[int]
-    n_before: int
-    """Tokens that the sequence had."""
-    reason: FinishReason | UmaError | None
-    """Why the sequence ends after these tokens, if it does."""
-    paused: bool
-    """The client had not read: the time since the last token is not the server's."""
-    scores: abc.Sequence[TokenLogprobs | None]
-    """Logprobs of the tokens, perhaps followed by those of rejected draft tokens.  Empty unless requested."""
-    n_drafts_accepted: int = 0
-    draft_source: DraftSource = "lookup"
-    by_controller: bool = False
-    """The sequence's controller chose the tokens."""
-    n_removed: int = 0
-    """Tokens that the controller removed before these ones; ``n_before`` does not count them."""
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the mask was late."""
-        return not self.tokens and not self.n_removed and self.reason is None
 
 
 @attrs.frozen
@@ -354,13 +318,13 @@ def complete_step(
             allowed = forced.get(allocation.seq_id, ()) if mu is None else ()  # mirostat samples one token a step
             new = _complete_row(row, sampled, scores, failure, allowed)
             if sequence.steering is not None and (ahead is None or ahead.row_of(sequence) is None):
-                _steer(new, sequence.steering, token_to_bytes)
+                steer(new, sequence.steering, token_to_bytes)
             elif sequence.budget is not None and new.reason is None:
-                _append_forced(new, sequence.budget.end_after(new.tokens, token_to_bytes))
+                append_forced(new, sequence.budget.end_after(new.tokens, token_to_bytes))
         else:
             new = complete_sample(sequence, sampled[0], scores, cache)
         if new is not None:
-            if sequence.stops_at_sentence and new.reason is None and _ends_sentence(sequence, token_to_bytes):
+            if new.reason is None and at_end_of_sentence(sequence, token_to_bytes):
                 new.reason = "stop"
             new_tokens.append(new)
             if mu is not None and not new.by_controller:
@@ -407,7 +371,7 @@ def _complete_row(
         forced: the only tokens that its grammar allows next, if all drafts are accepted.
     """
     sequence = row.sequence
-    new = _append(sequence, sampled, scores, failure)
+    new = append_tokens(sequence, sampled, scores, failure)
     new.n_drafts_accepted = max(0, len(new.tokens) - 1)
     new.draft_source = row.source
     if row.source == "grammar":
@@ -415,78 +379,6 @@ def _complete_row(
     sequence.forced = forced if len(sampled) == 1 + len(row.drafts) else ()
     sequence.state = State.DECODE
     return new
-
-
-def append_known(sequence: Sequence, log: TokenLog, token_to_bytes: TokenToBytes) -> NewTokens:
-    """Add the tokens of an earlier daemon to a sequence that has none."""
-    known = log.known
-    if log.mu is not None:
-        sequence.adapt(log.mu)
-    if sequence.budget is not None:
-        sequence.budget.replay(known, token_to_bytes)
-    new = _append(sequence, known, (), None)
-    sequence.n_replayed = len(new.tokens)
-    sequence.n_lost = sequence.n_known - 1
-    return new
-
-
-def _steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> None:
-    """Change the answer as its client wants it, after the tokens that were sampled.  No step that runs ahead has it."""
-    sequence, query = new.sequence, steering.query
-    if new.reason is not None:
-        return  # it ends, which is the outcome
-    sequence.steering = None
-    n_before = len(sequence.tokens)
-    n_ending = 0
-    if query.max_tokens is not None:
-        sequence.token_limit = max(n_before, query.max_tokens)
-    if steering.limit is not None and sequence.budget is None:
-        sequence.budget = steering.limit.budget(sequence.prompt.text, sequence.prompt.calling)
-        sequence.budget.end_after(sequence.tokens[: new.n_before], token_to_bytes)
-    if sequence.budget is not None:
-        if query.end_reasoning:
-            sequence.budget.n_left = min(0, sequence.budget.n_left)
-        end = sequence.budget.end_after(new.tokens, token_to_bytes)
-        _append_forced(new, end)
-        n_ending = len(end)
-    if new.reason is None and steering.tokens:
-        _append_forced(new, steering.tokens)
-        if sequence.budget is not None and new.reason is None:
-            _append_forced(new, sequence.budget.end_after(steering.tokens, token_to_bytes))
-    if new.reason is None and query.stop == "now":
-        new.reason = "stop"
-    elif new.reason is None and len(sequence.tokens) >= sequence.token_limit:
-        new.reason = "length"
-    sequence.stops_at_sentence = sequence.stops_at_sentence or query.stop == "sentence"
-    steering.end(
-        Steered(
-            request_id=sequence.request.id,
-            after_tokens=n_before,
-            inserted_tokens=len(sequence.tokens) - n_before,
-            reasoning_ended=n_ending > 0,
-            max_tokens=sequence.token_limit,
-            stop=query.stop,
-            id=query.id,
-        )
-    )
-
-
-def _ends_sentence(sequence: Sequence, token_to_bytes: TokenToBytes) -> bool:
-    tail = b"".join(map(token_to_bytes, sequence.tokens[-TAIL_TOKENS:]))
-    return ends_sentence(tail.decode("utf-8", "replace"))
-
-
-def _append_forced(new: NewTokens, tokens: abc.Sequence[int]) -> None:
-    """Append ``tokens``, if there are some, to those that were sampled.  The next step computes them."""
-    if not tokens:
-        return
-    sequence, n_sampled = new.sequence, len(new.tokens)
-    forced = _append(sequence, tokens, (), None)
-    new.tokens, new.reason = [*new.tokens, *forced.tokens], forced.reason
-    if new.scores:
-        new.scores = [*new.scores[:n_sampled], *[None] * len(forced.tokens)]
-    sequence.forced = ()
-    sequence.go_on()
 
 
 def _ends(sequence: Sequence, token: int) -> bool:
@@ -519,7 +411,7 @@ def complete_sample(
         if control.phase in (Phase.AWAITING_MASK, Phase.MASK_READY):
             control.needs_mask_first = True
         return NewTokens(sequence, (), len(sequence.tokens), None, sequence.paused, ())
-    new = _append(sequence, (token,), scores, None)
+    new = append_tokens(sequence, (token,), scores, None)
     control.n_sampled += len(new.tokens)
     control.n_sampled_in_row += 1
     control.set_post(new.tokens)
@@ -571,7 +463,7 @@ def _without_prompt(sequence: Sequence, tokens: abc.Sequence[int], n_removed: in
 def append_inserted(sequence: Sequence, tokens: abc.Sequence[int], n_removed: int = 0) -> NewTokens:
     """Append tokens that the controller of ``sequence`` has chosen, up to ``max_tokens``."""
     assert sequence.control is not None
-    new = _append(sequence, tokens, (), None)
+    new = append_tokens(sequence, tokens, (), None)
     new.paused, new.by_controller, new.n_removed = True, True, n_removed
     sequence.control.n_sampled_in_row = 0
     sequence.control.n_inserted += len(new.tokens)
@@ -589,35 +481,3 @@ def _undo(sequence: Sequence, row: StepRow, cache: KvCache, *, can_truncate: boo
     else:
         reason = InvalidConstraint("the constraint is too complex to be followed in time")
     return NewTokens(sequence, (), len(sequence.tokens), reason, sequence.paused, ())
-
-
-def _append(
-    sequence: Sequence, tokens: abc.Sequence[int], scores: abc.Sequence[TokenLogprobs | None], failure: str | None
-) -> NewTokens:
-    """Add sampled tokens to ``sequence``, up to one that ends it.
-
-    Args:
-        failure: why its grammar cannot go on.
-    """
-    n_before, paused = len(sequence.tokens), sequence.paused
-    sequence.paused = False
-    reason: FinishReason | UmaError | None = None
-    for n, token in enumerate(tokens):
-        if token == NO_TOKEN:
-            reason, tokens = _no_token(failure), tokens[:n]
-            break
-        sequence.append(token)
-        if token in sequence.end_ids and sequence.control is None:
-            reason = "stop"
-        elif len(sequence.tokens) >= sequence.token_limit:
-            reason = "length"
-        if reason is not None:
-            tokens = tokens[: n + 1]
-            break
-    return NewTokens(sequence, tokens, n_before, reason, paused, scores)
-
-
-def _no_token(failure: str | None) -> UmaError:
-    if failure is None:
-        return DecodeFailed("the model gave no usable logits")
-    return InvalidConstraint(f"the constraint cannot be followed any further: {explain(failure)}")

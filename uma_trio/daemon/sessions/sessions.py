@@ -28,12 +28,12 @@ from uma_trio.engine_link.prefix import Tokens, common_prefix
 from uma_trio.errors import BadRequest, SessionElsewhere
 from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.protocol.events import Eos, Failure, Reasoning, Token
+from uma_trio.protocol.events import Eos, Failure, Inserted, Reasoning, Token
 from uma_trio.protocol.lease import OWN, Lease
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.queries import SessionQuery
 from uma_trio.protocol.requests import Generate
-from uma_trio.protocol.usage import Generation
+from uma_trio.protocol.usage import Generation, Insertion
 
 log = structlog.get_logger("uma_trio.sessions")
 
@@ -69,6 +69,9 @@ class SessionTurn:
         self._sink = sink
         self._texts: list[str] = []
         self._reasoning: list[str] = []
+        self._interrupted: list[ChatMessage] = []
+        """The parts of the answer that messages of the user have interrupted, each with that message."""
+        self._insertions: list[Insertion] = []
 
     @property
     def has_room(self) -> bool:
@@ -90,7 +93,12 @@ class SessionTurn:
         if isinstance(self.last, Eos):
             reasoning = reasoning if self.last.reasoning is None else self.last.reasoning
             calls = self.last.tool_calls
-            generation = Generation(reason=self.last.reason, usage=self.last.usage, timings=self.last.timings)
+            generation = Generation(
+                reason=self.last.reason,
+                usage=self.last.usage,
+                timings=self.last.timings,
+                insertions=self._insertions or None,
+            )
         return ChatMessage(
             role="assistant",
             content=self.text,
@@ -102,12 +110,12 @@ class SessionTurn:
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
         """The messages of the request and the answer, which may be the rest of the last one."""
-        given, reply = self.request.messages or [], self.reply
+        given, (first, *others) = self.request.messages or [], (*self._interrupted, self.reply)
         if not self.request.continue_final_message:
-            return (*given, reply)
+            return (*given, first, *others)
         *before, begun = given
-        reasoning = f"{begun.reasoning or ''}{reply.reasoning or ''}" or None
-        return (*before, attrs.evolve(reply, content=f"{begun.text}{reply.text}", reasoning=reasoning))
+        reasoning = f"{begun.reasoning or ''}{first.reasoning or ''}" or None
+        return (*before, attrs.evolve(first, content=f"{begun.text}{first.text}", reasoning=reasoning), *others)
 
     def send(self, event: ServerEvent) -> None:
         """Pass an event on; keep the last one."""
@@ -118,7 +126,15 @@ class SessionTurn:
             self._reasoning.append(event.text)
         elif isinstance(event, Token) and not event.echo:
             self._texts.append(event.text)
+        elif isinstance(event, Inserted):
+            self._note(event.insertion)
         self._sink.send(event)
+
+    def _note(self, insertion: Insertion) -> None:
+        self._insertions.append(insertion)
+        if insertion.kind == "message":
+            self._interrupted += [self.reply, ChatMessage(role="user", content=insertion.text)]
+            self._texts, self._reasoning = [], []
 
 
 class Sessions:
@@ -327,7 +343,9 @@ class Sessions:
         if answer.assembler.matched is not None:
             assembler = answer.assembler
             output = assembler.output if isinstance(assembler, RegionAssembler) else turn.text
-            return self._prompts.truncate_tokens(tokens, output)
+            n = answer.n_before_message
+            rest = self._prompts.truncate_tokens(tokens[n:], output)
+            return np.concatenate([np.asarray(tokens[:n], np.int32), rest])
         if tokens and tokens[-1] in answer.end_ids:
             tokens = tokens[:-1]
         return np.asarray(tokens, np.int32)

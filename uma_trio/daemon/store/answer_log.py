@@ -18,6 +18,7 @@ This module is pure: bytes in, bytes out.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import attrs
@@ -28,6 +29,7 @@ from uma_trio.daemon.store.journal_format import SessionKey
 from uma_trio.daemon.store.records import intact_records, record
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.usage import Insertion
 
 MARK: Final = b"\xffUA1"
 
@@ -56,6 +58,19 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
     """Turns that the answer's session had; 0 without one."""
 
 
+class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A client has changed the answer while it was made."""
+
+    after_tokens: int
+    """Tokens that the answer had."""
+    insertions: list[Insertion] = []
+    opens_reasoning: bool = False
+    """After an inserted message the model begins with reasoning."""
+    ends_reasoning: bool = False
+    max_tokens: int | None = None
+    stop: Literal["now", "sentence"] | None = None
+
+
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """Tokens were sampled."""
 
@@ -64,6 +79,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """Events of the socket protocol as MessagePack, without their numbers."""
     mu: float | None = None
     """The state of mirostat after these tokens."""
+    changes: list[Change] = []
+    """Changes of the answer, whose insertions are among these tokens."""
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
@@ -92,6 +109,7 @@ class AnswerLog:
     tokens: bytearray = attrs.field(factory=bytearray)
     """Little-endian int32."""
     mu: float | None = None
+    changes: list[Change] = attrs.field(factory=list)
     events: list[bytes] = attrs.field(factory=list)
     """Event number ``n`` is ``events[n - 1]``."""
     n_resumed: int = 0
@@ -124,7 +142,9 @@ class AnswerLog:
             case Tokens():
                 if self.prompt is None:
                     raise ValueError("it has tokens without a prompt")
+                _check_changes(new, len(self.tokens) // TOKEN_BYTES)
                 self.tokens += new.tokens
+                self.changes += new.changes
                 self.mu, self.n_resumed = new.mu, 0
                 self.events += new.events
             case Resumed():
@@ -134,9 +154,9 @@ class AnswerLog:
                 self.end = new
 
 
-def new_tokens(tokens: list[int], events: list[bytes], mu: float | None) -> Tokens:
+def new_tokens(tokens: list[int], events: list[bytes], mu: float | None, changes: Sequence[Change] = ()) -> Tokens:
     """The record of new tokens."""
-    return Tokens(tokens=encode_tokens(tokens), events=events, mu=mu)
+    return Tokens(tokens=encode_tokens(tokens), events=events, mu=mu, changes=list(changes))
 
 
 def encode(new: Record) -> bytes:
@@ -185,6 +205,16 @@ def _decode(payload: bytes | memoryview) -> Record:
         case End():
             _check_time(found.ended_at)
     return found
+
+
+def _check_changes(new: Tokens, n_before: int) -> None:
+    """Raise ``ValueError`` unless the changes and what they inserted are in order, among the tokens of their record."""
+    at, end = n_before, n_before + len(new.tokens) // TOKEN_BYTES
+    for change in new.changes:
+        for start, n in ((change.after_tokens, 0), *((each.after_tokens, each.tokens) for each in change.insertions)):
+            if not at <= start <= start + n <= end:
+                raise ValueError("it has a change of other tokens")
+            at = start + n
 
 
 def _check_time(seconds: float) -> None:

@@ -26,10 +26,11 @@ from uma_trio.daemon.serving.controllers.forking import Forking, ForkRefused
 from uma_trio.daemon.serving.controllers.masked_steps import MaskedSteps
 from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.state import ControlledRequest, Phase
+from uma_trio.daemon.serving.new_tokens import NewTokens
 from uma_trio.daemon.serving.output import send_controller_output, send_rest, send_unsent
 from uma_trio.daemon.serving.queue import RunningSet
 from uma_trio.daemon.serving.sequence import Sequence, State
-from uma_trio.daemon.serving.step import InFlightStep, NewTokens, append_inserted, splice
+from uma_trio.daemon.serving.step import InFlightStep, append_inserted, splice
 from uma_trio.engine_link.messages import SubmittedStep
 from uma_trio.errors import ControllerFailed, ControllerUnavailable, UmaError
 from uma_trio.protocol.usage import FinishReason

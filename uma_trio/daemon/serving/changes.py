@@ -1,0 +1,151 @@
+"""Changes of a running answer that its client asks for: made between two steps, and again when a detached answer goes on.
+
+What is inserted is part of the answer's tokens.  A message of the user has those of the chat template around it, which
+are no text of the answer.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import Literal
+
+from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes, append_forced, append_tokens
+from uma_trio.daemon.serving.sequence import Sequence, TokenLog
+from uma_trio.daemon.serving.steering import TAIL_TOKENS, Steering, ends_sentence
+from uma_trio.daemon.store.answer_log import Change
+from uma_trio.protocol.answers import Steered
+from uma_trio.protocol.usage import Insertion
+
+
+def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> None:
+    """Change the answer as its client wants it, after the tokens that were sampled.  No step that runs ahead has it."""
+    sequence, query = new.sequence, steering.query
+    if new.reason is not None:
+        return  # it ends, which is the outcome
+    sequence.steering = None
+    change = Change(
+        after_tokens=len(sequence.tokens),
+        insertions=[],
+        opens_reasoning=steering.opens_reasoning,
+        ends_reasoning=query.end_reasoning,
+        max_tokens=query.max_tokens,
+        stop=query.stop,
+    )
+    new.changes.append(change)
+    if steering.limit is not None and sequence.budget is None:
+        sequence.budget = steering.limit.budget(sequence.prompt.text, sequence.prompt.calling)
+        sequence.budget.end_after(sequence.tokens[: new.n_before], token_to_bytes)
+    _set_bounds(sequence, change)
+    budget = sequence.budget
+    end: abc.Sequence[int] = ()
+    if budget is not None:
+        end = budget.end_after(new.tokens, token_to_bytes)
+        if query.message is not None and not end:
+            end = budget.close(token_to_bytes)
+        _insert(new, "end_of_reasoning", end)
+    if query.message is not None:
+        _insert(new, "message", steering.tokens, query.message)
+        if budget is not None:
+            budget.begin_message(is_open=change.opens_reasoning)
+    elif query.text is not None:
+        _insert(new, "text", steering.tokens, query.text)
+        if budget is not None:
+            _insert(new, "end_of_reasoning", budget.end_after(steering.tokens, token_to_bytes))
+    _conclude(new, change)
+    steering.end(
+        Steered(
+            request_id=sequence.request.id,
+            after_tokens=change.after_tokens,
+            inserted_tokens=len(sequence.tokens) - change.after_tokens,
+            reasoning_ended=len(end) > 0,
+            max_tokens=sequence.token_limit,
+            stop=query.stop,
+            id=query.id,
+        )
+    )
+
+
+def append_known(sequence: Sequence, log: TokenLog, token_to_bytes: TokenToBytes) -> NewTokens:
+    """Add the tokens of an earlier daemon to a sequence that has none, and make the changes between them again."""
+    if log.mu is not None:
+        sequence.adapt(log.mu)
+    new = NewTokens(sequence, (), 0, None, sequence.paused, ())
+    known, at = log.known, 0
+    for change in log.changes:
+        _replay(new, known[at : change.after_tokens], token_to_bytes)
+        new.changes.append(change)
+        _set_bounds(sequence, change)
+        at = change.after_tokens
+        for each in change.insertions:
+            _replay_insertion(new, each, known[at : at + each.tokens], change, token_to_bytes)
+            at += each.tokens
+        _conclude(new, change)
+    _replay(new, known[at:], token_to_bytes)
+    if new.reason is None and at_end_of_sentence(sequence, token_to_bytes):
+        new.reason = "stop"
+    sequence.n_replayed = len(new.tokens)
+    sequence.n_lost = sequence.n_known - 1
+    return new
+
+
+def at_end_of_sentence(sequence: Sequence, token_to_bytes: TokenToBytes) -> bool:
+    """Whether ``sequence`` is to end with its sentence, and does so here."""
+    if not sequence.stops_at_sentence:
+        return False
+    tail = b"".join(map(token_to_bytes, sequence.tokens[-TAIL_TOKENS:]))
+    return ends_sentence(tail.decode("utf-8", "replace"))
+
+
+def _set_bounds(sequence: Sequence, change: Change) -> None:
+    if change.max_tokens is not None:
+        sequence.token_limit = max(change.after_tokens, change.max_tokens)
+    sequence.stops_at_sentence = sequence.stops_at_sentence or change.stop == "sentence"
+    if change.ends_reasoning and sequence.budget is not None:
+        sequence.budget.n_left = min(0, sequence.budget.n_left)
+
+
+def _insert(
+    new: NewTokens, kind: Literal["text", "message", "end_of_reasoning"], tokens: abc.Sequence[int], text: str = ""
+) -> None:
+    if not tokens or new.reason is not None:
+        return
+    n_before = len(new.sequence.tokens)
+    append_forced(new, tokens, may_end=kind != "message")
+    n = len(new.sequence.tokens) - n_before
+    new.changes[-1].insertions.append(Insertion(kind=kind, after_tokens=n_before, tokens=n, text=text))
+
+
+def _conclude(new: NewTokens, change: Change) -> None:
+    """End the answer if ``change`` does."""
+    if new.reason is None and change.stop == "now":
+        new.reason = "stop"
+    elif new.reason is None and len(new.sequence.tokens) >= new.sequence.token_limit:
+        new.reason = "length"
+
+
+def _replay(new: NewTokens, tokens: abc.Sequence[int], token_to_bytes: TokenToBytes) -> None:
+    """Add tokens that the model has sampled, or that a reasoning budget has put between them."""
+    if new.sequence.budget is not None:
+        new.sequence.budget.replay(tokens, token_to_bytes)
+    _extend(new, tokens)
+
+
+def _replay_insertion(
+    new: NewTokens, insertion: Insertion, tokens: abc.Sequence[int], change: Change, token_to_bytes: TokenToBytes
+) -> None:
+    _extend(new, tokens, may_end=insertion.kind != "message")
+    budget = new.sequence.budget
+    if budget is None:
+        return
+    if insertion.kind == "message":
+        budget.begin_message(is_open=change.opens_reasoning)
+    elif insertion.kind == "text":
+        budget.end_after(tokens, token_to_bytes)
+    else:
+        budget.close(token_to_bytes)
+
+
+def _extend(new: NewTokens, tokens: abc.Sequence[int], *, may_end: bool = True) -> None:
+    if new.reason is None and tokens:
+        found = append_tokens(new.sequence, tokens, (), None, may_end=may_end)
+        new.tokens, new.reason = [*new.tokens, *found.tokens], found.reason

@@ -1,0 +1,107 @@
+"""Tokens that a sequence got in a step, on their way to its client."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+import attrs
+
+from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.store.answer_log import Change
+from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
+from uma_trio.errors import DecodeFailed, InvalidConstraint, UmaError
+from uma_trio.grammar.explain import explain
+from uma_trio.protocol.usage import FinishReason
+
+TokenToBytes: TypeAlias = Callable[[int], bytes]
+"""Token id -> the bytes that it stands for."""
+
+DraftSource: TypeAlias = Literal["lookup", "model", "grammar"]
+"""Where draft tokens are from: prompt lookup, the draft model, or a grammar that allows nothing else."""
+
+
+@attrs.define(eq=False)
+class NewTokens:
+    """Tokens that a sequence got in a step, on their way to its client.  Empty if its mask was late."""
+
+    sequence: Sequence
+    tokens: abc.Sequence[int]
+    n_before: int
+    """Tokens that the sequence had."""
+    reason: FinishReason | UmaError | None
+    """Why the sequence ends after these tokens, if it does."""
+    paused: bool
+    """The client had not read: the time since the last token is not the server's."""
+    scores: abc.Sequence[TokenLogprobs | None]
+    """Logprobs of the tokens, perhaps followed by those of rejected draft tokens.  Empty unless requested."""
+    n_drafts_accepted: int = 0
+    draft_source: DraftSource = "lookup"
+    by_controller: bool = False
+    """The sequence's controller chose the tokens."""
+    n_removed: int = 0
+    """Tokens that the controller removed before these ones; ``n_before`` does not count them."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the mask was late."""
+        return not self.tokens and not self.n_removed and self.reason is None
+
+    changes: list[Change] = attrs.field(factory=list)
+    """What its client has changed meanwhile.  Insertions are among the tokens."""
+
+
+def append_tokens(
+    sequence: Sequence,
+    tokens: abc.Sequence[int],
+    scores: abc.Sequence[TokenLogprobs | None],
+    failure: str | None,
+    *,
+    may_end: bool = True,
+) -> NewTokens:
+    """Add sampled tokens to ``sequence``, up to one that ends it.
+
+    Args:
+        failure: why its grammar cannot go on.
+        may_end: whether tokens that end an answer do so, and are not those of the chat template around a message.
+    """
+    n_before, paused = len(sequence.tokens), sequence.paused
+    sequence.paused = False
+    reason: FinishReason | UmaError | None = None
+    for n, token in enumerate(tokens):
+        if token == NO_TOKEN:
+            reason, tokens = _no_token(failure), tokens[:n]
+            break
+        sequence.append(token)
+        if may_end and token in sequence.end_ids and sequence.control is None:
+            reason = "stop"
+        elif len(sequence.tokens) >= sequence.token_limit:
+            reason = "length"
+        if reason is not None:
+            tokens = tokens[: n + 1]
+            break
+    return NewTokens(sequence, tokens, n_before, reason, paused, scores)
+
+
+def _no_token(failure: str | None) -> UmaError:
+    if failure is None:
+        return DecodeFailed("the model gave no usable logits")
+    return InvalidConstraint(f"the constraint cannot be followed any further: {explain(failure)}")
+
+
+def append_forced(new: NewTokens, tokens: abc.Sequence[int], *, may_end: bool = True) -> None:
+    """Append ``tokens``, if there are some, to those that were sampled.  The next step computes them.
+
+    Args:
+        may_end: as in ``append_tokens``.
+    """
+    if not tokens:
+        return
+    sequence, n_sampled = new.sequence, len(new.tokens)
+    forced = append_tokens(sequence, tokens, (), None, may_end=may_end)
+    new.tokens, new.reason = [*new.tokens, *forced.tokens], forced.reason
+    if new.scores:
+        new.scores = [*new.scores[:n_sampled], *[None] * len(forced.tokens)]
+    sequence.forced = ()
+    sequence.go_on()
