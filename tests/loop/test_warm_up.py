@@ -55,6 +55,15 @@ async def test_every_class_of_calls_is_computed_twice_over(autojump_clock, unifi
     assert [len(call) for call in decodes if len(call) > 1] == N_PASSES * [*range(2, MAX_VECTOR_ROWS + 1), 16]
 
 
+async def test_a_full_sequence_makes_room_for_decodes(autojump_clock):
+    engine = shader_engine(n_batch=64, n_ctx=4096, n_seq_max=4, unified=False)
+    assert engine.info.n_ctx_seq == 1024
+    await warm_up(VirtualLink(engine))
+    decodes = [call for call in calls_of(engine) if len(call) > 1 or len(call[0].samples) > 1]
+    behind = [call[0].position for call in decodes[len(decodes) // 2 :]]
+    assert min(behind) >= 768, "of 1024 cells, of which attention sees multiples of 256"
+
+
 @pytest.mark.parametrize("n_ctx", [1, 7, 64, 300, 600, 1100])
 @pytest.mark.parametrize("can_truncate", [True, False])
 @pytest.mark.parametrize("n_seq_max", [1, 3])

@@ -257,7 +257,7 @@ class Trial:
 
     async def append(self, seq: int, rows: int) -> None:
         """Compute up to ``rows`` more tokens of a sequence, as many as there is room for."""
-        rows = await self._room(seq, rows)
+        rows = await self.make_room(seq, rows)
         if rows:
             await self._step_ms([[self._input(seq, rows)]])
 
@@ -276,7 +276,7 @@ class Trial:
             return self.fits([(seq, 1) for seq in range(rows)])
         return info.can_truncate and 0 in self._lengths and self.fits([(0, rows)])
 
-    async def _room(self, seq: int, rows: int) -> int:
+    async def make_room(self, seq: int, rows: int) -> int:
         """Make room for ``rows`` tokens of a sequence, by removing its last ones; returns how many there is room for."""
         info, held = self._info, self._lengths.get(seq, 0)
         most = min(info.n_ctx_seq, info.n_ctx - sum(self._lengths.values()) + held)

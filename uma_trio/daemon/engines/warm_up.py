@@ -59,6 +59,7 @@ async def warm_up(
                 if not go_on():
                     return False
                 await trial.append(0, rows)
+                await trial.make_room(0, rows if rows > info.n_seq_max else 1)
                 if rows <= MAX_OUTPUTS and trial.can_decode(rows):
                     await trial.decode_ms(rows)
                 n_done += 1
