@@ -9,6 +9,8 @@ import json
 import os
 import re
 import signal
+import statistics
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from click.testing import CliRunner
 
 from tests.gateway.conftest import TIMEOUT_S, Gateway
 from tests.support.pictures import drawn, png
+from tests.support.profile import amount
 from tests.support.projectors import projector_file
 from tests.support.real_daemon import free_port, missing, real_daemon, started, wait_ready
 from uma_trio.cli import main
@@ -200,7 +203,7 @@ WATCH_CHANGES = """() => {
 
 @needs_browser
 def test_five_hundred_messages_stay_smooth(browser: Browser, tmp_path: Path) -> None:
-    """In seconds of the page's thread, because the machine may do other things."""
+    """No task takes 50 ms of the page's thread, whatever else the machine does."""
     if (reason := missing()) is not None:
         pytest.skip(reason)
     messages = [{"role": role, "content": f"*{i}*"} for i in range(250) for role in ("user", "assistant")]
@@ -225,20 +228,22 @@ def check_that_an_answer_is_smooth(page: Page, n_before: int) -> None:
     expect(page.locator("article em").last).to_be_in_viewport()
     send(page, "Tell me a story.")
     expect(page.locator("#status")).to_have_text("Answering")
-    devtools = page.context.new_cdp_session(page)
-    devtools.send("Performance.enable", {"timeDomain": "threadTicks"})
-
-    def busy_s() -> float:
-        found = devtools.send("Performance.getMetrics")["metrics"]
-        return next(float(each["value"]) for each in found if each["name"] == "TaskDuration")
-
+    assert page.context.browser is not None
+    page.context.browser.start_tracing(page=page, categories=["-*", "toplevel", "devtools.timeline"])
     page.evaluate(WATCH_CHANGES)
-    before_s = busy_s()
     page.wait_for_function("() => seen.updates >= 40")
-    seen, took_s = page.evaluate("() => seen"), busy_s() - before_s
+    seen, events = page.evaluate("() => seen"), json.loads(page.context.browser.stop_tracing())["traceEvents"]
+    main = {
+        (e["pid"], e["tid"]) for e in events if e["name"] == "thread_name" and e["args"]["name"] == "CrRendererMain"
+    }
+    tasks_us = [
+        e["tdur"] for e in events if e["name"].endswith("RunTask") and "tdur" in e and (e["pid"], e["tid"]) in main
+    ]
     assert seen["elsewhere"] == []
     assert seen["nodes"] <= 10
-    assert took_s / seen["updates"] < 0.025
+    assert len(tasks_us) > seen["updates"]
+    print(f"{len(tasks_us)} tasks of the page's thread, the longest {max(tasks_us) / 1e3:.1f} ms")
+    assert max(tasks_us) < 50_000
 
 
 def check_that_a_question_that_waits_says_so(running: Page) -> None:
@@ -621,7 +626,7 @@ def test_files_are_attached_and_their_tokens_counted(page: Page) -> None:
     ]
     page.set_input_files("#files", files)
     expect(page.locator("#attached")).to_contain_text("cities.txt")
-    expect(page.locator("#status")).to_contain_text("x.bin is neither text nor a picture")
+    expect(page.locator("#status")).to_contain_text("x.bin is neither text, a PDF file nor a picture")
     expect(page.locator("#tokens")).to_have_text(re.compile(r"^\d[\d,]* tokens$"))
     page.reload()
     expect(page.locator("#attached li")).to_have_count(1)
@@ -630,6 +635,75 @@ def test_files_are_attached_and_their_tokens_counted(page: Page) -> None:
     assert message["content"].startswith("cities.txt:\n\n````\nLima ``` Quito\n")
     assert message["content"].endswith("````\n\nWhich cities?")
     expect(page.locator("#attached li")).to_have_count(0)
+
+
+PDF_PAGE = """<h1>A title — “quoted”</h1><p>Some <b>bold</b> words of a paragraph that is long enough to be wrapped at the end
+of its line, because a page is not so wide.</p><table><tr><td>a<td>b</table><p style="break-before: page">Größe, fi, €5"""
+PDF_TEXT = re.compile(
+    "^A title — “quoted”\n\nSome bold words of a paragraph .* wide\\.\n\n?a b\n\nGröße, fi, €5$", re.DOTALL
+)
+READ_PDF = """async (data) => {
+    const { textOfPdf } = await import("/chat/pdf.js");
+    const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+    return textOfPdf(bytes.buffer).catch((error) => `Error: ${error.message}`);
+}"""
+MUTATE_PDF = """async ([data, n]) => {
+    const { textOfPdf } = await import("/chat/pdf.js");
+    let state = 1;
+    const random = (below) => (state = (state * 48271) % 2147483647) % below;
+    const found = new Set();
+    for (let i = 0; i < n; i++) {
+        const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+        for (let j = random(30); j >= 0; j--) bytes[random(bytes.length)] = random(256);
+        await textOfPdf(bytes.slice(0, i % 3 ? bytes.length : random(bytes.length)).buffer).catch((error) => found.add(error.constructor.name));
+    }
+    return [...found];
+}"""
+
+
+def pdf(content: bytes, *more: bytes) -> bytes:
+    """A PDF file of one page, without a table of its objects, which is not read."""
+    page = b"<< /Type /Page /Contents 4 0 R /Resources << /Font << /F 5 0 R >> /XObject << /X 6 0 R >> >> >>"
+    pages = b"<< /Type /Pages /Kids [3 0 R 2 0 R 3 0 R] >>"
+    font = b"<< /Type /Font /Subtype /Type1 /Encoding << /Differences [65 /fi /uni20AC] >> >>"
+    objects = [b"<< /Type /Catalog /Pages 2 0 R >>", pages, page, content, font, *more]
+    return b"%PDF-1.4\n" + b"".join(b"%d 0 obj %s endobj\n" % (i, each) for i, each in enumerate(objects, 1))
+
+
+def stream(content: bytes, fields: bytes = b"") -> bytes:
+    return b"<< %s /Length 1 >> stream\n%s\nendstream" % (fields, content)
+
+
+@needs_browser
+def test_the_text_of_pdf_files(page: Page) -> None:
+    def read(content: bytes) -> str:
+        return str(page.evaluate(READ_PDF, base64.b64encode(content).decode()))
+
+    with page.context.new_page() as printed:
+        printed.set_content(PDF_PAGE)
+        made = printed.pdf()
+    page.set_input_files("#files", [{"name": "a.pdf", "mimeType": "application/pdf", "buffer": made}])
+    expect(page.locator("#attached")).to_contain_text("a.pdf")
+    [message] = sent(page, "What is it?")["messages"]
+    assert PDF_TEXT.match(message["content"].removeprefix("a.pdf:\n\n```\n").removesuffix("\n```\n\nWhat is it?"))
+
+    drawn = rb"BT /F 10 Tf 10 700 Td (AB \(x\) \101) Tj 0 -12 TD [(12) -500 <3334>] TJ T* (z) ' ET /X Do"
+    assert (
+        read(pdf(stream(drawn), stream(b"BT /F 9 Tf (form) Tj ET", b"/Subtype /Form")))
+        == "fi€ (x) fi\n12 34\n\nz\n\nform"
+    )
+    packed = base64.a85encode(zlib.compress(drawn)) + b"~>"
+    assert read(pdf(stream(packed, b"/Filter [/ASCII85Decode /FlateDecode]"))).startswith("fi€ (x) fi")
+    bomb = zlib.compress(b" " * (65 << 20), 9)
+    assert read(pdf(stream(bomb, b"/Filter /FlateDecode"))) == "Error: it is too large"
+    assert read(pdf(stream(b"[" * 1000))) == "Error: it is nested too deep"
+    assert read(pdf(stream(b"/X Do " * 3), stream(b"/X Do " * 3, b"/Subtype /Form"))).startswith(
+        "Error: it has no text"
+    )
+    assert read(b"%PDF-1.4 trailer << /Encrypt 9 0 R >>") == "Error: it is encrypted"
+    assert read(b"PK") == "Error: it is no PDF file"
+    errors = page.evaluate(MUTATE_PDF, [base64.b64encode(made).decode(), amount(quick=60, thorough=2000)])
+    assert set(errors) <= {"Error", "RangeError"}
 
 
 @needs_browser
@@ -866,6 +940,20 @@ def test_the_page_is_small(gateway: Gateway, browser: Browser) -> None:
     expect(page.locator("#model")).to_have_value("embedded")
     page.close()
     assert sum(sizes) < 200 * 1024
+    word, chat = (first_paint_ms(browser, url, n=9) for url in ("data:text/html,word", f"{gateway.url}/chat"))
+    print(f"{sum(sizes):,} bytes; first paint after {chat:.0f} ms, and of a page of one word after {word:.0f} ms")
+
+
+def first_paint_ms(browser: Browser, url: str, n: int) -> float:
+    """The median of ``n`` loads with empty caches."""
+    found = []
+    for _ in range(n):
+        with browser.new_context() as context:
+            page = context.new_page()
+            page.goto(url)
+            page.wait_for_function("() => performance.getEntriesByName('first-contentful-paint').length")
+            found.append(page.evaluate("() => performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+    return float(statistics.median(found))
 
 
 @needs_browser

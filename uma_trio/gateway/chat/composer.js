@@ -190,11 +190,19 @@ export class Composer {
 /** The text of a file. Throws an error that says why it has none. */
 async function readText(file) {
   if (file.size > MAX_FILE_BYTES) throw new Error(`${file.name} is larger than ${MAX_FILE_BYTES / 1024 / 1024} MiB.`);
+  if (/\.pdf$/i.test(file.name) || file.type === "application/pdf") {
+    const { textOfPdf } = await import("./pdf.js");
+    try {
+      return await textOfPdf(await file.arrayBuffer());
+    } catch (error) {
+      throw new Error(`The text of ${file.name} cannot be read: ${error.message}.`);
+    }
+  }
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (!text.includes("\0")) return text;
   } catch {
     /* not UTF-8 */
   }
-  throw new Error(`${file.name} is neither text nor a picture.`);
+  throw new Error(`${file.name} is neither text, a PDF file nor a picture.`);
 }
