@@ -36,8 +36,8 @@ from uma_trio.protocol.messages import ServerEvent, to_fields
 from uma_trio.protocol.payload import Encoding, decode, encode, encoding_of
 
 ROOT = Path(__file__).parents[2]
-POLL_S = 0.01
-"""Between two looks at the metrics."""
+POLL_S, MAX_POLL_S = 0.01, 0.05
+"""Between two looks at the metrics: at first, and after some."""
 LOG_POLL_S = 0.01
 CANARY_PAUSE_S = 0.3
 """Between two rounds of a canary, which would take all of a core otherwise, also while its test waits."""
@@ -299,11 +299,13 @@ class Daemon:
 
     def wait_until(self, condition: Callable[[Event], Any], description: str, timeout_s: float = WAIT_S) -> Event:
         """The first metrics snapshot that meets ``condition``.  A machine that was paused meanwhile is no failure."""
+        waited_s, poll_s = 0.0, POLL_S
         with self.wire() as wire:
-            for _ in range(round(timeout_s / POLL_S)):
+            while waited_s < timeout_s:
                 if condition(snapshot := wire.metrics()):
                     return snapshot
-                time.sleep(POLL_S)
+                time.sleep(poll_s)
+                waited_s, poll_s = waited_s + poll_s, min(1.1 * poll_s, MAX_POLL_S)
         raise AssertionError(f"not within {timeout_s:g} s: {description}; {snapshot}")
 
     def settled(self, timeout_s: float = WAIT_S) -> Event:
