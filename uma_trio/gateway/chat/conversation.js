@@ -62,7 +62,7 @@ export class Conversation {
 
   moveTo(id) {
     this.id = this.composer.id = id;
-    history.replaceState(null, "", id ? `#${encodeURIComponent(id)}` : location.pathname);
+    history.replaceState(null, "", id ? `#${encodeURIComponent(id)}` : location.pathname + location.search);
   }
 
   /** Show a session, and follow its answer if one is running. The answer of the session before goes on. */
