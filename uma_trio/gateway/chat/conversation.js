@@ -6,13 +6,22 @@ import { Answer } from "./answer.js";
 import { continuation, newBranch, newRoot, rootOf, variants } from "./branches.js";
 import { contentOfDraft } from "./composer.js";
 import { contentOf, picturesOf, same, textOf } from "./content.js";
-import { article, emptyArticle, finish, showSwitcher } from "./message.js";
+import { article, edit, emptyArticle, finish, showSwitcher } from "./message.js";
 import { Steering } from "./steering.js";
 
 const MAX_BRANCHES = 20; // those that are compared, the last used
 const RETRY_MS = 1000;
 const BUSY_RETRIES = 8; // a session is busy for a moment after its answer was stopped
 const NEAR_END_PX = 120;
+
+const EDIT = "uma-trio edit"; // which message is being edited in this tab, and how far
+
+const keptEdit = () => JSON.parse(sessionStorage.getItem(EDIT)) ?? {};
+
+function keepEdit(found) {
+  if (found) sessionStorage.setItem(EDIT, JSON.stringify(found));
+  else sessionStorage.removeItem(EDIT);
+}
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
@@ -33,7 +42,8 @@ export class Conversation {
     this.known = new Map(); // messages of other branches, by id and time of last use
     const at = (made) => [...this.place.children].indexOf(made);
     this.acts = {
-      edit: (made, text) => this.branch(at(made), contentOf(text, picturesOf(this.messages[at(made)]))),
+      edit: (made, text) => this.edit(at(made), text),
+      typed: (made, text) => keepEdit(text === null ? null : { id: this.id, i: at(made), text }),
       again: (made) => {
         const i = this.messages.findLastIndex(({ role }, j) => role === "user" && j < at(made));
         if (i >= 0) this.branch(i, this.messages[i].content);
@@ -99,6 +109,8 @@ export class Conversation {
     this.messages = messages;
     while (this.place.children.length > from) this.place.lastChild.remove();
     this.place.append(...messages.slice(from).map((message) => article(message, this.acts)));
+    const { id, i, text } = keptEdit();
+    if (id === this.id && messages[i]?.role === "user") edit(this.place.children[i], text, this.acts);
   }
 
   /** Show where the open session differs from its branches. */
@@ -146,6 +158,17 @@ export class Conversation {
     }
   }
 
+  /** Ask a message anew; false while an answer runs. Without an answer, what was written is there again. */
+  edit(i, text) {
+    if (this.reading) {
+      this.say("The answer is still running: end it first.");
+      return false;
+    }
+    keepEdit({ id: this.id, i, text });
+    this.branch(i, contentOf(text, picturesOf(this.messages[i])));
+    return true;
+  }
+
   /** Ask again from a message on, in a fork: the conversation until now stays as it is. */
   async branch(i, content) {
     if (this.reading) return;
@@ -154,7 +177,7 @@ export class Conversation {
     await this.onRefused(async () => {
       await this.post("fork", { session_id: from, new_id: id });
       this.moveTo(id);
-      if (await this.ask([{ role: "user", content }], messages.length - i)) return;
+      if (await this.ask([{ role: "user", content }], messages.length - i)) return keepEdit(null);
       if (this.id !== id) return;
       await this.post("close", { session_id: id });
       this.moveTo(from);

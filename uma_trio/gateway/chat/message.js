@@ -38,7 +38,7 @@ export function emptyArticle(role) {
   return el("article", { class: role, "aria-label": NAMES[role] ?? role }, el("div", { class: "text" }));
 }
 
-/** The article of a message. `acts` has what its buttons do: `edit`, `again`, `resume`, each with the article, and `results` of calls. */
+/** The article of a message. `acts` has what its buttons do: `edit` (true if it may), `typed`, `again`, `resume`, each with the article, and `results` of calls. */
 export function article(message, acts) {
   const made = emptyArticle(message.role);
   const shown = made.firstChild;
@@ -66,7 +66,7 @@ export function finish(made, message, acts) {
   const content = textOf(message);
   const actions = el("div", { class: "actions" });
   actions.append(button("Copy", (event) => copy(content, event.target)));
-  if (message.role === "user") actions.append(button("Edit", () => edit(made, content, acts)));
+  if (message.role === "user") actions.append(button("Edit", () => edit(made, content, acts)?.focus()));
   if (message.role === "assistant") {
     actions.append(button("Try again", () => acts.again(made)));
     if (!message.tool_calls) actions.append(button("Continue", () => acts.resume(made), { class: "quiet resume" }));
@@ -76,8 +76,8 @@ export function finish(made, message, acts) {
   made.append(actions);
 }
 
-/** Let the user write a message anew, in its place. */
-function edit(made, content, acts) {
+/** Let the user write a message anew, in its place. `acts.typed` keeps what is written; null when it is given up. */
+export function edit(made, content, acts) {
   if (made.querySelector("form")) return;
   const field = el("textarea", { "aria-label": "Edited message", rows: 3 });
   field.value = content;
@@ -88,17 +88,22 @@ function edit(made, content, acts) {
     for (const each of hidden) each.hidden = false;
     made.querySelector(".actions button").focus();
   };
-  form.append(button("Cancel", close));
+  const giveUp = () => {
+    acts.typed(made, null);
+    close();
+  };
+  form.append(button("Cancel", giveUp));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const text = field.value.trim();
-    close();
-    if (text) acts.edit(made, text);
+    if (!text) giveUp();
+    else if (acts.edit(made, text)) close();
   });
+  field.addEventListener("input", () => acts.typed(made, field.value));
   field.addEventListener("keydown", (event) => {
     if (event.key === "Escape") {
       event.stopPropagation();
-      close();
+      giveUp();
     } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       form.requestSubmit();
@@ -106,7 +111,7 @@ function edit(made, content, acts) {
   });
   for (const each of hidden) each.hidden = true;
   made.append(form);
-  field.focus();
+  return field;
 }
 
 /** Show which of several messages in this place is shown; `go` gets the id of a session. */
