@@ -255,6 +255,7 @@ def check_that_a_question_that_waits_says_so(running: Page) -> None:
     send(waiting, "Hello")
     expect(waiting.locator("#status")).to_have_text("Next in the queue")
     expect(waiting.locator(".wait")).to_have_text(re.compile("^Begins (in about|any moment)"))
+    expect(waiting.locator("#steering")).to_be_hidden()
     waiting.reload()
     expect(waiting.locator("#status")).to_have_text("Next in the queue")
     expect(waiting.locator(".wait")).to_have_count(1)

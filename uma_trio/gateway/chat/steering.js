@@ -22,20 +22,20 @@ export class Steering {
     });
   }
 
-  /** The request `id` begins to be answered. */
+  /** The request `id` is to be answered. */
   begin(id) {
     this.id = id;
-    byId("steering").hidden = !id;
-    this.show("");
   }
 
-  /** What the answer does now. */
+  /** What the answer does now; before it does anything there is nothing to change. */
   show(state) {
+    byId("steering").hidden = false;
     byId("end-reasoning").hidden = state !== "Reasoning";
   }
 
   end() {
-    this.begin(null);
+    this.id = null;
+    byId("steering").hidden = true;
   }
 
   async change(changes, done) {
