@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import uma_trio
+from tests.support.cases import all_cases
 
 ROOT = Path(uma_trio.__file__).parent.parent
 
@@ -148,7 +149,7 @@ def test_every_room_has_its_place() -> None:
     assert rooms <= set(ROOMS), f"rooms without a place in ROOMS: {sorted(rooms - set(ROOMS))}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@all_cases("room", ROOMS)
 def test_a_room_imports_only_rooms_before_it(room: str) -> None:
     allowed = {*ROOMS[: ROOMS.index(room) + 1]}
     wrong = [
@@ -181,7 +182,7 @@ def modules_of(room: str) -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@all_cases("room", ROOMS)
 def test_the_modules_of_a_room_have_no_import_cycle(room: str) -> None:
     graphlib.TopologicalSorter(modules_of(room)).prepare()  # raises CycleError, which names them
 

@@ -9,6 +9,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.support.cases import all_cases
 from tests.support.fake_engine import fake_vocabulary
 from tests.support.hostile_constraints import ALL, HostileConstraint
 from uma_trio.errors import InvalidConstraint
@@ -44,7 +45,7 @@ def pid_of(checker: SandboxedChecker) -> int | None:
     return None if process is None else process.pid
 
 
-@pytest.mark.parametrize("hostile", [each for each in ALL if each.name not in COSTLY], ids=str)
+@all_cases("hostile", [each for each in ALL if each.name not in COSTLY])
 def test_a_hostile_constraint_is_compiled_or_refused_in_words_of_the_client(
     compiler: GrammarCompiler, hostile: HostileConstraint
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.sampler import MAX_SORTED_TOP_K, copied_rows, distribution, sample
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs
@@ -307,7 +308,7 @@ def drawn_with(**fields):
     return [*zip(ids.tolist(), np.round(p, 9).tolist(), strict=True)], mus
 
 
-@pytest.mark.parametrize("name", [row.name for row in PARAMETERS])
+@all_cases("name", [row.name for row in PARAMETERS])
 def test_every_parameter_counts(name):
     needed = NEEDED.get(name, {})
     assert drawn_with(**needed) != drawn_with(**needed, **{name: OTHER_VALUES[name]})
