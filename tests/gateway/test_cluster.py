@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import ssl
 import threading
 import time
 from collections import deque
@@ -17,7 +18,9 @@ from typing import Any
 import attrs
 import httpx
 import msgspec
+import psutil
 import pytest
+import trustme
 
 from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import free_port, missing, real_daemon
@@ -46,11 +49,14 @@ def key_file(folder: Path, secret: str = SECRET) -> Path:
 
 
 @contextlib.contextmanager
-def daemon_at(port: int, folder: Path, *peers: int, key: Path, flags: tuple[str, ...] = ()) -> Iterator[Gateway]:
-    urls = ",".join([f"http://127.0.0.1:{peer}" for peer in (port, *peers)])
+def daemon_at(
+    port: int, folder: Path, *peers: int, key: Path, flags: tuple[str, ...] = (), scheme: str = "http", **options: Any
+) -> Iterator[Gateway]:
+    urls = ",".join([f"{scheme}://127.0.0.1:{peer}" for peer in (port, *peers)])
     with real_daemon(
         *("--http", str(port), "--state-dir", str(folder / f"state-{port}"), "--parallel", "2", "--ctx", "8192"),
         *("--peers", urls, "--peers-key", str(key), *flags),
+        **options,
     ) as daemon:
         yield Gateway.of(daemon)
 
@@ -115,6 +121,25 @@ def test_the_kv_cache_of_a_long_session_moves_with_it(cluster: Cluster) -> None:
     assert prefilled < 0.05 * n_tokens, "only what is new"
     stayed = [say(cluster.alone, "long", each)["text"] for each in (text, "What is the capital of France?")]
     assert [first["text"], second["text"]] == stayed
+
+
+def test_a_disk_that_is_full_keeps_the_kv_cache_out_and_then_the_session(cluster: Cluster) -> None:
+    text = "Here are some words: " + " ".join(f"the {n} grey foxes and the {n * 7} white hens" for n in range(150))
+    n_tokens = say(cluster.a, "tight", text)["session"]["tokens"]
+    [receiver] = [each for each in cluster.b.daemon.processes if "gateway: 1" in each.cmdline()[0]]
+    try:
+        receiver.rlimit(psutil.RLIMIT_FSIZE, (100_000, psutil.RLIM_INFINITY))  # its writes fail as on a full disk
+        before = cluster.b.daemon.metrics()["prompt_tokens_total"]
+        assert say(cluster.b, "tight", "And then?")["session"]["turns"] == 2
+        assert cluster.b.daemon.metrics()["prompt_tokens_total"] - before > n_tokens, "the turns came without it"
+        say(cluster.a, "tight", "And then?")
+        receiver.rlimit(psutil.RLIMIT_FSIZE, (10, psutil.RLIM_INFINITY))
+        body = {"session_id": "tight", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        with cluster.b.http() as client:
+            assert client.post("/v1/generate", json=body).status_code == 503
+    finally:
+        receiver.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+    assert say(cluster.a, "tight", "And then?")["session"]["turns"] == 4
 
 
 def test_the_old_holder_refuses_to_write_and_names_the_new_one(cluster: Cluster) -> None:
@@ -314,6 +339,35 @@ def test_a_session_that_cannot_be_copied_stays_where_it_is(halves: tuple[Gateway
         assert "incoming" in refused.json()["error"]["message"]
         assert client.post("/v1/chat/completions", json=body).status_code == 200, "it has the whole conversation"
         assert say(gateway, "full", "Hello again")["session"]["turns"] == 2
+
+
+def test_a_session_moves_over_tls_and_never_to_a_peer_with_another_authority(tmp_path: Path) -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    key, (a, b) = key_file(tmp_path), (free_port(), free_port())
+    authority = trustme.CA()
+    own = authority.issue_cert("127.0.0.1")
+    own.cert_chain_pems[0].write_to_path(tmp_path / "certificate.pem")
+    own.private_key_pem.write_to_path(tmp_path / "key.pem")
+    flags = ("--tls-certificate", str(tmp_path / "certificate.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    body = {"session_id": "safe", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": False}
+
+    def start(port: int, peer: int, trusted: trustme.CA) -> contextlib.AbstractContextManager[Gateway]:
+        file = tmp_path / f"authority-{port}.pem"
+        trusted.cert_pem.write_to_path(file)
+        environment = {"SSL_CERT_FILE": str(file)}
+        return daemon_at(port, tmp_path, peer, key=key, flags=flags, scheme="https", environment=environment)
+
+    def turns(gateway: Gateway) -> tuple[int, int | None]:
+        with gateway.http(verify=ssl.create_default_context(cafile=tmp_path / f"authority-{a}.pem")) as client:
+            answer = client.post("/v1/generate", json=body)
+        return answer.status_code, answer.json().get("session", {}).get("turns")
+
+    with start(a, b, authority) as first:
+        with start(b, a, authority) as second:
+            assert [turns(each) for each in (first, second, first)] == [(200, 1), (200, 2), (200, 3)]
+        with start(b, a, trustme.CA()) as stranger:
+            assert turns(stranger) == (503, None)
 
 
 def test_a_daemon_with_many_addresses_must_say_what_its_peers_call_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import Any, Final
 
 import anyio
@@ -100,7 +101,9 @@ class Channel:
         import httpx2  # a gateway without peers does not need it
 
         if self._client is None:
-            self._client = httpx2.AsyncClient(verify=self._verifies, follow_redirects=False, trust_env=False)
+            # the authorities of the system, and those of SSL_CERT_FILE: peers may have one of their own
+            verify = ssl.create_default_context() if self._verifies else False
+            self._client = httpx2.AsyncClient(verify=verify, follow_redirects=False, trust_env=False)
         headers = {SIGNATURE: header, "content-type": "application/json"}
         headers["accept-encoding"] = "identity"  # what is read is what was signed, and no larger than it looks
         timeout, found = httpx2.Timeout(timeout_s, connect=CONNECT_S), bytearray()

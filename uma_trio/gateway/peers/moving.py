@@ -226,7 +226,13 @@ class Peers:
         async with temporary_folder(self.settings.folder) as folder:
             paths: dict[str, str] = {}
             for file in filter(self._has_room_for, given.files):
-                await copy_file(self.channel, take.peer, question, file, folder / file.name)
+                try:
+                    await copy_file(self.channel, take.peer, question, file, folder / file.name)
+                except OSError as error:
+                    if file.kind == "turns":
+                        raise
+                    log.warning("a KV cache cannot be copied and is computed again", reason=error.strerror)
+                    continue
                 paths["turns" if file.kind == "turns" else "kv_state"] = str(folder / file.name)
             taken = await client.lease("accept", session.id, epoch=take.epoch, **paths, **session.fields)
         if not taken.durable:  # the copy there is the only one on a disk
