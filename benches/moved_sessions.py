@@ -84,7 +84,7 @@ class Times:
 
 
 async def measure(serving: ServerSettings, texts: Sequence[str], folder: Path) -> list[Times]:
-    """Begin each session and its twin at one daemon; continue the twin there, and the session at the other one."""
+    """Begin each session at one daemon and continue it at the other one; then the same with a twin that stays."""
     key = folder / "peers.key"
     key.touch(mode=0o600)
     key.write_text(secrets.token_hex(32))
@@ -103,9 +103,10 @@ async def measure(serving: ServerSettings, texts: Sequence[str], folder: Path) -
             await turn(http, url, f"warm up {url}", "Hello")
         for n, text in enumerate(texts):
             cold = await turn(http, a, f"moves {n}", text)
+            moved = await turn(http, b, f"moves {n}", NEXT)
+            # not before: the twin would go on in the same KV cache, and its longer state does not move
             await turn(http, a, f"stays {n}", text)
             stayed = await turn(http, a, f"stays {n}", NEXT)
-            moved = await turn(http, b, f"moves {n}", NEXT)
             prefilled = moved.prompt_tokens - moved.cached_tokens
             same = moved.text == stayed.text
             found.append(Times(cold.ttft_ms, stayed.ttft_ms, moved.ttft_ms, moved.prompt_tokens, prefilled, same))

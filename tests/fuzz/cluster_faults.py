@@ -412,6 +412,7 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=4, help="At a time.")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets programs in the background ignore it
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="c") as folder:
         found = search(given.faults, given.seed, Path(folder), n_daemons=given.daemons, n_sessions=given.sessions)
