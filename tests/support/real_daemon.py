@@ -376,9 +376,9 @@ def started(
         process.wait()
 
 
-def wait_ready(daemon: Daemon) -> None:
+def wait_ready(daemon: Daemon, start_s: float = START_S) -> None:
     """Wait until the daemon accepts connections."""
-    until = time.monotonic() + START_S
+    until = time.monotonic() + start_s
     while True:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), daemon.wire():
             return
@@ -388,19 +388,20 @@ def wait_ready(daemon: Daemon) -> None:
 
 
 @contextlib.contextmanager
-def real_daemon(*flags: str, folder: Path | None = None, **options: Any) -> Iterator[Daemon]:
+def real_daemon(*flags: str, folder: Path | None = None, start_s: float = START_S, **options: Any) -> Iterator[Daemon]:
     """A daemon that is ready.  At the end it gets a SIGTERM, and exit code and log are checked.
 
     Args:
         flags: for ``uma-trio serve``, as for ``started``.
         folder: for socket and log; a temporary one if not given.
+        start_s: maximum duration of the start.
         options: for ``started``.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="uma-")))
         daemon = stack.enter_context(started(*flags, socket=folder / "uma.sock", log_file=folder / "log", **options))
-        wait_ready(daemon)
+        wait_ready(daemon, start_s)
         yield daemon
         if daemon.process.poll() is None:
             daemon.signal(signal.SIGTERM)
