@@ -51,7 +51,6 @@ from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard
-from uma_trio.gateway.kept_answers import KeptAnswers
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
@@ -142,7 +141,6 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     app.state.http_metrics = http_metrics = HttpMetrics()
     app.state.batches = batches
     app.state.peers = daemon.peers
-    app.state.kept_answers = KeptAnswers()
     guard = Guard(
         app,
         tenants=tenants,

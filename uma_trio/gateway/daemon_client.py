@@ -182,14 +182,18 @@ class Daemon:
             async for batch in client.attach_batches(id):
                 yield batch
 
-    async def generate_stored(self, fields: Mapping[str, Any]) -> AsyncIterator[list[Event]]:
-        """Send a detached request and yield its events.  A client that leaves cancels it, as with ``generate``.
+    async def generate_stored(self, fields: Mapping[str, Any], *, goes_on: bool = False) -> AsyncIterator[list[Event]]:
+        """Send a detached request and yield its events.
+
+        Args:
+            goes_on: the answer goes on when the client leaves, and is charged by its estimate then.  Otherwise it is
+                cancelled, as with ``generate``.
 
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
         has_ended = False
-        with charged(self.account, self._with_slo(fields), is_streamed=True) as charge:
+        with charged(self.account, self._with_slo(fields), is_streamed=not goes_on) as charge:
             async with self._at_hand(charge.fields) as at_hand, self.connect() as client:
                 await client.detach(**at_hand, keep_alive=True)
                 try:
@@ -201,7 +205,7 @@ class Daemon:
                     has_ended = True
                     raise
                 finally:
-                    if not has_ended:
+                    if not has_ended and not goes_on:
                         with anyio.move_on_after(TIMEOUT_S, shield=True):
                             await self._cancel(fields["id"])
 

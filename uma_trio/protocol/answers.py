@@ -82,6 +82,8 @@ class AnswerInfo:
     """Seconds since 1970; ``None`` before its end."""
     client_state: str | None = None
     """As in its request; not in lists."""
+    messages: list[ChatMessage] | None = None
+    """Those of its request, if they were asked for; not in lists."""
 
 
 @attrs.frozen(kw_only=True)

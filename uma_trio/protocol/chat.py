@@ -100,6 +100,11 @@ class ChatMessage:
         return sum(len(part.data or b"") for part in self.content) if isinstance(self.content, list) else 0
 
 
+def message_fields(message: ChatMessage) -> dict[str, Any]:
+    """A message as a request in JSON has it."""
+    return {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
+
+
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 

@@ -63,6 +63,8 @@ class AnswersQuery:
     action: Literal["list", "read", "cancel", "delete"] = "list"
     answer_id: Name | None = None
     """The answer to act on, by the ``id`` of its request; set for every action except ``list``."""
+    with_messages: bool = False
+    """Report the messages of its request."""
     id: Name | None = None
     keep_alive: bool = False
     principal: Name | None = None

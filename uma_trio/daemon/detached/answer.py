@@ -55,8 +55,8 @@ class DetachedAnswer:
         self.is_cancelled = False
         self.n_readers = 0
         """Clients that are attached."""
-        self.passing: ServerEvent | None = None
-        """The latest event that says how far it is."""
+        self._passing: tuple[ServerEvent, float] | None = None
+        """The latest event that says how far it is, and when it came."""
         self.n_passing = 0
         """How many there were."""
         self.interruption: Failure | None = None
@@ -85,7 +85,7 @@ class DetachedAnswer:
         if self._is_closed or self._has_ended:
             return
         if isinstance(event, PASSING):
-            self.passing = event
+            self._passing = event, trio.current_time()
             self.n_passing += 1
             self._announce()
             return
@@ -206,6 +206,18 @@ class DetachedAnswer:
             created_at=round(begin.created_at, 3),
             ended_at=None if end is None else round(end.ended_at, 3),
         )
+
+    @property
+    def passing(self) -> ServerEvent | None:
+        """How far the answer is now; ``None`` if that is not known, or if it has begun."""
+        if self._passing is None or self.n_events:
+            return None
+        event, came_at = self._passing
+        if not isinstance(event, Forecast):
+            return event
+        age_ms = 1e3 * (trio.current_time() - came_at)
+        start_ms, end_ms = (max(0.0, each - age_ms) for each in (event.start_ms, event.end_ms))
+        return attrs.evolve(event, start_ms=start_ms, end_ms=end_ms)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

@@ -321,7 +321,9 @@ class DetachedAnswers:
             await answer.wait_for_end()
         if query.action == "delete":
             await self._remove(answer)
-        info = attrs.evolve(answer.info, client_state=answer.log.begin.request.client_state)
+        request = answer.log.begin.request
+        messages = request.messages if query.with_messages else None
+        info = attrs.evolve(answer.info, client_state=request.client_state, messages=messages)
         return iter([AnswerList(answers=[info], id=query.id)])
 
     def _cancel(self, answer: DetachedAnswer) -> None:

@@ -59,8 +59,8 @@ class Attachment:
         with self._scope, answer.reading():
             while not answer.is_complete(after):
                 first, found = await self._answers.events(answer, after, n_passing)
-                if answer.passing is not None and answer.n_passing != n_passing and not answer.n_events:
-                    self._outbox.send(answer.passing)
+                if answer.n_passing != n_passing and (passing := answer.passing) is not None:
+                    self._outbox.send(passing)
                 n_passing = answer.n_passing
                 for after, data in enumerate(found, first):
                     await self._outbox.shrink_to(self._max_waiting_bytes)

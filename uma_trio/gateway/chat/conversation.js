@@ -25,6 +25,8 @@ function keepEdit(found) {
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
+const wasStopped = (answer) => answer.generation?.reason === "cancelled";
+
 export class Conversation {
   /**
    * Args: the composer and the settings; `say`, for what the user should know; `model`, for the fields that name it;
@@ -289,8 +291,9 @@ export class Conversation {
     this.reading = null;
     this.setBusy(false);
     if (answer) answer.flush();
-    if (refusal && !(refusal instanceof Refused) && (wasAccepted || !asked)) return this.comeBack();
-    if (!refusal && !answer?.failure && (answer?.hasBegun || answer?.generation)) {
+    const wasCut = wasAccepted && !refusal && !answer?.failure && !answer?.generation; // the daemon was lost
+    if (wasCut || (refusal && !(refusal instanceof Refused) && (wasAccepted || !asked))) return this.comeBack();
+    if (!refusal && !answer?.failure && (answer?.hasBegun || (answer?.generation && !wasStopped(answer)))) {
       this.end(answer);
       return true;
     }
@@ -303,17 +306,7 @@ export class Conversation {
     made.removeAttribute("aria-busy");
     if (answer.calls.length) made.replaceWith(article(message, this.acts));
     finish(this.place.lastChild, message, this.acts);
-    this.say(answer.generation ? "The answer is complete" : "Stopped");
-    this.onChange();
-    if (!answer.generation) this.onRefused(() => this.readEnd());
-  }
-
-  /** A stopped answer is in its session a moment later, and may have some words more than have arrived here. */
-  async readEnd() {
-    const { id, messages } = this;
-    const found = await this.settled();
-    if (this.id !== id || this.messages !== messages || this.reading) return;
-    if (found?.messages.length === messages.length) this.show(found.messages, messages.length - 1);
+    this.say(wasStopped(answer) ? "Stopped" : "The answer is complete");
     this.onChange();
   }
 
@@ -353,7 +346,6 @@ export class Conversation {
       if (this.id !== id || this.reading) return true;
       try {
         await this.open(id);
-        if (this.messages.at(-1)?.generation?.reason === "cancelled") this.say("The answer was interrupted; Continue goes on with it.");
         return true;
       } catch (error) {
         if (error instanceof Refused && error.status < 500) return this.onRefused(() => Promise.reject(error));

@@ -6,6 +6,7 @@ Without keys it would get the sessions of the user who runs the daemon, so the g
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
@@ -13,14 +14,15 @@ from typing import Any, Final
 import msgspec
 from starlette.responses import Response
 
-from uma_trio.gateway.answer import EVENT_STREAM, StreamedAnswer, json_response
+from uma_trio.errors import AnswerNotFound, SessionBusy
+from uma_trio.gateway.answer import EVENT_STREAM, json_response
 from uma_trio.gateway.dialects.starling import OF_THE_CONNECTION, STARLING, Events, given_fields, read_request
 from uma_trio.gateway.dialects.starling_shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import invalid
-from uma_trio.gateway.kept_answers import KeepingResponse, KeptAnswer, KeptAnswers, Name
-from uma_trio.protocol.answers import SessionInfo
+from uma_trio.gateway.errors import LOST, HttpError, invalid
+from uma_trio.protocol.answers import AnswerInfo, SessionInfo
+from uma_trio.protocol.chat import message_fields
 from uma_trio.protocol.requests import Generate
 
 
@@ -67,6 +69,8 @@ async def close_session(call: Call) -> Response:
     """Forget a session and free its KV cache."""
     request, warnings = await call.read(SessionRequest)
     [closed] = await _changed(call, "close", request)
+    if await _find(call, name := _answer_id(request.session_id)) is not None:
+        await call.ask(lambda client: client.answers("delete", answer_id=name))
     body = {"session_id": closed.session_id, "closed": True, "tokens": closed.tokens}
     return json_response(body, warnings=warnings)
 
@@ -106,39 +110,68 @@ async def begin_answer(call: Call) -> Response:
         raise invalid("session_id is missing; /v1/generate answers without a session", parameter="session_id")
     if fields.pop("stream", True) is not True:
         raise invalid("the answer is a stream; /v1/generate also answers whole", parameter="stream")
-    kept, name = _kept(call), _name(call, fields["session_id"])
-    answer = kept.begin(name, fields)
-    events = call.record.watch(call.daemon.generate(fields))
-    return KeepingResponse(lambda: kept.run(name, events), _following(call, answer, warnings))
+    name = _answer_id(fields["session_id"])
+    before = await _find(call, name)
+    if before is not None and before.state in RUNNING:
+        message = "an answer of this session is running; follow it, stop it, or fork the session"
+        raise HttpError(SessionBusy.http_status, SessionBusy.code, message)
+    if before is not None:
+        await call.ask(lambda client: client.answers("delete", answer_id=name))
+    shown: dict[str, Any] = {each: fields[each] for each in OF_A_REQUEST if each in fields}
+    state = msgspec.json.encode({each: value for each, value in shown.items() if each != "messages"}).decode()
+    fields |= {"id": name, "detached": True, "admit_now": True, "client_state": state}
+    events = call.daemon.generate_stored(fields, goes_on=True)
+    return call.stream_events(events, _KeptEvents(call.id, warnings, {"request_id": name, **shown}))
 
 
 async def follow_answer(call: Call) -> Response:
     """The events of a running answer, from the first one on.  Before them ``request`` says what is answered."""
     request, warnings = await call.read(SessionRequest)
-    return _following(call, _kept(call).find(_name(call, request.session_id)), warnings)
+    info = await _running(call, request)
+    shown = msgspec.json.decode(info.client_state or "{}", type=dict[str, Any])
+    if info.messages is not None:
+        shown["messages"] = [*map(message_fields, info.messages)]
+    renderer = _KeptEvents(call.id, warnings, {"request_id": info.answer_id, **shown})
+    return call.stream_events(call.daemon.attach(info.answer_id), renderer)
 
 
 async def stop_answer(call: Call) -> Response:
     """End a running answer.  What was generated of it stays in the session."""
     request, warnings = await call.read(SessionRequest)
-    _kept(call).find(_name(call, request.session_id)).stop()
+    info = await _running(call, request)
+    await call.ask(lambda client: client.answers("cancel", answer_id=info.answer_id), counts=True)
     return json_response({"session_id": request.session_id, "stopped": True}, warnings=warnings)
 
 
-def _kept(call: Call) -> KeptAnswers:
-    found: KeptAnswers = call.request.app.state.kept_answers
+RUNNING: Final = ("queued", "running")
+
+
+def _answer_id(session_id: str) -> str:
+    """The id of the detached answer of a session, which has one at a time."""
+    return f"session-{hashlib.sha256(session_id.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+
+
+async def _running(call: Call, request: SessionRequest) -> AnswerInfo:
+    """The running answer of a session.
+
+    Raises:
+        HttpError: none runs.
+    """
+    found = await _find(call, _answer_id(request.session_id))
+    if found is None or found.state not in RUNNING:
+        message = f"no answer of the session {request.session_id[:100]!r} is running; read the session"
+        raise HttpError(404, "E_GATEWAY_NO_ANSWER", message)
     return found
 
 
-def _name(call: Call, session_id: str) -> Name:
-    return call.daemon.principal.get("principal", ""), session_id
-
-
-def _following(call: Call, answer: KeptAnswer, warnings: list[str]) -> Response:
-    renderer = _KeptEvents(call.id, warnings, as_lines=False)
-    shown = {name: answer.fields[name] for name in OF_A_REQUEST if name in answer.fields}
-    renderer.request = {"request_id": answer.fields["id"], **shown}
-    return StreamedAnswer(answer.follow(), renderer, refuse=call.refuse, keep_alive_s=call.config.http.keep_alive_s)
+async def _find(call: Call, name: str) -> AnswerInfo | None:
+    try:
+        [found] = await call.ask(lambda client: client.answers("read", answer_id=name, with_messages=True))
+    except HttpError as error:
+        if error.code != AnswerNotFound.code:
+            raise
+        return None
+    return found
 
 
 OF_A_REQUEST: Final = ("messages", "prompt", "model", "drop_messages", "history", "continue_final_message")
@@ -146,13 +179,23 @@ OF_A_REQUEST: Final = ("messages", "prompt", "model", "drop_messages", "history"
 
 
 class _KeptEvents(Events):
-    """Writes the events of an answer that can be followed."""
+    """Writes the events of an answer that can be followed.
 
-    request: Mapping[str, Any] = {}
+    Args:
+        request: what is answered.
+    """
+
+    def __init__(self, request_id: str, warnings: list[str], request: Mapping[str, Any]) -> None:
+        super().__init__(request_id, warnings, as_lines=False)
+        self._request = request
 
     def begin(self) -> bytes:
         """What is answered."""
-        return self.written({"event": "request", **self.request}) + super().begin()
+        return self.written({"event": "request", **self._request}) + super().begin()
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error that ends the answer; where the daemon was lost, the events just end, and the answer goes on."""
+        return b"" if error.code in LOST else super().fail(error)
 
 
 _endpoint: Final = partial(Endpoint, method="POST", dialect=STARLING, needs_owner=True)

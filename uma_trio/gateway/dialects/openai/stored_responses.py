@@ -29,6 +29,7 @@ from uma_trio.gateway.dialects.openai.shapes import (
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import LOST, HttpError, invalid
+from uma_trio.protocol.chat import message_fields
 from uma_trio.protocol.parameters import MAX_INT32
 
 Messages = list[dict[str, Any]]
@@ -135,10 +136,7 @@ async def _after_response(call: Call, previous: str, model: str | None) -> Earli
 
 
 def _messages(found: Transcript) -> Messages:
-    return [
-        {name: value for name, value in msgspec.to_builtins(each).items() if value is not None}
-        for each in found.messages
-    ]
+    return [*map(message_fields, found.messages)]
 
 
 async def _transcript(call: Call, session: str, model: str | None) -> Transcript | None:
