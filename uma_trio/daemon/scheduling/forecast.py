@@ -21,7 +21,7 @@ import attrs
 from uma_trio.config import Scheduling
 from uma_trio.daemon.scheduling.cost import CostModel, Work
 from uma_trio.daemon.scheduling.fairness import WAIT_PER_WORK
-from uma_trio.daemon.scheduling.policy import LATE_PREFILL_SHARE, PREFILL_ONLY_MIN_CHUNKS
+from uma_trio.daemon.scheduling.policy import prefill_budget
 from uma_trio.engine_link.attention import Attention
 
 MAX_PHASES: Final = 256
@@ -60,27 +60,32 @@ class Speed:
     gap_ms: float = 0.0
     """Milliseconds for which the device waits before a tick."""
 
-    def chunk_tokens(self, work: Work, target_itl_ms: float) -> int:
-        """Prefill tokens of a tick next to the decodes of ``work``, at least 1; compare ``policy.plan``.
+    def chunk_tokens(self, work: Work, target_itl_ms: float, overdue: Sequence[int] = ()) -> int:
+        """Prefill tokens of a tick next to the decodes of ``work``, at least 1.
+
+        Where the policy has prefill in every other tick, this is half of that in each.
 
         Args:
             target_itl_ms: of the decodes; ignored if there are none.
+            overdue: tokens of each prompt whose first token is overdue.
         """
-        cost, limits = self.cost, self.limits
-        if not work.decode_rows:
-            n = max(
-                PREFILL_ONLY_MIN_CHUNKS * limits.min_chunk_tokens, cost.max_prefill_tokens(limits.prefill_tick_ms, work)
+
+        def budget(*, follows_prefill: bool) -> int:
+            return prefill_budget(
+                self.cost,
+                self.limits,
+                work,
+                attrs.evolve(work, n_calls=1),
+                due_ms=target_itl_ms,
+                max_tokens=self.max_tokens,
+                overdue=overdue,
+                follows_prefill=follows_prefill,
             )
-            return int(min(n, self.max_tokens))
-        room = self.max_tokens - work.decode_rows
-        n = cost.max_prefill_tokens(target_itl_ms * (1 - cost.mixed.margin(target_itl_ms)), work)
-        least = max(limits.min_chunk_tokens, limits.prefill_burst_tokens)
-        if n > least:
-            n = min(n, max(least, cost.worthwhile_prefill_tokens(work, max(1, room))))
-        elif n < limits.min_chunk_tokens:
-            n = cost.max_prefill_tokens((1 + LATE_PREFILL_SHARE) * cost.decode_only.predict(work), work)
-            n = max(n, limits.min_chunk_tokens)
-        return int(max(1, min(n, room)))
+
+        n = budget(follows_prefill=False)
+        if work.decode_rows and n <= self.limits.min_chunk_tokens and budget(follows_prefill=True) <= 0:
+            n //= 2
+        return max(1, n)
 
 
 @attrs.frozen(kw_only=True)
@@ -185,7 +190,7 @@ class _Simulation:
         chunk = total = 0
         if self._prefills:
             target_ms = min([course.load.target_itl_ms for course in decodes], default=math.inf)
-            chunk = speed.chunk_tokens(self._work(0.0), target_ms)
+            chunk = speed.chunk_tokens(self._work(0.0), target_ms, self._overdue())
             total = math.ceil(sum([course.prefill for course in self._prefills]))
             n_ticks = max(1.0, min(self._prefills[0].prefill // chunk, n_ticks))
         n_ticks = math.ceil(n_ticks)
@@ -210,6 +215,14 @@ class _Simulation:
             n_calls += bool(n) and not self._speed.mixes_prefill
             before = attention.prefill_context(self._prefills[0].context)
         return Work(0, n, context, mean_prefill_context=before, n_calls=n_calls)
+
+    def _overdue(self) -> list[int]:
+        """Tokens of each prompt whose first token is overdue, as in the policy: not of one longer than a batch."""
+        return [
+            math.ceil(course.prefill)
+            for course in self._prefills
+            if course.prefill <= self._speed.max_tokens and course.load.due_ms < self._now_ms
+        ]
 
     def _prefill(self, tokens: float) -> None:
         while tokens > 0 and self._prefills:

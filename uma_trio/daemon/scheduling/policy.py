@@ -188,7 +188,7 @@ def plan(tick: Tick) -> Plan:
     If not even the smallest chunk fits, every other tick has such a chunk and is late: neither prefill nor decoding
     starves.  Where decoding alone is late, or prompts are overdue, prompts get a share of the time in every tick.
     Without decodes, prefill can take ``prefill_tick_ms``.  What rules the length of
-    chunks: ``_prefill_budget`` (the time), ``_choose_prefill`` (tiles, calls of their own, recording) with
+    chunks: ``prefill_budget`` (the time), ``_choose_prefill`` (tiles, calls of their own, recording) with
     ``fairness.divide`` (the shares), and ``pause`` of the sequence's ``view`` (where a checkpoint is).
 
     Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time.  Now and then
@@ -326,7 +326,7 @@ def _decode_work(tick: Tick, widths: Sequence[int]) -> Work:
 def _choose_prefill(tick: Tick, work: Work) -> tuple[list[tuple[SequenceView, int]], Work, Service]:
     """Choose which prompts advance next to the decodes, and by how many tokens.
 
-    The budget (``_prefill_budget``) is what prompts get together.  It is rounded down so that the rows of the call fill
+    The budget (``prefill_budget``) is what prompts get together.  It is rounded down so that the rows of the call fill
     tiles (``ROW_ALIGNMENT``), then divided between prompts (``fairness.divide``).  On a device that records calls, one
     token is left out where the call would be like the one before.
 
@@ -440,7 +440,31 @@ def _overdue(tick: Tick) -> Sequence[SequenceView]:
 
 
 def _prefill_budget(tick: Tick, work: Work, overdue: Sequence[SequenceView]) -> int:
-    """Prefill tokens that this tick has time and rows for; not positive if there is no room.
+    """``prefill_budget`` of a tick."""
+    return prefill_budget(
+        tick.cost,
+        tick.limits,
+        work,
+        estimated_work(tick.decodes, tick.attention),
+        due_ms=tick.due_ms if tick.decodes else math.inf,
+        max_tokens=tick.max_tokens,
+        overdue=[view.n_pending for view in overdue],
+        follows_prefill=tick.state.prefill_rows > 0,
+    )
+
+
+def prefill_budget(
+    cost: CostModel,
+    limits: Scheduling,
+    work: Work,
+    alone: Work,
+    *,
+    due_ms: float,
+    max_tokens: int,
+    overdue: Sequence[int] = (),
+    follows_prefill: bool = False,
+) -> int:
+    """Prefill tokens that a tick has time and rows for; not positive if there is no room.
 
     =========================================  ================================================================
     situation                                  tokens
@@ -459,32 +483,36 @@ def _prefill_budget(tick: Tick, work: Work, overdue: Sequence[SequenceView]) -> 
     =========================================  ================================================================
 
     The smallest chunk is ``min_chunk_tokens``.
+
+    Args:
+        work: of the decodes in the calls of a tick with prefill.
+        alone: of the decodes in one call.
+        due_ms: until the earliest deadline of the decodes.
+        max_tokens: rows of the largest batch.
+        overdue: tokens of each prompt whose first token is overdue.
+        follows_prefill: the tick before had prefill chunks.
     """
-    decodes, cost, limits = tick.decodes, tick.cost, tick.limits
-    if decodes:
-        due_ms = tick.due_ms
-        in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
-        if overdue:
-            share = min(MAX_OVERDUE_SHARE, OVERDUE_PROMPT_STREAMS * len(overdue) / len(decodes))
-            decode_ms = cost.predict(estimated_work(decodes, tick.attention))
-            late_ms = max((1 + LATE_PREFILL_SHARE) * decode_ms, min((1 + share) * decode_ms, limits.prefill_tick_ms))
-            late = cost.max_prefill_tokens(late_ms, work)
-            most = max(limits.min_chunk_tokens, sum([view.n_pending for view in overdue]))
-            in_time = max(in_time, min(late, most))
-        least = max(limits.min_chunk_tokens, limits.prefill_burst_tokens)
-        if in_time > least:
-            in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, tick.max_tokens - len(decodes))))
-        if in_time < limits.min_chunk_tokens:
-            in_time = 0 if tick.state.prefill_rows else limits.min_chunk_tokens
-            decode_ms = cost.predict(estimated_work(decodes, tick.attention))
-            if decode_ms > due_ms:
-                late = cost.max_prefill_tokens((1 + LATE_PREFILL_SHARE) * decode_ms, work)
-                in_time = late if late >= limits.min_chunk_tokens else in_time
-    else:
-        in_time = max(
-            PREFILL_ONLY_MIN_CHUNKS * limits.min_chunk_tokens, cost.max_prefill_tokens(limits.prefill_tick_ms, work)
-        )
-    return int(min(tick.max_tokens - len(decodes), in_time))
+    n_decodes = alone.decode_rows
+    if not n_decodes:
+        least = PREFILL_ONLY_MIN_CHUNKS * limits.min_chunk_tokens
+        return int(min(max_tokens, max(least, cost.max_prefill_tokens(limits.prefill_tick_ms, work))))
+    in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
+    if overdue:
+        share = min(MAX_OVERDUE_SHARE, OVERDUE_PROMPT_STREAMS * len(overdue) / n_decodes)
+        decode_ms = cost.predict(alone)
+        late_ms = max((1 + LATE_PREFILL_SHARE) * decode_ms, min((1 + share) * decode_ms, limits.prefill_tick_ms))
+        late = cost.max_prefill_tokens(late_ms, work)
+        in_time = max(in_time, min(late, max(limits.min_chunk_tokens, sum(overdue))))
+    least = max(limits.min_chunk_tokens, limits.prefill_burst_tokens)
+    if in_time > least:
+        in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, max_tokens - n_decodes)))
+    if in_time < limits.min_chunk_tokens:
+        in_time = 0 if follows_prefill else limits.min_chunk_tokens
+        decode_ms = cost.predict(alone)
+        if decode_ms > due_ms:
+            late = cost.max_prefill_tokens((1 + LATE_PREFILL_SHARE) * decode_ms, work)
+            in_time = late if late >= limits.min_chunk_tokens else in_time
+    return int(min(max_tokens - n_decodes, in_time))
 
 
 def _divide(tick: Tick, budget: int) -> tuple[list[tuple[SequenceView, int]], Service]:
