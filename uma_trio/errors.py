@@ -43,6 +43,9 @@ class UmaError(Exception):
     retry_after_ms: int | None = None
     """Delay after which a retry may succeed, if the daemon can estimate it; part of the error event."""
 
+    eta_ms: int | None = None
+    """In how many milliseconds the answer would have been complete, if it was refused for that; part of the error event."""
+
     def __init__(self, message: str = "", *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
@@ -219,6 +222,13 @@ class RequestTimeout(LimitError):
     """The request took longer than ``request_timeout_s``."""
 
     code = "E_LIMIT_REQUEST_TIMEOUT"
+    http_status = 504
+
+
+class DeadlineMissed(LimitError):
+    """The answer will not be complete within ``deadline_ms``, or it had not begun by then."""
+
+    code = "E_LIMIT_DEADLINE"
     http_status = 504
 
 

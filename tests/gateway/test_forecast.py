@@ -16,6 +16,22 @@ def test_a_streamed_answer_has_its_place_and_its_end_in_headers(gateway: Gateway
     assert not any("queue_position" in line for line in lines)
 
 
+def test_a_deadline_that_cannot_be_met_is_refused_with_the_time_that_could_be(gateway: Gateway) -> None:
+    """On a busy machine a deadline may be over before there is a forecast; then the next one is longer."""
+    body = {"messages": [{"role": "user", "content": "Count to ten"}], "max_tokens": 3000, "ignore_eos": True}
+    for stream in (False, True):
+        for deadline_ms in (10, 40, 160, 640):
+            with gateway.http() as client:
+                fields = {**body, "stream": stream, "deadline_ms": deadline_ms}
+                answer = client.post("/v1/chat/completions", json=fields)
+            assert answer.status_code == 504
+            assert answer.json()["error"]["uma_code"] == "E_LIMIT_DEADLINE"
+            assert answer.headers["x-should-retry"] == "false"
+            if "x-uma-eta-ms" in answer.headers:
+                break
+        assert int(answer.headers["x-uma-eta-ms"]) > deadline_ms
+
+
 def test_only_who_asks_gets_forecast_events(gateway: Gateway) -> None:
     def positions(**fields: object) -> list[int]:
         with (

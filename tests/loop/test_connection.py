@@ -280,6 +280,26 @@ async def test_a_request_that_takes_too_long_ends_with_a_timeout(autojump_clock)
         await harness.settled()
 
 
+async def test_a_request_that_waits_until_its_deadline_ends_with_it(autojump_clock):
+    """Nobody knows yet how slow this engine is.  What has begun goes on."""
+    slow = FakeEngine(n_seq_max=1, cost_ms=lambda prompt, decodes: 1000)
+    async with serving(slow) as harness:
+        async with harness.client() as client, harness.client() as other, trio.open_nursery() as nursery:
+
+            async def begin() -> None:
+                events = await all_of(other.generate(prompt="hello", max_tokens=8, deadline_ms=5000))
+                assert events[-1].reason == "length"
+                assert trio.current_time() > 5
+
+            nursery.start_soon(begin)
+            await trio.sleep(0.5)
+            with pytest.raises(ServerError) as refused:
+                await all_of(client.generate(prompt="hello", max_tokens=8, deadline_ms=4000))
+            assert (refused.value.code, refused.value.event.field) == ("E_LIMIT_DEADLINE", "deadline_ms")
+            assert trio.current_time() == pytest.approx(4.5, abs=0.1)
+        await harness.settled()
+
+
 async def test_a_client_that_never_reads_is_disconnected_and_slows_no_other(autojump_clock):
     async with serving(FakeEngine(n_ctx=1 << 22), max_tx_bytes=4096, max_tokens=1_000_000) as harness:
         async with harness.client() as stalled, harness.client() as other:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -63,20 +64,24 @@ class Harness:
         principal: str = "uid:0",
         slo: Slo | None = None,
         stream: bool = True,
+        deadline_at: float = math.inf,
         **fields: Any,
     ) -> Answer:
         """Submit a request with ``prompt`` prompt tokens for ``n`` tokens."""
         self.n += 1
         request = Generate(id=str(self.n), prompt="", max_tokens=n, slo=slo or Slo(), stream=stream, **fields)
         tokens = np.arange(prompt, dtype=np.int32) % 900 + 1
-        [answer] = self.scheduler.submit(request, Prompt(tokens, ""), client or Client(), Principal(principal))
+        [answer] = self.scheduler.submit(
+            request, Prompt(tokens, ""), client or Client(), Principal(principal), deadline_at=deadline_at
+        )
         return answer
 
 
 @contextlib.asynccontextmanager
 async def running(engine: FakeEngine | None = None, **values: Any):
     engine = engine or FakeEngine(n_ctx=100_000)
-    chosen = settings(prefix_reuse=False, **values)  # the prompts have a common prefix, and each one has to be computed
+    # the prompts have a common prefix, and each one has to be computed
+    chosen = settings(**{"prefix_reuse": False, **values})
     scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, chosen)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scheduler.run)

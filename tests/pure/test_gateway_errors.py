@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
+
 from tests.support.cases import all_cases
 from uma_trio.errors import BadRequest, all_errors
 from uma_trio.gateway.dialects.openai.shared import error_body
@@ -69,3 +71,10 @@ def test_clients_do_not_retry_what_takes_longer_than_a_minute() -> None:
     assert "X-Should-Retry" not in HttpError(429, "E_X", "x", retry_after_ms=60_000).headers
     found = HttpError(429, "E_X", "x", retry_after_ms=60_001).headers
     assert found == {"Retry-After": "61", "Retry-After-Ms": "60001", "X-Should-Retry": "false"}
+
+
+def test_clients_retry_a_missed_deadline_only_if_that_can_help() -> None:
+    event = Failure(code="E_LIMIT_DEADLINE", message="late", eta_ms=700)
+    assert from_failure(event).headers == {"x-uma-eta-ms": "700", "X-Should-Retry": "false"}
+    later = from_failure(attrs.evolve(event, retry_after_ms=400)).reworded(str)
+    assert later.headers == {"x-uma-eta-ms": "700", "Retry-After": "1", "Retry-After-Ms": "400"}

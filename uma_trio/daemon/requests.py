@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import abc
 from collections.abc import Callable
@@ -22,7 +23,15 @@ from uma_trio.daemon.serving.request import check_generates, check_pooling
 from uma_trio.daemon.serving.sequence import EventSink, Sequence, TokenLog
 from uma_trio.daemon.serving.stats import log_request
 from uma_trio.daemon.sessions import SessionTurn
-from uma_trio.errors import BadRequest, ControllerUnavailable, DecodeFailed, RequestTimeout, ShuttingDown, UmaError
+from uma_trio.errors import (
+    BadRequest,
+    ControllerUnavailable,
+    DeadlineMissed,
+    DecodeFailed,
+    RequestTimeout,
+    ShuttingDown,
+    UmaError,
+)
 from uma_trio.grammar.calls import AnswerShape
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import ModelState
@@ -64,6 +73,12 @@ class ModelRequest:
         """End the request: the cancel event of the protocol."""
         self._scope.cancel()
 
+    @property
+    def _deadline_at(self) -> float:
+        """When the answer is to be complete, on trio's clock."""
+        deadline_ms = self.request.deadline_ms if isinstance(self.request, Generate) else None
+        return math.inf if deadline_ms is None else self._began + deadline_ms / 1e3
+
     def wake(self) -> None:
         """The sink has room again."""
         if self._service is not None:
@@ -81,6 +96,7 @@ class ModelRequest:
         request = self.request
         has_session = isinstance(request, Generate) and request.session_id is not None
         on_wait = self._tell if isinstance(request, Generate) and request.progress else None
+        self._scope.deadline = self._deadline_at
         with self._scope:
             try:
                 async with self._models.use(
@@ -92,9 +108,11 @@ class ModelRequest:
                     self.request = service.with_named_adapter(request)
                     await self._serve(service)
             except trio.Cancelled:
-                if not self._is_submitted:
+                if not self._is_submitted and trio.current_time() < self._scope.deadline:
                     self._send_cancelled()
                 raise
+        if self._scope.cancelled_caught and not self._is_submitted and trio.current_time() >= self._scope.deadline:
+            raise _late(self.request)
 
     def _tell(self, model: str, state: ModelState, progress: float) -> None:
         self._sink.send(LoadProgress(id=self.request.id or "", model=model, state=state, progress=round(progress, 3)))
@@ -110,10 +128,17 @@ class ModelRequest:
         self, service: ModelService, answers: abc.Sequence[Answer], cancel: Callable[[Answer, UmaError | None], None]
     ) -> None:
         """Wait for ``answers`` as long as a request may take; ``cancel`` then ends those that are left, with the reason."""
-        self._answers, self._is_submitted = answers, True
+        self._answers, self._is_submitted, self._scope.deadline = answers, True, math.inf
         ending: UmaError | None = None
         limit_s = service.limits.request_timeout_s
         try:
+            with trio.move_on_at(min(self._deadline_at, self._began + limit_s)):
+                for answer in answers:
+                    await answer.done.wait()
+            if trio.current_time() >= self._deadline_at:
+                for answer in answers:
+                    if isinstance(answer, Sequence) and not answer.tokens:
+                        cancel(answer, _late(self.request))
             with trio.move_on_at(self._began + limit_s) as timer:
                 for answer in answers:  # a controller may add some meanwhile
                     await answer.done.wait()
@@ -124,6 +149,11 @@ class ModelRequest:
                 ending = ShuttingDown()
             for answer in answers:
                 cancel(answer, ending)  # does nothing to one that has finished
+
+
+def _late(request: Generate | Embed | Rerank) -> DeadlineMissed:
+    assert isinstance(request, Generate)
+    return DeadlineMissed(f"the answer had not begun after deadline_ms {request.deadline_ms}", field="deadline_ms")
 
 
 class AnswerRecord(TokenLog, Protocol):
@@ -224,6 +254,7 @@ class Generation(ModelRequest):
             controlled=controlled,
             durable=durable,
             log=self.record,
+            deadline_at=self._deadline_at,
         )
         log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
         await self._wait(service, sequences, lambda sequence, reason: scheduler.cancel(sequence, reason or "cancelled"))

@@ -13,6 +13,7 @@ from typing import Final
 from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
 from uma_trio.errors import (
     ControllerNotFound,
+    DeadlineMissed,
     FrameTooLarge,
     InvalidJson,
     ModelNotFound,
@@ -21,6 +22,7 @@ from uma_trio.errors import (
     TooManyValues,
     all_errors,
 )
+from uma_trio.gateway.forecast import ETA
 
 NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
 LOADING: Final = "E_GATEWAY_LOADING"
@@ -49,6 +51,7 @@ class HttpError(Exception):
         code: what programs compare.
         message: what people read; says what to do.
         retry_after_ms: delay after which a retry may succeed.
+        eta_ms: in how many milliseconds the answer would have been complete, if that is too late.
         parameter: the field of the request that is wrong, if it is one.
     """
 
@@ -59,6 +62,7 @@ class HttpError(Exception):
         message: str,
         *,
         retry_after_ms: int | None = None,
+        eta_ms: int | None = None,
         parameter: str | None = None,
     ) -> None:
         super().__init__(message)
@@ -66,6 +70,7 @@ class HttpError(Exception):
         self.code = code
         self.message = message
         self.retry_after_ms = retry_after_ms
+        self.eta_ms = eta_ms
         self.parameter = parameter
 
     def reworded(self, reword: Callable[[str], str]) -> HttpError:
@@ -75,20 +80,22 @@ class HttpError(Exception):
             self.code,
             reword(self.message),
             retry_after_ms=self.retry_after_ms,
+            eta_ms=self.eta_ms,
             parameter=self.parameter and reword(self.parameter),
         )
 
     @property
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` in whole seconds, and OpenAI's header in milliseconds, if the delay is known.
+        """``Retry-After`` in whole seconds, and OpenAI's header in milliseconds, if the delay is known; the time of an ETA.
 
         The clients of OpenAI and Anthropic wait no longer than a minute, so a longer delay comes with their header that
         says that a retry is useless.
         """
+        found = {} if self.eta_ms is None else {ETA: str(self.eta_ms)}
         if self.retry_after_ms is None:
-            return {}
+            return {**found, "X-Should-Retry": "false"} if self.code == DeadlineMissed.code else found
         seconds = max(1, math.ceil(self.retry_after_ms / 1000))
-        found = {"Retry-After": str(seconds), "Retry-After-Ms": str(self.retry_after_ms)}
+        found |= {"Retry-After": str(seconds), "Retry-After-Ms": str(self.retry_after_ms)}
         return found if seconds <= LONGEST_WAIT_S else {**found, "X-Should-Retry": "false"}
 
 
@@ -131,7 +138,14 @@ def from_failure(failure: Failure) -> HttpError:
         message = f"{message}; {try_again_in(retry_after_ms)}"
     if failure.code == ModelNotFound.code and "--on-demand" not in message:
         message = f"{message}; uma-trio serve --http-any-model answers requests for other names with its first model"
-    return HttpError(status, failure.code, message, retry_after_ms=retry_after_ms, parameter=failure.field)
+    return HttpError(
+        status,
+        failure.code,
+        message,
+        retry_after_ms=retry_after_ms,
+        eta_ms=failure.eta_ms,
+        parameter=failure.field,
+    )
 
 
 def from_client_error(error: ClientError) -> HttpError:

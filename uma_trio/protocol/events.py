@@ -176,6 +176,8 @@ class Failure:
     index: int | None = None
     """Which answer has failed, if the others go on."""
     retry_after_ms: int | None = None
+    eta_ms: int | None = None
+    """In how many milliseconds the answer would have been complete; with ``E_LIMIT_DEADLINE``."""
     field: str | None = None
     """The field of the request that is wrong, as in ``messages[0].role``, if it is one."""
     metadata: dict[str, Any] | None = None
@@ -191,6 +193,7 @@ class Failure:
             id=error.request_id,
             index=index,
             retry_after_ms=error.retry_after_ms,
+            eta_ms=error.eta_ms,
             field=error.field,
             metadata=metadata,
         )

@@ -261,6 +261,18 @@ class PlainFields:
     )
     progress: bool = field(False, "Send [progress](#progress) events during prefill.")
     forecast: bool = field(False, "Send [forecast](#forecast) events until it starts.")
+    deadline_ms: int | None = field(
+        None,
+        "Milliseconds from its arrival in which the answer is to be complete. If the [forecast](#forecast) says that it "
+        "will not be, the request is refused at once with `E_LIMIT_DEADLINE`; the same if the answer has not begun by then.",
+        unset="none but the daemon's `request_timeout_s`",
+        between=(1, MAX_INT32),
+        flags=("--deadline-ms",),
+        openai=("deadline_ms",),
+        responses=("deadline_ms",),
+        minus_one=None,
+        goes_with_controller=False,
+    )
     detached: bool = field(
         False,
         "The daemon answers on its own, and the connection gets no events of it; see "

@@ -27,7 +27,7 @@ from uma_trio.daemon.kv.prefix_sharing import PrefixSharing
 from uma_trio.daemon.kv.truncation import Truncation
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.kv_ops import KvOp, Truncate
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens
+from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens, common_prefix
 
 
 @attrs.frozen
@@ -201,6 +201,15 @@ class KvCache:
             idle.cells_wanted = True
             return None
         return self._take_over(allocation, idle, n_shared)
+
+    def reusable(
+        self, prompt: Tokens, cells: int, *, principal: str, adapters: AdapterSet, rank: int, private: bool
+    ) -> int:
+        """Tokens of ``prompt`` that ``allocate`` would not have computed now; its arguments."""
+        allocation = Allocation(principal, adapters, rank, prompt, cells, private or not self._reuse)
+        n_shared = self._sharing.find(allocation).n_shared
+        state = self.offload.state_for(allocation, n_shared)
+        return n_shared if state is None else common_prefix(prompt[:-1], state.tokens)
 
     def _take_over(self, allocation: Allocation, source: Allocation, n_shared: int) -> Placement | None:
         if not self._pool.make_room(allocation.reserved - source.reserved, keep=source, n_sequences=0):

@@ -19,7 +19,7 @@ from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.engine_link.messages import ModelInfo
-from uma_trio.errors import UmaError
+from uma_trio.errors import DeadlineMissed, UmaError
 from uma_trio.protocol.events import Forecast
 from uma_trio.protocol.usage import FinishReason
 
@@ -94,25 +94,36 @@ class Forecaster:
         """
         return min(MAX_PACE, max(1 / MAX_PACE, self._true_ms / max(1.0, self._predicted_ms)))
 
-    def report(self, service: Service) -> None:
+    def report(self, service: Service) -> list[tuple[Sequence, DeadlineMissed]]:
         """Send forecasts to those who asked for them and have none yet, or one that has changed much.
 
         Call it when a request has come, and in every tick.  Mostly it does nothing.
+
+        Returns:
+            New sequences that will miss their deadlines, each with the error that says so.
         """
         asking = [each for each in chain(self._running, self._waiting) if _may_ask(each)]
         if not asking:
-            return
+            return []
         now = trio.current_time()
         is_update = now >= self._reported_at + UPDATE_S
-        if now < self._may_at or not (is_update or any(each.forecast is None for each in asking)):
-            return
+        if now < self._may_at or not (is_update or any(each.predicted is None for each in asking)):
+            return []
         if is_update:
             self._reported_at = now
-        predictions = self._predict(service)
-        for sequence in asking if is_update else [each for each in asking if each.forecast is None]:
-            _send(sequence, predictions[sequence], self._pace, now)
+        predictions, late = self._predict(service), []
+        for sequence in asking if is_update else [each for each in asking if each.predicted is None]:
+            found = predictions[sequence]
+            error = _missed(sequence, found, self._pace, now) if sequence.predicted is None else None
+            if error is not None:
+                late.append((sequence, error))
+            elif sequence.request.forecast:
+                _send(sequence, found, self._pace, now)
+            else:
+                sequence.predicted, sequence.predicted_at = found, now
         took_s = trio.current_time() - now
         self._may_at = now + took_s / MAX_SHARE
+        return late
 
     def retry_after_ms(self, service: Service) -> int:
         """When the next refused request may come back: after those that wait, and those that were refused before."""
@@ -148,10 +159,15 @@ class Forecaster:
         n_tokens, allocation = len(sequence.tokens), sequence.allocation
         decodes = sequence.state in (State.DECODE, State.FINISHED)
         is_over = sequence.state is State.FINISHED
+        n_left = max(1, sequence.max_tokens - n_tokens)
+        n_expected = n_left if sequence.request.ignore_eos else self._lengths.expected(n_tokens, n_left)
+        if allocation is None and sequence.n_expected is None:
+            sequence.n_expected = self._running.reusable(sequence)
+        n_there = sequence.n_expected or 0 if allocation is None else allocation.n_tokens
         return Load(
-            prefill_tokens=0 if decodes else max(1, sequence.n_known - sequence.n_computed),
-            answer_tokens=1 if is_over else self._lengths.expected(n_tokens, max(1, sequence.max_tokens - n_tokens)),
-            context_tokens=sequence.n_computed,
+            prefill_tokens=0 if decodes else max(1, sequence.n_known - n_there),
+            answer_tokens=1 if is_over else n_expected,
+            context_tokens=n_there,
             cells=sequence.max_cells if allocation is None else allocation.own_cells,
             due_ms=1e3 * (sequence.due_at - trio.current_time()),
             target_itl_ms=sequence.target_itl_ms,
@@ -159,11 +175,31 @@ class Forecaster:
 
 
 def _may_ask(sequence: Sequence) -> bool:
-    """Whether it wants forecasts and has not started; then one that has a place gets only one."""
-    if not sequence.request.forecast or sequence.tokens or sequence.state is State.FINISHED:
+    """Whether it needs a forecast and has not started; one that has a place needs only one, as does a deadline."""
+    if sequence.tokens or sequence.state is State.FINISHED:
         return False
-    last = sequence.forecast
-    return last is None or last.queue_position > 0
+    if sequence.predicted is None:
+        return sequence.request.forecast or sequence.deadline_at < math.inf
+    return sequence.request.forecast and sequence.predicted.queue_position > 0
+
+
+def _missed(sequence: Sequence, found: Prediction, pace: float, now: float) -> DeadlineMissed | None:
+    """The error for ``sequence`` if it is predicted to end after its deadline.
+
+    It says when to come back, if the wait for others is what makes it late.
+    """
+    left_ms, end_ms = 1e3 * (sequence.deadline_at - now), pace * found.end_ms
+    if end_ms <= left_ms:
+        return None
+    error = DeadlineMissed(
+        f"the answer would be complete in {math.ceil(end_ms)} ms, and deadline_ms leaves {max(0, math.floor(left_ms))} ms: "
+        "give it more, or ask for fewer tokens",
+        field="deadline_ms",
+    )
+    error.eta_ms = math.ceil(end_ms)
+    if pace * (found.end_ms - found.place_ms) <= left_ms:
+        error.retry_after_ms = math.ceil(end_ms - left_ms)
+    return error
 
 
 def _send(sequence: Sequence, found: Prediction, pace: float, now: float) -> None:

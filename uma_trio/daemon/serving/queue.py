@@ -7,7 +7,7 @@ from collections import abc
 from collections.abc import Container, Iterator
 from itertools import chain
 from operator import itemgetter
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import trio
@@ -91,12 +91,9 @@ class RunningSet:
         placement = self.cache.allocate(
             _known_tokens(sequence),
             sequence.max_cells,
-            principal=sequence.principal.name,
-            adapters=sequence.adapters,
-            rank=sequence.priority,
-            private=not sequence.request.cache_prompt,
             durable=sequence.durable,
             parked=sequence.parked,
+            **_sharing_of(sequence),
         )
         if placement is None:
             self._offloader.check_for_work()  # something may have to be saved to make room
@@ -118,6 +115,10 @@ class RunningSet:
             sequence.parked = None  # goes when it is loaded
         self.unpark(sequence)
         return True
+
+    def reusable(self, sequence: Sequence) -> int:
+        """Tokens that ``sequence``, which waits, would find in the KV cache or in a saved state now."""
+        return self.cache.reusable(_known_tokens(sequence), sequence.max_cells, **_sharing_of(sequence))
 
     def share_prefix(self, sequence: Sequence) -> None:
         """Let ``sequence``, of which nothing is computed, begin with what the KV cache has of its known tokens."""
@@ -415,6 +416,16 @@ class RunningSet:
         for allocation, sequence in self._sequences.items():
             assert sequence.allocation is allocation
             assert sequence.state is not State.WAITING
+
+
+def _sharing_of(sequence: Sequence) -> dict[str, Any]:
+    """What decides which tokens ``sequence`` shares with others."""
+    return {
+        "principal": sequence.principal.name,
+        "adapters": sequence.adapters,
+        "rank": sequence.priority,
+        "private": not sequence.request.cache_prompt,
+    }
 
 
 def _known_tokens(sequence: Sequence) -> TokenIds:

@@ -10,6 +10,7 @@ Source: docs/ARCHITECTURE.md, "A tick".
 from __future__ import annotations
 
 import functools
+import math
 from collections import abc
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -173,6 +174,7 @@ class Scheduler:
         controlled: ControlledRequest | None = None,
         durable: bool = False,
         log: TokenLog | None = None,
+        deadline_at: float = math.inf,
     ) -> abc.Sequence[Sequence]:
         """Accept a request: all of its answers or none.
 
@@ -183,6 +185,8 @@ class Scheduler:
             controlled: under which the runtime has its controller.
             durable: what it leaves in the KV cache is saved before it goes.
             log: keeps the tokens of the only answer, which begins with those that it has.  Their events are sent again.
+            deadline_at: when it is to be complete, on trio's clock.  If the forecast says that it will not be, it ends with
+                ``DeadlineMissed``, mostly before this returns.
 
         Returns:
             ``request.n`` sequences.  All but the first share the prompt that the first one computes.  With a controller
@@ -207,9 +211,15 @@ class Scheduler:
                 send_prompt(sequence)
         if known is not None:
             self._replay(known)
-        self._forecaster.report(self._planner.service)
+        for sequence in sequences:
+            sequence.deadline_at = deadline_at
+        self._report_forecasts()
         self.wake()
         return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
+
+    def _report_forecasts(self) -> None:
+        for sequence, error in self._forecaster.report(self._planner.service):
+            self._finish(sequence, error)
 
     def _replay(self, known: NewTokens) -> None:
         """Send the events of tokens that an earlier daemon has sampled; end the sequence if they do."""
@@ -483,7 +493,7 @@ class Scheduler:
             self._submit(self._planner.next_step())
         for each in completed:
             self._deliver(each)
-        self._forecaster.report(self._planner.service)
+        self._report_forecasts()
         if self.on_step is not None:
             self.on_step()
         if len(self._in_flight) == 1:

@@ -140,6 +140,8 @@ class Sequence:
     arrived_at: float
     due_at: float
     """When its next token is due."""
+    deadline_at: float = math.inf
+    """When it is to be complete."""
     grace_s: float = 0.0
     """How much later than ``due_at`` the first token may be before others have to wait for it: a request that sets a short
     target goes before others of its principal, and does not slow down everybody."""
@@ -158,6 +160,8 @@ class Sequence:
     state: State = State.WAITING
     allocation: Allocation | None = None
     """Its place in the KV cache, which also counts the tokens there."""
+    n_expected: int | None = None
+    """Prompt tokens that it would have found in the KV cache when its forecast needed them first; ``None`` before."""
     n_cached: int = 0
     """Prompt tokens that did not have to be computed."""
     tokens: list[int] = attrs.field(factory=list)
@@ -229,7 +233,7 @@ class Sequence:
     forecast: Forecast | None = None
     """The last forecast that its client got."""
     predicted: Prediction | None = None
-    """The prediction behind it, before ``Forecaster`` has corrected it."""
+    """The last prediction for it, before ``Forecaster`` has corrected it."""
     predicted_at: float = 0.0
     """When that was."""
     done: trio.Event = attrs.field(factory=trio.Event)
