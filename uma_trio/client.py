@@ -81,7 +81,7 @@ from uma_trio.protocol.lease import SessionLease, SessionOffer
 from uma_trio.protocol.messages import Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
 from uma_trio.protocol.requests import Generate
-from uma_trio.protocol.usage import FinishReason, Timings, Usage
+from uma_trio.protocol.usage import Explanation, FinishReason, Timings, Usage
 
 __all__ = [
     "Activity",
@@ -100,6 +100,7 @@ __all__ = [
     "Embeddings",
     "Eos",
     "Event",
+    "Explanation",
     "Failure",
     "Forecast",
     "Fork",
@@ -348,6 +349,14 @@ class Client:
             ServerError: the daemon answered with an error.
         """
         return await self._ask({"type": "steer", "request_id": request_id, **changes}, Steered)
+
+    async def explain(self, request_id: str, **fields: Any) -> Explanation:
+        """Ask which tokens of a request's prompt were computed although an earlier one began alike, and why.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        return await self._ask({"type": "explain", "request_id": request_id, **fields}, Explanation)
 
     def _on_behalf(self, query: Mapping[str, Any]) -> dict[str, Any]:
         """The query with the principal of the connection, unless it names one."""

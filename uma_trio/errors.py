@@ -283,7 +283,7 @@ class AnswerError(UmaError):
 
 
 class AnswerNotFound(AnswerError):
-    """The principal has no detached or running answer of this id."""
+    """The principal has no detached or running answer of this id, or nothing is known of its prompt."""
 
     code = "E_ANSWER_NOT_FOUND"
     http_status = 404

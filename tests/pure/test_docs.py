@@ -70,6 +70,7 @@ from uma_trio.protocol.payload import Encoding, decode, encoding_of
 from uma_trio.protocol.queries import (
     AnswersQuery,
     AttachQuery,
+    ExplainQuery,
     HealthQuery,
     MetricsQuery,
     ModelsQuery,
@@ -89,7 +90,7 @@ from uma_trio.protocol.requests import (
     Rerank,
     Slo,
 )
-from uma_trio.protocol.usage import Insertion, Timings, Usage
+from uma_trio.protocol.usage import Explanation, Insertion, Timings, Usage
 from uma_trio.telemetry.catalogue import GROUPS, METRICS
 
 DOCS = ROOT / "docs"
@@ -144,6 +145,8 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("Attach query", AttachQuery, {"type"}),
         ("Steer query", SteerQuery, {"type"}),
         ("steered", Steered, {"event"}),
+        ("Explain query", ExplainQuery, {"type"}),
+        ("explanation", Explanation, {"event"}),
         ("answers", AnswerList, {"event"}),
         ("Tokenize query", TokenizeQuery, {"type"}),
         ("Models query", ModelsQuery, {"type"}),
@@ -187,6 +190,7 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
         ("Answers query", AnswersQuery),
         ("Attach query", AttachQuery),
         ("Steer query", SteerQuery),
+        ("Explain query", ExplainQuery),
         ("Tokenize query", TokenizeQuery),
         ("Models query", ModelsQuery),
         ("Health query", HealthQuery),
@@ -267,6 +271,7 @@ EVENTS = {
     "transcript": Transcript,
     "answers": AnswerList,
     "steered": Steered,
+    "explanation": Explanation,
     "tokens": TokenList,
     "models": ModelList,
     "health": Health,
@@ -310,6 +315,7 @@ def test_the_codec_accepts_every_json_example() -> None:
         AnswersQuery,
         AttachQuery,
         SteerQuery,
+        ExplainQuery,
         TokenizeQuery,
         ModelsQuery,
         HealthQuery,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,6 +72,9 @@ class FakeTokenizer:
 
     def token_to_bytes(self, token: int) -> bytes:
         return token_to_bytes(token)
+
+    def tokens_to_bytes(self, tokens: Iterable[int]) -> list[bytes]:
+        return [token_to_bytes(token) for token in tokens]
 
     def decode(self, tokens: TokenIds, *, special: bool = False) -> str:
         return b"".join(token_to_bytes(token) for token in tokens.tolist()).decode()

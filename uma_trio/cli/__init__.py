@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "Load one or several models, and serve them to many clients.",
     "ask": "Ask the daemon and stream the answer.",
     "attach": "Follow, list, cancel and delete detached answers.",
+    "explain": "Say why tokens of a prompt were computed again.",
     "chat": "Chat with the daemon on a terminal.",
     "batch": "Answer a file of requests when nobody else needs the model.",
     "rerank": "Rank documents by how well they answer a query.",

@@ -52,6 +52,7 @@ from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.lease import LeaseQuery, SessionLease, SessionOffer
 from uma_trio.protocol.queries import SessionQuery, SteerQuery, TokenizeQuery
 from uma_trio.protocol.requests import AdapterChoice, Constraint, Embed, Generate, Rerank
+from uma_trio.protocol.usage import Explanation
 from uma_trio.telemetry.perf_records import PerfSink
 
 AnyRequest = TypeVar("AnyRequest", bound=Generate | Embed | Rerank)
@@ -86,7 +87,15 @@ class ModelService:
         """Whether requests can have ``messages``."""
         self.runtime: ControllerRuntime | None = runtime
         """Runs controllers; ``None``: this daemon runs none."""
-        self.scheduler = Scheduler(model.engine, model.token_to_bytes, config, model.cost, in_thread, runtime)
+        self.scheduler = Scheduler(
+            model.engine,
+            model.token_to_bytes,
+            config,
+            model.cost,
+            in_thread,
+            runtime,
+            spell_each=model.prompts.tokenizer.tokens_to_bytes,
+        )
         self.sessions = Sessions(config, self.scheduler, model.prompts, content=self.content, in_thread=in_thread)
         self._in_thread = in_thread
         self._checking = FairLimiter(1)
@@ -209,6 +218,14 @@ class ModelService:
         steering = Steering(query=query, tokens=tokens, opens_reasoning=opens_reasoning, limit=limit)
         self.scheduler.steer(sequence, steering)
         return await steering.wait()
+
+    def explain(self, request_id: str, principal: str) -> Explanation:
+        """Why tokens of the prompt of a request of ``principal`` were computed again.
+
+        Raises:
+            AnswerNotFound: nothing is known of it.
+        """
+        return self.scheduler.explain(request_id, principal)
 
     def description(self) -> ModelDescription:
         """What a client may want to know of the model."""

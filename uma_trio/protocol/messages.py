@@ -65,6 +65,7 @@ from uma_trio.protocol.lease import LeaseQuery, OfferQuery, SessionLease, Sessio
 from uma_trio.protocol.queries import (
     AnswersQuery,
     AttachQuery,
+    ExplainQuery,
     HealthQuery,
     MetricsQuery,
     ModelsQuery,
@@ -80,6 +81,7 @@ from uma_trio.protocol.queries import (
 )
 from uma_trio.protocol.requests import Cancel, Embed, Generate, Rerank, parse_generate
 from uma_trio.protocol.types import MAX_NAME_CHARS
+from uma_trio.protocol.usage import Explanation
 
 Query = (
     MetricsQuery
@@ -88,6 +90,7 @@ Query = (
     | OfferQuery
     | AnswersQuery
     | SteerQuery
+    | ExplainQuery
     | TokenizeQuery
     | ModelsQuery
     | HealthQuery
@@ -109,6 +112,7 @@ Answer = (
     | Transcript
     | AnswerList
     | Steered
+    | Explanation
     | TokenList
     | ModelList
     | Health
@@ -159,6 +163,7 @@ _EVENT_NAMES: Final = {
     Transcript: "transcript",
     AnswerList: "answers",
     Steered: "steered",
+    Explanation: "explanation",
     TokenList: "tokens",
     ModelList: "models",
     Health: "health",
@@ -231,6 +236,8 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return parse_answers_query(fields)
     if kind == "steer":
         return parse_steer_query(fields)
+    if kind == "explain":
+        return convert(fields, ExplainQuery)
     if kind == "attach":
         return convert(fields, AttachQuery)
     if kind == "tokenize":
@@ -249,7 +256,7 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return parse_controllers_query(fields)
     if kind not in (None, "generate"):
         raise BadRequest(
-            "type must be 'generate', 'embed', 'rerank', 'attach', 'answers', 'steer', 'sessions', 'lease', 'tokenize', 'models', "
+            "type must be 'generate', 'embed', 'rerank', 'attach', 'answers', 'steer', 'explain', 'sessions', 'lease', 'tokenize', 'models', "
             "'health', 'metrics', 'watch' or 'controllers'",
             field="type",
         )

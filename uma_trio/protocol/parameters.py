@@ -261,6 +261,13 @@ class PlainFields:
     )
     progress: bool = field(False, "Send [progress](#progress) events during prefill.")
     forecast: bool = field(False, "Send [forecast](#forecast) events until it starts.")
+    explain: bool = field(
+        False,
+        "Say in `usage` which tokens of the prompt were computed although an earlier one began alike, and why: see "
+        "[explanation](#explanation).",
+        openai=("explain",),
+        goes_with_controller=False,
+    )
     deadline_ms: int | None = field(
         None,
         "Milliseconds from its arrival in which the answer is to be complete. If the [forecast](#forecast) says that it "

@@ -112,6 +112,20 @@ class SteerQuery:
 
 
 @attrs.frozen(kw_only=True)
+class ExplainQuery:
+    """Asks which tokens of a prompt were computed although an earlier prompt began alike, and why."""
+
+    request_id: Name
+    """The ``id`` of a request of the principal that runs, or that is one of the last ones that ended."""
+    model: Name | None = None
+    """The model that answered; ``None``: the daemon's first."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+    """Principal whose request it is.  Honoured only from the user that runs the daemon."""
+
+
+@attrs.frozen(kw_only=True)
 class TokenizeQuery:
     """Asks for the tokens of a text or of a chat, or for the text of tokens.  Exactly one of the three is set."""
 

@@ -8,8 +8,60 @@ import attrs
 from msgspec import Meta
 
 FinishReason = Literal["stop", "length", "tool_calls", "deadlock", "cancelled", "error"]
+Reason = Literal["cached", "new", "changed", "lost", "not_shared", "private"]
+"""Why tokens of a prompt were computed, or not."""
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Amount = Annotated[float, Meta(ge=0, le=2**53)]
+
+
+@attrs.frozen(kw_only=True)
+class Change:
+    """The first difference of a prompt to an earlier one."""
+
+    kind: Literal["number", "date", "tools_order", "tools", "template", "text", "shorter"]
+    before: str
+    """Text in front of it, which both have."""
+    was: str
+    """What the earlier prompt has there, and this one; both as far as they differ, and at most 80 characters."""
+    now: str
+    message_index: Count | None = None
+    """The message that differs, from 0; ``None``: none, or it is not known which."""
+    role: str | None = None
+    """Its role."""
+
+
+@attrs.frozen(kw_only=True)
+class Loss:
+    """Why tokens are no longer in the KV cache."""
+
+    cause: Literal["room", "limit", "continued", "engine"]
+    ago_ms: Count
+    """How long before the explanation that was."""
+    claimant: Literal["you", "another"] | None = None
+    """Whether a request of the same principal needed the place; ``None``: no request did."""
+
+
+@attrs.frozen(kw_only=True)
+class Explanation:
+    """Which tokens of a prompt were computed although an earlier prompt began alike, and why."""
+
+    request_id: str
+    reason: Reason
+    prompt_tokens: Count
+    cached_tokens: Count
+    common_tokens: Count
+    """How many tokens it has in common with the earlier prompt that is most alike, so this is the index of the first that
+    differs."""
+    again_tokens: Count = 0
+    """Tokens that were computed again where the earlier prompt had some already."""
+    cost_ms: Amount = 0
+    """What they took, by the cost model."""
+    change: Change | None = None
+    """With ``changed``: what."""
+    loss: Loss | None = None
+    """With ``lost``: why."""
+    id: str | None = None
+    """Of the query."""
 
 
 @attrs.frozen(kw_only=True)
@@ -29,6 +81,8 @@ class Usage:
     """Generated tokens that the model chose.  This and the next field come with ``Generate.controller``."""
     inserted_tokens: Count | None = None
     """Generated tokens that the controller chose."""
+    explanation: Explanation | None = None
+    """Why tokens of the prompt were computed again; with ``Generate.explain``."""
 
 
 @attrs.frozen(kw_only=True)

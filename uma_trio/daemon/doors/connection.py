@@ -43,6 +43,7 @@ from uma_trio.protocol.messages import ClientMessage, Query, Request, ServerEven
 from uma_trio.protocol.queries import (
     AnswersQuery,
     AttachQuery,
+    ExplainQuery,
     HealthQuery,
     MetricsQuery,
     ModelsQuery,
@@ -308,6 +309,9 @@ class Connection:
             case SteerQuery():
                 service, sequence = models.answer_of(query.request_id, principal.name)
                 events = [await service.steer(sequence, query)]
+            case ExplainQuery():
+                async with models.use(query.model, principal.name) as service:
+                    events = [attrs.evolve(service.explain(query.request_id, principal.name), id=query.id)]
             case Generate():
                 events = [AnswerList(answers=[await self._owner.detached.begin(query, principal)], id=query.id)]
             case TokenizeQuery():

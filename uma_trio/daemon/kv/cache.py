@@ -12,6 +12,7 @@ sequences, ``forks`` copies running ones, ``offload`` saves and loads states.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Final
 
 import attrs
 
@@ -20,14 +21,17 @@ from uma_trio.daemon.kv.cell_map import MAX_BEHIND, CellMap
 from uma_trio.daemon.kv.forks import Forks
 from uma_trio.daemon.kv.held_prefixes import HeldPrefixes
 from uma_trio.daemon.kv.idle_limit import IdleLimit, expected_tokens
+from uma_trio.daemon.kv.lost_prefixes import Comparison
 from uma_trio.daemon.kv.offload_index import OffloadIndex, SavedState
 from uma_trio.daemon.kv.offload_planner import OffloadPlanner
 from uma_trio.daemon.kv.pool import Pool
-from uma_trio.daemon.kv.prefix_sharing import PrefixSharing
+from uma_trio.daemon.kv.prefix_sharing import Match, PrefixSharing
 from uma_trio.daemon.kv.truncation import Truncation
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.kv_ops import KvOp, Truncate
 from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens, common_prefix
+
+NOTHING_ALIKE: Final = Comparison(0)
 
 
 @attrs.frozen
@@ -41,6 +45,8 @@ class Placement:
     """The request must not start yet: it waits for ``KvCache.followed``, or, if ``saved`` is set, for ``restored``."""
     saved: SavedState | None = None
     """Load this state into the sequence, then call ``KvCache.restored``."""
+    comparison: Comparison = NOTHING_ALIKE
+    """How the prompt compares with what the cache has, and has lost."""
 
 
 @attrs.frozen
@@ -82,6 +88,7 @@ class KvCache:
         idle_limit: how many cells idle sequences of a unified cache may keep.  For caches that attention scans as a
             whole; otherwise they keep ``MAX_IDLE_FRACTION`` of the cells.
         worth_loading: (tokens that loading saves computing, bytes of the state) -> whether loading is faster.
+        clock: the current time, to say when tokens were lost.
     """
 
     def __init__(
@@ -97,6 +104,7 @@ class KvCache:
         reuse: bool = True,
         idle_limit: IdleLimit | None = None,
         worth_loading: Callable[[int, int], bool] = lambda tokens, n_bytes: True,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._pool = Pool(
             n_sequences=n_sequences,
@@ -105,6 +113,7 @@ class KvCache:
             unified=unified,
             max_checkpoints=0 if can_truncate else max_checkpoints,
             idle_limit=idle_limit,
+            clock=clock,
         )
         self._truncation = Truncation(self._pool, can_truncate=can_truncate, state_can_truncate=state_can_truncate)
         self._sharing = PrefixSharing(self._pool, self._truncation)
@@ -177,9 +186,16 @@ class KvCache:
         """
         if not 0 < cells <= self.largest:
             raise ValueError(f"cannot reserve {cells} cells; a sequence has 1 to {self.largest}")
-        pool, sharing = self._pool, self._sharing
         allocation = Allocation(principal, adapters, rank, prompt, cells, private or not self._reuse, durable)
-        source, n_shared, n_in_common = sharing.find(allocation)
+        match = self._sharing.find(allocation)
+        placement = self._allocate(allocation, match, parked)
+        if placement is None or allocation.private:
+            return placement
+        return attrs.evolve(placement, comparison=self._pool.lost.compare(allocation, match.nearest, match.n_in_common))
+
+    def _allocate(self, allocation: Allocation, match: Match, parked: SavedState | None) -> Placement | None:
+        pool, sharing, cells = self._pool, self._sharing, allocation.reserved
+        source, n_shared, n_in_common, _ = match
         self._truncation.plan_pauses(allocation, n_shared, n_in_common)
         state = parked
         if parked is None or len(parked.tokens) - n_shared < MIN_SHARED_TOKENS:
@@ -189,7 +205,7 @@ class KvCache:
         idle = source if source is not None and source.is_idle else None
         if idle is not None and sharing.may_take_over(idle, n_shared):
             return self._take_over(allocation, idle, n_shared)
-        if pool.make_room(cells, keep=source, n_sequences=1):
+        if pool.make_room(cells, keep=source, n_sequences=1, principal=allocation.principal):
             pool.admit(allocation)
             self._record_reuse(allocation, source, n_shared)
             if source is not None:
@@ -212,8 +228,11 @@ class KvCache:
         return n_shared if state is None else common_prefix(prompt[:-1], state.tokens)
 
     def _take_over(self, allocation: Allocation, source: Allocation, n_shared: int) -> Placement | None:
-        if not self._pool.make_room(allocation.reserved - source.reserved, keep=source, n_sequences=0):
+        more = allocation.reserved - source.reserved
+        if not self._pool.make_room(more, keep=source, n_sequences=0, principal=allocation.principal):
             return None
+        if source.n_tokens - n_shared >= MIN_SHARED_TOKENS:
+            self._pool.lost.remember(source, "continued", allocation.principal)
         self._record_reuse(allocation, source, n_shared)
         allocation.n_reused = max(allocation.n_reused, expected_tokens(allocation, source.n_uncut, n_shared))
         self._sharing.take_over(source, n_shared, allocation)
@@ -229,7 +248,7 @@ class KvCache:
         limit.began(allocation, n_shared)
 
     def _allocate_for_state(self, allocation: Allocation, state: SavedState) -> Placement | None:
-        if not self._pool.make_room(allocation.reserved, keep=None, n_sequences=1):
+        if not self._pool.make_room(allocation.reserved, keep=None, n_sequences=1, principal=allocation.principal):
             return None
         self._pool.admit(allocation)
         self._record_reuse(allocation, None, 0)
@@ -251,7 +270,7 @@ class KvCache:
         if allocation.n_tokens or allocation.leader is not None or allocation.awaits_state or allocation.n_shared:
             return
         allocation.tokens = tokens
-        source, n_shared, n_in_common = self._sharing.find(allocation)
+        source, n_shared, n_in_common, _ = self._sharing.find(allocation)
         self._truncation.plan_pauses(allocation, n_shared, n_in_common)
         self._record_reuse(allocation, source, n_shared)
         if source is not None:

@@ -29,7 +29,9 @@ class Forks:
 
     def fork(self, source: Allocation, n: int, cells: int) -> list[Allocation] | None:
         """See ``KvCache.fork``."""
-        if not self._pool.make_room(self.cells_needed(source, n, cells), keep=None, n_sequences=n):
+        if not self._pool.make_room(
+            self.cells_needed(source, n, cells), keep=None, n_sequences=n, principal=source.principal
+        ):
             return None
         length, forks = source.n_tokens, []
         shared = self._share(source) if self._shares and length else None
@@ -58,7 +60,7 @@ class Forks:
         length = self._truncation.longest_within(allocation, length)
         more = allocation.n_shared - length
         if more > 0:
-            if not self._pool.make_room(more, keep=None, n_sequences=0):
+            if not self._pool.make_room(more, keep=None, n_sequences=0, principal=allocation.principal):
                 return False
             self.part(allocation, length)
         self._truncation.truncate(allocation, length)

@@ -119,6 +119,7 @@ class OffloadPlanner:
                 allocation.is_forgotten = True
                 if self.may_save(allocation):
                     self._pool.remove(allocation)
+        self._pool.lost.forget(tokens, principal)
         if self._pool.idle_limit is not None:
             self._pool.idle_limit.forget(tokens, principal)
         names = self.index.prefixes_of(tokens, principal=principal, needed=needed)

@@ -7,12 +7,13 @@ saved.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Final
 
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.checkpoints import Checkpoint, CheckpointIds, least_useful
 from uma_trio.daemon.kv.idle_limit import MAX_IDLE_FRACTION, IdleLimit, excess
+from uma_trio.daemon.kv.lost_prefixes import Cause, LostPrefixes
 from uma_trio.engine_link.kv_ops import DropCheckpoint, KvOp, SaveCheckpoint, Truncate
 from uma_trio.engine_link.prefix import Tokens
 
@@ -31,6 +32,7 @@ class Pool:
         unified: whether all sequences share the cells.
         max_checkpoints: maximum number of checkpoints in use.
         idle_limit: counts the rows that tell how long an allocation was idle; ``KvCache`` applies it.
+        clock: the current time, for ``lost``.
     """
 
     def __init__(
@@ -42,12 +44,15 @@ class Pool:
         unified: bool,
         max_checkpoints: int,
         idle_limit: IdleLimit | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.n_sequences = n_sequences
         self.n_cells = n_cells
         self.cells_per_sequence = cells_per_sequence
         self.unified = unified
         self.idle_limit = idle_limit
+        self.lost = LostPrefixes(clock)
+        """What left the KV cache lately."""
         self.allocations: dict[int, Allocation] = {}
         """All allocations by sequence id."""
         self.idle: dict[int, Allocation] = {}
@@ -135,6 +140,7 @@ class Pool:
             lost: the engine's cache is empty.  If false, the engine removes all tokens in its next step.
         """
         for allocation in list(self.idle.values()):
+            self.lost.remember(allocation, "engine")
             self.remove(allocation)
         for allocation in self.allocations.values():
             allocation.truncation_floor = 0
@@ -153,7 +159,7 @@ class Pool:
         best = max([allocation.seq_id, *sorted(self._free_ids), *idle], key=self._n_busy_neighbours)
         if best != allocation.seq_id:
             if best in self.idle:
-                self._evict([self.idle[best]])
+                self._evict([self.idle[best]], allocation.principal)
             self._free_ids.remove(best)
             self._free_ids.add(allocation.seq_id)
             del self.allocations[allocation.seq_id]
@@ -175,7 +181,7 @@ class Pool:
 
     # -- eviction -------------------------------------------------------------------------------
 
-    def make_room(self, cells: int, *, keep: Allocation | None, n_sequences: int) -> bool:
+    def make_room(self, cells: int, *, keep: Allocation | None, n_sequences: int, principal: str) -> bool:
         """Evict idle allocations, the longest idle first, until ``cells`` more can be reserved.
 
         Evicts nothing if that would not be enough, or while one of the victims must be saved first.
@@ -183,6 +189,7 @@ class Pool:
         Args:
             keep: never evict this one.
             n_sequences: this many free sequence ids are needed as well.
+            principal: of the request that needs the room.
 
         Returns:
             Whether there is room now.
@@ -201,7 +208,7 @@ class Pool:
             missing_ids -= 1
         if missing > 0 or missing_ids > 0:
             return False
-        return self._evict(victims)
+        return self._evict(victims, principal)
 
     def trim_idle(self) -> None:
         """Evict idle allocations until they hold at most ``MAX_IDLE_FRACTION`` of the cells.
@@ -213,22 +220,23 @@ class Pool:
             idle = list(self.idle.values())
             self.evict_each([idle[n] for n in excess([each.reserved for each in idle], limit)])
 
-    def _evict(self, victims: Collection[Allocation]) -> bool:
-        """Evict all ``victims``, or none while some must be saved; returns whether they are gone."""
+    def _evict(self, victims: Collection[Allocation], principal: str) -> bool:
+        """Evict all ``victims`` for ``principal``, or none while some must be saved; returns whether they are gone."""
         unsaved = [allocation for allocation in victims if allocation.needs_save]
         for allocation in unsaved:
             allocation.cells_wanted = True
         if not unsaved:
-            self.evict_each(victims)
+            self.evict_each(victims, "room", principal)
         return not unsaved
 
-    def evict_each(self, victims: Collection[Allocation]) -> None:
-        """Evict ``victims``, without those that must be saved."""
+    def evict_each(self, victims: Collection[Allocation], cause: Cause = "limit", principal: str | None = None) -> None:
+        """Evict ``victims``, without those that must be saved; ``principal`` needs their place, if somebody does."""
         for allocation in victims:
             if allocation.needs_save:
                 allocation.cells_wanted = True
             else:
                 self.evicted_total += 1
+                self.lost.remember(allocation, cause, principal)
                 self.remove(allocation)
 
     # -- checkpoints ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.pool import Pool
 from uma_trio.daemon.kv.truncation import Truncation
 from uma_trio.engine_link.kv_ops import CopyPrefix
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, common_prefix
+from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens, common_prefix
 
 
 class Match(NamedTuple):
@@ -30,6 +30,8 @@ class Match(NamedTuple):
     """Tokens that the request can get from ``source``, now or later."""
     n_in_common: int
     """Longest common prefix with any sequence, including tokens that cannot be reused."""
+    nearest: Tokens | None
+    """The tokens of that sequence; of several, the one that became idle last."""
 
 
 class PrefixSharing:
@@ -53,11 +55,11 @@ class PrefixSharing:
             excluded: allocations to ignore.
         """
         if allocation.private:
-            return Match(None, 0, 0)
+            return Match(None, 0, 0, None)
         truncation = self._truncation
         prompt = allocation.tokens[:-1]  # the last token is always computed, for its logits
         found: Allocation | None = None
-        n_in_common = 0
+        nearest, n_in_common = None, 0
         best = (MIN_SHARED_TOKENS, -1, False, 0)
         for other in self._pool.allocations.values():
             if not other.may_share(allocation) or other.private or other is allocation or other in excluded:
@@ -65,7 +67,8 @@ class PrefixSharing:
             if len(prompt) < best[0] or len(other.tokens) < best[0] or other.waits_for(allocation):
                 continue
             shared = common_prefix(prompt, other.tokens)
-            n_in_common = max(n_in_common, shared)
+            if nearest is None or (shared, other.idle_since) > (n_in_common, nearest.idle_since):
+                nearest, n_in_common = other, shared
             if other.is_idle:
                 shared = truncation.longest_within(other, shared)
             else:
@@ -75,7 +78,7 @@ class PrefixSharing:
             quality = (shared, min(shared, other.n_tokens), other.is_idle, -other.n_tokens)
             if quality > best:
                 found, best = other, quality
-        return Match(found, 0 if found is None else best[0], n_in_common)
+        return Match(found, 0 if found is None else best[0], n_in_common, None if nearest is None else nearest.tokens)
 
     def may_take_over(self, source: Allocation, n_shared: int) -> bool:
         """Whether the tokens of ``source`` after the shared prefix may be removed."""
@@ -126,7 +129,7 @@ class PrefixSharing:
                 ready.append(allocation)
         while leaderless:  # the first one takes what its leader has computed, and the others may follow it
             allocation = next(iter(leaderless))
-            source, n_shared, _ = self.find(allocation, stalled=stalled, excluded=leaderless)
+            source, n_shared, *_ = self.find(allocation, stalled=stalled, excluded=leaderless)
             del leaderless[allocation]
             self.stop_waiting(allocation)
             if source is not None:

@@ -42,6 +42,7 @@ def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
         reuse=reuse,
         idle_limit=IdleLimit(info.n_ctx) if info.attention_scan is AttentionScan.CACHE else None,
         worth_loading=timings.worth_loading,
+        clock=trio.current_time,
     )
 
 
@@ -107,6 +108,8 @@ class RunningSet:
             sequence.admitted_at = sequence.placed_at
             self._telemetry.record_admission(1e3 * (sequence.admitted_at - sequence.arrived_at))
         self._sequences[allocation] = sequence
+        if not sequence.was_preempted:
+            sequence.comparison = placement.comparison
         if not placement.waits:
             self._start_prefill(sequence, placement.n_cached)
         if placement.saved is not None:

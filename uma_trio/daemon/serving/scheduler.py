@@ -39,6 +39,7 @@ from uma_trio.daemon.serving.controllers.driver import (
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.drafting import DraftModel
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
+from uma_trio.daemon.serving.explaining import Explainer, SpellEach
 from uma_trio.daemon.serving.forecasting import Forecaster
 from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
 from uma_trio.daemon.serving.offload import InThread, Offloader
@@ -75,7 +76,7 @@ from uma_trio.processes.machine import free_memory_bytes
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.protocol.events import Failure
 from uma_trio.protocol.requests import Embed, Generate, Rerank
-from uma_trio.protocol.usage import FinishReason
+from uma_trio.protocol.usage import Explanation, FinishReason
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.serving")
@@ -91,6 +92,7 @@ class Scheduler:
         cost: what is known of the engine's speed at the start.
         in_thread: runs a blocking call.
         runtime: of controllers; ``None``: requests cannot have one.
+        spell_each: the bytes of each of some tokens, control tokens spelled out; ``None``: as ``token_to_bytes``.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Scheduler:
         cost: CostModel | None = None,
         in_thread: InThread = trio.to_thread.run_sync,
         runtime: ControllerRuntime | None = None,
+        spell_each: SpellEach | None = None,
     ) -> None:
         self.info: ModelInfo = engine.info
         self._engine = engine
@@ -127,6 +130,7 @@ class Scheduler:
             info=self.info,
             limits=config.scheduling,
         )
+        self._explainer = Explainer(spell_each or (lambda tokens: [token_to_bytes(token) for token in tokens]))
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._bisection: CrashBisection[Sequence] = CrashBisection()
         self._controllers = ControllerDriver(runtime, engine, self._running)
@@ -290,6 +294,18 @@ class Scheduler:
     def retry_after_ms(self) -> int:
         """When a request that was refused may be sent again; see ``Forecaster``."""
         return self._forecaster.retry_after_ms(self._planner.service)
+
+    def explain(self, request_id: str, principal: str) -> Explanation:
+        """Why tokens of the prompt of a request of ``principal`` were computed again.
+
+        Raises:
+            AnswerNotFound: nothing is known of it.
+        """
+        return self._explainer.find(request_id, principal, self.sequences(), self.timings.cost.prefill_token_ms)
+
+    def forget(self, tokens: TokenIds, principal: str) -> None:
+        """Forget the prompts of ``principal`` that are a prefix of ``tokens``."""
+        self._explainer.forget(tokens, principal)
 
     def cancel_embedding(self, pending: PendingEmbeddings, reason: UmaError | None) -> None:
         """End ``pending`` now, if it has not ended: with an error, or as cancelled."""
@@ -682,7 +698,10 @@ class Scheduler:
             reason.request_id = sequence.request.id
             sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
         else:
+            if sequence.request.explain:
+                sequence.explanation = self._explainer.of(sequence, self.timings.cost.prefill_token_ms)
             sequence.sink.send(sequence.eos(reason, sequence.ended_at))
+        self._explainer.ended(sequence, self.timings.cost.prefill_token_ms)
         self._stats.record_end(sequence, reason, sequence.ended_at)
         self._forecaster.ended(sequence, reason)
         if self._planner.drafts is not None:

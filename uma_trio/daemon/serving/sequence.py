@@ -17,6 +17,7 @@ from uma_trio.daemon.answer.budget import ReasoningBudget
 from uma_trio.daemon.answer.regions import RegionAssembler
 from uma_trio.daemon.answer.text import TextAssembler
 from uma_trio.daemon.kv.allocation import Allocation
+from uma_trio.daemon.kv.lost_prefixes import Comparison
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.prompts.media import rows_between, whole_part
 from uma_trio.daemon.prompts.prompt import Prompt
@@ -38,7 +39,7 @@ from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.events import Eos, Forecast, Logprobs, PrefillProgress
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
-from uma_trio.protocol.usage import FinishReason, Timings, Usage
+from uma_trio.protocol.usage import Explanation, FinishReason, Timings, Usage
 
 EWMA_WEIGHT: Final = 0.2
 
@@ -160,6 +161,8 @@ class Sequence:
     state: State = State.WAITING
     allocation: Allocation | None = None
     """Its place in the KV cache, which also counts the tokens there."""
+    comparison: Comparison | None = None
+    """How its prompt compares with what the KV cache had when it got its first place."""
     n_expected: int | None = None
     """Prompt tokens that it would have found in the KV cache when its forecast needed them first; ``None`` before."""
     n_cached: int = 0
@@ -230,6 +233,8 @@ class Sequence:
     cancelled_at: float | None = None
     """When it was ended from outside: by its client, a timeout, or shutdown."""
     ended_at: float | None = None
+    explanation: Explanation | None = None
+    """Why tokens of its prompt were computed again, if its request asks for that."""
     forecast: Forecast | None = None
     """The last forecast that its client got."""
     predicted: Prediction | None = None
@@ -538,6 +543,7 @@ class Sequence:
             reasoning_tokens=self._n_reasoning_tokens,
             sampled_tokens=None if self.control is None else self.control.n_sampled,
             inserted_tokens=None if self.control is None else self.control.n_inserted,
+            explanation=self.explanation,
         )
 
     @property

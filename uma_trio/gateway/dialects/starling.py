@@ -1,7 +1,7 @@
 """Starling's API, the gateway's own: the socket protocol over HTTP, field for field.
 
-``POST /v1/generate``, ``POST /v1/tokenize`` and ``POST /v1/requests/{id}/steer``; ``starling_sessions`` has the rest.  Their fields and events are those of
-docs/PROTOCOL-REFERENCE.md, and the daemon checks them.
+``POST /v1/generate``, ``POST /v1/tokenize`` and what begins with ``/v1/requests``; ``starling_sessions`` has the rest.
+Their fields and events are those of docs/PROTOCOL-REFERENCE.md, and the daemon checks them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, encode, json_response, sse
-from uma_trio.gateway.dialects.starling_shapes import Answer, SteeredAnswer, Tokenized
+from uma_trio.gateway.dialects.starling_shapes import Answer, ExplainedPrompt, SteeredAnswer, Tokenized
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
@@ -91,6 +91,14 @@ async def steer(call: Call) -> Response:
     work = call.ask(lambda client: client.steer(name, **changes), counts=True)
     done = await call.unless_disconnected(work)
     return json_response(_without_names(to_fields(done)), warnings=warnings)
+
+
+async def explain(call: Call) -> Response:
+    """Why tokens of the prompt of the request ``id`` of the same client were computed again."""
+    given = call.request.query_params
+    fields = {"model": given["model"]} if "model" in given else {}
+    found = await call.ask(lambda client: client.explain(call.request.path_params["id"], **fields), counts=True)
+    return json_response(_without_names(to_fields(found)))
 
 
 def _split_stop(fields: dict[str, Any]) -> None:
@@ -207,5 +215,14 @@ ENDPOINTS = (
         summary="Change a running request: append text, end its reasoning, bound or stop it",
         body=SteerQuery,
         hidden_fields=OF_THE_PATH,
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/requests/{id}/explain",
+        dialect=STARLING,
+        needs_owner=True,
+        answer=explain,
+        shapes=(ExplainedPrompt,),
+        summary="Why tokens of a request's prompt were computed again",
     ),
 )

@@ -11,7 +11,7 @@ from uma_trio.gateway.dialects.shapes import Object, Warned
 from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.chat import ChatMessage, ToolCall
 from uma_trio.protocol.events import Logprobs
-from uma_trio.protocol.usage import FinishReason, Timings, Usage
+from uma_trio.protocol.usage import Change, FinishReason, Loss, Reason, Timings, Usage
 
 
 class Answer(Warned, kw_only=True):
@@ -59,6 +59,20 @@ class SteeredAnswer(Warned):
     reasoning_ended: bool
     max_tokens: int
     stop: Literal["now", "sentence"] | UnsetType = UNSET
+
+
+class ExplainedPrompt(msgspec.Struct):
+    """Which tokens of a prompt were computed although an earlier prompt began alike, and why."""
+
+    request_id: str
+    reason: Reason
+    prompt_tokens: int
+    cached_tokens: int
+    common_tokens: int
+    again_tokens: int
+    cost_ms: float
+    change: Change | UnsetType = UNSET
+    loss: Loss | UnsetType = UNSET
 
 
 class SessionPage(msgspec.Struct):

@@ -32,6 +32,7 @@ from uma_trio.gateway.limits import QUOTA
 from uma_trio.protocol.chat import MAX_MESSAGES
 from uma_trio.protocol.events import Logprobs
 from uma_trio.protocol.json_cost import JsonCost
+from uma_trio.protocol.messages import to_fields
 from uma_trio.protocol.requests import MAX_BIASES
 
 FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
@@ -370,6 +371,10 @@ def usage_body(*ends: Eos) -> dict[str, Any]:
     if any(eos.usage.reasoning_tokens is not None for eos in ends):
         reasoning = sum(eos.usage.reasoning_tokens or 0 for eos in ends)
         body["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    if first.explanation is not None:
+        body["explanation"] = {
+            name: value for name, value in to_fields(first.explanation).items() if name not in ("event", "id")
+        }
     return body
 
 

@@ -1,0 +1,75 @@
+"""What is remembered of tokens that left the KV cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.kv_cache import HELLO, MORE, OTHER, SYSTEM, done, make_cache, tokens
+from uma_trio.daemon.kv import lost_prefixes
+from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.kv.lost_prefixes import Comparison
+
+
+def compare(cache: KvCache, prompt: np.ndarray, **options: object) -> Comparison:
+    placement = cache.allocate(prompt, len(prompt) + 1, **options)  # type: ignore[arg-type]
+    assert placement is not None
+    cache.release(placement.allocation)
+    return placement.comparison
+
+
+def test_a_prompt_is_compared_with_what_is_there() -> None:
+    cache = make_cache()
+    held = done(cache, tokens(SYSTEM, HELLO))
+    found = compare(cache, tokens(SYSTEM, OTHER, HELLO))
+    assert (found.n_common, found.lost) == (50, None)
+    assert found.earlier is not None
+    assert found.earlier.tolist() == held.tolist()
+    assert compare(cache, tokens(SYSTEM, HELLO, MORE)).n_common == 100
+    assert compare(cache, tokens(OTHER)).earlier is None
+    assert compare(cache, tokens(SYSTEM, HELLO), principal="other").earlier is None
+    assert compare(cache, tokens(SYSTEM, HELLO), private=True).earlier is None
+
+
+def test_evicted_tokens_are_known_with_who_needed_their_place() -> None:
+    now = 5.0
+    cache = make_cache(n_sequences=1, clock=lambda: now)
+    done(cache, tokens(SYSTEM, HELLO), principal="a")
+    done(cache, tokens(OTHER), principal="b")
+    now = 8.0
+    lost = compare(cache, tokens(SYSTEM, HELLO, MORE), principal="a").lost
+    assert lost is not None
+    assert (lost.cause, lost.claimant, lost.at, len(lost.tokens)) == ("room", "b", 5.0, 100)
+    assert compare(cache, tokens(SYSTEM, HELLO, MORE), principal="b").lost is None, "they are another's"
+
+
+def test_tokens_of_a_conversation_that_another_one_went_on_from() -> None:
+    cache = make_cache()
+    done(cache, tokens(SYSTEM, HELLO), MORE)
+    done(cache, tokens(SYSTEM, HELLO, OTHER))
+    found = compare(cache, tokens(SYSTEM, HELLO, MORE, OTHER))
+    assert found.lost is not None
+    assert (found.n_common, found.lost.cause) == (150, "continued")
+
+
+def test_a_restart_of_the_engine_loses_all() -> None:
+    cache = make_cache()
+    done(cache, tokens(SYSTEM, HELLO))
+    cache.clear(lost=True)
+    lost = compare(cache, tokens(SYSTEM, HELLO)).lost
+    assert lost is not None
+    assert (lost.cause, lost.claimant) == ("engine", None)
+
+
+def test_the_memory_is_bounded_and_forgets_closed_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_prefixes, "MAX_LOST", 3)
+    monkeypatch.setattr(lost_prefixes, "MAX_LOST_TOKENS", 250)
+    cache = make_cache(n_sequences=1)
+    for part in range(10, 17):
+        done(cache, tokens(part, part + 10))
+    lost = cache._pool.lost
+    assert len(lost) == 2
+    assert compare(cache, tokens(15, 25)).n_common == 99
+    assert compare(cache, tokens(10, 20)).n_common == 0
+    lost.forget(tokens(15, 25, MORE), "")
+    assert compare(cache, tokens(15, 25)).lost is None

@@ -1,0 +1,100 @@
+"""``uma-trio explain``: why tokens of a prompt were computed again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from uma_trio.cli.client_options import reporting_errors, socket_option
+
+if TYPE_CHECKING:
+    from uma_trio.client import Explanation
+
+KINDS: Final = {
+    "number": "a number",
+    "date": "a date or a time",
+    "tools_order": "the order of the tools",
+    "tools": "the tools",
+    "template": "text of the chat template, such as one of its variables",
+    "text": "the text",
+    "shorter": "nothing, but the earlier one goes on",
+}
+CAUSES: Final = {
+    "room": "needed its place in the KV cache",
+    "limit": "Idle sequences had more than their share of the KV cache",
+    "continued": "that begins alike went on from a part of it",
+    "engine": "The engine was started again",
+}
+
+
+@click.command("explain")
+@click.argument("id")
+@click.option("--model", help="The model that answered.  [default: the daemon's first]")
+@click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
+@socket_option()
+def command(id: str, model: str | None, as_json: bool, socket: str | None) -> None:
+    """Say which tokens of a request's prompt were computed although an earlier prompt began alike, and why.
+
+    ID is the id of the request, over HTTP the x-request-id of its response.  The daemon knows the last ones.
+    """
+    from uma_trio.client import open_client
+    from uma_trio.protocol.messages import to_fields
+
+    async def ask() -> Explanation:
+        async with open_client(socket) as client:
+            return await client.explain(id, **({} if model is None else {"model": model}))
+
+    with reporting_errors("explain", socket):
+        from uma_trio.cli.run_trio import run
+
+        found = run(ask)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(to_fields(found)))
+    else:
+        click.echo("\n".join(in_words(found)))
+
+
+def in_words(found: Explanation) -> list[str]:
+    """The lines that people read."""
+    lines = [f"{found.cached_tokens} of {found.prompt_tokens} tokens of the prompt were in the KV cache"]
+    again = f"{found.again_tokens} tokens were computed again, in about {found.cost_ms:.0f} ms"
+    match found.reason:
+        case "cached":
+            lines.append("it goes on where an earlier prompt or answer ends: nothing was computed again")
+        case "new":
+            lines.append("no earlier prompt that is known begins like it")
+        case "private":
+            lines.append("the request has cache_prompt: false")
+        case "not_shared":
+            lines.append(
+                f"{found.common_tokens} tokens were there, but this request could not take all of them; {again}"
+            )
+        case "lost":
+            lines += [f"{found.common_tokens} tokens had been in the KV cache; {again}", _loss(found)]
+        case "changed":
+            lines += [f"it differs from an earlier prompt after {found.common_tokens} tokens; {again}", *_change(found)]
+    return lines
+
+
+def _loss(found: Explanation) -> str:
+    assert found.loss is not None
+    cause = CAUSES[found.loss.cause]
+    if found.loss.claimant is not None:
+        owner = "of yours" if found.loss.claimant == "you" else "of somebody else"
+        cause = f"Another request {owner} {cause}"
+    return f"{cause}, {found.loss.ago_ms / 1e3:.1f} s ago"
+
+
+def _change(found: Explanation) -> list[str]:
+    change = found.change
+    assert change is not None
+    where = "" if change.message_index is None else f", in message {change.message_index} ({change.role})"
+    return [
+        f"what differs is {KINDS[change.kind]}{where}",
+        f"  after  {change.before!r}",
+        f"  was    {change.was!r}",
+        f"  is now {change.now!r}",
+    ]

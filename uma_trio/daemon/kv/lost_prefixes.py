@@ -1,0 +1,100 @@
+"""Remembers the last tokens that left the KV cache, so that a client can be told why its prompt was prefilled again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Literal
+
+import attrs
+
+from uma_trio.daemon.kv.allocation import Allocation
+from uma_trio.engine_link.adapters import AdapterSet
+from uma_trio.engine_link.prefix import Tokens, common_prefix
+
+MAX_LOST: Final = 64
+"""Sequences that are remembered."""
+
+MAX_LOST_TOKENS: Final = 1 << 20
+"""Their tokens together."""
+
+Cause = Literal["room", "limit", "continued", "engine"]
+"""Why tokens left: another request needed their place; idle sequences had more than their share of the cells; another
+request that begins alike went on from a part of them; the engine was started again."""
+
+
+@attrs.frozen(eq=False)
+class LostPrefix:
+    """The tokens of a sequence that the KV cache had, and no longer has."""
+
+    tokens: Tokens
+    principal: str
+    adapters: AdapterSet
+    cause: Cause
+    claimant: str | None
+    """The principal of the request that needed the place, if one did."""
+    at: float
+
+
+@attrs.frozen(eq=False)
+class Comparison:
+    """How a prompt compares with what the KV cache had when its request got its place."""
+
+    n_common: int
+    """Tokens of the longest common prefix with ``earlier``."""
+    earlier: Tokens | None = None
+    """The tokens that have the longest prefix in common with the prompt, there or lost; ``None``: none begins alike."""
+    lost: LostPrefix | None = None
+    """Set if these tokens are lost."""
+
+
+class LostPrefixes:
+    """The last sequences that left the KV cache.
+
+    Args:
+        clock: the current time.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lost: deque[LostPrefix] = deque()
+        self._n_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._lost)
+
+    def remember(self, allocation: Allocation, cause: Cause, claimant: str | None = None) -> None:
+        """Remember the tokens of ``allocation``, which the cache loses; the oldest ones go if there are too many."""
+        tokens = allocation.tokens
+        if allocation.is_forgotten or len(tokens) > MAX_LOST_TOKENS:
+            return
+        lost = LostPrefix(tokens.copy(), allocation.principal, allocation.adapters, cause, claimant, self._clock())
+        self._lost.append(lost)
+        self._n_tokens += len(tokens)
+        while len(self._lost) > MAX_LOST or self._n_tokens > MAX_LOST_TOKENS:
+            self._n_tokens -= len(self._lost.popleft().tokens)
+
+    def compare(self, allocation: Allocation, nearest: Tokens | None, n_common: int) -> Comparison:
+        """How the prompt of ``allocation`` compares with the tokens that are there and those that are lost.
+
+        Args:
+            nearest: those of a sequence that is there, and has ``n_common`` tokens in common with the prompt.
+        """
+        prompt, found = allocation.tokens[:-1], None
+        for lost in reversed(self._lost):
+            if lost.principal == allocation.principal and lost.adapters == allocation.adapters:
+                n = common_prefix(prompt, lost.tokens)
+                if n > n_common:
+                    found, n_common = lost, n
+        earlier = nearest if found is None else found.tokens
+        return Comparison(n_common, earlier if n_common else None, found)
+
+    def forget(self, tokens: Tokens, principal: str) -> None:
+        """Forget what belongs to ``principal`` and is a prefix of ``tokens``."""
+        kept = [
+            lost
+            for lost in self._lost
+            if lost.principal != principal or common_prefix(lost.tokens, tokens) < len(lost.tokens)
+        ]
+        self._lost = deque(kept)
+        self._n_tokens = sum([len(lost.tokens) for lost in kept])

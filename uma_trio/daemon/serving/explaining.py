@@ -1,0 +1,187 @@
+"""Says which tokens of a prompt were computed although an earlier prompt began alike, and why."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import attrs
+import trio
+
+from uma_trio.daemon.kv.lost_prefixes import Comparison
+from uma_trio.daemon.prompts.difference import difference
+from uma_trio.daemon.serving import sequence as sequences
+from uma_trio.engine_link.media import PLACEHOLDER
+from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens, common_prefix
+from uma_trio.errors import AnswerNotFound
+from uma_trio.protocol.usage import Change, Explanation, Loss, Reason
+
+MAX_KEPT: Final = 64
+"""Ended requests that can be explained."""
+
+MAX_KEPT_CHARS: Final = 1 << 22
+"""Their texts together."""
+
+
+SpellEach = Callable[[Iterable[int]], list[bytes]]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Prefilled:
+    """What is known of the prompt of one request."""
+
+    request_id: str
+    principal: str
+    tokens: Tokens
+    text: str
+    roles: Sequence[str]
+    messages: Sequence[str]
+    """Their texts."""
+    tools: Sequence[str]
+    n_cached: int
+    is_private: bool
+    comparison: Comparison
+    token_ms: float
+    """What a token of a prompt took, by the cost model."""
+
+
+@attrs.define(eq=False)
+class Explainer:
+    """Explains the prompts of one model: those of running requests, and the last ones that ended.
+
+    Args:
+        spell_each: the bytes of each of some tokens, control tokens spelled out.
+    """
+
+    _spell_each: SpellEach
+    _kept: deque[Prefilled] = attrs.field(factory=deque, init=False)
+    _n_chars: int = attrs.field(default=0, init=False)
+
+    def ended(self, sequence: sequences.Sequence, token_ms: float) -> None:
+        """Keep what is known of the prompt of ``sequence``, if it was computed; the oldest ones go."""
+        found = _prefilled(sequence, token_ms)
+        if found is None or len(found.text) > MAX_KEPT_CHARS or sequence.index:
+            return
+        self._kept.append(found)
+        self._n_chars += len(found.text)
+        while len(self._kept) > MAX_KEPT or self._n_chars > MAX_KEPT_CHARS:
+            self._n_chars -= len(self._kept.popleft().text)
+
+    def forget(self, tokens: Tokens, principal: str) -> None:
+        """Forget the prompts of ``principal`` that are a prefix of ``tokens``."""
+        kept = [
+            each
+            for each in self._kept
+            if each.principal != principal or common_prefix(each.tokens, tokens) < len(each.tokens)
+        ]
+        self._kept, self._n_chars = deque(kept), sum([len(each.text) for each in kept])
+
+    def find(
+        self, request_id: str, principal: str, running: Iterable[sequences.Sequence], token_ms: float
+    ) -> Explanation:
+        """Explain the prompt of the last request of this id.
+
+        Raises:
+            AnswerNotFound: there is none, it has no place yet, or too many others have ended since.
+        """
+        now = [each for each in running if each.request.id == request_id and each.principal.name == principal]
+        found = next(filter(None, [_prefilled(each, token_ms) for each in now]), None)
+        if found is None:
+            for each in self._kept:
+                if each.request_id == request_id and each.principal == principal:
+                    found = each
+        if found is None:
+            raise AnswerNotFound(
+                f"nothing is known of a prompt of request {request_id!r}: it waits still, {MAX_KEPT} others have ended since, "
+                "or it belongs to another principal or model",
+                field="request_id",
+            )
+        return self._explain(found)
+
+    def of(self, sequence: sequences.Sequence, token_ms: float) -> Explanation | None:
+        """Explain the prompt of ``sequence``; ``None`` if it was not computed."""
+        found = _prefilled(sequence, token_ms)
+        return None if found is None else self._explain(found)
+
+    def _explain(self, found: Prefilled) -> Explanation:
+        comparison, n = found.comparison, found.comparison.n_common
+        explanation = Explanation(
+            request_id=found.request_id,
+            reason="private" if found.is_private else "new",
+            prompt_tokens=len(found.tokens),
+            cached_tokens=found.n_cached,
+            common_tokens=n,
+        )
+        earlier, lost = comparison.earlier, comparison.lost
+        if earlier is None or found.is_private:
+            return explanation
+        n_both = min(len(found.tokens), len(earlier))
+        n_again = max(0, n_both - found.n_cached)
+        reason: Reason = "cached" if n >= min(len(found.tokens) - 1, len(earlier)) else "changed"
+        if n - found.n_cached >= max(MIN_SHARED_TOKENS, n_both - n):  # more for that than for the difference
+            reason = "not_shared" if lost is None else "lost"
+        change = None
+        if reason == "changed":
+            change = self._change(found, earlier)
+            if n < MIN_SHARED_TOKENS and change.kind == "text":
+                return explanation  # both have no more in common than any two prompts
+        return attrs.evolve(
+            explanation,
+            reason=reason,
+            again_tokens=0 if reason == "cached" else n_again,
+            cost_ms=0.0 if reason == "cached" else round(n_again * found.token_ms, 1),
+            change=change,
+            loss=None
+            if lost is None or reason != "lost"
+            else Loss(
+                cause=lost.cause,
+                ago_ms=round(1e3 * (trio.current_time() - lost.at)),
+                claimant=None if lost.claimant is None else "you" if lost.claimant == found.principal else "another",
+            ),
+        )
+
+    def _change(self, found: Prefilled, earlier: Tokens) -> Change:
+        difference_ = difference(
+            found.tokens,
+            earlier,
+            found.comparison.n_common,
+            self._spell,
+            text=found.text,
+            messages=found.messages,
+            tools=found.tools,
+        )
+        index = difference_.message_index
+        return Change(
+            kind=difference_.kind,
+            before=difference_.before,
+            was=difference_.was,
+            now=difference_.now,
+            message_index=index,
+            role=None if index is None else found.roles[index],
+        )
+
+    def _spell(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``, without the rows of pictures."""
+        pieces = self._spell_each([token for token in tokens if token < PLACEHOLDER])
+        return b"".join(pieces).decode("utf-8", "replace")
+
+
+def _prefilled(sequence: sequences.Sequence, token_ms: float) -> Prefilled | None:
+    request, comparison = sequence.request, sequence.comparison
+    if comparison is None:
+        return None
+    messages = request.messages or ()
+    return Prefilled(
+        request_id=request.id,
+        principal=sequence.principal.name,
+        tokens=sequence.prompt.tokens,
+        text=sequence.prompt.text,
+        roles=[each.role for each in messages],
+        messages=[each.text for each in messages],
+        tools=[each.name for each in request.tools],
+        n_cached=sequence.n_cached,
+        is_private=not request.cache_prompt,
+        comparison=comparison,
+        token_ms=token_ms,
+    )
