@@ -9,7 +9,7 @@ from tests.gateway.conftest import Gateway
 from uma_trio.cli import main
 from uma_trio.gateway.dialects.starling_shapes import ExplainedPrompt
 
-RULES = "You answer briefly, in whole sentences, and you never guess. " * 6
+RULES = "You answer briefly, in whole sentences, and you never joke. " * 6
 
 
 def ask(gateway: Gateway, date: str, question: str, **fields: object) -> tuple[str, dict[str, object]]:

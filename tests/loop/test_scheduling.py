@@ -21,6 +21,7 @@ from uma_trio.daemon.scheduling.policy import LATE_PREFILL_SHARE
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.principal import Principal
+from uma_trio.processes.energy import EnergyMeter
 from uma_trio.protocol.events import Token
 from uma_trio.protocol.requests import Generate, Slo
 
@@ -78,11 +79,11 @@ class Harness:
 
 
 @contextlib.asynccontextmanager
-async def running(engine: FakeEngine | None = None, **values: Any):
+async def running(engine: FakeEngine | None = None, *, meter: EnergyMeter | None = None, **values: Any):
     engine = engine or FakeEngine(n_ctx=100_000)
     # the prompts have a common prefix, and each one has to be computed
     chosen = settings(**{"prefix_reuse": False, **values})
-    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, chosen)
+    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, chosen, meter=meter)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scheduler.run)
         yield Harness(scheduler, engine)

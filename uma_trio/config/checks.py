@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from uma_trio.config.fields import DEFAULT_BATCH, Config, Model
 from uma_trio.config.lists import NO_DEVICES
+from uma_trio.config.power import parse_power_limit
 from uma_trio.config.refusal import ConfigError
 
 
@@ -23,6 +24,8 @@ def check_consistency(config: Config) -> None:
                 f"(parallel) and for {scheduling.prefill_burst_tokens} tokens of a prompt (prefill_burst_tokens): "
                 f"make {name} at least {needed}, or one of the others smaller"
             )
+    if scheduling.power_limit is not None:
+        parse_power_limit(scheduling.power_limit)
     if model.type_v not in ("auto", "f16") and model.flash_attn == "off":
         raise ConfigError(
             f"type_v is {model.type_v} and flash_attn off, but llama.cpp quantizes V with flash attention only: make "

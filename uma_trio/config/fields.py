@@ -610,6 +610,12 @@ class Scheduling:
         ge=1,
         le=8192,
     )
+    power_limit: str | None = setting(
+        None,
+        "Let the device rest between ticks: 60% lets it compute in that share of the time, 40W keeps the mean power below, as "
+        "far as the machine [counts energy](METRICS.md#energy). All requests get slower alike.",
+        metavar="SHARE|POWER",
+    )
     prefix_reuse: bool = setting(
         True,
         "Keep the KV cache of finished requests while there is room, and reuse common prefixes of finished and running "

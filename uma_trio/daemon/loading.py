@@ -29,6 +29,7 @@ from uma_trio.hub.locate import LocatedModel, find_installed, installed_models
 from uma_trio.hub.variants import quantization_of
 from uma_trio.models.packaged import model_path
 from uma_trio.models.purpose import Purpose
+from uma_trio.processes.energy import meter_of_this_machine
 from uma_trio.processes.machine import default_threads, machine_memory_bytes
 from uma_trio.protocol.answers import Capability, ModelDescription, bare_name
 
@@ -196,7 +197,11 @@ class Opener:
             self._set_budget(model)
             runtime = make_runtime(spec.config, model)
             with contextlib.ExitStack() as stack:
-                service = ModelService(spec.config, model, runtime=runtime)
+                limit = spec.config.scheduling.power_limit
+                meter = meter_of_this_machine()
+                if meter is None and limit is not None and not limit.rstrip().endswith("%"):
+                    log.warning("the power limit has no effect: nothing counts energy", power_limit=limit)
+                service = ModelService(spec.config, model, runtime=runtime, meter=meter)
                 if self._kv_events is not None and spec.name == self._default:
                     following = self._kv_events.following(service.scheduler.cache)
                     service.scheduler.on_step = stack.enter_context(following)

@@ -35,6 +35,7 @@ from uma_trio.grammar.compiler import Grammar
 from uma_trio.models.purpose import IN_WORDS
 from uma_trio.models.sampling_defaults import sampling_defaults
 from uma_trio.principal import Principal
+from uma_trio.processes.energy import EnergyMeter
 from uma_trio.protocol.answers import (
     AdapterDescription,
     Capability,
@@ -64,6 +65,7 @@ class ModelService:
     Args:
         in_thread: runs a blocking call.
         runtime: of controllers; ``None``: requests cannot have one.
+        meter: counts energy; ``None``: nothing does.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class ModelService:
         *,
         in_thread: InThread = trio.to_thread.run_sync,
         runtime: ControllerRuntime | None = None,
+        meter: EnergyMeter | None = None,
     ) -> None:
         self.name = model.info.served_name
         self._model = model
@@ -95,6 +98,7 @@ class ModelService:
             in_thread,
             runtime,
             spell_each=model.prompts.tokenizer.tokens_to_bytes,
+            meter=meter,
         )
         self.sessions = Sessions(config, self.scheduler, model.prompts, content=self.content, in_thread=in_thread)
         self._in_thread = in_thread

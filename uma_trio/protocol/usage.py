@@ -61,7 +61,7 @@ class Explanation:
     loss: Loss | None = None
     """With ``lost``: why."""
     id: str | None = None
-    """Of the query."""
+    """The id of the query."""
 
 
 @attrs.frozen(kw_only=True)
@@ -81,6 +81,8 @@ class Usage:
     """Generated tokens that the model chose.  This and the next field come with ``Generate.controller``."""
     inserted_tokens: Count | None = None
     """Generated tokens that the controller chose."""
+    energy_j: Amount | None = None
+    """Joules that the processor and the cards took for it: its part of each step, by tokens.  ``None``: nobody counts."""
     explanation: Explanation | None = None
     """Why tokens of the prompt were computed again; with ``Generate.explain``."""
 

@@ -143,6 +143,11 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
         counter("tokens_total", "tokens", "Generated tokens."),
         counter("prompt_tokens_total", "tokens",
             "Prompt tokens that were computed. Tokens from the cache are not included."),
+        counter("energy_joules_total", "joules",
+            "Energy that processor and cards took while they computed, as far as the machine [counts it](#energy). "
+            "Other programs at that time are included.", name="energy_joules"),
+        figure("joules_per_token", "joules", "since start",
+            "`energy_joules_total` divided by all tokens that were computed, those of prompts included; absent if nobody counts."),
         counter("prefix_cache_hits_total", "requests", "Requests whose prompt began in the KV cache."),
         counter("cached_tokens_total", "tokens",
             "Prompt tokens that came from the KV cache. The hit rate is this, divided by the sum of this and "

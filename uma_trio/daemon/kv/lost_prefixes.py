@@ -1,4 +1,4 @@
-"""Remembers the last tokens that left the KV cache, so that a client can be told why its prompt was prefilled again."""
+"""Remembers the last tokens that left the KV cache, to explain why a prompt was prefilled again."""
 
 from __future__ import annotations
 

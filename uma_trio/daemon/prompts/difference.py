@@ -1,7 +1,7 @@
 """Says where and how a prompt differs from an earlier one, from the tokens of both.
 
 Pure, and as cheap as a few hundred tokens, however long the prompts are: the text around the first difference is
-spelled out, and found again in the text and in the messages of the new prompt.  Only what is known is said.
+spelled out, and found again in the text and in the messages of the new prompt.  It reports only what it knows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import attrs
 from uma_trio.engine_link.prefix import Tokens
 
 ChangeKind = Literal["number", "date", "tools_order", "tools", "template", "text", "shorter"]
-"""What has changed: digits only; digits of a date or a time; the order of the tools; which tools there are, or what is said
-of them; text that is no message's, such as a variable of the template; any other text; the prompt ends where the earlier
+"""What has changed: digits only; digits of a date or a time; the order of the tools; which tools there are, or how they
+are described; text that is no message's, such as a variable of the template; any other text; the prompt ends where the earlier
 one goes on."""
 
 AROUND: Final = 24

@@ -25,6 +25,7 @@ from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import CostModel
+from uma_trio.daemon.scheduling.rest import Rest, rest_of
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.changes import append_known
 from uma_trio.daemon.serving.controllers.driver import (
@@ -39,6 +40,7 @@ from uma_trio.daemon.serving.controllers.driver import (
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.drafting import DraftModel
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
+from uma_trio.daemon.serving.energy_use import EnergyUse
 from uma_trio.daemon.serving.explaining import Explainer, SpellEach
 from uma_trio.daemon.serving.forecasting import Forecaster
 from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
@@ -72,6 +74,7 @@ from uma_trio.errors import (
 )
 from uma_trio.grammar.compiler import Grammar
 from uma_trio.principal import Principal
+from uma_trio.processes.energy import EnergyMeter
 from uma_trio.processes.machine import free_memory_bytes
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.protocol.events import Failure
@@ -93,6 +96,7 @@ class Scheduler:
         in_thread: runs a blocking call.
         runtime: of controllers; ``None``: requests cannot have one.
         spell_each: the bytes of each of some tokens, control tokens spelled out; ``None``: as ``token_to_bytes``.
+        meter: counts energy; ``None``: nothing does.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class Scheduler:
         in_thread: InThread = trio.to_thread.run_sync,
         runtime: ControllerRuntime | None = None,
         spell_each: SpellEach | None = None,
+        meter: EnergyMeter | None = None,
     ) -> None:
         self.info: ModelInfo = engine.info
         self._engine = engine
@@ -130,6 +135,10 @@ class Scheduler:
             info=self.info,
             limits=config.scheduling,
         )
+        self._energy = EnergyUse(meter)
+        self._rest = rest_of(config.scheduling.power_limit, counts_energy=meter is not None)
+        """Chooses pauses between steps; ``None``: there is no limit of power."""
+        self._rested_at = 0.0
         self._explainer = Explainer(spell_each or (lambda tokens: [token_to_bytes(token) for token in tokens]))
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._bisection: CrashBisection[Sequence] = CrashBisection()
@@ -452,6 +461,7 @@ class Scheduler:
             **self._stats.snapshot(
                 running, self.cache, waiting=len(self._waiting), tick_error=self.timings.cost.mixed.error
             ),
+            **self._energy.snapshot(),
             "prefill_backlog_tokens": backlog_of(running, self._waiting),
             "adapters": adapters_in_use(self.info, running, self._waiting),
             "preempted_bytes": self.offloader.parked_bytes,
@@ -505,6 +515,11 @@ class Scheduler:
         completed = await self._complete()
         if self._controllers:
             await self._steer(completed)
+        if self._rest is not None:  # nobody waits for a text while the device rests
+            for each in completed:
+                self._deliver(each)
+            await self._pause(self._rest, completed)
+            completed = []
         if not self._in_flight:
             self._submit(self._planner.next_step())
         for each in completed:
@@ -513,7 +528,8 @@ class Scheduler:
         if self.on_step is not None:
             self.on_step()
         if len(self._in_flight) == 1:
-            self._submit(self._planner.step_ahead(self._in_flight[0]))
+            if self._rest is None:
+                self._submit(self._planner.step_ahead(self._in_flight[0]))
         elif not self._in_flight and not (self._controllers and self._controllers.has_admitted):
             self._stats.end_of_work()
             if self._is_busy:
@@ -523,6 +539,18 @@ class Scheduler:
                 since = trio.current_time()
                 await self._wait_for_work()
                 self._stats.record_idle(1e3 * (trio.current_time() - since))
+                self._rested_at = trio.current_time()
+                self._energy.begin(self._rested_at)
+
+    async def _pause(self, rest: Rest, completed: abc.Sequence[CompletedStep]) -> None:
+        """Let the device rest after the steps ``completed``, of which none is in flight."""
+        if not completed:
+            return
+        now = trio.current_time()
+        busy_s = sum([each.duration_ms for each in completed]) / 1e3
+        pause_s = rest.after_tick(busy_s, now - self._rested_at, self._energy.divide(now))
+        self._rested_at = now
+        await trio.sleep(pause_s)
 
     async def _steer(self, completed: list[CompletedStep]) -> None:
         """Tell controllers what ``completed`` sampled, and wait a moment for what they say about the next step.
@@ -578,6 +606,7 @@ class Scheduler:
         if planned.embedding is not None:
             self._embeddings.complete(planned.embedding, output)
         ahead = self._in_flight[0] if self._in_flight else None
+        self._energy.step({each: max(1, row.end - each.n_computed) for each, row in step.rows.items()}, now)
         new_tokens = complete_step(
             step,
             output,
@@ -698,6 +727,7 @@ class Scheduler:
             reason.request_id = sequence.request.id
             sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
         else:
+            self._energy.divide(sequence.ended_at)
             if sequence.request.explain:
                 sequence.explanation = self._explainer.of(sequence, self.timings.cost.prefill_token_ms)
             sequence.sink.send(sequence.eos(reason, sequence.ended_at))

@@ -233,6 +233,8 @@ class Sequence:
     cancelled_at: float | None = None
     """When it was ended from outside: by its client, a timeout, or shutdown."""
     ended_at: float | None = None
+    energy_j: float | None = None
+    """What it has taken of the energy that the machine counts; ``None``: nobody counts."""
     explanation: Explanation | None = None
     """Why tokens of its prompt were computed again, if its request asks for that."""
     forecast: Forecast | None = None
@@ -543,6 +545,7 @@ class Sequence:
             reasoning_tokens=self._n_reasoning_tokens,
             sampled_tokens=None if self.control is None else self.control.n_sampled,
             inserted_tokens=None if self.control is None else self.control.n_inserted,
+            energy_j=None if self.energy_j is None else round(self.energy_j, 3),
             explanation=self.explanation,
         )
 

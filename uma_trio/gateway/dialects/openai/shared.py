@@ -371,6 +371,8 @@ def usage_body(*ends: Eos) -> dict[str, Any]:
     if any(eos.usage.reasoning_tokens is not None for eos in ends):
         reasoning = sum(eos.usage.reasoning_tokens or 0 for eos in ends)
         body["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    if first.energy_j is not None:
+        body["energy_j"] = round(sum(eos.usage.energy_j or 0.0 for eos in ends), 3)
     if first.explanation is not None:
         body["explanation"] = {
             name: value for name, value in to_fields(first.explanation).items() if name not in ("event", "id")

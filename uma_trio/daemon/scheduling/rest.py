@@ -1,0 +1,48 @@
+"""How long the device rests after a tick, so that it keeps a power limit."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+
+from uma_trio.config.power import PowerLimit, parse_power_limit
+
+MIN_SHARE: Final = 0.05
+"""The device works at least in this share of the time, also where resting takes more than the power that is allowed."""
+
+MAX_SAVED_S: Final = 1.0
+"""Power that was not used counts later, for at most this time: a short burst after a pause need not wait."""
+
+
+@attrs.define
+class Rest:
+    """Chooses the pauses.  The same for all streams, so it changes nobody's share."""
+
+    _limit: PowerLimit
+    _saved_j: float = 0.0
+    """Energy that may be used before it has to rest; negative: that it has used too much."""
+
+    def after_tick(self, busy_s: float, elapsed_s: float, joules: float) -> float:
+        """Seconds to rest.
+
+        Args:
+            busy_s: how long the device has computed.
+            elapsed_s: since the last call, the rest after it included.
+            joules: that the device has taken in this time; ignored with a share.
+        """
+        longest_s = busy_s * (1 / MIN_SHARE - 1)
+        if self._limit.share is not None:
+            return min(longest_s, busy_s * (1 / self._limit.share - 1))
+        watts = self._limit.watts or 1.0
+        saved_j = self._saved_j + watts * elapsed_s - joules
+        self._saved_j = max(-watts * longest_s, min(watts * MAX_SAVED_S, saved_j))
+        return max(0.0, -self._saved_j / watts)
+
+
+def rest_of(limit: str | None, *, counts_energy: bool) -> Rest | None:
+    """The pauses that ``power_limit`` asks for; ``None``: none, also because nothing counts the energy of a power."""
+    found = None if limit is None else parse_power_limit(limit)
+    if found is None or (found.watts is not None and not counts_energy) or found.share == 1:
+        return None
+    return Rest(found)
