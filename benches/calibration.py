@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import attrs
 import click
+import numpy as np
+import psutil
 import trio
 from command import Place, bench, carry_out, csv_option, places
 from comparison import RunsFile
@@ -29,6 +31,12 @@ from uma_trio.tokenizer.vocabulary import vocabulary
 
 GOOD: Final = 0.2
 """A prediction is good that is off by at most this share of the true time."""
+
+SAMPLE_S: Final = 0.1
+BEFORE_S: Final = 5.0
+"""Seconds before a forecast that tell how much CPU the engine gets."""
+MIN_SHARE: Final = 0.05
+"""Below this share the engine had little to do, which says nothing."""
 
 RUNS, NEXT, FAR = "runs at once", "waits, place 1 to 4", "waits, place 5 and above"
 PLACES: Final = (RUNS, NEXT, FAR)
@@ -58,6 +66,35 @@ class Load:
         return self.parallel * (-(-(max(self.prompt_tokens) + max(self.tokens) + 32) // 256) * 256)
 
 
+@attrs.define
+class EngineClock:
+    """The CPU time of the engine over time.
+
+    On a machine that has other work, a step takes longer than a moment before, which no forecast can know.  CPU time tells
+    how much of an error that is.
+    """
+
+    samples: list[tuple[float, float]] = attrs.field(factory=list)
+    """Time, and CPU seconds of the engine until then."""
+
+    async def run(self, daemon: int) -> None:
+        """Sample until cancelled."""
+        engine = next(each for each in psutil.Process(daemon).children() if "engine" in " ".join(each.cmdline()))
+        while True:
+            times = engine.cpu_times()
+            self.samples.append((trio.current_time(), times.user + times.system))
+            await trio.sleep(SAMPLE_S)
+
+    def steady_ms(self, at: float, ms: float) -> float:
+        """How long what took ``ms`` from ``at`` on would have taken if the engine had got as much CPU as just before."""
+        share = self._cpu_s(at - BEFORE_S, at) / BEFORE_S
+        return 1e3 * self._cpu_s(at, at + ms / 1e3) / share if share > MIN_SHARE else ms
+
+    def _cpu_s(self, since: float, until: float) -> float:
+        times, used = zip(*self.samples, strict=True)
+        return float(np.interp(until, times, used) - np.interp(since, times, used))
+
+
 @attrs.frozen
 class Outcome:
     """The first prediction for a request, and what was true.  Milliseconds from when the forecast came."""
@@ -68,6 +105,8 @@ class Outcome:
     predicted: tuple[float, float]
     """Start and end."""
     true: tuple[float, float]
+    at: float
+    """When the forecast came."""
 
     @property
     def ratios(self) -> tuple[float, float]:
@@ -97,7 +136,7 @@ async def ask(path: Path, prompt: str, sizes: tuple[int, int], load: Load, found
     if forecast is not None and first:
         true = 1e3 * (first - at), 1e3 * (trio.current_time() - at)
         predicted = forecast.start_ms, forecast.end_ms
-        found.append(Outcome(*sizes, forecast.queue_position, predicted, true))
+        found.append(Outcome(*sizes, forecast.queue_position, predicted, true, at))
 
 
 async def offer(path: Path, load: Load, tokenizer: Tokenizer) -> list[Outcome]:
@@ -117,7 +156,7 @@ def share(ratios: Sequence[float]) -> float:
     return sum([abs(ratio - 1) <= GOOD for ratio in ratios]) / len(ratios)
 
 
-def show(found: Sequence[Outcome]) -> str:
+def show(found: Sequence[Outcome], clock: EngineClock) -> str:
     """A row for all, for each class, and the name of the worst one."""
     by_class: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in found:
@@ -126,12 +165,24 @@ def show(found: Sequence[Outcome]) -> str:
     rows = []
     for name, outcomes in sorted(by_class.items(), key=lambda item: (item[0] != "all", item[0] not in PLACES, item[0])):
         starts, ends = zip(*[outcome.ratios for outcome in outcomes], strict=True)
+        steady = [each.predicted[1] / max(clock.steady_ms(each.at, each.true[1]), 1e-3) for each in outcomes]
         rows.append([
             name, str(len(outcomes)), cell(100 * share(starts), 0), cell(percentile(starts, 50), 2),
             cell(100 * share(ends), 0), cell(percentile(ends, 10), 2), cell(percentile(ends, 50), 2),
-            cell(percentile(ends, 90), 2),
+            cell(percentile(ends, 90), 2), cell(100 * share(steady), 0), cell(percentile(steady, 50), 2),
         ])  # fmt: skip
-    header = ("", "requests", "start good %", "ratio p50", "end good %", "ratio p10", "p50", "p90")
+    header = (
+        "",
+        "requests",
+        "start good %",
+        "ratio p50",
+        "end good %",
+        "ratio p10",
+        "p50",
+        "p90",
+        "steady good %",
+        "p50",
+    )
     worst = min(by_class, key=lambda name: share([outcome.ratios[1] for outcome in by_class[name]]))
     return f"{table(header, rows)}\nworst by the end: {worst}"
 
@@ -162,10 +213,12 @@ def main(csv_file: Path | None, serve_flags: Sequence[str], **options: Any) -> N
     \b
     good %   predictions that are off by at most 20 % of the true time
     ratio    predicted divided by true
+    steady   the same if the engine had always got as much CPU as in the seconds before the forecast
     """
     place = Place.of(options)
     load = Load(**{field.name: options[field.name] for field in attrs.fields(Load)})
     place.show()
+    clock = EngineClock()
 
     async def work() -> list[Outcome]:
         serving = ServerSettings(model=place.model, threads=place.threads, parallel=load.parallel, ctx=load.ctx)
@@ -174,14 +227,18 @@ def main(csv_file: Path | None, serve_flags: Sequence[str], **options: Any) -> N
             flags = [*uma_trio_flags(serving), "--max-queue", str(load.requests), *serve_flags]
             async with temporary_daemon(flags) as daemon:
                 with pinned(daemon.pid, place.pins):
-                    found = await offer(daemon.path, load, tokenizer)
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(clock.run, daemon.pid)
+                        await trio.sleep(SAMPLE_S)
+                        found = await offer(daemon.path, load, tokenizer)
+                        nursery.cancel_scope.cancel()
         columns = ["prompt_tokens", "tokens", "position", "start_ms", "end_ms", "true_start_ms", "true_end_ms"]
         file = RunsFile(csv_file, columns)
         for each in found:
             file.add(each.prompt_tokens, each.tokens, each.position, *each.predicted, *each.true)
         return found
 
-    click.echo(show(carry_out(work)))
+    click.echo(show(carry_out(work), clock))
 
 
 if __name__ == "__main__":
