@@ -58,7 +58,7 @@ from uma_trio.engine_link.messages import ModelInfo
 async def version():
     sizes = dict.fromkeys(("n_vocab", "n_ctx", "n_ctx_seq", "n_ctx_train", "n_batch", "n_seq_max"), 1)
     info = ModelInfo(name="m", description="", eog_ids=(), size_bytes=1, n_params=1, **sizes)
-    return run_header(config.load(), info).uma_trio
+    return run_header(config.load(), info, {}).uma_trio
 
 print(trio.run(version))
 """

@@ -48,11 +48,11 @@ def attempt(path: Path, **options: float | None) -> socket.socket | float:
 
 # -- where ------------------------------------------------------------------------------------------------
 
-CLIENT_COMMANDS = [name for name in COMMANDS if name not in ("run", "serve", "doctor", "demo", "tokenize")]
-"""Commands that need a running daemon if they have ``--socket``.  Run starts one, the demo unless it gets a socket, and
-tokenize reads a file without one."""
+CLIENT_COMMANDS = [name for name in COMMANDS if name not in ("run", "serve", "doctor", "demo", "tokenize", "replay")]
+"""Commands that need a running daemon if they have ``--socket``.  Run starts one, the demo unless it gets a socket,
+tokenize reads a file without one, and replay looks into its log first."""
 
-ARGUMENTS = {"ask": ["hi"], "batch": [__file__], "rerank": ["query", "document"]}
+ARGUMENTS = {"ask": ["hi"], "explain": ["r1"], "batch": [__file__], "rerank": ["query", "document"]}
 
 
 @all_cases("name", CLIENT_COMMANDS)

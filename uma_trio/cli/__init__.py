@@ -32,6 +32,7 @@ COMMANDS = {
     "stop": "Stop the daemon.",
     "demo": "Watch short chats stay fast next to a long document.",
     "metrics": "Show the metrics of the daemon.",
+    "replay": "Compute a logged answer again, and compare.",
     "perf": "Report on a perf log, as tables and plots.",
     "bench": "Run the benchmarks and write a report.",
     "tokenize": "Show the tokens of a text.",

@@ -115,14 +115,15 @@ def _fail(message: str) -> NoReturn:
 
 def _run(files: Sequence[Path], number: int | None) -> tuple[Run, dict[str, int]]:
     """A run of the log, the last one by default, and which one it is."""
-    runs = _read(files)
+    runs = read_logs(files)
     number = len(runs) if number is None else number
     if not 1 <= number <= len(runs):
         _fail(f"--run must be a number from 1 to {len(runs)}, the number of runs in the log; not {number}")
     return runs[number - 1], {"run": number, "runs_in_log": len(runs)}
 
 
-def _read(files: Sequence[Path]) -> list[Run]:
+def read_logs(files: Sequence[Path]) -> list[Run]:
+    """The runs of one or several files, oldest first; ends the command if they are no perf logs."""
     from uma_trio.telemetry.perf_records import NotAPerfLog, decode
 
     names = ", ".join(str(file) for file in files)

@@ -795,6 +795,11 @@ class Operations:
     perf_log: Path | None = setting(
         None, "File for a record of every tick and every request. uma-trio perf report evaluates it."
     )
+    perf_log_replay: Literal["off", "hashes", "prompts"] = setting(
+        "off",
+        "What the perf log says of each answer for [uma-trio replay](PERF_LOG.md#replay): hashes of prompt and answer with all "
+        "that decided the tokens, or also the tokens themselves. Then the file has everything that users asked.",
+    )
     perf_log_mb: int = setting(
         256,
         "Maximum size of the perf log on disk, in megabytes. At half of this the file is renamed to NAME.1, replacing the previous "

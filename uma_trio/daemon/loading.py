@@ -130,7 +130,9 @@ class LoadedService:
         storage = await trio.to_thread.run_sync(context.__enter__)
         self._stack.push(context.__exit__)
         if self._perf is not None:
-            perf = self._perf.file = self._stack.enter_context(perf_log(self._config, self._model.info))
+            perf = self._perf.file = self._stack.enter_context(
+                perf_log(self._config, self._model.info, self._model.identity)
+            )
             if perf is not None:
                 self._stack.enter_context(self.service.recording(perf))
         await self.service.open_storage(storage.journal, storage.files, storage.states, storage.pictures)

@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -187,15 +187,18 @@ class PerfLog:
 
 
 @contextlib.contextmanager
-def perf_log(config: Config, info: ModelInfo) -> Iterator[PerfLog | None]:
+def perf_log(config: Config, info: ModelInfo, identity: Mapping[str, str]) -> Iterator[PerfLog | None]:
     """Open the log that ``config.operations`` asks for, and close it at the end.
+
+    Args:
+        identity: what decides the tokens of all answers; see ``LoadedModel.identity``.
 
     Yields ``None`` if no log is configured, and also, after a warning, if the file cannot be used.
     """
     path, opened = config.operations.perf_log, None
     if path is not None:
         try:
-            opened = PerfLog(path, run_header(config, info), max_bytes=config.operations.perf_log_mb * MB)
+            opened = PerfLog(path, run_header(config, info, identity), max_bytes=config.operations.perf_log_mb * MB)
         except PerfLogError as error:
             log.warning(
                 "there is no perf log; the daemon continues", path=str(path), reason=str(error), flag="--perf-log"
@@ -207,7 +210,7 @@ def perf_log(config: Config, info: ModelInfo) -> Iterator[PerfLog | None]:
             opened.close()
 
 
-def run_header(config: Config, info: ModelInfo) -> Header:
+def run_header(config: Config, info: ModelInfo, identity: Mapping[str, str]) -> Header:
     """Describe a run that begins now, on trio's clock."""
     try:
         llama_cpp = read_stamp(config.model.llama_dir).pin
@@ -225,4 +228,5 @@ def run_header(config: Config, info: ModelInfo) -> Header:
         n_seq_max=info.n_seq_max,
         n_batch=info.n_batch,
         scheduling=attrs.asdict(config.scheduling),
+        identity=dict(identity),
     )

@@ -52,6 +52,9 @@ class Header(_Record, kw_only=True, tag="header", omit_defaults=False):
     n_seq_max: int
     n_batch: int
     scheduling: dict[str, Any] = {}
+    identity: dict[str, str] = {}
+    """What decides the tokens of all answers: fingerprint of the model's file, of the chat template, and the environment of
+    the engine: library, devices, threads, layout."""
 
 
 class TickRecord(_Record, kw_only=True, tag="tick"):
@@ -128,8 +131,33 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
         return self.start_s + self.duration_ms / 1e3
 
 
+class Replay(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What decided the tokens of an answer, with what is in the header. Hashes are SHA-256."""
+
+    prompt_hash: str
+    answer_hash: str
+    """Both hash token ids, as 32-bit integers, little endian."""
+    rules_hash: str
+    """Hash of what decides next to the sampling parameters: constraint, bias, stop strings, stop tokens, adapters, limits."""
+    sampling: dict[str, Any] = {}
+    """The sampling parameters that are not built in, with the seed."""
+    adapters: list[str] = []
+    """Fingerprints, each with its scale."""
+    cached_tokens: int = 0
+    steps_alone: int = 0
+    """Steps that computed this answer alone."""
+    steps_shared: int = 0
+    """Steps that computed others as well, in a batch of another shape."""
+    inexact: str = ""
+    """Why a request of its own cannot compute the same; empty if it can."""
+    fields: dict[str, Any] = {}
+    """A request that computes the answer again, with the tokens of its prompt; only with prompts."""
+    answer: list[int] = []
+    """Its tokens; only with prompts."""
+
+
 class RequestRecord(_Record, kw_only=True, tag="request"):
-    """One finished request. It holds no prompt and no text."""
+    """One finished request. It holds no prompt and no text, unless ``perf_log_replay`` is ``prompts``."""
 
     id: str
     principal: str = ""
@@ -143,6 +171,8 @@ class RequestRecord(_Record, kw_only=True, tag="request"):
     completion_tokens: int = 0
     finish_reason: str
     inter_token_ms: Sequence[float] = []
+    replay: Replay | None = None
+    """With ``perf_log_replay``."""
 
     @property
     def ttft_ms(self) -> float | None:
@@ -185,12 +215,13 @@ class RecentRecords:
     def take(self) -> tuple[list[dict[str, Any]], int]:
         """Remove all records: as plain values, and the number of those that were dropped.
 
-        A request is without ``inter_token_ms``, whose length has no bound.
+        A request is without ``inter_token_ms``, whose length has no bound, and without ``replay``.
         """
         records = [rounded(record, self._origin_s) for record in self._records]
         plain = [msgspec.to_builtins(record) for record in records]
         for each in plain:
             each.pop("inter_token_ms", None)
+            each.pop("replay", None)
         dropped, self._dropped = self._dropped, 0
         self._records.clear()
         return plain, dropped

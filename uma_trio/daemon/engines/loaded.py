@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -97,6 +98,13 @@ class LoadedModel:
     def fit(self) -> FitReport | None:
         """How the model was fitted to the memory; ``None`` if that is off."""
         return self.engine.link.ready.fit
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What decides the tokens of all answers, by name: other values may give other texts."""
+        template = (self.template_source or "").encode()
+        environment = self.engine.link.ready.environment
+        return {"model": self.name, "template": hashlib.sha256(template).hexdigest()[:32], "environment": environment}
 
     def token_to_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` stands for."""

@@ -22,7 +22,7 @@ def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> N
     sequence, query = new.sequence, steering.query
     if new.reason is not None:
         return  # it ends, which is the outcome
-    sequence.steering = None
+    sequence.steering, sequence.was_steered = None, True
     change = Change(
         after_tokens=len(sequence.tokens),
         insertions=[],

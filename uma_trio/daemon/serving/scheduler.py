@@ -114,7 +114,7 @@ class Scheduler:
         self._engine = engine
         self._token_to_bytes = token_to_bytes
         self._config = config
-        self._stats = Stats(self.info, debug=config.operations.debug)
+        self._stats = Stats(self.info, debug=config.operations.debug, replay=config.operations.perf_log_replay)
         self.telemetry = self._stats.telemetry
         self.timings = StepTimings(cost or CostModel(), self.info.n_batch)
         self.cache = cache_for(self.info, self.timings, reuse=config.scheduling.prefix_reuse)
@@ -606,6 +606,9 @@ class Scheduler:
         if planned.embedding is not None:
             self._embeddings.complete(planned.embedding, output)
         ahead = self._in_flight[0] if self._in_flight else None
+        for each in step.rows:
+            alone, shared = each.n_steps
+            each.n_steps = (alone + 1, shared) if len(step.rows) == 1 else (alone, shared + 1)
         self._energy.step({each: max(1, row.end - each.n_computed) for each, row in step.rows.items()}, now)
         new_tokens = complete_step(
             step,

@@ -233,6 +233,10 @@ class Sequence:
     cancelled_at: float | None = None
     """When it was ended from outside: by its client, a timeout, or shutdown."""
     ended_at: float | None = None
+    was_steered: bool = False
+    """Its client has changed it."""
+    n_steps: tuple[int, int] = (0, 0)
+    """Steps that have computed it alone, and together with others."""
     energy_j: float | None = None
     """What it has taken of the energy that the machine counts; ``None``: nobody counts."""
     explanation: Explanation | None = None

@@ -14,6 +14,7 @@ import structlog
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.scheduling.cost import Work
 from uma_trio.daemon.serving.new_tokens import DraftSource, NewTokens
+from uma_trio.daemon.serving.replaying import Kept, replay_of
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import CompletedStep
 from uma_trio.engine_link.attention import AttentionScan
@@ -74,14 +75,16 @@ class Stats:
 
     Args:
         debug: log each step.
+        replay: what records of answers have for a replay.
     """
 
-    def __init__(self, info: ModelInfo, *, debug: bool) -> None:
+    def __init__(self, info: ModelInfo, *, debug: bool, replay: Kept = "off") -> None:
         self.telemetry = Telemetry(bytes_per_s=info.memory_bytes_per_s)
         self._info = info
         self.sinks: list[PerfSink] = []
         """Receivers of records."""
         self._debug = debug
+        self._replay = replay
         self._model_size = ModelSize(info.size_bytes, info.kv_bytes_per_token, info.n_layer, info.n_embd, info.n_vocab)
         self._last_ended_s: float | None = None
         """End of the last step on the engine's clock; ``None`` after a time with nothing to compute."""
@@ -215,6 +218,7 @@ class Stats:
             completion_tokens=len(sequence.tokens),
             finish_reason=why,
             inter_token_ms=sequence.gaps_ms,
+            replay=replay_of(sequence, self._replay) if self.sinks and sequence.admitted_at is not None else None,
         )
         self.telemetry.count_request(record)
         self._write(record)

@@ -1,0 +1,113 @@
+"""``uma-trio replay``: computes a logged answer again, and compares."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import click
+
+from uma_trio.cli.client_options import reporting_errors, socket_option
+from uma_trio.cli.exits import INCOMPLETE, OK, SERVER_ERROR
+from uma_trio.cli.perf import read_logs
+from uma_trio.cli.stdio import note
+
+if TYPE_CHECKING:
+    from uma_trio.telemetry.replays import Comparison, Logged
+
+WAIT_S: Final = 10.0
+"""How long the daemon may take to write the replay to its log."""
+
+
+@click.command("replay")
+@click.argument("id")
+@click.option(
+    "--log",
+    "logs",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    required=True,
+    help="A perf log with the answer, oldest first; the last one is that of the daemon that answers now.",
+)
+@click.option(
+    "--request",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The request as JSON, if the log has hashes only.",
+)
+@socket_option()
+def command(id: str, logs: Sequence[Path], request: Path | None, socket: str | None) -> None:
+    """Compute a logged answer again, alone, and say whether it is equal, or where and why it differs.
+
+    The daemon writes what it takes with serve --perf-log FILE --perf-log-replay prompts.
+
+    \b
+    Exit codes:
+        0  equal
+        2  the answer is not in the log, cannot be computed again, or there is no daemon
+        4  it differs
+    """
+    from uma_trio.cli.run_trio import run
+    from uma_trio.telemetry.replays import compare, find
+
+    logged = find(read_logs(logs), id)
+    if logged is None:
+        _fail(f"{id!r} is not in the log, or without what a replay needs: serve with --perf-log-replay prompts")
+    with reporting_errors("replay", socket):
+        name = run(ask_again, _fields(logged, request), socket)
+    again, until = find(read_logs(logs), name), time.monotonic() + WAIT_S
+    while again is None and time.monotonic() < until:
+        time.sleep(0.2)
+        again = find(read_logs(logs), name)
+    if again is None:
+        _fail(f"the replay {name} is in none of these logs: the daemon that answers writes another one")
+    found = compare(logged, again)
+    click.echo("\n".join(in_words(found)))
+    sys.exit(OK if found.equal else INCOMPLETE)
+
+
+def _fail(message: str) -> NoReturn:
+    note(message)
+    sys.exit(SERVER_ERROR)
+
+
+def _fields(logged: Logged, request: Path | None) -> dict[str, Any]:
+    """The request that computes the answer again."""
+    import msgspec
+
+    if logged.replay.inexact:
+        _fail(f"this answer cannot be computed again by its prompt: {logged.replay.inexact}")
+    if logged.replay.fields:
+        return logged.replay.fields
+    if request is None:
+        _fail("the log has hashes only: give the request with --request FILE")
+    fields: dict[str, Any] = msgspec.json.decode(request.read_bytes())
+    return {**fields, **logged.replay.sampling}
+
+
+async def ask_again(fields: dict[str, Any], socket: str | None) -> str:
+    """Have the answer computed; returns the id under which it is in the daemon's log."""
+    import secrets
+
+    from uma_trio.client import open_client
+
+    name = f"replay-{secrets.token_hex(8)}"
+    async with open_client(socket) as client:
+        alone = {"cache_prompt": False, "speculate": False}
+        async for _ in client.generate(**{**fields, **alone, "id": name}):
+            pass
+    return name
+
+
+def in_words(found: Comparison) -> list[str]:
+    """The lines that people read."""
+    if found.equal:
+        return [f"equal: all {found.n_tokens} tokens"]
+    where = (
+        ""
+        if found.differs_at is None
+        else f" from token {found.differs_at} on: {found.was} was computed as {found.now}"
+    )
+    return [f"differs{where}", *[f"  {cause}" for cause in found.causes]]

@@ -1,0 +1,79 @@
+"""Says in the perf log what decided the tokens of an answer, so that it can be computed again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS
+from uma_trio.telemetry.perf_records import Replay
+
+Kept = Literal["off", "hashes", "prompts"]
+
+OF_THE_REQUEST = (
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logit_bias",
+    "constraint",
+    "adapters",
+    "dry_sequence_breakers",
+)
+"""Fields that decide tokens next to the sampling parameters, and that a replay sends again."""
+
+
+def replay_of(sequence: Sequence, kept: Kept) -> Replay | None:
+    """What decided the tokens of ``sequence``; ``None`` if nothing is to be kept."""
+    if kept == "off":
+        return None
+    request, params, grammar = sequence.request, sequence.sampling.params, sequence.sampling.grammar
+    values = {row.name: getattr(params, row.name) for row in PARAMETERS}
+    sampling: dict[str, Any] = {name: value for name, value in values.items() if value != BUILT_IN[name]}
+    if not params.greedy:
+        sampling["seed"] = params.seed
+    rules: dict[str, Any] = {
+        name: value for name in OF_THE_REQUEST if (value := getattr(request, name)) not in (None, [], {}, False)
+    }
+    rules["max_tokens"] = sequence.max_tokens
+    plain = msgspec.to_builtins(rules, str_keys=True)
+    inexact = _why_inexact(sequence)
+    found = Replay(
+        prompt_hash=hash_of(sequence.prompt.tokens),
+        answer_hash=hash_of(sequence.tokens),
+        rules_hash=hashlib.sha256(
+            msgspec.json.encode([plain, sequence.adapters.key, grammar and grammar.key], order="sorted")
+        ).hexdigest(),
+        sampling=sampling,
+        adapters=[sequence.adapters.key] if sequence.adapters.key else [],
+        cached_tokens=sequence.n_cached,
+        steps_alone=sequence.n_steps[0],
+        steps_shared=sequence.n_steps[1],
+        inexact=inexact,
+    )
+    if kept == "prompts":
+        found.answer = [*sequence.tokens]
+        if not inexact:
+            found.fields = {**plain, **values, "seed": params.seed, "prompt": sequence.prompt.tokens.tolist()}
+    return found
+
+
+def hash_of(tokens: Iterable[int]) -> str:
+    """SHA-256 of token ids as 32-bit integers, little endian."""
+    return hashlib.sha256(np.fromiter(tokens, "<i4").tobytes()).hexdigest()
+
+
+def _why_inexact(sequence: Sequence) -> str:
+    """Why a request with the tokens of the prompt does not compute the same; empty if it does."""
+    reasons = {
+        "a controller made it": sequence.control is not None,
+        "it has pictures": bool(sequence.prompt.media),
+        "tools decide what may follow": sequence.prompt.calling is not None,
+        "its reasoning was limited": sequence.budget is not None,
+        "it was changed while it was written": sequence.was_steered,
+    }
+    return ", ".join([reason for reason, holds in reasons.items() if holds])
