@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import openai
 import pytest
 
@@ -120,6 +121,41 @@ def test_variables_of_the_chat_template(gateway: Gateway) -> None:
     for wrong in ({"messages": 1}, {"enable_thinking": "<|im_end|>"}, {"a": [1]}):
         with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
             gateway.openai().chat.completions.create(**fields, extra_body={"chat_template_kwargs": wrong})
+
+
+def test_a_resumable_stream_goes_on_on_another_connection(gateway: Gateway) -> None:
+    options = {"include_usage": True, "resumable": True}
+    body = {"messages": QUESTION, "stream": True, "stream_options": options, "ignore_eos": True, "max_tokens": 40}
+
+    def chunks(client: httpx.Client, last: str = "", n: int = 1000) -> list[tuple[str, dict[str, object]]]:
+        """The ids and the data of the first ``n`` chunks after ``last``; then the client leaves."""
+        found, id = [], ""
+        with client.stream(
+            "POST", "/v1/chat/completions", json=body, headers={"last-event-id": last} if last else {}
+        ) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                id = line[4:] if line.startswith("id: ") else id
+                if line.startswith("data: "):
+                    data = json.loads(line[6:]) if line != "data: [DONE]" else {}
+                    data.pop("created", None)
+                    found.append((id, data))
+                if len(found) == n:
+                    break
+        return found
+
+    with gateway.http() as client:
+        first = chunks(client, n=8)
+        assert [id.rpartition(":")[2] for id, _ in first] == [*map(str, range(8))]
+        rest = chunks(client, first[-1][0])
+        whole = first + rest
+        assert whole[:1] + chunks(client, first[0][0]) == whole
+        assert len({data["id"] for _, data in whole[:-1]}) == 1
+        assert whole[-2][1]["usage"]["completion_tokens"] == 40
+        assert whole[-1][1] == {}
+        for wrong, status in (("7", 400), (f"nobody:{1}", 404)):
+            asked = client.post("/v1/chat/completions", json=body, headers={"last-event-id": wrong})
+            assert asked.status_code == status
 
 
 def test_parameters_of_sampling(gateway: Gateway) -> None:

@@ -13,6 +13,7 @@ from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolC
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
 from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry, describe, head_of, rendered
+from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_place
 from uma_trio.gateway.dialects.openai.shapes import ChatChunk, ChatCompletion, InputTokens
 from uma_trio.gateway.dialects.openai.shared import (
     FIELD_NAMES,
@@ -90,7 +91,9 @@ async def complete_chat(call: Call) -> Response:
     )
     template = request.template_fields
     tools = tool_fields(request.tools, request.tool_choice, warnings)
-    head = {"id": f"chatcmpl-{call.id}", "created": int(time.time()), **await head_of(call, request.model)}
+    place = last_place(call.request.headers) if request.is_resumable else None
+    name = call.id if place is None else place.answer_id
+    head = {"id": f"chatcmpl-{name}", "created": int(time.time()), **await head_of(call, request.model)}
     description = None
     if request.verbose or call.config.http.verbose:
         offered = {} if tools["tool_choice"] == "none" else {"tools": tools["tools"]}
@@ -111,7 +114,14 @@ async def complete_chat(call: Call) -> Response:
     )
     if request.stream:
         renderer = ChatChunks(head, call.id, extras, n=n, usage=request.includes_usage, warnings=warnings)
-        return call.stream(fields, renderer)
+        if not request.is_resumable:
+            return call.stream(fields, renderer)
+        if place is not None:
+            await call.ask(lambda client: client.answers("read", answer_id=name))  # or 404
+            return call.stream_events(call.daemon.attach(name), ResumableChunks(renderer, name, place.number))
+        fields |= {"detached": True, "admit_now": True}
+        events = call.daemon.generate_stored(fields, goes_on=True)
+        return call.stream_events(events, ResumableChunks(renderer, name))
     ends = await call.unless_disconnected(call.daemon.complete(fields))
     return json_response({**_completion(head, ends, warnings), **extras.at_end(ends)})
 

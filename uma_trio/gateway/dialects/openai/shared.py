@@ -148,6 +148,8 @@ class StreamOptions(msgspec.Struct):
     """What a stream contains."""
 
     include_usage: bool = False
+    resumable: bool = False
+    """Chunks have ids, after which another request can go on; only of chat completions."""
 
 
 FIELD_NAMES: Final = {
@@ -200,6 +202,11 @@ class Sampling(Constrained, kw_only=True):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a stream goes on without its client, who can come back to it."""
+        return self.stream_options is not None and self.stream_options.resumable
 
     def fields(self) -> dict[str, Any]:
         """These fields in the socket protocol.
