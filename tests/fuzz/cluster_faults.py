@@ -18,7 +18,7 @@ After each fault, every session must be served again.  At the end,
     no request that was refused has left a turn
     every other request has ended in time: with an answer, an error with a code, or a broken connection
 
-The exit code is 1 if something of this does not hold.  Ctrl-C ends a search early, and what there is is compared.
+The exit code is 1 if something of this does not hold.  Ctrl-C ends a search after the fault of now.
 """
 
 from __future__ import annotations
@@ -382,7 +382,13 @@ def searching(n_daemons: int, n_sessions: int, seed: int, folder: Path) -> Itera
         doors.close()
 
 
-def search(n_faults: int, seed: int, folder: Path, *, n_daemons: int = 2, n_sessions: int = 4) -> Search:
+STOP: Final = threading.Event()
+"""Set by Ctrl-C: the search ends after the fault of now."""
+
+
+def search(
+    n_faults: int, seed: int, folder: Path, *, n_daemons: int = 2, n_sessions: int = 4, stop: threading.Event = STOP
+) -> Search:
     """Let ``n_faults`` faults happen; what was found is in ``problems``."""
     with searching(n_daemons, n_sessions, seed, folder) as found:
         threads = [threading.Thread(target=found.look, args=(member,), daemon=True) for member in found.members]
@@ -393,9 +399,10 @@ def search(n_faults: int, seed: int, folder: Path, *, n_daemons: int = 2, n_sess
         for thread in threads:
             thread.start()
         try:
-            with contextlib.suppress(KeyboardInterrupt):
-                for _ in range(n_faults):
-                    found.disturb()
+            for _ in range(n_faults):
+                if stop.is_set():
+                    break
+                found.disturb()
         finally:
             found.ended.set()
             for thread in threads:
@@ -412,7 +419,7 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=4, help="At a time.")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets programs in the background ignore it
+    signal.signal(signal.SIGINT, lambda *_: STOP.set())
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="c") as folder:
         found = search(given.faults, given.seed, Path(folder), n_daemons=given.daemons, n_sessions=given.sessions)
