@@ -3,7 +3,8 @@
     python benches/make_projector.py --model /tmp/tiny.gguf --out /tmp/mmproj-tiny.gguf
 
 The projector is a LLaVA one: a CLIP encoder and two matrices to the width of the text model; or, with ``--kind gemma3``,
-that of Gemma 3: a SigLIP encoder whose rows are averaged over squares of patches.  Encoding is as fast as with
+that of Gemma 3: a SigLIP encoder whose rows are averaged over squares of patches; or, with ``--kind qwen2vl_merger``, that
+of Qwen2-VL, which takes pictures of any size, for models with positions in two dimensions.  Encoding is as fast as with
 trained weights of its shape, but a picture has no meaning.  The same arguments write the same file.
 """
 
@@ -46,13 +47,14 @@ class ProjectorShape:
 SHAPES: Final = {
     "tiny": ProjectorShape(image_size=56, patch_size=14, width=32, layers=3, heads=2, ffn=64),
     "tiny-siglip": ProjectorShape(image_size=112, patch_size=14, width=32, layers=3, heads=2, ffn=64),
+    "vit-s": ProjectorShape(image_size=224, patch_size=16, width=384, layers=13, heads=6, ffn=1536),
     "clip-l": ProjectorShape(image_size=336, patch_size=14, width=1024, layers=24, heads=16, ffn=4096),
 }
 
-KINDS: Final = ("mlp", "gemma3")
+KINDS: Final = ("mlp", "gemma3", "qwen2vl_merger")
 """Types of projectors, as llama.cpp calls them."""
 MERGED: Final = 2
-"""Side of the squares of patches that Gemma 3's projector makes one row of."""
+"""Side of the squares of patches that the projectors of Gemma 3 and Qwen2-VL make one row of."""
 
 Weights = npt.NDArray[np.float16] | npt.NDArray[np.float32]
 
@@ -71,11 +73,17 @@ def _tensors(shape: ProjectorShape, n_embd: int, kind: str, seed: int) -> Iterat
     patch = (width, 3, shape.patch_size, shape.patch_size)
     yield "v.patch_embd.weight", noise.standard_normal(patch, np.float32) / np.float32(np.sqrt(np.prod(patch[1:])))
     norms = ["v.post_ln"]
+    if kind == "qwen2vl_merger":  # for the second picture of a film
+        yield (
+            "v.patch_embd.weight.1",
+            noise.standard_normal(patch, np.float32) / np.float32(np.sqrt(np.prod(patch[1:]))),
+        )
     if kind == "mlp":
         yield "v.class_embd", noise.standard_normal(width, np.float32)
         norms.append("v.pre_ln")
     n_positions = shape.n_patches + (kind == "mlp")
-    yield "v.position_embd.weight", noise.standard_normal((n_positions, width), np.float32)
+    if kind != "qwen2vl_merger":
+        yield "v.position_embd.weight", noise.standard_normal((n_positions, width), np.float32)
     for layer in range(shape.layers):
         name = f"v.blk.{layer}"
         norms += [f"{name}.ln1", f"{name}.ln2"]
@@ -90,9 +98,11 @@ def _tensors(shape: ProjectorShape, n_embd: int, kind: str, seed: int) -> Iterat
         yield "mm.soft_emb_norm.weight", np.ones(width, np.float32)
         yield "mm.input_projection.weight", matrix(n_embd, width).T.copy()
         return
-    for number, columns in ((0, width), (2, n_embd)):
-        yield f"mm.{number}.weight", matrix(n_embd, columns)
-        yield f"mm.{number}.bias", bias(n_embd)
+    merged = MERGED**2 * width if kind == "qwen2vl_merger" else width
+    hidden = merged if kind == "qwen2vl_merger" else n_embd
+    for number, rows, columns in ((0, hidden, merged), (2, n_embd, hidden)):
+        yield f"mm.{number}.weight", matrix(rows, columns)
+        yield f"mm.{number}.bias", bias(rows)
 
 
 def width_of(model: Path) -> int:

@@ -58,7 +58,8 @@ class Shape:
     ffn: int
     architecture: str = "llama"
     """``llama``; ``gemma3``, in which every second layer has a sliding window; ``lfm2``, in which every second layer is a
-    recurrent convolution.  The last two cannot truncate sequences.  ``qwen3``; ``bert``: an encoder."""
+    recurrent convolution.  The last two cannot truncate sequences.  ``qwen3``; ``qwen2vl``, whose pictures have positions in
+    two dimensions; ``bert``: an encoder."""
     pooling: str | None = None
     """A name of ``gguf.PoolingType`` for the metadata, in lower case.  With ``rank`` it has a classification head."""
     experts: int = 0
@@ -87,7 +88,7 @@ class Shape:
 
     def is_plain(self, layer: int) -> bool:
         """Whether the layer has attention over the whole context."""
-        return self.architecture in ("llama", "qwen3") or layer % 2 == 1
+        return self.architecture in ("llama", "qwen3", "qwen2vl") or layer % 2 == 1
 
 
 SHAPES = {
@@ -97,6 +98,7 @@ SHAPES = {
     "125m-hybrid": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048, architecture="lfm2"),
     "tiny-swa": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="gemma3"),
     "tiny-hybrid": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="lfm2"),
+    "tiny-mrope": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="qwen2vl"),
     "tiny-qwen3-rank": Shape(layers=2, width=64, heads=2, kv_heads=1, ffn=192, architecture="qwen3", pooling="rank"),
     **{
         f"{size}-bert-{pooling}": attrs.evolve(shape, architecture="bert", pooling=pooling)
@@ -240,7 +242,10 @@ def attention(layer: int, shape: Shape) -> Iterator[Tensor]:
     yield Tensor(f"blk.{layer}.attn_k.weight", kv, width, deviation * SHARP_ATTENTION)
     yield Tensor(f"blk.{layer}.attn_v.weight", kv, width, deviation)
     yield Tensor(f"blk.{layer}.attn_output.weight", width, width, deviation)
-    if shape.architecture != "llama":
+    if shape.architecture == "qwen2vl":
+        for name, rows in (("q", width), ("k", kv), ("v", kv)):
+            yield Tensor(f"blk.{layer}.attn_{name}.bias", 1, rows, BIAS_DEVIATION, is_float=True)
+    elif shape.architecture != "llama":
         yield Tensor(f"blk.{layer}.attn_q_norm.weight", 1, shape.head_width, None)
         yield Tensor(f"blk.{layer}.attn_k_norm.weight", 1, shape.head_width, None)
 
@@ -288,5 +293,8 @@ def describe(writer: gguf.GGUFWriter, shape: Shape, quant: str, n_vocab: int, ct
         writer.add_sliding_window(WINDOW)
         writer.add_sliding_window_pattern([not shape.is_plain(layer) for layer in range(shape.layers)])
     writer.add_rope_dimension_count(shape.head_width)
+    if shape.architecture == "qwen2vl":  # time, height and width, in pairs of dimensions
+        quarter = shape.head_width // 8
+        writer.add_rope_dimension_sections([shape.head_width // 2 - 2 * quarter, quarter, quarter, 0])
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)

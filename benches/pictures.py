@@ -32,6 +32,7 @@ from llama_http import LlamaServer
 from make_projector import SHAPES, make_projector
 from measure import pinned
 from PIL import Image
+from processes import cpu_s
 from report import cell as number
 from report import table
 from rigs import Rig, ServerSettings, peers_option
@@ -79,6 +80,8 @@ class Figures:
     """From a request about a picture to its first token, mean."""
     last_ms: float
     """From the first request about a picture to the end of the last one."""
+    cpu_s: float
+    """Processor time of the server's processes."""
 
 
 NAMES: Final = [field.name for field in attrs.fields(Figures)]
@@ -111,10 +114,10 @@ async def token_times(url: str, content: Any, tokens: int) -> AsyncIterator[floa
                         yield time.perf_counter()
 
 
-async def run(url: str, load: Load, seed: int) -> Figures:
+async def run(url: str, load: Load, seed: int, pid: int) -> Figures:
     """Start the streams, then send the pictures, and wait for all answers."""
     words = random.Random(seed)
-    began = time.perf_counter()
+    began, used_s = time.perf_counter(), cpu_s(pid)
     running: list[list[float]] = [[] for _ in range(load.streams)]
     ready = trio.Event()
     firsts: list[float] = []
@@ -159,6 +162,7 @@ async def run(url: str, load: Load, seed: int) -> Figures:
         gap_max_ms=max(gaps, default=None),
         first_ms=statistics.mean(firsts),
         last_ms=1e3 * (max(lasts) - start),
+        cpu_s=cpu_s(pid) - used_s,
     )
 
 
@@ -175,9 +179,12 @@ async def measured(place: Place, contestants: Sequence[Contender], load: Load, r
     for at in range(repeat):
         for contender in contestants:
             async with contender.rig() as rig:
+                assert rig.pid is not None, "a server that the bench started"
                 with pinned(rig.pid, place.pins):
-                    await run(url_of(rig), attrs.evolve(load, pictures=1, tokens=FIRST_TOKENS + 1), 99)  # to warm up
-                    figures = await run(url_of(rig), load, at)
+                    await run(
+                        url_of(rig), attrs.evolve(load, pictures=1, tokens=FIRST_TOKENS + 1), 99, rig.pid
+                    )  # to warm up
+                    figures = await run(url_of(rig), load, at, rig.pid)
             runs.setdefault(str(contender), []).append(figures)
             file.add(at + 1, contender.server, contender.setting, *attrs.astuple(figures))
     found = {name: medians(each) for name, each in runs.items()}

@@ -13,6 +13,8 @@ from llama_abi.errors import LlamaError
 from llama_abi.types import llama_batch
 
 INT32_MAX = 2**31 - 1
+POSITION_AXES = 4
+"""Time, height, width, and one that is not used."""
 
 Integers = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -47,6 +49,9 @@ class Batch:
         self._token = np.zeros(0 if n_embd else capacity, np.int32)
         self._rows = np.zeros((capacity, n_embd), np.float32)
         self._pos = np.zeros(capacity, np.int32)
+        self._axes = np.zeros((POSITION_AXES, capacity) if n_embd else (0, 0), np.int32)
+        """Positions of rows: of models with M-RoPE llama.cpp reads all of them, of others the first."""
+        self._flat = np.zeros(self._axes.size, np.int32)
         self._seq = np.zeros(capacity, np.int32)
         self._needs_logits = np.zeros(capacity, np.int8)
         self._n_seq = np.ones(capacity, np.int32)
@@ -55,7 +60,7 @@ class Batch:
         self._struct = llama_batch(
             token=None if n_embd else ctypes.cast(self._token.ctypes.data, int32s),
             embd=ctypes.cast(self._rows.ctypes.data, ctypes.POINTER(ctypes.c_float)) if n_embd else None,
-            pos=ctypes.cast(self._pos.ctypes.data, int32s),
+            pos=ctypes.cast((self._flat if n_embd else self._pos).ctypes.data, int32s),
             n_seq_id=ctypes.cast(self._n_seq.ctypes.data, int32s),
             seq_id=ctypes.cast(self._seq_pointers.ctypes.data, int32_pointers),
             logits=ctypes.cast(self._needs_logits.ctypes.data, ctypes.POINTER(ctypes.c_int8)),
@@ -88,13 +93,23 @@ class Batch:
         return end - 1
 
     def add_rows(
-        self, rows: npt.NDArray[np.float32], *, pos: int, seq: int, logits: Literal["none", "last", "all"] = "last"
+        self,
+        rows: npt.NDArray[np.float32],
+        *,
+        pos: int,
+        seq: int,
+        logits: Literal["none", "last", "all"] = "last",
+        columns: int = 0,
+        first: int = 0,
     ) -> int:
         """Append rows that stand in place of consecutive tokens of one sequence, such as those of a picture.
 
         Args:
             rows: float32 ``[n, n_embd]``, at least one. ``Model.n_embd_inp`` is the width that a model takes.
             pos, seq, logits: as in ``add``.
+            columns: the rows are a picture of so many columns, for a model with M-RoPE: ``pos`` is that of the picture.
+                0: consecutive positions.
+            first: rows of the picture that come before these.
 
         Returns:
             Index of the last row in the batch.
@@ -109,6 +124,12 @@ class Batch:
             raise LlamaError("rows must be finite")
         start, end = self._add(len(rows), pos, seq, logits, rows=True)
         self._rows[start:end] = rows
+        if columns:
+            down, across = np.divmod(np.arange(first, first + len(rows), dtype=np.int32), columns)
+            self._pos[start:end] = pos
+            self._axes[:, start:end] = self._pos[start:end], pos + down, pos + across, 0 * down
+        else:
+            self._axes[:, start:end] = self._pos[start:end]
         return end - 1
 
     def _add(self, n: int, pos: int, seq: int, logits: str, *, rows: bool) -> tuple[int, int]:
@@ -171,7 +192,9 @@ class Batch:
 
     def _filled(self) -> Any:
         """The ``llama_batch`` for C. Valid until the batch changes."""
-        self._struct.n_tokens = self.n_tokens
+        self._struct.n_tokens = n = self.n_tokens
+        if self.n_embd:
+            self._flat[: POSITION_AXES * n] = self._axes[:, :n].ravel()
         return self._struct
 
     def __repr__(self) -> str:

@@ -23,6 +23,7 @@ from llama_abi.model import Model
 from llama_abi.mtmd_declarations import CHUNK_TYPE, mtmd_input_text
 
 TEXT = CHUNK_TYPE["MTMD_INPUT_CHUNK_TYPE_TEXT"]
+IMAGE = CHUNK_TYPE["MTMD_INPUT_CHUNK_TYPE_IMAGE"]
 CHANNELS = 3
 
 
@@ -42,6 +43,9 @@ class MediaPiece:
     """Shape ``[n, n_embd_inp]``: one row for each token that it takes the place of."""
     is_causal: bool
     """Otherwise each row attends to all rows of the piece, so one decode must have them all."""
+    columns: int = 0
+    """Rows of numbers side by side, where a picture has positions in two dimensions (M-RoPE); otherwise 0. The piece then
+    takes as many positions as it is wide or high."""
 
 
 class Bitmap(Handle):
@@ -173,4 +177,24 @@ class Projector(Handle):
         address = ctypes.cast(self._mtmd.mtmd_get_output_embd(self._pointer), ctypes.c_void_p).value
         memory = (ctypes.c_float * (n_tokens * self.n_embd)).from_address(address or 0)
         rows = np.array(memory, np.float32).reshape(n_tokens, self.n_embd)
-        return MediaPiece(rows, not self._mtmd.mtmd_decode_use_non_causal(self._pointer, chunk))
+        is_causal = not self._mtmd.mtmd_decode_use_non_causal(self._pointer, chunk)
+        return MediaPiece(rows, is_causal, self._columns(chunk, n_tokens))
+
+    def _columns(self, chunk: Any, n_tokens: int) -> int:
+        """See ``MediaPiece``.
+
+        Raises:
+            LlamaError: the positions of the rows are no grid of columns.
+        """
+        if not self.uses_mrope or self._mtmd.mtmd_input_chunk_get_type(chunk) != IMAGE:
+            return 0
+        image = self._mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+        places = [self._mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, index) for index in range(n_tokens)]
+        columns = int(max([place.x for place in places])) + 1
+        expected = [(0, *divmod(index, columns)) for index in range(n_tokens)]
+        n_positions = int(self._mtmd.mtmd_input_chunk_get_n_pos(chunk))
+        if [(place.t, place.y, place.x) for place in places] != expected or n_positions != max(
+            columns, -(-n_tokens // columns)
+        ):
+            raise LlamaError("the projector gives its rows positions of an unknown kind")
+        return columns

@@ -77,6 +77,16 @@ mtmd_helper_bitmap_wrapper = MTMD.struct(
 """,
 )
 
+mtmd_decoder_pos = MTMD.struct(
+    "mtmd_decoder_pos",
+    """
+    uint32_t t;
+    uint32_t x;
+    uint32_t y;
+    uint32_t z;
+""",
+)
+
 MTMD_FUNCTIONS = """
     // llama.h, which mtmd.h includes: width of the rows that stand in place of tokens
     int32_t      llama_model_n_embd_inp(const struct llama_model * model);
@@ -106,6 +116,9 @@ MTMD_FUNCTIONS = """
     enum mtmd_input_chunk_type mtmd_input_chunk_get_type(const struct mtmd_input_chunk * chunk);
     const llama_token * mtmd_input_chunk_get_tokens_text(const struct mtmd_input_chunk * chunk, size_t * n_tokens_output);
     size_t       mtmd_input_chunk_get_n_tokens(const struct mtmd_input_chunk * chunk);
+    llama_pos    mtmd_input_chunk_get_n_pos(const struct mtmd_input_chunk * chunk);
+    const struct mtmd_image_tokens * mtmd_input_chunk_get_tokens_image(const struct mtmd_input_chunk * chunk);
+    struct mtmd_decoder_pos mtmd_image_tokens_get_decoder_pos(const struct mtmd_image_tokens * image_tokens, llama_pos pos_0, size_t i);
     int32_t      mtmd_tokenize(const struct mtmd_context * ctx, struct mtmd_input_chunks * output, const struct mtmd_input_text * text, const struct mtmd_bitmap * const * bitmaps, size_t n_bitmaps);
 
     // encoding

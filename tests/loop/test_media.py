@@ -25,11 +25,12 @@ N_ROWS, WIDTH, AROUND = 40, 4, 7
 
 def encoded(name: str, *, is_causal: bool = True) -> EncodedMedia:
     """A picture in two halves."""
-    ids = placeholders(hashlib.sha256(name.encode()).digest(), N_ROWS)
     half = N_ROWS // 2
+    blocks = [RowBlock(half, is_causal)] * 2
+    ids = placeholders(hashlib.sha256(name.encode()).digest(), blocks)
     rows = np.arange(N_ROWS * WIDTH, dtype=np.float32)
     tokens = np.array([AROUND, *ids[:half], AROUND, *ids[half:], AROUND], np.int32)
-    return EncodedMedia(tokens, RowFile(memory_file(rows.tobytes()), N_ROWS, WIDTH), [RowBlock(half, is_causal)] * 2)
+    return EncodedMedia(tokens, RowFile(memory_file(rows.tobytes()), N_ROWS, WIDTH), blocks)
 
 
 def prompt_of(*parts: Sequence[int] | EncodedMedia) -> tuple[list[int], list[PlacedRows]]:

@@ -91,7 +91,7 @@ def test_greedy_answers_after_pictures_are_those_of_llama_server(tmp_path: Path)
     assert difference(first["before"], first["another"]) > 4 * TOLERANCE
 
 
-@pytest.mark.parametrize(("shape", "kind"), [("tiny-swa", "gemma3")])
+@pytest.mark.parametrize(("shape", "kind"), [("tiny-swa", "gemma3"), ("tiny-mrope", "qwen2vl_merger")])
 def test_other_kinds_of_positions_and_attention_are_those_of_llama_server(
     tmp_path: Path, shape: str, kind: str
 ) -> None:
@@ -112,11 +112,36 @@ def compare(
     ):
         first = {}
         for name, parts in chats().items():
-            theirs, ours = of_llama_server(url, parts), of_daemon(daemon, parts)
-            assert ours[:2] == theirs[:2], name
-            first[name] = ours[2][0]
-            assert difference(first[name], theirs[2][0]) < tolerance, name
+            longer = [*parts, {"type": "text", "text": " Why?"}]
+            if parts[-1]["type"] == "text":
+                longer[-2:] = [{"type": "text", "text": f"{parts[-1]['text']} Why?"}]
+            for more, asked in enumerate([parts, longer]):  # the second one continues the KV cache of the first
+                theirs, ours = of_llama_server(url, asked), of_daemon(daemon, asked)
+                assert ours[:2] == theirs[:2], (name, more)
+                assert difference(ours[2][0], theirs[2][0]) < tolerance, (name, more)
+                first.setdefault(name, ours[2][0])
     return first
+
+
+def test_a_session_whose_pictures_have_two_dimensions_comes_back_from_disk(tmp_path: Path) -> None:
+    model = random_model("tiny-mrope", "f32", ctx=2048, vocabulary="gpt-2")
+    projector = projector_file(tmp_path, "qwen2vl_merger", model)
+    options = ("--model", str(model), "--mmproj", str(projector), "--chat-template", "chatml", "--ctx", "4096")
+    saving = ("--parallel", "2", "--state-dir", str(tmp_path / "state"), "--offload-after", "0", "--flash-attn", "off")
+    turns = [
+        [{"role": "user", "content": parts}] for parts in (chats()["two"], [{"type": "text", "text": "And then?"}])
+    ]
+    fields = {"max_tokens": N_TOKENS, "temperature": 0, "stream": False, "encoding": "cbor"}
+    with real_daemon(*options, *saving) as daemon:
+        undisturbed = [daemon.ask(messages=turn, session_id="album", **fields) for turn in turns]
+    with real_daemon(*options, *saving) as daemon:
+        first = daemon.ask(messages=turns[0], session_id="other", **fields)
+        daemon.wait_until(lambda metrics: metrics["kv"]["saved_states"] > 1, "both sessions are on disk")
+    with real_daemon(*options, *saving) as daemon:
+        second = daemon.ask(messages=turns[1], session_id="other", **fields)
+        assert [first.text, second.text] == [each.text for each in undisturbed]
+        assert second.last["usage"]["cached_tokens"] > first.last["usage"]["prompt_tokens"] - 16
+        assert daemon.metrics()["kv_offload"]["loaded_total"] == 1
 
 
 def difference(one: dict[str, float], other: dict[str, float]) -> float:

@@ -19,5 +19,5 @@ def projector_file(folder: Path, kind: str = "mlp", model: Path = EMBEDDED) -> P
     if not llama_abi.load().stamp.mtmd_sha256:
         pytest.skip("the library has no libmtmd: ./build_llama.sh --dev builds it")
     script, path = bench_script("make_projector"), folder / "mmproj.gguf"
-    script.make_projector(path, model, script.SHAPES["tiny" if kind == "mlp" else "tiny-siglip"], kind=kind)
+    script.make_projector(path, model, script.SHAPES["tiny-siglip" if kind == "gemma3" else "tiny"], kind=kind)
     return path

@@ -54,8 +54,10 @@ class Encoder:
         self._projector = llama_abi.Projector(
             self._model, setup["path"], use_gpu=setup["use_gpu"], n_threads=setup["n_threads"]
         )
-        if self._projector.uses_mrope:
-            raise Refused("the model has positions in two dimensions (M-RoPE), which cannot be used with pictures yet")
+        if self._projector.uses_mrope and not setup["can_truncate"]:
+            raise Refused(
+                "the model has positions in two dimensions (M-RoPE) and a recurrent memory, a rare combination"
+            )
         if not self._projector.sees:
             raise Refused("the projector has no encoder of pictures")
         if not setup["use_gpu"]:  # drivers of GPUs reserve more address space than there is memory
@@ -81,7 +83,7 @@ class Encoder:
                 if not np.isfinite(piece.rows).all():
                     raise Refused("the projector makes no finite numbers of this file")
                 file.write(piece.rows.tobytes())
-                parts.append({"n": len(piece.rows), "is_causal": piece.is_causal})
+                parts.append({"n": len(piece.rows), "is_causal": piece.is_causal, "columns": piece.columns})
                 n_rows += len(piece.rows)
         return {"parts": parts, "n_rows": n_rows, "width": self._projector.n_embd}
 
@@ -106,6 +108,7 @@ def _serve() -> None:
     except (LibraryError, LlamaError, Refused) as error:
         _send({"error": str(error)})
         return
+    os.nice(NICENESS)  # the start waits for what comes before
     _send({})
     for question in lines:
         try:
@@ -124,5 +127,4 @@ def _send(answer: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     logging.getLogger("llama_abi").setLevel(logging.ERROR)
-    os.nice(NICENESS)
     _serve()

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from llama_abi.stamp import Stamp, library_directory
 from uma_trio.encoder.media_file import Refused, inspect
-from uma_trio.engine_link.media import PLACEHOLDER
+from uma_trio.engine_link.media import PLACEHOLDER, STANDING
 from uma_trio.errors import ModelUnavailable
 from uma_trio.processes.interpreter import python_module
 from uma_trio.processes.sandbox import CannotStart, Interrupted, NoAnswer, Sandbox
@@ -46,6 +46,8 @@ class Projector:
     """The text model that it belongs to."""
     use_gpu: bool = False
     n_threads: int = 1
+    can_truncate: bool = True
+    """Whether the model's memory can; see ``ModelInfo``."""
     llama_dir: Path | None = None
 
 
@@ -87,6 +89,13 @@ class RowBlock:
     n: int
     is_causal: bool = True
     """Otherwise each of them attends to all of them, so one step computes them all."""
+    columns: int = 0
+    """Of a picture with positions in two dimensions (M-RoPE); otherwise 0."""
+
+    @property
+    def n_positions(self) -> int:
+        """Positions that they take in the prompt."""
+        return max(self.columns, -(-self.n // self.columns)) if self.columns else self.n
 
 
 @attrs.frozen(eq=False)
@@ -109,10 +118,15 @@ def _memory_folder() -> Path | None:
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 
 
-def placeholders(digest: bytes, n: int) -> npt.NDArray[np.int32]:
-    """Ids for the ``n`` rows of the file whose SHA-256 is ``digest``."""
-    words = np.frombuffer(digest, "<u4") % PLACEHOLDER + PLACEHOLDER
-    return np.resize(words, n).astype(np.int32)
+def placeholders(digest: bytes, blocks: Sequence[RowBlock]) -> npt.NDArray[np.int32]:
+    """Ids for the rows of the file whose SHA-256 is ``digest``."""
+    words = np.frombuffer(digest, "<u4") % (STANDING - PLACEHOLDER) + PLACEHOLDER
+    ids = np.resize(words, sum([block.n for block in blocks])).astype(np.int32)
+    at = 0
+    for block in blocks:
+        ids[at : at + block.n - block.n_positions] += STANDING - PLACEHOLDER
+        at += block.n
+    return ids
 
 
 class SandboxedEncoder:
@@ -131,6 +145,7 @@ class SandboxedEncoder:
             "model": str(projector.model),
             "use_gpu": projector.use_gpu,
             "n_threads": projector.n_threads,
+            "can_truncate": projector.can_truncate,
             "llama_dir": None if projector.llama_dir is None else str(projector.llama_dir),
         }
         self._sandbox = Sandbox(python_module("uma_trio.encoder"), lambda: setup, ANSWER_SECONDS, BUSY_SECONDS)
@@ -174,16 +189,16 @@ class SandboxedEncoder:
                 raise Refused(answer["error"])
             fd = os.open(made, os.O_RDONLY)
         rows = RowFile(fd, answer["n_rows"], answer["width"])
-        ids, at = placeholders(self.digest(data), rows.n), 0
+        found = [RowBlock(**part) if isinstance(part, dict) else np.array(part, np.int32) for part in answer["parts"]]
+        blocks = [part for part in found if isinstance(part, RowBlock)]
+        ids, at = placeholders(self.digest(data), blocks), 0
         parts: list[npt.NDArray[np.int32]] = []
-        blocks = []
-        for part in answer["parts"]:
-            if isinstance(part, dict):
-                blocks.append(RowBlock(**part))
-                parts.append(ids[at : at + blocks[-1].n])
-                at += blocks[-1].n
+        for part in found:
+            if isinstance(part, RowBlock):
+                parts.append(ids[at : at + part.n])
+                at += part.n
             else:
-                parts.append(np.array(part, np.int32))
+                parts.append(part)
         return EncodedMedia(np.concatenate(parts), rows, blocks)
 
     @contextlib.contextmanager

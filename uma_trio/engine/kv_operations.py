@@ -15,6 +15,7 @@ from typing import Final, assert_never
 import attrs
 
 import llama_abi
+from uma_trio.engine.positions import Positions
 from uma_trio.engine.state_check import DamagedState, StateCheck
 from uma_trio.engine_link.kv_ops import (
     CopyPrefix,
@@ -54,10 +55,12 @@ class KvOperations:
     Args:
         unified: the contexts have a unified KV cache.
         n_threads: cores that are free for verifying states; no more than ``MAX_THREADS`` are used.
+        positions: of the tokens of all sequences.
     """
 
-    def __init__(self, *, unified: bool, n_threads: int) -> None:
+    def __init__(self, *, unified: bool, n_threads: int, positions: Positions) -> None:
         self._unified = unified
+        self._positions = positions
         self._checkpoints: dict[int, bytearray] = {}
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, n_threads), "uma-state")
 
@@ -80,9 +83,11 @@ class KvOperations:
                 case Truncate():
                     self._truncate(context, op.seq_id, op.length, op.checkpoint)
                 case CopyPrefix() if self._unified and op.checkpoint is None:
-                    context.seq_copy(op.source, op.target, 0, op.length)
+                    context.seq_copy(op.source, op.target, 0, self._positions.of(op.source, op.length))
+                    self._positions.copy(op.source, op.target, op.length)
                 case CopyPrefix():  # between streams llama.cpp copies all, and a recurrent state is that of the whole
                     context.seq_copy(op.source, op.target)
+                    self._positions.copy(op.source, op.target, op.length)
                     self._truncate(context, op.target, op.length, op.checkpoint)
                 case SaveCheckpoint():
                     state = bytearray(context.state_size(op.seq_id, flags=llama_abi.PARTIAL_ONLY))
@@ -107,9 +112,10 @@ class KvOperations:
                     assert_never(op)
         return outcome
 
-    def drop_checkpoints(self) -> None:
-        """Drop all checkpoints: the context that they belong to is closed."""
+    def reset(self) -> None:
+        """Forget all sequences: the context that they belong to is closed."""
         self._checkpoints.clear()
+        self._positions.clear()
 
     def close(self) -> None:
         """Wait for the threads, which let go of the files then."""
@@ -119,8 +125,9 @@ class KvOperations:
         """Load the checkpoint first, then remove the tail: before that a recurrent memory refuses."""
         if checkpoint is not None:
             context.load_state_from(seq_id, self._checkpoints[checkpoint], flags=llama_abi.PARTIAL_ONLY)
-        if not context.seq_remove(seq_id, length or -1):
+        if not context.seq_remove(seq_id, self._positions.of(seq_id, length) or -1):
             raise EngineError(f"the model's memory cannot remove the end of sequence {seq_id}")
+        self._positions.cut(seq_id, length)
 
     def _save_state(self, context: llama_abi.Context, op: SaveState) -> int:
         """Write a state into a file; returns the number of bytes.
@@ -162,11 +169,13 @@ class KvOperations:
                 began = time.perf_counter()
                 _wait_for_rest(check)
                 waited_s += time.perf_counter() - began
-                n_tokens = context.seq_pos_max(op.seq_id) + 1
-                if n_tokens != op.length:
-                    raise ValueError(f"the state has {n_tokens} tokens instead of {op.length}")
+                self._positions.set(op.seq_id, op.standing)
+                end, expected = context.seq_pos_max(op.seq_id) + 1, self._positions.of(op.seq_id, op.length)
+                if end != expected:
+                    raise ValueError(f"the state ends at position {end} instead of {expected}")
             except (llama_abi.LlamaError, DamagedState, ValueError):
                 context.seq_remove(op.seq_id)
+                self._positions.cut(op.seq_id, 0)
                 raise
             at = op.n_bytes
             for number, size in op.checkpoints:

@@ -43,6 +43,7 @@ from uma_trio.engine.loaded_adapters import LoadedAdapters
 from uma_trio.engine.matchers import AppliedMasks, Matchers, PendingMasks
 from uma_trio.engine.media_calls import split_by_media
 from uma_trio.engine.placement import compute_environment, open_library, place
+from uma_trio.engine.positions import Positions
 from uma_trio.engine.sampling import sampler
 from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.logprobs import compute_logprobs
@@ -123,12 +124,15 @@ class LlamaEngine:
         self._device_times: dict[bool, tuple[float, int]] = {}
         """Seconds that a GPU took for the last call that only decoded and for the last other one, and the rows of each."""
         """How long the device computed after the latest ``llama_decode`` call had returned."""
+        self._positions = Positions()
         self._abort = llama_abi.AbortFlag()
         with contextlib.ExitStack() as stack:
             self._load(stack, path, on_progress, adapters, layout_cache, layouts, target_itl_ms)
             self._open_parts(stack)
             self._info = self._describe_model(path)
-            self._kv_operations = KvOperations(unified=self._info.unified, n_threads=self._info.spare_cores)
+            self._kv_operations = KvOperations(
+                unified=self._info.unified, n_threads=self._info.spare_cores, positions=self._positions
+            )
             stack.callback(self._kv_operations.close)
             self._owned = stack.pop_all()
 
@@ -373,6 +377,7 @@ class LlamaEngine:
             for call in step.calls
             for part in split_by_media(call)
         ):
+            inputs = self._positions.place(inputs)
             samples = [sample for each in inputs for sample in each.samples]
             wanted = _constrained(inputs)
             # a CPU computes within the call, and a GPU after it: the device must not wait for the threads to begin
@@ -462,7 +467,14 @@ class LlamaEngine:
         batch = self._row_batch = self._row_batch or llama_abi.Batch(self._context.n_batch, width)
         batch.clear()
         [rows] = each.media
-        batch.add_rows(rows.read(width), pos=each.position, seq=each.seq_id, logits="last" if each.samples else "none")
+        batch.add_rows(
+            rows.read(width),
+            pos=each.position,
+            seq=each.seq_id,
+            logits="last" if each.samples else "none",
+            columns=rows.columns,
+            first=rows.row,
+        )
         self._adapters.apply_by_row(self._context, [(each.adapters, rows.n)])
         if rows.is_causal:
             return self._launched(self._context.decode(batch))
@@ -573,7 +585,7 @@ class LlamaEngine:
 
     def reset(self) -> None:
         self._context.close()
-        self._kv_operations.drop_checkpoints()
+        self._kv_operations.reset()
         try:
             self._context = self._adapters.open_context(self._options)
             if self._drafter is not None:

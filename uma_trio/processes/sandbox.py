@@ -72,7 +72,8 @@ class Sandbox:
         command: a program and its arguments.
         setup: makes the first message of each new process.
         seconds: longest wait for an answer.
-        busy_seconds: longest wait on a machine so busy that the child has not had ``seconds`` of CPU time yet.
+        busy_seconds: longest wait on a machine so busy that the child has not had ``seconds`` of CPU time yet, or
+            ``START_SECONDS`` for its start.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Sandbox:
         self._child.stop()  # closes the pipes of a process that something else has killed
         try:
             self._child.start(self._command)
-            answer = self._child.ask(self._setup(), START_SECONDS)
+            answer = self._child.ask(self._setup(), START_SECONDS, self._busy_seconds)
         except Ended:
             raise
         except (OSError, NoAnswer) as error:  # no memory, no file descriptors

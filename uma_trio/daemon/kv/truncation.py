@@ -15,6 +15,7 @@ from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.checkpoints import MIN_SPACING, TOKENS_AFTER_LAST, latest, least_useful, speculative_lengths
 from uma_trio.daemon.kv.pool import Pool
 from uma_trio.engine_link.kv_ops import MAX_CHECKPOINTS, CopyPrefix, SaveCheckpoint, Truncate
+from uma_trio.engine_link.media import before_picture
 
 
 class Truncation:
@@ -33,8 +34,10 @@ class Truncation:
     def longest_within(self, allocation: Allocation, length: int) -> int:
         """Largest length up to ``length`` to which ``allocation`` can be truncated.
 
-        Returns ``length`` itself if ``allocation`` holds no more than that.
+        Returns ``length`` itself if ``allocation`` holds no more than that.  A picture is not cut: all its rows may have one
+        position.
         """
+        length = before_picture(allocation.tokens, length)
         if length >= allocation.n_tokens or (self.can_truncate and length >= allocation.truncation_floor):
             return length
         return self._checkpoint_within(allocation, length)

@@ -98,6 +98,8 @@ class PlacedRows:
     """Row of the file for the first of them."""
     is_causal: bool = True
     """Otherwise one step computes them all."""
+    columns: int = 0
+    """See ``RowBlock``."""
 
 
 def place(media: EncodedMedia, start: int) -> Iterator[PlacedRows]:
@@ -105,7 +107,7 @@ def place(media: EncodedMedia, start: int) -> Iterator[PlacedRows]:
     places = np.flatnonzero(media.tokens >= PLACEHOLDER).tolist()
     first = 0
     for block in media.blocks:
-        yield PlacedRows(start + places[first], block.n, media.rows, first, block.is_causal)
+        yield PlacedRows(start + places[first], block.n, media.rows, first, block.is_causal, block.columns)
         first += block.n
 
 
@@ -115,8 +117,9 @@ def rows_between(placed: Sequence[PlacedRows], start: int, end: int) -> list[Med
     for each in placed:
         begin, stop = max(start, each.start), min(end, each.start + each.n)
         if begin < stop:
-            first = each.first + begin - each.start
-            found.append(MediaRows(begin - start, stop - begin, each.file.fd, first, each.is_causal))
+            row = begin - each.start
+            place = (begin - start, stop - begin, each.file.fd, each.first + row)
+            found.append(MediaRows(*place, is_causal=each.is_causal, columns=each.columns, row=row))
     return found
 
 

@@ -32,6 +32,7 @@ from uma_trio.daemon.store.memory_states import MemoryStates
 from uma_trio.daemon.store.state_folder import StateFileError
 from uma_trio.daemon.store.state_format import StoredState
 from uma_trio.engine_link.kv_ops import LoadState, MeasureState, SaveState
+from uma_trio.engine_link.media import standing_runs
 from uma_trio.engine_link.messages import StepOutput
 from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens
 from uma_trio.telemetry.measures import snapshot_of
@@ -552,7 +553,14 @@ class Offloader:
             checkpoints = tuple([(ids.get(length), size) for length, size in state.checkpoints])
             n_bytes = state.n_bytes - sum([size for _, size in checkpoints])
             op = LoadState(
-                allocation.seq_id, len(state.tokens), reader.fd, reader.offset, n_bytes, checkpoints, reader.hashes
+                allocation.seq_id,
+                len(state.tokens),
+                reader.fd,
+                reader.offset,
+                n_bytes,
+                checkpoints,
+                standing=standing_runs(state.tokens),
+                hashes=reader.hashes,
             )
             await self._run_transfer(
                 Transfer(allocation, op, state.n_bytes, trio.current_time(), allocation.checkpoints, state, is_parked)

@@ -29,8 +29,8 @@ from uma_trio.encoder.encoder import RowBlock
 SUFFIX: Final = ".picture"
 NAME: Final = re.compile(r"[0-9a-f]{64}\.picture")
 _HEADER: Final = struct.Struct("<16s32sIIII")
-_MAGIC: Final = b"uma-picture-v2\0\0"
-_BLOCK: Final = struct.Struct("<I?")
+_MAGIC: Final = b"uma-picture-v3\0\0"
+_BLOCK: Final = struct.Struct("<I?I")
 _HASH_BYTES: Final = hashlib.sha256().digest_size
 
 
@@ -57,7 +57,7 @@ def encode(key: bytes, picture: StoredPicture) -> bytes:
         key: 32 bytes, which name the picture.
     """
     header = _HEADER.pack(_MAGIC, key, len(picture.blocks), len(picture.tokens), *picture.rows.shape)
-    blocks = b"".join([_BLOCK.pack(block.n, block.is_causal) for block in picture.blocks])
+    blocks = b"".join([_BLOCK.pack(block.n, block.is_causal, block.columns) for block in picture.blocks])
     data = header + blocks + picture.tokens.astype("<i4").tobytes() + picture.rows.astype("<f4").tobytes()
     return data + hashlib.sha256(data).digest()
 
