@@ -4,7 +4,8 @@
 
 The projector is a LLaVA one: a CLIP encoder and two matrices to the width of the text model; or, with ``--kind gemma3``,
 that of Gemma 3: a SigLIP encoder whose rows are averaged over squares of patches; or, with ``--kind qwen2vl_merger``, that
-of Qwen2-VL, which takes pictures of any size, for models with positions in two dimensions.  Encoding is as fast as with
+of Qwen2-VL, which takes pictures of any size, for models with positions in two dimensions.  ``--kind qwen2a`` is for
+sound: a Whisper encoder with the matrix of Qwen2-Audio.  Encoding is as fast as with
 trained weights of its shape, but a picture has no meaning.  The same arguments write the same file.
 """
 
@@ -51,8 +52,11 @@ SHAPES: Final = {
     "clip-l": ProjectorShape(image_size=336, patch_size=14, width=1024, layers=24, heads=16, ffn=4096),
 }
 
-KINDS: Final = ("mlp", "gemma3", "qwen2vl_merger")
+KINDS: Final = ("mlp", "gemma3", "qwen2vl_merger", "qwen2a")
 """Types of projectors, as llama.cpp calls them."""
+MEL_BINS: Final = 128
+MEL_FRAMES: Final = 3000
+"""Frames of the spectrum of 30 s of sound."""
 MERGED: Final = 2
 """Side of the squares of patches that the projectors of Gemma 3 and Qwen2-VL make one row of."""
 
@@ -105,6 +109,38 @@ def _tensors(shape: ProjectorShape, n_embd: int, kind: str, seed: int) -> Iterat
         yield f"mm.{number}.bias", bias(rows)
 
 
+def _tensors_of_sound(shape: ProjectorShape, n_embd: int, seed: int) -> Iterator[tuple[str, Weights]]:
+    """Those of a Whisper encoder, and one matrix to the width of the text model."""
+    noise = np.random.default_rng(seed)
+    width = shape.width
+
+    def matrix(*sizes: int) -> Weights:
+        made: Weights = (noise.standard_normal(sizes, np.float32) / np.sqrt(np.prod(sizes[1:]))).astype(np.float16)
+        return made
+
+    def bias(*sizes: int) -> Weights:
+        return 0.02 * noise.standard_normal(sizes, np.float32)
+
+    for number, channels in ((1, MEL_BINS), (2, width)):
+        yield f"a.conv1d.{number}.weight", matrix(width, channels, 3)
+        yield f"a.conv1d.{number}.bias", bias(width, 1)
+    yield "a.position_embd.weight", noise.standard_normal((MEL_FRAMES // 2, width), np.float32)
+    norms = ["a.post_ln"]
+    for layer in range(shape.layers):
+        name = f"a.blk.{layer}"
+        norms += [f"{name}.ln1", f"{name}.ln2"]
+        sizes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_out"), (width, width))
+        for each, size in {**sizes, "ffn_up": (shape.ffn, width), "ffn_down": (width, shape.ffn)}.items():
+            yield f"{name}.{each}.weight", matrix(*size)
+            if each != "attn_k":
+                yield f"{name}.{each}.bias", bias(size[0])
+    for name in norms:
+        yield f"{name}.weight", np.ones(width, np.float32)
+        yield f"{name}.bias", bias(width)
+    yield "mm.a.fc.weight", matrix(n_embd, width)
+    yield "mm.a.fc.bias", bias(n_embd)
+
+
 def width_of(model: Path) -> int:
     """Width of a text model."""
     fields = Reader(model).fields
@@ -124,12 +160,13 @@ def make_projector(out: Path, model: Path, shape: ProjectorShape, *, kind: str =
     writer = gguf.GGUFWriter(part, "clip")
     writer.add_type("mmproj")
     writer.add_name(f"random {out.stem}")
+    hears = kind == "qwen2a"
+    encoder = "audio" if hears else "vision"
     writer.add_string("clip.projector_type", kind)
-    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_bool(f"clip.has_{encoder}_encoder", True)
     writer.add_bool("clip.use_gelu", False)
     numbers = {
-        "image_size": shape.image_size,
-        "patch_size": shape.patch_size,
+        **({"num_mel_bins": MEL_BINS} if hears else {"image_size": shape.image_size, "patch_size": shape.patch_size}),
         "embedding_length": shape.width,
         "feed_forward_length": shape.ffn,
         "projection_dim": n_embd,
@@ -137,13 +174,15 @@ def make_projector(out: Path, model: Path, shape: ProjectorShape, *, kind: str =
         "block_count": shape.layers,
     }
     for name, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
+        writer.add_uint32(f"clip.{encoder}.{name}", value)
     if kind == "gemma3":
         writer.add_uint32("clip.vision.projector.scale_factor", MERGED)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
-    writer.add_array("clip.vision.image_mean", CLIP_MEAN)
-    writer.add_array("clip.vision.image_std", CLIP_DEVIATION)
-    for name, weights in _tensors(shape, n_embd, kind, seed):
+    writer.add_float32(f"clip.{encoder}.attention.layer_norm_epsilon", 1e-5)
+    if not hears:
+        writer.add_array("clip.vision.image_mean", CLIP_MEAN)
+        writer.add_array("clip.vision.image_std", CLIP_DEVIATION)
+    made = _tensors_of_sound(shape, n_embd, seed) if hears else _tensors(shape, n_embd, kind, seed)
+    for name, weights in made:
         writer.add_tensor(name, weights)
     try:
         write_to_end(writer)

@@ -109,6 +109,8 @@ class Projector(Handle):
         """Whether it encodes pictures."""
         self.hears = bool(self._mtmd.mtmd_support_audio(pointer))
         """Whether it encodes sound."""
+        self.sample_rate = int(self._mtmd.mtmd_get_audio_sample_rate(pointer))
+        """Samples of a second of decoded sound; -1 if it encodes none."""
         self.uses_mrope = bool(self._mtmd.mtmd_decode_use_mrope(pointer))
         """Whether the rows of a picture have positions in two dimensions (M-RoPE)."""
 

@@ -100,6 +100,7 @@ MTMD_FUNCTIONS = """
     bool         mtmd_decode_use_mrope(const struct mtmd_context * ctx);
     bool         mtmd_support_vision(const struct mtmd_context * ctx);
     bool         mtmd_support_audio(const struct mtmd_context * ctx);
+    int          mtmd_get_audio_sample_rate(const struct mtmd_context * ctx);
 
     // bitmap: a picture or sound
     struct mtmd_bitmap * mtmd_bitmap_init(uint32_t nx, uint32_t ny, const unsigned char * data);    // !null

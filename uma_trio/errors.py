@@ -142,6 +142,13 @@ class NoVision(ModelRequestError):
     http_status = 400
 
 
+class NoHearing(ModelRequestError):
+    """A request has sound, and the model cannot hear: its projector takes pictures only."""
+
+    code = "E_MODEL_NO_AUDIO"
+    http_status = 400
+
+
 class InvalidConstraint(ModelRequestError):
     """The ``constraint`` of a request is invalid, unsupported or too complex."""
 

@@ -18,6 +18,7 @@ import trio.testing
 import llama_abi
 from tests.support.pictures import drawn, jpeg_header, png
 from tests.support.projectors import projector_file
+from tests.support.sounds import wav
 from uma_trio.daemon.prompts import pictures as pictures_of_daemon
 from uma_trio.daemon.prompts.media import Picture
 from uma_trio.daemon.prompts.pictures import open_pictures
@@ -97,7 +98,8 @@ def test_files_leave_nothing_in_the_folder(encoder: SandboxedEncoder) -> None:
         (b"text", "a picture is PNG"),
         (png(drawn(1))[:300], "cannot be decoded"),
         (jpeg_header(640, 480), "cannot be decoded"),
-        (b"RIFF\0\0\0\0WAVE" + bytes(100), "this model takes no sound"),
+        (b"RIFF\0\0\0\0WAVE" + bytes(100), "ends in the middle of its header"),
+        (wav(1), "the file is sound: send it as such"),
         (b"\x89PNG\r\n\x1a\n" + bytes(8) + (40_000).to_bytes(4) * 2, "40000 x 40000 pixels"),
     ],
 )

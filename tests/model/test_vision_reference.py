@@ -14,9 +14,11 @@ from tests.support.pictures import drawn, png
 from tests.support.projectors import projector_file
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, Daemon, real_daemon
+from tests.support.sounds import wav
 from uma_trio.models.packaged import EMBEDDED
 
 PHOTO = ROOT / "build" / "llama.cpp" / "tools" / "mtmd" / "test-1.jpeg"
+SPEECH = PHOTO.with_name("test-2.mp3")
 
 N_TOKENS, N_TOP = 12, 5
 EXACT = 0.01
@@ -38,25 +40,42 @@ def chats() -> dict[str, list[dict[str, Any]]]:
     }
     if PHOTO.exists():
         found["photo"] = ["Say hello.", PHOTO.read_bytes(), " Now."]
+    return contents("image", found)
+
+
+def sound_chats() -> dict[str, list[dict[str, Any]]]:
+    one, other = wav(1), wav(2, 2.5)
+    found = {
+        "before": [one, "What is the capital of France?"],
+        "another": [other, "What is the capital of France?"],
+        "two": ["Listen:", one, other, "What do blue and yellow make?"],
+    }
+    if SPEECH.exists():
+        found["speech"] = ["Say hello.", SPEECH.read_bytes(), " Now."]
+    return contents("audio", found)
+
+
+def contents(kind: str, chats: dict[str, list[str | bytes]]) -> dict[str, list[dict[str, Any]]]:
     return {
         name: [
-            {"type": "image", "data": part} if isinstance(part, bytes) else {"type": "text", "text": part}
+            {"type": kind, "data": part} if isinstance(part, bytes) else {"type": "text", "text": part}
             for part in parts
         ]
-        for name, parts in found.items()
+        for name, parts in chats.items()
     }
 
 
+def of_openai(part: dict[str, Any]) -> dict[str, Any]:
+    """A file as OpenAI's API has it."""
+    text = base64.b64encode(part["data"]).decode()
+    if part["type"] == "audio":
+        is_wav = part["data"].startswith(b"RIFF")
+        return {"type": "input_audio", "input_audio": {"data": text, "format": "wav" if is_wav else "mp3"}}
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
+
+
 def of_llama_server(url: str, parts: list[dict[str, Any]]) -> tuple[str, int, list[dict[str, float]]]:
-    content = [
-        part
-        if part["type"] == "text"
-        else {
-            "type": "image_url",
-            "image_url": {"url": f"data:image/png;base64,{base64.b64encode(part['data']).decode()}"},
-        }
-        for part in parts
-    ]
+    content = [part if part["type"] == "text" else of_openai(part) for part in parts]
     body = {
         "messages": [{"role": "user", "content": content}],
         "max_tokens": N_TOKENS,
@@ -101,8 +120,19 @@ def test_other_kinds_of_positions_and_attention_are_those_of_llama_server(
     assert difference(first["before"], first["another"]) > 4 * EXACT
 
 
+def test_greedy_answers_after_sound_are_those_of_llama_server(tmp_path: Path) -> None:
+    projector = projector_file(tmp_path, "qwen2a")
+    first = compare(EMBEDDED, projector, tmp_path, [], TOLERANCE, sound_chats())
+    assert difference(first["before"], first["another"]) > 0
+
+
 def compare(
-    model: Path, projector: Path, folder: Path, flags: list[str], tolerance: float
+    model: Path,
+    projector: Path,
+    folder: Path,
+    flags: list[str],
+    tolerance: float,
+    asked_about: dict[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Ask both; returns the log-probabilities for the first token of each chat."""
     both = ["--mmproj", str(projector), "--flash-attn", "off", *flags]
@@ -111,7 +141,7 @@ def compare(
         real_daemon("--model", str(model), "--ctx", "4096", "--parallel", "2", *both) as daemon,
     ):
         first = {}
-        for name, parts in chats().items():
+        for name, parts in (asked_about or chats()).items():
             longer = [*parts, {"type": "text", "text": " Why?"}]
             if parts[-1]["type"] == "text":
                 longer[-2:] = [{"type": "text", "text": f"{parts[-1]['text']} Why?"}]

@@ -16,7 +16,7 @@ from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
 from uma_trio.cli.request_options import fields_of, not_empty, request_options, tool_fields
 from uma_trio.cli.stdio import note, read_stdin, to_text
 
-FLAGS = {"images": "image", "no_special": "no-special"}
+FLAGS = {"images": "image", "sounds": "audio", "no_special": "no-special"}
 """Flags with another name than their option."""
 
 STDIN_NOTICE_S = 1.0
@@ -52,6 +52,14 @@ STDIN_NOTICE_S = 1.0
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Ask about this picture. The flag can be repeated.",
+)
+@click.option(
+    "--audio",
+    "sounds",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Ask about this sound: WAV, MP3 or FLAC. The flag can be repeated.",
 )
 @click.option(
     "--controller",
@@ -177,7 +185,7 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
     whole = options["no_stream"] or ((options["n"] or 1) > 1 and not options["as_json"])
     request: dict[str, Any] = {"stream": not whole, **fields_of(options), **tool_fields(options)}
     if options["controller"] is not None:
-        for name in ("raw", "system", "assistant", "tools", "no_special", "images"):
+        for name in ("raw", "system", "assistant", "tools", "no_special", "images", "sounds"):
             if options[name] not in (None, False, ()):
                 raise click.UsageError(
                     f"--controller makes its own prompt, with no place for --{FLAGS.get(name, name)}"
@@ -188,7 +196,7 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
         note_if_file(text, note)
         request |= {"controller": options["controller"], "controller_arg": text}
     elif options["raw"]:
-        for name in ("system", "assistant", "tools", "images"):
+        for name in ("system", "assistant", "tools", "images", "sounds"):
             if options[name] not in (None, ()):
                 raise click.UsageError(f"--raw sends the text as it is, with no place for --{FLAGS.get(name, name)}")
         request["prompt"] = text
@@ -200,7 +208,8 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
         from uma_trio.cli.content import content_with
 
         system = [{"role": "system", "content": options["system"]}] if options["system"] is not None else []
-        request["messages"] = [*system, {"role": "user", "content": content_with(options["images"], text)}]
+        content = content_with(options["images"], options["sounds"], text)
+        request["messages"] = [*system, {"role": "user", "content": content}]
         request["separate_reasoning"] = True
         if options["assistant"] is not None:
             request["messages"].append({"role": "assistant", "content": options["assistant"]})

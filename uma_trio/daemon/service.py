@@ -240,7 +240,8 @@ class ModelService:
             "tools": self.has_chat_template,
             "reasoning": self.prompts.reasoning is not None,
             "infill": self.prompts.infill is not None,
-            "vision": not isinstance(self.prompts.pictures, str),
+            "vision": not isinstance(self.prompts.pictures, str) and self.prompts.pictures.sees,
+            "audio": not isinstance(self.prompts.pictures, str) and self.prompts.pictures.hears,
             "embedding": info.can_embed,
             "rerank": info.purpose == "rank",
         }

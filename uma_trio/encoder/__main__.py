@@ -16,7 +16,7 @@ import psutil
 
 import llama_abi
 from llama_abi import LibraryError, LlamaError, MediaPiece
-from uma_trio.encoder.media_file import MediaFile, Refused, inspect
+from uma_trio.encoder.media_file import MAX_SECONDS, MediaFile, Refused, inspect
 from uma_trio.processes.sandbox import limit_memory
 
 MEMORY_BYTES: Final = 2 << 30
@@ -58,8 +58,7 @@ class Encoder:
             raise Refused(
                 "the model has positions in two dimensions (M-RoPE) and a recurrent memory, a rare combination"
             )
-        if not self._projector.sees:
-            raise Refused("the projector has no encoder of pictures")
+        self.abilities = {"sees": self._projector.sees, "hears": self._projector.hears}
         if not setup["use_gpu"]:  # drivers of GPUs reserve more address space than there is memory
             limit_memory(psutil.Process().memory_info().vms + MEMORY_BYTES)
 
@@ -71,8 +70,6 @@ class Encoder:
         """
         data = Path(question["file"]).read_bytes()
         found = inspect(data)
-        if not (self._projector.hears if found.is_sound else self._projector.sees):
-            raise Refused(f"this model takes no {'sound' if found.is_sound else 'pictures'}")
         parts: list[dict[str, Any] | list[int]] = []
         n_rows = 0
         with self._bitmap(data, found) as bitmap, open(question["rows"], "wb") as file:
@@ -90,6 +87,10 @@ class Encoder:
     def _bitmap(self, data: bytes, found: MediaFile) -> llama_abi.Bitmap:
         bitmap = self._projector.decode(data)
         if found.is_sound:
+            seconds = bitmap.size[0] / self._projector.sample_rate
+            if not 0 < seconds <= MAX_SECONDS:
+                bitmap.close()
+                raise Refused(f"the sound lasts {seconds:.0f} s; it may last {MAX_SECONDS} s: send a part of it")
             return bitmap
         if bitmap.size != (found.width, found.height):
             bitmap.close()
@@ -109,7 +110,7 @@ def _serve() -> None:
         _send({"error": str(error)})
         return
     os.nice(NICENESS)  # the start waits for what comes before
-    _send({})
+    _send(encoder.abilities)
     for question in lines:
         try:
             answer = encoder.answer(question)

@@ -51,6 +51,14 @@ class Projector:
     llama_dir: Path | None = None
 
 
+@attrs.frozen
+class Abilities:
+    """What a projector encodes."""
+
+    sees: bool
+    hears: bool
+
+
 def library_version(llama_dir: Path | None) -> str:
     """Which llama.cpp the library in ``llama_dir``, or the default one, was built of."""
     return Stamp.read(library_directory(llama_dir)).pin
@@ -150,13 +158,13 @@ class SandboxedEncoder:
         }
         self._sandbox = Sandbox(python_module("uma_trio.encoder"), lambda: setup, ANSWER_SECONDS, BUSY_SECONDS)
 
-    def start(self) -> None:
-        """Start the process, unless it runs.  Blocks while it loads the projector.
+    def start(self) -> Abilities:
+        """Start the process, unless it runs; returns what the projector can.  Blocks while it is loaded.
 
         Raises:
             CannotStart, Ended: it does not start, or cannot use the projector.
         """
-        self._sandbox.start()
+        return Abilities(**self._sandbox.start())
 
     def close(self) -> None:
         """End the process. The next file would start another one."""
@@ -166,7 +174,7 @@ class SandboxedEncoder:
         """32 bytes that name what the projector makes of a file."""
         return hashlib.sha256(self._fingerprint + hashlib.sha256(data).digest()).digest()
 
-    def encode(self, data: bytes) -> EncodedMedia:
+    def encode(self, data: bytes, is_sound: bool = False) -> EncodedMedia:
         """Encode a file. Blocks for ``ANSWER_SECONDS`` or ``BUSY_SECONDS`` at most, and the turns of other files.
 
         Raises:
@@ -174,7 +182,8 @@ class SandboxedEncoder:
                 of it.
             ModelUnavailable: the child does not start, or somebody has ended it twice.
         """
-        inspect(data)
+        if inspect(data).is_sound != is_sound:
+            raise Refused(f"the file is {'a picture' if is_sound else 'sound'}: send it as such")
         with self._files() as (given, made):
             given.write_bytes(data)
             try:

@@ -45,7 +45,7 @@ def _is_of(path: Path, model: Path) -> bool:
 
 def _fits(projector: GgufHeader, model: GgufHeader) -> bool:
     width = _width(model)
-    return projector.values.get("clip.vision.projection_dim", width) == width
+    return all(projector.values.get(f"clip.{of}.projection_dim", width) == width for of in ("vision", "audio"))
 
 
 def _width(model: GgufHeader) -> object:

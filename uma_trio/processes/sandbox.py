@@ -88,16 +88,18 @@ class Sandbox:
         self._seconds, self._busy_seconds = seconds, busy_seconds
         self._lock = threading.Lock()
         self._child = _Child()
+        self._started_with: Mapping[str, Any] = {}
         weakref.finalize(self, self._child.stop)
 
-    def start(self) -> None:
-        """Start the process, unless it runs.
+    def start(self) -> Mapping[str, Any]:
+        """Start the process, unless it runs; returns what it has answered to its setup.
 
         Raises:
             CannotStart, Ended: see there.
         """
         with self._lock:
             self._try_twice(self._ensure_started)
+            return self._started_with
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to ``question``.  Blocks for ``seconds`` or ``busy_seconds``, plus a start and the turns of other threads.
@@ -142,6 +144,7 @@ class Sandbox:
         if "error" in answer:
             self._child.stop()
             raise CannotStart(answer["error"])
+        self._started_with = answer
 
 
 class _Child:

@@ -164,7 +164,7 @@ class TokenList:
         }
 
 
-Capability = Literal["completion", "chat", "tools", "reasoning", "infill", "vision", "embedding", "rerank"]
+Capability = Literal["completion", "chat", "tools", "reasoning", "infill", "vision", "audio", "embedding", "rerank"]
 
 ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 

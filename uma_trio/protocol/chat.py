@@ -44,13 +44,13 @@ CallId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 @attrs.frozen(kw_only=True)
 class ContentPart:
-    """A part of a message's content: a text or a picture."""
+    """A part of a message's content: a text, a picture or sound."""
 
-    type: Literal["text", "image"] = "text"
+    type: Literal["text", "image", "audio"] = "text"
     text: str | None = None
     """The text, if it is one."""
     data: Annotated[bytes, Meta(max_length=MAX_PICTURE_BYTES)] | None = None
-    """The file of a picture, such as PNG or JPEG; in JSON as base64."""
+    """The file of a picture, such as PNG or JPEG, or of sound, such as WAV; in JSON as base64."""
 
 
 @attrs.frozen(kw_only=True)
@@ -84,19 +84,19 @@ class ChatMessage:
 
     @property
     def text(self) -> str:
-        """``content`` as one text, without its pictures."""
+        """``content`` as one text, without its pictures and sound."""
         if isinstance(self.content, list):
             return "".join(part.text or "" for part in self.content)
         return self.content or ""
 
     @property
     def n_pictures(self) -> int:
-        """How many pictures ``content`` has."""
-        return sum(part.type == "image" for part in self.content) if isinstance(self.content, list) else 0
+        """How many pictures, and files of sound, ``content`` has."""
+        return sum(part.type != "text" for part in self.content) if isinstance(self.content, list) else 0
 
     @property
     def picture_bytes(self) -> int:
-        """Bytes of the files of its pictures together."""
+        """Bytes of those files together."""
         return sum(len(part.data or b"") for part in self.content) if isinstance(self.content, list) else 0
 
 
@@ -161,9 +161,9 @@ def _check_parts(parts: Sequence[ContentPart], role: str, place: str) -> None:
         has, lacks = ("text", "data") if part.type == "text" else ("data", "text")
         if getattr(part, has) is None or getattr(part, lacks) is not None:
             raise BadRequest(f"{field}: a part of type {part.type} has {has}, and no {lacks}", field=field)
-        if part.type == "image" and role not in ("user", "tool"):
+        if part.type != "text" and role not in ("user", "tool"):
             raise BadRequest(
-                f"{field}: only messages of role user or tool have pictures; this is of {role}", field=field
+                f"{field}: only messages of role user or tool have pictures or sound; this is of {role}", field=field
             )
 
 

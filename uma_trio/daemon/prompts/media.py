@@ -26,12 +26,13 @@ _PICTURE: Final = re.compile(f"[{chr(PICTURE_CHARS[0])}-{chr(PICTURE_CHARS[-1])}
 
 @attrs.frozen(eq=False)
 class Picture:
-    """A picture of a chat."""
+    """A picture or sound of a chat."""
 
     data: bytes
     """Its file."""
     field: str
     """The field of the request that it comes from."""
+    is_sound: bool = False
 
 
 def take_pictures(
@@ -47,7 +48,7 @@ def take_pictures(
     def text_of(part: ContentPart, field: str) -> str:
         if part.data is None:
             return part.text or ""
-        pictures.append(Picture(part.data, field))
+        pictures.append(Picture(part.data, field, part.type == "audio"))
         return chr(PICTURE_CHARS[len(pictures) - 1])
 
     found = []

@@ -21,7 +21,7 @@ from uma_trio.daemon.prompts.media import Picture
 from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder, StoredPicture
 from uma_trio.encoder.encoder import EncodedMedia, Projector, RowFile, SandboxedEncoder, library_version
 from uma_trio.encoder.media_file import Refused
-from uma_trio.errors import BadRequest, ContextTooSmall
+from uma_trio.errors import BadRequest, ContextTooSmall, NoHearing, NoVision
 from uma_trio.models.fingerprint import model_fingerprint
 
 log = structlog.get_logger("uma_trio.daemon")
@@ -43,11 +43,14 @@ class Pictures:
     Args:
         max_tokens: of one request; pictures that have more are refused before all of them are encoded.
         max_whole: rows that one step can compute at once.
+        sees, hears: whether there is an encoder for pictures, and one for sound.
     """
 
     _encoder: SandboxedEncoder
     _max_tokens: int
     _max_whole: int
+    sees: bool
+    hears: bool
     _turns: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, 1))
     _reading: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, 1))
     """Threads that look for a picture, read and write files: none waits for the encoder."""
@@ -117,12 +120,17 @@ class Pictures:
 
         Raises:
             BadRequest: one of them cannot be encoded.
+            NoVision, NoHearing: the projector takes no such files.
             ContextTooSmall: they have more tokens than a request may have.
             ModelUnavailable: the encoder does not start.
         """
         found: list[EncodedMedia] = []
         n_tokens = 0
         for picture in pictures:
+            if picture.is_sound and not self.hears:
+                raise NoHearing("this model cannot hear: its projector takes pictures only", field=picture.field)
+            if not picture.is_sound and not self.sees:
+                raise NoVision("this model cannot see pictures: its projector takes sound only", field=picture.field)
             found.append(await self._encode(picture, principal, on_disk))
             largest = max([0, *[block.n for block in found[-1].blocks if not block.is_causal]])
             if largest > self._max_whole:
@@ -179,7 +187,9 @@ class Pictures:
     async def _newly_encoded(self, picture: Picture, principal: str) -> EncodedMedia:
         self._note_use()
         try:
-            found = await in_thread(self._encoder.encode, picture.data, limiter=self._turns.of(principal))
+            found = await in_thread(
+                self._encoder.encode, picture.data, picture.is_sound, limiter=self._turns.of(principal)
+            )
         except Refused as error:
             raise BadRequest(f"{picture.field}: {error}", field=picture.field) from None
         finally:
@@ -218,5 +228,5 @@ def open_pictures(projector: Projector, max_tokens: int, max_whole: int) -> Iter
     """
     encoder = SandboxedEncoder(projector, model_fingerprint(projector.path, library_version(projector.llama_dir)))
     with contextlib.closing(encoder):
-        encoder.start()
-        yield Pictures(encoder, max_tokens, max_whole)
+        able = encoder.start()
+        yield Pictures(encoder, max_tokens, max_whole, able.sees, able.hears)

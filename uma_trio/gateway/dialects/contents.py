@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import attrs
 
@@ -19,7 +19,7 @@ _DATA_URL: Final = re.compile(r"data:[a-z0-9.+-]*/?[a-z0-9.+-]*(?:;[a-z0-9.=+-]+
 
 @attrs.frozen
 class Picture:
-    """A picture of a message."""
+    """A picture or sound of a message."""
 
     base64: str = ""
     """Its file.  The daemon checks it."""
@@ -27,6 +27,7 @@ class Picture:
     """Where its file is, if it is not here; see ``PictureUrls``."""
     parameter: str = ""
     """The field of the body that has the URL."""
+    type: Literal["image", "audio"] = "image"
 
 
 def picture_of_url(url: str, parameter: str) -> Picture:
@@ -55,7 +56,7 @@ def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[
         if isinstance(part, Picture):
             is_here = part.url is None
             where = {"data": part.base64} if is_here else {"url": part.url, "parameter": part.parameter}
-            content.append({"type": "image", **where})
+            content.append({"type": part.type, **where})
         elif content and content[-1]["type"] == "text":
             content[-1] = {"type": "text", "text": f"{content[-1]['text']}{between}{part}"}
         else:

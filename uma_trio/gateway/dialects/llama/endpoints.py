@@ -256,7 +256,7 @@ async def props(call: Call) -> Response:
             "model_alias": model.name,
             "model_path": f"{model.name}.gguf",
             "chat_template": model.chat_template or "",
-            "modalities": {"vision": "vision" in model.capabilities, "audio": False},
+            "modalities": {"vision": "vision" in model.capabilities, "audio": "audio" in model.capabilities},
             "build_info": fingerprint_of(model),
         }
     )

@@ -104,13 +104,24 @@ class ImageUrl(msgspec.Struct):
     """Has no effect: the projector decides how many tokens a picture has."""
 
 
+class InputAudio(msgspec.Struct):
+    """Sound."""
+
+    data: str
+    """The file as base64."""
+    format: str = ""
+    """Has no effect: the file says whether it is WAV, MP3 or FLAC."""
+
+
 class ContentPart(msgspec.Struct):
-    """A part of a message: a text or a picture."""
+    """A part of a message: a text, a picture or sound."""
 
     type: str
     text: str | None = None
     image_url: str | ImageUrl | None = None
     """A data URL, or an object with it; only a picture has one."""
+    input_audio: InputAudio | None = None
+    """Only sound has it."""
 
 
 class FunctionCall(msgspec.Struct):
@@ -328,8 +339,10 @@ def _part(part: ContentPart, role: str, parameter: str) -> str | Picture:
     if part.type == "image_url" and part.image_url is not None and role in SEEING_ROLES:
         url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
         return picture_of_url(url, f"{parameter}.image_url")
+    if part.type == "input_audio" and part.input_audio is not None and role in SEEING_ROLES:
+        return Picture(part.input_audio.data, type="audio")
     if part.text is None:
-        kinds = "text, or pictures as image_url" if role in SEEING_ROLES else "text"
+        kinds = "text, pictures as image_url, or sound as input_audio" if role in SEEING_ROLES else "text"
         raise invalid(f"content of type {part.type!r} is not supported here; send {kinds}", parameter=parameter)
     return part.text
 

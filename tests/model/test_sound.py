@@ -1,0 +1,86 @@
+"""Requests with sound: through the daemon, its socket, HTTP and the command line."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.commands import invoke
+from tests.support.pictures import drawn, png
+from tests.support.projectors import projector_file
+from tests.support.real_daemon import Answer, Daemon, real_daemon
+from tests.support.sounds import flac_header, wav
+
+QUESTION = {"type": "text", "text": "What is this?"}
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    projector = projector_file(tmp_path_factory.mktemp("projector"), "qwen2a")
+    with real_daemon("--http", "0", "--mmproj", str(projector)) as found:
+        yield found
+
+
+def ask(daemon: Daemon, *parts: dict[str, Any], **fields: Any) -> Answer:
+    messages = [{"role": "user", "content": [*parts]}]
+    return daemon.ask(messages=messages, **{"max_tokens": 8, "temperature": 0, "stream": False, **fields})
+
+
+def sound(data: bytes) -> dict[str, Any]:
+    return {"type": "audio", "data": base64.b64encode(data).decode()}
+
+
+def test_sound_is_rows_of_the_prompt_and_is_encoded_once(daemon: Daemon) -> None:
+    model = daemon.ask(type="models").last["models"][0]
+    assert "audio" in model["capabilities"]
+    assert "vision" not in model["capabilities"]
+    before = daemon.metrics()["pictures"]
+    without = ask(daemon, QUESTION).last["usage"]["prompt_tokens"]
+    first, again = (ask(daemon, sound(wav(1)), QUESTION) for _ in range(2))
+    other = ask(daemon, sound(wav(2)), QUESTION)
+    assert first.last["usage"]["prompt_tokens"] > without + 10
+    assert first.text == again.text
+    assert again.last["usage"]["cached_tokens"] == again.last["usage"]["prompt_tokens"] - 1
+    assert other.last["usage"]["cached_tokens"] < without
+    found = daemon.metrics()["pictures"]
+    assert [found[name] - before[name] for name in ("encoded_total", "found_total")] == [2, 1]
+
+
+def test_openai_and_the_command_line_send_the_same(daemon: Daemon, tmp_path: Path) -> None:
+    data = wav(3)
+    expected = ask(daemon, sound(data), QUESTION)
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
+    body = {"messages": [{"role": "user", "content": [part, QUESTION]}], "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{daemon.http_url()}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
+    assert answer["choices"][0]["message"]["content"] == expected.text
+    assert answer["usage"]["prompt_tokens"] == expected.last["usage"]["prompt_tokens"]
+    file = tmp_path / "a song.wav"
+    file.write_bytes(data)
+    options = ("--no-stream", "--json", "--max-tokens", "8", "--temp", "0")
+    asked = invoke("ask", "--audio", str(file), *options, QUESTION["text"], UMA_SOCKET=str(daemon.socket))
+    assert json.loads(asked.stdout)["text"] == expected.text
+    refused = invoke("ask", "--audio", str(tmp_path / "none.wav"), "Why?", UMA_SOCKET=str(daemon.socket))
+    assert "cannot read the sound" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "reason"),
+    [
+        ({"type": "image", "data": base64.b64encode(png(drawn(1))).decode()}, "E_MODEL_NO_VISION", "takes sound only"),
+        (sound(png(drawn(1))), "E_PROTO_BAD_REQUEST", "the file is a picture"),
+        (sound(b"hello"), "E_PROTO_BAD_REQUEST", "sound is WAV, MP3 or FLAC"),
+        (sound(flac_header(100_000)), "E_PROTO_BAD_REQUEST", "it may last 1800 s"),
+        (sound(flac_header(100)), "E_PROTO_BAD_REQUEST", "cannot be decoded|lasts 0 s"),
+        (sound(wav(1)[:44]), "E_PROTO_BAD_REQUEST", "cannot be decoded|lasts 0 s"),
+    ],
+)
+def test_what_is_wrong_is_named(daemon: Daemon, part: dict[str, Any], code: str, reason: str) -> None:
+    refused = ask(daemon, part, QUESTION)
+    assert refused.code == code
+    assert any(each in refused.last["message"] for each in reason.split("|")), refused.last
