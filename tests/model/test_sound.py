@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.support.commands import invoke
@@ -67,6 +68,27 @@ def test_openai_and_the_command_line_send_the_same(daemon: Daemon, tmp_path: Pat
     assert json.loads(asked.stdout)["text"] == expected.text
     refused = invoke("ask", "--audio", str(tmp_path / "none.wav"), "Why?", UMA_SOCKET=str(daemon.socket))
     assert "cannot read the sound" in refused.stderr
+
+
+def test_a_file_is_transcribed(daemon: Daemon) -> None:
+    """The model cannot, but it is asked; the request is the one that a chat would be."""
+    data = wav(4)
+    expected = ask(daemon, sound(data), {"type": "text", "text": "Transcribe this audio."}, max_tokens=None)
+    with openai.OpenAI(base_url=f"{daemon.http_url()}/v1", api_key="none", max_retries=0) as client:
+        found = client.audio.transcriptions.create(model="embedded", file=("a.wav", data))
+        assert found.text == (expected.text or "").strip()
+        assert found.usage is not None
+        assert found.usage.to_dict()["input_tokens"] == expected.last["usage"]["prompt_tokens"]
+        with pytest.raises(openai.BadRequestError, match="sound is WAV, MP3 or FLAC"):
+            client.audio.transcriptions.create(model="embedded", file=("a.wav", b"hello"))
+    url = f"{daemon.http_url()}/v1/audio/transcriptions"
+    told = {"response_format": "text", "language": "en", "prompt": "Ada"}
+    plain = httpx.post(url, files={"file": ("a.wav", data)}, data=told, timeout=60)
+    assert (plain.status_code, plain.headers["content-type"].split(";")[0]) == (200, "text/plain")
+    refused = httpx.post(url, files={"other": ("a.wav", data)}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "file")
+    refused = httpx.post(url, files={"file": ("a.wav", bytes(13 << 20))}, timeout=60)
+    assert refused.status_code == 413
 
 
 @pytest.mark.parametrize(

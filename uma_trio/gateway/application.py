@@ -47,6 +47,7 @@ from uma_trio.gateway.dialects.openai import embeddings as openai_embeddings
 from uma_trio.gateway.dialects.openai import files as openai_files
 from uma_trio.gateway.dialects.openai import models as openai_models
 from uma_trio.gateway.dialects.openai import responses as openai_responses
+from uma_trio.gateway.dialects.openai import transcriptions as openai_transcriptions
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
@@ -81,6 +82,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *openai_models.ENDPOINTS,
     *openai_responses.ENDPOINTS,
     *openai_files.ENDPOINTS,
+    *openai_transcriptions.ENDPOINTS,
     *openai_batches.ENDPOINTS,
     *peers.ENDPOINTS,
     *ollama_generate.ENDPOINTS,
@@ -141,6 +143,8 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     app.state.http_metrics = http_metrics = HttpMetrics()
     app.state.batches = batches
     app.state.peers = daemon.peers
+    app.state.kept_answers = KeptAnswers()
+    app.state.sounds = openai_transcriptions.Arriving()
     guard = Guard(
         app,
         tenants=tenants,

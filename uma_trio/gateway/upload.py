@@ -1,15 +1,17 @@
-"""Receives a form with a file (``multipart/form-data``) and writes the file to disk while it arrives."""
+"""Receives a form with a file (``multipart/form-data``), and passes the file on while it arrives."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Final, TypeVar
 
-import anyio.to_thread
-from anyio import AsyncFile
+import msgspec
+from starlette.responses import Response
 
+from uma_trio.gateway.body import Body
+from uma_trio.gateway.endpoint import Call, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.protocol.field_errors import explain
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -23,17 +25,32 @@ MAX_FORM_BYTES: Final = 128 * 1024
 FILE: Final = "file"
 """Name of the part that is the file."""
 
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+async def with_body(call: Call, answer: Callable[[Call, Body], Awaitable[Response]]) -> Response:
+    """The answer to a request whose body ``answer`` reads in parts.  The rest of a body that is refused is discarded."""
+    body: Body = call.request.scope["state"]["body"]
+    try:
+        return await answer(call, body)
+    except HttpError as error:
+        response = call.refuse(error)
+        if not await body.discard():
+            response.headers["connection"] = "close"
+        return response
+
 
 class Form:
     """A form that arrives.
 
     Args:
+        write: called with the bytes of the file, one part after the other.
         max_bytes: of the file.
         setting: where ``max_bytes`` comes from.
     """
 
-    def __init__(self, file: AsyncFile[bytes], max_bytes: int, setting: str) -> None:
-        self._file = file
+    def __init__(self, write: Callable[[bytes], Awaitable[object]], max_bytes: int, setting: str) -> None:
+        self._write = write
         self._max_bytes = max_bytes
         self._setting = setting
         self.fields: dict[str, str] = {}
@@ -51,11 +68,10 @@ class Form:
         self._is_complete = False
 
     async def receive(self, parts: AsyncIterator[bytes], content_type: str) -> None:
-        """Receive the whole form.  The file is on the disk afterwards.
+        """Receive the whole form.
 
         Raises:
-            HttpError: it is no form, or too large.
-            OSError: the file cannot be written.
+            HttpError: it is no form, it has no file, or it is too large.
         """
         from python_multipart.exceptions import FormParserError
         from python_multipart.multipart import MultipartParser, parse_options_header  # for those who upload files only
@@ -69,14 +85,29 @@ class Form:
                 parser.write(part)
                 if self._arrived:
                     data, self._arrived = b"".join(self._arrived), []
-                    await self._file.write(data)
+                    await self._write(data)
             parser.finalize()
         except FormParserError as error:
             raise invalid(f"the form is not valid: {str(error)[:200]}") from None
         if not self._is_complete:
             raise invalid("the form breaks off before its last boundary")
-        await self._file.flush()
-        await anyio.to_thread.run_sync(os.fsync, self._file.wrapped.fileno())
+        if self.filename is None:
+            raise invalid("the form has no part that is called file", parameter=FILE)
+
+    def fields_as(self, cls: type[T]) -> tuple[T, list[str]]:
+        """Its fields, and a warning for each that ``cls`` does not have.
+
+        Raises:
+            HttpError: a field is of the wrong type or out of bounds.
+        """
+        fields = {**self.fields, FILE: self.filename}
+        try:
+            found = msgspec.convert(fields, cls, strict=False)
+        except msgspec.ValidationError as error:
+            wrong = explain(error, cls, fields)
+            raise invalid(wrong.message, parameter=wrong.field) from None
+        known = set(cls.__struct_encode_fields__)
+        return found, without_effect([name for name in fields if name not in known], "field", known)
 
     def _callbacks(self) -> MultipartCallbacks:
         return {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import anyio
+import anyio.to_thread
 import msgspec
 from msgspec import Meta
 from starlette.responses import FileResponse, Response
@@ -21,9 +23,9 @@ from uma_trio.gateway.batches.store import StoredFile, new_id
 from uma_trio.gateway.body import Body
 from uma_trio.gateway.dialects.openai.shapes import DeletedFile, File, FilePage
 from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.endpoint import Call, Endpoint, without_effect
+from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid, try_again_in
-from uma_trio.gateway.upload import Form
+from uma_trio.gateway.upload import Form, with_body
 from uma_trio.protocol.field_errors import explain
 
 MAX_UPLOADS: Final = 4
@@ -61,14 +63,7 @@ class FileQuery(msgspec.Struct, kw_only=True):
 
 async def upload(call: Call) -> Response:
     """Keep a file for a batch.  Each line of it is checked at once, and each body when its turn comes."""
-    body: Body = call.request.scope["state"]["body"]
-    try:
-        return await _received(call, body)
-    except HttpError as error:
-        response = call.refuse(error)
-        if not await body.discard():
-            response.headers["connection"] = "close"
-        return response
+    return await with_body(call, _received)
 
 
 async def _received(call: Call, body: Body) -> Response:
@@ -85,7 +80,7 @@ async def _received(call: Call, body: Body) -> Response:
     try:
         with _removed(path):
             form = await _written(call, body, path)
-            fields = _checked(form)
+            fields, warnings = _checked(form)
             contents = await kept(_contents, service.reader, path)
             now = int(time.time())
             file = StoredFile(
@@ -104,32 +99,28 @@ async def _received(call: Call, body: Body) -> Response:
         service.uploads[owner] -= 1
         if not service.uploads[owner]:
             del service.uploads[owner]
-    known = set(UploadedFile.__struct_encode_fields__)
-    return json_response(
-        _file(file), warnings=without_effect([name for name in form.fields if name not in known], "field", known)
-    )
+    return json_response(_file(file), warnings=warnings)
 
 
 async def _written(call: Call, body: Body, path: Path) -> Form:
     try:
         async with await anyio.open_file(path, "xb") as file:
-            form = Form(file, call.config.files.max_file_mb * MB, "max_file_mb")
+            form = Form(file.write, call.config.files.max_file_mb * MB, "max_file_mb")
             await form.receive(body.parts(), call.request.headers.get("content-type", ""))
+            await file.flush()
+            await anyio.to_thread.run_sync(os.fsync, file.wrapped.fileno())
     except OSError as error:
         raise unusable(error) from None
     return form
 
 
-def _checked(form: Form) -> UploadedFile:
-    if form.filename is None:
-        raise invalid("the form has no part that is called file", parameter="file")
-    fields = {**form.fields, "file": form.filename}
+def _checked(form: Form) -> tuple[UploadedFile, list[str]]:
     try:
-        return msgspec.convert(fields, UploadedFile, strict=False)
-    except msgspec.ValidationError as error:
-        wrong = explain(error, UploadedFile, fields)
-        message = f"{wrong.message}; files are kept for batches only" if wrong.field == "purpose" else wrong.message
-        raise invalid(message, parameter=wrong.field) from None
+        return form.fields_as(UploadedFile)
+    except HttpError as error:
+        if error.parameter != "purpose":
+            raise
+        raise invalid(f"{error.message}; files are kept for batches only", parameter="purpose") from None
 
 
 def _contents(reader: RowReader, path: Path) -> Contents:

@@ -217,6 +217,22 @@ class EmbeddingList(Warned):
     usage: EmbeddingUsage
 
 
+class TranscriptionUsage(Shape):
+    """Tokens of a request with a file of sound."""
+
+    type: Literal["tokens"]
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class Transcription(Warned):
+    """What is said in a file."""
+
+    text: str
+    usage: TranscriptionUsage
+
+
 class ModelMeta(Shape):
     """llama-server's description of a model."""
 

@@ -1,0 +1,108 @@
+"""``POST /v1/audio/transcriptions`` of OpenAI's API: a model that hears writes down what is said."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Final, Literal
+
+import attrs
+import msgspec
+from msgspec import Meta
+from starlette.responses import PlainTextResponse, Response
+
+from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.body import Body
+from uma_trio.gateway.dialects.contents import Picture, content_of
+from uma_trio.gateway.dialects.openai.shapes import Transcription
+from uma_trio.gateway.dialects.openai.shared import OPENAI, usage_body
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError, try_again_in
+from uma_trio.gateway.upload import Form, with_body
+
+QUESTION: Final = "Transcribe this audio."
+IN_LANGUAGE: Final = "Transcribe this audio, which is in the language {language}."
+
+
+MAX_ARRIVING: Final = 8
+"""Files that arrive at a time, from all clients: they are in memory."""
+RETRY_MS: Final = 1000
+
+
+@attrs.define
+class Arriving:
+    """Counts the files that arrive."""
+
+    n: int = 0
+
+    def __enter__(self) -> None:
+        if self.n >= MAX_ARRIVING:
+            message = f"{MAX_ARRIVING} files of sound arrive already; {try_again_in(RETRY_MS)}"
+            raise HttpError(429, "E_GATEWAY_BUSY", message, retry_after_ms=RETRY_MS)
+        self.n += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.n -= 1
+
+
+class TranscriptionForm(msgspec.Struct, kw_only=True):
+    """A form with a file of sound."""
+
+    file: str
+    """The file: WAV, MP3 or FLAC."""
+    model: str | None = None
+    language: Annotated[str, Meta(max_length=64)] | None = None
+    """Its name or its code, for the model."""
+    prompt: Annotated[str, Meta(max_length=4096)] | None = None
+    """More words for the model, such as names."""
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    response_format: Literal["json", "text"] = "json"
+
+
+async def transcribe(call: Call) -> Response:
+    """Write down what is said in a file."""
+    return await with_body(call, _transcribed)
+
+
+async def _transcribed(call: Call, body: Body) -> Response:
+    data = bytearray()
+
+    async def write(part: bytes) -> None:
+        data.extend(part)
+
+    form = Form(write, call.config.http.max_body_bytes * 3 // 4, "http_max_body_bytes")
+    arriving: Arriving = call.request.app.state.sounds
+    with arriving:
+        await form.receive(body.parts(), call.request.headers.get("content-type", ""))
+    wanted, warnings = form.fields_as(TranscriptionForm)
+    question = IN_LANGUAGE.format(language=wanted.language) if wanted.language else QUESTION
+    async with call.part():
+        sound = Picture(base64.b64encode(data).decode(), type="audio")
+    words = [question, *([wanted.prompt] if wanted.prompt else [])]
+    fields = call.for_daemon(
+        model=wanted.model,
+        messages=[{"role": "user", "content": content_of([sound, *words], "\n")}],
+        temperature=wanted.temperature,
+        separate_reasoning=True,
+    )
+    [end] = await call.unless_disconnected(call.daemon.complete(fields))
+    text = (end.text or "").strip()
+    if wanted.response_format == "text":
+        return PlainTextResponse(f"{text}\n")
+    usage = usage_body(end)
+    tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    answer = {"text": text, "usage": {"type": "tokens", **tokens, "total_tokens": usage["total_tokens"]}}
+    return json_response(answer, warnings=warnings)
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/audio/transcriptions",
+        dialect=OPENAI,
+        answer=transcribe,
+        shapes=(Transcription,),
+        summary="Write down what is said in a file",
+        form=TranscriptionForm,
+        media_types=("application/json", "text/plain"),
+    ),
+)
