@@ -81,7 +81,11 @@ class Figures:
     last_ms: float
     """From the first request about a picture to the end of the last one."""
     cpu_s: float
-    """Processor time of the server's processes."""
+    """Processor time of the server's processes, up to there."""
+    alone_ms: float
+    """From a request about a new picture to its first token, afterwards, when nothing else runs."""
+    again_ms: float
+    """The same for a second question about that picture."""
 
 
 NAMES: Final = [field.name for field in attrs.fields(Figures)]
@@ -138,14 +142,15 @@ async def run(url: str, load: Load, seed: int, pid: int) -> Figures:
         if not starting:
             ready.set()
 
-    async def about(picture: str) -> None:
+    async def about(picture: str, question: str = "What is this?") -> float:
         sent = time.perf_counter()
-        content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "What is this?"}]
+        content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question}]
         times = [at async for at in token_times(url, content, ANSWER_TOKENS)]
         firsts.append(1e3 * (times[0] - sent))
         lasts.append(times[-1])
+        return firsts[-1]
 
-    pictures = [load.picture(1000 * seed + n) for n in range(load.pictures)]
+    *pictures, last = [load.picture(1000 * seed + n) for n in range(load.pictures + 1)]
     async with trio.open_nursery() as nursery:
         for n in range(load.streams):
             nursery.start_soon(text, n)
@@ -155,7 +160,7 @@ async def run(url: str, load: Load, seed: int, pid: int) -> Figures:
             nursery.start_soon(about, picture)
             await trio.sleep(load.every_s)
     gaps = [1e3 * (b - a) for times in running for a, b in itertools.pairwise(times) if b >= start]
-    return Figures(
+    figures = Figures(
         wall_s=time.perf_counter() - began,
         gap_p50_ms=percentile(gaps, 50),
         gap_p99_ms=percentile(gaps, 99),
@@ -163,7 +168,10 @@ async def run(url: str, load: Load, seed: int, pid: int) -> Figures:
         first_ms=statistics.mean(firsts),
         last_ms=1e3 * (max(lasts) - start),
         cpu_s=cpu_s(pid) - used_s,
+        alone_ms=0.0,
+        again_ms=0.0,
     )
+    return attrs.evolve(figures, alone_ms=await about(last), again_ms=await about(last, "Which colours has it?"))
 
 
 def url_of(rig: Rig) -> str:
@@ -213,7 +221,7 @@ async def measured(place: Place, contestants: Sequence[Contender], load: Load, r
 def main(streams: int, tokens: int, pictures: int, side: int, every_s: float, shape: str, ours: Sequence[str], rival: bool, rival_flags: str, peers: Path, repeat: int, csv_file: Path | None, **options: Any) -> None:  # fmt: skip
     """Measure gaps of text streams while pictures arrive, the total time, and the first token about a picture.
 
-    One server runs at a time, and starts again for each run. All pictures differ. A ratio in brackets compares with the
+    A second question about a picture comes at the end. One server runs at a time, and starts again for each run. All pictures differ. A ratio in brackets compares with the
     first row.
     """
     place = Place.of(options)

@@ -32,3 +32,5 @@ def test_streams_go_on_while_pictures_arrive(library, tmp_path):
     assert row["server"] == "uma-trio"
     assert 0 < float(row["gap_p50_ms"]) <= float(row["gap_p99_ms"]) <= float(row["gap_max_ms"])
     assert 0 < float(row["first_ms"]) <= float(row["last_ms"])
+    assert min(float(row["again_ms"]), float(row["alone_ms"])) > 0
+    assert float(row["cpu_s"]) > 0
