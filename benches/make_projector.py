@@ -49,6 +49,7 @@ SHAPES: Final = {
     "tiny": ProjectorShape(image_size=56, patch_size=14, width=32, layers=3, heads=2, ffn=64),
     "tiny-siglip": ProjectorShape(image_size=112, patch_size=14, width=32, layers=3, heads=2, ffn=64),
     "vit-s": ProjectorShape(image_size=224, patch_size=16, width=384, layers=13, heads=6, ffn=1536),
+    "vit-b": ProjectorShape(image_size=224, patch_size=16, width=768, layers=13, heads=12, ffn=3072),
     "clip-l": ProjectorShape(image_size=336, patch_size=14, width=1024, layers=24, heads=16, ffn=4096),
 }
 

