@@ -98,7 +98,7 @@ class RowBlock:
     is_causal: bool = True
     """Otherwise each of them attends to all of them, so one step computes them all."""
     columns: int = 0
-    """Of a picture with positions in two dimensions (M-RoPE); otherwise 0."""
+    """Columns of a picture with positions in two dimensions (M-RoPE); otherwise 0."""
 
     @property
     def n_positions(self) -> int:

@@ -113,7 +113,7 @@ def _inspect(data: bytes) -> MediaFile:
 
 
 def _wav_seconds(data: bytes) -> float:
-    """Of the whole file, as if all of it were samples: its sizes may say anything."""
+    """The length of the whole file, as if all of it were samples: its sizes may say anything."""
     at = 12
     for _ in range(MAX_SEGMENTS):
         name, n_bytes = struct.unpack_from("<4sI", data, at)

@@ -30,7 +30,7 @@ class MediaRows(msgspec.Struct, array_like=True, gc=False):
     is_causal: bool = True
     """Otherwise each row attends to all of them, and they are computed in one pass."""
     columns: int = 0
-    """Of the picture, if its rows have positions in two dimensions; otherwise 0."""
+    """Columns of the picture, if its rows have positions in two dimensions; otherwise 0."""
     row: int = 0
     """Rows of the picture before the first of them."""
 

@@ -227,7 +227,7 @@ class TranscriptionUsage(Shape):
 
 
 class Transcription(Warned):
-    """What is said in a file."""
+    """The words that are spoken in a file."""
 
     text: str
     usage: TranscriptionUsage

@@ -1,4 +1,4 @@
-"""``POST /v1/audio/transcriptions`` of OpenAI's API: a model that hears writes down what is said."""
+"""``POST /v1/audio/transcriptions`` of OpenAI's API: a model that hears writes down the spoken words."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TranscriptionForm(msgspec.Struct, kw_only=True):
 
 
 async def transcribe(call: Call) -> Response:
-    """Write down what is said in a file."""
+    """Write down the words that are spoken in a file."""
     return await with_body(call, _transcribed)
 
 
@@ -101,7 +101,7 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=transcribe,
         shapes=(Transcription,),
-        summary="Write down what is said in a file",
+        summary="Write down the words that are spoken in a file",
         form=TranscriptionForm,
         media_types=("application/json", "text/plain"),
     ),
