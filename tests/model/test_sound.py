@@ -85,7 +85,7 @@ def test_a_file_is_transcribed(daemon: Daemon) -> None:
     told = {"response_format": "text", "language": "en", "prompt": "Ada"}
     plain = httpx.post(url, files={"file": ("a.wav", data)}, data=told, timeout=60)
     assert (plain.status_code, plain.headers["content-type"].split(";")[0]) == (200, "text/plain")
-    refused = httpx.post(url, files={"other": ("a.wav", data)}, timeout=60)
+    refused = httpx.post(url, files={"other": ("a.wav", b"hi")}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "file")
     refused = httpx.post(url, files={"file": ("a.wav", bytes(13 << 20))}, timeout=60)
     assert refused.status_code == 413
