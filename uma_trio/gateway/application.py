@@ -143,7 +143,6 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     app.state.http_metrics = http_metrics = HttpMetrics()
     app.state.batches = batches
     app.state.peers = daemon.peers
-    app.state.kept_answers = KeptAnswers()
     app.state.sounds = openai_transcriptions.Arriving()
     guard = Guard(
         app,
