@@ -82,8 +82,8 @@ def test_a_file_is_transcribed(daemon: Daemon) -> None:
         with pytest.raises(openai.BadRequestError, match="sound is WAV, MP3 or FLAC"):
             client.audio.transcriptions.create(model="embedded", file=("a.wav", b"hello"))
     url = f"{daemon.http_url()}/v1/audio/transcriptions"
-    told = {"response_format": "text", "language": "en", "prompt": "Ada"}
-    plain = httpx.post(url, files={"file": ("a.wav", data)}, data=told, timeout=60)
+    fields = {"response_format": "text", "language": "en", "prompt": "Ada"}
+    plain = httpx.post(url, files={"file": ("a.wav", data)}, data=fields, timeout=60)
     assert (plain.status_code, plain.headers["content-type"].split(";")[0]) == (200, "text/plain")
     refused = httpx.post(url, files={"other": ("a.wav", b"hi")}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "file")
