@@ -6,7 +6,6 @@ carries them to the engine's process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import msgspec
@@ -92,7 +91,7 @@ class LoadState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     checkpoints: tuple[tuple[int | None, int], ...] = ()
     """(number, bytes) of each checkpoint, as in ``SaveState``; number ``None``: skip it.  The engine keeps the others
     unless it refuses the state."""
-    standing: Sequence[tuple[int, int]] = ()
+    standing: tuple[tuple[int, int], ...] = ()
     """Runs of rows that take no position; see ``media.standing_runs``."""
     hashes: bytes = b""
     """Hashes of the pages of the state and its checkpoints, as in ``daemon.store.state_format``; empty if they have been

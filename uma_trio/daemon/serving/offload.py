@@ -559,7 +559,7 @@ class Offloader:
                 reader.offset,
                 n_bytes,
                 checkpoints,
-                standing=standing_runs(state.tokens),
+                standing=tuple(standing_runs(state.tokens)),
                 hashes=reader.hashes,
             )
             await self._run_transfer(
