@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,7 +17,6 @@ from typing import Any, Final
 
 import attrs
 import click
-import openai
 import trio
 from command import Place, bench, carry_out, csv_option, places, repeat_option
 from comparison import RunsFile
@@ -29,6 +29,13 @@ from sessions import OFFLOAD_NOW, offloaded
 from uma_trio.client import open_client
 from uma_trio.demo.temporary_daemon import temporary_daemon
 from uma_trio.tokenizer.vocabulary import vocabulary
+
+try:
+    import openai
+except ModuleNotFoundError:
+    sys.exit(
+        "continued_responses.py needs the package openai, which the extra dev installs: run ./build_llama.sh --dev"
+    )
 
 TOKENS: Final = 8
 """Tokens of each answer."""

@@ -378,9 +378,9 @@ def test_concurrent_close_while_records_are_written(path: Path) -> None:
 
 async def test_the_daemon_opens_the_configured_file(path: Path) -> None:
     info = FakeEngine().info
-    with perf_log(settings(), info) as log:
+    with perf_log(settings(), info, {}) as log:
         assert log is None
-    with perf_log(settings(perf_log=path, perf_log_mb=2, target_itl_ms=77.0), info) as log:
+    with perf_log(settings(perf_log=path, perf_log_mb=2, target_itl_ms=77.0), info, {}) as log:
         assert log is not None
         log.write(tick(1))
     [run] = read(path)
@@ -398,7 +398,10 @@ async def test_the_daemon_opens_the_configured_file(path: Path) -> None:
 
 async def test_the_daemon_runs_without_a_log(path: Path) -> None:
     await trio.Path(path).write_bytes(b"not a perf log")
-    with structlog.testing.capture_logs() as logged, perf_log(settings(perf_log=path), FakeEngine().info) as log:
+    with (
+        structlog.testing.capture_logs() as logged,
+        perf_log(settings(perf_log=path), FakeEngine().info, {}) as log,
+    ):
         assert log is None
     [warning] = warnings(logged)
     assert warning["event"] == "there is no perf log; the daemon continues"
