@@ -207,7 +207,7 @@ def test_five_hundred_messages_stay_smooth(browser: Browser, tmp_path: Path) -> 
     if (reason := missing()) is not None:
         pytest.skip(reason)
     messages = [{"role": role, "content": f"*{i}*"} for i in range(250) for role in ("user", "assistant")]
-    with real_daemon("--http", "0", "--parallel", "1", "--ctx", "8192", folder=tmp_path) as daemon:
+    with real_daemon("--http", "0", "--parallel", "1", "--ctx", "32768", folder=tmp_path) as daemon:
         body = {"messages": messages[:-1], "session_id": "chat-many", "stream": False, "max_tokens": 5}
         httpx.post(f"{daemon.http_url()}/v1/generate", json=body, timeout=120).raise_for_status()
         with opened(browser, daemon.http_url()) as page:
@@ -215,15 +215,15 @@ def test_five_hundred_messages_stay_smooth(browser: Browser, tmp_path: Path) -> 
             check_that_a_question_that_waits_says_so(page)
 
 
-def make_answers_long(page: Page) -> None:
-    long = json.dumps({"sampling": {"ignore_eos": True, "max_tokens": 2000}})
+def make_answers_long(page: Page, max_tokens: int = 2000) -> None:
+    long = json.dumps({"sampling": {"ignore_eos": True, "max_tokens": max_tokens}})
     page.evaluate("kept => localStorage.setItem('uma-trio settings', kept)", long)
     page.reload()
 
 
 def check_that_an_answer_is_smooth(page: Page, n_before: int) -> None:
     page.goto(f"{page.url}#chat-many")
-    make_answers_long(page)
+    make_answers_long(page, 25_000)
     expect(page.locator("article")).to_have_count(n_before)
     expect(page.locator("article em").last).to_be_in_viewport()
     send(page, "Tell me a story.")
@@ -247,7 +247,7 @@ def check_that_an_answer_is_smooth(page: Page, n_before: int) -> None:
 
 
 def check_that_a_question_that_waits_says_so(running: Page) -> None:
-    """The daemon answers one request at a time, and ``running`` has an endless one."""
+    """The daemon answers one request at a time, and that of ``running`` takes minutes unless it is stopped."""
     waiting = running.context.new_page()
     waiting.goto(running.url.partition("#")[0])
     expect(waiting.locator("#model")).to_have_value("embedded")
