@@ -207,7 +207,7 @@ def test_five_hundred_messages_stay_smooth(browser: Browser, tmp_path: Path) -> 
     if (reason := missing()) is not None:
         pytest.skip(reason)
     messages = [{"role": role, "content": f"*{i}*"} for i in range(250) for role in ("user", "assistant")]
-    with real_daemon("--http", "0", "--parallel", "1", "--ctx", "32768", folder=tmp_path) as daemon:
+    with real_daemon("--http", "0", "--parallel", "1", "--ctx", "8192", folder=tmp_path) as daemon:
         body = {"messages": messages[:-1], "session_id": "chat-many", "stream": False, "max_tokens": 5}
         httpx.post(f"{daemon.http_url()}/v1/generate", json=body, timeout=120).raise_for_status()
         with opened(browser, daemon.http_url()) as page:
@@ -223,7 +223,7 @@ def make_answers_long(page: Page, max_tokens: int = 2000) -> None:
 
 def check_that_an_answer_is_smooth(page: Page, n_before: int) -> None:
     page.goto(f"{page.url}#chat-many")
-    make_answers_long(page, 25_000)
+    make_answers_long(page)
     expect(page.locator("article")).to_have_count(n_before)
     expect(page.locator("article em").last).to_be_in_viewport()
     send(page, "Tell me a story.")
@@ -247,7 +247,12 @@ def check_that_an_answer_is_smooth(page: Page, n_before: int) -> None:
 
 
 def check_that_a_question_that_waits_says_so(running: Page) -> None:
-    """The daemon answers one request at a time, and that of ``running`` takes minutes unless it is stopped."""
+    """The daemon answers one request at a time, and that of ``running`` is long."""
+    running.click("#stop")
+    running.click("#new")
+    make_answers_long(running, 8000)
+    send(running, "Tell me a story.")
+    expect(running.locator("#status")).to_have_text("Answering")
     waiting = running.context.new_page()
     waiting.goto(running.url.partition("#")[0])
     expect(waiting.locator("#model")).to_have_value("embedded")
@@ -389,16 +394,19 @@ def test_a_connection_that_is_lost_in_an_answer_is_found_again(page: Page) -> No
         const read = ReadableStreamDefaultReader.prototype.read;
         let n = 0;
         ReadableStreamDefaultReader.prototype.read = function () {
-            return ++n === 8 ? Promise.reject(new TypeError("network error")) : read.call(this);
+            if (++n !== 8) return read.call(this);
+            window.wasLost = true;
+            return Promise.reject(new TypeError("network error"));
         };
     }"""
     page.evaluate(lost)
     send(page, LONG)
-    expect(page.locator("#status")).to_contain_text("The connection was lost")
+    page.wait_for_function("() => window.wasLost")
     expect(page.locator("#status")).to_have_text("Answering")
     expect(page.locator("article")).to_have_count(2)
     page.click("#stop")
     expect(page.locator("#status")).to_have_text("Stopped")
+    wait_until(page, SHOWS_THE_SESSION)
 
 
 @needs_browser

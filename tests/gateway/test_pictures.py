@@ -74,8 +74,15 @@ def test_the_openai_client_with_responses(openai_client: openai.OpenAI, text_onl
     assert answer.usage is not None
     assert answer.usage.input_tokens == text_only + N_ROWS
     assert not answer.store
-    with pytest.raises(openai.BadRequestError, match="pictures do not go with"):
-        openai_client.responses.create(model=MODEL, input=[{"role": "user", "content": content}], store=True)
+    stored = openai_client.responses.create(
+        model=MODEL, input=[{"role": "user", "content": content}], max_output_tokens=16, temperature=0, store=True
+    )
+    assert openai_client.responses.retrieve(stored.id).output_text == stored.output_text
+    following = openai_client.responses.create(
+        model=MODEL, input="And now?", previous_response_id=stored.id, max_output_tokens=8
+    )
+    assert following.usage is not None
+    assert following.usage.input_tokens > text_only + N_ROWS
 
 
 def test_the_anthropic_client(daemon: Daemon, text_only: int) -> None:
