@@ -48,7 +48,7 @@ NOT_RUN = {
     r"uma-trio serve .*--(devices|split-mode|n-cpu-moe) .*": (
         "needs GPUs; tests/model/test_devices.py has RPC servers in their place"
     ),
-    r"python benches/(make_model|public_load)\.py .*": "takes minutes; the tests of the benches run both with small models",
+    r"python benches/(make_model|public_load|one_gpu)\.py .*": "takes minutes; their tests run them with small models",
     r"uma-trio serve .*--mmproj .*|uma-trio ask --image .*": "needs a model that sees; tests/model/test_vision.py has one",
     r"uma-trio serve .*--peers .*": "needs the other daemons; tests/gateway/test_cluster.py starts two",
     r"python benches/make_projector\.py .*": "needs a checkout; tests/model/test_vision.py makes projectors",
@@ -74,6 +74,7 @@ NOT_RUN = {
     ),
     r"uma-trio controllers rm [0-9a-f]{64}": "there is no such module; tests/loop/test_cli_controllers.py removes one",
     r"uma-trio attach [0-9a-f]{16}.*": "there is no such answer; tests/model/test_detached.py attaches to one",
+    r"uma-trio replay [0-9a-f]{16}.*": "there is no such answer; tests/model/test_replay.py replays some",
     r"uma-trio aicirt .*": "serves until its engine ends; tests/aici/test_conformance.py drives it",
     r"uma-trio completion zsh > .*": "needs zsh",
     r"uma-trio pull https://.*": "there is no such server",

@@ -103,6 +103,8 @@ def events_of(daemon, message):
         return watched(daemon, message)
     if message.get("type") == "steer":
         return steered(daemon, message)
+    if message.get("type") == "explain":
+        return explained(daemon, message)
     with daemon.wire() as wire:
         wire.send(**message)
         with contextlib.suppress(OSError):  # it may have answered and closed already
@@ -124,11 +126,25 @@ def watched(daemon, query):
 
 
 def steered(daemon, query):
-    """The answer to a change of a request that runs."""
+    """The answer to a change of a request that runs, and what its own client is told of the text."""
     with daemon.wire() as busy, daemon.wire() as wire:
         busy.send(id=query["request_id"], prompt="Once", max_tokens=2000, ignore_eos=True)
         while busy.receive()["event"] != "token":
             pass
+        wire.send(**query)
+        answer = wire.receive()
+        while (event := busy.receive())["event"] != "inserted":
+            assert event["event"] == "token"
+        return [answer, event]
+
+
+def explained(daemon, query):
+    """Why a prompt was computed again: its first message has changed."""
+    for day in ("first", "second"):
+        system = {"role": "system", "content": f"You are a helpful assistant of many words. Today is the {day}."}
+        message = {"messages": [system, {"role": "user", "content": "Hi"}], "max_tokens": 1}
+        daemon.ask(id=query["request_id"], **message)
+    with daemon.wire() as wire:
         wire.send(**query)
         return [wire.receive()]
 

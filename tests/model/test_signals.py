@@ -96,7 +96,8 @@ def test_a_request_that_outlasts_the_drain_timeout_ends_with_an_error(library, t
 
 def test_a_signal_during_prefill(library, tmp_path):
     """The daemon waits for the running step and sends the client an error."""
-    with real_daemon("--drain-timeout-s", "0", folder=tmp_path) as daemon, daemon.wire() as wire:
+    options = ("--drain-timeout-s", "0", "--parallel", "2")  # there is room for the long prompt
+    with real_daemon(*options, folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", prompt="the red fox and " * 800, max_tokens=4000, ignore_eos=True)
         daemon.wait_until(lambda found: found["running"], "its prompt is in prefill")
         daemon.signal(signal.SIGTERM)

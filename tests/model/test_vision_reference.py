@@ -157,7 +157,16 @@ def test_a_session_whose_pictures_have_two_dimensions_comes_back_from_disk(tmp_p
     model = random_model("tiny-mrope", "f32", ctx=2048, vocabulary="gpt-2")
     projector = projector_file(tmp_path, "qwen2vl_merger", model)
     options = ("--model", str(model), "--mmproj", str(projector), "--chat-template", "chatml", "--ctx", "4096")
-    saving = ("--parallel", "2", "--state-dir", str(tmp_path / "state"), "--offload-after", "0", "--flash-attn", "off")
+    saving = (
+        "--parallel",
+        "2",
+        "--state-dir",
+        str(tmp_path / "state"),
+        "--offload-after-s",
+        "0",
+        "--flash-attn",
+        "off",
+    )
     turns = [
         [{"role": "user", "content": parts}] for parts in (chats()["two"], [{"type": "text", "text": "And then?"}])
     ]
