@@ -126,7 +126,7 @@ def watched(daemon, query):
 
 
 def steered(daemon, query):
-    """The answer to a change of a request that runs, and what its own client is told of the text."""
+    """The answer to a change of a request that runs, and what its own client gets about the text."""
     with daemon.wire() as busy, daemon.wire() as wire:
         busy.send(id=query["request_id"], prompt="Once", max_tokens=2000, ignore_eos=True)
         while busy.receive()["event"] != "token":
