@@ -52,7 +52,7 @@ SHOWS_THE_SESSION = """async () => {
 
 ONE_SESSION = """async () => {
     const { sessions } = await (await fetch("v1/sessions")).json();
-    return sessions.filter((each) => each.session_id.startsWith("chat-")).length === 1;
+    return sessions.length === 1;
 }"""
 
 expect.set_options(timeout=ACTION_MS)
@@ -96,25 +96,24 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
 
 @pytest.fixture
 def page(gateway: Gateway, browser: Browser) -> Iterator[Page]:
-    """The page, without conversations, also of other tests that share the gateway."""
-    close_conversations(gateway)
+    """The page, without sessions, also those of other tests that share the gateway: the page lists them all."""
+    close_sessions(gateway)
     with opened(browser, gateway.url) as page:
         yield page
-    close_conversations(gateway)
+    close_sessions(gateway)
 
 
-def close_conversations(gateway: Gateway) -> None:
-    def conversations() -> list[str]:
-        found = client.get("/v1/sessions").raise_for_status().json()["sessions"]
-        return [each["session_id"] for each in found if each["session_id"].startswith("chat-")]
+def close_sessions(gateway: Gateway) -> None:
+    def sessions() -> list[str]:
+        return [each["session_id"] for each in client.get("/v1/sessions").raise_for_status().json()["sessions"]]
 
     with gateway.http() as client:
-        for each in conversations():
+        for each in sessions():
             client.post("/v1/session/stop", json={"session_id": each})
         gateway.daemon.settled()
-        for each in conversations():
+        for each in sessions():
             client.post("/v1/session/close", json={"session_id": each}).raise_for_status()
-        assert conversations() == []
+        assert sessions() == []
 
 
 def wait_until(page: Page, found: str) -> None:
