@@ -7,7 +7,7 @@ import itertools
 import pytest
 import trio
 
-from tests.support.asking import asking
+from tests.support.asking import Log, asking
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
 from tests.support.state_files import MemoryFiles
 from uma_trio import errors
@@ -68,25 +68,28 @@ async def test_a_crash_changes_no_text(autojump_clock, after_s):
 
 
 @pytest.mark.parametrize("exact_rows", [1, 8])
-async def test_lost_tokens_of_answers_are_computed_again_in_exact_parts(autojump_clock, exact_rows):
-    """Other chunks of them would round differently.  Prompts are computed as they were at first."""
+async def test_lost_tokens_of_detached_answers_are_computed_again_in_exact_parts(autojump_clock, exact_rows):
+    """Other chunks of them would round differently.  Prompts are computed as they were at first, and others at once."""
     async with asking(FakeEngine(exact_rows=exact_rows)) as harness:
-        clients = [harness.ask([10 + i] * (1 + 90 * i), 60) for i in range(3)]
+        clients = [harness.ask([10 + i] * (1 + 90 * i), 60, log=Log()) for i in range(3)]
+        plain = harness.ask([9], 60)
         await trio.sleep(0.4)
         n_before = len(harness.engine.steps)
+        plain_id, n_plain = plain.sequence.allocation.seq_id, plain.sequence.n_computed
         lost = {client.sequence.allocation.seq_id: client.sequence for client in clients}
         n_lost = {seq_id: sequence.n_computed for seq_id, sequence in lost.items()}
         assert all(n_lost[seq_id] > len(sequence.prompt.tokens) + 8 for seq_id, sequence in lost.items())
         kill(harness)
-        await harness.ended(*clients)
+        await harness.ended(*clients, plain)
         computed = [each for step in harness.engine.steps[n_before:] for call in step.calls for each in call]
-        again = [each for each in computed if each.position < n_lost[each.seq_id]]
+        assert max(len(each.tokens) for each in computed if each.seq_id == plain_id) >= n_plain
+        again = [each for each in computed if each.position < n_lost.get(each.seq_id, 0)]
         assert {each.seq_id for each in again} == {*lost}
         for each in again:
             n_prompt, end = len(lost[each.seq_id].prompt.tokens), each.position + len(each.tokens)
             assert end <= n_prompt or (each.position >= n_prompt and len(each.tokens) <= exact_rows)
         assert max(len(each.tokens) for each in again if each.position) == exact_rows
-        assert all(client.tokens == expected_continuation(client.prompt, 60) for client in clients)
+        assert all(client.tokens == expected_continuation(client.prompt, 60) for client in [*clients, plain])
         await harness.clean()
 
 

@@ -19,6 +19,7 @@ from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.serving.offload import InThread
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import Sequence as Answer
+from uma_trio.daemon.store.answer_log import Change
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Eos, Failure, Token
 from uma_trio.protocol.requests import Generate
@@ -61,6 +62,20 @@ class Client:
 
 
 @attrs.define
+class Log:
+    """Keeps the tokens of a detached answer in memory."""
+
+    known: list[int] = attrs.field(factory=list)
+    mu: float | None = None
+    changes: list[Change] = attrs.field(factory=list)
+
+    def add(self, tokens: Sequence[int], mu: float | None, changes: Sequence[Change]) -> None:
+        self.known = [*self.known, *tokens]
+        self.mu = mu
+        self.changes = [*self.changes, *changes]
+
+
+@attrs.define
 class Harness:
     """Submits requests to a scheduler and checks its bookkeeping."""
 
@@ -77,11 +92,13 @@ class Harness:
         durable: bool = False,
         limit: ReasoningLimit | None = None,
         media: Sequence[PlacedRows] = (),
+        log: Log | None = None,
         **fields: Any,
     ) -> Client:
         """Submit a request for ``n`` tokens; returns the client that gets its events.
 
         Args:
+            log: of a detached answer, which goes on with what is there.
             limit: of its reasoning.
             media: tokens of the prompt that are rows.
         """
@@ -89,7 +106,9 @@ class Harness:
         client = Client(list(prompt))
         request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
         tokens = Prompt(np.asarray(prompt, dtype=np.int32), "", limit=limit, media=tuple(media))
-        [client.sequence] = self.scheduler.submit(request, tokens, client, Principal(principal), durable=durable)
+        [client.sequence] = self.scheduler.submit(
+            request, tokens, client, Principal(principal), durable=durable, log=log
+        )
         return client
 
     async def answer(self, prompt: Sequence[int], n: int = 8, **fields: Any) -> Client:

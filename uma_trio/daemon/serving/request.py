@@ -76,7 +76,6 @@ def admit(
             due_at=now + _target_ttft_ms(request.slo, config) / 1e3,
             grace_s=max(0.0, config.scheduling.target_ttft_ms - _target_ttft_ms(request.slo, config)) / 1e3,
             target_itl_ms=_target_itl_ms(request, config),
-            exact_rows=info.exact_rows,
             durable=durable,
         )
         for index in range(request.n)

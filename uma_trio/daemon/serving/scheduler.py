@@ -263,7 +263,7 @@ class Scheduler:
         sequences = admit(request, prompt, sink, principal, self.info, self._config, grammar=grammar, durable=durable)
         known = None
         if log is not None:
-            sequences[0].log = log
+            sequences[0].log, sequences[0].exact_rows = log, self.info.exact_rows
             known = append_known(sequences[0], log, self._token_to_bytes) if log.known else None
         self._planner.arrived(principal)
         try:

@@ -148,8 +148,6 @@ class Sequence:
     target goes before others of its principal, and does not slow down everybody."""
     target_itl_ms: float
     """Inter-token latency that it is promised."""
-    exact_rows: int = 0
-    """See ``ModelInfo.exact_rows``."""
     durable: bool
     index: int | None
     """Which of the request's answers it is; ``None`` if there is only one, and no controller that could fork it."""
@@ -157,6 +155,9 @@ class Sequence:
     """Where its controller stands, if it has one."""
     log: TokenLog | None = None
     """Keeps its tokens, if it is detached."""
+    exact_rows: int = 0
+    """Most lost tokens of the answer in a chunk: ``ModelInfo.exact_rows``, if the answer promises an undisturbed text; 0: any
+    number."""
 
     state: State = State.WAITING
     allocation: Allocation | None = None
@@ -311,8 +312,8 @@ class Sequence:
     def _chunk_end(self, start: int, end: int) -> int:
         """Where a chunk of the tokens from ``start`` to ``end`` ends at the latest.
 
-        Lost tokens of the answer are computed again exactly as they were decoded.  Otherwise a text with the death of an
-        engine or of the daemon in the middle would not be the text without.
+        Lost tokens of a detached answer are computed again exactly as they were decoded, so that its text is the one without
+        the death of an engine or of the daemon.  Where that is slow, the client of another answer would wait for it.
         """
         n_prompt = len(self.prompt.tokens)
         if not self.exact_rows or start >= self.n_lost or self.n_lost <= n_prompt:
@@ -474,7 +475,6 @@ class Sequence:
             admitted_at=now,
             due_at=now + self.target_itl_ms / 1e3,
             target_itl_ms=self.target_itl_ms,
-            exact_rows=self.exact_rows,
             durable=False,
             index=index,
             control=control,
