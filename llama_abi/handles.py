@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from llama_abi.errors import HandleClosed, LlamaError
@@ -23,12 +25,29 @@ class _Resource:
         self.children = 0
         self.busy = False
         self.released = False
+        self._n_calls = 0
+        self._call_ended = threading.Condition()
         if parent is not None:
             parent.children += 1
 
+    @contextlib.contextmanager
+    def in_call(self) -> Iterator[bool]:
+        """A call that any thread may make, during which the object is not freed. Yields whether there still is one."""
+        with self._call_ended:
+            is_there = not self.released
+            self._n_calls += 1
+        try:
+            yield is_there
+        finally:
+            with self._call_ended:
+                self._n_calls -= 1
+                self._call_ended.notify_all()
+
     def release(self) -> None:
-        """Free the object. If others depend on it, the last of them frees it."""
-        self.released = True
+        """Free the object, after the calls of other threads. If others depend on it, the last of them frees it."""
+        with self._call_ended:
+            self.released = True
+            self._call_ended.wait_for(lambda: not self._n_calls)
         if self.busy or self.children:
             return
         self.free(self.pointer)
@@ -63,8 +82,23 @@ class Handle:
             HandleClosed: it has been freed.
         """
         if not self._finalizer.alive:
-            raise HandleClosed(f"this {type(self).__name__} is closed")
+            raise self._is_closed()
         return self._resource.pointer
+
+    @contextlib.contextmanager
+    def _kept_open(self) -> Iterator[None]:
+        """A call that any thread may make: ``close()`` waits for its end.
+
+        Raises:
+            HandleClosed: it has been freed.
+        """
+        with self._resource.in_call() as is_open:
+            if not is_open:
+                raise self._is_closed()
+            yield
+
+    def _is_closed(self) -> HandleClosed:
+        return HandleClosed(f"this {type(self).__name__} is closed")
 
     def close(self) -> None:
         """Free the C object. Closing it twice is a no-op.

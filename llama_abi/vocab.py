@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -56,7 +57,7 @@ class FimTokens:
 
 
 class Vocab:
-    """The vocabulary of an open model. Any thread may use it.
+    """The vocabulary of an open model. Any thread may use it, also while another one closes the model.
 
     Every method raises ``HandleClosed`` once the model is closed, and ``LlamaError`` for a token id outside
     ``[0, n_tokens)``, which would abort the process in llama.cpp.
@@ -76,6 +77,12 @@ class Vocab:
         self._model._pointer  # noqa: B018  raises HandleClosed
         return self._vocab
 
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[Any]:
+        """The C object, which is not freed before the end of the context."""
+        with self._model._kept_open():
+            yield self._vocab
+
     @cached_property
     def bos(self) -> int | None:
         """Token for the beginning of a text."""
@@ -94,12 +101,14 @@ class Vocab:
     @cached_property
     def add_bos(self) -> bool:
         """Whether ``add_special`` puts ``bos`` before a text."""
-        return bool(self._c.llama_vocab_get_add_bos(self._pointer))
+        with self._in_use() as pointer:
+            return bool(self._c.llama_vocab_get_add_bos(pointer))
 
     @cached_property
     def add_eos(self) -> bool:
         """Whether ``add_special`` puts ``eos`` after a text."""
-        return bool(self._c.llama_vocab_get_add_eos(self._pointer))
+        with self._in_use() as pointer:
+            return bool(self._c.llama_vocab_get_add_eos(pointer))
 
     @cached_property
     def fim(self) -> FimTokens | None:
@@ -116,20 +125,23 @@ class Vocab:
     @cached_property
     def eog_ids(self) -> tuple[int, ...]:
         """All tokens that end a generation, in ascending order."""
-        pointer = self._pointer
-        return tuple(t for t in range(self.n_tokens) if self._c.llama_vocab_is_eog(pointer, t))
+        with self._in_use() as pointer:
+            return tuple([t for t in range(self.n_tokens) if self._c.llama_vocab_is_eog(pointer, t)])
 
     def is_eog(self, token: int) -> bool:
         """Whether ``token`` ends a generation."""
-        return bool(self._c.llama_vocab_is_eog(self._pointer, self._checked(token)))
+        with self._in_use() as pointer:
+            return bool(self._c.llama_vocab_is_eog(pointer, self._checked(token)))
 
     def is_control(self, token: int) -> bool:
         """Whether ``token`` has a meaning instead of a text."""
-        return bool(self._c.llama_vocab_is_control(self._pointer, self._checked(token)))
+        with self._in_use() as pointer:
+            return bool(self._c.llama_vocab_is_control(pointer, self._checked(token)))
 
     def attributes(self, token: int) -> TokenAttr:
         """Attributes of ``token``."""
-        return TokenAttr(self._c.llama_vocab_get_attr(self._pointer, self._checked(token)))
+        with self._in_use() as pointer:
+            return TokenAttr(self._c.llama_vocab_get_attr(pointer, self._checked(token)))
 
     def tokenize(
         self,
@@ -159,7 +171,6 @@ class Vocab:
 
         Source: llama.h, ``llama_tokenize``.
         """
-        pointer = self._pointer
         self._need_tokenizer()
         if add_special and ((self.add_bos and self.bos is None) or (self.add_eos and self.eos is None)):
             raise LlamaError("the model adds bos or eos to a text, and its vocabulary has no such token")
@@ -174,9 +185,10 @@ class Vocab:
         room = len(text) + 8 if limit is None else min(len(text) + 8, max(limit, 0))
         while True:
             tokens = np.empty(min(room, INT32_MAX), np.int32)
-            n = self._c.llama_tokenize(
-                pointer, text, len(text), _int32s(tokens), len(tokens), add_special, parse_special
-            )
+            with self._in_use() as pointer:
+                n = self._c.llama_tokenize(
+                    pointer, text, len(text), _int32s(tokens), len(tokens), add_special, parse_special
+                )
             if n == INT32_MIN:
                 raise LlamaError("the text has more tokens than an int32 can count", code=n)
             if limit is not None and abs(n) > limit:
@@ -192,13 +204,15 @@ class Vocab:
             special: spell control tokens out; otherwise they are empty.
         """
         self._need_tokenizer()
-        return self._token_bytes(self._pointer, self._checked(token), special, ctypes.create_string_buffer(64))
+        with self._in_use() as pointer:
+            return self._token_bytes(pointer, self._checked(token), special, ctypes.create_string_buffer(64))
 
     def tokens_to_bytes(self, *, special: bool = False) -> list[bytes]:
         """The bytes of every token, by id. Takes about 10 ms per 10,000 tokens, so keep the result."""
-        pointer, buffer = self._pointer, ctypes.create_string_buffer(256)
         self._need_tokenizer()
-        return [self._token_bytes(pointer, token, special, buffer) for token in range(self.n_tokens)]
+        buffer = ctypes.create_string_buffer(256)
+        with self._in_use() as pointer:
+            return [self._token_bytes(pointer, token, special, buffer) for token in range(self.n_tokens)]
 
     def _token_bytes(self, pointer: Any, token: int, special: bool, buffer: ctypes.Array[ctypes.c_char]) -> bytes:
         n = self._c.llama_token_to_piece(pointer, token, buffer, len(buffer), 0, special)
@@ -212,7 +226,6 @@ class Vocab:
 
         For a stream use ``token_to_bytes``: appending a token never changes the bytes before it.
         """
-        pointer = self._pointer
         self._need_tokenizer()
         ids = np.ascontiguousarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), np.int32)
         if ids.ndim != 1:
@@ -222,7 +235,8 @@ class Vocab:
         size = 8 * len(ids) + 16
         while True:
             buffer = ctypes.create_string_buffer(size)
-            n = self._c.llama_detokenize(pointer, _int32s(ids), len(ids), buffer, size, False, special)
+            with self._in_use() as pointer:
+                n = self._c.llama_detokenize(pointer, _int32s(ids), len(ids), buffer, size, False, special)
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
@@ -236,7 +250,8 @@ class Vocab:
         return None
 
     def _special(self, function: Any) -> int | None:
-        token = int(function(self._pointer))
+        with self._in_use() as pointer:
+            token = int(function(pointer))
         return None if token == TOKEN_NULL else token
 
     def _checked(self, token: int) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
@@ -23,6 +26,7 @@ from llama_abi import (
 )
 
 AnyVocab = Callable[[str], Vocab]
+SPECIAL = ("add_special", "parse_special")
 
 
 class TestModel:
@@ -112,6 +116,38 @@ class TestModel:
     def test_vocab_only_has_no_context(self, vocab: AnyVocab) -> None:
         with pytest.raises(LlamaError, match="without its weights"):
             Context(vocab("gpt-2")._model, ContextOptions(n_ctx=256))
+
+
+@attrs.frozen
+class Watched:
+    """The functions of the library; says when a thread is in ``llama_tokenize``, and notes what it has returned."""
+
+    c: Any
+    begun: threading.Event = attrs.field(factory=threading.Event)
+    found: list[int] = attrs.field(factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.c, name)
+
+    def llama_tokenize(self, *arguments: Any) -> int:
+        self.begun.set()
+        n: int = self.c.llama_tokenize(*arguments)
+        self.found.append(n)
+        return n
+
+
+def test_a_model_is_closed_after_the_calls_of_other_threads(library: Library, vocabularies: Path) -> None:
+    model = Model(library, vocabularies / "ggml-vocab-gpt-2.gguf", vocab_only=True)
+    model.vocab._c = watched = Watched(library.c)
+    text = "fox " * 200_000  # takes about 300 ms
+    call = threading.Thread(target=model.vocab.tokenize, args=(text,), kwargs=dict.fromkeys(SPECIAL, False))
+    call.start()
+    watched.begun.wait()
+    model.close()
+    assert watched.found == [200_001]
+    call.join()
+    with pytest.raises(HandleClosed, match="this Model is closed"):
+        model.vocab.tokenize("fox", **dict.fromkeys(SPECIAL, False))
 
 
 class TestTokenBytes:
