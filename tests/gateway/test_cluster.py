@@ -152,6 +152,23 @@ def test_the_old_holder_refuses_to_write_and_names_the_new_one(cluster: Cluster)
     assert cluster.b.url in refused["message"]
 
 
+def test_a_session_that_was_found_here_stays_for_its_request(cluster: Cluster) -> None:
+    """The gateway looks, and then sends the request: in between a peer would get it, and the client an error."""
+    say(cluster.a, "found", "Hello")
+    with cluster.a.daemon.wire() as found, cluster.a.daemon.wire() as peer:
+        query = {"type": "lease", "session_id": "found", "keep_alive": True}
+        for _ in range(2):
+            found.send(**query, action="claim")
+            assert (found.receive() or {})["state"] == "held"
+        peer.send(**query, action="ask")
+        assert (peer.receive() or {})["busy"]
+        peer.send(**query, action="give", peer=cluster.b.url, seen=0, epoch=1)
+        assert (peer.receive() or {})["code"] == "E_SESSION_BUSY"
+        answer = found.ask(session_id="found", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+        assert answer.last["session"]["turns"] == 2
+    assert say(cluster.b, "found", "Hello again")["session"]["turns"] == 3
+
+
 def test_a_session_is_not_begun_where_nobody_can_ask(cluster: Cluster) -> None:
     with cluster.a.daemon.wire() as wire:
         wire.send(id="w", session_id="unknown", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
@@ -262,15 +279,15 @@ def test_a_peer_whose_address_leads_to_another_daemon_counts_as_silent(
 def test_two_daemons_that_look_for_the_same_session_at_once_both_find_it(cluster: Cluster) -> None:
     start = threading.Barrier(2)
 
-    def first_turn(gateway: Gateway, session: str) -> int:
+    def turn(gateway: Gateway, session: str) -> int:
         body = {"session_id": session, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         with gateway.http() as client:
             start.wait(30)
             return client.post("/v1/generate", json={**body, "stream": False}, timeout=60).status_code
 
     with ThreadPoolExecutor(2) as threads:
-        for n in range(8):
-            answers = [threads.submit(first_turn, each, f"race-{n}") for each in (cluster.a, cluster.b)]
+        for n in range(12):
+            answers = [threads.submit(turn, each, f"race-{n // 3}") for each in (cluster.a, cluster.b)]
             assert [answer.result() for answer in answers] == [200, 200]
 
 

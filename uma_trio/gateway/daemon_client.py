@@ -106,7 +106,7 @@ class Daemon:
     @contextlib.asynccontextmanager
     async def sessions_at_hand(self, model: str | None, *names: str) -> AsyncIterator[Client]:
         """A connection, with the client's sessions of these names here if a peer had them.  While it is open nobody else
-        begins one of them.
+        begins or gets one of them.
 
         Raises:
             HttpError: the daemon cannot be reached, or a session cannot be had now.
@@ -118,18 +118,28 @@ class Daemon:
             yield client
 
     @contextlib.asynccontextmanager
-    async def _at_hand(self, fields: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        """The request, with its pictures, and with its session here if a peer had it; see ``Peers.at_hand``.
+    async def _connect_for(self, fields: Mapping[str, Any]) -> AsyncIterator[tuple[Client, Mapping[str, Any]]]:
+        """A connection for a request, and the request with its pictures.  Its session is here if a peer had it.  The request
+        is without its session if that cannot be had and the request has the whole conversation.
 
         Raises:
-            HttpError: a picture cannot be fetched.
+            HttpError: a picture cannot be fetched, the daemon cannot be reached, or the session cannot be had now.
         """
         fields = await self.pictures.fetched(fields)
-        if self.peers is None or fields.get("session_id") is None:
-            yield fields
-            return
-        async with self.connect() as client, self.peers.at_hand(client, fields) as found:
-            yield found
+        session = Session.of(fields)
+        if self.peers is not None and session is not None:
+            async with self.connect() as client:
+                try:
+                    await self.peers.bring(client, session)
+                except HttpError:
+                    if fields.get("history") != "replace":
+                        raise
+                else:
+                    yield client, fields
+                    return
+            fields = {name: value for name, value in fields.items() if name not in ("session_id", "history")}
+        async with self.connect() as client:
+            yield client, fields
 
     async def generate(self, fields: Mapping[str, Any]) -> AsyncIterator[list[Event]]:
         """Send a request and yield its events, those together that have arrived together.
@@ -138,8 +148,8 @@ class Daemon:
             HttpError: the daemon cannot be reached or refuses.
         """
         with charged(self.account, self._with_slo(fields), is_streamed=bool(fields.get("stream", True))) as charge:
-            async with self._at_hand(charge.fields) as at_hand, self.connect() as client:
-                async for batch in client.generate_batches(**at_hand):
+            async with self._connect_for(charge.fields) as (client, request):
+                async for batch in client.generate_batches(**request):
                     charge.count(batch)
                     yield batch
 
@@ -150,8 +160,8 @@ class Daemon:
             HttpError: the daemon cannot be reached or refuses.
         """
         with charged(self.account, self._with_slo(fields), is_streamed=False) as charge:
-            async with self._at_hand(charge.fields) as at_hand, self.connect() as client:
-                ends = await client.choices(**at_hand)
+            async with self._connect_for(charge.fields) as (client, request):
+                ends = await client.choices(**request)
                 charge.count(ends)
                 return ends
 
@@ -165,8 +175,8 @@ class Daemon:
             HttpError: the daemon cannot be reached or refuses.
         """
         with charged(self.account, self._with_slo(fields), is_streamed=False) as charge:
-            async with self._at_hand(charge.fields) as at_hand, self.connect() as client:
-                await client.detach(**at_hand)
+            async with self._connect_for(charge.fields) as (client, request):
+                await client.detach(**request)
             charge.count_estimate()
 
     async def attach(self, id: str) -> AsyncIterator[list[Event]]:
@@ -194,8 +204,8 @@ class Daemon:
         """
         has_ended = False
         with charged(self.account, self._with_slo(fields), is_streamed=not goes_on) as charge:
-            async with self._at_hand(charge.fields) as at_hand, self.connect() as client:
-                await client.detach(**at_hand, keep_alive=True)
+            async with self._connect_for(charge.fields) as (client, request):
+                await client.detach(**request, keep_alive=True)
                 try:
                     async for batch in client.attach_batches(fields["id"]):
                         charge.count(batch)

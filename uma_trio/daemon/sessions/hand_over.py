@@ -29,14 +29,6 @@ log = structlog.get_logger("uma_trio.sessions")
 
 
 @attrs.define(eq=False)
-class _Claim:
-    owner: object
-    """The connection that claimed the name; the claim ends with it."""
-    epoch: int = 0
-    """The epoch of the session, if it is begun."""
-
-
-@attrs.define(eq=False)
 class HandOver:
     """The leases of one model's sessions.
 
@@ -61,7 +53,8 @@ class HandOver:
     """Without one, sessions stay where they are."""
     _node: str = attrs.field(factory=lambda: secrets.token_hex(8), init=False)
     """Tells this daemon from its peers, one of which may be itself."""
-    _claims: dict[SessionKey, _Claim] = attrs.field(factory=dict, init=False)
+    _claims: dict[SessionKey, dict[object, int]] = attrs.field(factory=dict, init=False)
+    """By the connections that made them, with which they end: the epoch of the session, if it is begun."""
 
     _to_offer: list[Session] = attrs.field(factory=list, init=False)
     """The least recently used first."""
@@ -69,20 +62,20 @@ class HandOver:
 
     def claimed(self, key: SessionKey) -> Lease | None:
         """The lease of a session that may be begun, because nobody has it; ``None`` if it was not claimed."""
-        claim = self._claims.get(key)
-        return None if claim is None else Lease(claim.epoch)
+        claims = self._claims.get(key)
+        return None if claims is None else Lease(max(claims.values()))
 
     def release(self, owner: object) -> None:
         """End all claims of ``owner``."""
-        for key in [key for key, claim in self._claims.items() if claim.owner is owner]:
-            del self._claims[key]
+        for key in [key for key, claims in self._claims.items() if owner in claims]:
+            self._release(key, owner)
 
     def next_offer(self) -> Session | None:
         """A session that can be given, each once, the most recently used first; ``None`` without one."""
         if self.journal is None:
             return None
         if not self._to_offer:
-            idle = [each for each in self._table if each.is_here and each.durable and not each.busy]
+            idle = [each for each in self._table if each.is_here and each.durable and not self._is_used(each)]
             self._to_offer = [each for each in idle if each.key not in self._offered]
         if not self._to_offer:
             return None
@@ -129,7 +122,11 @@ class HandOver:
         name: State = "held" if session.is_here else "gone" if session.is_gone else "giving"
         lease = session.lease
         state = attrs.evolve(state, state=name, epoch=lease.epoch, given_to=lease.given_to)
-        return attrs.evolve(state, busy=session.busy, durable=session.durable)
+        return attrs.evolve(state, busy=self._is_used(session), durable=session.durable)
+
+    def _is_used(self, session: Session) -> bool:
+        """Whether a request of the session runs, or will: its gateway has found it here."""
+        return session.busy or (session.is_here and session.key in self._claims)
 
     def _answer_to(self, key: SessionKey, session: Session | None, query: LeaseQuery) -> SessionLease:
         found = self._state(session)
@@ -143,22 +140,21 @@ class HandOver:
 
     def _claim(self, key: SessionKey, session: Session | None, epoch: int, owner: object) -> None:
         if session is not None and session.is_here:
-            return
-        claim = self._claims.setdefault(key, _Claim(owner))
-        if claim.owner is not owner:
+            epoch = session.lease.epoch
+        elif self._claims.get(key, {}).keys() - {owner}:
             raise SessionBusy(f"another request looks for session {key.id!r}; try again soon", field="session_id")
-        claim.epoch = epoch
+        self._claims.setdefault(key, {})[owner] = epoch
         if session is not None and session.lease.epoch < epoch:  # it will be begun anew: a later holder has closed it
             self._table.remove(session)
 
     def _release(self, key: SessionKey, owner: object) -> None:
-        claim = self._claims.get(key)
-        if claim is not None and claim.owner is owner:
-            del self._claims[key]
+        claims = self._claims.get(key, {})
+        claims.pop(owner, None)
+        if not claims:
+            self._claims.pop(key, None)
 
     def _own_claim(self, key: SessionKey, owner: object) -> None:
-        claim = self._claims.get(key)
-        if claim is None or claim.owner is not owner:
+        if owner not in self._claims.get(key, {}):
             raise BadRequest("claim the session first, on this connection", field="action")
 
     async def _give(self, session: Session, query: LeaseQuery) -> Sequence[SessionFile]:
@@ -166,7 +162,7 @@ class HandOver:
             raise BadRequest("peer is required to give a session", field="peer")
         if self.journal is None:
             raise NotHandedOver("sessions of this daemon are not on disk, so they stay here", field="session_id")
-        if session.busy or not session.turns:
+        if self._is_used(session) or not session.turns:
             raise SessionBusy(f"session {session.name!r} is answering", field="session_id")
         session.lease.changed(query.seen, query.epoch, query.peer)
         session.busy = True

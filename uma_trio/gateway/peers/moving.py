@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import attrs
@@ -90,30 +89,8 @@ class Peers:
 
     # -- a session --
 
-    @contextlib.asynccontextmanager
-    async def at_hand(self, client: Client, fields: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        """Have the session of a request here, or know that there is none, until the end of the context.
-
-        Yields the request.  It is without its session if that cannot be had and the request has the whole conversation.
-
-        Args:
-            client: a connection to the daemon for this alone: it keeps the claim.
-
-        Raises:
-            HttpError: the session cannot be had now.
-        """
-        session = Session.of(fields)
-        if session is not None:
-            try:
-                await self.bring(client, session)
-            except HttpError:
-                if fields.get("history") != "replace":
-                    raise
-                fields = {name: value for name, value in fields.items() if name not in ("session_id", "history")}
-        yield fields
-
     async def bring(self, client: Client, session: Session) -> None:
-        """Bring a session here, or keep its name claimed if there is none.
+        """Bring a session here, or claim its name if there is none.  So it stays until the connection of ``client`` ends.
 
         Raises:
             HttpError: it cannot be had now.
