@@ -23,7 +23,7 @@ import pytest
 import trustme
 
 from tests.gateway.conftest import Gateway
-from tests.support.real_daemon import free_port, missing, real_daemon
+from tests.support.real_daemon import WAIT_S, free_port, missing, real_daemon
 from uma_trio.config import Config, Http
 from uma_trio.gateway.peers.messages import PATH, SIGNATURE, PeerQuestion
 from uma_trio.gateway.peers.settings import PeerSettings
@@ -354,6 +354,7 @@ def test_a_session_that_cannot_be_copied_stays_where_it_is(halves: tuple[Gateway
         refused = client.post("/v1/generate", json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "E_GATEWAY_PEER")
         assert "incoming" in refused.json()["error"]["message"]
+        assert "full" in names(gateway), "its copy is there, until somebody asks for it"
         assert client.post("/v1/chat/completions", json=body).status_code == 200, "it has the whole conversation"
         assert say(gateway, "full", "Hello again")["session"]["turns"] == 2
 
@@ -410,6 +411,35 @@ def test_a_daemon_that_stops_hands_its_sessions_over(halves: tuple[Gateway, int,
         assert names(stays) == {"s0", "s1", "s2"}
         for n in range(3):
             assert say(stays, f"s{n}", "Hello again")["session"]["turns"] == 2
+
+
+def test_a_peer_that_hangs_keeps_no_daemon_from_handing_its_sessions_over(tmp_path: Path) -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    key, ports = key_file(tmp_path), [free_port() for _ in range(3)]
+    flags = ("--drain-hand-over-s", "60")
+    with contextlib.ExitStack() as stack:
+        leaves, hangs, stays = [
+            stack.enter_context(
+                daemon_at(port, tmp_path, *[each for each in ports if each != port], key=key, flags=flags)
+            )
+            for port in ports
+        ]
+        sessions = {f"s{n}" for n in range(5)}
+        for name in sessions:
+            say(leaves, name, "Hello")
+        stopped = hangs.daemon.processes
+        try:
+            for process in stopped:
+                process.suspend()
+            leaves.daemon.signal(signal.SIGTERM)
+            assert leaves.daemon.wait(2 * WAIT_S) == 0
+            assert names(stays) == sessions
+            stays.daemon.signal(signal.SIGTERM)  # nobody is left who answers
+            assert stays.daemon.wait(2 * WAIT_S) == 0
+        finally:
+            for process in stopped:
+                process.resume()
 
 
 class Talker(threading.Thread):

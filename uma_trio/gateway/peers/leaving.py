@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Final
@@ -16,11 +15,14 @@ from uma_trio.client import Client, ClientError, SessionOffer
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.peers.channel import PeerRefused, PeerSilent
 from uma_trio.gateway.peers.messages import PeerQuestion
-from uma_trio.gateway.peers.moving import GIVE_S, Peers
+from uma_trio.gateway.peers.moving import Peers
 
 log = structlog.get_logger("uma_trio.gateway")
 
 AT_A_TIME: Final = 4
+"""Offers to one peer, once it has answered the first one."""
+OFFER_S: Final = 5.0
+"""A peer that has not taken a session in this time hangs.  If it goes on later and takes the session, that does no harm."""
 
 
 @attrs.define(eq=False)
@@ -65,37 +67,47 @@ class Leaving:
             log.warning("not all sessions were offered to peers", reason=str(group.exceptions[0]))
 
     async def _offer_each(self, peers: Peers, client: Client) -> None:
-        urls, one_asks, n_taken = deque(peers.settings.others), anyio.Lock(), 0
+        returned: list[SessionOffer] = []
+        urls, one_asks, n_taken = {*peers.settings.others}, anyio.Lock(), 0
 
-        async def work() -> None:
+        async def next_offer() -> SessionOffer | None:
+            async with one_asks:
+                offer = returned.pop() if returned else await client.next_offer()
+            return None if offer.session_id is None else offer
+
+        async def offer_to(url: str, n_others: int) -> None:
+            """Offer one session after the other, and ``n_others`` next to them once the peer has answered."""
             nonlocal n_taken
-            while urls:
-                async with one_asks:
-                    offer = await client.next_offer()
-                if offer.session_id is None:
-                    return
-                n_taken += await _offer(peers, urls, offer)
+            while url in urls and (offer := await next_offer()) is not None:
+                try:
+                    n_taken += await _is_taken(peers, url, offer)
+                except PeerSilent as error:
+                    log.info("a peer takes no sessions", reason=str(error))
+                    urls.discard(url)
+                    returned.append(offer)
+                while n_others and url in urls:
+                    n_others -= 1
+                    tasks.start_soon(offer_to, url, 0)
 
-        async with anyio.create_task_group() as tasks:
-            for _ in range(AT_A_TIME):
-                tasks.start_soon(work)
+        while urls:
+            async with anyio.create_task_group() as tasks:
+                for url in urls:
+                    tasks.start_soon(offer_to, url, AT_A_TIME - 1)
+            if not returned:
+                break
         log.info("peers took sessions over, because the daemon stops", sessions=n_taken)
 
 
-async def _offer(peers: Peers, urls: deque[str], offer: SessionOffer) -> bool:
-    """Offer a session to one of ``urls`` after another, without those that do not answer; returns whether one took it."""
+async def _is_taken(peers: Peers, url: str, offer: SessionOffer) -> bool:
+    """Offer a session to a peer; returns whether it took it.
+
+    Raises:
+        PeerSilent: it does not answer.
+    """
     assert offer.session_id is not None
     question = PeerQuestion(action="offer", session_id=offer.session_id, model=offer.model, principal=offer.principal)
-    while urls:
-        url = urls[0]
-        urls.rotate()
-        try:
-            return (await peers.channel.ask(url, question, GIVE_S)).state == "held"
-        except PeerRefused as error:
-            log.info("a peer does not take a session", session=offer.session_id, reason=str(error))
-            return False
-        except PeerSilent as error:
-            log.info("a peer takes no sessions", reason=str(error))
-            with contextlib.suppress(ValueError):  # another task was faster
-                urls.remove(url)
-    return False
+    try:
+        return (await peers.channel.ask(url, question, OFFER_S)).state == "held"
+    except PeerRefused as error:
+        log.info("a peer does not take a session", session=offer.session_id, reason=str(error))
+        return False

@@ -153,14 +153,18 @@ class Peers:
         return step
 
     async def _ask_all(self, question: PeerQuestion) -> dict[str, SessionLease | None]:
+        """What all peers say; once one has the session, what they have said until then: no other one may write it."""
         answers: dict[str, SessionLease | None] = {}
 
         async def ask(url: str) -> None:
             try:
-                answers[url] = _lease_in(await self.channel.ask(url, question))
+                answers[url] = found = _lease_in(await self.channel.ask(url, question))
             except (PeerSilent, PeerRefused) as error:
                 log.info("a peer does not answer", reason=str(error))
                 answers[url] = None
+            else:
+                if found.state == "held":
+                    tasks.cancel_scope.cancel()
 
         async with anyio.create_task_group() as tasks:
             for url in self.settings.others:
