@@ -13,7 +13,7 @@ healthy, and now and then to another one.  One after another, a daemon
 
 After each fault, every session must be served again.  At the end,
 
-    each session is at one daemon
+    each session is at one daemon, once it was asked for: what a killed daemon was about to take is on its way until then
     every answer that a client has got is the turn of its session that it said it was, with the same text
     no request that was refused has left a turn
     every other request has ended in time: with an answer, an error with a code, or a broken connection
@@ -138,6 +138,13 @@ class Member:
     def peer_url(self) -> str:
         return f"http://127.0.0.1:{self.peers.port}"
 
+    def holds(self, session: str) -> bool:
+        """Whether this daemon may write a session."""
+        assert self.daemon is not None
+        with self.daemon.wire() as wire:
+            wire.send(type="lease", action="ask", session_id=session)
+            return bool((wire.receive() or {})["state"] == "held")
+
     def start(self) -> None:
         """Start the daemon again, with what is on its disk."""
         self.daemon = self._stack.enter_context(real_daemon(*self.flags))
@@ -251,7 +258,7 @@ class Search:
 
     def report(self, problem: str) -> None:
         """Note what should not be."""
-        self.problems.append(f"after {sum(self.faults.values())} faults, {self.last}: {problem}")
+        self.problems.append(f"after {self.faults.total()} faults, {self.last}: {problem}")
         print(self.problems[-1], flush=True)
 
     def choose(self, session: str, rng: Random) -> str:
@@ -278,6 +285,7 @@ class Search:
         time.sleep(min(3.0, self.rng.expovariate(1)))
         self._do(kind, member)
         self.faults[kind] += 1
+        print(f"{self.faults.total()}: {self.last}", flush=True)
         healed = time.monotonic()
         while late := [each.name for each in self.clients if each.answered_at < healed]:
             if time.monotonic() > healed + SERVED_S:
@@ -315,16 +323,9 @@ class Search:
     def compare(self) -> None:
         """Compare what the daemons have with what the clients know."""
         self.last = "at the end"
+        talks = [talk for each in self.clients for talk in each.talks if talk.answered]
         with httpx.Client(timeout=REQUEST_S) as http:
-            holders: Counter[str] = Counter()
-            for member in self.members:
-                holders.update(
-                    {each["session_id"] for each in http.get(f"{member.url}/v1/sessions").json()["sessions"]}
-                )
-            for talk in [talk for each in self.clients for talk in each.talks if talk.answered]:
-                if holders[talk.name] != 1:
-                    self.report(f"{talk.name} is at {holders[talk.name]} daemons")
-                    continue
+            for talk in talks:
                 answer = http.post(
                     f"{self.rng.choice(self.members).url}/v1/session/read", json={"session_id": talk.name}
                 )
@@ -332,6 +333,9 @@ class Search:
                     self.report(f"{talk.name} cannot be read: {answer.text}")
                     continue
                 self._compare(talk, answer.json()["messages"])
+        for talk in talks:
+            if (n := sum(member.holds(talk.name) for member in self.members)) != 1:
+                self.report(f"{talk.name} is at {n} daemons")
 
     def _compare(self, talk: Talk, messages: Sequence[dict[str, Any]]) -> None:
         pairs = [(user["content"], reply["content"]) for user, reply in zip(messages[::2], messages[1::2], strict=True)]

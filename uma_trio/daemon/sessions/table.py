@@ -166,11 +166,14 @@ class SessionTable:
         self._sessions[session.key] = session
 
     def of(self, principal: str) -> list[Session]:
-        """Return the sessions of ``principal``, most recently used first."""
+        """Return the sessions of ``principal`` that are here, or whose copy is, most recently used first.
+
+        Who lists them shall find those on their way too: where the move was cut off, nobody else has them.
+        """
         return [
             session
             for session in reversed(self._sessions.values())
-            if session.principal == principal and session.is_here
+            if session.principal == principal and not session.is_gone
         ]
 
     def latest(self, n: int) -> list[Session]:
