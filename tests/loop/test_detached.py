@@ -240,7 +240,7 @@ SENTENCE = {expected_continuation(PROMPT, 20)[-1]: b". "}
 async def test_a_killed_daemon_keeps_changes(
     autojump_clock: object, tmp_path: Path, ask: dict[str, Any], change: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """The files are copied after the change, and at each event from there on."""
+    """The files are copied as soon as the client knows of the change, and at each event from there on."""
     with folder(tmp_path / "0") as kept:
         async with serving(answers=kept, **options) as harness:
             async with harness.client() as client:
@@ -248,7 +248,8 @@ async def test_a_killed_daemon_keeps_changes(
             await trio.sleep(0.05)
             async with harness.client() as client:
                 done = await client.steer("a", **change)
-            whole, copies = [], []
+            whole, copies = [], [tmp_path / "steered"]
+            shutil.copytree(tmp_path / "0", copies[0], ignore=shutil.ignore_patterns("lock"))
             async with harness.client() as client:
                 async for event in client.attach("a"):
                     whole.append(event)
@@ -259,6 +260,8 @@ async def test_a_killed_daemon_keeps_changes(
     assert 3 < done.after_tokens < 15, "the change comes in the middle"
     for copy in copies[::4]:
         with folder(copy) as kept:
+            [stored] = kept.load()
+            assert [each.after_tokens for each in stored.log.changes] == [done.after_tokens]
             async with serving(answers=kept, **options) as harness:
                 events = await attached(harness, "a")
                 assert events[:-1] == whole[:-1]

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import trio
 
-from tests.support.asking import Client, Harness, asking
+from tests.support.asking import Client, Harness, Log, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import Eos, Failure, Inserted, ServerError, Token
 from uma_trio.daemon.answer.budget import ReasoningLimit
+from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, template_chat
+from uma_trio.daemon.serving.replaying import replay_of
 from uma_trio.daemon.serving.steering import Steering, ends_sentence
 from uma_trio.errors import AnswerNotFound, BadRequest
 from uma_trio.models.markers import ReasoningMarkers
@@ -55,6 +57,22 @@ async def test_text_is_appended_and_the_answer_goes_on(autojump_clock, options):
         await harness.ended(client)
         assert client.tokens == steered(done.after_tokens, *TEXT)
         assert (done.inserted_tokens, client.reason) == (3, "length")
+        await harness.clean()
+
+
+async def test_the_perf_log_knows_that_an_answer_was_changed_also_if_an_earlier_daemon_did_it(autojump_clock):
+    async with asking() as harness:
+        log = Log()
+        plain, client = harness.ask([7], N), harness.ask(PROMPT, N, log=log)
+        await until(client, 8)
+        await steer(harness, client, text="x").wait()
+        await harness.ended(plain, client)
+        log.known = log.known[:-5]
+        again = harness.ask(PROMPT, N, log=log)
+        await harness.ended(again)
+        assert again.tokens == client.tokens
+        why = [replay_of(each.sequence, "hashes").inexact for each in (plain, client, again)]
+        assert why == ["", *2 * ["it was changed while it was written"]]
         await harness.clean()
 
 

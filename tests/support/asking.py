@@ -74,6 +74,9 @@ class Log:
         self.mu = mu
         self.changes = [*self.changes, *changes]
 
+    async def kept(self, change: Change) -> None:
+        assert change in self.changes
+
 
 @attrs.define
 class Harness:

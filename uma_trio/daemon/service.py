@@ -202,6 +202,8 @@ class ModelService:
     async def steer(self, sequence: Sequence, query: SteerQuery) -> Steered:
         """Change a running answer; returns what was changed when that is done, mostly within two ticks.
 
+        A change of a detached answer survives the daemon when this returns.
+
         Raises:
             AnswerNotFound: it has ended before.
             BadRequest: it cannot be changed so.
@@ -221,7 +223,10 @@ class ModelService:
             )
         steering = Steering(query=query, tokens=tokens, opens_reasoning=opens_reasoning, limit=limit)
         self.scheduler.steer(sequence, steering)
-        return await steering.wait()
+        steered = await steering.wait()
+        if sequence.log is not None and steering.change is not None:
+            await sequence.log.kept(steering.change)
+        return steered
 
     def explain(self, request_id: str, principal: str) -> Explanation:
         """Why tokens of the prompt of a request of ``principal`` were computed again.

@@ -15,7 +15,7 @@ from uma_trio.daemon.requests import Generation
 from uma_trio.daemon.store import answer_log as log
 from uma_trio.daemon.store.answer_log import AnswerLog, Change, EndState, Record
 from uma_trio.daemon.store.encoding import decode_tokens, encode_tokens
-from uma_trio.errors import ModelUnavailable, ShuttingDown
+from uma_trio.errors import AnswerNotFound, ModelUnavailable, ShuttingDown
 from uma_trio.protocol.answers import AnswerInfo
 from uma_trio.protocol.events import Eos, Failure, Forecast, LoadProgress, PrefillProgress, UnknownEvent
 from uma_trio.protocol.messages import ServerEvent, parse_event, to_fields
@@ -117,6 +117,15 @@ class DetachedAnswer:
         """Keep tokens, and the events that came since the last ones."""
         events, self._events = self._events, []
         self.note(log.new_tokens(list(tokens), events, mu, changes))
+
+    async def kept(self, change: Change) -> None:
+        """As ``TokenLog.kept``."""
+        while change not in self.log.changes:
+            if self._is_closed:
+                raise ShuttingDown()
+            if self.log.end is not None:
+                raise AnswerNotFound(f"{self.key.id!r} ended before it was changed")
+            await self._changed.wait()
 
     def begin(self, prompt: Prompt, model: str, turns: int) -> Prompt:
         """As ``AnswerRecord.begin``."""

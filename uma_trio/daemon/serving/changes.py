@@ -31,6 +31,7 @@ def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> N
         max_tokens=query.max_tokens,
         stop=query.stop,
     )
+    steering.change = change
     new.changes.append(change)
     if steering.limit is not None and sequence.budget is None:
         sequence.budget = steering.limit.budget(sequence.prompt.text, sequence.prompt.calling)
@@ -71,6 +72,7 @@ def append_known(sequence: Sequence, log: TokenLog, token_to_bytes: TokenToBytes
         sequence.adapt(log.mu)
     new = NewTokens(sequence, (), 0, None, sequence.paused, ())
     known, at = log.known, 0
+    sequence.was_steered = bool(log.changes)
     for change in log.changes:
         _replay(new, known[at : change.after_tokens], token_to_bytes)
         new.changes.append(change)

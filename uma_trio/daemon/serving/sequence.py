@@ -81,6 +81,14 @@ class TokenLog(Protocol):
     def add(self, tokens: abc.Sequence[int], mu: float | None, changes: abc.Sequence[Change]) -> None:
         """Note new tokens, whose events have gone to the sink, and changes between them.  Never blocks."""
 
+    async def kept(self, change: Change) -> None:
+        """Wait until ``change`` is on disk, or in memory if nothing of the answer is on disk.
+
+        Raises:
+            AnswerNotFound: the answer has ended without it.
+            ShuttingDown: the daemon ends, and the next one perhaps goes on without it.
+        """
+
 
 class State(enum.Enum):
     """Where a sequence is.  It moves down this list and may skip; a lost KV cache sends it from DECODE to PREFILL."""

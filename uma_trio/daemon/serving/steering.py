@@ -10,7 +10,8 @@ import attrs
 import trio
 
 from uma_trio.daemon.answer.budget import ReasoningLimit
-from uma_trio.errors import UmaError
+from uma_trio.daemon.store.answer_log import Change
+from uma_trio.errors import BadRequest, UmaError
 from uma_trio.protocol.answers import Steered
 from uma_trio.protocol.queries import SteerQuery
 
@@ -30,6 +31,8 @@ class Steering:
     """After the message the model begins with reasoning."""
     limit: ReasoningLimit | None = None
     """How reasoning ends; set if the query ends it, or has a message and the model reasons."""
+    change: Change | None = None
+    """What was changed, in the log of a detached answer."""
     outcome: Steered | UmaError | None = None
     done: trio.Event = attrs.field(factory=trio.Event)
     """Set when there is an outcome."""
