@@ -280,13 +280,19 @@ def test_an_answer_is_changed_while_it_is_written(page: Page) -> None:
     expect(page.locator("#steering")).to_be_hidden()
     send(page, LONG)
     expect(last(page).locator(".text")).to_contain_text("3")
-    expect(page.locator("#steering button:visible")).to_have_count(3)
+    expect(page.locator("#steering button:visible")).to_have_count(4)
     page.fill("#prompt", "and 4711 is a number.")
     page.press("#prompt", "Enter")
     expect(page.locator("#status")).to_contain_text("The answer is still running")
     page.press("#prompt", "Control+Enter")
     expect(page.locator("#prompt")).to_have_value("")
     expect(last(page).locator(".text")).to_contain_text("and 4711 is a number.")
+    page.fill("#prompt", "What is the capital of France?")
+    page.click("#interrupt")
+    expect(page.locator("article.user .text")).to_have_text([LONG, "What is the capital of France?"])
+    expect(page.locator("article.assistant .text")).to_have_text(
+        [re.compile("and 4711 is a number."), re.compile("^The capital of France is Paris.")]
+    )
     page.once("dialog", lambda dialog: dialog.accept("100000000"))
     page.click("#bound")
     expect(page.locator("#status")).to_contain_text("max_tokens")
@@ -298,7 +304,9 @@ def test_an_answer_is_changed_while_it_is_written(page: Page) -> None:
     expect(page.locator("#steering")).to_be_hidden()
     expect(page.locator("#prompt")).to_be_focused()
     page.reload()
-    expect(last(page).locator(".text")).to_contain_text("and 4711 is a number.")
+    expect(page.locator("article .text")).to_have_text(
+        [LONG, re.compile("4711"), "What is the capital of France?", re.compile("Paris")]
+    )
     send(page, "Tell me a story about a fox named Ivo.")
     expect(last(page).locator(".text")).not_to_be_empty()
     page.click("#end-sentence")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
 from tests.support.asking import Client, Harness, Log, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
-from tests.support.serving import serving
-from uma_trio.client import Eos, Failure, Inserted, ServerError, Token
+from tests.support.serving import FakeChat, serving
+from uma_trio.client import Eos, Failure, Inserted, ServerError, Token, ToolCallDelta
 from uma_trio.daemon.answer.budget import ReasoningLimit
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, template_chat
 from uma_trio.daemon.serving.replaying import replay_of
@@ -19,12 +20,14 @@ from uma_trio.daemon.serving.steering import Steering, ends_sentence
 from uma_trio.errors import AnswerNotFound, BadRequest
 from uma_trio.models.markers import ReasoningMarkers
 from uma_trio.protocol.answers import Steered
+from uma_trio.protocol.chat import ChatMessage, Tool
 from uma_trio.protocol.queries import SteerQuery
 
 PROMPT = random.Random(4).choices(range(1, 900), k=50)
 N = 60
 TEXT = [301, 302, 303]
 END = [220, 221]
+LOOK = Tool(name="look")
 LIMIT = ReasoningLimit(
     n_tokens=10**6, end=END, markers=ReasoningMarkers(begin=("222",), end=("220 221",), opened_by=("",))
 )
@@ -182,6 +185,13 @@ def test_no_end_of_a_sentence(text):
 
 CHAT = [{"role": "user", "content": "hello"}]
 HELLO = [byte + 100 for byte in b"hello"]
+
+
+def prompt_of(tools: list[Tool]) -> list[int]:
+    [part] = FakeChat().parts(*template_chat(msgspec.convert(CHAT, list[ChatMessage]), tools, PLAIN_TOOLS))
+    return [byte + 100 for byte in part.text.encode()]
+
+
 INSERTED = [byte + 100 for byte in b"so"]
 
 
@@ -218,10 +228,11 @@ async def test_another_connection_steers_a_detached_answer(autojump_clock):
         assert text == expected_text(done.after_tokens, N)
 
 
-async def test_a_message_interrupts_the_answer_of_a_session(autojump_clock):
+@pytest.mark.parametrize("tools", [[], [LOOK]], ids=len)
+async def test_a_message_interrupts_the_answer_of_a_session(autojump_clock, tools):
     """What follows answers it.  The transcript has both parts of the answer, and what was inserted where."""
     async with serving() as harness, harness.client() as client:
-        fields = {"messages": CHAT, "session_id": "s", "max_tokens": N}
+        fields = {"messages": CHAT, "session_id": "s", "max_tokens": N, "tools": msgspec.to_builtins(tools)}
         await client.send({"id": "r", "keep_alive": True, **fields})
         await client.receive()
         await client.send({"type": "steer", "request_id": "r", "message": "so", "id": "q"})
@@ -230,20 +241,34 @@ async def test_a_message_interrupts_the_answer_of_a_session(autojump_clock):
             events.append(await client.receive())
         [found] = [event.insertion for event in events if isinstance(event, Inserted)]
         n = found.after_tokens
-        begun = expected_continuation(HELLO, n)
+        prompt = prompt_of(tools)
+        begun = expected_continuation(prompt, n)
         inserted = [byte + 100 for byte in b"|so|"]
-        rest = expected_continuation([*HELLO, *begun, *inserted], N - n - len(inserted))
-        shown = [event.token_id for event in events if isinstance(event, Token)]
+        rest = expected_continuation([*prompt, *begun, *inserted], N - n - len(inserted))
+        shown = [event.token_id for event in events if isinstance(event, Token) and event.token_id is not None]
         assert [*begun, *rest] == [begun[0], *shown]
         assert (found.kind, found.tokens, found.text) == ("message", len(inserted), "so")
         transcript = await client.transcript("s", keep_alive=True)
-        assert [(each.role, each.content) for each in transcript.messages] == [
+        assert [(each.role, each.content.strip()) for each in transcript.messages] == [
             ("user", "hello"),
-            ("assistant", "".join(f"{token} " for token in begun)),
+            ("assistant", " ".join(map(str, begun))),
             ("user", "so"),
-            ("assistant", "".join(f"{token} " for token in rest)),
+            ("assistant", " ".join(map(str, rest))),
         ]
         assert transcript.messages[-1].generation.insertions == [found]
+
+
+async def test_a_model_that_calls_a_tool_is_not_interrupted_by_a_message(autojump_clock):
+    begins = {expected_continuation(prompt_of([LOOK]), 5)[-1]: b'<tool_call>{"name": "look", "arguments": {"a": "'}
+    async with serving(spelled=begins) as harness, harness.client() as client, harness.client() as other:
+        await client.send({"id": "r", "messages": CHAT, "tools": [{"name": "look"}], "max_tokens": N})
+        while not isinstance(event := await client.receive(), ToolCallDelta):
+            assert isinstance(event, Token), event
+        with pytest.raises(ServerError, match="the answer calls a tool"):
+            await other.steer("r", message="so")
+        while isinstance(event, ToolCallDelta):
+            event = await client.receive()
+        assert isinstance(event, Token | Eos), event
 
 
 async def test_what_runs_for_another_principal_or_not_at_all_is_not_found(autojump_clock):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes, append_forced, append_tokens
 from uma_trio.daemon.serving.sequence import Sequence, TokenLog
-from uma_trio.daemon.serving.steering import TAIL_TOKENS, Steering, ends_sentence
+from uma_trio.daemon.serving.steering import TAIL_TOKENS, Steering, called_already, ends_sentence
 from uma_trio.daemon.store.answer_log import Change
 from uma_trio.protocol.answers import Steered
 from uma_trio.protocol.usage import Insertion
@@ -22,7 +22,11 @@ def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> N
     sequence, query = new.sequence, steering.query
     if new.reason is not None:
         return  # it ends, which is the outcome
-    sequence.steering, sequence.was_steered = None, True
+    sequence.steering = None
+    if query.message is not None and sequence.has_called:
+        steering.end(called_already())
+        return
+    sequence.was_steered = True
     change = Change(
         after_tokens=len(sequence.tokens),
         insertions=[],

@@ -51,7 +51,7 @@ from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.daemon.serving.request import adapters_of, admit
 from uma_trio.daemon.serving.sequence import EventSink, Sequence, State, TokenLog
 from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
-from uma_trio.daemon.serving.steering import Steering
+from uma_trio.daemon.serving.steering import Steering, called_already
 from uma_trio.daemon.serving.step import (
     CompletedStep,
     InFlightStep,
@@ -366,11 +366,12 @@ class Scheduler:
         field = "text" if query.message is None else "message"
         if steering.tokens and sequence.sampling.grammar is not None:
             raise BadRequest("a constraint or tool call decides what may follow: nothing can be inserted", field=field)
-        if query.message is not None and (sequence.prompt.calling is not None or not sequence.request.stream):
+        if query.message is not None and not sequence.request.stream:
             raise BadRequest(
-                "only a streamed answer without tools can be interrupted by a message: cancel it, and ask again",
-                field=field,
+                "only a streamed answer can be interrupted by a message: cancel it, and ask again", field=field
             )
+        if query.message is not None and sequence.has_called:
+            raise called_already()
         if (query.max_tokens or 0) > sequence.max_tokens:
             raise BadRequest(f"this answer has room for max_tokens {sequence.max_tokens}", field="max_tokens")
         n_left = (query.max_tokens or sequence.token_limit) - len(sequence.tokens) - 1

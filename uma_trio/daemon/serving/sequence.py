@@ -402,6 +402,12 @@ class Sequence:
             return math.inf
         return self.regained_at + max(MIN_TURN_S, self.regained_at - self.placed_at)
 
+    @property
+    def has_called(self) -> bool:
+        """Whether the text that was sent ends in a call of a tool, or follows one."""
+        assembler = self.assembler
+        return isinstance(assembler, RegionAssembler) and (assembler.in_calls or bool(assembler.calls))
+
     # -- what a step computes of it -------------------------------------------------------------
 
     def prefill_input(self, start: int, n: int) -> StepInput:

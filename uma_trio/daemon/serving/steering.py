@@ -55,6 +55,13 @@ class Steering:
         return self.outcome
 
 
+def called_already() -> BadRequest:
+    """A message would cut off a call, or hide it from the client that has to answer it."""
+    return BadRequest(
+        "the answer calls a tool: wait for its end, and send the message with the results", field="message"
+    )
+
+
 def ends_sentence(text: str) -> bool:
     """Whether a sentence or a line ends where ``text`` ends.  A dot after a digit does not count."""
     return _SENTENCE_END.search(text) is not None

@@ -280,7 +280,8 @@ export class Conversation {
         if (name === "request") {
           answer ??= this.begin(data);
           this.steering.begin(data.request_id);
-        } else answer.take(name, data);
+        } else if (name === "inserted" && data.insertion.kind === "message") answer = this.interrupt(answer, data.insertion.text);
+        else answer.take(name, data);
       }
     } catch (error) {
       refusal = error;
@@ -298,6 +299,16 @@ export class Conversation {
       return true;
     }
     return this.giveUp(before, answer, refusal, asked);
+  }
+
+  /** A message of the user has interrupted the answer: what follows answers it. */
+  interrupt(answer, content) {
+    answer.waitEnds();
+    answer.flush();
+    answer.made.removeAttribute("aria-busy");
+    finish(answer.made, answer.message, this.acts);
+    this.messages.push(answer.message);
+    return this.begin({ messages: [{ role: "user", content }] });
   }
 
   end(answer) {

@@ -1,4 +1,4 @@
-// Changes of an answer while it is written: text in it, its end. The daemon makes a change with the next token.
+// Changes of an answer while it is written: text in it, a message of the user, its end. The daemon makes a change with the next token.
 
 import { request } from "../dashboard/api.js";
 import { byId } from "../dashboard/dom.js";
@@ -8,7 +8,8 @@ export class Steering {
   constructor({ composer, say, onRefused }) {
     Object.assign(this, { composer, say, id: null });
     const clicks = {
-      insert: () => this.insert(),
+      insert: () => this.write((text) => ({ text: /^[\p{L}\p{N}]/u.test(text) ? ` ${text}` : text }), "Your text is in the answer"),
+      interrupt: () => this.write((message) => ({ message }), "The model answers your message"),
       "end-sentence": () => this.change({ stop: "sentence" }, "The answer ends after this sentence"),
       "end-reasoning": () => this.change({ end_reasoning: true }, "The reasoning ends"),
       bound: () => this.bound(),
@@ -43,14 +44,15 @@ export class Steering {
     this.say(done);
   }
 
-  async insert() {
+  /** Change the answer by what is written below. */
+  async write(changes, done) {
     const { text, files } = this.composer.draft;
     if (!text.trim()) {
-      this.say("Write below what the answer is to go on with.");
+      this.say("Write your text below first.");
       byId("prompt").focus();
       return;
     }
-    await this.change({ text: /^[\p{L}\p{N}]/u.test(text) ? ` ${text}` : text }, "Your text is in the answer");
+    await this.change(changes(text), done);
     this.composer.put({ text: "", files });
   }
 
