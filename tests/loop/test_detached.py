@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from tests.support.fake_engine import expected_continuation
+from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, serving
 from uma_trio.client import Eos, Event, PrefillProgress, ServerError, Token
 from uma_trio.daemon.store.answer_folder import AnswerFolder
@@ -309,6 +309,28 @@ async def test_ended_answers_make_room_for_new_ones(autojump_clock: object, tmp_
             assert left == [str(n) for n in range(29, 29 - len(left), -1)], "the oldest go first"
             assert 5 <= len(left) <= 10
             assert len(kept.load()) == len(left)
+
+
+async def test_answers_whose_clients_have_left_are_bounded_in_number_and_time(autojump_clock: object) -> None:
+    engine = FakeEngine(n_ctx=1 << 13, n_seq_max=8, cost_ms=lambda prompt, decodes: 100)
+    async with serving(engine, max_unattended=2, unattended_s=12) as harness, harness.client() as client:
+        endless = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "keep_alive": True}
+        for name in "abcde":
+            await client.detach(id=name, admit_now=name != "e", **endless)
+            await trio.sleep(0.1)
+
+        async def cancelled() -> set[str]:
+            return {each.answer_id for each in await client.answers(keep_alive=True) if each.state == "cancelled"}
+
+        async with harness.client() as reader, contextlib.aclosing(reader.attach("a")) as events:
+            await anext(events)
+            await trio.sleep(6)
+            assert await cancelled() == {"b"}, "a is read, e needs no reader, and of the others b was left first"
+            await trio.sleep(12)
+            assert await cancelled() == {"b", "c", "d"}
+        await trio.sleep(18)
+        assert await cancelled() == {"a", "b", "c", "d"}
+        assert text(await attached(harness, "b")), "what it had is kept"
 
 
 async def test_answers_expire_as_sessions_do(autojump_clock: object, tmp_path: Path) -> None:

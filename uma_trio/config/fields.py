@@ -665,6 +665,16 @@ class Sessions:
         ge=1,
         le=1_000_000,
     )
+    max_unattended: int = setting(
+        16,
+        "Maximum number of answers of a principal that go on although their clients have left: those of the chat page, and "
+        "streams that can be resumed. Beyond it, the ones whose clients left first are cancelled.",
+        ge=0,
+        le=1_000_000,
+    )
+    unattended_s: float = setting(
+        1800.0, "How long such an answer goes on without a client before it is cancelled.", gt=0, le=1e9
+    )
     offload: bool = setting(
         True,
         "Offload the KV cache of sessions to disk before it is evicted, and load it again where that is faster than "

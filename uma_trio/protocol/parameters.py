@@ -289,7 +289,7 @@ class PlainFields:
     admit_now: bool = field(
         False,
         "With `detached`: end the answer with the error, such as `E_LIMIT_QUEUE`, if it cannot be begun at once. Otherwise "
-        "the daemon tries again.",
+        "the daemon tries again. A client is expected to read: the answer is cancelled `unattended_s` after the last one left.",
         goes_with_controller=False,
     )
     client_state: str | None = field(

@@ -55,6 +55,8 @@ class DetachedAnswer:
         self.is_cancelled = False
         self.n_readers = 0
         """Clients that are attached."""
+        self.left_at = trio.current_time()
+        """When the last one left."""
         self._passing: tuple[ServerEvent, float] | None = None
         """The latest event that says how far it is, and when it came."""
         self.n_passing = 0
@@ -236,7 +238,13 @@ class DetachedAnswer:
             yield
         finally:
             self.n_readers -= 1
+            self.left_at = trio.current_time()
             self.forget_events()
+
+    @property
+    def is_unattended(self) -> bool:
+        """Whether it is made for a client that has left.  A request that can wait has none from the beginning."""
+        return not self.has_ended and not self.n_readers and self.log.begin.request.admit_now
 
     def is_complete(self, after: int) -> bool:
         """Whether no event follows number ``after``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -55,6 +56,8 @@ RETRY_S: Final = 1.0
 MAX_RESUMED: Final = 3
 """An answer that was resumed so often without a new token has perhaps ended the daemons."""
 SWEEP_S: Final = 60.0
+UNATTENDED_SWEEP_S: Final = 5.0
+"""A client that has lost its connection is back by then."""
 PART_ANSWERS: Final = 64
 """Answers in one event of a list."""
 
@@ -86,6 +89,8 @@ class DetachedAnswers:
         self._max_unfinished = config.sessions.max_detached
         self._max_bytes = config.sessions.detached_max_mb * MB
         self._ttl_s = config.sessions.session_ttl_s
+        self._max_unattended = config.sessions.max_unattended
+        self._unattended_s = config.sessions.unattended_s
         self._answers: dict[SessionKey, DetachedAnswer] = {}
         """The oldest first."""
         self._turns = FairLimiter(max(1, config.limits.max_queue // 2))
@@ -105,6 +110,7 @@ class DetachedAnswers:
                 await self._load()
                 nursery.start_soon(self._write_forever)
                 nursery.start_soon(self._expire_forever)
+                nursery.start_soon(self._end_unattended_forever)
                 for answer in self._answers.values():
                     if not answer.has_ended:
                         nursery.start_soon(self._make, answer)
@@ -231,6 +237,20 @@ class DetachedAnswers:
             for answer in [*self._answers.values()]:
                 if answer.log.end is not None and answer.log.end.ended_at < before:
                     await self._remove(answer)
+
+    async def _end_unattended_forever(self) -> None:
+        """Cancel answers whose clients have left, and do not come back."""
+        while True:
+            await trio.sleep(UNATTENDED_SWEEP_S)
+            now = trio.current_time()
+            seen: Counter[str] = Counter()
+            unattended = [answer for answer in self._answers.values() if answer.is_unattended]
+            for answer in sorted(unattended, key=lambda answer: -answer.left_at):
+                seen[answer.key.principal] += 1
+                is_late = now - answer.left_at > self._unattended_s
+                if is_late or seen[answer.key.principal] > self._max_unattended:
+                    log.info("an answer is cancelled, since its client has left", request=answer.key.id)
+                    self._cancel(answer)
 
     async def _remove(self, answer: DetachedAnswer) -> None:
         if self._answers.get(answer.key) is answer:
