@@ -135,6 +135,7 @@ def command(
     night_shift.py           what a batch costs interactive requests
     calibration.py           how well starts and ends of requests are predicted
     steering.py              how soon running answers are changed, and whether others notice
+    replays.py               how many logged answers are equal when they are computed again
     continued_responses.py   the first token of a response that continues an earlier one
     scale_out.py             several daemons behind routers from PyPI, also with faults
     moved_sessions.py        sessions that move between two daemons: TTFT of the next turn, and texts

@@ -17,6 +17,9 @@ from llama_abi.vocab import Vocab
 INT32_MAX = 2**31 - 1
 DEFAULT_PLACEMENT = Placement()
 
+TILED_PRODUCTS = "GGML_CPU_TILED_MM"
+"""Environment variable that llama.cpp reads before its first product: 0 turns off kernels for eight rows or more."""
+
 
 class Model(Handle):
     """A loaded GGUF file. Any number of contexts share it, and any thread may read it.
@@ -33,6 +36,8 @@ class Model(Handle):
         no_alloc: load no weights, and let contexts allocate no KV cache and no compute buffers. Such a model only tells
             how large the ``Context.buffers`` would be: its contexts must not decode.
         check_tensors: search the weights for NaN and invalid blocks, which is slow.
+        plain_kernels: on a CPU, keep weights as they are in the file, and multiply several rows with quantised weights in
+            the way in which one row is multiplied. From then on that holds for all models of the process.
         on_progress: called in this thread with a share from 0.0 to 1.0. Loading stops if it returns ``False``, or
             raises; the exception is passed on.
 
@@ -55,6 +60,7 @@ class Model(Handle):
         vocab_only: bool = False,
         no_alloc: bool = False,
         check_tensors: bool = False,
+        plain_kernels: bool = False,
         on_progress: Callable[[float], bool | None] | None = None,
     ) -> None:
         self.library = library
@@ -72,6 +78,9 @@ class Model(Handle):
         params.vocab_only = vocab_only
         params.no_alloc = no_alloc
         params.check_tensors = check_tensors
+        if plain_kernels:
+            params.use_extra_bufts = False
+            os.environ[TILED_PRODUCTS] = "0"
         params.progress_callback = progress.callback
         if "\0" in self.path:
             raise LlamaError("a path cannot contain a NUL character")

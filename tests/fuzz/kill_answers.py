@@ -37,7 +37,7 @@ import psutil
 
 from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
 
-EXACT: Final = ("--kv-unified", "off", "--flash-attn", "on")
+EXACT: Final = ("--reproducible",)
 """Answers are computed again as they were decoded: docs/design/engine-process.md, "The same text"."""
 DEADLINE_S: Final = 600.0
 """A round that takes longer has an answer that does not end."""

@@ -93,6 +93,19 @@ async def test_lost_tokens_of_detached_answers_are_computed_again_in_exact_parts
         await harness.clean()
 
 
+async def test_no_chunk_of_a_reproducible_model_has_more_rows_than_are_exact(autojump_clock):
+    """Neither of prompts, nor of what was lost, nor with drafts."""
+    async with asking(FakeEngine(max_rows=48, repeats=5)) as harness:
+        clients = [harness.ask([10 + i] * (1 + 90 * i), 60, speculate=True) for i in range(3)]
+        await trio.sleep(0.15)
+        kill(harness)
+        await harness.ended(*clients)
+        rows = [len(each.tokens) for step in harness.engine.steps for call in step.calls for each in call]
+        assert max(rows) == 48
+        assert all(client.reason == "length" for client in clients)
+        await harness.clean()
+
+
 @pytest.mark.parametrize("after_s", [0.0501, 0.0601, 0.0701, 0.0801])
 async def test_a_step_that_ran_ahead_of_a_failed_step_is_ignored(autojump_clock, after_s):
     """The daemon submits it before it knows of the failure."""

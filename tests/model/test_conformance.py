@@ -97,3 +97,38 @@ def test_tokens_of_an_answer_that_are_computed_again_round_as_they_did(library, 
         part = answer[at : at + rows]
         assert compute(1, len(prompt) + at, part).scores == reports[at + len(part) - 1]
     engine.close()
+
+
+def test_rows_of_a_reproducible_engine_do_not_depend_on_what_is_computed_with_them(library, prompts):
+    """Alone, in chunks, next to others in other chunks; and with so many cells that two threads would divide them."""
+    from uma_trio.engine.llama import LlamaEngine
+
+    options = {"ctx": 3 * 512, "parallel": 3, "batch_tokens": 256, "threads": 1}
+    engine = LlamaEngine(EMBEDDED, config.Model(reproducible=True, **options))
+    assert engine.info.max_rows == 48
+    tokens, others = (prompts[0] * 320)[:320], [*range(300, 400)]
+
+    def compute(rows, end, *, n_last=24, n_others=0, threads=1):
+        """Log-probabilities after the last of the tokens up to ``end``; the last ones in chunks of so many rows."""
+        begun = end - n_last
+        engine.step(step(removing=(0, 1)))
+        engine.set_threads(1)
+        for at in range(0, begun, 48):
+            engine.step(step(StepInput(0, at, tokens[at : min(at + 48, begun)])))
+        engine.set_threads(threads)
+        for n, at in enumerate(range(begun, end, rows)):
+            inputs = [StepInput(0, at, tokens[at : min(at + rows, end)], [SampleRequest(GREEDY, logprobs=20)])]
+            if n_others:
+                start = n * n_others % 96
+                engine.step(step(removing=() if start else (1,)))
+                inputs.append(StepInput(1, start, others[start : start + n_others]))
+            [found] = engine.step(step(*inputs)).scores
+        return found
+
+    for end in (100, 320):
+        expected = compute(24, end)
+        for rows, n_others in ((1, 0), (7, 0), (1, 1), (1, 48), (24, 3)):
+            assert compute(rows, end, n_others=n_others) == expected, (end, rows, n_others)
+        for n_others in (0, 1, 2):  # two rows of the other one: the second is in a pass of its own
+            assert compute(1, end, n_last=2, n_others=n_others, threads=2) == expected, (end, n_others)
+    engine.close()

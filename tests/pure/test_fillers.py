@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 import llama_abi
 from tests.support.cases import all_cases
-from uma_trio.engine.fillers import FILLER_TOKEN, add_filled, missing_ids
+from uma_trio.engine.fillers import DIVIDED_CELLS, FILLER_TOKEN, add_filled, company, missing_ids
 from uma_trio.engine_link.messages import SampleRequest, StepInput
 from uma_trio.engine_link.sampling import SamplingParams
 
@@ -39,6 +40,13 @@ def test_only_calls_of_decodes_are_filled(other: StepInput) -> None:
     """Prompts and drafts have rows of unequal number, which llama.cpp does not compute together anyway."""
     assert missing_ids([decode(0), decode(2), other]) == []
     assert missing_ids([decode(0), decode(2), decode(4)]) == [1, 3]
+
+
+def test_a_decode_that_is_alone_gets_company_where_its_threads_would_divide_its_cells() -> None:
+    long, short = (replace(decode(2), position=n) for n in (DIVIDED_CELLS, DIVIDED_CELLS - 1))
+    assert company([long], 4) == [1]
+    assert company([replace(long, seq_id=0)], 4) == [1]
+    assert [company([short], 4), company([long], 1), company([long, decode(3)], 4)] == [[], [], []]
 
 
 def test_the_batch_has_all_rows_in_the_order_of_their_ids() -> None:

@@ -41,7 +41,8 @@ WAIT_S: Final = 10.0
 def command(id: str, logs: Sequence[Path], request: Path | None, socket: str | None) -> None:
     """Compute a logged answer again, alone, and say whether it is equal, or where and why it differs.
 
-    The daemon writes what it takes with serve --perf-log FILE --perf-log-replay prompts.
+    The daemon writes what it takes with serve --perf-log FILE --perf-log-replay prompts. With serve --reproducible,
+    answers are equal also if they shared batches with others.
 
     \b
     Exit codes:

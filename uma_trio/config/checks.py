@@ -32,11 +32,27 @@ def check_consistency(config: Config) -> None:
             "flash_attn auto, or type_v f16"
         )
     _check_devices(model)
+    _check_reproducible(model)
     if scheduling.min_chunk_tokens > batch_tokens - model.parallel:
         raise ConfigError(
             f"min_chunk_tokens is {scheduling.min_chunk_tokens}, but a tick has room for only "
             f"{batch_tokens - model.parallel} tokens of prompts (batch_tokens less parallel): make "
             "min_chunk_tokens smaller, or batch_tokens larger"
+        )
+
+
+def _check_reproducible(model: Model) -> None:
+    """Check that nothing contradicts ``reproducible``."""
+    others = {
+        "kv_unified is on": model.kv_unified == "on",
+        "flash_attn is off": model.flash_attn == "off",
+        "there are adapters": bool(model.adapters),
+        "gpu_layers is above 0": model.gpu_layers > 0,
+    }
+    found = [what for what, holds in others.items() if holds]
+    if model.reproducible and found:
+        raise ConfigError(
+            f"reproducible needs a CPU, per-sequence KV, flash attention and no adapters, and {found[0]}: leave out one of them"
         )
 
 

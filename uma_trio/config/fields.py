@@ -257,6 +257,12 @@ class Model:
         "Flash attention. auto: the faster one, measured together with kv_unified; without a measurement, off on a "
         "CPU, where it is slow for small batches, and llama.cpp's default elsewhere.",
     )
+    reproducible: bool = setting(
+        False,
+        "Compute each token in the same way, whatever is computed next to it: a request has the same tokens alone and next to "
+        "others, with a cached prefix, and after a crash ([the same text](design/engine-process.md#the-same-text)). For a CPU "
+        "and quantised weights, without adapters; slower. The start checks that it holds for the model.",
+    )
     layout_trial_s: float = setting(
         1.5,
         "Longest time to measure kv_unified and flash_attn at the first start with a model, or a tenth of the load "

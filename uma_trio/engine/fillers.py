@@ -20,6 +20,10 @@ FILLER_TOKEN: Final = 0
 """Every vocabulary has it.  Nothing attends to it but its own row, whose result nobody reads."""
 
 
+DIVIDED_CELLS: Final = 256
+"""llama.cpp computes with cells in steps of 256; from two steps on, threads divide those of a row that is alone."""
+
+
 def is_decode(each: StepInput) -> bool:
     """One token whose logits are wanted."""
     return len(each.tokens) == 1 == len(each.samples)
@@ -38,6 +42,14 @@ def missing_ids(inputs: Sequence[StepInput]) -> list[int]:
             return []
         missing += range(before.seq_id + 1, each.seq_id)
     return missing
+
+
+def company(inputs: Sequence[StepInput], n_seq_max: int) -> list[int]:
+    """A sequence id next to that of a decode which is alone, and has so many cells that its threads would divide them."""
+    if len(inputs) != 1 or n_seq_max < 2 or not is_decode(inputs[0]) or inputs[0].position < DIVIDED_CELLS:
+        return []
+    seq_id = inputs[0].seq_id
+    return [seq_id - 1 if seq_id else 1]
 
 
 def add_filled(batch: llama_abi.Batch, inputs: Sequence[StepInput], fillers: Mapping[int, int]) -> Sequence[StepInput]:

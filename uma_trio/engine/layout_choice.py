@@ -128,6 +128,14 @@ def exact_rows(options: llama_abi.ContextOptions, *, on_gpu: bool, bits_per_weig
     return EXACT_ROWS if options.flash_attn != "off" and bits_per_weight < FLOAT_BITS else 1
 
 
+def threads_of_one_row(settings: config.Model, threads: int) -> int:
+    """Threads for a pass of one row.
+
+    Flash attention of a CPU divides the cells of a row that is alone between its threads, and so sums up otherwise.
+    """
+    return 1 if settings.reproducible else threads
+
+
 def _scans_masked_cells(devices: Iterable[str]) -> bool:
     return any(name.startswith(SCANS_MASKED_CELLS) for name in devices)
 
@@ -206,7 +214,7 @@ def context_options(settings: config.Model, layout: Layout) -> llama_abi.Context
         n_batch=settings.batch_tokens,
         n_ubatch=layout.n_ubatch,
         n_seq_max=settings.parallel,
-        n_threads=threads,
+        n_threads=threads_of_one_row(settings, threads),
         n_threads_batch=threads,
         kv_unified=layout.unified,
         flash_attn=layout.flash_attn,

@@ -21,7 +21,7 @@ from uma_trio.engine.adapter_calls import split_by_adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.draft import Drafter
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
-from uma_trio.engine.fillers import add_filled, is_decode, missing_ids
+from uma_trio.engine.fillers import add_filled, company, is_decode, missing_ids
 from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.kv_operations import NO_OUTCOME, KvOperations
 from uma_trio.engine.layout import (
@@ -30,6 +30,7 @@ from uma_trio.engine.layout import (
     max_checkpoints,
 )
 from uma_trio.engine.layout_choice import (
+    EXACT_ROWS,
     attention_scan,
     check_memory,
     choose_layout,
@@ -38,12 +39,14 @@ from uma_trio.engine.layout_choice import (
     exact_rows,
     layout_candidates,
     shape_of,
+    threads_of_one_row,
 )
 from uma_trio.engine.loaded_adapters import LoadedAdapters
 from uma_trio.engine.matchers import AppliedMasks, Matchers, PendingMasks
 from uma_trio.engine.media_calls import split_by_media
 from uma_trio.engine.placement import compute_environment, open_library, place
 from uma_trio.engine.positions import Positions
+from uma_trio.engine.row_check import check_rows
 from uma_trio.engine.sampling import sampler
 from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.logprobs import compute_logprobs
@@ -130,6 +133,8 @@ class LlamaEngine:
             self._load(stack, path, on_progress, adapters, layout_cache, layouts, target_itl_ms)
             self._open_parts(stack)
             self._info = self._describe_model(path)
+            if settings.reproducible:
+                check_rows(self._context, EXACT_ROWS)
             self._kv_operations = KvOperations(
                 unified=self._info.unified, n_threads=self._info.spare_cores, positions=self._positions
             )
@@ -150,6 +155,8 @@ class LlamaEngine:
         settings = self._settings
         library = open_library(settings)
         self._place = place(settings, library)
+        if settings.reproducible and self._place.on_gpu:
+            raise EngineError("reproducible is for a CPU: set devices to none")
         began = time.perf_counter()
         self._model = stack.enter_context(
             llama_abi.Model(
@@ -158,6 +165,7 @@ class LlamaEngine:
                 n_gpu_layers=settings.gpu_layers,
                 placement=self._place.options,
                 use_mmap=settings.mmap,
+                plain_kernels=settings.reproducible,
                 on_progress=on_progress,
             )
         )
@@ -198,7 +206,7 @@ class LlamaEngine:
         self._matchers = Matchers(
             lambda: self.tokenizer.grammar_vocabulary(self._model.vocab.eog_ids),
             self._model.vocab.n_tokens,
-            n_threads=spare_cores(self._options.n_threads, on_gpu=self._place.on_gpu),
+            n_threads=spare_cores(self._options.n_threads_batch, on_gpu=self._place.on_gpu),
         )
         stack.callback(self._matchers.close)
         self._embedder = Embedder(
@@ -255,6 +263,7 @@ class LlamaEngine:
                 on_gpu=self._place.on_gpu,
                 bits_per_weight=8 * self._model.size_bytes / max(1, self._model.n_params),
             ),
+            max_rows=EXACT_ROWS if settings.reproducible else 0,
             max_checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,
             kv_bytes_per_token=self._shape.kv_bytes_per_token,
             kv_mem_limited=self._choice.layout.is_kv_mem_limited,
@@ -265,8 +274,8 @@ class LlamaEngine:
             embedding_ctx=self._embedder.max_tokens,
             embedding_batch=self._embedder.n_batch,
             **({} if self._drafter is None else self._drafter.info()),
-            n_threads=self._options.n_threads,
-            spare_cores=spare_cores(self._options.n_threads, on_gpu=self._place.on_gpu),
+            n_threads=self._options.n_threads_batch,
+            spare_cores=spare_cores(self._options.n_threads_batch, on_gpu=self._place.on_gpu),
             adapters=self._adapters.files,
         )
 
@@ -309,7 +318,7 @@ class LlamaEngine:
         """
         if not self._place.on_gpu:
             with contextlib.suppress(MemoryError, RuntimeError):
-                bandwidth = memory_bytes_per_s(self._options.n_threads, self._info.size_bytes)
+                bandwidth = memory_bytes_per_s(self._options.n_threads_batch, self._info.size_bytes)
                 self._info = msgspec.structs.replace(self._info, memory_bytes_per_s=bandwidth)
 
     def describe(self) -> Ready:
@@ -328,7 +337,11 @@ class LlamaEngine:
             settings=self._settings,
             fit=self.fit,
             environment=repr(
-                (*compute_environment(library, self._place, self._settings), attrs.evolve(options, n_ctx=0))
+                (
+                    *compute_environment(library, self._place, self._settings),
+                    attrs.evolve(options, n_ctx=0),
+                    self._settings.reproducible,
+                )
             ),
             state_format=repr(
                 (
@@ -338,6 +351,7 @@ class LlamaEngine:
                     options.type_v,
                     options.kv_unified,
                     options.flash_attn,
+                    self._settings.reproducible,
                 )
             ),
         )
@@ -492,7 +506,10 @@ class LlamaEngine:
         """Filler rows of a call: their positions by sequence id.  Empty if none is needed, or one has no room."""
         if not self._info.fills_gaps:
             return {}
-        fillers = {seq_id: self._context.seq_pos_max(seq_id) + 1 for seq_id in missing_ids(inputs)}
+        ids = missing_ids(inputs)
+        if self._settings.reproducible and self._options.n_threads_batch > 1:
+            ids = ids or company(inputs, self._info.n_seq_max)
+        fillers = {seq_id: self._context.seq_pos_max(seq_id) + 1 for seq_id in ids}
         return fillers if all(position < self._info.max_request_tokens for position in fillers.values()) else {}
 
     def _wait(self, launched: float, inputs: Sequence[StepInput], callbacks: StepCallbacks | None) -> None:
@@ -573,8 +590,9 @@ class LlamaEngine:
         self._matchers.define(grammar.key, grammar.source, replaces=grammar.replaces)
 
     def set_threads(self, n_threads: int) -> None:
-        self._options = attrs.evolve(self._options, n_threads=n_threads, n_threads_batch=n_threads)
-        self._context.set_threads(n_threads, n_threads)
+        of_one_row = threads_of_one_row(self._settings, n_threads)
+        self._options = attrs.evolve(self._options, n_threads=of_one_row, n_threads_batch=n_threads)
+        self._context.set_threads(of_one_row, n_threads)
         self._embedder.set_threads(n_threads)
         if self._drafter is not None:
             self._drafter.set_threads(n_threads)

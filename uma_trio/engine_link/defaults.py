@@ -31,6 +31,7 @@ def with_defaults(settings: config.Model) -> config.Model:
         settings,
         type_k="f16" if settings.type_k == "auto" else settings.type_k,
         type_v="f16" if settings.type_v == "auto" else settings.type_v,
-        flash_attn="on" if settings.split_mode == "tensor" else settings.flash_attn,
+        flash_attn="on" if settings.split_mode == "tensor" or settings.reproducible else settings.flash_attn,
+        kv_unified="off" if settings.reproducible else settings.kv_unified,
         batch_tokens=settings.batch_tokens or config.DEFAULT_BATCH,
     )

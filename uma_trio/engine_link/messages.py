@@ -139,6 +139,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The same for a state that was loaded from a file: for a sliding window it holds the last window only."""
     exact_rows: int = 0
     """So many rows of one sequence in one call give the very logits that they give in a call each; 0: no number does."""
+    max_rows: int = 0
+    """Most rows of one sequence in one call; 0: any number.  With ``reproducible`` as many as are exact."""
     max_checkpoints: int = 0
     """Checkpoints of recurrent states that memory allows; 0 where sequences can be truncated."""
     kv_bytes_per_token: float = 0.0

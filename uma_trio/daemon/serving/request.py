@@ -76,6 +76,7 @@ def admit(
             due_at=now + _target_ttft_ms(request.slo, config) / 1e3,
             grace_s=max(0.0, config.scheduling.target_ttft_ms - _target_ttft_ms(request.slo, config)) / 1e3,
             target_itl_ms=_target_itl_ms(request, config),
+            max_rows=info.max_rows,
             durable=durable,
         )
         for index in range(request.n)

@@ -156,6 +156,8 @@ class Sequence:
     target goes before others of its principal, and does not slow down everybody."""
     target_itl_ms: float
     """Inter-token latency that it is promised."""
+    max_rows: int = 0
+    """See ``ModelInfo.max_rows``."""
     durable: bool
     index: int | None
     """Which of the request's answers it is; ``None`` if there is only one, and no controller that could fork it."""
@@ -324,6 +326,8 @@ class Sequence:
         the death of an engine or of the daemon.  Where that is slow, the client of another answer would wait for it.
         """
         n_prompt = len(self.prompt.tokens)
+        if self.max_rows:
+            return min(end, start + self.max_rows)
         if not self.exact_rows or start >= self.n_lost or self.n_lost <= n_prompt:
             return end
         return min(end, n_prompt if start < n_prompt else start + self.exact_rows)
@@ -489,6 +493,7 @@ class Sequence:
             admitted_at=now,
             due_at=now + self.target_itl_ms / 1e3,
             target_itl_ms=self.target_itl_ms,
+            max_rows=self.max_rows,
             durable=False,
             index=index,
             control=control,
