@@ -673,13 +673,13 @@ class Sessions:
     )
     max_unattended: int = setting(
         16,
-        "Maximum number of answers of a principal that go on although their clients have left: those of the chat page, and "
-        "streams that can be resumed. Beyond it, the ones whose clients left first are cancelled.",
+        "Maximum number of detached requests of a principal that go on although their clients have left: those of the chat page, and "
+        "streams that can be resumed. Beyond this number, the ones whose clients left first are cancelled.",
         ge=0,
         le=1_000_000,
     )
     unattended_s: float = setting(
-        1800.0, "How long such an answer goes on without a client before it is cancelled.", gt=0, le=1e9
+        1800.0, "How long such a request goes on without a client before it is cancelled.", gt=0, le=1e9
     )
     offload: bool = setting(
         True,
