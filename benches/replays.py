@@ -18,6 +18,7 @@ import click
 import trio
 from command import Place, bench, carry_out, places
 from measure import WORDS
+from pinning import pinned
 from report import table
 from rigs import ServerSettings, uma_trio_flags
 
@@ -128,8 +129,9 @@ def main(serve_flags: Sequence[str], **options: Any) -> None:
             serving = ServerSettings(model=place.model, threads=place.threads, parallel=8, ctx=8 * CONTEXT)
             flags = ["--perf-log", str(log), "--perf-log-replay", "prompts", *serve_flags]
             async with temporary_daemon([*uma_trio_flags(serving), *flags]) as daemon:
-                await answer_all(daemon.path, asked, streams)
-                return await replayed(daemon.path, log, [each["id"] for each in asked])
+                with pinned(daemon.pid, place.pins):
+                    await answer_all(daemon.path, asked, streams)
+                    return await replayed(daemon.path, log, [each["id"] for each in asked])
 
     found = carry_out(work)
     click.echo(show(found))

@@ -9,8 +9,9 @@ import pytest
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
 from tests.support.engine_contract import GREEDY, greedy, prefill_input, step
 from tests.support.random_adapters import two_adapters
+from tests.support.random_models import random_model
 from uma_trio import config
-from uma_trio.engine_link.messages import SampleRequest, StepInput
+from uma_trio.engine_link.messages import EngineError, SampleRequest, StepInput
 from uma_trio.models.packaged import EMBEDDED
 
 
@@ -132,3 +133,12 @@ def test_rows_of_a_reproducible_engine_do_not_depend_on_what_is_computed_with_th
         for n_others in (0, 1, 2):  # two rows of the other one: the second is in a pass of its own
             assert compute(1, end, n_last=2, n_others=n_others, threads=2) == expected, (end, n_others)
     engine.close()
+
+
+def test_the_start_refuses_to_be_reproducible_with_weights_whose_rows_depend_on_others(library):
+    from uma_trio.engine.llama import LlamaEngine
+
+    settings = config.Model(reproducible=True, ctx=512, parallel=2, batch_tokens=128, threads=1)
+    LlamaEngine(random_model("4x128x4x2x256", "q4_0"), settings).close()
+    with pytest.raises(EngineError, match="computes a row of it otherwise next to others"):
+        LlamaEngine(random_model("4x128x4x2x256", "f16"), settings)
