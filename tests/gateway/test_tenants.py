@@ -254,6 +254,16 @@ def used(gateway: Gateway, name: str) -> int:
     return sum([tokens for (tenant, _), tokens in read_usage(usage_file(gateway)).items() if tenant == name])
 
 
+def test_an_answer_whose_client_has_left_costs_what_it_takes(tenants: Tenants) -> None:
+    key = tenants.create("leaving", "--quota", "100000/month")
+    body = {"session_id": "left", "messages": QUESTION, "max_tokens": 2000}
+    with tenants.client(key) as client, client.stream("POST", "/v1/session/answer", json=body) as answer:
+        next(line for line in answer.iter_lines() if line.startswith("event: token"))
+        assert used(tenants.gateway, "leaving") > 2000
+    tenants.gateway.daemon.wait_until(lambda _: used(tenants.gateway, "leaving") < 200, "it is charged at its end")
+    assert used(tenants.gateway, "leaving") > 8
+
+
 def test_answers_in_flight_are_counted_over_http_and_the_socket_together(tenants: Tenants) -> None:
     key = tenants.create("busy", "--max-requests", 2)
     daemon = tenants.gateway.daemon

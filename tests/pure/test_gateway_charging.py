@@ -259,3 +259,20 @@ def test_who_is_an_administrator(tenant: Tenant | None, has_tenants: bool, addre
     with pytest.raises(HttpError) as refused:
         check_admin(scope)
     assert (refused.value.status, refused.value.code) == (403, "E_GATEWAY_ADMIN")
+
+
+def test_an_answer_that_goes_on_without_its_client_is_charged_at_its_end_and_is_no_longer_in_flight() -> None:
+    costs = Costs()
+    charges = []
+    for _ in range(8):  # five may be in flight
+        with costs.begin(prompt="x" * 30, max_tokens=100) as charge:
+            charge.count([token()])
+            charges.append(charge.handed_over())
+    assert costs.usage.total == 8 * 110
+    for kept in charges:
+        assert kept is not None
+        with kept:
+            kept.count([eos(12, 40)])
+    assert costs.usage.total == 8 * 52
+    with charged(None, {"prompt": "x"}, is_streamed=True) as free:
+        assert free.handed_over() is None

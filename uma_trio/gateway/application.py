@@ -60,6 +60,7 @@ from uma_trio.gateway.peers.leaving import Leaving
 from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.request_logger import HttpMetrics, RequestLogger, Tracer, log
+from uma_trio.gateway.unattended import Unattended
 from uma_trio.gateway.upload import MAX_FORM_BYTES
 from uma_trio.gateway.usage import UsageFile, usage_path
 from uma_trio.processes.large_work import LargeWork
@@ -138,7 +139,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     app = Starlette(
         routes=routes,
         exception_handlers={404: _not_found, 405: _wrong_method, Exception: _bug},
-        lifespan=lambda _: _running(batches, leaving),
+        lifespan=lambda _: _running(batches, leaving, daemon.unattended),
     )
     app.state.http_metrics = http_metrics = HttpMetrics()
     app.state.batches = batches
@@ -180,9 +181,9 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
 
 
 @contextlib.asynccontextmanager
-async def _running(batches: BatchService, leaving: Leaving) -> AsyncIterator[None]:
+async def _running(batches: BatchService, leaving: Leaving, unattended: Unattended) -> AsyncIterator[None]:
     """What runs as long as the application."""
-    async with batches.running(), leaving.running():
+    async with batches.running(), leaving.running(), unattended.running():
         yield
 
 

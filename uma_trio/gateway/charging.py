@@ -2,7 +2,8 @@
 
 A request that the daemon refuses costs nothing.  An answer whose client leaves costs the prompt and what was generated, or
 the whole estimate if it was not streamed, since its tokens are not known then.  So does an answer that its controller has
-ended with an error: a controller may fail when it has all that it wants, and the error says what it has printed.
+ended with an error: a controller may fail when it has all that it wants, and the error says what it has printed.  An answer
+that goes on without its client is charged at its end (``unattended``).
 """
 
 from __future__ import annotations
@@ -152,6 +153,14 @@ class Charge:
         """Count the whole estimate: nobody waits for the answer."""
         if self._admission is not None:
             self._generated[None] = max(0, self._admission.reserved - self._prompt)
+
+    def handed_over(self) -> Charge | None:
+        """The charge of an answer that goes on without its client, to be ended in place of this one; ``None`` if it is free."""
+        if self._admission is None:
+            return None
+        other = Charge(self.fields, self._admission.leave(), self._prompt, is_streamed=True)
+        other._generated, self._admission = self._generated, None
+        return other
 
     def __enter__(self) -> Charge:
         return self

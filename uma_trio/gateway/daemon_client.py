@@ -40,6 +40,7 @@ from uma_trio.gateway.peers.messages import Session
 from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.transport import DaemonStream
+from uma_trio.gateway.unattended import Unattended
 
 REQUESTS_AT_A_TIME: Final = 16
 """How many requests of one client request run together."""
@@ -69,6 +70,8 @@ class Daemon:
     """The field ``slo`` of all requests, which are rows of batches; ``None``: each request has its own."""
     peers: Peers | None = None
     """Other daemons, which may have the session of a request."""
+    unattended: Unattended = attrs.Factory(Unattended)
+    """Charges answers that go on without their clients."""
     pictures: PictureUrls = attrs.Factory(PictureUrls)
     """Fetches pictures that requests name by URL."""
     _known: Mapping[bool, KnownModels] = attrs.Factory(lambda: {True: KnownModels(), False: KnownModels()})
@@ -169,15 +172,15 @@ class Daemon:
         return fields if self.slo is None else {**fields, "slo": self.slo}
 
     async def detach(self, fields: Mapping[str, Any]) -> None:
-        """Send a request that the daemon answers on its own.  It is charged by its estimate.
+        """Send a request that the daemon answers on its own.
 
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
         with charged(self.account, self._with_slo(fields), is_streamed=False) as charge:
             async with self._connect_for(charge.fields) as (client, request):
-                await client.detach(**request)
-            charge.count_estimate()
+                info = await client.detach(**request)
+            self.unattended.keep(self, info, charge)
 
     async def attach(self, id: str) -> AsyncIterator[list[Event]]:
         """Yield the events of a detached answer, as ``generate`` does.
@@ -196,16 +199,15 @@ class Daemon:
         """Send a detached request and yield its events.
 
         Args:
-            goes_on: the answer goes on when the client leaves, and is charged by its estimate then.  Otherwise it is
-                cancelled, as with ``generate``.
+            goes_on: the answer goes on when the client leaves.  Otherwise it is cancelled, as with ``generate``.
 
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
         has_ended = False
-        with charged(self.account, self._with_slo(fields), is_streamed=not goes_on) as charge:
+        with charged(self.account, self._with_slo(fields), is_streamed=True) as charge:
             async with self._connect_for(charge.fields) as (client, request):
-                await client.detach(**request, keep_alive=True)
+                info = await client.detach(**request, keep_alive=True)
                 try:
                     async for batch in client.attach_batches(fields["id"]):
                         charge.count(batch)
@@ -215,7 +217,9 @@ class Daemon:
                     has_ended = True
                     raise
                 finally:
-                    if not has_ended and not goes_on:
+                    if not has_ended and goes_on:
+                        self.unattended.keep(self, info, charge)
+                    elif not has_ended:
                         with anyio.move_on_after(TIMEOUT_S, shield=True):
                             await self._cancel(fields["id"])
 

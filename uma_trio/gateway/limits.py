@@ -283,11 +283,14 @@ class Limiter:
             admission.state.tokens.take(difference, self._now_ns())
         if admission.tenant.token_quota is not None and difference:
             self._usage.add(admission.tenant.name, admission.period, difference)
-        admission.state.in_flight -= admission.answers
-        admission.state.open -= 1
-        self._open -= 1
+        self._leave(admission)
         admission.state.promised -= admission.promised
         admission.state.estimated -= admission.reserved
+
+    def _leave(self, admission: Admission) -> None:
+        admission.state.in_flight -= admission.answers
+        admission.state.open -= admission.connections
+        self._open -= admission.connections
 
 
 def _in_flight_refusals(tenant: Tenant, state: _State, answers: int) -> list[HttpError]:
@@ -317,6 +320,12 @@ class Admission:
     reserved: int
     promised: int
     answers: int
+    connections: int = 1
+
+    def leave(self) -> Admission:
+        """The client has left, and the answer goes on: it is no longer in flight.  Returns what is to be settled instead."""
+        self._limiter._leave(self)
+        return attrs.evolve(self, answers=0, connections=0)
 
     def settle(self, tokens: int) -> None:
         """Note the end of the request, and charge what it has used, prompt and answers together, in place of the estimate."""
