@@ -58,12 +58,25 @@ class Seen:
     itl_ms: list[float] = attrs.field(factory=list)
     rows: int = 0
     seconds: float = 0.0
+    asked: list[tuple[float, float]] = attrs.field(factory=list)
+    """When requests were sent and had ended, in seconds since the beginning of the run."""
+    idle_s: float = 0.0
+    """For how long no client waited for an answer."""
+
+    def end(self, seconds: float) -> None:
+        """The run has ended after so many seconds."""
+        self.seconds = self.idle_s = seconds
+        until = 0.0
+        for sent, ended in sorted(self.asked):
+            self.idle_s -= max(0.0, ended - max(until, sent))
+            until = max(until, ended)
 
     def add(self, other: Seen) -> None:
         self.ttft_ms += other.ttft_ms
         self.itl_ms += other.itl_ms
         self.rows += other.rows
         self.seconds += other.seconds
+        self.idle_s += other.idle_s
 
 
 @attrs.frozen(kw_only=True)
@@ -115,7 +128,8 @@ class Night:
                     else:
                         for number in range(self.load.clients):
                             nursery.start_soon(self._client, seen, random.Random(f"{seed} {number}"))
-            seen.seconds = trio.current_time() - began
+            seen.asked = [(sent - began, ended - began) for sent, ended in seen.asked]
+            seen.end(trio.current_time() - began)
             seen.rows = await n_rows() - before
         return seen
 
@@ -125,14 +139,17 @@ class Night:
             prompt = of_tokens(self.tokenizer, rng, self.load.prompt_tokens)
             last: float | None = None
             sent = trio.current_time()
-            async with open_client(self.daemon.path) as client:
-                async for event in client.generate(prompt=prompt, max_tokens=self.load.tokens, ignore_eos=True):
-                    if isinstance(event, Token):
-                        now = trio.current_time()
-                        (seen.ttft_ms if last is None else seen.itl_ms).append(
-                            1e3 * (now - (sent if last is None else last))
-                        )
-                        last = now
+            try:
+                async with open_client(self.daemon.path) as client:
+                    async for event in client.generate(prompt=prompt, max_tokens=self.load.tokens, ignore_eos=True):
+                        if isinstance(event, Token):
+                            now = trio.current_time()
+                            (seen.ttft_ms if last is None else seen.itl_ms).append(
+                                1e3 * (now - (sent if last is None else last))
+                            )
+                            last = now
+            finally:
+                seen.asked.append((sent, trio.current_time()))
 
     @asynccontextmanager
     async def _other_work(self, setting: str, rng: random.Random) -> AsyncIterator[Any]:
@@ -206,12 +223,13 @@ def show(found: dict[str, Seen], load: Load) -> str:
 
     best = found[BATCH_ALONE]
     header = (
-        "", "requests", "TTFT p50 ms", "p99", "ratio", "ITL p50 ms", "p99", "ratio", "row tok/s", "of the batch alone",
+        "", "requests", "TTFT p50 ms", "p99", "ratio", "ITL p50 ms", "p99", "ratio", "row tok/s", "of what is left",
     )  # fmt: skip
     lines = []
     for setting, seen in found.items():
         rate = seen.rows * load.row_tokens / seen.seconds
-        share = rate / (best.rows * load.row_tokens / best.seconds)
+        left = 1.0 if seen is best else alone.idle_s / alone.seconds
+        share = rate / (left * best.rows * load.row_tokens / best.seconds) if left else None
         lines.append([
             setting, str(len(seen.ttft_ms)), *cells(seen.ttft_ms, alone.ttft_ms), *cells(seen.itl_ms, alone.itl_ms),
             cell(rate), cell(share, 2),
@@ -246,7 +264,7 @@ def main(csv_file: Path | None, repeat: int, serve_flags: Sequence[str], **optio
     TTFT, ITL            of the interactive requests
     ratio                p99 divided by that of the clients alone
     row tok/s            tokens of rows whose answers have ended
-    of the batch alone   these divided by those of a batch without clients
+    of what is left      these divided by those of a batch alone in the time in which the clients alone asked nothing
     """
     place = Place.of(options)
     load = Load(**{field.name: options[field.name] for field in attrs.fields(Load)})

@@ -579,6 +579,14 @@ class Scheduling:
         gt=0,
         le=600_000,
     )
+    background_share: float = setting(
+        0.02,
+        "How much slower requests of class background make all others: 0.02 lets the others' tokens and prompts take 2 % more "
+        "time. They have what the others leave, and next to these a turn now and then, so that they come to an end. More "
+        "makes batches faster on a server that is never idle.",
+        gt=0,
+        le=1,
+    )
     target_ttft_ms: float = setting(
         2000.0,
         "Target for the time to the first token, for requests without slo.target_ttft_ms. Among the prompts of one "

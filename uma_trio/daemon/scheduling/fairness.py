@@ -1,6 +1,7 @@
 """Divides prefill tokens among waiting prompts: by least-served principal, then by priority, then by deadline.
 
-Classes order the prompts of one principal.  Only ``background`` counts among principals too: it gets what others leave.
+Classes order the prompts of one principal.  Only ``background`` counts among principals too: its requests go last in the
+queue, and its prompts wait for others before they come here (``policy``).
 
 Fairness between principals is VTC (virtual token counter).  Each principal has a counter, which rises with every
 token that it is given: prefill tokens count once, generated tokens twice, and both are divided by the principal's
@@ -168,8 +169,7 @@ def divide(
     """Divide the prefill tokens of one tick among ``prefills``.
 
     The principal with the lowest counter is given a burst at a time, or all that is left if no other principal has
-    prompts.  Of its prompts, those of higher classes take all that they can use.  Prompts of class ``background`` get what
-    all others leave.  A group that was skipped for ``MAX_SKIPPED_TICKS`` gets a burst before everything else.
+    prompts.  Of its prompts, those of higher classes take all that they can use.  A group that was skipped for ``MAX_SKIPPED_TICKS`` gets a burst before everything else.
 
     Within a group, prompts that fit into a burst go first and the others follow, both by deadline and work
     (``WAIT_PER_WORK``).  Each prompt gets all that it can use before the next one gets any.  Every
@@ -265,20 +265,19 @@ def _divide_among_groups(groups: Sequence[_Group], tokens: int, counters: dict[s
     for group in sorted(overdue, key=lambda group: -group.history.n_skipped):
         if left >= full_turn:
             left -= group.take(full_turn, counters)
-    for is_background in (False, True):
-        wanting: defaultdict[str, list[_Group]] = defaultdict(list)
-        for group in sorted(groups, key=attrgetter("priority")):
-            if group.n_wanted and (group.priority is Priority.BACKGROUND) is is_background:
-                wanting[group.principal].append(group)
-        heap = [(counters[principal], principal) for principal in wanting]
-        heapify(heap)
-        while left and heap:
-            _, principal = heap[0]
-            own = wanting[principal]
-            left -= own[0].take(min(left, burst) if len(heap) > 1 else left, counters)
-            if not own[0].n_wanted:
-                del own[0]
-            if own:
-                heapreplace(heap, (counters[principal], principal))
-            else:
-                heappop(heap)
+    wanting: defaultdict[str, list[_Group]] = defaultdict(list)
+    for group in sorted(groups, key=attrgetter("priority")):
+        if group.n_wanted:
+            wanting[group.principal].append(group)
+    heap = [(counters[principal], principal) for principal in wanting]
+    heapify(heap)
+    while left and heap:
+        _, principal = heap[0]
+        own = wanting[principal]
+        left -= own[0].take(min(left, burst) if len(heap) > 1 else left, counters)
+        if not own[0].n_wanted:
+            del own[0]
+        if own:
+            heapreplace(heap, (counters[principal], principal))
+        else:
+            heappop(heap)

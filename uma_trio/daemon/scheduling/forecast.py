@@ -76,7 +76,7 @@ class Speed:
                 self.limits,
                 work,
                 attrs.evolve(work, n_calls=1),
-                due_ms=target_itl_ms,
+                due_ms=target_itl_ms if work.decode_rows else math.inf,
                 max_tokens=self.max_tokens,
                 overdue=overdue,
                 follows_prefill=follows_prefill,

@@ -25,8 +25,11 @@ from uma_trio.engine_link.attention import Attention, AttentionScan
 MAX_FURTHER_CALL: Final = 1.1
 """A second prompt begins in the tick in which another one ends only if the tick gets at most this many times longer."""
 
-MAX_BACKGROUND_SKIPS: Final = 4
-"""Ticks in a row from which background sequences can be left out."""
+MAX_BACKGROUND_STRETCH: Final = 4.0
+"""A tick in which it is the turn of background sequences takes at most this many times as long as without them."""
+
+BACKGROUND_TICK: Final = 0.5
+"""Length of a tick with background sequences alone, as a share of ``target_itl_ms``: a new request waits for its end."""
 
 ROW_ALIGNMENT: Final = 16
 """Chunks that do not finish a prompt are rounded down to a multiple of this many rows, the tile size of matrix kernels.
@@ -86,7 +89,7 @@ class PolicyState:
     prefill_rows: int = 0
     """Rows of the previous tick, if it had prefill chunks; otherwise 0."""
     background_skips: int = 0
-    """Ticks in a row that left background sequences out."""
+    """Ticks in a row that left background sequences out, all or some of them."""
     n_without_drafts: int = 0
     """Ticks in a row that could have had draft tokens and had none."""
     n_decodes: int = 0
@@ -171,18 +174,19 @@ class Tick(msgspec.Struct, frozen=True, gc=False):
     """Predicts the time of the draft model."""
     gap_ms: float = 0.0
     """Milliseconds for which the device waits before a tick.  Draft tokens make fewer ticks, and so fewer gaps."""
+    longest_ms: float = math.inf
+    """Milliseconds that the tick may take, whatever the deadlines are."""
 
     @property
     def due_ms(self) -> float:
-        """Milliseconds until the earliest deadline of the decodes."""
-        return _ms_until_due(self.decodes, self.now_s)
+        """Milliseconds until the tick has to end: the earliest deadline of the decodes, or before."""
+        return min(self.longest_ms, 1e3 * (min([view.due_s for view in self.decodes], default=math.inf) - self.now_s))
 
 
 def plan(tick: Tick) -> Plan:
     """Choose what the next tick computes.
 
-    Every decoding sequence gets one token.  Only background sequences can be left out, for a few ticks, and only if
-    the tick would otherwise miss another sequence's deadline.
+    Every decoding sequence gets one token.  Only background sequences wait for others (``_without_background``).
 
     Prefill gets as many tokens as the tick is predicted to have time for before the earliest deadline of the decodes.
     If not even the smallest chunk fits, every other tick has such a chunk and is late: neither prefill nor decoding
@@ -209,9 +213,7 @@ def plan(tick: Tick) -> Plan:
     >>> [view.seq_id for view in chosen.decodes], [(chunk.seq_id, chunk.n_tokens) for chunk in chosen.chunks]
     ([0, 1], [(2, 10), (3, 16)])
     """
-    decodes, background_skips = _choose_decodes(tick)
-    if decodes is not tick.decodes:
-        tick = msgspec.structs.replace(tick, decodes=decodes)
+    tick, background_skips = _without_background(tick)
     state = attrs.evolve(tick.state, background_skips=background_skips)
     chosen = _plan_with_prefill(tick, state) if tick.prefills else None
     return _plan_without_prefill(tick, state) if chosen is None else chosen
@@ -264,15 +266,37 @@ def _plan_without_prefill(tick: Tick, state: PolicyState) -> Plan:
 # -- decodes ------------------------------------------------------------------------------------------
 
 
-def _choose_decodes(tick: Tick) -> tuple[Sequence[SequenceView], int]:
-    """The decodes of this tick, and for how many ticks in a row background sequences were left out."""
-    decodes, skips = tick.decodes, tick.state.background_skips
-    foreground = [view for view in decodes if view.priority is not Priority.BACKGROUND]
-    if len(foreground) == len(decodes) or not foreground or skips >= MAX_BACKGROUND_SKIPS:
-        return decodes, 0
-    if _ms_until_due(foreground, tick.now_s) >= tick.cost.predict(estimated_work(decodes, tick.attention)):
-        return decodes, 0
-    return foreground, skips + 1
+def _without_background(tick: Tick) -> tuple[Tick, int]:
+    """``tick`` without the background sequences that wait, and for how many ticks in a row some have waited.
+
+    Next to others, background sequences make ticks longer by at most ``background_share``.  Where all of their decodes
+    fit into that, they are in every tick.  Otherwise they wait for their turn: one tick that is longer, after so many
+    without them that the share is kept.  So the gaps of others hardly change, and background sequences do not starve.
+    """
+    decodes, prefills, skips, share = (
+        tick.decodes,
+        tick.prefills,
+        tick.state.background_skips,
+        tick.limits.background_share,
+    )
+    streams = [view for view in decodes if view.priority is not Priority.BACKGROUND]
+    prompts = [view for view in prefills if view.priority is not Priority.BACKGROUND]
+    waits = len(prompts) < len(prefills)
+    if not waits and len(streams) == len(decodes):
+        return tick, 0
+    if not streams and not prompts:
+        return msgspec.structs.replace(tick, longest_ms=BACKGROUND_TICK * tick.limits.target_itl_ms), 0
+    stretch, longest_ms = 0.0, math.inf
+    if streams:
+        alone_ms = max(tick.cost.predict(estimated_work(streams, tick.attention)), 1e-6)
+        stretch = tick.cost.predict(estimated_work(decodes, tick.attention)) / alone_ms - 1
+        longest_ms = MAX_BACKGROUND_STRETCH * alone_ms
+    if skips * share >= max(stretch, MAX_BACKGROUND_STRETCH):
+        turn = [view for view in prefills if view.priority is Priority.BACKGROUND] if waits else prompts
+        return msgspec.structs.replace(tick, prefills=turn, longest_ms=longest_ms), 0
+    if streams and stretch <= share:
+        return msgspec.structs.replace(tick, prefills=prompts), skips + 1 if waits else 0
+    return msgspec.structs.replace(tick, decodes=streams, prefills=prompts), skips + 1
 
 
 def estimated_work(decodes: Sequence[SequenceView], attention: Attention = OWN_CONTEXTS) -> Work:
@@ -285,10 +309,6 @@ def _context(views: Sequence[SequenceView], attention: Attention) -> int:
     if attention.scan is AttentionScan.CACHE:
         return len(views) * attention.cells_scanned
     return sum([view.n_context for view in views])
-
-
-def _ms_until_due(views: Sequence[SequenceView], now_s: float) -> float:
-    return 1e3 * (min([view.due_s for view in views]) - now_s)
 
 
 def _split(tick: Tick, *, consecutive_ids: bool) -> tuple[int, ...]:
@@ -446,7 +466,7 @@ def _prefill_budget(tick: Tick, work: Work, overdue: Sequence[SequenceView]) -> 
         tick.limits,
         work,
         estimated_work(tick.decodes, tick.attention),
-        due_ms=tick.due_ms if tick.decodes else math.inf,
+        due_ms=tick.due_ms,
         max_tokens=tick.max_tokens,
         overdue=[view.n_pending for view in overdue],
         follows_prefill=tick.state.prefill_rows > 0,
@@ -470,7 +490,8 @@ def prefill_budget(
     situation                                  tokens
     =========================================  ================================================================
     no decodes                                 what ``prefill_tick_ms`` allows, and at least
-                                               ``PREFILL_ONLY_MIN_CHUNKS`` of the smallest chunks
+                                               ``PREFILL_ONLY_MIN_CHUNKS`` of the smallest chunks, or one next to
+                                               which others wait
     decodes leave time                         what fits before the earliest deadline, less the margin; not more
                                                than is worthwhile (``CostModel.worthwhile_prefill_tokens``)
     they leave less than the smallest chunk    the smallest chunk in every other tick
@@ -487,15 +508,15 @@ def prefill_budget(
     Args:
         work: of the decodes in the calls of a tick with prefill.
         alone: of the decodes in one call.
-        due_ms: until the earliest deadline of the decodes.
+        due_ms: until the tick has to end; infinite if nobody waits for that.
         max_tokens: rows of the largest batch.
         overdue: tokens of each prompt whose first token is overdue.
         follows_prefill: the tick before had prefill chunks.
     """
     n_decodes = alone.decode_rows
     if not n_decodes:
-        least = PREFILL_ONLY_MIN_CHUNKS * limits.min_chunk_tokens
-        return int(min(max_tokens, max(least, cost.max_prefill_tokens(limits.prefill_tick_ms, work))))
+        least = limits.min_chunk_tokens * (PREFILL_ONLY_MIN_CHUNKS if due_ms == math.inf else 1)
+        return int(min(max_tokens, max(least, cost.max_prefill_tokens(min(due_ms, limits.prefill_tick_ms), work))))
     in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
     if overdue:
         share = min(MAX_OVERDUE_SHARE, OVERDUE_PROMPT_STREAMS * len(overdue) / n_decodes)
