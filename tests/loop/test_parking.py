@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
+from uma_trio.protocol.requests import Slo
 
 SLOW = 0.5
 """Milliseconds for each token of a prompt, so that a prefill of some thousand tokens takes seconds."""
@@ -74,6 +75,24 @@ async def test_two_that_fill_the_cache_make_room_as_fast(autojump_clock, unified
             waits.append(await visit(harness))
         assert max(waits) < 1.5
         assert all(right(each) for each in long)
+        await harness.clean()
+
+
+async def test_background_that_waits_for_others_is_copied_at_once(autojump_clock) -> None:
+    """Tokens of the other background request have been due for seconds, which is no reason to put off the copy."""
+    engine = FakeEngine(n_seq_max=3, n_ctx=20_000, cost_ms=lambda prompt, decodes: 1 + prompt + 20 * decodes)
+    async with asking(engine) as harness:
+        rows = [harness.ask(long_prompt(300, n), 40, slo=Slo(priority="background")) for n in range(2)]
+        with trio.fail_after(100):
+            while not all(row.tokens for row in rows):
+                await trio.sleep(0.01)
+        stream = harness.ask([5], 400, principal="visitor")
+        await trio.sleep(3)
+        assert all(len(row.tokens) < 30 for row in rows)
+        assert await visit(harness) < 0.2
+        assert harness.scheduler.telemetry.preemptions_total == 1
+        await harness.ended(stream, *rows)
+        assert all(right(row) for row in rows)
         await harness.clean()
 
 

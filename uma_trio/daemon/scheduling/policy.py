@@ -19,7 +19,7 @@ from uma_trio.daemon.scheduling import fairness
 from uma_trio.daemon.scheduling.cost import CostModel, DraftCost, Work
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.gaps import NO_FILLERS, contexts_with_fillers, join_runs, runs_of_consecutive_ids
-from uma_trio.daemon.scheduling.view import Priority, SequenceView
+from uma_trio.daemon.scheduling.view import Priority, SequenceView, foreground
 from uma_trio.engine_link.attention import Attention, AttentionScan
 
 MAX_FURTHER_CALL: Final = 1.1
@@ -279,8 +279,7 @@ def _without_background(tick: Tick) -> tuple[Tick, int]:
         tick.state.background_skips,
         tick.limits.background_share,
     )
-    streams = [view for view in decodes if view.priority is not Priority.BACKGROUND]
-    prompts = [view for view in prefills if view.priority is not Priority.BACKGROUND]
+    streams, prompts = foreground(decodes), foreground(prefills)
     waits = len(prompts) < len(prefills)
     if not waits and len(streams) == len(decodes):
         return tick, 0

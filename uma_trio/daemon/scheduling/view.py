@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -49,3 +50,8 @@ class SequenceView(msgspec.Struct, frozen=True, gc=False):
     """During prefill: how much later than ``due_s`` the first token may be before the prompt is overdue."""
     is_whole: bool = False
     """The pending tokens are computed in one tick or not at all: a picture whose rows attend to each other."""
+
+
+def foreground(views: Iterable[SequenceView]) -> list[SequenceView]:
+    """Those that wait for no others: all but those of class ``background``."""
+    return [view for view in views if view.priority is not Priority.BACKGROUND]

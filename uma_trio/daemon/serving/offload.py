@@ -49,6 +49,9 @@ MAX_OPEN_FILES: Final = 4
 SCAN_INTERVAL_S: Final = 1.0
 """How often to look for sequences that have been idle for long enough."""
 
+HARDLY_LONGER: Final = 0.1
+"""A step may take this share longer for a copy, although streams are late."""
+
 OVERRUN_AFTER_S: Final = 0.25
 """After this long a copy may make a step take twice as long; a copy that parks a sequence, as long as it needs."""
 
@@ -247,7 +250,9 @@ class Offloader:
                 self._end(transfer)
                 continue
             ms, waited = self.predicted_ms(transfer), now - transfer.asked_at
-            if ms <= spare_ms or (waited > OVERRUN_AFTER_S and (transfer.parks or ms <= step_ms)):
+            if ms <= max(spare_ms, HARDLY_LONGER * step_ms) or (
+                waited > OVERRUN_AFTER_S and (transfer.parks or ms <= step_ms)
+            ):
                 self._waiting.remove(transfer)
                 return transfer
             is_load = isinstance(transfer.op, LoadState)

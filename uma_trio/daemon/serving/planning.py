@@ -25,7 +25,7 @@ from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.gaps import NO_FILLERS
 from uma_trio.daemon.scheduling.policy import NO_DRAFT_MODEL, Plan, PolicyState, Tick, plan
 from uma_trio.daemon.scheduling.timings import StepTimings
-from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.scheduling.view import SequenceView, foreground
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
 from uma_trio.daemon.serving.drafting import MAX_STREAMS, DraftModel
 from uma_trio.daemon.serving.embedding import EmbeddingChunk, EmbeddingQueue
@@ -147,13 +147,14 @@ class StepPlanner:
         self._timings.attention = self._attention()
         starts_at = trio.current_time()
         decodes, prefills = self._views()
-        transfer, embedding = self._offloader.next_transfer(decodes), None
+        urgent = foreground(decodes) or decodes  # background streams that wait for others are always late
+        transfer, embedding = self._offloader.next_transfer(urgent), None
         if self._running.is_copying:
             prefills = []  # a request waits for the copy, and a chunk would delay it
         if transfer is not None:
             starts_at += self._offloader.predicted_ms(transfer) / 1e3
         elif not self._running.is_copying:
-            embedding = self._next_chunk(decodes, prefills)
+            embedding = self._next_chunk(urgent, prefills)
         if embedding is not None:
             starts_at += embedding.predicted_ms / 1e3
         sequences: Mapping[int, Sequence] = self._running.by_seq_id()
