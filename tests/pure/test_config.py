@@ -50,7 +50,7 @@ def test_names_are_unique_over_all_sections() -> None:
     assert {field.name for field in attrs.fields(Config)} == {*config.SECTIONS, "models"}
 
 
-UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|mb|tokens|attempts)$")
+UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|mb|tokens|attempts|share)$")
 UNIT_IN_HELP = re.compile(
     r"\b(tokens?|sequences|threads|layers|connections|requests|sessions|files|models|devices)\b", re.IGNORECASE
 )
@@ -63,7 +63,7 @@ def test_each_setting_has_a_help_text_and_a_unit(found: Setting) -> None:
     if found.type in (int, float) and found.section != "sampling":  # those have none
         assert UNIT_IN_NAME.search(found.name) or UNIT_IN_HELP.search(found.help), "the number has no unit"
     if found.type is float and found.section != "sampling":
-        assert found.name.endswith(("_s", "_ms"))
+        assert found.name.endswith(("_s", "_ms", "_share"))
 
 
 @all_cases("found", ALL)
