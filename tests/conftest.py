@@ -36,6 +36,7 @@ import pytest
 import trio
 
 from tests.support import profile
+from tests.support.forked import TITLE
 from tests.support.run import RUN_VARIABLE, SETTINGS_OF_DAEMONS, run_folder
 
 EXIT_S = 60.0
@@ -96,14 +97,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _processes_of_this_run() -> list[psutil.Process]:
-    """All but this one, children in a sandbox, and those of multiprocessing: they end with who started them, perhaps this one."""
+    """All but this one, children in a sandbox, of multiprocessing, and what forks commands: they end with who started them, perhaps this one."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(RUN_VARIABLE) != str(run_folder()) or process.pid == os.getpid():
                 continue
             line = " ".join(process.cmdline())
-            if not any(word in line for word in ("template_worker.py", "uma_trio.grammar", "from multiprocessing.")):
+            if not any(
+                word in line for word in ("template_worker.py", "uma_trio.grammar", "from multiprocessing.", TITLE)
+            ):
                 found.append(process)
         except psutil.Error:  # another user's, or it has ended
             continue

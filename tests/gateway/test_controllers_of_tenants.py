@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import httpx
 import pytest
 
 from tests.gateway.conftest import Gateway
+from tests.support.commands import invoke
 from tests.support.hostile_wasm import with_custom_section
 from tests.support.real_daemon import Daemon, missing, real_daemon
 from tests.support.small_disk import fill, small_disk
@@ -33,11 +32,10 @@ def module(n: int, size: int) -> bytes:
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, str]:
     """Keys of tenants, in ``keys.yaml``."""
-    found = {}
-    for name, *flags in (("alice",), ("bob",), ("ops", "--admin")):
-        command = [sys.executable, "-m", "uma_trio", "keys", "create", name, *flags, "--file", tmp_path / "keys.yaml"]
-        found[name] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
-    return found
+    return {
+        name: invoke("keys", "create", name, *flags, "--file", tmp_path / "keys.yaml").stdout.split()[-1]
+        for name, *flags in (("alice",), ("bob",), ("ops", "--admin"))
+    }
 
 
 @contextlib.contextmanager

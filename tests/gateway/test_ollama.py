@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import ollama
 import pytest
 
 from tests.gateway.conftest import Gateway
+from tests.support.commands import invoke
 from tests.support.real_daemon import Daemon, missing, real_daemon
 from uma_trio.client import Eos, Timings, ToolCall, Usage
 from uma_trio.gateway.dialects.ollama.generate import _chat, _Lines
@@ -185,8 +184,7 @@ def test_keep_alive_0_unloads_for_an_administrator_alone_and_not_what_others_use
     file = tmp_path / "keys.yaml"
 
     def key(name: str, *flags: str) -> dict[str, str]:
-        command = [sys.executable, "-m", "uma_trio", "keys", "create", name, *flags, "--file", str(file)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        said = invoke("keys", "create", name, *flags, "--file", file).stdout
         return {"authorization": f"Bearer {said.split()[-1]}"}
 
     boss = key("boss", "--admin")

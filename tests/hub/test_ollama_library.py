@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ import httpx
 import ollama
 import pytest
 
+from tests.support.commands import invoke
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
 from tests.support.real_daemon import Daemon, missing, real_daemon
@@ -133,8 +132,7 @@ def test_only_administrators_change_models(home: Home, tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
 
     def key(name: str, *flags: str) -> dict[str, str]:
-        command = [sys.executable, "-m", "uma_trio", "keys", "create", name, *flags, "--file", str(file)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        said = invoke("keys", "create", name, *flags, "--file", file).stdout
         return {"authorization": f"Bearer {said.split()[-1]}"}
 
     boss, guest = key("boss", "--admin"), key("guest")

@@ -15,6 +15,7 @@ import attrs
 import psutil
 import pytest
 
+from tests.support.commands import run_process
 from tests.support.profile import thorough
 from tests.support.real_daemon import Daemon, real_daemon
 from tests.support.terminal import Terminal, terminal
@@ -63,8 +64,7 @@ def chat(daemon):
 
 
 def run_lines(socket, *arguments, stdin):
-    command = [sys.executable, "-m", "uma_trio", "chat", "--socket", str(socket), *arguments]
-    return subprocess.run(command, input=stdin, text=True, capture_output=True, timeout=60)
+    return run_process("chat", "--socket", socket, *arguments, stdin=stdin)
 
 
 def messages_of(daemon: Daemon, session: str) -> list[dict[str, Any]]:

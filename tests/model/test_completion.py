@@ -7,13 +7,13 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.real_daemon import ROOT, Daemon, real_daemon
+from tests.support.forked import program
+from tests.support.real_daemon import Daemon, real_daemon
 from tests.support.terminal import Terminal, terminal
 from uma_trio.daemon.doors.listener import locked
 
@@ -43,19 +43,14 @@ SHELLS = [pytest.param(shell, marks=needs(shell)) for shell in SETUP]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with files, and ``uma-trio`` of this tree in ``.bin``."""
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder with files, and ``uma-trio`` of this tree in ``.bin``: each Tab runs it."""
     for name in ("model.gguf", "my model.gguf", "notes.txt", "uma.yaml"):
         (tmp_path / name).touch()
     (tmp_path / "models").mkdir()
     (tmp_path / ".bin").mkdir()
-    program = tmp_path / ".bin" / "uma-trio"
-    program.write_text(
-        f"#!{sys.executable}\nimport sys\nsys.argv[0] = 'uma-trio'\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "from uma_trio.cli import main\nmain()\n"
-    )
-    program.chmod(0o755)
-    return tmp_path
+    with program(tmp_path / ".bin"):
+        yield tmp_path
 
 
 def environment(folder: Path) -> dict[str, str]:

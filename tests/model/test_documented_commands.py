@@ -22,6 +22,7 @@ import attrs
 import pytest
 
 from tests.support.documents import ROOT, blocks, commands, fenced, help_examples, help_texts, section, tables
+from tests.support.forked import program
 from tests.support.hub_server import fake_hub
 from tests.support.perf_runs import encode_run, simulated
 from tests.support.profile import thorough
@@ -259,6 +260,13 @@ def environment(home: Path, served: Daemon, endpoint: str) -> Mapping[str, str]:
     }
 
 
+@pytest.fixture(scope="module")
+def forking(environment: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """Variables with which ``uma-trio`` starts in a fork.  Commands for a terminal start as users start them."""
+    with program(tmp_path_factory.mktemp("forked")) as found:
+        yield {**environment, "PATH": f"{found.parent}:{environment['PATH']}"}
+
+
 # -- the commands ----------------------------------------------------------------------------------------
 
 
@@ -277,8 +285,10 @@ def new_options() -> Iterator[Example]:
 
 @pytest.mark.parametrize("example", [*new_options()], ids=str)
 def test_a_daemon_that_is_started_answers(
-    example: Example, environment: Mapping[str, str], home: Path, tmp_path: Path
+    example: Example, environment: Mapping[str, str], forking: Mapping[str, str], home: Path, tmp_path: Path
 ) -> None:
+    if example.text != "uma-trio serve":  # that one starts as users start it
+        environment = forking
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             ["bash", "-c", f"exec {example.text.replace('--http 8080', '--http 0')}"],  # tests run next to each other
@@ -347,55 +357,44 @@ RUN = [
 
 
 @pytest.fixture
-def nobody_serves(environment: Mapping[str, str], tmp_path: Path) -> Iterator[Mapping[str, str]]:
+def nobody_serves(forking: Mapping[str, str], tmp_path: Path) -> Iterator[Mapping[str, str]]:
     """Variables with which there is no daemon; one that is started is stopped."""
-    changed = {**environment, "UMA_SOCKET": str(tmp_path / "s"), "XDG_STATE_HOME": str(tmp_path)}
+    changed = {"UMA_SOCKET": str(tmp_path / "s"), "XDG_STATE_HOME": str(tmp_path)}
     yield changed
-    subprocess.run([sys.executable, "-m", "uma_trio", "stop"], env=changed, stderr=subprocess.DEVNULL)
+    subprocess.run(["bash", "-c", "uma-trio stop"], env={**forking, **changed}, stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("example", RUN, ids=str)
 def test_it_runs(
     example: Example,
     environment: Mapping[str, str],
+    forking: Mapping[str, str],
     home: Path,
     sessions: None,
     request: pytest.FixtureRequest,
 ) -> None:
-    if example.text.startswith("uma-trio rerank"):
-        ranking: Daemon = request.getfixturevalue("ranking")
-        environment = {**environment, "UMA_SOCKET": str(ranking.socket)}
+    for name in NEEDS_A_PROGRAM:
+        if re.search(rf"\b{name}\b", example.text) and not _is_installed(name):
+            pytest.skip(f"{name} is not installed")
+    more: Mapping[str, str] = {}
     if "uma-trio run " in example.text:
-        environment = request.getfixturevalue("nobody_serves")
-    for program in NEEDS_A_PROGRAM:
-        if re.search(rf"\b{program}\b", example.text) and not _is_installed(program):
-            pytest.skip(f"{program} is not installed")
+        more = request.getfixturevalue("nobody_serves")
     for pattern, (shown, key) in LIVE.items():
         if re.fullmatch(pattern, example.text):
-            _run_live(example.text.replace("--http 8080", "--http 0"), shown, key, environment, home)
+            _run_live(example.text.replace("--http 8080", "--http 0"), shown, key, {**environment, **more}, home)
             return
+    if example.text.startswith("uma-trio rerank"):
+        ranking: Daemon = request.getfixturevalue("ranking")
+        more = {"UMA_SOCKET": str(ranking.socket)}
+    environment = {**forking, **more}
     if "keys revoke" in example.text:
         (home / ".config" / "uma-trio" / "keys.yaml").write_text(KEYS)
     if "alias --remove small" in example.text:  # an example before it may have removed the model
-        alias = [sys.executable, "-m", "uma_trio", "models", "alias", "small", "embedded"]
-        subprocess.run(alias, cwd=home / "work", env=dict(environment), check=True, capture_output=True)
+        _prepare("models alias small embedded", environment, home)
     if re.match(r"uma-trio controllers (run mine|tag)\b", example.text):
-        upload = [
-            sys.executable,
-            "-m",
-            "uma_trio",
-            "controllers",
-            "upload",
-            "mine.wasm",
-            "--tag",
-            "mine-2",
-            "--tag",
-            "mine",
-        ]
-        subprocess.run(upload, cwd=home / "work", env=dict(environment), check=True, stdout=subprocess.DEVNULL)
+        _prepare("controllers upload mine.wasm --tag mine-2 --tag mine", environment, home)
     if re.match(".*uma-trio (models (show|remove)|run qwen)", example.text):
-        pull = [sys.executable, "-m", "uma_trio", "pull", "--quiet", MODEL]
-        subprocess.run(pull, env=dict(environment), check=True, stdout=subprocess.DEVNULL)
+        _prepare(f"pull --quiet {MODEL}", environment, home)
     command = [sys.executable, "-c"] if example.language == "python" else ["bash", "-o", "pipefail", "-c"]
     done = subprocess.run(
         [*command, example.text],
@@ -410,6 +409,12 @@ def test_it_runs(
     assert "Traceback" not in done.stderr
     if example.text not in NEEDS_A_MODEL:
         assert DOES_NOT_KNOW not in done.stdout
+
+
+def _prepare(words: str, environment: Mapping[str, str], home: Path) -> None:
+    """Run a command of ``uma-trio`` that an example needs."""
+    command = ["bash", "-c", f"uma-trio {words}"]
+    subprocess.run(command, cwd=home / "work", env=dict(environment), check=True, capture_output=True)
 
 
 def _is_installed(program: str) -> bool:

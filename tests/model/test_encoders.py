@@ -6,8 +6,6 @@ import os
 import random
 import signal
 import struct
-import subprocess
-import sys
 
 import gguf
 import numpy as np
@@ -17,6 +15,7 @@ import trio
 import llama_abi
 from tests.pure.test_charsmap import table
 from tests.support.bench_scripts import bench_script
+from tests.support.commands import run_process
 from tests.support.gguf_files import U32, pair, with_pairs
 from tests.support.random_models import random_model
 from tests.support.real_daemon import asked, real_daemon
@@ -263,27 +262,22 @@ def test_an_engine_that_is_killed_changes_nothing(library):
         assert daemon.metrics()["engine"]["restarts_total"] == 1
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "uma_trio", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.parametrize(
     ("pooling", "does", "makes"),
     [("cls", "embeds texts", "64 numbers"), ("rank", "ranks documents for a query", "a score")],
 )
 def test_what_the_commands_say_of_a_model_that_does_not_generate(library, pooling, does, makes):
-    ended = run("doctor", "--model", model(pooling))
+    ended = run_process("doctor", "--model", model(pooling))
     lines = {line.split()[1]: line for line in ended.stdout.splitlines() if len(line.split()) > 1}
     assert f"it {does}; a text has at most {CTX} tokens" in lines["purpose"], ended.stdout
     assert makes in lines["answer"]
     assert "problem" not in ended.stdout
-    shown = run("models", "show", model(pooling)).stdout
+    shown = run_process("models", "show", model(pooling)).stdout
     assert f"it {does}" in shown
 
 
 def test_a_draft_model_is_for_models_that_generate(library, tmp_path):
     for flags in (("--model", model("mean"), "--draft-model", EMBEDDED), ("--draft-model", model("mean"))):
-        ended = run("serve", "--socket", tmp_path / "s", *flags)
+        ended = run_process("serve", "--socket", tmp_path / "s", *flags)
         assert ended.returncode == 1
         assert f"{model('mean')} embeds texts, and a draft model is for models that generate text" in ended.stderr

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import run_command
 from tests.support.documents import ROOT
 from tests.support.profile import thorough
 from tests.support.real_daemon import Daemon, real_daemon
@@ -30,14 +29,8 @@ def environment(home: Path) -> dict[str, str]:
 
 def command(daemon: Daemon, home: Path, *words: str) -> str:
     """What a command of the user prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "uma_trio", *words],
-        env={"PATH": "/bin", "PYTHONPATH": str(ROOT), "UMA_SOCKET": str(daemon.socket), **environment(home)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    variables = {"PATH": "/bin", "PYTHONPATH": str(ROOT), "UMA_SOCKET": str(daemon.socket), **environment(home)}
+    done = run_command(words, variables)
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout + done.stderr
 

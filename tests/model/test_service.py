@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from llama_abi.stamp import DIRECTORY_VARIABLE
+from tests.support.forked import UMA_TRIO, can_fork, run_forked
 from tests.support.real_daemon import ROOT, START_S, Daemon, Wire, started
 from uma_trio.cli.service_units import MARK, Service, Systemd
 from uma_trio.connect import is_locked
@@ -48,7 +49,7 @@ class ServiceManager:
     def start(self, *flags: str, **environment: str) -> Iterator[Daemon]:
         """Start the daemon with the socket as file descriptor 3."""
         fd = self.listening.fileno()
-        command = (sys.executable, "-m", "uma_trio", "serve")
+        command = (*UMA_TRIO, "serve")
         with started(
             *flags,
             socket=self.path,
@@ -146,20 +147,19 @@ class Home:
     ) -> subprocess.CompletedProcess[str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
         clean |= {name: os.environ[name] for name in (DIRECTORY_VARIABLE,) if name in os.environ}
+        variables = {
+            **clean,
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "XDG_CONFIG_HOME": str(self.folder / "config"),
+            "XDG_RUNTIME_DIR": str(self.folder / "run"),
+            **environment,
+        }
+        words = ["service", *map(str, arguments)]
+        if can_fork({}) and not under:
+            return run_forked(words, self.folder, variables)
         return subprocess.run(
-            [*under, sys.executable, "-m", "uma_trio", "service", *map(str, arguments)],
-            cwd=self.folder,
-            text=True,
-            capture_output=True,
-            timeout=60,
-            env=clean
-            | {
-                "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
-                "PYTHONPATH": str(ROOT),
-                "XDG_CONFIG_HOME": str(self.folder / "config"),
-                "XDG_RUNTIME_DIR": str(self.folder / "run"),
-            }
-            | environment,
+            [*under, *UMA_TRIO, *words], cwd=self.folder, text=True, capture_output=True, timeout=60, env=variables
         )
 
 

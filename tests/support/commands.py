@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from collections.abc import Mapping, Sequence
 
 from click.testing import CliRunner
 
-from tests.support.forked import can_fork, run_forked
+from tests.support.forked import UMA_TRIO, can_fork, run_forked
 from tests.support.real_daemon import ROOT
 from tests.support.run import SETTINGS_OF_DAEMONS
 from uma_trio.cli import main
@@ -33,7 +33,14 @@ def invoke(*arguments: object, stdin: str = "", **variables: str) -> subprocess.
 
 def run_process(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command as users do."""
-    if not stdin and can_fork({}):
-        return run_forked([*map(str, arguments)], ROOT, environment(), timeout_s=60)
-    command = [sys.executable, "-m", "uma_trio", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment(), input=stdin, text=True, capture_output=True, timeout=60)
+    return run_command(arguments, environment(), stdin=stdin)
+
+
+def run_command(
+    arguments: Sequence[object], variables: Mapping[str, str], *, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """As ``run_process``, with these variables alone."""
+    if can_fork({}):
+        return run_forked(arguments, ROOT, variables, stdin=stdin)
+    command = [*UMA_TRIO, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=variables, input=stdin, text=True, capture_output=True, timeout=60)

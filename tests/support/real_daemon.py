@@ -27,7 +27,7 @@ import psutil
 import trio
 
 from llama_abi.stamp import DIRECTORY_VARIABLE, library_directory
-from tests.support.forked import Forked, can_fork
+from tests.support.forked import TITLE, UMA_TRIO, Forked, can_fork
 from tests.support.run import SETTINGS_OF_DAEMONS
 from uma_trio.client import Client, open_client
 from uma_trio.models.packaged import EMBEDDED
@@ -52,7 +52,7 @@ DIES_WITH_PARENT = (
 )
 """Command prefix for Linux: the kernel kills the program if this process dies, also after ``kill -9``."""
 
-SERVE = (sys.executable, "-m", "uma_trio", "serve")
+SERVE = (*UMA_TRIO, "serve")
 CTX = ("--ctx", "32768")
 """KV cache of a daemon with the embedded model whose test does not choose one: a start fills all of it with zeros."""
 
@@ -183,7 +183,7 @@ class Wire:
 class Daemon:
     """A running ``uma-trio serve``."""
 
-    process: subprocess.Popen[bytes] | Forked
+    process: subprocess.Popen[bytes]
     socket: Path
     log_file: Path
 
@@ -237,8 +237,8 @@ class Daemon:
     @property
     def processes(self) -> list[psutil.Process]:
         """The daemon and its children; the engine is one of them."""
-        daemon = psutil.Process(self.pid)
-        return [daemon, *daemon.children(recursive=True)]
+        found = [daemon := psutil.Process(self.pid), *daemon.children(recursive=True)]
+        return [each for each in found if not _forks(each)]
 
     def http_url(self) -> str:
         """Where the gateway listens; waits until the daemon serves."""
@@ -326,6 +326,13 @@ class Daemon:
         return self.wait_until(nothing_held, "nothing is held", timeout_s)
 
 
+def _forks(process: psutil.Process) -> bool:
+    """Whether it forks the children of a daemon, and is no part of it."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()[:1] == [TITLE]
+    return False
+
+
 @contextlib.contextmanager
 def started(
     *flags: str,
@@ -354,20 +361,18 @@ def started(
     }
     chosen = {"--ctx", "--model", "--config"} & {*flags}
     arguments = ["--socket", os.fspath(socket), *([] if chosen else CTX), *flags]
-    if not command and not options and can_fork(environment or {}):
-        process: Any = Forked(["serve", *arguments], ROOT, clean, log_file)
-    else:
-        prefix = (*(DIES_WITH_PARENT if sys.platform == "linux" else ()), *(command or SERVE))
-        with log_file.open("ab") as log:
-            process = subprocess.Popen(
-                [*prefix, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=ROOT,
-                env=clean,
-                **options,
-            )
+    forks = not command and can_fork(environment or {}, options)
+    prefix = DIES_WITH_PARENT if sys.platform == "linux" and not forks else ()
+    with log_file.open("ab") as log:
+        process = (Forked if forks else subprocess.Popen)(
+            [*prefix, *(command or SERVE), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+            env=clean,
+            **options,
+        )
     try:
         yield Daemon(process, socket, log_file)
     finally:

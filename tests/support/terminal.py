@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pyte
 
+from tests.support.forked import UMA_TRIO, Forked, can_fork
+
 WAIT_S = 60.0
 """Maximum duration of a wait.  Nothing takes a second, except on a busy machine."""
 PAUSE_S, BURST_S = 0.02, 0.2
@@ -118,14 +120,15 @@ def terminal(
     given = dict(environment or {})
     if given.get("TERM") == os.environ.get("TERM"):  # a test that wants another terminal names it
         given.pop("TERM", None)
-    process = subprocess.Popen(
+    forks = tuple(command[: len(UMA_TRIO)]) == UMA_TRIO and can_fork(given)
+    process = (Forked if forks else subprocess.Popen)(
         command,
         stdin=slave,
         stdout=slave,
         stderr=slave,
         env=clean | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | given,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=None if forks else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(slave)
     try:
