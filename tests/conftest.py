@@ -11,6 +11,7 @@
 - Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
 - Daemons compute with one thread.  Several would meet at barriers, and with other tests on their cores they would wait
   there most of the time.
+- HTTP clients trust one authority: to read the usual hundreds takes longer than a request.
 - numpy starts no threads: they would spin, in each of the many processes that import it.
 - Controllers may take ten seconds.  The usual limits are short for a machine that is busy with tests.
 - Tests run in a process for each core (pytest-xdist).  The tests of a module run in one process, in order, so that they share
@@ -37,7 +38,7 @@ import trio
 
 from tests.support import profile
 from tests.support.forked import TITLE
-from tests.support.run import RUN_VARIABLE, SETTINGS_OF_DAEMONS, run_folder
+from tests.support.run import RUN_VARIABLE, SETTINGS_OF_DAEMONS, one_authority, run_folder
 
 EXIT_S = 60.0
 """How long processes of the tests may take to end after the last test."""
@@ -46,6 +47,7 @@ is_worker = "PYTEST_XDIST_WORKER" in os.environ
 if not is_worker:
     os.environ[RUN_VARIABLE] = tempfile.mkdtemp(prefix="uma-trio-tests-")
     atexit.register(shutil.rmtree, os.environ[RUN_VARIABLE], ignore_errors=True)
+    os.environ.setdefault("SSL_CERT_FILE", str(one_authority()))
 os.environ["XDG_CACHE_HOME"] = str(run_folder() / "cache")
 os.environ["XDG_STATE_HOME"] = str(run_folder() / os.environ.get("PYTEST_XDIST_WORKER", "main") / "state")
 os.environ.update(SETTINGS_OF_DAEMONS)

@@ -110,8 +110,8 @@ def test_a_daemon_that_starts_and_drains_under_load_answers_or_says_when_to_ask_
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 try:
                     answer = client.post("/v1/completions", json=body)
-                except httpx.ConnectError:
-                    """It does not listen yet, or any more."""
+                except httpx.ConnectError:  # it does not listen yet, or any more
+                    ended.wait(0.05)
                 except httpx.TransportError as error:
                     broken.append(error)
                 else:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import certifi
+
 RUN_VARIABLE = "PYTEST_UMA_TRIO_RUN"
 """Environment variable with the folder of the run; ``tests/conftest.py`` sets it."""
 
@@ -24,6 +26,15 @@ SETTINGS_OF_DAEMONS = {
 def run_folder() -> Path:
     """A folder that all processes of the run share, and that is removed at its end."""
     return Path(os.environ[RUN_VARIABLE])
+
+
+def one_authority() -> Path:
+    """A file with the first certificate of the usual ones."""
+    end = "-----END CERTIFICATE-----\n"
+    usual = Path(certifi.where()).read_text()
+    file = run_folder() / "authority.pem"
+    file.write_text(usual[usual.index("-----BEGIN") : usual.index(end)] + end)
+    return file
 
 
 @contextlib.contextmanager
