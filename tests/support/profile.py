@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 VARIABLE = "UMA_TEST_PROFILE"
 """Environment variable with the profile; ``tests/conftest.py`` sets it before any test is imported."""
@@ -27,6 +28,8 @@ PROFILES = {
 def choose(profile: str) -> None:
     """Make ``profile`` that of this process and of those that it starts."""
     os.environ[VARIABLE] = profile
+    if profile == "quick":  # hypothesis would also try numbers and texts of the modules that are imported by then
+        providers._get_local_constants = lambda: providers._local_constants
     settings.register_profile(profile, PROFILES[profile])
     settings.load_profile(profile)
 
