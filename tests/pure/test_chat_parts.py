@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tests.support.cases import all_cases
 from tests.support.profile import thorough
+from tests.support.terminal import Screen
 from uma_trio.cli import answer_view
 from uma_trio.cli.answer import printable, warn_if_cut, warn_if_in_memory
 from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, rendered
@@ -129,10 +130,9 @@ def shown(text: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch, *, width
         view.refresh()
         at += size
     view.finish()
-    screen = pyte.HistoryScreen(width, height, history=1000, ratio=0.5)
+    screen = Screen(width, height)
     pyte.Stream(screen).feed(file.getvalue().replace("\n", "\r\n"))
-    above = ["".join(line[x].data for x in range(width)).rstrip() for line in screen.history.top]
-    return "\n".join([*above, *(line.rstrip() for line in screen.display)]).rstrip()
+    return "\n".join([*screen.above, *(line.rstrip() for line in screen.display)]).rstrip()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_streamed_markdown_looks_like_the_whole(sizes: list[int], height: int, m
 
 def test_code_that_is_taller_than_the_terminal_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "```\n" + "".join(f"line {n}\n" for n in range(60)) + "```\n"
-    found = shown(text, [7] * 100, monkeypatch)
+    found = shown(text, [17] * 40, monkeypatch)
     assert found.split() == " ".join(f"line {n}" for n in range(60)).split()
 
 

@@ -345,9 +345,9 @@ def test_every_setting_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
         path = ["dir"] if setting.name.endswith("_dir") else ["file"]
         paths = [*PACKAGED, "model"] if setting.name == "model" else path
         expected = paths if setting.metavar.endswith(("PATH", "FILE")) else [*setting.choices]
-        others = (f"serve {setting.flag}=", f"service install -- {setting.flag} ") if expected else ()
-        for line in (f"serve {setting.flag} ", *others):
-            assert completed(line, monkeypatch) == expected, line
+        assert completed(f"serve {setting.flag} ", monkeypatch) == expected, setting.flag
+    for line in ("serve --type-k=", "service install -- --type-k "):
+        assert completed(line, monkeypatch) == completed("serve --type-k ", monkeypatch) != [], line
 
 
 @all_cases(

@@ -621,8 +621,8 @@ def references(source: str) -> list[tuple[str, str | None]]:
 
 
 def test_pages_and_headings_that_code_refers_to_exist() -> None:
-    for file in SOURCES:
-        for page, heading in references(file.read_text()):
+    for file, text in ((file, file.read_text()) for file in SOURCES):
+        for page, heading in references(text) if "docs/" in text else ():
             where = f"{file.relative_to(ROOT)} refers to {page}, {heading}"
             assert (ROOT / page).exists(), where
             if heading is not None:
