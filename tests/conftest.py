@@ -37,6 +37,7 @@ import pytest
 import trio
 
 from tests.support import profile
+from tests.support.cpu_time import CpuTime
 from tests.support.forked import TITLE
 from tests.support.run import RUN_VARIABLE, SETTINGS_OF_DAEMONS, one_authority, run_folder
 
@@ -63,6 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     profile.choose(config.getoption("--profile"))
+    config.pluginmanager.register(CpuTime())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,0 +1,56 @@
+"""CPU time by module, at the end of a run: of the tests, and of all processes that they have started and that have ended.
+
+On a machine that is busy it says more than durations do.  What several modules share counts in the one that ends it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+SHOWN = 15
+LEAST_S = 60.0
+"""A run that takes less shows nothing."""
+NAME = "cpu_s"
+
+
+def _used_s() -> float:
+    return sum(os.times()[:4])
+
+
+class CpuTime:
+    """A plugin of each process of the run."""
+
+    def __init__(self) -> None:
+        self._before_s = 0.0
+        self._modules: Counter[str] = Counter()
+
+    def pytest_collection_finish(self) -> None:
+        """Begin after the imports of all tests."""
+        self._before_s = _used_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        """Add what was used since the report before to this one, which xdist sends to the first process."""
+        report = yield
+        now_s = _used_s()
+        report.user_properties.append((NAME, now_s - self._before_s))
+        self._before_s = now_s
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._modules[report.nodeid.partition("::")[0]] += sum(s for name, s in report.user_properties if name == NAME)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Show the modules that used most."""
+        if (all_s := self._modules.total()) < LEAST_S:
+            return
+        rooms: Counter[str] = Counter()
+        for module, used_s in self._modules.items():
+            rooms[os.path.dirname(module)] += used_s
+        terminalreporter.section(f"{all_s:.0f} s of CPU time")
+        for name, used_s in (*rooms.most_common(), *self._modules.most_common(SHOWN)):
+            terminalreporter.write_line(f"{used_s:7.1f} s {name}")
