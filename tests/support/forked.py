@@ -303,7 +303,7 @@ def _daemon() -> None:
 
 
 def _end(run: Run) -> NoReturn:
-    """Run it and end as Python does, without taking everything apart."""
+    """Run it and end, without the work that Python does at its end."""
     code: object = 1
     try:
         run()
