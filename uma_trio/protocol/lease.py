@@ -84,7 +84,7 @@ class SessionLease:
     epoch: Epoch = 0
     given_to: str = ""
     busy: bool = False
-    """Whether a request of the session is running."""
+    """Whether a request of the session runs, or will, because its name is claimed here."""
     durable: bool = False
     """Whether all its turns are on disk."""
     node: str = ""
@@ -101,7 +101,7 @@ class LeaseQuery:
     """Asks about or changes the lease of a session.  Only for the user who runs the daemon: the gateway asks for peers.
 
     ===========  ===================================================================================================
-    ``claim``    look for the session: nobody else here or elsewhere begins it until this connection ends
+    ``claim``    look for the session: until this connection ends nobody else begins it, and no peer gets it from here
     ``release``  give up the claim of this connection, if it has one
     ``ask``      what is this daemon to the session?
     ``give``     freeze the session for ``peer``, and name its files

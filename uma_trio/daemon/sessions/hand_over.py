@@ -162,20 +162,24 @@ class HandOver:
             raise BadRequest("peer is required to give a session", field="peer")
         if self.journal is None:
             raise NotHandedOver("sessions of this daemon are not on disk, so they stay here", field="session_id")
-        if self._is_used(session) or not session.turns:
-            raise SessionBusy(f"session {session.name!r} is answering", field="session_id")
+        self._check_idle(session)
         session.lease.changed(query.seen, query.epoch, query.peer)
+        if session.is_here:
+            await self._offloader.file_of(session.tokens, session.principal)
+            self._check_idle(session)  # that takes time, and its requests go first
+        session.lease = session.lease.changed(query.seen, query.epoch, query.peer)
         session.busy = True
         try:
-            if session.is_here:
-                await self._offloader.file_of(session.tokens, session.principal)
-            session.lease = session.lease.changed(query.seen, query.epoch, query.peer)
             session.turns_on_disk = 0
             await self._write(session)  # if that fails nobody gets it, and nobody writes it: it can be taken back
         finally:
             session.busy = False
         log.info("gave a session away", session=session.name, to=query.peer, epoch=query.epoch)
         return await self._files(session, query.epoch)
+
+    def _check_idle(self, session: Session) -> None:
+        if self._is_used(session) or not session.turns or self._table.find(session.key) is not session:
+            raise SessionBusy(f"session {session.name!r} is answering", field="session_id")
 
     async def _files(self, session: Session, epoch: int) -> Sequence[SessionFile]:
         """What the daemon that gets the session copies.  The files do not change any more."""
