@@ -24,9 +24,9 @@ On a device whose attention scans all cells, the daemon's own ``KvCache`` says w
 for cells and which tokens they find there.  ``--idle-limit off`` lets idle sequences keep a quarter of the cells, as on
 other devices.
 
-The exit code is 1 if anything starved under the daemon's policy: a stream was left out of a tick (a background stream
-out of more than four in a row), an admitted prompt did not advance within the bound in docs/ARCHITECTURE.md, or a
-request never finished.
+The exit code is 1 if anything starved under the daemon's policy: a stream was left out of a tick, an admitted prompt did
+not advance within the bound in docs/design/scheduler.md (one of class ``background`` within as many turns), or a request
+never finished.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import IdleLimit
 from uma_trio.daemon.scheduling.cost import CostModel, Work
 from uma_trio.daemon.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
-from uma_trio.daemon.scheduling.policy import MAX_BACKGROUND_SKIPS, Plan, PolicyState, PrefillChunk, Tick, plan
+from uma_trio.daemon.scheduling.policy import MAX_BACKGROUND_STRETCH, Plan, PolicyState, PrefillChunk, Tick, plan
 from uma_trio.daemon.scheduling.row_curve import PrefillCurves, RowCurve
 from uma_trio.daemon.scheduling.view import Priority, SequenceView
 from uma_trio.demo.recording import percentile
@@ -464,7 +464,7 @@ class Outcome:
     """Most groups with prompts at the same time."""
 
     def bound(self) -> int:
-        """Ticks within which an admitted prompt advances; see docs/ARCHITECTURE.md."""
+        """Ticks within which an admitted prompt advances; see docs/design/scheduler.md."""
         divisions = MAX_SKIPPED_TICKS + self.most_groups if self.most_groups > 1 else 1
         return 2 * ROTATION_PERIOD * max(map(len, self.sequences.values()), default=1) * divisions
 
@@ -477,8 +477,9 @@ class Outcome:
             found.append(f"a prompt waited for {self.prefill_waited} ticks")
         if self.stream_waited > 1:
             found.append(f"a stream waited for {self.stream_waited} ticks")
-        if self.background_waited > MAX_BACKGROUND_SKIPS + 1:
-            found.append(f"a background stream waited for {self.background_waited} ticks")
+        turn = max(MAX_BACKGROUND_STRETCH, self.most_streams) / Scheduling().background_share
+        if self.background_waited > turn * self.bound():
+            found.append(f"a background request waited for {self.background_waited} ticks")
         return found
 
 
@@ -552,10 +553,10 @@ def simulate(
             request.n_context += n
             if cells is not None:
                 cells.advance(request)
-            if seq_id not in decoding:
-                outcome.prefill_waited = max(outcome.prefill_waited, waited)
-            elif request.priority is Priority.BACKGROUND:
+            if request.priority is Priority.BACKGROUND:
                 outcome.background_waited = max(outcome.background_waited, waited)
+            elif seq_id not in decoding:
+                outcome.prefill_waited = max(outcome.prefill_waited, waited)
             else:
                 outcome.stream_waited = max(outcome.stream_waited, waited)
             if not is_sampled:
