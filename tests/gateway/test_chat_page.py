@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
 import signal
 import statistics
+import wave
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests.support.pictures import drawn, png
 from tests.support.profile import amount
 from tests.support.projectors import projector_file
 from tests.support.real_daemon import free_port, missing, real_daemon, started, wait_ready
+from tests.support.sounds import wav
 from uma_trio.cli import main
 from uma_trio.gateway.pages import CHAT
 
@@ -651,7 +654,7 @@ def test_files_are_attached_and_their_tokens_counted(page: Page) -> None:
     ]
     page.set_input_files("#files", files)
     expect(page.locator("#attached")).to_contain_text("cities.txt")
-    expect(page.locator("#status")).to_contain_text("x.bin is neither text, a PDF file nor a picture")
+    expect(page.locator("#status")).to_contain_text("x.bin is neither text, a PDF file, a picture nor sound")
     expect(page.locator("#tokens")).to_have_text(re.compile(r"^\d[\d,]* tokens$"))
     page.reload()
     expect(page.locator("#attached li")).to_have_count(1)
@@ -819,9 +822,37 @@ def test_pictures_are_sent_kept_and_part_of_branches(seeing: Page) -> None:
 def test_a_model_that_cannot_see_and_what_is_no_picture_say_so(page: Page, seeing: Page) -> None:
     hand_over(page, "drop", filled((255, 0, 0)))
     expect(page.locator("#status")).to_contain_text("embedded cannot see pictures. Choose a model that can")
+    expect(page.locator("#record")).to_be_hidden()
     expect(page.locator("#attached li")).to_have_count(0)
     hand_over(seeing, "drop", b"GIF89a, they say")
     expect(seeing.locator("#status")).to_have_text("drop.png is no picture that this browser can read.")
+
+
+@needs_browser
+def test_sound_is_attached_recorded_played_and_sent(browser: Browser, tmp_path: Path) -> None:
+    projector = projector_file(tmp_path, "qwen2a")
+    beep = {"name": "beep.wav", "mimeType": "audio/wav", "buffer": wav(1, 0.5, rate=8000)}
+    with (
+        real_daemon("--http", "0", "--mmproj", str(projector), folder=tmp_path) as daemon,
+        opened(browser, daemon.http_url()) as page,
+    ):
+        page.set_input_files("#files", [beep])
+        expect(page.locator("#attached li")).to_have_text(["▶ beep.wav×"])
+        page.click("#record")
+        page.click("text=End the recording")
+        expect(page.locator("#attached li")).to_have_text(["▶ beep.wav×", "▶ Recording×"])
+        page.reload()
+        page.click("text=▶ beep.wav")
+        expect(page.locator("text=▶ beep.wav")).to_be_visible()  # it has ended
+        [message] = sent(page, "What is this?")["messages"]
+        assert [each["type"] for each in message["content"]] == ["audio", "audio", "text"]
+        with wave.open(io.BytesIO(base64.b64decode(message["content"][0]["data"]))) as made:
+            assert (made.getnchannels(), made.getframerate(), made.getsampwidth()) == (1, 16000, 2)
+            assert made.getnframes() == 8000
+        page.reload()
+        expect(last(page, "user").locator(".media button")).to_have_text(["▶ Sound"] * 2)
+        page.set_input_files("#files", [{**beep, "name": "noise.wav", "buffer": b"RIFF"}])
+        expect(page.locator("#status")).to_have_text("noise.wav is no sound that this browser can read.")
 
 
 # -- everybody --
@@ -863,6 +894,22 @@ MARKDOWN = {
         '<hr><button type="button" class="quiet copy">Copy code</button><pre tabindex="0"><code>a &lt; b</code></pre>'
     ),
 }
+CODE = {
+    ("py", "def f(x):  # it's\n    return \"<b>\" + '''a\n''' * 0x1F"): (
+        "[def] f(x):  [# it's]\n    [return] [\"<b>\"] + ['''a\n'''] * [0x1F]"
+    ),
+    ("js", "const a = `// ${b}\n`; /* c\n */ // d"): "[const] a = [`// ${b}\n`]; [/* c\n */] [// d]",
+    ("rust", "fn f<'a>() -> char { '\\n' }"): "[fn] f<'a>() -> [char] { ['\\n'] }",
+    ("sql", "SELECT 'a' -- from"): "[SELECT] ['a'] [-- from]",
+    ("sh", "echo $# a#b # 'c"): "echo $# a#b [# 'c]",
+    ("c", "\"a\nint b = 'c"): "[\"a]\n[int] b = ['c]",
+    ("text", "return 1"): "return 1",
+    ("py", "'\\" * 15_000): "['" + "\\'" * 14_999 + "]\\",  # in one go over the text
+}
+PIECES = """async ([language, code]) => {
+    const { pieces } = await import("/chat/colours_of_code.js");
+    return pieces(code, language);
+}"""
 MATH = {
     "a $x_1^2$ and \\(\\alpha\\)": (
         "<p>a <math><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup></math> and <math><mi>α</mi></math></p>"
@@ -903,6 +950,19 @@ def test_markdown_becomes_elements(page: Page) -> None:
     for text, expected in {**MARKDOWN, **MATH}.items():
         assert page.evaluate(SHOWN, [text, len(text)]).replace("\n</p>", "</p>") == expected
         assert page.evaluate(SHOWN, [text, 1 if len(text) < 1000 else 999]).replace("\n</p>", "</p>") == expected
+
+
+@needs_browser
+def test_code_is_coloured(page: Page) -> None:
+    for (language, code), expected in CODE.items():
+        found = page.evaluate(PIECES, [language, code])
+        assert "".join(text for _, text in found) == code
+        assert "".join(f"[{text}]" if kind else text for kind, text in found) == expected
+    shown = page.evaluate(SHOWN, ["```Python\nif 1: a = '<i>'\n```", 99])
+    assert shown.endswith(
+        '<code><span class="keyword">if</span> <span class="number">1</span>: a = '
+        "<span class=\"string\">'&lt;i&gt;'</span></code></pre>"
+    )
 
 
 @needs_browser

@@ -23,9 +23,10 @@ def find_chromium() -> str | None:
 
 @contextlib.contextmanager
 def opened_browser() -> Iterator[Browser]:
-    """A browser."""
+    """A browser.  Its microphone hears beeps."""
+    flags = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=flags)
         try:
             yield browser
         finally:

@@ -1,11 +1,13 @@
 // What one types before it is sent: the text, attached files, and how many tokens they are. It is kept in the browser.
 
 import { Refused, request } from "../dashboard/api.js";
-import { byId, count, el } from "../dashboard/dom.js";
+import { byId, count, el, setText } from "../dashboard/dom.js";
 import { rootOf } from "./branches.js";
 import { contentOf, textOf } from "./content.js";
 import { button } from "./message.js";
-import { isPicture, readPicture, thumbnail } from "./pictures.js";
+import { has } from "./models.js";
+import { base64, isPicture, readPicture, thumbnail } from "./pictures.js";
+import { isSound, player, readSound, record } from "./sound.js";
 
 const LARGE_PASTE = 20_000; // characters; more of them become a file
 const MAX_FILE_BYTES = 8 * 1024 * 1024;
@@ -19,10 +21,15 @@ function fenced({ name, text }) {
   return `${name}:\n\n${fence}\n${text}\n${fence}`;
 }
 
+function mediaIn({ picture, sound }) {
+  if (picture) return [{ type: "image", data: picture }];
+  return sound ? [{ type: "audio", data: sound }] : [];
+}
+
 /** The content of the message that a draft becomes, with the files that are text in its text; empty if there is none. */
 export function contentOfDraft({ text, files }) {
-  const texts = files.filter(({ picture }) => !picture).map(fenced);
-  return contentOf([...texts, text.trim()].filter(Boolean).join("\n\n"), files.flatMap(({ picture }) => picture ?? []));
+  const texts = files.filter((file) => file.text !== undefined).map(fenced);
+  return contentOf([...texts, text.trim()].filter(Boolean).join("\n\n"), files.flatMap(mediaIn));
 }
 
 function keptAt(key) {
@@ -124,6 +131,7 @@ export class Composer {
           "aria-label": `Remove ${file.name}`,
         });
         if (file.picture) return el("li", {}, thumbnail(file.picture, file.name), file.name, remove);
+        if (file.sound) return el("li", {}, player(file.sound, file.name), remove);
         return el("li", {}, `${file.name} · ${count(file.text.length)} characters`, remove);
       }),
     );
@@ -166,7 +174,7 @@ export class Composer {
   async attach(files) {
     for (const file of files) {
       try {
-        const read = isPicture(file) ? { picture: await this.readPicture(file) } : { text: await readText(file) };
+        const read = await this.read(file);
         this.put({ ...this.draft, files: [...this.files, { name: file.name, ...read }] });
       } catch (error) {
         this.say(error.message);
@@ -175,15 +183,38 @@ export class Composer {
     this.field.focus();
   }
 
-  async readPicture(file) {
-    const [model] = byId("model").selectedOptions;
-    if (model?.dataset.blind === "true")
-      throw new Error(`${model.value} cannot see pictures. Choose a model that can, or give it a projector with --mmproj.`);
+  async read(file) {
+    if (isSound(file)) {
+      this.check("audio", "hear sound");
+      return { sound: await base64(await readSound(file)) };
+    }
+    if (!isPicture(file)) return { text: await readText(file) };
+    this.check("vision", "see pictures");
     try {
-      return await readPicture(file);
+      return { picture: await readPicture(file) };
     } catch {
       throw new Error(`${file.name} is no picture that this browser can read.`);
     }
+  }
+
+  /** Throw an error if the model is known to lack a sense. */
+  check(sense, what) {
+    if (has(sense) === false)
+      throw new Error(`${byId("model").value} cannot ${what}. Choose a model that can, or give it a projector with --mmproj.`);
+  }
+
+  /** Begin a recording, or end and attach it. */
+  async record() {
+    const shown = byId("record");
+    if (this.recording) {
+      const end = this.recording;
+      this.recording = null;
+      setText(shown, "Record");
+      return this.attach([await end()]);
+    }
+    this.check("audio", "hear sound");
+    this.recording = await record();
+    setText(shown, "End the recording");
   }
 }
 
@@ -204,5 +235,5 @@ async function readText(file) {
   } catch {
     /* not UTF-8 */
   }
-  throw new Error(`${file.name} is neither text, a PDF file nor a picture.`);
+  throw new Error(`${file.name} is neither text, a PDF file, a picture nor sound.`);
 }

@@ -5,7 +5,7 @@ import { byId } from "../dashboard/dom.js";
 import { Answer } from "./answer.js";
 import { continuation, newBranch, newRoot, rootOf, variants } from "./branches.js";
 import { contentOfDraft } from "./composer.js";
-import { contentOf, picturesOf, same, textOf } from "./content.js";
+import { contentOf, mediaOf, same, textOf } from "./content.js";
 import { article, edit, emptyArticle, finish, showSwitcher } from "./message.js";
 import { Steering } from "./steering.js";
 
@@ -51,6 +51,7 @@ export class Conversation {
         if (i >= 0) this.branch(i, this.messages[i].content);
       },
       resume: (made) => this.resume(at(made)),
+      room: () => this.composer.room(),
       results: (results) => this.onRefused(() => this.answerCalls(results)),
     };
   }
@@ -78,7 +79,7 @@ export class Conversation {
   }
 
   /** Show a session, and follow its answer if one is running. The answer of the session before goes on. */
-  async open(id) {
+  async open(id, keepsStatus = false) {
     this.reading?.abort();
     this.reading = null;
     this.setBusy(false);
@@ -92,7 +93,7 @@ export class Conversation {
     const [first] = this.messages;
     this.system = !first ? this.settings.now.system : first.role === "system" ? textOf(first) : "";
     this.place.scrollTop = this.place.scrollHeight;
-    this.say("");
+    if (!keepsStatus) this.say("");
     if (id && (!found || found.session.busy)) await this.follow();
     this.settleSent();
   }
@@ -167,7 +168,7 @@ export class Conversation {
       return false;
     }
     keepEdit({ id: this.id, i, text });
-    this.branch(i, contentOf(text, picturesOf(this.messages[i])));
+    this.branch(i, contentOf(text, mediaOf(this.messages[i])));
     return true;
   }
 

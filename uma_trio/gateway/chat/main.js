@@ -5,7 +5,7 @@ import { byId, el, setText } from "../dashboard/dom.js";
 import { conversations, rootOf } from "./branches.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
-import { showModels } from "./models.js";
+import { showModels, showSenses } from "./models.js";
 import { Settings } from "./settings.js";
 
 const picker = byId("model");
@@ -61,10 +61,10 @@ async function showList() {
   await open.showBranches(sessions);
 }
 
-async function go(id) {
+async function go(id, keepsStatus = false) {
   showMenu(false);
   await trying(async () => {
-    const shown = open.open(id);
+    const shown = open.open(id, keepsStatus);
     await showList();
     await shown;
     await open.showBranches(sessions);
@@ -125,11 +125,14 @@ byId("prompt").addEventListener("keydown", (event) => {
   event.preventDefault();
   trying(() => open.send());
 });
-const CLICKS = { stop: () => open.stop(), new: () => go(""), key: askForKey, rename, export: save, delete: remove };
+const CLICKS = { stop: () => open.stop(), new: () => go(""), key: askForKey, rename, export: save, delete: remove, record: () => composer.record() };
 for (const [id, work] of Object.entries(CLICKS)) byId(id).addEventListener("click", () => trying(async () => work()));
 byId("menu").addEventListener("click", () => showMenu(!document.body.classList.contains("open")));
 byId("search").addEventListener("input", () => trying(showList));
-picker.addEventListener("change", () => go(""));
+picker.addEventListener("change", () => {
+  showSenses();
+  go("");
+});
 picker.addEventListener("focus", () => trying(showModels));
 
 addEventListener("keydown", (event) => {
@@ -150,7 +153,7 @@ addEventListener("offline", () => say("You are offline. What you have typed is k
 addEventListener("online", () => open.reading || start());
 addEventListener("hashchange", () => go(idInAddress()));
 tabs.addEventListener("message", ({ data: id }) => {
-  if (id === open.id && !open.reading) go(id);
+  if (id === open.id && !open.reading) go(id, true); // another tab has shown the end of the same answer
   else trying(showList);
 });
 

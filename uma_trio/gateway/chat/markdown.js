@@ -1,6 +1,7 @@
 // Markdown to elements. No HTML is parsed: text becomes text nodes, HTML in it too, and pictures become links.
 
 import { el } from "../dashboard/dom.js";
+import { pieces } from "./colours_of_code.js";
 import { formula } from "./math.js";
 import { mathExtensions } from "./math_in_markdown.js";
 import { Marked } from "./vendor/marked.js";
@@ -23,10 +24,12 @@ function link(href, content) {
   return isSafe ? el("a", { href, target: "_blank", rel: "noopener noreferrer" }, ...content) : el("span", {}, ...content);
 }
 
-function code({ text }) {
+function code({ text, lang }) {
+  const [language] = (lang ?? "").toLowerCase().split(/[\s,{]/);
+  const shown = pieces(text, language).map(([kind, piece]) => (kind ? el("span", { class: kind }, piece) : piece));
   const copy = el("button", { type: "button", class: "quiet copy" }, "Copy code");
   copy.addEventListener("click", () => navigator.clipboard?.writeText(text));
-  return [copy, el("pre", { tabindex: 0 }, el("code", {}, text))];
+  return [copy, el("pre", { tabindex: 0 }, el("code", {}, ...shown))];
 }
 
 function table({ header, rows }) {

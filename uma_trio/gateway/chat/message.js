@@ -2,9 +2,10 @@
 
 import { count, el, setText } from "../dashboard/dom.js";
 import { folded, folds } from "./answer.js";
-import { picturesOf, textOf } from "./content.js";
+import { mediaOf, textOf } from "./content.js";
 import { Growing } from "./markdown.js";
 import { thumbnail } from "./pictures.js";
+import { player } from "./sound.js";
 import { resultForm } from "./tools.js";
 
 const LONG = 4000; // characters of a message of the user that are shown at once
@@ -13,11 +14,13 @@ const NAMES = { user: "You", assistant: "Answer", system: "System prompt", tool:
 const REASONS = { length: "cut off at the limit of tokens", cancelled: "stopped", stop: "" };
 
 /** What an answer took, for people. */
-function figures({ usage, timings, reason }) {
+function figures({ usage, timings, reason }, room) {
   const speed = timings.tokens_per_s == null ? "" : `${count(timings.tokens_per_s)} tokens/s`;
   const first = timings.ttft_ms == null ? "" : `first after ${(timings.ttft_ms / 1000).toFixed(1)} s`;
   const cached = `${count(usage.cached_tokens)} of ${count(usage.prompt_tokens)} prompt tokens cached`;
-  return [`${count(usage.completion_tokens)} tokens`, speed, first, cached, REASONS[reason] ?? reason].filter(Boolean).join(" · ");
+  const percent = Math.round((100 * (usage.prompt_tokens + usage.completion_tokens)) / room);
+  const filled = percent > 0 ? `${percent} % of the context` : "";
+  return [`${count(usage.completion_tokens)} tokens`, speed, first, cached, filled, REASONS[reason] ?? reason].filter(Boolean).join(" · ");
 }
 
 export function button(label, work, attributes = {}) {
@@ -38,7 +41,7 @@ export function emptyArticle(role) {
   return el("article", { class: role, "aria-label": NAMES[role] ?? role }, el("div", { class: "text" }));
 }
 
-/** The article of a message. `acts` has what its buttons do: `edit` (true if it may), `typed`, `again`, `resume`, each with the article, and `results` of calls. */
+/** The article of a message. `acts` has what its buttons do: `edit` (true if it may), `typed`, `again`, `resume`, each with the article, `results` of calls; and `room`, the tokens of the context. */
 export function article(message, acts) {
   const made = emptyArticle(message.role);
   const shown = made.firstChild;
@@ -52,8 +55,8 @@ export function article(message, acts) {
     all.addEventListener("toggle", () => setText(all.lastChild, all.open ? content : ""));
     shown.append(all);
   } else shown.append(content);
-  const pictures = picturesOf(message).map((data, i) => thumbnail(data, `Picture ${i + 1}`));
-  if (pictures.length) made.prepend(el("div", { class: "pictures" }, ...pictures));
+  const media = mediaOf(message).map(({ type, data }, i) => (type === "image" ? thumbnail(data, `Picture ${i + 1}`) : player(data, "Sound")));
+  if (media.length) made.prepend(el("div", { class: "media" }, ...media));
   if (message.reasoning) shown.before(folded("Reasoning", message.reasoning));
   for (const call of message.tool_calls ?? []) shown.after(folds(call));
   if (message.tool_calls?.length) made.append(resultForm(message.tool_calls, acts.results));
@@ -71,7 +74,7 @@ export function finish(made, message, acts) {
     actions.append(button("Try again", () => acts.again(made)));
     if (!message.tool_calls) actions.append(button("Continue", () => acts.resume(made), { class: "quiet resume" }));
   }
-  if (message.generation) actions.append(el("span", { class: "figures" }, figures(message.generation)));
+  if (message.generation) actions.append(el("span", { class: "figures" }, figures(message.generation, acts.room())));
   made.querySelector(":scope > .actions")?.remove();
   made.append(actions);
 }

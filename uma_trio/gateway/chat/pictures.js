@@ -21,7 +21,7 @@ function draw(canvas, bitmap, maxSide) {
   context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
 }
 
-async function base64(blob) {
+export async function base64(blob) {
   const reader = new FileReader();
   await new Promise((resolve, reject) => {
     Object.assign(reader, { onload: resolve, onerror: () => reject(reader.error) });
