@@ -5,6 +5,7 @@ Its own tools, 24 KB of them, are here the first two.  Its tasks (title, tags, f
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from tests.gateway.conftest import Gateway
+from tests.support.pictures import drawn, png
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 ANSWER = "The capital of France is Paris."
@@ -76,6 +78,35 @@ def test_a_chat_over_openais_api(client: httpx.Client, tools: list[Any]) -> None
         assert "".join(each.get("content") or "" for each in deltas) == ANSWER
     task = {"model": "embedded", "messages": [{"role": "user", "content": TASK}], "stream": False, "max_tokens": 1000}
     assert client.post("/v1/chat/completions", json=task).json()["choices"][0]["message"]["content"]
+
+
+def test_an_answer_that_was_stopped_is_continued(client: httpx.Client) -> None:
+    """It sends the beginning as the last message, and appends what it gets."""
+    messages = [QUESTION, {"role": "assistant", "content": "The capital of "}]
+    body = {"stream": True, "model": "embedded", "stream_options": {"include_usage": True}, "messages": messages}
+    events = [json.loads(each) for each in chunks(client, "/v1/chat/completions", body)[:-1]]
+    assert (
+        "".join(each["delta"].get("content") or "" for event in events for each in event["choices"])
+        == "France is Paris."
+    )
+    lines = chunks(client, "/api/chat", {"model": "embedded:latest", "messages": messages, "stream": True})
+    assert "".join(json.loads(each)["message"]["content"] for each in lines) == "France is Paris."
+
+
+def test_a_file_and_a_picture(client: httpx.Client) -> None:
+    """It asks for embeddings of a file, then with a text from it.  A picture that the model cannot see is refused."""
+    judge = "The judge of Quudshomere is Una Baker."
+    [found] = client.post("/v1/embeddings", json={"input": [judge], "model": "embedded"}).json()["data"]
+    assert len(found["embedding"]) == 256
+    source = f"<context>\n<source>{judge}</source>\n</context>\n\nWho is the judge of Quudshomere?"
+    body = {"stream": True, "model": "embedded", "messages": [{"role": "user", "content": source}]}
+    events = [json.loads(each) for each in chunks(client, "/v1/chat/completions", body)[:-1]]
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in events) == judge
+    url = {"url": f"data:image/png;base64,{base64.b64encode(png(drawn(1))).decode()}"}
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": url}]
+    refused = client.post("/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": parts}]})
+    assert refused.status_code == 400
+    assert "this model cannot see pictures: it has no projector" in refused.json()["error"]["message"]
 
 
 def test_a_chat_over_ollamas_api(client: httpx.Client) -> None:
