@@ -515,6 +515,18 @@ def test_an_edited_question_is_a_branch_and_one_can_switch(page: Page) -> None:
 
 
 @needs_browser
+def test_the_model_goes_on_from_an_edited_answer(page: Page) -> None:
+    ask(page, "What is the capital of France?")
+    last(page).locator("text=Edit").click()
+    page.fill(".edit textarea", "The capital of Peru")
+    page.click("text=Go on from this")
+    expect(last(page).locator(".text")).to_have_text(re.compile(r"^The capital of Peru .+\.$"))
+    expect(page.locator(".switcher")).to_have_text("‹2 of 2›")
+    page.click("[aria-label='Previous branch']")
+    expect(last(page).locator(".text")).to_have_text("The capital of France is Paris.")
+
+
+@needs_browser
 def test_trying_again_computes_nothing_twice(page: Page) -> None:
     ask(page, "What is the capital of France?")
     ask(page, "And what is the capital of Peru?")

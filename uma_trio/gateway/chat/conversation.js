@@ -13,6 +13,7 @@ const MAX_BRANCHES = 20; // those that are compared, the last used
 const RETRY_MS = 1000;
 const BUSY_RETRIES = 8; // a session is busy for a moment after its answer was stopped
 const NEAR_END_PX = 120;
+const GOES_ON = { continue_final_message: true, constraint: undefined }; // the model goes on with the last message
 
 const EDIT = "uma-trio edit"; // which message is being edited in this tab, and how far
 
@@ -48,7 +49,7 @@ export class Conversation {
       typed: (made, text) => keepEdit(text === null ? null : { id: this.id, i: at(made), text }),
       again: (made) => {
         const i = this.messages.findLastIndex(({ role }, j) => role === "user" && j < at(made));
-        if (i >= 0) this.branch(i, this.messages[i].content);
+        if (i >= 0) this.branch(i, { role: "user", content: this.messages[i].content });
       },
       resume: (made) => this.resume(at(made)),
       room: () => this.composer.room(),
@@ -113,7 +114,7 @@ export class Conversation {
     while (this.place.children.length > from) this.place.lastChild.remove();
     this.place.append(...messages.slice(from).map((message) => article(message, this.acts)));
     const { id, i, text } = keptEdit();
-    if (id === this.id && messages[i]?.role === "user") edit(this.place.children[i], text, this.acts);
+    if (id === this.id && messages[i]) edit(this.place.children[i], text, this.acts);
   }
 
   /** Show where the open session differs from its branches. */
@@ -161,26 +162,31 @@ export class Conversation {
     }
   }
 
-  /** Ask a message anew; false while an answer runs. Without an answer, what was written is there again. */
+  /**
+   * Ask a message anew, or let the model go on from an answer that was written anew; false while an answer runs. Without
+   * an answer, what was written is there again.
+   */
   edit(i, text) {
     if (this.reading) {
       this.say("The answer is still running: end it first.");
       return false;
     }
     keepEdit({ id: this.id, i, text });
-    this.branch(i, contentOf(text, mediaOf(this.messages[i])));
+    const { role } = this.messages[i];
+    const message = { role, content: contentOf(text, mediaOf(this.messages[i])) };
+    this.branch(i, message, role === "assistant" ? GOES_ON : {});
     return true;
   }
 
   /** Ask again from a message on, in a fork: the conversation until now stays as it is. */
-  async branch(i, content) {
+  async branch(i, message, more = {}) {
     if (this.reading) return;
     const [from, messages] = [this.id, this.messages];
     const id = newBranch(from);
     await this.onRefused(async () => {
       await this.post("fork", { session_id: from, new_id: id });
       this.moveTo(id);
-      if (await this.ask([{ role: "user", content }], messages.length - i)) return keepEdit(null);
+      if (await this.ask([message], messages.length - i, more)) return keepEdit(null);
       if (this.id !== id) return;
       await this.post("close", { session_id: id });
       this.moveTo(from);
@@ -197,7 +203,7 @@ export class Conversation {
   /** Let the model go on with its last answer. */
   async resume(i) {
     if (this.reading || i !== this.messages.length - 1) return;
-    await this.ask([this.messages[i]], 1, { continue_final_message: true, constraint: undefined });
+    await this.ask([this.messages[i]], 1, GOES_ON);
   }
 
   /** Whether messages in place of the `dropped` last ones got an answer. Without one, all is as it was before. */

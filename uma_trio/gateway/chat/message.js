@@ -69,7 +69,8 @@ export function finish(made, message, acts) {
   const content = textOf(message);
   const actions = el("div", { class: "actions" });
   actions.append(button("Copy", (event) => copy(content, event.target)));
-  if (message.role === "user") actions.append(button("Edit", () => edit(made, content, acts)?.focus()));
+  if (message.role === "user" || (message.role === "assistant" && !message.tool_calls))
+    actions.append(button("Edit", () => edit(made, content, acts)?.focus()));
   if (message.role === "assistant") {
     actions.append(button("Try again", () => acts.again(made)));
     if (!message.tool_calls) actions.append(button("Continue", () => acts.resume(made), { class: "quiet resume" }));
@@ -79,12 +80,13 @@ export function finish(made, message, acts) {
   made.append(actions);
 }
 
-/** Let the user write a message anew, in its place. `acts.typed` keeps what is written; null when it is given up. */
+/** Let the user write a message or an answer anew, in its place. `acts.typed` keeps what is written; null when it is given up. */
 export function edit(made, content, acts) {
   if (made.querySelector("form")) return;
   const field = el("textarea", { "aria-label": "Edited message", rows: 3 });
   field.value = content;
-  const form = el("form", { class: "edit" }, field, el("button", { type: "submit" }, "Send"));
+  const label = made.classList.contains("assistant") ? "Go on from this" : "Send";
+  const form = el("form", { class: "edit" }, field, el("button", { type: "submit" }, label));
   const hidden = [...made.children];
   const close = () => {
     form.remove();
