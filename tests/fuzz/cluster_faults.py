@@ -147,7 +147,7 @@ class Member:
 
     def start(self) -> None:
         """Start the daemon again, with what is on its disk."""
-        self.daemon = self._stack.enter_context(real_daemon(*self.flags))
+        self.daemon = self._stack.enter_context(real_daemon(*self.flags, start_s=SERVED_S))
 
     def end(self) -> None:
         """Let it drain, and check its exit code and its log."""
