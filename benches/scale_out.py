@@ -1,9 +1,10 @@
 """Several daemons behind a router: how much is prefilled again that one daemon would have had, and what clients see of
 daemons that are killed, stopped or drained.
 
-The routers come from PyPI, into an environment of their own.
+The routers come from PyPI, into an environment of their own; so does aiperf, which sends the load of cells.
 
 python benches/scale_out.py
+python benches/scale_out.py --router smg,vllm-router,envoy --daemons 4 --cell chat/200/24/6/turns=6
 python benches/scale_out.py --router vllm-router --daemons 3
 python benches/scale_out.py --faults kill,stop,drain --conversations 60
 """
@@ -12,41 +13,37 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 import click
+import httpx
+import public_generator as aiperf
 import trio
 from command import bench, carry_out, choices
 from machine import machine
 from report import cell, table
-from rigs import LOG_TAIL, RivalError, free_port
+from routers import ROUTERS, Worker, routed
 
-from uma_trio.processes.interpreter import package_environment, python_module
-
-try:
-    import httpx
-except ModuleNotFoundError:
-    sys.exit("scale_out.py needs the package httpx, which the extra dev installs: run ./build_llama.sh --dev")
+from uma_trio.models.packaged import EMBEDDED
+from uma_trio.tokenizer.tokenizer import open_vocabulary
 
 ENVIRONMENT: Final = Path(__file__).resolve().parent.parent / "build" / "routers"
-HOST: Final = "127.0.0.1"
-START_S: Final = 120.0
+FLAGS: Final = ("--threads", "1", "--drain-timeout-s", "20")
+"""All daemons have these."""
 REQUEST_S: Final = 60.0
 """A request without an answer after this time counts as lost."""
 STOPPED_S: Final = 3.0
 """How long a stopped daemon stands still."""
 BETWEEN_FAULTS_S: Final = 4.0
+ALONE: Final = "one daemon"
 FAULTS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "drain": signal.SIGTERM}
 WORDS: Final = [
     "apple",
@@ -114,149 +111,6 @@ class Seen:
         return self.prompt_tokens - self.cached_tokens
 
 
-class Worker:
-    """A daemon that can be started again at the same address."""
-
-    def __init__(self, folder: Path, number: int, flags: Sequence[str]) -> None:
-        self.port, self.events, self.replay = free_port(), free_port(), free_port()
-        self._folder, self._number = folder, number
-        state = folder / f"state-{number}"
-        self._command = [
-            *(*python_module("uma_trio"), "serve", "--socket", str(folder / f"{number}.sock")),
-            *("--http", f"{HOST}:{self.port}", "--state-dir", str(state), "--kv-events", f"tcp://{HOST}:{self.events}"),
-            *("--kv-events-replay", f"tcp://{HOST}:{self.replay}", *flags),
-        ]
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    async def start(self, http: httpx.AsyncClient) -> None:
-        """Start the daemon, and wait until it serves."""
-        self.process = _begin(self._command, self._folder / f"daemon-{self._number}.log")
-        await _healthy(http, self.url, self.process, self._folder / f"daemon-{self._number}.log")
-
-    def send(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    async def ended(self) -> None:
-        assert self.process is not None
-        await trio.to_thread.run_sync(self.process.wait)
-
-    def end(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-
-
-def _begin(command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
-    with open(log, "ab") as sink:
-        environment = {**os.environ, **package_environment(), **variables}
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment)
-
-
-async def _healthy(http: httpx.AsyncClient, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    with trio.move_on_after(START_S):
-        while process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if (await http.get(f"{url}/health")).status_code == 200:
-                    return
-            await trio.sleep(0.1)
-    output = (await trio.Path(log).read_text(errors="replace")).strip()[-LOG_TAIL:]
-    raise RivalError(f"{process.args[0]!s} did not serve at {url}: {output}")  # type: ignore[index]
-
-
-# -- routers -----------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Router:
-    """A router from PyPI."""
-
-    requirement: str
-    program: str
-    flags: Callable[[Sequence[Worker], int], list[str]]
-
-
-def _smg(workers: Sequence[Worker], port: int) -> list[str]:
-    return [
-        *("launch", "--host", HOST, "--port", str(port), "--policy", "cache_aware", "--worker-urls"),
-        *([worker.url for worker in workers]),
-        *("--health-check-interval-secs", "2", "--health-check-timeout-secs", "2", "--health-failure-threshold", "1"),
-        *("--health-success-threshold", "1", "--prometheus-port", str(free_port())),
-    ]
-
-
-def _vllm(policy: str) -> Callable[[Sequence[Worker], int], list[str]]:
-    def flags(workers: Sequence[Worker], port: int) -> list[str]:
-        events = [
-            *[("--kv-event-source", f"{each.url}=tcp://{HOST}:{each.events}") for each in workers],
-            *[("--kv-event-replay-source", f"{each.url}=tcp://{HOST}:{each.replay}") for each in workers],
-            ("--kv-event-model", "embedded"),
-        ]
-        return [
-            *("--host", HOST, "--port", str(port), "--policy", policy, "--prometheus-port", str(free_port())),
-            *("--worker-urls", *[worker.url for worker in workers]),
-            *("--health-check-interval-secs", "2", "--health-check-timeout-secs", "2"),
-            *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
-            *([flag for pair in events for flag in pair] if policy == "kv_aware" else ()),
-        ]
-
-    return flags
-
-
-ROUTERS: Final = {
-    "smg": Router("smg==1.13.0", "smg", _smg),
-    "vllm-router": Router("vllm-router==0.1.17", "vllm-router", _vllm("kv_aware")),
-    "vllm-router round_robin": Router("vllm-router==0.1.17", "vllm-router", _vllm("round_robin")),
-}
-
-
-def installed(folder: Path, router: Router) -> Path:
-    """The router's program in the environment ``folder``, which is made and filled if need be.
-
-    Raises:
-        RivalError: it cannot be installed.
-    """
-    program = folder / "bin" / router.program
-    if not program.exists():
-        for step in (
-            [sys.executable, "-m", "venv", str(folder)],
-            [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", router.requirement],
-        ):
-            done = subprocess.run(step, check=False, capture_output=True, text=True)
-            if done.returncode:
-                raise RivalError(f"{router.requirement} cannot be installed in {folder}: {done.stderr[-LOG_TAIL:]}")
-    return program
-
-
-@contextlib.asynccontextmanager
-async def routed(
-    name: str, folder: Path, environment: Path, workers: Sequence[Worker], http: httpx.AsyncClient
-) -> AsyncIterator[str]:
-    """A router in front of ``workers``; yields its URL."""
-    router = ROUTERS[name]
-    program = await trio.to_thread.run_sync(installed, environment, router)
-    tokenizer = folder / "tokenizer"
-    tokenizer.mkdir(exist_ok=True)
-    (tokenizer / "tokenizer.json").write_bytes((await http.get(f"{workers[0].url}/tokenizer.json")).content)
-    port, log = free_port(), folder / "router.log"
-    command = [str(program), *router.flags(workers, port)]
-    process = _begin(command, log, VLLM_ROUTER_TOKENIZER=str(tokenizer))
-    try:
-        await _healthy(http, f"http://{HOST}:{port}", process, log)
-        yield f"http://{HOST}:{port}"
-    finally:
-        process.terminate()
-        try:
-            await trio.to_thread.run_sync(lambda: process.wait(10))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 # -- the load ----------------------------------------------------------------------------------
 
 
@@ -283,7 +137,7 @@ async def ask(load: Load, url: str, http: httpx.AsyncClient, messages: list[dict
     body = {"model": "embedded", "messages": messages, "max_tokens": load.tokens, "temperature": 0}
     began, text = trio.current_time(), ""
     try:
-        answer = await http.post(f"{url}/v1/chat/completions", json=body, timeout=REQUEST_S)
+        answer = await http.post(f"{url}/v1/chat/completions", json=body)
     except httpx.TimeoutException:
         seen.outcomes["lost"] += 1
     except httpx.TransportError as error:
@@ -329,22 +183,15 @@ async def disturb(workers: Sequence[Worker], kinds: Sequence[str], http: httpx.A
 async def measure(load: Load, names: Sequence[str], n_daemons: int, kinds: Sequence[str], environment: Path) -> str:
     """One daemon, then several behind each router; returns a table."""
     click.echo(f"{load}; {n_daemons} daemons of the embedded model, one thread each\n")
-    flags = ("--threads", "1", "--drain-timeout-s", "20")
     rows = []
-    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=REQUEST_S) as http:
         ideal: Seen | None = None
-        for name in ("one daemon", *names):
-            alone = name == "one daemon"
-            with tempfile.TemporaryDirectory(prefix="s") as text:
-                folder = Path(text)
-                workers = [Worker(folder, n, flags) for n in range(1 if alone else n_daemons)]
-                try:
-                    for worker in workers:
-                        await worker.start(http)
-                    seen = await _run(load, name, folder, environment, workers, () if alone else kinds, http)
-                finally:
-                    for worker in workers:
-                        worker.end()
+        for name in (ALONE, *names):
+            async with behind(name, n_daemons, environment, http) as (url, workers), trio.open_nursery() as nursery:
+                if kinds and name != ALONE:
+                    nursery.start_soon(disturb, workers, kinds, http, random.Random(load.seed))
+                seen = await converse(load, url, http)
+                nursery.cancel_scope.cancel()
             ideal = ideal or seen
             asked = sum(seen.outcomes.values())
             rows.append((
@@ -355,23 +202,72 @@ async def measure(load: Load, names: Sequence[str], n_daemons: int, kinds: Seque
     return table(("behind", "answered", "prompt", "prefilled", "ratio", "cached %", "slowest s", "other"), rows)
 
 
-async def _run(
-    load: Load,
-    name: str,
-    folder: Path,
-    environment: Path,
-    workers: Sequence[Worker],
-    kinds: Sequence[str],
-    http: httpx.AsyncClient,
-) -> Seen:
-    if name == "one daemon":
-        return await converse(load, workers[0].url, http)
-    async with routed(name, folder, environment, workers, http) as url, trio.open_nursery() as nursery:
-        if kinds:
-            nursery.start_soon(disturb, workers, kinds, http, random.Random(load.seed))
-        seen = await converse(load, url, http)
-        nursery.cancel_scope.cancel()
-    return seen
+@contextlib.asynccontextmanager
+async def behind(
+    name: str, n_daemons: int, environment: Path, http: httpx.AsyncClient
+) -> AsyncIterator[tuple[str, Sequence[Worker]]]:
+    """Daemons behind the router ``name``, or one without any; yields the address of both together."""
+    with tempfile.TemporaryDirectory(prefix="s") as text, contextlib.ExitStack() as stack:
+        folder = Path(text)
+        workers = [Worker(folder, n, FLAGS) for n in range(1 if name == ALONE else n_daemons)]
+        for worker in workers:
+            stack.callback(worker.end)
+            await worker.start(http)
+        if name == ALONE:
+            yield workers[0].url, workers
+            return
+        async with routed(name, folder, environment, workers, http) as url:
+            yield url, workers
+
+
+# -- aiperf ------------------------------------------------------------------------------------
+
+
+async def measure_cells(
+    cells: Sequence[aiperf.Cell], requests: int, names: Sequence[str], n_daemons: int, environment: Path, goodput: str
+) -> str:
+    """As ``measure``, with the load of aiperf; returns a table."""
+    generator = await aiperf.made(environment)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as text:
+        tokenizer = Path(text)
+        with open_vocabulary(EMBEDDED) as vocabulary:
+            await aiperf.write_tokenizer(generator, EMBEDDED, vocabulary.tokenizer, tokenizer)
+        async with httpx.AsyncClient(timeout=REQUEST_S) as http:
+            for load in cells:
+                ideal = 0.0
+                for name in (ALONE, *names):
+                    async with behind(name, n_daemons, environment, http) as (url, workers):
+                        found, n_good = await _with_aiperf(generator, load, requests, tokenizer, url, goodput)
+                        prefilled = sum([await _prefilled(each, http) for each in workers])
+                    ideal = ideal or prefilled
+                    rows.append((
+                        *(f"{load} {name}", cell(found.wall_s, 1), cell(found.requests_per_s, 2), cell(n_good, 2)),
+                        *(cell(found.ttft_p99_ms, 0), cell(found.latency_p99_ms, 0), cell(prefilled, 0)),
+                        *(cell(min(1.0, ideal / prefilled), 3), cell(found.errors, 0)),
+                    ))  # fmt: skip
+                    click.echo(rows[-1], err=True)
+    header = ("behind", "wall s", "req/s", "good/s", "TTFT p99", "latency p99", "prefilled", "affinity", "errors")
+    return table(header, rows)
+
+
+async def _with_aiperf(
+    generator: aiperf.Generator, load: aiperf.Cell, requests: int, tokenizer: Path, url: str, goodput: str
+) -> tuple[aiperf.Figures, float | None]:
+    """What aiperf has measured, and requests per second that met the objectives ``goodput``."""
+    with tempfile.TemporaryDirectory(prefix="aiperf-") as text:
+        out = Path(text)
+        arguments = aiperf.arguments(load, requests, model="embedded", url=url, tokenizer=tokenizer, out=out, seed=1)
+        session = ("--session-header", "X-Session-Id", "--goodput", goodput)
+        found = await aiperf.run_cell(generator, [*arguments, *session], out)
+        export = json.loads((out / aiperf.EXPORT).read_bytes()) if found.wall_s is not None else {}
+    return found, export.get("goodput", {}).get("avg")
+
+
+async def _prefilled(worker: Worker, http: httpx.AsyncClient) -> float:
+    """Prompt tokens that a daemon has computed since its start."""
+    lines = (await http.get(f"{worker.url}/metrics")).text.splitlines()
+    return sum([float(line.rpartition(" ")[2]) for line in lines if line.startswith("uma_prompt_tokens_total")])
 
 
 @bench()
@@ -384,6 +280,9 @@ async def _run(
 @click.option("--turns", type=click.IntRange(1, 100), default=6)
 @click.option("--systems", type=click.IntRange(1, 1000), default=4, help="Different system prompts.")
 @click.option("--seed", type=int, default=1)
+@click.option("--cell", "cells", multiple=True, metavar="CELL", help="Load of aiperf in place of the own one, as of public_load.py: chat/PROMPT/ANSWER/CLIENTS[/shared=TOKENS][/turns=N].  Repeatable.")  # fmt: skip
+@click.option("--requests", type=click.IntRange(1, 100_000), default=144, help="Requests of each cell.")
+@click.option("--goodput", default="time_to_first_token:1000", help="Objectives, in aiperf's words.")
 def main(
     names: str,
     environment: Path,
@@ -394,6 +293,9 @@ def main(
     turns: int,
     systems: int,
     seed: int,
+    cells: Sequence[str],
+    requests: int,
+    goodput: str,
 ) -> None:
     """Compare several daemons behind a router with one daemon."""
     load = Load(
@@ -410,7 +312,11 @@ def main(
     kinds = choices(faults, "--faults", [*FAULTS]) if faults else []
     for line in machine():
         click.echo(line)
-    click.echo(carry_out(partial(measure, load, wanted, daemons, kinds, environment)))
+    work = partial(measure, load, wanted, daemons, kinds, environment)
+    if cells:
+        parsed = [aiperf.parse_cell(text) for text in cells]
+        work = partial(measure_cells, parsed, requests, wanted, daemons, environment, goodput)
+    click.echo(carry_out(work))
 
 
 if __name__ == "__main__":
