@@ -98,6 +98,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
 
 
 Record = Begin | Prompt | Tokens | Resumed | End
+_RECORD: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Record)  # as in journal_format
 
 
 @attrs.define(eq=False)
@@ -193,7 +194,7 @@ def decode(data: bytes | bytearray) -> tuple[AnswerLog, int]:
 
 def _decode(payload: bytes | memoryview) -> Record:
     """Decodes a record.  Raises ``ValueError`` or ``msgspec.MsgspecError`` if a field is out of range."""
-    found: Record = msgspec.msgpack.decode(payload, type=Record)
+    found = _RECORD.decode(payload)
     match found:
         case Begin():
             encode_principal(found.principal.name)

@@ -117,6 +117,10 @@ def file_stem(key: SessionKey) -> str:
     return hashlib.blake2b(msgspec.json.encode([key.principal, key.id]), digest_size=16).hexdigest()
 
 
+_TURN: Final = msgspec.msgpack.Decoder(Turn)
+"""Made when the module is imported: two threads in which msgspec meets a class for the first time end the process."""
+
+
 def encode(session: SessionRecord, before: SessionRecord | None = None) -> bytes:
     """Encodes the record that makes ``session`` of ``before``, or of nothing.
 
@@ -191,7 +195,7 @@ def decode(data: bytes | bytearray) -> SessionFile:
 
 def _decode_turn(payload: bytes | memoryview) -> Turn:
     """Decodes a turn.  Raises ``ValueError`` or ``msgspec.MsgspecError`` if a field is out of range."""
-    turn = msgspec.msgpack.decode(payload, type=Turn)
+    turn = _TURN.decode(payload)
     encode_principal(turn.key.principal)
     if not (math.isfinite(turn.created_at) and math.isfinite(turn.used_at)):
         raise ValueError("a time is not a number")

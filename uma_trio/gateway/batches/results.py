@@ -9,7 +9,7 @@ import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
@@ -20,6 +20,9 @@ class Busy(Exception):
 
 class _Answered(msgspec.Struct):
     custom_id: str
+
+
+_ANSWERED: Final = msgspec.json.Decoder(_Answered)
 
 
 class RowFile:
@@ -54,7 +57,7 @@ class RowFile:
         with open(self._descriptor, "rb", closefd=False) as file:
             for line in file:
                 try:
-                    answered = msgspec.json.decode(line, type=_Answered) if line.endswith(b"\n") else None
+                    answered = _ANSWERED.decode(line) if line.endswith(b"\n") else None
                 except msgspec.DecodeError:
                     answered = None
                 if answered is None:

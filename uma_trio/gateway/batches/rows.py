@@ -27,6 +27,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     body: msgspec.Raw
 
 
+_ROW: Final = msgspec.json.Decoder(Row)
+
+
 @attrs.frozen
 class RowsError(Exception):
     """A file of rows cannot be used, because of one of its lines."""
@@ -108,7 +111,7 @@ class RowReader:
 
     def _row(self, line: bytes, number: int) -> Row:
         try:
-            row = msgspec.json.decode(line, type=Row)
+            row = _ROW.decode(line)
         except msgspec.ValidationError as error:
             message, _, place = str(error).partition(" - at `$.")
             field = place.rstrip("`") or None

@@ -116,6 +116,8 @@ def new_id(kind: str) -> str:
 
 
 T = TypeVar("T", StoredFile, Batch)
+_FILE: Final = msgspec.json.Decoder(StoredFile)
+_BATCH: Final = msgspec.json.Decoder(Batch)
 
 
 class Store:
@@ -173,7 +175,7 @@ class Store:
 
     def file(self, owner: str, file_id: str) -> StoredFile | None:
         """A file of a principal; ``None`` if it has none with this id."""
-        return self._one("files", StoredFile, owner, file_id)
+        return self._one("files", _FILE, owner, file_id)
 
     def files(
         self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
@@ -185,7 +187,7 @@ class Store:
         """
         where = "" if purpose is None else " AND purpose = ?"
         given = () if purpose is None else (purpose,)
-        return self._page("files", StoredFile, owner, where, given, after, limit, newest_first)
+        return self._page("files", _FILE, owner, where, given, after, limit, newest_first)
 
     def delete_file(self, owner: str, file_id: str) -> Literal["deleted", "missing", "in use"]:
         """Delete a file of a principal, unless a batch reads it."""
@@ -223,11 +225,11 @@ class Store:
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
         """A batch of a principal; ``None`` if it has none with this id."""
-        return self._one("batches", Batch, owner, batch_id)
+        return self._one("batches", _BATCH, owner, batch_id)
 
     def batches(self, owner: str, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
         """Batches of a principal, the newest first, and whether there are more; see ``files``."""
-        return self._page("batches", Batch, owner, "", (), after, limit, True)
+        return self._page("batches", _BATCH, owner, "", (), after, limit, True)
 
     def open_batches(self, socket: str) -> list[Batch]:
         """Batches that the daemon at ``socket`` has to answer, the oldest first."""
@@ -237,7 +239,7 @@ class Store:
             rows = connection.execute(
                 "SELECT content FROM batches WHERE socket = ? AND is_open ORDER BY number", (socket,)
             ).fetchall()
-        return [msgspec.json.decode(content, type=Batch) for (content,) in rows]
+        return [_BATCH.decode(content) for (content,) in rows]
 
     def change(self, batch_id: str, change: Callable[[Batch], Batch], files: Sequence[StoredFile] = ()) -> Batch:
         """Replace what is known about a batch by ``change`` of it, and add files with results, both or nothing.
@@ -249,7 +251,7 @@ class Store:
             found = connection.execute("SELECT content FROM batches WHERE id = ?", (batch_id,)).fetchone()
             if found is None:
                 raise LookupError(batch_id)
-            batch = change(msgspec.json.decode(found[0], type=Batch))
+            batch = change(_BATCH.decode(found[0]))
             connection.execute(
                 "UPDATE batches SET is_open = ?, content = ? WHERE id = ?",
                 (batch.status in OPEN, msgspec.json.encode(batch), batch_id),
@@ -279,7 +281,7 @@ class Store:
 
     # -- SQLite --
 
-    def _one(self, table: str, cls: type[T], owner: str, item_id: str) -> T | None:
+    def _one(self, table: str, decoder: msgspec.json.Decoder[T], owner: str, item_id: str) -> T | None:
         if not self._exists():
             return None
         with self._transaction() as connection:
@@ -287,12 +289,12 @@ class Store:
                 f"SELECT content FROM {table} WHERE owner = ? AND id = ?",
                 (owner, item_id),
             ).fetchone()
-        return None if found is None else msgspec.json.decode(found[0], type=cls)
+        return None if found is None else decoder.decode(found[0])
 
     def _page(
         self,
         table: str,
-        cls: type[T],
+        decoder: msgspec.json.Decoder[T],
         owner: str,
         where: str,
         given: Sequence[str],
@@ -311,7 +313,7 @@ class Store:
                 f"SELECT content FROM {table} WHERE owner = ?{where} ORDER BY number {order} LIMIT ?",
                 (owner, *given, limit + 1),
             ).fetchall()
-        return [msgspec.json.decode(content, type=cls) for (content,) in found[:limit]], len(found) > limit
+        return [decoder.decode(content) for (content,) in found[:limit]], len(found) > limit
 
     def _check_room(self, connection: sqlite3.Connection, owner: str, more_bytes: int) -> None:
         n, n_bytes = connection.execute(
