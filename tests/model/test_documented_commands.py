@@ -49,7 +49,7 @@ NOT_RUN = {
     r"uma-trio serve .*--(devices|split-mode|n-cpu-moe) .*": (
         "needs GPUs; tests/model/test_devices.py has RPC servers in their place"
     ),
-    r"python benches/(make_model|public_load|one_gpu)\.py .*": "takes minutes; their tests run them with small models",
+    r"python benches/(make_model|public_load|one_gpu|scale_out)\.py .*": "takes minutes; their tests run them with small models",
     r"uma-trio serve .*--mmproj .*|uma-trio ask --image .*": "needs a model that sees; tests/model/test_vision.py has one",
     r"uma-trio serve .*--peers .*": "needs the other daemons; tests/gateway/test_cluster.py starts two",
     r"python benches/make_projector\.py .*": "needs a checkout; tests/model/test_vision.py makes projectors",

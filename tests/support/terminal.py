@@ -95,9 +95,11 @@ class Terminal:
 
     def wait_for(self, found: str | Callable[[str], object]) -> str:
         """Wait until a text is on the screen, or until a function of the screen's text is true."""
-        until = time.monotonic() + WAIT_S
+        until, is_open = time.monotonic() + WAIT_S, True
         while not (found in self.text if isinstance(found, str) else found(self.text)):
-            if time.monotonic() > until or not self.draw(0.1):
+            if is_open and time.monotonic() < until:
+                is_open = self.draw(0.1)
+            else:
                 raise AssertionError(f"{found!r} is not on the screen:\n{self.text}")
         return self.text
 

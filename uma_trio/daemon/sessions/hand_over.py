@@ -59,6 +59,8 @@ class HandOver:
     _to_offer: list[Session] = attrs.field(factory=list, init=False)
     """The least recently used first."""
     _offered: set[SessionKey] = attrs.field(factory=set, init=False)
+    _arriving: set[SessionKey] = attrs.field(factory=set, init=False)
+    """Sessions whose copies are being written here: they are in the table, and busy."""
 
     def claimed(self, key: SessionKey) -> Lease | None:
         """The lease of a session that may be begun, because nobody has it; ``None`` if it was not claimed."""
@@ -139,6 +141,8 @@ class HandOver:
         return found
 
     def _claim(self, key: SessionKey, session: Session | None, epoch: int, owner: object) -> None:
+        if key in self._arriving:
+            raise SessionBusy(f"session {key.id!r} arrives from another daemon; try again soon", field="session_id")
         if session is not None and session.is_here:
             epoch = session.lease.epoch
         elif self._claims.get(key, {}).keys() - {owner}:
@@ -214,6 +218,7 @@ class HandOver:
         session = Session.from_record(record, self._clock(), self._monotonic())
         session.unused_since, session.turns_on_disk = self._monotonic(), 0
         session.busy = True
+        self._arriving.add(key)
         self._table.add(session)
         try:
             await self._write(session)
@@ -221,6 +226,7 @@ class HandOver:
                 await self._offloader.adopt(Path(query.kv_state), key.principal)
         finally:
             session.busy = False
+            self._arriving.remove(key)
         log.info(
             "took a session over", session=key.id, epoch=query.epoch, turns=session.turns, tokens=len(session.tokens)
         )
