@@ -15,6 +15,7 @@ import contextlib
 import json
 import random
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -24,7 +25,6 @@ from typing import Any, Final
 
 import attrs
 import click
-import httpx
 import public_generator as aiperf
 import trio
 from command import bench, carry_out, choices
@@ -34,6 +34,11 @@ from routers import ROUTERS, Worker, routed
 
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.tokenizer import open_vocabulary
+
+try:
+    import httpx
+except ModuleNotFoundError:
+    sys.exit("scale_out.py needs the package httpx, which the extra dev installs: run ./build_llama.sh --dev")
 
 ENVIRONMENT: Final = Path(__file__).resolve().parent.parent / "build" / "routers"
 FLAGS: Final = ("--threads", "1", "--drain-timeout-s", "20")
