@@ -32,6 +32,8 @@ DEFAULT_PEERS = Path(__file__).resolve().parent.parent / "build" / "peers" / "bi
 
 START_S = 300.0
 """Limit for a start; models of many GB load slowly."""
+RUNS_UNTIL_PRINTED = 3
+"""llama-batched-bench writes its results in a thread that may not have begun when the process ends."""
 POLL_S = 0.02
 LOG_TAIL = 2000
 
@@ -242,10 +244,13 @@ async def run_peer(program: Path, arguments: Sequence[str], cores: Cores | None 
     """
     # pinned between fork and exec, so that the program counts these cores only
     before = None if cores is None else partial(os.sched_setaffinity, 0, cores)
-    done = await trio.run_process(
-        [str(program), *arguments], check=False, capture_stdout=True, capture_stderr=True, preexec_fn=before
-    )
-    if done.returncode:
-        output = done.stderr.decode(errors="replace").strip()
-        raise RivalError(f"{program.name} ended with exit code {done.returncode}: {output[-LOG_TAIL:]}")
+    for _ in range(RUNS_UNTIL_PRINTED):
+        done = await trio.run_process(
+            [str(program), *arguments], check=False, capture_stdout=True, capture_stderr=True, preexec_fn=before
+        )
+        if done.returncode:
+            output = done.stderr.decode(errors="replace").strip()
+            raise RivalError(f"{program.name} ended with exit code {done.returncode}: {output[-LOG_TAIL:]}")
+        if done.stdout:
+            break
     return done.stdout.decode(errors="replace")
