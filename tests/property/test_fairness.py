@@ -390,9 +390,9 @@ def test_a_turn_of_a_lower_class_is_one_burst() -> None:
 def test_the_group_that_was_skipped_longest_has_the_first_turn() -> None:
     """There are more groups than ticks for which one can be skipped."""
     many = 2 * MAX_SKIPPED_TICKS
-    heavy = [SequenceView(i, ENDLESS, principal="heavy", weight=1e9, priority=Priority.INTERACTIVE) for i in range(1)]
+    heavy = SequenceView(0, ENDLESS, principal="heavy", weight=1e9, priority=Priority.INTERACTIVE)
     views = [SequenceView(i, ENDLESS, principal=f"{i:02}") for i in range(1, many + 1)]
-    prefill = Prefill(heavy + views, burst=16)
+    prefill = Prefill([heavy, *views], burst=16)
     for _ in range(MAX_SKIPPED_TICKS + 3 * (many + 1)):
         prefill.divide(16)
     assert {prefill.given[i] for i in range(1, many + 1)} <= {48, 64}
