@@ -5,7 +5,7 @@ import { byId, count, el, setText } from "../dashboard/dom.js";
 import { rootOf } from "./branches.js";
 import { contentOf, textOf } from "./content.js";
 import { button } from "./message.js";
-import { has } from "./models.js";
+import { has, showSenses } from "./models.js";
 import { base64, isPicture, readPicture, thumbnail } from "./pictures.js";
 import { isSound, player, readSound, record } from "./sound.js";
 
@@ -113,6 +113,10 @@ export class Composer {
     this.changed();
   }
 
+  add(file) {
+    this.put({ ...this.draft, files: [...this.files, file] });
+  }
+
   changed() {
     const { text, files } = this.draft;
     try {
@@ -168,14 +172,13 @@ export class Composer {
     if (!files.length && text.length < LARGE_PASTE) return;
     event.preventDefault();
     if (files.length) this.attach(files);
-    else this.put({ ...this.draft, files: [...this.files, { name: `Pasted text ${this.files.length + 1}`, text }] });
+    else this.add({ name: `Pasted text ${this.files.length + 1}`, text });
   }
 
   async attach(files) {
     for (const file of files) {
       try {
-        const read = await this.read(file);
-        this.put({ ...this.draft, files: [...this.files, { name: file.name, ...read }] });
+        this.add({ name: file.name, ...(await this.read(file)) });
       } catch (error) {
         this.say(error.message);
       }
@@ -203,20 +206,33 @@ export class Composer {
       throw new Error(`${byId("model").value} cannot ${what}. Choose a model that can, or give it a projector with --mmproj.`);
   }
 
-  /** Begin a recording, or end and attach it. */
+  /** Begin a recording, or end the one that runs. It is attached when it has ended. */
   async record() {
-    const shown = byId("record");
-    if (this.recording) {
-      const end = this.recording;
-      this.recording = null;
-      setText(shown, "Record");
-      return this.attach([await end()]);
-    }
+    if (this.endRecording) return this.endRecording();
     this.check("audio", "hear sound");
-    this.recording = await record();
-    setText(shown, "End the recording");
+    const shown = byId("record");
+    this.endRecording = () => {}; // the microphone is not open yet
+    shown.classList.add("on");
+    setText(shown, "Opening the microphone");
+    addEventListener("beforeunload", ask);
+    try {
+      const { end, file } = await record();
+      this.endRecording = end;
+      setText(shown, "End the recording");
+      this.add({ name: "Recording", sound: await base64(await readSound(await file)) });
+      this.field.focus();
+    } finally {
+      this.endRecording = null;
+      shown.classList.remove("on");
+      setText(shown, "Record");
+      showSenses();
+      removeEventListener("beforeunload", ask);
+    }
   }
 }
+
+/** Let the browser ask whether to leave the page. */
+const ask = (event) => event.preventDefault();
 
 /** The text of a file. Throws an error that says why it has none. */
 async function readText(file) {

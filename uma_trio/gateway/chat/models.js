@@ -21,8 +21,11 @@ export function has(sense) {
   return senses === UNKNOWN ? undefined : senses.split(" ").includes(sense);
 }
 
-/** Show the button that records if the chosen model hears, and the browser may use the microphone. */
-export const showSenses = () => (byId("record").hidden = !has("audio") || !navigator.mediaDevices);
+/** Show the button that records if the chosen model hears, and the browser may use the microphone; and while it records. */
+export function showSenses() {
+  const record = byId("record");
+  record.hidden = !record.classList.contains("on") && (!has("audio") || !navigator.mediaDevices);
+}
 
 /** Show the models that can chat; again while one of them is loading. */
 export async function showModels() {

@@ -4,6 +4,8 @@ import { el } from "../dashboard/dom.js";
 
 const RATE = 16_000; // samples a second
 const MAX_S = 240; // so that a session has room for it
+const RECORDED_MS = 1000 * (MAX_S - 10); // a recording that is too long would be lost
+const SLICE_MS = 100; // how often a recorder says what it has heard
 const SAMPLE_BYTES = 2;
 const HEADER_BYTES = 44;
 
@@ -72,19 +74,39 @@ export function player(data, label) {
   return made;
 }
 
-/** Record what the microphone hears, until the function that is returned is called; that gives a file. */
+const REFUSED = {
+  NotAllowedError: "The microphone may not be used: allow it in the settings of this page in your browser.",
+  NotFoundError: "No microphone was found.",
+};
+
+/**
+ * Record what the microphone hears. Returns when it hears: what is said from then on is not lost. `end` ends the
+ * recording; `file` is the whole of it, also if it ends by itself because it is long or the microphone is gone.
+ */
 export async function record() {
-  const stream = await navigator.mediaDevices.getUserMedia({ audio: true });
+  const stream = await navigator.mediaDevices.getUserMedia({ audio: true }).catch((error) => {
+    throw new Error(REFUSED[error.name] ?? `The microphone cannot be used: ${error.message}`);
+  });
   const recorder = new MediaRecorder(stream);
+  const end = () => recorder.state === "inactive" || recorder.stop();
   const heard = [];
-  recorder.ondataavailable = ({ data }) => heard.push(data);
-  recorder.start();
-  return () =>
-    new Promise((resolve) => {
+  let file;
+  await new Promise((hears) => {
+    const begun = performance.now();
+    recorder.ondataavailable = ({ data }) => {
+      heard.push(data);
+      if (data.size) hears();
+      if (performance.now() - begun > RECORDED_MS) end();
+    };
+    file = new Promise((resolve, reject) => {
       recorder.onstop = () => {
         for (const track of stream.getTracks()) track.stop();
-        resolve(new File(heard, "Recording", { type: recorder.mimeType }));
+        if (heard.some(({ size }) => size)) resolve(new File(heard, "Recording", { type: recorder.mimeType }));
+        else reject(new Error("Nothing was recorded: the microphone gave no sound."));
+        hears();
       };
-      recorder.stop();
     });
+    recorder.start(SLICE_MS);
+  });
+  return { end, file };
 }
