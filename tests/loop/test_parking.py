@@ -96,6 +96,24 @@ async def test_background_that_waits_for_others_is_copied_at_once(autojump_clock
         await harness.clean()
 
 
+async def test_a_copy_that_a_request_waits_for_has_no_background_next_to_it(autojump_clock) -> None:
+    engine = FakeEngine(n_seq_max=2, n_ctx=20_000, cost_ms=lambda prompt, decodes: 1 + prompt + 50 * decodes)
+    async with asking(engine) as harness:
+        rows = [harness.ask(long_prompt(300, n), 40, slo=Slo(priority="background")) for n in range(2)]
+        with trio.fail_after(100):
+            while not all(len(row.tokens) > 2 for row in rows):
+                await trio.sleep(0.01)
+        before = sum(len(row.tokens) for row in rows)
+        stream = harness.ask([5], 2)
+        with trio.fail_after(100):
+            while not stream.tokens:
+                await trio.sleep(0.001)
+        assert sum(len(row.tokens) for row in rows) - before <= 2, "of the step that computed when the request came"
+        await harness.ended(stream, *rows)
+        assert all(right(row) for row in rows)
+        await harness.clean()
+
+
 async def test_without_memory_a_turn_begins_where_the_last_one_ended(autojump_clock) -> None:
     """A visitor waits then, but both go on."""
     async with asking(slow(), preempted_max_mb=0) as harness:

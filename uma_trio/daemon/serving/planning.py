@@ -147,10 +147,10 @@ class StepPlanner:
         self._timings.attention = self._attention()
         starts_at = trio.current_time()
         decodes, prefills = self._views()
+        if self._running.is_copying:  # a request waits for the copy: a chunk or background streams would delay it
+            decodes, prefills = foreground(decodes), []
         urgent = foreground(decodes) or decodes  # background streams that wait for others are always late
         transfer, embedding = self._offloader.next_transfer(urgent), None
-        if self._running.is_copying:
-            prefills = []  # a request waits for the copy, and a chunk would delay it
         if transfer is not None:
             starts_at += self._offloader.predicted_ms(transfer) / 1e3
         elif not self._running.is_copying:
