@@ -13,10 +13,15 @@ class AbortFlag:
 
     The compute threads read one byte of this object after every operation of the graph. They run no Python, so a busy
     event loop does not delay them.
+
+    Args:
+        memory: where the flag is, such as memory that processes share; ``None`` for memory of its own.
+        offset: of its two bytes there.  The second one is always 0.
     """
 
-    def __init__(self) -> None:
-        self._bytes = ctypes.create_string_buffer(2)
+    def __init__(self, memory: Any = None, offset: int = 0) -> None:
+        two_bytes = ctypes.c_char * 2
+        self._bytes = two_bytes() if memory is None else two_bytes.from_buffer(memory, offset)
 
     def set(self) -> None:
         """Make the running decode and all later ones return ``ABORTED``."""

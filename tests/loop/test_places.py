@@ -128,6 +128,43 @@ async def test_background_gives_way_within_a_tick_also_when_it_has_waited_long(
         await harness.clean()
 
 
+async def test_background_that_computes_is_interrupted_by_others(autojump_clock) -> None:
+    """A step of rows takes 100 ms, and the first token of a request as long as alone: it waits for no step."""
+    engine = FakeEngine(n_seq_max=8, n_ctx=100_000, cost_ms=lambda prompt, decodes: 1 + 2 * prompt + 20 * decodes)
+    async with asking(engine) as harness:
+        alone = await first_token(harness, harness.ask([5], 3))
+        rows = [harness.ask([n, *range(60)], 200, principal="a", slo=BACKGROUND) for n in range(4)]
+        waits = []
+        for n in range(12):
+            await trio.sleep(0.7 + 0.013 * n)
+            assert max(len(row.tokens) for row in rows) < 200
+            visitor = harness.ask([9, n], 3)
+            waits.append(await first_token(harness, visitor))
+            await harness.ended(visitor)
+            assert right(visitor)
+        assert max(waits) < alone + 0.005
+        await harness.ended(*rows)
+        assert all(row.reason == "length" and right(row) for row in rows)
+        await harness.clean()
+
+
+async def test_background_comes_to_an_end_although_others_interrupt_it_all_the_time(autojump_clock) -> None:
+    """Requests come every 40 ms, and a chunk of a row takes 100 ms: without a bound, none would ever be complete."""
+    engine = FakeEngine(n_seq_max=4, n_ctx=100_000, cost_ms=lambda prompt, decodes: 1 + prompt + decodes)
+    async with asking(engine) as harness:
+        row = harness.ask([*range(100)] * 10, 3, principal="a", slo=BACKGROUND)
+        began = trio.current_time()
+        n = 0
+        while not row.sequence.done.is_set():
+            n += 1
+            await harness.answer([9, n], 1)
+            await trio.sleep(0.04)
+        assert n > 20
+        assert trio.current_time() - began < 2.5, "its prompt alone takes a second"
+        assert right(row)
+        await harness.clean()
+
+
 async def test_background_waits_for_others(autojump_clock) -> None:
     async with asking(FakeEngine(n_seq_max=2)) as harness:
         others = [harness.ask([n], 200, principal="a") for n in range(2)]

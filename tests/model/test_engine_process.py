@@ -19,7 +19,8 @@ from uma_trio import config
 from uma_trio.daemon.engines.link import ProcessLauncher, ThreadLauncher
 from uma_trio.daemon.engines.process import EngineProcess
 from uma_trio.engine.open_fitted import open_engine
-from uma_trio.engine_link.messages import EngineDied, LoadError, Start, Step, StepInput
+from uma_trio.engine_link.kv_ops import Truncate
+from uma_trio.engine_link.messages import EngineDied, LoadError, Revoked, Start, Step, StepInput
 from uma_trio.grammar.checker import LocalChecker
 from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.grammar.vocabulary import Vocabulary
@@ -79,6 +80,19 @@ async def test_the_reason_of_a_death_names_the_signal(child, number):
     os.kill(child.pid, number)
     with trio.fail_after(60), pytest.raises(EngineDied, match=number.name):
         await child.receive()
+
+
+async def test_a_step_that_gives_way_is_interrupted(link, prompts):
+    """Its flag is set before it comes, so that it cannot be complete by then; what runs ahead of it is withdrawn too."""
+    expected = await link.compute(Step((), [[prefill(1, prompts[1])]], 1))
+    gives_way = Step([Truncate(1)], [[prefill(1, prompts[1])]], 2, gives_way=True)
+    link._interrupts.set(2)
+    link._send(gives_way)
+    link.submit(Step((), [[1]], 3, 2))
+    assert await answers(link, 2) == [Revoked(2, began=True), Revoked(3)]
+    gives_way.number = 4
+    assert (await link.compute(gives_way)).tokens == expected.tokens
+    link.revoke(4)  # too late
 
 
 async def test_a_stopped_engine_is_killed_also_without_a_step(child):

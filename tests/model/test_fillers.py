@@ -29,8 +29,9 @@ from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
 from uma_trio.daemon.serving.scheduler import Scheduler
+from uma_trio.engine_link.interrupts import Interrupts, new_file
 from uma_trio.engine_link.kv_ops import CopyPrefix, SaveState, Truncate
-from uma_trio.engine_link.messages import EngineError, SampleRequest, Start, Step, StepInput
+from uma_trio.engine_link.messages import EngineError, SampleRequest, Start, Step, StepInput, StepInterrupted
 from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.principal import Principal
@@ -321,6 +322,45 @@ def test_after_an_abort_nothing_is_left_of_the_rows(engine: Any, prompts: list[l
         streams.decode(0, 3)
     assert rows_of_last_call(engine) == 4
     assert engine.used_cells() == before
+
+
+@pytest.mark.parametrize("in_second_call", [False, True])
+def test_an_interrupted_step_leaves_the_sequences_as_they_were(
+    engine: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, in_second_call: bool
+) -> None:
+    """Its first call decodes next to filler rows, its second one begins a prompt."""
+    streams = Streams(engine, prompts, greedily)
+    streams.begin(0, 1, 3)
+    prompt = prefill_input(2, prompts[2])
+    gives_way = Step((), [streams.inputs(0, 3), [prompt]], 7, gives_way=True)
+    before = engine.used_cells()
+    fd = new_file()
+    engine.interrupts = Interrupts(fd)
+    os.close(fd)
+    if in_second_call:
+        sample = engine._sample
+
+        def sample_and_set(*arguments: Any) -> Any:
+            engine.interrupts.set(7)
+            return sample(*arguments)
+
+        monkeypatch.setattr(engine, "_sample", sample_and_set)
+    else:
+        engine.interrupts.set(7)
+    with pytest.raises(StepInterrupted):
+        engine.step(gives_way)
+    assert engine.used_cells() == before
+    monkeypatch.undo()
+    streams.decode(1)  # no other step has this flag
+    engine.interrupts.clear(7)
+    found = engine.step(gives_way).tokens
+    assert found == engine.step(Step([Truncate(2), *rewound(streams, 0, 3)], gives_way.calls)).tokens
+    assert [*found[:2]] == [alone(engine, prompts[seq], 2)[1] for seq in (0, 3)]
+
+
+def rewound(streams: Streams, *seq_ids: int) -> list[Truncate]:
+    """Remove the last token of each."""
+    return [Truncate(each.seq_id, each.position) for each in streams.inputs(*seq_ids)]
 
 
 def test_after_a_failed_call_nothing_is_left_of_the_rows(

@@ -32,6 +32,7 @@ from uma_trio.engine.worker import StepRunner
 from uma_trio.engine_link.adapters import Scales
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.devices import DeviceMemory, Devices
+from uma_trio.engine_link.interrupts import Interrupts
 from uma_trio.engine_link.kv_ops import (
     MAX_CHECKPOINTS,
     CopyPrefix,
@@ -345,6 +346,7 @@ class FakeEngine:
         self.embedding_failure: str | None = None
         """The next texts to embed fail with this reason."""
         self.masks: Masks | None = None
+        self.interrupts: Interrupts | None = None
         self.is_async = False
         self.checkpoints: dict[int, tuple[int, int]] = {}
         """Length and digest of what was held, by number of the checkpoint."""
@@ -697,6 +699,11 @@ class FakeEngine:
         self.checkpoints.clear()
         self.resets += 1
 
+    def cut(self, seq_id: int, length: int) -> None:
+        """Let a sequence hold its first ``length`` tokens only."""
+        if seq_id in self._cache:
+            self._cache[seq_id] = self._cache[seq_id].beginning(length)
+
     def abort(self) -> None:
         self._aborted = True
 
@@ -725,11 +732,14 @@ class VirtualLink:
         engine.masks = None
         self._begun: tuple[Step, float] | None = None
         """A step that waits for its late masks, and when it began."""
+        self._gives_way: dict[int, int] = {}
+        """What the sequences of the last step that began held before it, if it gives way."""
         self._revoked: list[int] = []
         """Steps behind it that were revoked; answered after it."""
         self._masks_ready: tuple[MasksReady, float] | None = None
         """The latest, and when it came."""
-        self._masks_came = trio.Event()
+        self._wake = trio.Event()
+        """Set when an answer may come earlier."""
 
     @property
     def is_usable(self) -> bool:
@@ -743,8 +753,8 @@ class VirtualLink:
     def masks_ready(self, number: int, rows: Mapping[int, int]) -> None:
         self._masks_ready = MasksReady(number, rows), trio.current_time()
         self._catch_up()
-        self._masks_came.set()
-        self._masks_came = trio.Event()
+        self._wake.set()
+        self._wake = trio.Event()
 
     def computing(self, wait_s: float) -> None:
         """See ``messages.StepCallbacks``."""
@@ -767,11 +777,29 @@ class VirtualLink:
 
     def revoke(self, number: int) -> None:
         self._catch_up()
+        self._interrupt(number)
         for item in [item for item in self._waiting if item[0].number == number]:
             self._waiting.remove(item)
             self._revoked.append(number)
         if self._begun is None:
             self._report_revoked()
+
+    def _interrupt(self, number: int) -> None:
+        """End step ``number`` if it gives way and computes: what it has changed already did not happen."""
+        now = trio.current_time()
+        computing = [answer for at, answer in self._answers if at > now and isinstance(answer, StepOutput)]
+        if not self._gives_way or not computing or computing[0].number != number:
+            return
+        for seq_id, position in self._gives_way.items():
+            self.engine.cut(seq_id, position)
+        self._runner = StepRunner(self.engine)  # what runs ahead of it is stale
+        self._free_at = now
+        self._answers = deque(
+            (min(at, now), Revoked(number, began=True) if answer is computing[0] else answer)
+            for at, answer in self._answers
+        )
+        self._wake.set()
+        self._wake = trio.Event()
 
     def _report_revoked(self) -> None:
         at = max(self._free_at, trio.current_time())
@@ -783,7 +811,7 @@ class VirtualLink:
         while not self._answers or self._answers[0][0] > trio.current_time():
             until = min([self._answers[0][0] if self._answers else math.inf, self._waits_until()])
             with trio.move_on_at(until):
-                await self._masks_came.wait()
+                await self._wake.wait()
             self._catch_up()
         await trio.lowlevel.checkpoint()
         found = []
@@ -851,6 +879,8 @@ class VirtualLink:
             if ready is None and waits_until > trio.current_time():
                 return
             self._begun = None
+            inputs = chain.from_iterable(self._runner.inputs(step)) if step.gives_way else ()
+            self._gives_way = {each.seq_id: each.position for each in inputs}
             answer: Any
             try:
                 answer = self._runner.run(step, callbacks=self)

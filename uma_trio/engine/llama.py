@@ -53,6 +53,7 @@ from uma_trio.engine.sampling.logprobs import compute_logprobs
 from uma_trio.engine_link.defaults import with_defaults
 from uma_trio.engine_link.devices import Devices
 from uma_trio.engine_link.grammar_state import GrammarState
+from uma_trio.engine_link.interrupts import Interrupts
 from uma_trio.engine_link.masks import Masks
 from uma_trio.engine_link.messages import (
     MASK_LATE,
@@ -70,6 +71,7 @@ from uma_trio.engine_link.messages import (
     Step,
     StepCallbacks,
     StepInput,
+    StepInterrupted,
     StepOutput,
 )
 from uma_trio.engine_link.sampling import TokenLogprobs
@@ -128,7 +130,10 @@ class LlamaEngine:
         """Seconds that a GPU took for the last call that only decoded and for the last other one, and the rows of each."""
         """How long the device computed after the latest ``llama_decode`` call had returned."""
         self._positions = Positions()
+        self.interrupts: Interrupts | None = None
         self._abort = llama_abi.AbortFlag()
+        self._interrupt: llama_abi.AbortFlag | None = None
+        """The flag of the running step, if it gives way."""
         with contextlib.ExitStack() as stack:
             self._load(stack, path, on_progress, adapters, layout_cache, layouts, target_itl_ms)
             self._open_parts(stack)
@@ -365,11 +370,30 @@ class LlamaEngine:
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
         """See ``messages.Engine``."""
         try:
+            if step.gives_way and self.interrupts is not None:
+                return self._interruptible(step, self.interrupts, callbacks)
             return self._step(step, callbacks)
-        except EngineError:
+        except (EngineError, StepInterrupted):
             raise
         except Exception as error:  # refused by the ABI layer, or a defect: the context is not to be trusted
             raise EngineError(f"{type(error).__name__}: {error}") from error
+
+    def _interruptible(
+        self, step: Step[StepInput], interrupts: Interrupts, callbacks: StepCallbacks | None
+    ) -> StepOutput:
+        """Compute a step that gives way."""
+        self._interrupt = llama_abi.AbortFlag(interrupts.memory, interrupts.offset(step.number))
+        self._context.set_abort_flag(self._interrupt)
+        try:
+            return self._step(step, callbacks)
+        except StepInterrupted:
+            for each in itertools.chain.from_iterable(step.calls):
+                if not self._context.seq_remove(each.seq_id, each.position, -1):
+                    raise EngineError(f"the memory cannot remove the end of sequence {each.seq_id}") from None
+            raise
+        finally:
+            self._interrupt = None
+            self._context.set_abort_flag(self._abort)
 
     def _step(self, step: Step[StepInput], callbacks: StepCallbacks | None) -> StepOutput:
         started = began = time.perf_counter()
@@ -499,6 +523,8 @@ class LlamaEngine:
         """When ``llama_decode`` has come back with ``code``: now."""
         if code:
             self._context.synchronize()
+            if code == llama_abi.ABORTED and self._interrupt is not None and not self._abort.is_set():
+                raise StepInterrupted
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
         return time.perf_counter()
 
@@ -614,6 +640,8 @@ class LlamaEngine:
 
     def abort(self) -> None:
         self._abort.set()
+        if (interrupt := self._interrupt) is not None:
+            interrupt.set()
 
     def close(self) -> None:
         self._owned.close()

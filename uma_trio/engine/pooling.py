@@ -25,6 +25,7 @@ from uma_trio.engine.placement import library_environment, open_library, place
 from uma_trio.engine_link.adapters import Scales
 from uma_trio.engine_link.defaults import with_defaults
 from uma_trio.engine_link.devices import Devices
+from uma_trio.engine_link.interrupts import Interrupts
 from uma_trio.engine_link.masks import Masks
 from uma_trio.engine_link.messages import (
     MAX_EMBEDDING_SEQUENCES,
@@ -99,6 +100,7 @@ class PoolingEngine:
             self._adapters = LoadedAdapters(model, adapters, on_gpu=self._place.on_gpu)
             stack.pop_all()
         self.masks: Masks | None = None
+        self.interrupts: Interrupts | None = None
         self.is_async = False
         self._on_gpu = self._place.on_gpu
         self._abort = llama_abi.AbortFlag()

@@ -1,7 +1,7 @@
 """The engine's side of the link: one loop that reads messages, computes steps and answers.
 
 The worker is single-threaded.  It reads the socket when it has nothing to compute, while a GPU computes, and between two
-steps.  So a ``Revoke`` takes effect until its step begins.
+steps.  So a ``Revoke`` takes effect until its step begins; a step that computes is ended by its flag (``Interrupts``).
 
 Source: docs/design/engine-process.md.
 """
@@ -24,12 +24,14 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
+from uma_trio.engine_link.interrupts import Interrupts
 from uma_trio.engine_link.kv_ops import LoadState, SaveState, Truncate
 from uma_trio.engine_link.masks import MaskFile, Masks
 from uma_trio.engine_link.media import MediaRows
 from uma_trio.engine_link.messages import (
     DROPPED,
     MAX_FDS,
+    AttachInterrupts,
     AttachMasks,
     Decoder,
     DefineGrammar,
@@ -52,6 +54,7 @@ from uma_trio.engine_link.messages import (
     Step,
     StepFailed,
     StepInput,
+    StepInterrupted,
     StepOutput,
     SubmittedStep,
     encode,
@@ -110,6 +113,7 @@ class StepRunner:
 
         Raises:
             EngineError: the step failed, and it is unknown what the KV cache holds.
+            StepInterrupted: its flag was set.  Steps that run ahead of it are stale.
         """
         calls = self.inputs(step)
         kept = [inputs for inputs in calls if inputs]
@@ -124,7 +128,7 @@ class StepRunner:
         runnable: Step[StepInput] = Step(
             ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings
         )
-        runnable.embedding_adapters = step.embedding_adapters
+        runnable.embedding_adapters, runnable.gives_way = step.embedding_adapters, step.gives_way
         output = self._engine.step(runnable, **options)
         if drafted is not None:
             output.drafted = drafted
@@ -318,6 +322,10 @@ class Worker:
         self._last_decodes = decodes
         try:
             output = runner.run(step, callbacks=self)
+        except StepInterrupted:
+            self._read(wait=False)
+            self._answer(Revoked(step.number, began=True))
+            return
         except EngineError as error:
             engine.reset()
             self._read(wait=False)
@@ -415,6 +423,8 @@ class Worker:
             case DefineGrammar():
                 assert self.engine is not None
                 self.engine.define_grammar(message)
+            case AttachInterrupts():
+                self._attach_interrupts(self._fds.popleft())
             case AttachMasks():
                 self._attach_masks(MaskFile(self._fds.popleft(), message.n_rows, message.n_vocab))
             case SetThreads():
@@ -422,6 +432,16 @@ class Worker:
                 self.engine.set_threads(message.n_threads)
             case MasksReady():
                 self._masks_ready = message
+
+    def _attach_interrupts(self, fd: int) -> None:
+        """Map the flags.  If that fails, no step gives way."""
+        assert self.engine is not None
+        try:
+            self.engine.interrupts = Interrupts(fd)
+        except (OSError, ValueError) as error:
+            log.error("the flags of steps cannot be mapped: %s", error)
+        finally:
+            os.close(fd)
 
     def _attach_masks(self, file: MaskFile) -> None:
         """Map the masks.  If that fails, all samples that wait for a mask get ``MASK_LATE``."""

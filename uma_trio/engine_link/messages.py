@@ -25,6 +25,7 @@ from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.defaults import SMALL_BATCH
 from uma_trio.engine_link.devices import Devices
 from uma_trio.engine_link.grammar_state import GrammarState
+from uma_trio.engine_link.interrupts import Interrupts
 from uma_trio.engine_link.kv_ops import KvOp
 from uma_trio.engine_link.masks import Masks
 from uma_trio.engine_link.media import MediaRows
@@ -49,6 +50,10 @@ MAX_EMBEDDING_SEQUENCES: Final = 16
 
 class EngineError(Exception):
     """A step failed.  What the KV cache holds is unknown: ``reset`` the engine before the next step."""
+
+
+class StepInterrupted(Exception):
+    """A step that gives way was interrupted.  Its KV operations are done; its sequences hold what they held before it."""
 
 
 class EngineDied(Exception):
@@ -368,6 +373,9 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     """A draft ends before the token at which the probability that all of it is right falls below this."""
     embedding_adapters: Scales = ()
     """The adapters of the texts to embed.  A text that goes on has those of its first chunk."""
+    gives_way: bool = False
+    """May be interrupted; see ``Interrupts``.  It has no texts to embed, no draft tokens and no copy of a state, and its
+    sequences can be truncated."""
 
 
 class DefineGrammar(msgspec.Struct, array_like=True, tag="grammar"):
@@ -380,7 +388,10 @@ class DefineGrammar(msgspec.Struct, array_like=True, tag="grammar"):
 
 
 class Revoke(msgspec.Struct, array_like=True, tag="revoke"):
-    """Withdraw step ``number`` if it has not begun; answered with ``Revoked`` then, and ignored otherwise."""
+    """Withdraw step ``number`` if it has not begun; answered with ``Revoked`` then, and ignored otherwise.
+
+    A step that gives way is withdrawn by its flag, also after it has begun.
+    """
 
     number: int
 
@@ -389,6 +400,10 @@ class SetThreads(msgspec.Struct, array_like=True, tag="threads"):
     """Compute with this many threads from the next step on, because other engines compute as well."""
 
     n_threads: int
+
+
+class AttachInterrupts(msgspec.Struct, array_like=True, tag="interrupts"):
+    """Map the file whose descriptor comes with this message: flags of steps that give way."""
 
 
 class AttachMasks(msgspec.Struct, array_like=True, tag="attach"):
@@ -531,13 +546,17 @@ class StepFailed(msgspec.Struct, array_like=True, tag="step_failed"):
 
 
 class Revoked(msgspec.Struct, array_like=True, tag="revoked"):
-    """Step ``number`` was withdrawn before it began."""
+    """Step ``number`` was withdrawn."""
 
     number: int
+    began: bool = False
+    """It was interrupted: its KV operations are done, and nothing else.  Otherwise nothing is done."""
 
 
 SubmittedStep: TypeAlias = Step[StepInput | Continued]
-FromDaemon: TypeAlias = Start | SubmittedStep | DefineGrammar | Revoke | AttachMasks | MasksReady | SetThreads
+FromDaemon: TypeAlias = (
+    Start | SubmittedStep | DefineGrammar | Revoke | AttachInterrupts | AttachMasks | MasksReady | SetThreads
+)
 StepAnswer: TypeAlias = StepOutput | StepFailed | Revoked
 """What comes after ``Ready``: one for each step, in order."""
 FromEngine: TypeAlias = Opening | Loading | Ready | LoadFailed | StepAnswer
@@ -567,6 +586,8 @@ class Engine(Protocol):
     """``llama_decode`` returns while the device still computes, as on a GPU."""
     masks: Masks | None
     """Where late masks are; attached by the worker."""
+    interrupts: Interrupts | None
+    """Flags of steps that give way; attached by the worker."""
 
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
         """Compute one step.  Blocks for as long as it computes, without the GIL.
@@ -576,6 +597,7 @@ class Engine(Protocol):
 
         Raises:
             EngineError: what the KV cache holds is unknown afterwards.
+            StepInterrupted: its flag was set.
         """
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:

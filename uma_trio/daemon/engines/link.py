@@ -20,12 +20,14 @@ from typing import Any, Final, Protocol
 import trio
 
 from uma_trio.daemon.engines.process import EngineProcess
+from uma_trio.engine_link.interrupts import Interrupts, new_file
 from uma_trio.engine_link.kv_ops import LoadState, SaveState
 from uma_trio.engine_link.masks import MaskFile
 from uma_trio.engine_link.messages import (
     DOES_NOT_OPEN,
     MAX_FDS,
     NO_MEMORY,
+    AttachInterrupts,
     AttachMasks,
     Decoder,
     DefineGrammar,
@@ -121,6 +123,8 @@ class EngineLink:
 
     ready: Ready
     """What the engine reported when its model was loaded; set by ``load``."""
+    _interrupts: Interrupts
+    """Flags of its steps; set by ``load``."""
 
     def __init__(self, sock: socket.socket, process: Process) -> None:
         self._sock = sock
@@ -196,6 +200,7 @@ class EngineLink:
                             raise LoadError(message.reason, message.remedy, is_about_memory=message.is_about_memory)
                         case Ready():
                             self.ready = message
+                            self._attach_interrupts()
                             loaded = True
                             return True
             return False
@@ -206,10 +211,19 @@ class EngineLink:
                 self.kill()
                 await self.aclose()
 
+    def _attach_interrupts(self) -> None:
+        fd = new_file()
+        try:
+            self._interrupts = Interrupts(fd)
+            self._send(AttachInterrupts(), [fd])
+        finally:
+            os.close(fd)
+
     # -- steps ----------------------------------------------------------------------------------
 
     def submit(self, step: SubmittedStep) -> None:
         """Send a step; does not wait.  The engine computes steps in the order of their submission."""
+        self._interrupts.clear(step.number)
         fds = [op.fd for op in step.ops if isinstance(op, SaveState | LoadState)]
         chunks = [each for inputs in step.calls for each in inputs if isinstance(each, StepInput)]
         fds += [rows.fd for each in chunks for rows in each.media]
@@ -226,7 +240,8 @@ class EngineLink:
         self._send(SetThreads(n_threads))
 
     def revoke(self, number: int) -> None:
-        """Ask the engine not to begin step ``number``; it answers ``Revoked`` unless the step has begun."""
+        """Ask the engine not to begin step ``number``, or to interrupt it if it gives way; it answers ``Revoked`` then."""
+        self._interrupts.set(number)
         self._send(Revoke(number))
 
     def attach_masks(self, file: MaskFile) -> None:

@@ -25,7 +25,7 @@ from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.gaps import NO_FILLERS
 from uma_trio.daemon.scheduling.policy import NO_DRAFT_MODEL, Plan, PolicyState, Tick, plan
 from uma_trio.daemon.scheduling.timings import StepTimings
-from uma_trio.daemon.scheduling.view import SequenceView, foreground
+from uma_trio.daemon.scheduling.view import Priority, SequenceView, foreground
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
 from uma_trio.daemon.serving.drafting import MAX_STREAMS, DraftModel
 from uma_trio.daemon.serving.embedding import EmbeddingChunk, EmbeddingQueue
@@ -183,6 +183,10 @@ class StepPlanner:
             transfer=transfer,
             embedding=embedding,
             draft_inputs=draft_inputs,
+            gives_way=transfer is None
+            and embedding is None
+            and not draft_inputs
+            and self._gives_way(chosen, sequences),
         )
 
     def step_ahead(self, step: InFlightStep) -> PlannedStep | NoStep:
@@ -221,11 +225,17 @@ class StepPlanner:
             policy_before=before,
             mask_timeout_ms=self._mask_timeout_ms,
             draft_inputs=draft_inputs,
+            gives_way=not draft_inputs and self._gives_way(chosen, sequences),
         )
 
-    def undo(self, planned: PlannedStep) -> None:
-        """``planned``, which ran ahead, was not begun."""
-        self._cache.put_back(planned.ops)
+    def undo(self, planned: PlannedStep, *, began: bool = False) -> None:
+        """``planned`` was withdrawn.
+
+        Args:
+            began: its KV operations are done.
+        """
+        if not began:
+            self._cache.put_back(planned.ops)
         if self.drafts is not None:
             self.drafts.undo(planned)
         self._policy = self._policy.undo(planned.policy_before, planned.plan.state)
@@ -339,6 +349,16 @@ class StepPlanner:
         time_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - trio.current_time())
         inputs = self.drafts.catch_up(behind, min(time_ms / 2, self._limits.prefill_tick_ms) - chosen.predicted_ms)
         return inputs, self.drafts.cost.ms(1, sum([len(each.tokens) for each in inputs]))
+
+    def _gives_way(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> bool:
+        """Whether a step without anything else may be interrupted: it computes background sequences, and can be undone."""
+        if not (self._info.can_truncate and self._info.state_can_truncate):
+            return False
+        seq_ids = [*[view.seq_id for view in chosen.decodes], *[chunk.seq_id for chunk in chosen.chunks]]
+        computed = [sequences[seq_id] for seq_id in seq_ids]
+        return all(
+            each.priority is Priority.BACKGROUND and each.control is None and not each.prompt.media for each in computed
+        )
 
     def _pause_of(self, sequence: Sequence) -> int:
         assert sequence.allocation is not None

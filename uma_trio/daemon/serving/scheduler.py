@@ -25,8 +25,10 @@ from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import CostModel
+from uma_trio.daemon.scheduling.lost_time import LostTime
 from uma_trio.daemon.scheduling.rest import Rest, rest_of
 from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.scheduling.view import Priority
 from uma_trio.daemon.serving.changes import append_known
 from uma_trio.daemon.serving.controllers.driver import (
     MAX_WAIT_S,
@@ -142,6 +144,7 @@ class Scheduler:
         self._explainer = Explainer(spell_each or (lambda tokens: [token_to_bytes(token) for token in tokens]))
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._bisection: CrashBisection[Sequence] = CrashBisection()
+        self._lost_time = LostTime()
         self._controllers = ControllerDriver(runtime, engine, self._running)
         self._planner = StepPlanner(
             info=self.info,
@@ -227,6 +230,8 @@ class Scheduler:
         for sequence in sequences:
             sequence.deadline_at = deadline_at
         self._report_forecasts()
+        if sequences[0].priority is not Priority.BACKGROUND:
+            self._interrupt()
         self.wake()
         return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
 
@@ -397,6 +402,14 @@ class Scheduler:
             self._revoke(ahead)
         self._wake.set()
 
+    def _interrupt(self) -> None:
+        """End the step that computes, if it gives way to a request that has just come."""
+        step = self._in_flight[0] if self._in_flight else None
+        if step is None or step.revoked or not step.gives_way:
+            return
+        if self._lost_time.may_lose(1e3 * (trio.current_time() - step.began_at)):
+            self._revoke(step)
+
     def _act(self, actions: Actions) -> None:
         """Do what the driver of controllers asks for."""
         for action in actions:
@@ -424,9 +437,9 @@ class Scheduler:
         ahead = self._in_flight[-1] if len(self._in_flight) > 1 else None
         return None if ahead is None or ahead.revoked else ahead
 
-    def _revoke(self, ahead: InFlightStep) -> None:
-        ahead.revoked = True
-        self._engine.link.revoke(ahead.number)
+    def _revoke(self, step: InFlightStep) -> None:
+        step.revoked = True
+        self._engine.link.revoke(step.number)
 
     def set_threads(self, n_threads: int) -> None:
         """Have steps computed with this many threads, because other engines compute as well."""
@@ -585,7 +598,7 @@ class Scheduler:
                     case StepOutput():
                         completed.append(self._complete_step(self._in_flight.pop(0), answer))
                     case Revoked():
-                        self._undo_revoked(self._in_flight.pop(0))
+                        self._undo_revoked(self._in_flight.pop(0), began=answer.began)
                     case StepFailed():
                         failure = answer.reason
                         break
@@ -633,6 +646,8 @@ class Scheduler:
             ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
         self._planner.last_was_outlier = completed.is_outlier
+        if step.planned.gives_way:
+            self._lost_time.completed(completed.duration_ms)
         if completed.is_outlier:
             self._learn(completed)
         return completed
@@ -643,11 +658,19 @@ class Scheduler:
         if step.rows and not any(row.dropped for row in step.rows.values()):
             self.timings.record_step(completed.work, completed.duration_ms)
 
-    def _undo_revoked(self, step: InFlightStep) -> None:
-        """``step`` was not begun."""
+    def _undo_revoked(self, step: InFlightStep, *, began: bool) -> None:
+        """``step`` was withdrawn; if it had begun, its KV operations are done."""
         self._controllers.step_revoked(step)
-        self._planner.undo(step.planned)
-        self._freed[:0] = step.freed
+        self._planner.undo(step.planned, began=began)
+        if began:
+            now = trio.current_time()
+            self._lost_time.interrupted(1e3 * (now - step.began_at))
+            self._stats.record_freed(step.freed, step.began_at)
+            self._stats.end_of_work()
+            if self._in_flight:
+                self._in_flight[0].began_at = now
+        else:
+            self._freed[:0] = step.freed
         self._release_finished(step)
 
     def _release_finished(self, step: InFlightStep) -> None:

@@ -67,6 +67,8 @@ class PlannedStep:
     """The texts that it embeds."""
     draft_inputs: abc.Sequence[DraftInput] = ()
     """What the draft model computes."""
+    gives_way: bool = False
+    """It may be interrupted, because it computes nothing but background sequences."""
 
 
 @attrs.define(eq=False)
@@ -122,6 +124,11 @@ class InFlightStep:
     revoked: bool = False
     """The engine was asked not to begin it."""
     began_at: float = attrs.field(factory=trio.current_time)
+
+    @property
+    def gives_way(self) -> bool:
+        """It can be computed again later as if it had not begun: nobody counts on what it computes."""
+        return self.planned.gives_way and not any(each.state is State.FINISHED for each in self.rows)
 
     @property
     def plan(self) -> Plan:
@@ -251,6 +258,7 @@ def build_step(
     if planned.embedding is not None:
         step.embeddings = planned.embedding.inputs
         step.embedding_adapters = planned.embedding.adapters
+    step.gives_way = planned.gives_way
     if planned.draft_inputs:
         step.drafts, step.min_draft_probability = planned.draft_inputs, plan.min_draft_probability
     by_sequence = {row.sequence: row for call in calls for row in call.rows}
