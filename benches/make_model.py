@@ -38,6 +38,8 @@ def random_rows(
         values = np.linspace(-1, 1, 256) * deviation * math.sqrt(3)
         table = values.astype(np.float32 if kind == VECTORS else np.float16)
         return table[_bytes(noise, rows * columns)].reshape(rows, columns).view(np.uint8)
+    if kind == gguf.GGMLQuantizationType.Q4_K:
+        return _rows_of_q4_k(noise, rows, columns, deviation)
     blocks = rows * columns // BLOCK
     if kind == gguf.GGMLQuantizationType.Q8_0:
         levels = np.maximum(_bytes(noise, blocks * BLOCK).view(np.int8), -127)
@@ -51,6 +53,18 @@ def random_rows(
     scales = np.array([scale, -scale], np.float16)[signs]
     made = np.concatenate([scales[:, np.newaxis].view(np.uint8), quants], axis=1)
     return made.reshape(rows, -1)
+
+
+def _rows_of_q4_k(noise: np.random.SFC64, rows: int, columns: int, deviation: float) -> npt.NDArray[np.uint8]:
+    """Levels from 0 to 15, scaled and moved so that their mean is 0.  Random signs of both make blocks differ."""
+    n_weights, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_K]
+    blocks = rows * columns // n_weights
+    quants = _bytes(noise, blocks * n_weights // 2).reshape(blocks, n_weights // 2)
+    # all eight scales and minima of a block are 32, in six bits each
+    packed = np.tile(np.array([160] * 8 + [0] * 4, np.uint8), (blocks, 1))
+    scale = deviation / math.sqrt((16**2 - 1) / 12) / 32
+    pairs = np.array([[scale, 7.5 * scale], [-scale, -7.5 * scale]], np.float16)[_bytes(noise, blocks) & 1]
+    return np.concatenate([pairs.view(np.uint8), packed, quants], axis=1).reshape(rows, -1)
 
 
 def _bytes(noise: np.random.SFC64, count: int) -> npt.NDArray[np.uint8]:

@@ -20,6 +20,7 @@ ENCODER_VOCABULARY = VOCABULARIES / "ggml-vocab-bert-bge.gguf"
 QUANTS = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+    "q4_k": (gguf.GGMLQuantizationType.Q4_K, gguf.LlamaFileType.MOSTLY_Q4_K_S),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
 }
@@ -156,8 +157,11 @@ class Tensor:
         return (self.columns,) if self.rows == 1 else (self.rows, self.columns)
 
     def ggml_type(self, quant: str) -> gguf.GGMLQuantizationType:
-        is_vector = self.deviation is None or self.is_float
-        return VECTORS if is_vector or self.columns % BLOCK else QUANTS[quant][0]
+        """Its type in the file.  Rows that are not whole blocks of Q4_K have Q8_0."""
+        if self.deviation is None or self.is_float or self.columns % BLOCK:
+            return VECTORS
+        found = QUANTS[quant][0]
+        return found if self.columns % gguf.GGML_QUANT_SIZES[found][0] == 0 else gguf.GGMLQuantizationType.Q8_0
 
 
 def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp], ctx: int) -> Iterator[Tensor]:

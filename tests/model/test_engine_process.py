@@ -9,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import attrs
 import psutil
 import pytest
 import trio
 
 from tests.support.link_contract import *  # noqa: F403
 from tests.support.link_contract import answers, prefill
+from tests.support.random_models import random_model
 from uma_trio import config
 from uma_trio.daemon.engines.link import ProcessLauncher, ThreadLauncher
 from uma_trio.daemon.engines.process import EngineProcess
@@ -80,6 +82,16 @@ async def test_the_reason_of_a_death_names_the_signal(child, number):
     os.kill(child.pid, number)
     with trio.fail_after(60), pytest.raises(EngineDied, match=number.name):
         await child.receive()
+
+
+async def test_rows_of_k_quants_are_reproducible(nursery, library):
+    """The start compares them.  The library looks only once which kernels to use, so this needs a process of its own."""
+    settings = attrs.evolve(SETTINGS, reproducible=True)
+    link = ProcessLauncher(nursery).launch("q4_k")
+    start = Start(random_model("4x256x4x2x512", "q4_k"), settings)
+    assert await link.load(start, lambda share: None, lambda: True)
+    assert link.info.max_rows == 48
+    await link.aclose()
 
 
 async def test_a_step_that_gives_way_is_interrupted(link, prompts):

@@ -118,9 +118,9 @@ def attention_scan(options: llama_abi.ContextOptions, devices: Iterable[str]) ->
 def exact_rows(options: llama_abi.ContextOptions, *, on_gpu: bool, bits_per_weight: float) -> int:
     """So many rows of one sequence in one call give the very logits that they give in a call each; 0: no number does.
 
-    On a CPU, a row is multiplied with quantised weights in the same way whatever is next to it; but not with K and IQ quants
-    in calls of eight rows or more, where only ``reproducible`` is exact.  Flash attention computes
-    rows one by one as long as they are fewer than its tile (``GGML_FA_TILE_Q``).  Without it, and with weights that are
+    On a CPU, a row is multiplied with quantised weights in the same way whatever is next to it; but not with K and IQ quants,
+    whose rows depend on how many streams were decoded together: there only ``reproducible`` is exact.  Flash attention
+    computes rows one by one as long as they are fewer than its tile (``GGML_FA_TILE_Q``).  Without it, and with weights that are
     floating-point numbers, another kernel computes several rows than one.  In a unified cache the order of sums depends
     on the cells that a sequence has.
     """
