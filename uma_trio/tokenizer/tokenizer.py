@@ -236,9 +236,11 @@ class Tokenizer:
         return [self._spelled(token) for token in self._checked(tokens)]
 
     def whole_tokens(self) -> list[tuple[int, Spelling]]:
-        """Tokens that are found in a text before the rest of it is tokenized, with ``parse_special``.  Takes a second."""
-        spelled = ((token, self._spelling(token, parse_special=True)) for token in range(self.n_tokens))
-        return [(token, found) for token, found in spelled if found.special]
+        """Tokens that are found in a text before the rest of it is tokenized, with ``parse_special``."""
+        kinds = self._vocab.all_attributes()
+        special = {kind for kind in {*kinds} if kind & (TokenAttr.USER_DEFINED | CONTROL_ATTRIBUTES)}
+        whole = [token for token, kind in enumerate(kinds) if kind in special]
+        return [(token, self._spelling(token, parse_special=True)) for token in whole]
 
     @cached_property
     def control_tokens(self) -> frozenset[str]:
