@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-import pytest
-
+from tests.support.cases import all_cases
 from uma_trio.aici_link.messages import (
     PIECE_BYTES,
     Auth,
@@ -19,8 +18,8 @@ from uma_trio.aici_link.messages import (
 )
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 3 * PIECE_BYTES + 2])
-@pytest.mark.parametrize("auth", [None, Auth("alice"), Auth('a"}', is_admin=True)])
+@all_cases("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 3 * PIECE_BYTES + 2])
+@all_cases("auth", [None, Auth("alice"), Auth('a"}', is_admin=True)])
 def test_a_module_of_any_size(size: int, auth: Auth | None) -> None:
     wasm = random.Random(size).randbytes(size)
     message = encode_request(MakeModule(wasm), "r1", auth)
@@ -31,7 +30,7 @@ def test_a_module_of_any_size(size: int, auth: Auth | None) -> None:
 STOP = "*** aici_host_stop()\n"
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("error", "said", "printed", "why", "readable"),
     [
         (f"Error (mid): *** failed: no\n  at 1\n{STOP}", "*** failed: no\n  at 1\n", "", "no\n  at 1", "no\n  at 1"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.tokenizer.alignment import Spelling, align
 
 
@@ -36,7 +36,7 @@ def test_a_split_character() -> None:
     assert align("é!".encode(), raw(b"\xc3", b"\xa9!"), space_prefix=False) == [(0, 1), (1, 3)]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("text", "tokens", "expected"),
     [
         ("ab c", raw(" ab", " c"), [(0, 2), (2, 4)]),
@@ -66,6 +66,6 @@ def test_whitespace_that_a_control_token_strips() -> None:
     assert align(b"<e> \n", [special("<e>", right=True)], space_prefix=False) == [(0, 3)]
 
 
-@pytest.mark.parametrize("tokens", [raw("ab"), raw("abcd"), raw("ABC"), raw("abc", "d"), [special("abd")], []])
+@all_cases("tokens", [raw("ab"), raw("abcd"), raw("ABC"), raw("abc", "d"), [special("abd")], []])
 def test_tokens_that_do_not_spell_the_text(tokens: list[Spelling]) -> None:
     assert align(b"abc", tokens, space_prefix=False) is None

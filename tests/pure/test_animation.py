@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.text import Text
 
+from tests.support.cases import all_cases
 from uma_trio.demo.animation import Frame, lines_of, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -93,7 +94,7 @@ def test_letters_of_markup_and_colours() -> None:
     assert "<a & b>" in "".join(root.itertext())
 
 
-@pytest.mark.parametrize("text", ["grüße 日本 x", "a  b", "  indented", "x" * 40])
+@all_cases("text", ["grüße 日本 x", "a  b", "  indented", "x" * 40])
 def test_words_stand_at_their_columns(text: str) -> None:
     root = ElementTree.fromstring(svg(frames(text), title="t", width=40))
     for element in root.findall(f"{SVG}g/{SVG}text"):

@@ -39,7 +39,7 @@ def converted(*messages: Fields, **fields: Any) -> list[Fields]:
     return found
 
 
-@pytest.mark.parametrize("system", ["Be brief.", [text("Be brief.")]])
+@all_cases("system", ["Be brief.", [text("Be brief.")]])
 def test_the_system_prompt_comes_first(system: Any) -> None:
     assert converted(user("Hi"), system=system) == [
         {"role": "system", "content": "Be brief."},
@@ -77,7 +77,7 @@ def test_a_tool_call_and_its_result() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("content", "is_error", "expected"),
     [("21", False, "21"), ("no such city", True, "Error: no such city"), (None, None, ""), ([], None, "")],
 )
@@ -102,7 +102,7 @@ def test_a_document_that_is_text() -> None:
     assert converted(user(document, "Go on."))[0]["content"] == "Once.\n\nGo on."
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("message", "parameter"),
     [
         (user("x", {"type": "image", "source": {}}), "messages[0].content[1]"),
@@ -136,7 +136,7 @@ def test_tools_of_the_client_are_taken_and_those_of_servers_skipped_and_named() 
         tool_fields(chat(user("x"), tools=[{"name": "f"}]))
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("choice", "expected"),
     [
         ({"type": "auto"}, ("auto", True)),

@@ -6,7 +6,6 @@ import itertools
 import json
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,9 +102,7 @@ def test_of_a_large_schema_only_a_part_is_looked_at() -> None:
     assert SchemaTypes({}).of({"$ref": "#" + "/a" * 10000}) == ANY_TYPE
 
 
-@pytest.mark.parametrize(
-    ("parameters", "schema"), [({}, True), ({"properties": 1}, True), ({"properties": {"a": 2}}, 2)]
-)
+@all_cases(("parameters", "schema"), [({}, True), ({"properties": 1}, True), ({"properties": {"a": 2}}, 2)])
 def test_schema_of_an_argument(parameters, schema) -> None:
     assert property_schema(parameters, "a") == schema
 
@@ -208,7 +205,7 @@ def test_a_damaged_call_is_text_or_a_call(name: str, arguments: dict, data) -> N
     assert (text, found) == read(name, damaged, {"properties": SCHEMAS}, [1])
 
 
-@pytest.mark.parametrize("name", TAGGED)
+@all_cases("name", TAGGED)
 def test_strings_stream_and_other_values_come_whole(name: str) -> None:
     output = write_calls(by_name(name), [("x", {"string": 'a"b\n', "integer": 12})])
     calling = ToolCalling(

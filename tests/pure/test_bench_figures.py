@@ -12,6 +12,7 @@ import attrs
 import pytest
 
 from tests.support.bench_scripts import FOLDER, bench_script
+from tests.support.cases import all_cases
 from uma_trio.demo.recording import Answer, Question
 from uma_trio.engine_link.devices import Device, Devices
 
@@ -106,7 +107,7 @@ def settings(**changes: Any) -> Any:
     return Settings(folder=FOLDER, out=Path("/out"), **{**fields, **changes})
 
 
-@pytest.mark.parametrize("benches", [BENCHES, GPU_BENCHES], ids=["all", "gpu"])
+@all_cases("benches", [BENCHES, GPU_BENCHES])
 def test_every_bench_is_a_script_with_a_name_of_its_own(benches: tuple[Any, ...]) -> None:
     assert len({bench.name for bench in benches}) == len(benches)
     for bench in benches:
@@ -118,8 +119,8 @@ def test_a_rival_is_for_those_that_have_one() -> None:
     assert [bench.name for bench in suite.chosen(("ipc", "pareto"), rival=True)] == ["pareto", "ipc"]
 
 
-@pytest.mark.parametrize("bench", [*BENCHES, *GPU_BENCHES], ids=lambda bench: bench.name)
-@pytest.mark.parametrize("quick", [False, True])
+@all_cases("bench", [*BENCHES, *GPU_BENCHES])
+@all_cases("quick", [False, True])
 def test_the_command_of_a_bench(bench: Any, quick: bool) -> None:
     command = settings(quick=quick).command(bench)
     assert command[:2] == [sys.executable, str(FOLDER / bench.script)]

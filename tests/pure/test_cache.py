@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.support.cases import all_cases
 from tests.support.kv_cache import (
     ANSWER,
     HELLO,
@@ -42,7 +43,7 @@ def test_a_request_gets_all_its_cells_or_none() -> None:
     assert cache.take_ops() == (Truncate(0),)
 
 
-@pytest.mark.parametrize("cells", [0, -1, 61])
+@all_cases("cells", [0, -1, 61])
 def test_requests_that_can_never_fit_are_an_error(cells: int) -> None:
     with pytest.raises(ValueError, match="1 to 60"):
         KvCache(n_sequences=2, n_cells=100, cells_per_sequence=60).allocate(tokens([1]), cells)
@@ -56,8 +57,8 @@ def test_advancing_beyond_the_reserved_cells_fails() -> None:
         advance(cache, 0, 11)
 
 
-@pytest.mark.parametrize("keep", [None, tokens(SYSTEM)], ids=["removed", "kept"])
-@pytest.mark.parametrize("reused", [False, True])
+@all_cases("keep", [None, tokens(SYSTEM)])
+@all_cases("reused", [False, True])
 def test_an_allocation_ends_with_its_request(keep: np.ndarray | None, reused: bool) -> None:
     cache = make_cache()
     placed(cache, tokens(SYSTEM))
@@ -299,7 +300,7 @@ def test_a_request_starts_next_to_busy_sequences() -> None:
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("n_busy", [1, 3])
+@all_cases("n_busy", [1, 3])
 def test_next_to_several_streams_an_idle_sequence_is_evicted(n_busy: int) -> None:
     """A gap between two streams costs little; between more, it costs more than computing the idle tokens again."""
     cache = KvCache(n_sequences=8, n_cells=800, cells_per_sequence=100, unified=False)
@@ -330,7 +331,7 @@ def test_in_a_unified_cache_requests_do_not_move() -> None:
 # -- operations -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "op",
     [
         Truncate(3),
@@ -340,7 +341,6 @@ def test_in_a_unified_cache_requests_do_not_move() -> None:
         SaveState(0, fd=5, offset=4096, n_bytes=100, checkpoints=((7, 20),)),
         LoadState(0, length=50, fd=5, offset=4096, n_bytes=100),
     ],
-    ids=lambda op: type(op).__name__,
 )
 def test_operations_cross_a_process_boundary(op: KvOp) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(op), type=KvOp) == op

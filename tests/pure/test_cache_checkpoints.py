@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
+from tests.support.cases import all_cases
 from tests.support.kv_cache import (
     ANSWER,
     BACKGROUND,
@@ -64,7 +64,7 @@ def test_a_copy_shares_the_checkpoints_of_its_source() -> None:
     assert cache.take_ops() == (Truncate(1), DropCheckpoint(1))
 
 
-@pytest.mark.parametrize("most", [1, 3, 1000])
+@all_cases("most", [1, 3, 1000])
 def test_the_number_of_checkpoints_is_limited(most: int) -> None:
     """A sequence keeps its first and its latest ones; the longest idle sequence loses one first."""
     cache = make_cache(can_truncate=False, max_checkpoints=most)
@@ -124,7 +124,7 @@ def test_the_second_request_saves_a_checkpoint_where_it_diverges() -> None:
     assert held == [0, 320, 600, 600]
 
 
-@pytest.mark.parametrize("unified", [True, False])
+@all_cases("unified", [True, False])
 def test_a_leader_pauses_where_its_followers_diverge(unified: bool) -> None:
     cache = uncuttable(unified=unified, cells_per_sequence=8000 if unified else 1000)
     prompts = [tokens(LONG, part) for part in range(50, 58)]

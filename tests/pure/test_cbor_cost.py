@@ -80,7 +80,7 @@ def test_too_many_values_are_refused(item: bytes, weight: int) -> None:
         cost(item * (most + 1))
 
 
-@pytest.mark.parametrize("beginning", [b"\x5b\xff", b"\x7b" + b"\xff" * 8, b"\x1b", b"\x9f", b"\xbf\xff", b"\x1c"])
+@all_cases("beginning", [b"\x5b\xff", b"\x7b" + b"\xff" * 8, b"\x1b", b"\x9f", b"\xbf\xff", b"\x1c"])
 def test_a_document_that_ends_in_the_middle_costs_something(beginning: bytes) -> None:
     assert cost(beginning) <= MAX_COST
 

@@ -60,7 +60,7 @@ def test_other_errors_keep_their_traceback(ends_with, error: OSError) -> None:  
 WITH_TEXT = {"ask": ["ask", "a\udcff"], "sessions": ["sessions", "describe", "a\udcff"]}
 
 
-@pytest.mark.parametrize("arguments", WITH_TEXT.values(), ids=WITH_TEXT)
+@all_cases("arguments", WITH_TEXT.values())
 def test_an_argument_that_is_not_utf8_is_refused(arguments: list[str]) -> None:
     from uma_trio.cli import main
 
@@ -69,9 +69,7 @@ def test_an_argument_that_is_not_utf8_is_refused(arguments: list[str]) -> None:
     assert "is not UTF-8 (byte 1)" in found.stderr
 
 
-@pytest.mark.parametrize(
-    "variables", [{"PYTHONUTF8": "0"}, {"PYTHONUTF8": "1"}, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}]
-)
+@all_cases("variables", [{"PYTHONUTF8": "0"}, {"PYTHONUTF8": "1"}, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}])
 def test_an_argument_is_utf8_in_any_locale(variables: dict[str, str]) -> None:
     code = (
         "import click, sys; from uma_trio.cli.exits import Text; command = click.Command('x', callback=lambda text: "
@@ -136,7 +134,7 @@ def test_what_is_piped_in_has_a_bound(command: list[str], monkeypatch: pytest.Mo
     assert (found.exit_code, "send less" in found.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("command", [["ask"], ["tokenize"], ["rerank", "q", "-f", "-"]])
+@all_cases("command", [["ask"], ["tokenize"], ["rerank", "q", "-f", "-"]])
 def test_binary_input_is_said(command: list[str]) -> None:
     from uma_trio.cli import main
 
@@ -170,7 +168,7 @@ def test_an_error_names_the_daemon_and_the_remedy(
     assert found.count("\n") == 1
 
 
-@pytest.mark.parametrize("seconds", [1e300, -1e300, float("nan"), float("inf"), 1e17])
+@all_cases("seconds", [1e300, -1e300, float("nan"), float("inf"), 1e17])
 def test_a_time_that_no_calendar_has_is_unknown(seconds: float) -> None:
     from uma_trio.cli.sessions import _when
 

@@ -140,7 +140,7 @@ def test_flags_of_other_servers_have_a_hint(args: tuple[str, ...], hint: str) ->
     assert hint in " ".join(shown.split())
 
 
-@pytest.mark.parametrize(("alias", "flag"), ALIASES.items())
+@all_cases(("alias", "flag"), ALIASES.items())
 def test_an_alias_of_a_flag_is_accepted_and_not_shown(alias: str, flag: str) -> None:
     for args in ((alias, "none"), (f"{alias}=none",)):
         assert run("serve", *args) == run("serve", flag, "none")
@@ -319,7 +319,7 @@ def test_ask_sends_only_the_fields_that_are_given() -> None:
     assert _request("a", raw | {"no_special": True}) == {"stream": True, "prompt": "a", "parse_special": False}
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@all_cases("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell: str) -> None:
     code, shown = run("completion", shell)
     assert code == 0

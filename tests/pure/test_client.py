@@ -18,6 +18,7 @@ import anyio
 import pytest
 
 import uma_trio
+from tests.support.cases import all_cases
 from uma_trio import connect
 from uma_trio.client import (
     BrokenProtocol,
@@ -338,9 +339,7 @@ def test_the_package_shows_what_is_in_it() -> None:
     assert not {"Any", "annotations", "TYPE_CHECKING"} & {*dir(uma_trio)}
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"), [("session", "session_id"), ("sokcet", "socket"), ("temprature", "temperature")]
-)
+@all_cases(("name", "meant"), [("session", "session_id"), ("sokcet", "socket"), ("temprature", "temperature")])
 def test_an_unknown_argument_brings_the_nearest_one(name: str, meant: str) -> None:
     with pytest.raises(TypeError, match=f"no field {name!r}; did you mean {meant}\\?"):
         uma_trio.ask("x", **{name: "y"})

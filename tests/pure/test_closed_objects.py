@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jsonschema
-import pytest
 
 from tests.support.cases import all_cases
 from uma_trio.grammar.closed_objects import close_objects
@@ -70,7 +69,7 @@ def test_a_schema_may_refer_to_itself() -> None:
     assert close_objects(node) == {**node, **NO}
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, {}, {"a": 1, "x": {"b": 1}}, {"a": 1, "z": 1}, {"x": {"b": 1, "c": 2}}])
+@all_cases("value", [{"a": 1}, {}, {"a": 1, "x": {"b": 1}}, {"a": 1, "z": 1}, {"x": {"b": 1, "c": 2}}])
 def test_what_a_closed_schema_allows_the_schema_allows(value: object) -> None:
     schema = {"properties": {"a": {"type": "integer"}, "x": {"anyOf": [B, {"type": "null"}]}}}
     if jsonschema.Draft202012Validator(close_objects(schema)).is_valid(value):

@@ -317,7 +317,7 @@ def test_wrong_suffixes_are_refused(name: str, value: str) -> None:
 # -- settings that must fit each other ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("flags", "needed"),
     [
         ({"batch_tokens": "32", "parallel": "17"}, "batch_tokens is 32"),

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.cases import all_cases
 from tests.support.serving import settings
 from uma_trio.config import Limits
 from uma_trio.daemon.prompts.context import explain_context, is_short, max_prompt_bytes, more_context
@@ -45,7 +46,7 @@ TRAINED = info(n_ctx=65536, n_ctx_seq=8192, n_ctx_train=8192)
 LIMITED = info(kv_mem_limited=True)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("model", "words", "more"),
     [
         (
@@ -62,8 +63,8 @@ LIMITED = info(kv_mem_limited=True)
         (ALONE, "4096 tokens for a request, which is the whole KV cache", "--ctx 8192"),
         (TRAINED, "8192 tokens for a request, as many as the model was trained with", None),
         (LIMITED, "512 tokens for a request: a KV cache of 4096 tokens, divided among 8 sequences", "--kv-mem-limit-mb 66 or --parallel 1 --ctx 4096"),
-    ],
-    ids=["per-sequence", "README", "unified", "one sequence", "trained", "limited in megabytes"],
+    ]
+,
 )  # fmt: skip
 def test_the_context_and_what_gives_more(model: ModelInfo, words: str, more: str | None) -> None:
     assert explain_context(model) == words
@@ -113,8 +114,8 @@ def test_more_context_on_a_gpu_where_a_larger_one_alone_would_be_divided() -> No
     assert room(ctx=100_096, kv_unified="on") >= 100_000
 
 
-@pytest.mark.parametrize("limits", [Limits(), Limits(default_max_tokens=512)])
-@pytest.mark.parametrize(("n_ctx_seq", "short"), [(1023, True), (1024, False)])
+@all_cases("limits", [Limits(), Limits(default_max_tokens=512)])
+@all_cases(("n_ctx_seq", "short"), [(1023, True), (1024, False)])
 def test_when_the_start_warns(n_ctx_seq: int, short: bool, limits: Limits) -> None:
     assert is_short(info(n_ctx_seq=n_ctx_seq), limits) == short
     assert not is_short(info(n_ctx_seq=512, n_ctx_train=512), limits), "the model allows no more"

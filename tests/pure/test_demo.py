@@ -158,19 +158,19 @@ def test_one_after_another_is_not_interleaved():
     assert not judged(streams)[1]["tokens interleaved"].passed
 
 
-@pytest.mark.parametrize(("ticks", "rows", "passed"), [(10, 14.9, False), (10, 15.0, True), (0, 0.0, False)])
+@all_cases(("ticks", "rows", "passed"), [(10, 14.9, False), (10, 15.0, True), (0, 0.0, False)])
 def test_the_average_batch_that_is_asked_for(ticks, rows, passed):
     assert judged(mixed(), counters=counted(ticks=ticks, rows=rows))[1]["average batch"].passed is passed
 
 
-@pytest.mark.parametrize(("allowed", "passed"), [(299.0, False), (301.0, True)])
+@all_cases(("allowed", "passed"), [(299.0, False), (301.0, True)])
 def test_the_worst_gap_of_a_chat_while_the_document_is_read(allowed, passed):
     check = judged(mixed(), max_gap_ms=allowed)[1]["no chat froze"]
     assert check.passed is passed
     assert "worst gap 300.0 ms" in check.detail
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("by_others", "advice"),
     [
         (1.3, "Other programs used 1.3 of 2 cores during the run, which may be the reason."),

@@ -114,9 +114,9 @@ def test_what_is_refused_and_why(flags: dict[str, str], why: str) -> None:
     assert why in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["devices", "tensor_split", "override_tensor", "rpc"])
-@pytest.mark.parametrize("value", [{"a": 1}, [[1]], [None], True, [True], 5.5], ids=str)
-def test_files_with_other_types(tmp_path: Path, name: str, value: Any) -> None:
+@all_cases("name", ["devices", "tensor_split", "override_tensor", "rpc"])
+@all_cases("value", [{"a": 1}, [[1]], [None], True, [True], 5.5])
+def test_files_with_other_types(name: str, value: Any) -> None:
     if (name, value) == ("tensor_split", 5.5):
         return  # one share
     with pytest.raises(ConfigError, match=name):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.support.cases import all_cases
 from uma_trio.config import Model
 from uma_trio.engine_link.devices import (
@@ -79,7 +77,7 @@ def test_what_a_model_computes_on(devices: Devices, words: str) -> None:
     assert str(devices) == words
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("devices", "fix"),
     [
         (Devices(backend="cuda", found=(H100, CPU), machine_gpu=NVIDIA), None),
@@ -98,12 +96,12 @@ def test_how_to_use_a_gpu_that_is_not_used(devices: Devices, fix: str | None) ->
         assert (devices.fix or "").startswith(fix)
 
 
-@pytest.mark.parametrize(("setting", "n_layers"), [(-1, 33), (0, 0), (10, 10), (33, 33), (99, 33)])
+@all_cases(("setting", "n_layers"), [(-1, 33), (0, 0), (10, 10), (33, 33), (99, 33)])
 def test_layers_are_counted_as_llama_cpp_does(setting: int, n_layers: int) -> None:
     assert layers_on_gpu(setting, n_layer=32) == n_layers
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("settings", "words"),
     [
         ({}, ""),

@@ -535,7 +535,7 @@ def with_tables(name: str) -> str:
     return page[: page.index(BEGIN) + len(BEGIN)] + MADE[name]() + page[page.index(END) :]
 
 
-@pytest.mark.parametrize("name", MADE)
+@all_cases("name", MADE)
 def test_tables_are_made_from_the_code(name: str) -> None:
     assert text_of(name) == with_tables(name), "run: python tests/pure/test_docs.py"
 
@@ -637,12 +637,12 @@ def test_references_are_found() -> None:
 DESIGN_PAGES = sorted((DOCS / "design").glob("*.md"))
 
 
-@pytest.mark.parametrize("page", DESIGN_PAGES, ids=lambda page: page.name)
+@all_cases("page", DESIGN_PAGES)
 def test_a_design_page_begins_with_a_figure_or_a_table(page: Path) -> None:
     assert re.match(r"# .+\n\n(```|\||!\[)", page.read_text())
 
 
-@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.svg")), ids=lambda picture: picture.name)
+@all_cases("picture", sorted(DOCS.glob("*.svg")))
 def test_pictures_are_small_and_shown(picture: Path) -> None:
     assert picture.stat().st_size < 500_000
     assert any(f"{picture.name})" in page.read_text() for page in PAGES), "no page shows it"

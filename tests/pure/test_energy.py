@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.config.power import PowerLimit, parse_power_limit
 from uma_trio.config.refusal import ConfigError
 from uma_trio.daemon.scheduling.rest import MIN_SHARE, Rest, rest_of
@@ -81,7 +82,7 @@ def test_cards_count_if_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert meter.joules() == pytest.approx(2.5)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("text", "limit"),
     [
         ("60%", PowerLimit(share=0.6)),
@@ -94,7 +95,7 @@ def test_limits(text: str, limit: PowerLimit) -> None:
     assert parse_power_limit(text) == limit
 
 
-@pytest.mark.parametrize("text", ["60", "0%", "101%", "0W", "-3W", "W", "1e3W", "40 J", ""])
+@all_cases("text", ["60", "0%", "101%", "0W", "-3W", "W", "1e3W", "40 J", ""])
 def test_what_is_no_limit(text: str) -> None:
     with pytest.raises(ConfigError, match="power_limit"):
         parse_power_limit(text)

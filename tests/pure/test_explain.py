@@ -1,7 +1,6 @@
 """Messages about constraints: in words of the client, with a keyword or a position that the client knows."""
 
-import pytest
-
+from tests.support.cases import all_cases
 from uma_trio.grammar.explain import explain, explain_constraint
 from uma_trio.protocol.field_errors import FieldError
 from uma_trio.protocol.requests import Constraint
@@ -12,7 +11,7 @@ REGEX = (
 )
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("error", "message"),
     [
         ('Unimplemented keys: ["not"]', "constraint.json_schema, properties.a.items[1]: not supported: not"),
@@ -39,7 +38,7 @@ def test_a_schema(error, message):
     assert found == FieldError("constraint.json_schema", message)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("regex", "escaped", "column", "character"),
     [
         ("a(b", "a(b", 1, 2),
@@ -55,7 +54,7 @@ def test_a_position_in_a_regex_is_the_clients(regex, escaped, column, character)
     assert explain_constraint(error, Constraint(regex=regex)) == FieldError("constraint.regex", message)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("error", "message"),
     [
         (
@@ -72,7 +71,7 @@ def test_a_grammar(error, message):
     assert found == FieldError("constraint.lark", f"constraint.lark{joint}{message}")
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "error",
     [
         "parser error: Too many items (limit 20000; ff_tokens); try avoiding single-byte/short lexemes\n<non-verbose/>",

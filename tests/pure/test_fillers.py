@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from msgspec.structs import replace
 
 import llama_abi
@@ -33,9 +32,7 @@ def test_missing_ids(seq_ids: list[int], missing: list[int]) -> None:
     assert missing_ids([decode(seq_id) for seq_id in seq_ids]) == missing
 
 
-@pytest.mark.parametrize(
-    "other", [decode(4, n_samples=0), decode(4, 3), decode(4, 3, 3)], ids=["part", "end", "drafts"]
-)
+@all_cases("other", [decode(4, n_samples=0), decode(4, 3), decode(4, 3, 3)])
 def test_only_calls_of_decodes_are_filled(other: StepInput) -> None:
     """Prompts and drafts have rows of unequal number, which llama.cpp does not compute together anyway."""
     assert missing_ids([decode(0), decode(2), other]) == []

@@ -200,7 +200,7 @@ def test_tokens_that_a_controller_has_removed_cost_as_much_as_others() -> None:
     assert costs.usage.total == 1 + 600 + 200
 
 
-@pytest.mark.parametrize(("is_streamed", "cost"), [(True, 10 + 1), (False, 10 + 100)])
+@all_cases(("is_streamed", "cost"), [(True, 10 + 1), (False, 10 + 100)])
 def test_an_answer_that_its_controller_ends_with_an_error_is_not_free(is_streamed: bool, cost: int) -> None:
     costs = Costs()
     with (
@@ -212,7 +212,7 @@ def test_an_answer_that_its_controller_ends_with_an_error_is_not_free(is_streame
     assert costs.usage.total == cost
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("is_streamed", "events", "cost"),
     [
         (True, [], 10),
@@ -238,7 +238,7 @@ def test_a_request_is_no_longer_in_flight_however_it_ends() -> None:
         costs.begin(prompt="x")
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("tenant", "has_tenants", "address", "allowed"),
     [
         (Tenant(name="ops", admin=True), True, "10.0.0.1", True),

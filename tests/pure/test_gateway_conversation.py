@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.support.cases import all_cases
 from uma_trio.gateway.dialects.conversation import conversation_fields
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.117.48f; cc_entrypoint=cli; cch=71fea;"
@@ -27,7 +26,7 @@ def test_a_session_id_names_exactly_this_session_and_the_request_replaces_it() -
     assert (fields["session_id"], fields["history"]) == ("s", "replace")
 
 
-@pytest.mark.parametrize("header", ["x-session-id", "x-claude-code-session-id"])
+@all_cases("header", ["x-session-id", "x-claude-code-session-id"])
 def test_headers_and_cache_keys_name_a_session_for_each_system_prompt(header: str) -> None:
     name = session({header: "abc"})
     assert name == session({}, cache_key="abc") == session({header: "abc"}, cache_key="other")
@@ -37,8 +36,8 @@ def test_headers_and_cache_keys_name_a_session_for_each_system_prompt(header: st
     assert len(str(session({header: "x" * 5000}))) <= 256
 
 
-@pytest.mark.parametrize("role", ["system", "developer"])
-@pytest.mark.parametrize("between", ["\n", "\n\n", " ", ""])
+@all_cases("role", ["system", "developer"])
+@all_cases("between", ["\n", "\n\n", " ", ""])
 def test_a_changing_header_before_the_system_prompt_is_removed(between: str, role: str) -> None:
     messages = conversation_fields(chat(f"{HEADER}{between}You are kind. a=b;", role=role), {})["messages"]
     assert messages == chat("You are kind. a=b;", role=role)

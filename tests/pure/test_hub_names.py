@@ -110,7 +110,7 @@ def test_parts_of_a_model_belong_together_and_projectors_are_no_models() -> None
 FILES = [RemoteFile(f"m-{name}.gguf", 1 << 20) for name in ("F16", "Q8_0", "Q5_K_M", "UD-Q4_K_XL", "UD-IQ1_S")]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("choice", "path"),
     [
         (None, "m-UD-Q4_K_XL.gguf"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.http import Http
 from uma_trio.hub.urls import is_public
@@ -78,13 +79,11 @@ async def test_other_redirects_are_followed(url: str, target: str) -> None:
     assert await read(url, target) == target
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+@all_cases("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
 def test_public_addresses(address: str) -> None:
     assert is_public(address)
 
 
-@pytest.mark.parametrize(
-    "address", ["10.1.2.3", "172.16.0.1", "224.0.0.1", "fe80::1%eth0", "2002:0a00:0001::1", "::", "nonsense"]
-)
+@all_cases("address", ["10.1.2.3", "172.16.0.1", "224.0.0.1", "fe80::1%eth0", "2002:0a00:0001::1", "::", "nonsense"])
 def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(address)

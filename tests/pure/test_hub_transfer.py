@@ -26,7 +26,7 @@ def test_a_part_is_kept_only_if_a_change_would_be_noticed() -> None:
         assert "Range" not in request_headers(7, Expected(100, etag))
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("status", "headers", "have", "expected", "body"),
     [
         (200, {"content-length": "100", "etag": STRONG}, 0, Expected(), Body(0, 100, 100, STRONG)),
@@ -113,7 +113,7 @@ def test_origins_differ_by_scheme_host_and_port() -> None:
     assert len({origin_of(url) for url in ("https://a.b", "http://a.b", "https://a.b:444", "https://b.b")}) == 4
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "[::1]", "hub.localhost"])
+@all_cases("host", ["127.0.0.1", "127.9.9.9", "localhost", "[::1]", "hub.localhost"])
 def test_http_is_for_this_machine(host: str) -> None:
     parse_url(f"http://{host}:8/x")
     with pytest.raises(HubError, match="not encrypted"):

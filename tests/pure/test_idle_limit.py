@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
+from tests.support.cases import all_cases
 from tests.support.kv_cache import advance, done, make_cache, place, release
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import MAX_GHOSTS, IdleLimit
@@ -128,7 +128,7 @@ def test_a_conversation_from_which_another_branches_stays_as_a_whole() -> None:
     assert ask(cache, text(1, 5500)) == 5000
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("first", "second"),
     [
         ({"principal": "a"}, {"principal": "b"}),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio import config
 from uma_trio.engine.layout import (
     CLEARLY_FASTER,
@@ -52,7 +53,7 @@ def test_the_default_comes_first() -> None:
     assert names(on_gpu=True) == [UNIFIED, PER_SEQUENCE_OFF, PER_SEQUENCE]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
+@all_cases("on_gpu", [False, True])
 def test_candidates_follow_the_settings(on_gpu: bool) -> None:
     for unified, flash in itertools.product(("auto", "on", "off"), ("auto", "on", "off")):
         found = names(on_gpu=on_gpu, kv_unified=unified, flash_attn=flash)
@@ -188,7 +189,7 @@ def test_the_choice_is_the_default_or_clearly_faster_and_the_fastest(costs: list
         assert min(cost.values()) >= CLEARLY_FASTER * cost[chosen]
 
 
-@pytest.mark.parametrize(("unified", "n_cells"), [(False, 2048), (True, 256)])
+@all_cases(("unified", "n_cells"), [(False, 2048), (True, 256)])
 def test_cells_are_rounded_up_as_llama_cpp_does(unified: bool, n_cells: int) -> None:
     layout = Layout(n_ctx=100, unified=unified, flash_attn="off", n_ubatch=64)
     assert layout.n_cells(8) == n_cells

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.processes import machine
 
 MIB = 1 << 20
@@ -68,7 +69,7 @@ def test_a_group_that_is_over_its_limit_has_nothing_free(group: Group, tmp_path:
     assert machine.free_memory_bytes() == 0
 
 
-@pytest.mark.parametrize("name", ["RLIMIT_AS", "RLIMIT_DATA"])
+@all_cases("name", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_ulimit_counts_what_the_process_has_already(name: str) -> None:
     code = (
         "import psutil, resource\n"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.support.cases import all_cases
 from uma_trio.cli.metrics_view import Sample, is_restart, per_second, rows, screen, table
 from uma_trio.telemetry.metrics import Telemetry
 
@@ -57,7 +56,7 @@ def test_a_rate_is_the_growth_of_a_counter_divided_by_the_time() -> None:
     assert per_second(before, now, "prompt_tokens_total") == 0.0
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("before", "now"),
     [
         (None, sample()),
@@ -65,7 +64,6 @@ def test_a_rate_is_the_growth_of_a_counter_divided_by_the_time() -> None:
         (sample(5.0, pid=1), sample(6.0, pid=2)),
         (sample(5.0, tokens_total=10), sample(6.0, tokens_total=9)),
     ],
-    ids=["no sample before", "no time between", "restarted", "counter went back"],
 )
 def test_there_is_no_rate(before: Sample | None, now: Sample) -> None:
     assert per_second(before, now, "tokens_total") is None
@@ -139,8 +137,8 @@ def growing(n: int, **changes: Any) -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize("height", [1, 5, 12, 24, 30, 60])
-@pytest.mark.parametrize("width", [20, 40, 80, 81, 200])
+@all_cases("height", [1, 5, 12, 24, 30, 60])
+@all_cases("width", [20, 40, 80, 81, 200])
 def test_the_screen_fits(width: int, height: int) -> None:
     latencies = {f"request-{n}": float(n) for n in range(100)}
     found = drawn(growing(300, requests_inter_token_ms=latencies, model="m" * 300), width, height, "n" * 300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.aici.runtime.module_space import NoRoom, Space, StoredModule, to_remove
 
 MIB = 1 << 20
@@ -23,7 +24,7 @@ def removed(modules: list[StoredModule], n_mib: int, space: Space = SPACE) -> li
     return [f"{each.owner} {each.module_id}" for each in found]
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("n_mib", "tagged", "expected"),
     [
         (4, "", []),

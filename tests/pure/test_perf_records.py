@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import uma_trio
+from tests.support.cases import all_cases
 from tests.support.perf_runs import HEADER, encode_run, simulated
 from uma_trio.telemetry.perf_records import (
     VERSION,
@@ -194,7 +195,7 @@ def test_any_bytes_after_a_header(data: bytes) -> None:
     assert decode(encode(HEADER) + data)[0].header == HEADER
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "line",
     [b'{"kind":"tick"}', b'{"kind":"tick","start_s":"soon"}', b'{"kind":"mood"}', b"[1]", b"\xff", b'{"kind":"tick"'],
 )
@@ -204,7 +205,7 @@ def test_damaged_lines_are_counted(line: bytes) -> None:
     assert run.unreadable_lines == 1
 
 
-@pytest.mark.parametrize("data", [b"GGUF" + bytes(100), b"{}\n", b'{"kind":"tick"}\n', b"\x00", b"\x1f\x8b", b"\n"])
+@all_cases("data", [b"GGUF" + bytes(100), b"{}\n", b'{"kind":"tick"}\n', b"\x00", b"\x1f\x8b", b"\n"])
 def test_other_files_are_refused(data: bytes) -> None:
     with pytest.raises(NotAPerfLog, match=r"does not begin with|empty"):
         decode(data)
@@ -242,7 +243,7 @@ def test_a_gzip_file_is_read_up_to_where_it_is_torn() -> None:
 # -- docs/PERF_LOG.md ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+@all_cases("cls", CLASSES)
 def test_every_field_is_documented_with_its_default(cls: Any) -> None:
     kind = msgspec.inspect.type_info(cls).tag  # type: ignore[attr-defined]
     [section] = re.findall(rf"^### {kind}\n(.*?)(?=^##)", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.config import Limits
 from uma_trio.daemon.prompts.prompt import tokens_to_generate
 from uma_trio.engine_link.messages import ModelInfo
@@ -42,12 +43,12 @@ def test_a_request_that_names_no_number_gets_the_default_or_what_there_is() -> N
     assert tokens_to_generate(ask(), 10, model_info(), Limits(default_max_tokens=50, max_tokens=5)) == 5
 
 
-@pytest.mark.parametrize("n_prompt", [1, 50, 100])
+@all_cases("n_prompt", [1, 50, 100])
 def test_an_answer_of_open_length_may_fill_its_own_sequence(n_prompt: int) -> None:
     assert tokens_to_generate(ask(), n_prompt, model_info(), Limits()) == 101 - n_prompt
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("n_prompt", "granted"),
     [
         (1, 4000),  # the share of one of four sequences

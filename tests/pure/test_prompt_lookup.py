@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.daemon.serving.prompt_lookup import ACCEPTANCE_WEIGHT, NGRAM_SIZE, PromptLookup
 
 token_lists = st.lists(st.integers(0, 2), max_size=60)
@@ -113,7 +114,7 @@ def test_a_changed_token_costs_one_rejection_and_three_tokens() -> None:
     assert is_drafted(PromptLookup(record), changed) == [False] * 3 + [True, False, False, False, False, True, True]
 
 
-@pytest.mark.parametrize("n", range(NGRAM_SIZE + 1))
+@all_cases("n", range(NGRAM_SIZE + 1))
 def test_a_short_sequence_has_no_draft(n: int) -> None:
     assert list(PromptLookup(range(n)).draft(5)) == []
 

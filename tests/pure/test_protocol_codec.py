@@ -58,7 +58,7 @@ def request(encoding: Encoding, **fields: object) -> bytes:
 # -- framed -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", Encoding)
+@all_cases("encoding", Encoding)
 def test_client_and_server_understand_each_other(encoding: Encoding) -> None:
     client, server_end = ClientCodec(encoding), server()
     server_end.receive_data(client.encode({"id": "r1", "prompt": "é\0", "stop": "."}))
@@ -98,15 +98,15 @@ def test_whole_byte_by_byte_and_with_trailing_bytes(kinds: list[str], encoding: 
     assert codec.mid_message == bool(trailing)
 
 
-@pytest.mark.parametrize("encoding", Encoding)
-@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+@all_cases("encoding", Encoding)
+@all_cases("event", EVENTS)
 def test_answers_have_the_encoding_of_the_request(encoding: Encoding, event: ServerEvent) -> None:
     codec = server(request(encoding))
     drain(codec)
     assert encoding_of(codec.encode(event)[4:]) is encoding
 
 
-@pytest.mark.parametrize(("running", "other"), [(JSON, CBOR), (CBOR, JSON)])
+@all_cases(("running", "other"), [(JSON, CBOR), (CBOR, JSON)])
 def test_other_messages_do_not_change_the_encoding_of_a_stream(running: Encoding, other: Encoding) -> None:
     codec = server(request(running))
     drain(codec)
@@ -249,7 +249,7 @@ def test_without_a_chat_template_a_line_is_a_prompt() -> None:
     assert not codec.mid_message
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("data", "found"),
     [
         (b"a\r\nb\n", ["a", "b"]),
@@ -269,20 +269,20 @@ def test_ends_of_lines(data: bytes, found: list[str]) -> None:
     assert one_by_one == found
 
 
-@pytest.mark.parametrize(("data", "found"), [(b"a\nb", ["a", "b"]), (b"a\r", ["a"]), (b"a\n", ["a"]), (b"", [])])
+@all_cases(("data", "found"), [(b"a\nb", ["a", "b"]), (b"a\r", ["a"]), (b"a\n", ["a"]), (b"", [])])
 def test_the_last_line_needs_no_end_when_the_client_closes(data: bytes, found: list[str]) -> None:
     codec = lines(data, b"")
     assert prompts(codec) == found
     assert not codec.mid_message
 
 
-@pytest.mark.parametrize("data", [b"a\0b\n", b"\0\n", b"\xff\n", b"\xed\xa0\x80\n", b"\xc3\n"])
+@all_cases("data", [b"a\0b\n", b"\0\n", b"\xff\n", b"\xed\xa0\x80\n", b"\xc3\n"])
 def test_lines_that_are_not_text_are_refused(data: bytes) -> None:
     with pytest.raises(BadRequest):
         lines(data).next_message()
 
 
-@pytest.mark.parametrize("encoding", [JSON, CBOR])
+@all_cases("encoding", [JSON, CBOR])
 def test_a_client_and_a_server_of_different_protocols_find_out_at_once(encoding: Encoding) -> None:
     """The client's frame has no newline at its end, and the server's error line no length at its beginning."""
     codec, client = lines(), ClientCodec(encoding)
@@ -347,7 +347,7 @@ def test_which_codec_serves_which_mode() -> None:
 CANCEL_IN_JSON = frame(encode({"event": "cancel", "id": "r1"}, JSON))
 
 
-@pytest.mark.parametrize("last", [attrs.evolve(EOS, index=0), attrs.evolve(FAILURE, index=0)])
+@all_cases("last", [attrs.evolve(EOS, index=0), attrs.evolve(FAILURE, index=0)])
 def test_all_answers_come_in_the_encoding_of_the_request(last: ServerEvent) -> None:
     """Holds even if the client sends a message in the other encoding in between, until the last answer has ended."""
     codec = server(request(CBOR, n=3), CANCEL_IN_JSON)
@@ -373,7 +373,7 @@ def test_all_parts_of_a_transcript_have_the_encoding_of_the_query() -> None:
     assert [encoding_of(codec.encode(part)[4:]) for part in parts] == [CBOR, CBOR, CBOR, JSON]
 
 
-@pytest.mark.parametrize("end", [EOS, FAILURE])
+@all_cases("end", [EOS, FAILURE])
 def test_an_end_without_an_index_ends_all_answers(end: ServerEvent) -> None:
     codec = server(request(CBOR, n=3), CANCEL_IN_JSON)
     assert len(drain(codec)) == 2

@@ -83,12 +83,12 @@ def test_a_tag_that_cannot_be_is_named_with_the_rule(tag: str) -> None:
     assert why.startswith(f"{tag!r} cannot be a tag: a tag has 1 to 50 characters: the letters A to Z")
 
 
-@pytest.mark.parametrize("tag", ["a", "1", "z" * 50, "a" * 20, "alice.v1-2_x"])
+@all_cases("tag", ["a", "1", "z" * 50, "a" * 20, "alice.v1-2_x"])
 def test_tags_that_can_be(tag: str) -> None:
     parse(QUERY | {"action": "tag", "module_id": MODULE, "tags": [tag]})
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("error", "said"),
     [
         ("Error (pre0): TypeError: no\n    at main (program.js:4)\n*** aici_host_stop()", "TypeError: no\n    at main (program.js:4)"),
@@ -172,8 +172,8 @@ EVENTS: list[ServerEvent] = [
 ]
 
 
-@pytest.mark.parametrize("encoding", Encoding)
-@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+@all_cases("encoding", Encoding)
+@all_cases("event", EVENTS)
 def test_events_arrive_as_they_were(event: ServerEvent, encoding: Encoding) -> None:
     server, client = ServerCodec("auto", max_frame_bytes=1 << 20), ClientCodec(encoding)
     server.receive_data(client.encode(dict(LEAST)))

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import all_cases
 from uma_trio.errors import FrameTooLarge, TruncatedFrame
 from uma_trio.protocol.framing import HEADER_BYTES, FrameReader, frame
 
@@ -61,7 +62,7 @@ def test_a_frame_of_exactly_the_limit_is_accepted() -> None:
     assert drain(reader(frame(b"x" * CAP))) == [b"x" * CAP]
 
 
-@pytest.mark.parametrize("length", [CAP + 1, 1 << 24, 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF])
+@all_cases("length", [CAP + 1, 1 << 24, 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF])
 def test_a_frame_above_the_limit_is_refused_by_its_header(length: int) -> None:
     header = length.to_bytes(4, "little")
     frames = reader(header[:3])
@@ -83,7 +84,7 @@ def test_an_empty_frame_is_a_payload() -> None:
     assert drain(reader(b"\0" * 8)) == [b"", b""]
 
 
-@pytest.mark.parametrize("data", [b"\0", b"\x05\0\0", b"\x05\0\0\0", b"\x05\0\0\0abcd"])
+@all_cases("data", [b"\0", b"\x05\0\0", b"\x05\0\0\0", b"\x05\0\0\0abcd"])
 def test_closed_inside_a_frame(data: bytes) -> None:
     frames = reader(data)
     assert frames.next_payload() is None

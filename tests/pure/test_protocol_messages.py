@@ -190,9 +190,7 @@ def test_null_means_absent(name: str) -> None:
     assert parse(LEAST | {"event": None, "type": None}) == parse(LEAST)
 
 
-@pytest.mark.parametrize(
-    ("stop", "stops"), [("a", ("a",)), ([], ()), (["a"], ("a",)), (["a", "b", "a"], ("a", "b", "a"))]
-)
+@all_cases(("stop", "stops"), [("a", ("a",)), ([], ()), (["a"], ("a",)), (["a", "b", "a"], ("a", "b", "a"))])
 def test_stop_is_a_string_or_a_list(stop: object, stops: tuple[str, ...]) -> None:
     found = parse(LEAST | {"stop": stop})
     assert isinstance(found, Generate)
@@ -258,9 +256,7 @@ def test_values_at_the_bounds_are_accepted(name: str, value: object) -> None:
     parse(LEAST | {name: value})
 
 
-@pytest.mark.parametrize(
-    "other", [{"messages": [{"role": "user", "content": "Hi"}]}, {"session_id": "s"}, {"prompt": [1]}]
-)
+@all_cases("other", [{"messages": [{"role": "user", "content": "Hi"}]}, {"session_id": "s"}, {"prompt": [1]}])
 def test_what_does_not_go_with_a_gap(other: dict[str, object]) -> None:
     gap = {"id": "r", "infill": {"prefix": "a", "suffix": "b"}}
     assert parse(gap).infill.suffix == "b"
@@ -280,7 +276,7 @@ def test_variables_of_a_template_go_with_messages() -> None:
         parse(fields | {"chat_template_kwargs": {"tools": "x"}})
 
 
-@pytest.mark.parametrize("query", [{}, {"type": "tokenize"}])
+@all_cases("query", [{}, {"type": "tokenize"}])
 def test_only_a_text_of_the_assistant_is_continued(query: dict[str, str]) -> None:
     def asked(*messages: dict[str, object], **fields: object) -> dict[str, object]:
         return {"id": "r", "messages": list(messages), "continue_final_message": True, **query, **fields}
@@ -469,7 +465,7 @@ def test_parameters_as_deep_as_allowed() -> None:
     assert error.field == "tools[0].parameters"
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("fields", "said"),
     [
         ({"prompt": "x", "tools": [{"name": "a"}]}, "messages"),
@@ -508,12 +504,12 @@ def test_id_is_required() -> None:
         assert str(refused(fields)).startswith("id is missing")
 
 
-@pytest.mark.parametrize("event", ["token", "", 1, True, [], {}])
+@all_cases("event", ["token", "", 1, True, [], {}])
 def test_other_events_from_a_client_are_refused(event: object) -> None:
     assert "cancel" in str(refused(LEAST | {"event": event}))
 
 
-@pytest.mark.parametrize("kind", ["metric", "", 1, False, [], {}])
+@all_cases("kind", ["metric", "", 1, False, [], {}])
 def test_unknown_types_are_refused(kind: object) -> None:
     assert "'metrics'" in str(refused(LEAST | {"type": kind}))
 
@@ -560,7 +556,7 @@ def test_errors_quote_no_long_texts() -> None:
     assert str(refused({})) == "id is missing; give a text of 1 to 256 characters"
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("claimed", "expected"),
     [("x" * 256, "x" * 256), ("x" * 257, None), ("", None), (5, None), (None, None), ([], None)],
 )
@@ -842,7 +838,7 @@ def _as_text(bias: Mapping[int, object]) -> dict[str, object]:
     return {str(token): value for token, value in bias.items()}
 
 
-@pytest.mark.parametrize("bias", BIASES)
+@all_cases("bias", BIASES)
 def test_token_ids_as_keys_mean_the_same_in_both_encodings(bias: Mapping[int, float]) -> None:
     json = decode(encode(LEAST | {"logit_bias": _as_text(bias)}, Encoding.JSON), Encoding.JSON)
     for keys in (bias, _as_text(bias), dict(zip(bias, _as_text(bias).values(), strict=True))):
@@ -888,7 +884,7 @@ def test_fields_without_a_value_are_absent() -> None:
     assert to_fields(Failure(code="E_X", message="")) == {"event": "error", "code": "E_X", "message": ""}
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("fields", "expected"),
     [
         ({"text": ""}, TokenizeQuery(text="")),
@@ -996,7 +992,7 @@ def test_answers_to_queries_round_trip() -> None:
         assert parse_event(to_fields(transcript)) == transcript
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "fields",
     [
         {"event": "token"},
@@ -1011,9 +1007,9 @@ def test_an_invalid_known_event_is_an_error(fields: dict[str, object]) -> None:
         parse_event(fields)
 
 
-@pytest.mark.parametrize("more", [{}, {"token_id": 1}, {"index": 0}, {"unknown": 1}])
-@pytest.mark.parametrize("missing", [None, "id", "text"])
-@pytest.mark.parametrize("wrong", [None, "id", "text"])
+@all_cases("more", [{}, {"token_id": 1}, {"index": 0}, {"unknown": 1}])
+@all_cases("missing", [None, "id", "text"])
+@all_cases("wrong", [None, "id", "text"])
 def test_a_token_is_checked_however_few_fields_it_has(
     more: dict[str, Any], missing: str | None, wrong: str | None
 ) -> None:

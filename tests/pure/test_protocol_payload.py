@@ -249,7 +249,7 @@ def test_hostile_cbor(payload: bytes) -> None:
     assert 0 < len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("raw", "value"),
     [
         (b"\x9f\x01\x02\xff", [1, 2]),

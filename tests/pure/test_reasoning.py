@@ -53,7 +53,7 @@ def test_a_prompt_may_open_the_reasoning(sizes: list[int]) -> None:
     assert split("a b ", sizes, is_open=True) == ("a b ", "", None)
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("prompt", "opened"),
     [
         ("<|im_start|>assistant\n<think>\n", True),
@@ -246,8 +246,8 @@ def test_each_format_with_and_without_control_tokens(found: ReasoningFormat) -> 
     assert fed([(7, b""), (9, b"a"), (8, b""), (9, b"b")], controls) == ("a", "b", None)
 
 
-@pytest.mark.parametrize("found", FORMATS, ids=lambda each: each.begin[0])
-@pytest.mark.parametrize("is_control", [False, True])
+@all_cases("found", FORMATS)
+@all_cases("is_control", [False, True])
 def test_each_format_can_be_closed(found: ReasoningFormat, is_control: bool) -> None:
     ids: dict[str, int] = {}
     markers = make_markers(found, MarkerText(lambda text: ids.setdefault(text, len(ids)) if is_control else None))

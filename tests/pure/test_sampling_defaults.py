@@ -78,7 +78,7 @@ def test_a_model_file_recommends_with_the_keys_of_llama_cpp() -> None:
     assert {name: type(value) for name, value in found.items()} == {name: SETTINGS[name].type for name in found}
 
 
-@pytest.mark.parametrize("text", ["-0.5", "nan", "inf", "1e9", "hot", ""])
+@all_cases("text", ["-0.5", "nan", "inf", "1e9", "hot", ""])
 def test_an_impossible_recommendation_is_left_out_and_named(text: str) -> None:
     found, problems = recommended({"general.sampling.temp": text, "general.sampling.top_k": "5"}.get)
     assert found.get("temperature") is None

@@ -103,7 +103,7 @@ def test_a_socket_may_have_spaces_and_percent_signs() -> None:
     assert socket["Socket"]["ListenStream"] == "/my files/100%%/uma.sock"
 
 
-@pytest.mark.parametrize(
+@all_cases(
     "changes",
     [
         {"socket": Path("/run/a\nb")},

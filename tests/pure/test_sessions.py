@@ -61,7 +61,7 @@ def test_sessions_that_are_unused_for_too_long_expire() -> None:
     assert [session.name for session in table.expired(5.1)] == ["old"]
 
 
-@pytest.mark.parametrize(("used_ago", "expires_in"), [(0, 5), (4, 1), (-1e8, 5)], ids=["now", "before", "future"])
+@all_cases(("used_ago", "expires_in"), [(0, 5), (4, 1), (-1e8, 5)])
 def test_how_long_a_session_was_unused_at_the_start_of_the_daemon_counts(used_ago: float, expires_in: float) -> None:
     table = SessionTable(max_sessions=10, ttl_s=5)
     record = attrs.evolve(answered(table, "a", 0).record, used_at=NEW_YEAR - used_ago)
@@ -224,7 +224,7 @@ def test_pictures_count_for_the_size_of_a_part() -> None:
     assert [len(part.messages or ()) for part in parts] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("n", [0, 1, PART_CHARS, PART_CHARS + 1, 3 * PART_CHARS])
+@all_cases("n", [0, 1, PART_CHARS, PART_CHARS + 1, 3 * PART_CHARS])
 def test_a_transcript_has_the_whole_text_in_parts_of_bounded_size(n: int) -> None:
     text = "".join(chr(65 + i % 26) for i in range(n))
     parts = [*transcript(INFO, (), text, None)]

@@ -30,8 +30,8 @@ def state_of(
     return b"".join([*parts, bytes(4 * (n_streams - stream - 1))])
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("n_streams", "stream"), [(1, 0), (5, 0), (5, 2), (256, 255)])
+@all_cases("transposed", [False, True])
+@all_cases(("n_streams", "stream"), [(1, 0), (5, 0), (5, 2), (256, 255)])
 def test_the_cells_are_described_before_keys_and_values(transposed: bool, n_streams: int, stream: int) -> None:
     state = state_of(10, n_streams=n_streams, stream=stream, transposed=transposed)
     assert end_of_cells(memoryview(state)) == 12 + 4 * stream + 4 + 120 + 8

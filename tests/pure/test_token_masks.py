@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
+from tests.support.cases import all_cases
 from uma_trio.engine import token_masks as module
 from uma_trio.engine.token_masks import TokenMask, TokenMasks
 
@@ -21,7 +21,7 @@ def tokens(n: int) -> set[int]:
     return set(np.random.default_rng(n).choice(N_VOCAB, n, replace=False).tolist())
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 100, 125, 126, 500, 874, 875, 999, 1000])
+@all_cases("n", [0, 1, 2, 100, 125, 126, 500, 874, 875, 999, 1000])
 def test_only_what_is_allowed_keeps_its_logit(n: int) -> None:
     allowed, logits = tokens(n), np.random.default_rng(1).normal(size=(3, N_VOCAB)).astype(np.float32)
     mask = TokenMask.of(bits_of(allowed), N_VOCAB)

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -404,7 +403,7 @@ def test_a_bare_call_after_reasoning() -> None:
         assert (text, reasoning, len(complete)) == ("", "So", 1)
 
 
-@pytest.mark.parametrize("output", ['{"city": "Lima"}', '{"name": "Ann"}', " { }", "{", 'So {"name": "none"}'])
+@all_cases("output", ['{"city": "Lima"}', '{"name": "Ann"}', " { }", "{", 'So {"name": "none"}'])
 def test_json_that_is_no_call_is_an_answer(output) -> None:
     for size in (1, 2, 1000):
         assert calls(output, "llama3", itertools.repeat(size)) == (output, [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -12,6 +11,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes, http_attributes
 from opentelemetry.trace import SpanKind
 
+from tests.support.cases import all_cases
 from uma_trio.gateway.request_logger import EndOfAnswer, RequestRecord
 from uma_trio.gateway.tracing import Tracer
 from uma_trio.protocol.events import Eos
@@ -118,7 +118,7 @@ def test_a_refused_request_is_one_span_with_its_code() -> None:
     assert span.status.is_unset
 
 
-@pytest.mark.parametrize("header", [b"", b"00-0-0-0", b"\xff" * 99])
+@all_cases("header", [b"", b"00-0-0-0", b"\xff" * 99])
 def test_without_a_usable_traceparent_a_trace_begins_here(header: bytes) -> None:
     exporter = InMemorySpanExporter()
     Tracer(SimpleSpanProcessor(exporter)).record(RequestRecord("r", "GET", [(b"traceparent", header)], ended_ns=1))

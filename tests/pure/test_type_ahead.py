@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.support.cases import all_cases
 from uma_trio.cli.type_ahead import TypeAhead, change_of
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("keys", "lines", "rest"),
     [
         ([b"shorter\r"], ["shorter"], ""),
@@ -26,14 +25,14 @@ def test_lines_and_what_is_left(keys: list[bytes], lines: list[str], rest: str) 
     assert (ahead.take(), ahead.has_ended) == (rest, False)
 
 
-@pytest.mark.parametrize(("keys", "ends"), [(b"\x04", True), (b"a\r\x04", True), (b"a\x04", False)])
+@all_cases(("keys", "ends"), [(b"\x04", True), (b"a\r\x04", True), (b"a\x04", False)])
 def test_the_end_of_the_input(keys: bytes, ends: bool) -> None:
     ahead = TypeAhead()
     ahead.feed(keys)
     assert ahead.has_ended is ends
 
 
-@pytest.mark.parametrize(
+@all_cases(
     ("line", "change"),
     [
         ("Shorter, please.", {"message": "Shorter, please."}),
