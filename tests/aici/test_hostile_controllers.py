@@ -29,6 +29,7 @@ from tests.support.hostile_wasm import (
     compiles_too_long,
     with_custom_section,
 )
+from tests.support.profile import amount, thorough
 from tests.support.wat_controllers import MID, POST, PRE, controller, printing, returning
 from uma_trio.aici.runtime.signatures import CONSTRAINT, IMPORTS
 
@@ -134,6 +135,15 @@ def neighbours(engine: Engine) -> Neighbours:
     return found
 
 
+@pytest.fixture
+def patient(tmp_path: Path) -> Iterator[Engine]:
+    """An engine whose limits of time are for controllers that never end."""
+    forever = {f"wasm-max-{name}-time": "60000" for name in ("pre-step", "step", "init")}
+    with contextlib.closing(Engine(tmp_path, *flags(**forever), json_mb=4)) as made:
+        made.shake_hands()
+        yield made
+
+
 def upload_error(engine: Engine, wasm: bytes) -> str:
     message = {"op": "mk_module", "$rid": "r", "$auth": ADMIN, "binary": base64.b64encode(wasm).decode()}
     answer = engine.side(message)
@@ -148,7 +158,9 @@ def test_modules_that_are_refused(engine: Engine, neighbours: Neighbours, hostil
     neighbours.step()
 
 
-@pytest.mark.parametrize("hostile", [*FAILING, *LOOPING], ids=str)
+@pytest.mark.parametrize(
+    "hostile", [thorough(each) if each.repeats else each for each in (*FAILING, *LOOPING)], ids=str
+)
 def test_controllers_that_fail(engine: Engine, neighbours: Neighbours, hostile: HostileWasm) -> None:
     id = next(ids)
     found = fails(engine, neighbours, hostile, id)
@@ -184,6 +196,7 @@ def fails(engine: Engine, neighbours: Neighbours, hostile: HostileWasm, id: int)
     return str(found.post[str(id)]["error"])
 
 
+@pytest.mark.thorough
 def test_a_module_that_takes_too_long_to_compile_delays_nobody(engine: Engine, neighbours: Neighbours) -> None:
     """Others go on, and begin; only uploads wait for each other."""
     hostile = compiles_too_long()
@@ -224,7 +237,7 @@ def test_all_kinds_of_numbers_to_each_import(
     """Addresses and lengths of all kinds: the call fails with an error that says why, or the step goes on."""
     module_id = engine.upload(caller(module, function))
     errors = set()
-    for batch in _batches(arguments(module, function, 48), 12):
+    for batch in _batches(arguments(module, function, amount(quick=24, thorough=48)), 24):
         new = {}
         for argument in batch:
             id = next(ids)
@@ -321,8 +334,10 @@ def test_writes_of_variables_that_no_message_holds(engine: Engine, neighbours: N
     assert not {str(id) for id in new} & {*engine.post_pre()["pre_seqs"]}, "they are gone"
 
 
-def test_huge_results(engine: Engine, neighbours: Neighbours) -> None:
+def test_huge_results(patient: Engine) -> None:
     """500,000 tokens of each of 3 controllers at once; the messages hold 4 MiB."""
+    engine, neighbours = patient, Neighbours(patient)
+    neighbours.begin(3)
     text, size = b'{"Splice":{"backtrack":0,"ff_tokens":[7', 1_000_000
     head = "".join(f"(i32.store8 (i32.const {n}) (i32.const {byte}))" for n, byte in enumerate(text))
     # ,7,7,7 and so on
@@ -503,6 +518,7 @@ def test_what_a_late_controller_has_said_comes_later(tmp_path: Path) -> None:
         assert found["logs"] == "post pre "
 
 
+@pytest.mark.thorough
 def test_a_module_of_100_megabytes(tmp_path: Path) -> None:
     """It is as slow as its size, and delays no step."""
     if shutil.disk_usage("/dev/shm").free < 1 << 30:
