@@ -18,6 +18,7 @@ import trio
 from tests.support.asking import Client, asking
 from tests.support.checkpoint_contract import *  # noqa: F403  (the tests)
 from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.profile import thorough
 from tests.support.state_files import MemoryFiles
 from uma_trio.daemon.kv.checkpoints import TOKENS_AFTER_LAST
 from uma_trio.daemon.serving.offload import saved_state
@@ -134,7 +135,7 @@ async def test_a_memory_that_can_be_truncated_has_no_checkpoints(autojump_clock)
 
 
 @LAYOUTS
-@pytest.mark.parametrize("checkpoints", [2, 64])
+@pytest.mark.parametrize("checkpoints", [2, thorough(64)])
 async def test_many_requests_with_cancellations_and_failures(autojump_clock, unified, checkpoints):
     """The fake engine refuses a checkpoint beyond ``max_checkpoints``."""
     rng = random.Random(5)

@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.profile import thorough
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Script, Set, Wait, by_path, expected
 from tests.support.serving import token_to_bytes
 from tests.support.steering import START, Client, Steering, steering
@@ -35,8 +36,8 @@ def engines() -> list:
 
 
 @pytest.mark.parametrize("options", engines())
-@pytest.mark.parametrize("n", [1, 4, 9])
-@pytest.mark.parametrize("tokens", [[], [7], WORDS])
+@pytest.mark.parametrize("n", [1, thorough(4), 9])
+@pytest.mark.parametrize("tokens", [[], [7], thorough(WORDS)])
 async def test_what_was_removed_was_never_generated(autojump_clock, options, n, tokens):
     """Texts, tokens, log-probabilities and KV cells; draws depend on seed and position alone."""
     with_detour = [Say(WORDS), Gen(5), Insert([3, 4]), Gen(n), Back(n, tokens), Gen(8)]

@@ -12,7 +12,7 @@ import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime
-from tests.support.profile import amount
+from tests.support.profile import amount, thorough
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
 from tests.support.steering import START, Client, Steering, steering
 from uma_trio.daemon.serving.controllers.state import Phase
@@ -41,6 +41,7 @@ HELD_S = 0.05
 """So long there is no room for the forks, and for a request in the queue."""
 
 
+OTHER_ENGINES = ({"unified": False, "n_ctx": 7000}, {"can_truncate": False})
 N_MOMENTS = amount(quick=14, thorough=200)
 
 
@@ -156,11 +157,18 @@ def cancel_the_queued_one(observed: Observed) -> None:
     observed.harness.scheduler.cancel(observed.queued[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"unified": False, "n_ctx": 7000}, {"can_truncate": False}], ids=str)
-@pytest.mark.parametrize("cancel", [cancel_all, cancel_one, cancel_the_queued_one])
+@pytest.mark.parametrize(
+    ("cancel", "options"),
+    [
+        *((cancel, {}) for cancel in (cancel_all, cancel_one, cancel_the_queued_one)),
+        *((cancel_one, options) for options in OTHER_ENGINES),
+        *(thorough(cancel, options) for cancel in (cancel_all, cancel_the_queued_one) for options in OTHER_ENGINES),
+    ],
+    ids=str,
+)
 async def test_cancels_free_cells_and_controllers(autojump_clock, cancel, options):
     found: set[Phase] = set()
-    for moment in moments(6 if options else N_MOMENTS):
+    for moment in moments(4 if options else N_MOMENTS):
         observed, phases = await at(moment, cancel, **options)
         found |= phases
         others = {*observed.client.reasons.values()} - {"cancelled"}
@@ -218,7 +226,7 @@ def kill_the_next_step(observed: Observed) -> None:
 @pytest.mark.parametrize("fail", [kill_the_engine, fail_a_step, kill_the_next_step])
 async def test_controlled_answers_go_on_exactly_after_the_engine_has_failed(autojump_clock, fail, can_truncate):
     found: set[Phase] = set()
-    for moment in moments(N_MOMENTS if can_truncate else 8):
+    for moment in moments(N_MOMENTS if can_truncate else 4):
         observed, phases = await at(moment, fail, can_truncate=can_truncate)
         found |= phases
         assert observed.texts == expected(SCRIPT), f"at {moment}, in {phases}: {observed.client.reasons}"

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.profile import amount
 from tests.support.serving import Serving, serving
 from uma_trio.client import Eos, Event, PrefillProgress, ServerError, Token
 from uma_trio.daemon.store.answer_folder import AnswerFolder
@@ -206,7 +207,7 @@ async def test_a_killed_daemon_changes_no_text(autojump_clock: object, tmp_path:
                     copy = tmp_path / str(len(whole))
                     shutil.copytree(tmp_path / "0", copy, ignore=shutil.ignore_patterns("lock"))
                     copies.append((len(whole), copy))
-    for n_seen, copy in copies[::3]:
+    for n_seen, copy in copies[:: amount(quick=6, thorough=1)]:
         with folder(copy) as kept:
             async with serving(answers=kept) as harness:
                 events = await attached(harness, "a")

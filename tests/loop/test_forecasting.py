@@ -11,7 +11,7 @@ import trio
 
 from tests.loop.test_scheduling import Harness, running
 from tests.support.fake_engine import FakeEngine
-from tests.support.profile import amount
+from tests.support.profile import amount, thorough
 from uma_trio import errors
 from uma_trio.daemon.serving.forecasting import Forecaster
 from uma_trio.protocol.events import Failure, Forecast
@@ -75,7 +75,7 @@ async def test_predictions_come_true(autojump_clock):
         assert [client.found[0][1].queue_position for client in clients] == [*range(1, 17)]
 
 
-@pytest.mark.parametrize(("drift", "least"), [(0.0, 0.9), (0.4, 0.75)], ids=["steady", "drifting"])
+@pytest.mark.parametrize(("drift", "least"), [(0.0, 0.9), thorough(0.4, 0.75)], ids=["steady", "drifting"])
 async def test_most_predictions_are_off_by_a_fifth_and_few_deadlines_are_misjudged(
     autojump_clock, drift: float, least: float
 ) -> None:

@@ -68,7 +68,7 @@ LOSSES = {
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 async def test_a_subscriber_knows_what_the_prefix_index_holds(autojump_clock, unified, loses):
     with publishing_to(loses=loses) as (publisher, subscriber):
-        for seed in range(amount(quick=3, thorough=60)):
+        for seed in range(amount(quick=1, thorough=60)):
             async with published(publisher, unified=unified) as harness:
                 await random_work(harness, random.Random(seed), n=40)
                 expected = held_by(harness.scheduler.cache)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.profile import thorough
 from uma_trio.protocol.requests import Slo
 
 SLOW = 0.5
@@ -47,7 +48,7 @@ async def visit(harness: Harness) -> float:
 
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
-@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("private", [False, thorough(True)])
 async def test_a_visitor_never_waits_for_a_whole_prefill(autojump_clock, options, private) -> None:
     """One place, a prompt that takes 2.5 s, and visits without a pause."""
     async with asking(slow(**options)) as harness:

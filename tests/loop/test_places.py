@@ -35,11 +35,11 @@ async def first_token(harness: Harness, client: Client) -> float:
 
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
-@pytest.mark.parametrize("waiting", [0, 50])
+@pytest.mark.parametrize("waiting", [0, 12])
 async def test_one_that_holds_nothing_gets_a_place_at_once(autojump_clock, options, waiting) -> None:
     async with asking(FakeEngine(n_seq_max=4, **options)) as harness:
         alone = await first_token(harness, harness.ask([5], 3, principal="b"))
-        greedy = [harness.ask([n % 7], 300, principal="a") for n in range(4 + waiting)]
+        greedy = [harness.ask([n % 7], 150, principal="a") for n in range(4 + waiting)]
         await trio.sleep(0.5)
         client = harness.ask([9], 3, principal="b")
         assert await first_token(harness, client) < 2 * alone + 1
@@ -53,9 +53,9 @@ async def test_one_that_holds_nothing_gets_a_place_at_once(autojump_clock, optio
 
 async def test_two_principals_that_want_all_places_have_half_of_them_each(autojump_clock) -> None:
     async with asking(FakeEngine(n_seq_max=8, n_ctx=100_000)) as harness:
-        everybody = [harness.ask([n], 500 + 50 * n, principal="a") for n in range(20)]
+        everybody = [harness.ask([n], 500 + 50 * n, principal="a") for n in range(14)]
         await trio.sleep(0.5)
-        everybody += [harness.ask([n], 500 + 50 * n, principal="b") for n in range(20)]
+        everybody += [harness.ask([n], 500 + 50 * n, principal="b") for n in range(14)]
         await trio.sleep(1)
         held = []
         for _ in range(50):
@@ -234,7 +234,7 @@ async def test_controllers_lose_places_too(autojump_clock, script, exchange_ms, 
             clients = [SteeredClient() for _ in range(4 if crowded else 1)]
             answers = []
             for n, client in enumerate(clients):
-                answers.append(await harness.steer("program", client, 300, argument=script, id=f"{crowded}{n}"))
+                answers.append(await harness.steer("program", client, 150, argument=script, id=f"{crowded}{n}"))
             if crowded:
                 await trio.sleep(0.1)
                 plain = await harness.steer("program", visitor := SteeredClient(), 9, [Gen(3)], other, id="visitor")

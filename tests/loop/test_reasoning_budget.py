@@ -13,6 +13,7 @@ import trio
 
 from tests.support.asking import Client, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.profile import amount
 from tests.support.serving import serving
 from uma_trio.client import Eos, Reasoning, Token
 from uma_trio.daemon.answer.budget import ReasoningLimit
@@ -109,14 +110,14 @@ async def test_forced_tokens_have_no_log_probability(autojump_clock):
 @pytest.mark.parametrize("options", [{"repeats": 20}, {"draft_errors": 9}, {"repeats": 20, "draft_errors": 9}], ids=str)
 async def test_draft_tokens_never_overrun_the_budget(autojump_clock, options, params):
     async with asking(FakeEngine(n_ctx=32_768, **options)) as harness:
-        for n_tokens in range(60, 75):
+        for n_tokens in range(60, 75, amount(quick=4, thorough=1)):
             request = {"limit": limit(n_tokens), "cache_prompt": False, **params}
             plain = await harness.answer(PROMPT, 150, speculate=False, **request)
             quick = await harness.answer(PROMPT, 150, speculate=True, **request)
             assert quick.tokens == plain.tokens
             assert plain.tokens[n_tokens : n_tokens + 2] == END
         telemetry = harness.scheduler.telemetry
-        assert telemetry.accepted_draft_tokens_total + telemetry.accepted_model_draft_tokens_total > 100
+        assert telemetry.accepted_draft_tokens_total + telemetry.accepted_model_draft_tokens_total > 30
         await harness.clean()
 
 
