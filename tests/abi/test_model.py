@@ -236,6 +236,11 @@ class TestVocab:
         assert TokenAttr.UNKNOWN in spm.attributes(0)
         assert TokenAttr.CONTROL in spm.attributes(1)
         assert not spm.attributes(5000) & (TokenAttr.CONTROL | TokenAttr.UNKNOWN | TokenAttr.USER_DEFINED)
+        for each in (phi, spm):
+            some = [*range(0, each.n_tokens, 997), each.n_tokens - 1]
+            found = each.all_attributes()
+            assert len(found) == each.n_tokens
+            assert [found[token] for token in some] == [each.attributes(token) for token in some]
 
     def test_token_to_id(self, vocab: AnyVocab) -> None:
         gpt = vocab("gpt-2")

@@ -11,7 +11,7 @@ from tests.support.profile import amount
 from tests.support.real_daemon import Canary, real_daemon
 
 MIB = 1 << 20
-CLIENTS, THREADS = amount(quick=400, thorough=2000), 6
+CLIENTS, THREADS = amount(quick=200, thorough=2000), 6
 
 
 def leave_mid_frame(wire, rng):
@@ -94,7 +94,7 @@ def churn(daemon, clients, seed):
 
 def test_disconnects_release_everything(library):
     with real_daemon("--parallel", "8", "--ctx", "8192", "--log-level", "warning") as daemon:
-        churn(daemon, 100, seed=1)  # warm-up
+        churn(daemon, 60, seed=1)  # warm-up
         before = daemon.settled()
         fds, rss = daemon.n_fds(), daemon.rss
         began = time.monotonic()

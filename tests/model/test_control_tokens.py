@@ -76,7 +76,7 @@ def _speaker(model: llama_abi.Model) -> Speaker:
     controls = ControlTokens(tokenizer.control_tokens, tokenizer.user_defined_controls)
     source = model.chat_template
     chat = None if source is None else ChatTemplate(source, bos=tokenizer.bos, eos=tokenizer.eos, controls=controls)
-    named = {token for token in range(tokenizer.n_tokens) if model.vocab.attributes(token) & CONTROL_ATTRIBUTES}
+    named = {token for token, kind in enumerate(model.vocab.all_attributes()) if kind & CONTROL_ATTRIBUTES}
     markers = {tokenizer.encode(text, add_special=False).tolist()[-1] for text in tokenizer.user_defined_controls}
     return Speaker(tokenizer, chat, frozenset(named | markers))
 
@@ -232,7 +232,7 @@ def test_which_tokens_are_control_tokens(speaker: AnySpeaker) -> None:
         "plain text that is always one token"
     )
     with llama_abi.Model(llama_abi.load(), EMBEDDED, vocab_only=True) as model:
-        kinds = [model.vocab.attributes(token) for token in range(model.vocab.n_tokens)]
+        kinds = model.vocab.all_attributes()
     assert len(speaker("embedded").tokenizer.control_tokens) == sum(TokenAttr.CONTROL in kind for kind in kinds)
 
 

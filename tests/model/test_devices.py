@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,11 @@ import psutil
 import pytest
 
 import llama_abi
+from tests.support.commands import environment, run_command, run_process
 from tests.support.profile import thorough
 from tests.support.random_adapters import random_adapter
 from tests.support.random_models import random_model
-from tests.support.real_daemon import ROOT, real_daemon
+from tests.support.real_daemon import real_daemon
 from tests.support.rpc_server import rpc_server
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.packaged import EMBEDDED
@@ -77,7 +75,7 @@ def on_cpu() -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "used", "words"),
     [
-        ((), ["CPU", "RPC0", "RPC1"], "with 10 of 10 layers"),
+        thorough((), ["CPU", "RPC0", "RPC1"], "with 10 of 10 layers"),
         (("--tensor-split", "3,1"), ["CPU", "RPC0", "RPC1"], "split by layer 3:1"),
         thorough(("--devices", "RPC1"), ["CPU", "RPC1"], "RPC1 (127.0.0.1:"),
         (("--split-mode", "none", "--main-gpu", "1", "--gpu-layers", "4"), ["CPU", "RPC1"], "with 4 of 10 layers"),
@@ -173,30 +171,21 @@ def test_experts_stay_in_the_machines_memory(servers: str) -> None:
 def test_what_does_not_go_together_is_said_before_anything_is_loaded(
     servers: str, tmp_path: Path, flags: tuple[str, ...], why: str
 ) -> None:
-    command = [sys.executable, "-m", "uma_trio", "serve", "--socket", str(tmp_path / "s"), "--rpc", servers, *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ended = run_process("serve", "--socket", tmp_path / "s", "--rpc", servers, *flags)
     assert ended.returncode == 1
     assert why in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
 def test_a_server_that_nobody_started(tmp_path: Path) -> None:
-    flags = ["--socket", str(tmp_path / "s"), "--rpc", "127.0.0.1:1"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "uma_trio", "serve", *flags],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    ended = run_process("serve", "--socket", tmp_path / "s", "--rpc", "127.0.0.1:1")
     assert ended.returncode == 1
     assert "no RPC server answers at 127.0.0.1:1 (Connection refused); start llama.cpp's rpc-server" in ended.stderr
 
 
 def test_the_doctor_says_what_the_model_takes_of_each_device(servers: str, tmp_path: Path) -> None:
-    environment = {"UMA_RPC": servers, "UMA_TENSOR_SPLIT": "3,1", "UMA_PARALLEL": "2", "UMA_CTX": "2048"}
-    command = [sys.executable, "-m", "uma_trio", "doctor", "--json", "--socket", str(tmp_path / "s")]
-    ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
-        env={**os.environ, **environment},
-    )  # fmt: skip
+    variables = {"UMA_RPC": servers, "UMA_TENSOR_SPLIT": "3,1", "UMA_PARALLEL": "2", "UMA_CTX": "2048"}
+    ended = run_command(["doctor", "--json", "--socket", tmp_path / "s"], environment(**variables))
     checks = {each["name"]: each for each in json.loads(ended.stdout)["checks"]}
     assert "split by layer 3:1" in checks["devices"]["message"]
     assert "RPC0" in checks["placement"]["message"]

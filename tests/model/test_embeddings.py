@@ -131,7 +131,7 @@ def test_a_closed_connection_ends_the_request(daemon):
 
 
 def test_an_engine_that_is_killed_changes_nothing(library):
-    texts = ["".join(random.Random(n).choices("abcdef ", k=300)) for n in range(20)]
+    texts = ["".join(random.Random(n).choices("abcdef ", k=200)) for n in range(12)]
     with real_daemon("--parallel", "2") as daemon:
         expected = asked(daemon, lambda client: client.embed(texts))
 
@@ -139,7 +139,7 @@ def test_an_engine_that_is_killed_changes_nothing(library):
             async with daemon.client() as client, trio.open_nursery() as nursery:
 
                 async def kill():
-                    done = before["embeddings"]["texts_total"] + 5
+                    done = before["embeddings"]["texts_total"] + 3
                     snapshot = await trio.to_thread.run_sync(
                         daemon.wait_until, lambda each: each["embeddings"]["texts_total"] >= done, "it is on its way"
                     )

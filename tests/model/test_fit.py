@@ -14,7 +14,7 @@ import pytest
 import trio
 
 import llama_abi
-from tests.support.profile import is_thorough
+from tests.support.profile import is_thorough, thorough
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio import config
@@ -109,7 +109,7 @@ def test_nothing_decodes_without_memory(library: Path) -> None:
             context.decode(batch)
 
 
-@pytest.mark.parametrize("limit", ["data", "address-space"])
+@pytest.mark.parametrize("limit", ["data", thorough("address-space")])
 def test_within_a_real_limit_every_choice_loads_and_uses_most_of_it(library: Path, limit: str) -> None:
     """The bench's daemon and engine, under ``ulimit``; the last step has more than the model needs."""
     path = random_model("12x768x12x4x2048", ctx=8192)

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 import uma_trio
 from tests.support.hostile_wasm import FAILING, LOOPING, REFUSED, HostileWasm
+from tests.support.profile import thorough
 from tests.support.real_daemon import Canary, Daemon, real_daemon
 from uma_trio.cli import main
 from uma_trio.client import ServerError
@@ -19,11 +20,17 @@ from uma_trio.client import ServerError
 LIMITS = ("--aici-step-ms", "1000", "--aici-init-ms", "3000")
 
 NAMES = (
-    *("unreachable in aici_init", "unreachable in aici_mid_process", "endless recursion in aici_post_process"),
-    *("no end of memory in aici_init_prompt", "no end of memory in aici_pre_process", "variables without end"),
-    *("aici_mid_process returns no JSON", "a result beyond the memory", "tokens without end"),
-    *("a loop in aici_init", "a loop in aici_pre_process", "a loop in aici_mid_process", "a loop in aici_post_process"),
-    "output without end in aici_mid_process",
+    *("unreachable in aici_init", "unreachable in aici_mid_process", "no end of memory in aici_pre_process"),
+    *("variables without end", "aici_mid_process returns no JSON", "tokens without end"),
+    *("a loop in aici_init", "a loop in aici_mid_process"),
+    *map(
+        thorough,
+        (
+            *("endless recursion in aici_post_process", "no end of memory in aici_init_prompt"),
+            *("a result beyond the memory", "a loop in aici_pre_process", "a loop in aici_post_process"),
+            "output without end in aici_mid_process",
+        ),
+    ),
 )
 BY_NAME = {each.name: each for each in (*FAILING, *LOOPING)}
 

@@ -10,6 +10,7 @@ import attrs
 import pytest
 
 import llama_abi
+from tests.support.profile import thorough
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio import config
@@ -73,12 +74,9 @@ def test_the_cached_choice_is_used_for_the_same_settings_only(choice_of, tmp_pat
 @pytest.mark.parametrize(
     "harm",
     [
-        "",
-        "[]",
-        '{"layout": 7}',
         '{"layout": "sideways"}',
         '{"layout',
-        '{"layout": "x", "given_up_at": "now", "trial_s": 1}',
+        *map(thorough, ("", "[]", '{"layout": 7}', '{"layout": "x", "given_up_at": "now", "trial_s": 1}')),
     ],
 )
 def test_a_damaged_cache_is_measured_again(choice_of, tmp_path, harm):

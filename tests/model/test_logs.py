@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tests.support.profile import thorough
 from tests.support.real_daemon import DIES_WITH_PARENT, real_daemon, started, wait_ready
 from tests.support.terminal import terminal
 from uma_trio.engine.llama import described
@@ -96,7 +97,7 @@ def test_a_second_signal_is_one_plain_line(library, tmp_path):
     assert after[1]["reason"] == "E_RUNTIME_SHUTDOWN"
 
 
-@pytest.mark.parametrize("is_default", [True, False])
+@pytest.mark.parametrize("is_default", [thorough(True), False])
 def test_on_a_terminal_the_start_says_what_to_try(library, tmp_path, monkeypatch, is_default):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
