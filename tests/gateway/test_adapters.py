@@ -136,6 +136,7 @@ def test_a_constraint_speculation_and_several_answers_go_with_adapters(adapting:
     assert logged.reason == "length"
 
 
+@pytest.mark.thorough
 def test_after_a_crash_of_the_engine_answers_go_on_with_their_adapters(
     adapting: Gateway, texts: dict[str, str]
 ) -> None:

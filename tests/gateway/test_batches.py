@@ -350,6 +350,7 @@ def test_tenants_see_their_own_and_have_quotas(tmp_path: Path) -> None:
 # -- kills --
 
 
+@pytest.mark.thorough
 def test_a_batch_survives_kills_of_gateway_and_daemon_and_computes_no_finished_row_twice(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

@@ -203,6 +203,7 @@ WATCH_CHANGES = """() => {
 }"""
 
 
+@pytest.mark.thorough
 @needs_browser
 def test_five_hundred_messages_stay_smooth(browser: Browser, tmp_path: Path) -> None:
     """No task takes 50 ms of the page's thread, whatever else the machine does."""
@@ -347,6 +348,7 @@ def test_an_answer_survives_a_reload_in_its_middle_and_can_be_stopped_and_contin
     expect(last(page).locator(".text")).to_have_text(whole)
 
 
+@pytest.mark.thorough
 @needs_browser
 def test_kills_of_gateway_and_daemon_lose_nothing(browser: Browser, tmp_path: Path) -> None:
     """Answers go on without the gateway, and with the next daemon."""

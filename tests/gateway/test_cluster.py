@@ -486,6 +486,7 @@ class Talker(threading.Thread):
         return True
 
 
+@pytest.mark.thorough
 def test_a_rolling_restart_under_load_loses_no_request_and_no_turn(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

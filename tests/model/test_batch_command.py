@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.commands import environment, invoke
 from tests.support.real_daemon import ROOT, Daemon, started, wait_ready
 from uma_trio.gateway.batches.results import RowFile
@@ -73,6 +75,7 @@ def test_what_cannot_be_used(daemon: Daemon, tmp_path: Path) -> None:
     assert (found.returncode, "No such file" in found.stderr) == (1, True)
 
 
+@pytest.mark.thorough
 def test_an_interrupted_command_goes_on_and_waits_for_the_next_daemon(tmp_path: Path) -> None:
     rows = [row(f"row-{n}", prompt=f"Once {n}", max_tokens=24, ignore_eos=True) for n in range(30)]
     file, output = written(tmp_path, rows), tmp_path / "answers"

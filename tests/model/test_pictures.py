@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.browser import find_chromium
 from tests.support.documents import ROOT
-from tests.support.profile import thorough
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "texts"), [("chat", ["Paris.", "Rome.", "Your name is Ada."]), thorough("metrics", ["tokens/s"])]
+    ("name", "texts"), [("chat", ["Paris.", "Rome.", "Your name is Ada."]), ("metrics", ["tokens/s"])]
 )
 def test_a_picture_is_a_recording(library, tmp_path, name, texts):
     done = subprocess.run(
