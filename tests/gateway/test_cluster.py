@@ -210,20 +210,32 @@ def test_only_peers_with_the_secret_get_an_answer(cluster: Cluster) -> None:
         assert client.post("/v1/peer", json=question).status_code == 403
 
 
+def asked(client: httpx.Client, stamp: str, action: str, session: str, **fields: Any) -> tuple[bytes, dict[str, str]]:
+    """The body and the headers of a peer's question."""
+    question = PeerQuestion(action=action, session_id=session, to=str(client.base_url), stamp=stamp, **fields)
+    body = msgspec.json.encode(question)
+    return body, {SIGNATURE: Signer(SECRET.encode()).question(body)[1]}
+
+
+def ask(client: httpx.Client, action: str, session: str, **fields: Any) -> httpx.Response:
+    """Ask a daemon as a peer does."""
+    body, headers = asked(client, "", action, session)
+    stamp = client.post(PATH, content=body, headers=headers).json()["stamp"]
+    body, headers = asked(client, stamp, action, session, **fields)
+    answer = client.post(PATH, content=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
 def test_a_question_that_is_repeated_gets_no_second_answer(cluster: Cluster) -> None:
     """Whoever has seen it on its way could otherwise read the session from a daemon that still has a copy."""
-    signer = Signer(SECRET.encode())
-
-    def ask(stamp: str) -> tuple[bytes, dict[str, str]]:
-        body = msgspec.json.encode(PeerQuestion(action="ask", session_id="trip", to=cluster.a.url, stamp=stamp))
-        return body, {SIGNATURE: signer.question(body)[1]}
-
     with cluster.a.http() as client:
-        body, headers = ask("")
-        found = client.post(PATH, content=body, headers=headers)
-        assert found.status_code == 425
-        body, headers = ask(found.json()["stamp"])
-        assert client.post(PATH, content=body, headers=headers).json()["state"] in ("held", "gone", "absent")
+        assert ask(client, "ask", "trip").json()["state"] in ("held", "gone", "absent")
+        body, headers = asked(client, "an old one", "ask", "trip")
+        old = client.post(PATH, content=body, headers=headers)
+        assert old.status_code == 425
+        body, headers = asked(client, old.json()["stamp"], "ask", "trip")
+        assert client.post(PATH, content=body, headers=headers).status_code == 200
         assert client.post(PATH, content=body, headers=headers).status_code == 401
 
 
@@ -409,6 +421,21 @@ def test_a_daemon_that_stops_hands_its_sessions_over(halves: tuple[Gateway, int,
         assert names(stays) == {"s0", "s1", "s2"}
         for n in range(3):
             assert say(stays, f"s{n}", "Hello again")["session"]["turns"] == 2
+
+
+def test_a_daemon_that_stops_waits_until_a_peer_has_what_it_was_given(tmp_path: Path) -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with daemon_at(free_port(), tmp_path, key=key_file(tmp_path)) as gateway, gateway.http() as client:
+        say(gateway, "s", "Hello")
+        lease: dict[str, Any] = {"url": "http://127.0.0.1:1", "epoch": 1}
+        [turns] = [each for each in ask(client, "give", "s", **lease).json()["files"] if each["kind"] == "turns"]
+        gateway.daemon.signal(signal.SIGTERM)
+        gateway.daemon.logged("sessions are moving: the daemon waits before it stops")
+        assert client.get("/v1/sessions").status_code == 503, "it takes no other requests"
+        assert len(ask(client, "read", "s", kind="turns", **lease).content) == turns["n_bytes"]
+        assert ask(client, "confirm", "s", **lease).json()["state"] == "gone"
+        assert gateway.daemon.wait() == 0
 
 
 def test_a_peer_that_hangs_keeps_no_daemon_from_handing_its_sessions_over(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""Sessions that another daemon asks for while they are used here."""
+"""Sessions that another daemon asks for while they are used here, or while the daemon stops."""
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -10,10 +12,17 @@ import numpy as np
 import pytest
 import trio
 
+from uma_trio.client import SessionOffer
 from uma_trio.daemon.sessions.hand_over import HandOver
 from uma_trio.daemon.sessions.table import Session, SessionTable
 from uma_trio.daemon.store.journal_format import SessionKey, SessionRecord, encode
 from uma_trio.errors import SessionBusy
+from uma_trio.gateway.peers.leaving import Leaving
+from uma_trio.gateway.peers.messages import PeerAnswer, PeerQuestion
+from uma_trio.gateway.peers.moving import Peers
+from uma_trio.gateway.peers.settings import PeerSettings
+from uma_trio.gateway.peers.signatures import Reception, Signer
+from uma_trio.gateway.peers.under_way import QUIET_S, Moves
 from uma_trio.protocol.lease import Lease, LeaseQuery
 
 
@@ -90,3 +99,62 @@ async def test_a_request_that_comes_while_a_session_is_saved_for_a_peer_keeps_it
     assert written == []
     leases.release("request")
     assert not (await ask("ask", "peer")).busy
+
+
+def ask_of(moves: Moves, action: Any) -> None:
+    with moves.answering(PeerQuestion(action=action, session_id="s")):
+        pass
+
+
+async def test_a_session_that_a_peer_has_been_given_is_under_way_until_it_is_confirmed_or_nobody_comes_for_it():
+    moves = Moves()
+    assert not await moves.ended()
+    with pytest.raises(SessionBusy), moves.answering(PeerQuestion(action="give", session_id="s")):
+        raise SessionBusy("it is answering")
+    ask_of(moves, "ask")
+    assert not await moves.ended(), "nobody has got it"
+
+    async def come_for_it():
+        await trio.sleep(QUIET_S - 1)
+        ask_of(moves, "read")
+        await trio.sleep(QUIET_S - 1)
+        ask_of(moves, "confirm")
+
+    for last, asked in ((2 * QUIET_S - 2, come_for_it), (QUIET_S, partial(trio.sleep, 0))):
+        began = trio.current_time()
+        ask_of(moves, "give")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(asked)
+            assert await moves.ended()
+            assert trio.current_time() == pytest.approx(began + last)
+
+
+async def test_a_daemon_that_stops_waits_for_sessions_that_arrive_and_offers_them():
+    here, offered, ended_at = ["early"], [], []
+
+    class Daemon:
+        async def next_offer(self, *, end: bool = False) -> SessionOffer:
+            await trio.lowlevel.checkpoint()
+            if end:
+                ended_at.append(trio.current_time())
+            return SessionOffer(session_id=here.pop() if here else None)
+
+    class Channel:
+        async def ask(self, url: str, question: PeerQuestion, timeout_s: float) -> PeerAnswer:
+            offered.append(question.session_id)
+            await trio.lowlevel.checkpoint()
+            return PeerAnswer("held")
+
+    settings = PeerSettings(("http://b",), "http://a", b"secret", Path("/nowhere"), 1)
+    peers = Peers(settings, Signer(b"secret"), Reception(), Channel())
+    leaving, began = Leaving(peers, lambda: contextlib.nullcontext(Daemon()), 0.0), trio.current_time()
+    async with leaving.running():
+        with peers.moves.running():
+            leaving.begin()
+            await trio.sleep(30)
+            assert offered == ["early"]
+            here.append("late")
+        while not ended_at:
+            await trio.sleep(1)
+    assert offered == ["early", "late"]
+    assert ended_at[0] >= began + 30

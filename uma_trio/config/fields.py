@@ -551,8 +551,8 @@ class Limits:
     )
     drain_hand_over_s: float = setting(
         10.0,
-        "How long sessions are offered to peers after SIGTERM, when new requests are refused already. What is left then stays. "
-        "Only with peers.",
+        "How long sessions are offered to peers after SIGTERM, when new requests are refused already, and moves may go on "
+        "that are under way. What is left then stays. Only with peers.",
         ge=0,
         le=3600,
     )

@@ -40,7 +40,8 @@ async def answer_peer(call: Call) -> Response:
         if question.action == "offer":
             await _take_over(call, peers, question)
         status = 200
-        content, media_type = await _answer(call, question)
+        with peers.moves.answering(question):
+            content, media_type = await _answer(call, question)
     return Response(content, status, {SIGNATURE: peers.signer.answer(nonce, content)}, media_type)
 
 

@@ -1,4 +1,7 @@
-"""Offers the sessions of a daemon that stops to its peers.  A peer that accepts comes for the session as for any other."""
+"""Offers the sessions of a daemon that stops to its peers, and waits for moves that are under way.
+
+A peer that accepts comes for the session as for any other.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,8 @@ class Leaving:
         try:
             async with self._connect() as client:
                 await self._offer_each(self._peers, client)
+                while await self._peers.moves.ended():  # what has come, or was not given after all, can be offered
+                    await self._offer_each(self._peers, client)
                 await client.next_offer(end=True)
         except* (HttpError, ClientError) as group:  # the daemon has waited long enough
             log.warning("not all sessions were offered to peers", reason=str(group.exceptions[0]))

@@ -20,6 +20,7 @@ from uma_trio.gateway.peers.copying import copy_file, temporary_folder
 from uma_trio.gateway.peers.messages import CODE, PATH, FileOffer, PeerAnswer, PeerQuestion, Session
 from uma_trio.gateway.peers.settings import PeerSettings
 from uma_trio.gateway.peers.signatures import NotSigned, OldStamp, Reception, Signer
+from uma_trio.gateway.peers.under_way import Moves
 from uma_trio.protocol.lease import AskAgain, Begin, Next, Take, TakeBack, Unreachable, Wait, next_step
 
 log = structlog.get_logger("uma_trio.gateway")
@@ -42,6 +43,7 @@ class Peers:
     signer: Signer
     _reception: Reception
     channel: Channel
+    moves: Moves = attrs.field(factory=Moves)
 
     @classmethod
     def of(cls, config: Config) -> Peers | None:
@@ -96,7 +98,7 @@ class Peers:
             HttpError: it cannot be had now.
         """
         try:
-            with anyio.fail_after(LOOK_S + GIVE_S):
+            with self.moves.running(), anyio.fail_after(LOOK_S + GIVE_S):
                 await self._bring(client, session)
         except TimeoutError:
             raise self._unavailable(session, "peers take too long") from None
