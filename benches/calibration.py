@@ -1,10 +1,11 @@
-"""Measure how well the daemon predicts when requests start and end.
+"""Measure how well the daemon predicts when requests start and end, and how many deadlines it misjudges.
 
 python benches/calibration.py --model /tmp/125m.gguf --threads 1 --requests 300
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from prompts import of_tokens
 from report import cell, table
 from rigs import ServerSettings, uma_trio_flags
 
-from uma_trio.client import Forecast, Token, open_client
+from uma_trio.client import Forecast, ServerError, Token, open_client
 from uma_trio.demo.recording import percentile
 from uma_trio.demo.temporary_daemon import temporary_daemon
 from uma_trio.tokenizer.tokenizer import Tokenizer
@@ -35,6 +36,8 @@ GOOD: Final = 0.2
 SAMPLE_S: Final = 0.1
 BEFORE_S: Final = 5.0
 """Seconds before a forecast that tell how much CPU the engine gets."""
+DEADLINES: Final = 60.0
+"""The longest deadline divided by the shortest one."""
 MIN_SHARE: Final = 0.05
 """Below this share the engine had little to do, which says nothing."""
 
@@ -51,6 +54,7 @@ class Load:
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     ends_itself: bool
+    deadline_s: float
     parallel: int
     seed: int
 
@@ -107,6 +111,10 @@ class Outcome:
     true: tuple[float, float]
     at: float
     """When the forecast came."""
+    is_refused: bool
+    """It had a deadline, was refused, and came again without one."""
+    is_late: bool
+    """It ended after its deadline."""
 
     @property
     def ratios(self) -> tuple[float, float]:
@@ -120,23 +128,35 @@ class Outcome:
         return place, f"prompt {self.prompt_tokens}, answer {self.tokens}"
 
 
-async def ask(path: Path, prompt: str, sizes: tuple[int, int], load: Load, found: list[Outcome]) -> None:
-    """Send a request; keep its first forecast if it got one."""
+async def ask(
+    path: Path, prompt: str, sizes: tuple[int, int], deadline_s: float, load: Load, found: list[Outcome]
+) -> None:
+    """Send a request; keep its first forecast if it got one.  If its deadline is refused, send it again without."""
+    fields = {"max_tokens": sizes[1], "ignore_eos": not load.ends_itself, "forecast": True, "cache_prompt": False}
+    deadline = {} if math.isinf(deadline_s) else {"deadline_ms": max(1, round(1e3 * deadline_s))}
     forecast: Forecast | None = None
-    at = first = 0.0
+    at, first, is_refused, sent = 0.0, math.inf, False, trio.current_time()
     async with open_client(path) as client:
-        async for event in client.generate(
-            prompt=prompt, max_tokens=sizes[1], ignore_eos=not load.ends_itself, forecast=True, cache_prompt=False
-        ):
-            now = trio.current_time()
-            if isinstance(event, Forecast) and forecast is None:
-                forecast, at = event, now
-            elif isinstance(event, Token) and not first:
-                first = now
-    if forecast is not None and first:
-        true = 1e3 * (first - at), 1e3 * (trio.current_time() - at)
-        predicted = forecast.start_ms, forecast.end_ms
-        found.append(Outcome(*sizes, forecast.queue_position, predicted, true, at))
+        for given in (deadline, {}):
+            try:
+                async for event in client.generate(prompt=prompt, **fields, **given):
+                    now = trio.current_time()
+                    if isinstance(event, Forecast) and forecast is None:
+                        forecast, at = event, now
+                    elif isinstance(event, Token):
+                        first = min(first, now)
+                break
+            except ServerError as error:
+                if error.code != "E_LIMIT_DEADLINE":
+                    raise
+                if forecast is not None:  # it was let in, and had no token by its deadline
+                    break
+                is_refused = True
+    ended = trio.current_time() if first < math.inf else math.inf
+    if forecast is not None:
+        predicted, true = (forecast.start_ms, forecast.end_ms), (1e3 * (first - at), 1e3 * (ended - at))
+        is_late = ended - sent > deadline_s
+        found.append(Outcome(*sizes, forecast.queue_position, predicted, true, at, is_refused, is_late))
 
 
 async def offer(path: Path, load: Load, tokenizer: Tokenizer) -> list[Outcome]:
@@ -146,7 +166,9 @@ async def offer(path: Path, load: Load, tokenizer: Tokenizer) -> list[Outcome]:
     async with trio.open_nursery() as nursery:
         for _ in range(load.requests):
             sizes = rng.choice(load.prompt_tokens), rng.choice(load.tokens)
-            nursery.start_soon(ask, path, of_tokens(tokenizer, rng, sizes[0]), sizes, load, found)
+            prompt = of_tokens(tokenizer, rng, sizes[0])
+            deadline_s = load.deadline_s * DEADLINES ** -rng.random() if load.deadline_s else math.inf
+            nursery.start_soon(ask, path, prompt, sizes, deadline_s, load, found)
             await trio.sleep(rng.expovariate(load.rate))
     return found
 
@@ -184,7 +206,12 @@ def show(found: Sequence[Outcome], clock: EngineClock) -> str:
         "p50",
     )
     worst = min(by_class, key=lambda name: share([outcome.ratios[1] for outcome in by_class[name]]))
-    return f"{table(header, rows)}\nworst by the end: {worst}"
+    refused, let_in = [each for each in found if each.is_refused], [each for each in found if not each.is_refused]
+    n_early, n_late = sum(not each.is_late for each in refused), sum(each.is_late for each in let_in)
+    return (
+        f"{table(header, rows)}\nworst by the end: {worst}\n"
+        f"deadlines: {len(refused)} of {len(found)} refused, of which {n_early} would have been met; {n_late} let in and missed"
+    )
 
 
 @bench()
@@ -199,6 +226,9 @@ def show(found: Sequence[Outcome], clock: EngineClock) -> str:
     "--tokens", type=click.IntRange(1), multiple=True, default=(20, 60, 200), help="The max_tokens of answers."
 )
 @click.option("--ends-itself", is_flag=True, help="Answers may end before max_tokens.")
+@click.option(
+    "--deadline-s", type=click.FloatRange(0), default=0.0, help="Longest deadline of a request; 0: requests have none."
+)
 @click.option("--parallel", type=click.IntRange(1), default=4, help="Sequences of the daemon.")
 @click.option("--seed", type=int, default=0, help="Seed of sizes, words and times.")
 @places()
@@ -208,7 +238,8 @@ def main(csv_file: Path | None, serve_flags: Sequence[str], **options: Any) -> N
     """Measure how well the daemon predicts when requests start and end.
 
     Requests of mixed sizes come at random times and ask for forecasts.  The first forecast of each counts.  SERVE_FLAGS
-    after -- go to `uma-trio serve`.
+    after -- go to `uma-trio serve`.  With --deadline-s, deadlines are drawn from a 60th of it on; a request that is
+    refused comes again at once without one, which tells whether it would have met it.
 
     \b
     good %   predictions that are off by at most 20 % of the true time
@@ -233,9 +264,18 @@ def main(csv_file: Path | None, serve_flags: Sequence[str], **options: Any) -> N
                         found = await offer(daemon.path, load, tokenizer)
                         nursery.cancel_scope.cancel()
         columns = ["prompt_tokens", "tokens", "position", "start_ms", "end_ms", "true_start_ms", "true_end_ms"]
+        columns += ["is_refused", "is_late"]
         file = RunsFile(csv_file, columns)
         for each in found:
-            file.add(each.prompt_tokens, each.tokens, each.position, *each.predicted, *each.true)
+            file.add(
+                each.prompt_tokens,
+                each.tokens,
+                each.position,
+                *each.predicted,
+                *each.true,
+                each.is_refused,
+                each.is_late,
+            )
         return found
 
     click.echo(show(carry_out(work), clock))

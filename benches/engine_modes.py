@@ -1,6 +1,7 @@
-"""Compare an engine in a process of its own with an engine in a thread of the daemon.
+"""Compare an engine in a process of its own with an engine in a thread of the daemon, or some flags with none.
 
 python benches/engine_modes.py
+python benches/engine_modes.py --price-of --reproducible --streams 1,8,32 --rounds 5
 python benches/engine_modes.py --model /tmp/125m.gguf --streams 1,8,32 --rounds 5 --csv modes.csv
 python benches/engine_modes.py --model /tmp/7b.gguf --gpu-layers -1 --streams 64 -- --ctx 65536
 python benches/engine_modes.py --requests 12 --prompt-words 12 --tokens 100
@@ -9,9 +10,10 @@ python benches/engine_modes.py --requests 12 --prompt-words 12 --tokens 100
 from __future__ import annotations
 
 import random
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import attrs
 import click
@@ -26,9 +28,11 @@ from throughput import decode_rate
 from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import Stream, durations_ms, percentile
 
-Mode = Literal["process", "thread"]
+Mode = str
+"""The name of one of two ways to serve."""
 
-MODES: Final[tuple[Mode, ...]] = get_args(Mode)
+ENGINES: Final = {"process": ["--engine", "process"], "thread": ["--engine", "thread"]}
+"""Flags of each mode."""
 
 
 @attrs.frozen(kw_only=True)
@@ -91,6 +95,8 @@ class Test:
     requests: int
     seed: int
     flags: Sequence[str]
+    modes: dict[Mode, list[str]]
+    """Flags of each, the second one being the base of ratios."""
 
     def streams(self, count: int) -> list[Stream]:
         """With several requests each, their lengths vary, so that some begin and end all the time."""
@@ -111,7 +117,7 @@ class Test:
         )
         streams = self.streams(n_streams)
         began = trio.current_time()
-        async with uma_trio_rig([*uma_trio_flags(serving), *self.flags, "--engine", mode]) as started:
+        async with uma_trio_rig([*uma_trio_flags(serving), *self.flags, *self.modes[mode]]) as started:
             ready_s = trio.current_time() - began
             rig = without_speculation(started)
             await warm_up(rig)
@@ -130,12 +136,13 @@ def varied(rng: random.Random, mean: int) -> int:
 
 async def compare(test: Test, counts: Sequence[int], rounds: int, file: RunsFile) -> Measured:
     """Measure each mode ``rounds`` times for each number of streams, alternating."""
-    await test.run("process", max(counts))  # not counted: measures and stores the layout and the costs of this model
+    for mode in test.modes:
+        await test.run(mode, max(counts))  # not counted: measures and stores the layout and the costs of this model
     measured: Measured = {}
     for n_streams in counts:
-        runs: dict[Mode, list[Figures]] = {mode: [] for mode in MODES}
+        runs: dict[Mode, list[Figures]] = {mode: [] for mode in test.modes}
         for number in range(1, rounds + 1):
-            for mode in MODES if number % 2 else reversed(MODES):
+            for mode in test.modes if number % 2 else reversed(test.modes):
                 figures = await test.run(mode, n_streams)
                 runs[mode].append(figures)
                 file.add(number, mode, n_streams, *attrs.astuple(figures))
@@ -168,9 +175,9 @@ def show(measured: Measured) -> str:
         for mode, figures in by_mode.items():
             values = [cell(getattr(figures, name), digits) for name, (_, digits) in columns.items()]
             lines.append([f"{name_of(n_streams)}, {mode}", *values])
-        process, thread = (by_mode[mode] for mode in MODES)
-        ratios = [_ratio(getattr(process, name), getattr(thread, name)) for name in columns if name != "others_cpu"]
-        lines.append([f"{name_of(n_streams)}, process / thread", *ratios, ""])
+        (mode, ours), (other, base) = by_mode.items()
+        ratios = [_ratio(getattr(ours, name), getattr(base, name)) for name in columns if name != "others_cpu"]
+        lines.append([f"{name_of(n_streams)}, {mode} / {other}", *ratios, ""])
     return table(["", *[title for title, _ in columns.values()]], lines)
 
 
@@ -187,18 +194,19 @@ def _ratio(value: float | None, base: float | None) -> str:
 @click.option("--tokens", type=click.IntRange(2), default=200, help="Tokens that each stream generates.")
 @click.option("--prompt-words", type=click.IntRange(1), default=64, help="Words of each prompt.")
 @click.option("--requests", type=click.IntRange(1), default=1, help="Requests of each stream, one after another; several vary in length.")  # fmt: skip
+@click.option("--price-of", help="Compare a daemon with these flags of `uma-trio serve` with one without.  [default: compare engines]")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1), default=3, help="Runs of each mode.")
 @click.option("--seed", type=int, default=0, help="Seed of the prompts.")
 @click.option("--gpu-layers", type=click.IntRange(-1), help="Layers on the GPU; -1 for all.  [default: as serve]")
 @places()
 @csv_option("a row for each run")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
-def main(counts: str, rounds: int, csv_file: Path | None, **options: Any) -> None:
-    """Compare --engine process with --engine thread.
+def main(counts: str, price_of: str | None, rounds: int, csv_file: Path | None, **options: Any) -> None:
+    """Compare --engine process with --engine thread, or with --price-of some flags with none.
 
-    Each run starts a daemon with one of the two modes, alternating; the streams start together, with different prompts,
+    Each run starts a daemon in one of the two modes, alternating; the streams start together, with different prompts,
     and generate exactly --tokens each, without speculation.  SERVE_FLAGS after -- go to `uma-trio serve`.  The table has
-    the medians of --rounds runs, and for each number of streams the ratio of process to thread.
+    the medians of --rounds runs, and for each number of streams the ratio of the first mode to the second.
     """
     place = Place.of(options)
     n_streams = numbers(counts, "--streams")
@@ -212,6 +220,7 @@ def main(counts: str, rounds: int, csv_file: Path | None, **options: Any) -> Non
         requests=options["requests"],
         seed=options["seed"],
         flags=flags,
+        modes=ENGINES if price_of is None else {price_of: shlex.split(price_of), "without": []},
     )
     place.show()
     click.echo(f"model     {place.model.name}, {place.threads} compute threads {' '.join(flags)}".rstrip())
