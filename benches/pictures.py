@@ -7,7 +7,6 @@ python benches/pictures.py --model 7b.gguf --shape clip-l --threads 1 --pin 0-2:
 from __future__ import annotations
 
 import base64
-import io
 import itertools
 import random
 import statistics
@@ -23,7 +22,6 @@ import click
 import contenders
 import httpx2
 import msgspec
-import numpy as np
 import trio
 from command import Place, bench, carry_out, csv_option, places, repeat_option, rival_option, show_rival
 from comparison import Contender, RunsFile, medians, ratio
@@ -31,8 +29,8 @@ from gateway_http import Gateway
 from llama_http import LlamaServer
 from make_projector import SHAPES, make_projector
 from measure import pinned
-from PIL import Image
 from processes import cpu_s
+from random_pictures import random_picture
 from report import cell as number
 from report import table
 from rigs import Rig, ServerSettings, peers_option
@@ -61,10 +59,7 @@ class Load:
 
     def picture(self, seed: int) -> str:
         """A data URL with a picture of its own."""
-        pixels = np.random.default_rng(seed).integers(0, 256, (16, 16, 3), np.uint8)
-        file = io.BytesIO()
-        Image.fromarray(pixels).resize((self.side, self.side)).save(file, "JPEG")
-        return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+        return f"data:image/png;base64,{base64.b64encode(random_picture(seed, self.side)).decode()}"
 
 
 @attrs.frozen(kw_only=True)

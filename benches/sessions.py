@@ -1,18 +1,20 @@
 """Measure sessions that continue: from the KV cache, from disk, or computed again; and many more than fit into memory.
 
 python benches/sessions.py --model /tmp/125m.gguf --threads 1
+python benches/sessions.py --model /tmp/125m.gguf --threads 1 --tokens 32 --picture clip-l
 python benches/sessions.py --model /tmp/125m.gguf --threads 1 --churn
 python benches/sessions.py --churn --sessions 40 --turns 3 --hour 0.01
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ import click
 import trio
 from command import Place, bench, carry_out, csv_option, places, repeat_option
 from comparison import RunsFile
+from make_projector import SHAPES, make_projector
 from processes import rss_bytes
 from prompts import of_tokens
+from random_pictures import random_picture
 from report import cell, table
 from rigs import Rig, ServerSettings, uma_trio_flags, uma_trio_rig
 
@@ -40,11 +44,15 @@ MB = 1e6
 # -- cold, warm, from disk --------------------------------------------------------------------------
 
 
-async def ttft(client: Client, session: str, prompt: str, tokens: int = 4) -> tuple[float, Eos]:
-    """Send the next prompt of a session; return its TTFT in ms by the client's clock, and the last event."""
+Asked = Mapping[str, Any]
+"""The field of a request that has the next prompt or message of a session."""
+
+
+async def ttft(client: Client, session: str, asked: Asked, tokens: int = 4) -> tuple[float, Eos]:
+    """Ask for the next turn of a session; return its TTFT in ms by the client's clock, and the last event."""
     began, first = time.perf_counter(), math.nan
     async for event in client.generate(
-        prompt=prompt, session_id=session, max_tokens=tokens, ignore_eos=True, keep_alive=True
+        **asked, session_id=session, max_tokens=tokens, ignore_eos=True, keep_alive=True
     ):
         if isinstance(event, Token) and math.isnan(first):
             first = 1e3 * (time.perf_counter() - began)
@@ -53,12 +61,13 @@ async def ttft(client: Client, session: str, prompt: str, tokens: int = 4) -> tu
 
 
 async def offloaded(client: Client, n: int) -> dict[str, Any]:
-    """Wait until the server has handled ``n`` states; return its counters of KV offload."""
+    """Wait until the server has handled ``n`` states; return its metrics."""
     with trio.fail_after(120):
         while True:
             await client.send({"type": "metrics", "keep_alive": True})
-            found: dict[str, Any] = (await client.receive()).snapshot["kv_offload"]
-            if found["saved_total"] + found["save_failed_total"] + found["skipped_total"] >= n:
+            found: dict[str, Any] = (await client.receive()).snapshot
+            counted = found["kv_offload"]
+            if counted["saved_total"] + counted["save_failed_total"] + counted["skipped_total"] >= n:
                 return found
             await trio.sleep(0.05)
 
@@ -74,35 +83,64 @@ class Times:
     state_mb: float = math.nan
 
 
+@attrs.frozen
+class Talk:
+    """The turns of every session."""
+
+    firsts: Sequence[Asked]
+    """The first turn of each."""
+    then: Asked
+    """All later turns."""
+    flags: Sequence[str] = ()
+    """What the server needs for them."""
+
+    @classmethod
+    def of(cls, texts: Sequence[str], projector: Path | None) -> Talk:
+        """Sessions that begin with ``texts``; if there is a projector, each about a picture of its own."""
+        if projector is None:
+            return cls([{"prompt": text} for text in texts], {"prompt": " and then"})
+
+        def user(*parts: Mapping[str, str]) -> Asked:
+            return {"messages": [{"role": "user", "content": [*parts]}]}
+
+        firsts = [user(_picture(n), {"type": "text", "text": text}) for n, text in enumerate(texts)]
+        then = user({"type": "text", "text": "Which colours has it?"})
+        return cls(firsts, then, ["--mmproj", str(projector), "--chat-template", "chatml"])
+
+
+def _picture(seed: int) -> Mapping[str, str]:
+    return {"type": "image", "data": base64.b64encode(random_picture(seed)).decode()}
+
+
 async def three_ways(
-    serving: ServerSettings, texts: Sequence[str], state: Path, offload_mb: int
-) -> tuple[list[Times], dict[str, Any], dict[str, Any]]:
-    """Begin a session with each text, continue it, and continue it once more after a restart of the server.
+    serving: ServerSettings, talk: Talk, state: Path, offload_mb: int
+) -> tuple[list[Times], list[dict[str, Any]]]:
+    """Begin sessions, continue each, and continue it once more after a restart of the server.
 
     Returns:
-        The times of each session, and the counters of KV offload before and after the restart.
+        The times of each session, and the server's metrics before and after the restart.
     """
     flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--offload-max-mb", str(offload_mb), *OFFLOAD_NOW]
     found = []
-    async with uma_trio_rig(flags) as rig, open_client(path_of(rig)) as client:
-        await ttft(client, "warm up", "Hello")
-        for n, text in enumerate(texts):
-            cold, _ = await ttft(client, f"s{n}", text)
-            warm, last = await ttft(client, f"s{n}", " and then")
-            if last.usage.cached_tokens < len(text.split()):
+    async with uma_trio_rig([*flags, *talk.flags]) as rig, open_client(path_of(rig)) as client:
+        await ttft(client, "warm up", talk.then)
+        for n, asked in enumerate(talk.firsts):
+            cold, first = await ttft(client, f"s{n}", asked)
+            warm, last = await ttft(client, f"s{n}", talk.then)
+            if last.usage.cached_tokens < first.usage.prompt_tokens:
                 raise click.ClickException(f"the session was not in the KV cache: {last.usage}")
             found.append(Times(cold, warm))
-        saved = await offloaded(client, len(texts))
-    async with uma_trio_rig(flags) as rig, open_client(path_of(rig)) as client:
-        await ttft(client, "warm up", "Hello")
-        before = 0
+        before = await offloaded(client, len(talk.firsts))
+    async with uma_trio_rig([*flags, *talk.flags]) as rig, open_client(path_of(rig)) as client:
+        await ttft(client, "warm up", talk.then)
+        n_bytes = 0
         for n, times in enumerate(found):
-            times.restored_ms, last = await ttft(client, f"s{n}", " and then")
+            times.restored_ms, last = await ttft(client, f"s{n}", talk.then)
             times.restored_tokens = last.usage.cached_tokens
-            counted = await offloaded(client, 0)
-            times.state_mb = (counted["loaded_bytes_total"] - before) / MB
-            before = counted["loaded_bytes_total"]
-    return found, saved, counted
+            after = await offloaded(client, 0)
+            times.state_mb = (after["kv_offload"]["loaded_bytes_total"] - n_bytes) / MB
+            n_bytes = after["kv_offload"]["loaded_bytes_total"]
+    return found, [before, after]
 
 
 def path_of(rig: Rig) -> Path:
@@ -110,8 +148,12 @@ def path_of(rig: Rig) -> Path:
     return Path(rig.transport.path)  # type: ignore[attr-defined]
 
 
-def show(times: Sequence[Times], saved: dict[str, Any], restored: dict[str, Any]) -> str:
-    """A row for each way to continue, relative to a cold start."""
+def show(times: Sequence[Times], before: dict[str, Any], after: dict[str, Any]) -> str:
+    """A row for each way to continue, relative to a cold start.
+
+    Args:
+        before, after: metrics of the server before and after its restart.
+    """
 
     def of(name: str) -> list[float]:
         return [getattr(one, name) for one in times]
@@ -121,6 +163,8 @@ def show(times: Sequence[Times], saved: dict[str, Any], restored: dict[str, Any]
         [name, cell(statistics.median(of(key))), cell(max(of(key))), f"{statistics.median(of(key)) / cold:.2%}"]
         for name, key in (("cold", "cold_ms"), ("in the cache", "warm_ms"), ("after a restart", "restored_ms"))
     ]
+    saved, restored = before["kv_offload"], after["kv_offload"]
+    pictures = [each["pictures"] for each in (before, after) if "pictures" in each]
     loaded = [one.state_mb for one in times if one.state_mb]
     size = f", {statistics.median(loaded):,.1f} MB of {times[0].restored_tokens} tokens each" if loaded else ""
     return (
@@ -129,6 +173,11 @@ def show(times: Sequence[Times], saved: dict[str, Any], restored: dict[str, Any]
         f"after a restart {len(loaded)} of {len(times)} were read{size}\n"
         f"each p50 ms: prepared {restored['prepare_p50_ms']}, copied {restored['load_p50_ms']}, "
         f"verified after that {restored['verify_p50_ms']}"
+        + "".join(
+            f"\npictures {when} the restart: {each['encoded_total']} encoded, {each['loaded_total']} from disk, "
+            f"{each['found_total']} from memory"
+            for when, each in zip(("before", "after"), pictures, strict=False)
+        )
     )
 
 
@@ -157,7 +206,7 @@ async def converse(conversation: Conversation, path: Path, starts: Sequence[floa
         await trio.sleep_until(began + start)
         async with open_client(path) as client:
             try:
-                first, last = await ttft(client, conversation.name, text, answer)
+                first, last = await ttft(client, conversation.name, {"prompt": text}, answer)
             except ServerError as error:
                 conversation.lost.append(f"turn {n + 1}: {error}")
                 continue
@@ -282,6 +331,11 @@ def random_texts(tokenizer: Tokenizer, rng: random.Random, turns: int, first: in
 
 @bench()
 @click.option("--tokens", type=click.IntRange(32), default=4000, help="Tokens of each session, without --churn.")
+@click.option(
+    "--picture",
+    type=click.Choice([*SHAPES]),
+    help="Begin each session with a picture, without --churn; size of the projector.",
+)
 @click.option("--churn", "churns", is_flag=True, help="Measure more sessions than fit into memory, instead.")
 @click.option("--sessions", type=click.IntRange(1), default=500, help="With --churn: number of sessions.")
 @click.option("--room", type=click.IntRange(1), default=20, help="With --churn: sequences of the server.")
@@ -317,7 +371,9 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
             _churn(place, options, tokenizer, rng, Path(folder), csv_file)
             return
         texts = [of_tokens(tokenizer, rng, options["tokens"]) for _ in range(repeat)]
-        window = -(-(options["tokens"] + 64) // 256) * 256
+        shape = SHAPES.get(options["picture"])
+        rows = 0 if shape is None else shape.n_patches
+        window = -(-(options["tokens"] + rows + 128) // 256) * 256
         serving = ServerSettings(
             model=place.model, threads=place.threads, parallel=repeat + 1, ctx=(repeat + 1) * window
         )
@@ -325,14 +381,20 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
             f"server    {serving}\nload      {repeat} sessions of {options['tokens']} tokens, seed {options['seed']}\n"
         )
 
-        async def work() -> tuple[list[Times], dict[str, Any], dict[str, Any]]:
-            return await three_ways(serving, texts, Path(folder), options["offload_mb"])
+        projector = None
+        if shape is not None:
+            projector = Path(folder, "mmproj.gguf")
+            make_projector(projector, place.model, shape)
+        talk = Talk.of(texts, projector)
 
-        times, saved, restored = carry_out(work)
+        async def work() -> tuple[list[Times], list[dict[str, Any]]]:
+            return await three_ways(serving, talk, Path(folder, "state"), options["offload_mb"])
+
+        times, metrics = carry_out(work)
         file = RunsFile(csv_file, ["session", *[field.name for field in attrs.fields(Times)]])
         for n, one in enumerate(times, 1):
             file.add(n, *attrs.astuple(one))
-        click.echo(show(times, saved, restored))
+        click.echo(show(times, *metrics))
 
 
 def _churn(

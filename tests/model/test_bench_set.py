@@ -84,6 +84,12 @@ def test_sessions(library, tmp_path, folder):
     assert f"after a restart {n_read} of 2 were read" in printed
 
 
+def test_sessions_about_pictures(library, tmp_path, folder):
+    printed = bench("sessions.py", "--tokens", "32", "--repeat", "2", "--picture", "tiny", folder=folder)
+    assert "pictures before the restart: 2 encoded, 0 from disk" in printed
+    assert "pictures after the restart: 0 encoded, 2 from disk" in printed
+
+
 def test_moved_sessions(library, tmp_path, folder):
     out = tmp_path / "moved.csv"
     bench("moved_sessions.py", "--tokens", "2000", "--repeat", "1", "--csv", out, folder=folder)
