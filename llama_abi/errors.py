@@ -40,9 +40,9 @@ class StaleLogits(LlamaError):
 
 
 class TooManyTokens(LlamaError):
-    """A text has more tokens than the caller allows. ``n_tokens`` is their number."""
+    """A text, a picture or sound has more tokens than the caller allows. ``n_tokens`` is their number."""
 
     def __init__(self, n_tokens: int, limit: int) -> None:
-        super().__init__(f"the text has {n_tokens} tokens, and {limit} are allowed")
+        super().__init__(f"it has {n_tokens} tokens, and {limit} are allowed")
         self.n_tokens = n_tokens
         self.limit = limit

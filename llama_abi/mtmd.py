@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from llama_abi.errors import LlamaError
+from llama_abi.errors import LlamaError, TooManyTokens
 from llama_abi.handles import Handle
 from llama_abi.model import Model
 from llama_abi.mtmd_declarations import CHUNK_TYPE, mtmd_input_text
@@ -144,10 +144,11 @@ class Projector(Handle):
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         return Bitmap(self._mtmd, self._mtmd.mtmd_bitmap_init(width, height, buffer))
 
-    def encode(self, bitmap: Bitmap) -> list[TextPiece | MediaPiece]:
+    def encode(self, bitmap: Bitmap, max_tokens: int | None = None) -> list[TextPiece | MediaPiece]:
         """What ``bitmap`` becomes in a prompt, in order. Blocks without the GIL, for as long as it computes.
 
         Raises:
+            TooManyTokens: it would be more than ``max_tokens`` tokens and rows. Nothing has been encoded then.
             LlamaError: the projector does not take such a bitmap, or the computation failed.
         """
         text = mtmd_input_text()
@@ -163,7 +164,11 @@ class Projector(Handle):
                         f"the projector does not take this: {str(captured) or 'no reason given'}", code=code
                     )
             n_chunks = self._mtmd.mtmd_input_chunks_size(chunks)
-            return [self._piece(self._mtmd.mtmd_input_chunks_get(chunks, index)) for index in range(n_chunks)]
+            found = [self._mtmd.mtmd_input_chunks_get(chunks, index) for index in range(n_chunks)]
+            n_tokens = sum([int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk)) for chunk in found])
+            if max_tokens is not None and n_tokens > max_tokens:
+                raise TooManyTokens(n_tokens, max_tokens)
+            return [self._piece(chunk) for chunk in found]
         finally:
             self._mtmd.mtmd_input_chunks_free(chunks)
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import numpy as np
 import psutil
 import pytest
@@ -182,7 +183,7 @@ async def test_the_process_ends_when_it_is_idle_and_the_next_picture_starts_it(
 ) -> None:
     monkeypatch.setattr(pictures_of_daemon, "IDLE_S", 0.0)
     others = children()
-    with open_pictures(projector, max_tokens=100, max_whole=64) as pictures:
+    with open_pictures(attrs.evolve(projector, max_tokens=100), max_whole=64) as pictures:
         nursery.start_soon(pictures.run)
         [first] = await pictures.encode([Picture(png(drawn(1)), "")], principal="a")
         with trio.fail_after(60):
@@ -199,7 +200,7 @@ async def test_what_is_kept_and_what_a_request_may_have_is_bounded(
 ) -> None:
     one, two = (Picture(png(drawn(n)), f"messages[{n}]") for n in range(2))
     monkeypatch.setattr(pictures_of_daemon, "MAX_KEPT", 1)
-    with open_pictures(projector, max_tokens=32, max_whole=64) as pictures:
+    with open_pictures(attrs.evolve(projector, max_tokens=32), max_whole=64) as pictures:
         [first, second] = await pictures.encode([one, two], principal="a")
         assert await pictures.encode([two], principal="a") == [second]
         assert await pictures.encode([one], principal="a") != [first]
@@ -218,7 +219,7 @@ async def test_requests_with_the_same_new_picture_encode_it_once(projector: Proj
     async def encode(data: bytes) -> None:
         found.extend(await pictures.encode([Picture(data, "")], principal="a"))
 
-    with open_pictures(projector, max_tokens=100, max_whole=64) as pictures:
+    with open_pictures(attrs.evolve(projector, max_tokens=100), max_whole=64) as pictures:
         async with trio.open_nursery() as requests:
             for _ in range(3):
                 requests.start_soon(encode, png(drawn(1)))

@@ -16,7 +16,7 @@ from tests.support.commands import invoke
 from tests.support.pictures import drawn, png
 from tests.support.projectors import projector_file
 from tests.support.real_daemon import Answer, Daemon, real_daemon
-from tests.support.sounds import flac_header, wav
+from tests.support.sounds import flac_header, riff, wav
 
 QUESTION = {"type": "text", "text": "What is this?"}
 
@@ -98,6 +98,7 @@ def test_a_file_is_transcribed(daemon: Daemon) -> None:
         (sound(png(drawn(1))), "E_PROTO_BAD_REQUEST", "the file is a picture"),
         (sound(b"hello"), "E_PROTO_BAD_REQUEST", "sound is WAV, MP3 or FLAC"),
         (sound(flac_header(100_000)), "E_PROTO_BAD_REQUEST", "it may last 1800 s"),
+        (sound(riff(bytes(2000), rate=1)), "E_LIMIT_CONTEXT", "the sound has 25520 tokens"),
         (sound(flac_header(100)), "E_PROTO_BAD_REQUEST", "cannot be decoded|lasts 0 s"),
         (sound(wav(1)[:44]), "E_PROTO_BAD_REQUEST", "cannot be decoded|lasts 0 s"),
     ],

@@ -63,6 +63,7 @@ def test_kind_size_and_orientation(data: bytes, found: MediaFile) -> None:
         (wav(1)[:30], "ends in the middle of its header"),
         (b"RIFF\0\0\0\0WAVE" + bytes(100_000), "does not say what its samples are"),
         (mp3_frames(29_000_000), "lasts 1812 s"),
+        (mp3_frames(36) + b"Info\0\0\0\1\0\0\1\0" + bytes(4000), "no room for 256 frames"),
         (b"\xff\xe3\x10" + bytes(2_000_000), "lasts 2000 s"),  # 8 kbit/s
         (b"ID3" + bytes(100_000), "no frame"),
     ],

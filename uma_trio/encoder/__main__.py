@@ -15,7 +15,7 @@ import numpy.typing as npt
 import psutil
 
 import llama_abi
-from llama_abi import LibraryError, LlamaError, MediaPiece
+from llama_abi import LibraryError, LlamaError, MediaPiece, TooManyTokens
 from uma_trio.encoder.media_file import MAX_SECONDS, MediaFile, Refused, inspect
 from uma_trio.processes.sandbox import limit_memory
 
@@ -58,6 +58,7 @@ class Encoder:
             raise Refused(
                 "the model has positions in two dimensions (M-RoPE) and a recurrent memory, a rare combination"
             )
+        self._max_tokens = setup["max_tokens"]
         self.abilities = {"sees": self._projector.sees, "hears": self._projector.hears}
         if not setup["use_gpu"]:  # drivers of GPUs reserve more address space than there is memory
             limit_memory(psutil.Process().memory_info().vms + MEMORY_BYTES)
@@ -67,13 +68,14 @@ class Encoder:
 
         Raises:
             LlamaError, Refused: the file cannot be encoded.
+            TooManyTokens: it would have too many.
         """
         data = Path(question["file"]).read_bytes()
         found = inspect(data)
         parts: list[dict[str, Any] | list[int]] = []
         n_rows = 0
         with self._bitmap(data, found) as bitmap, open(question["rows"], "wb") as file:
-            for piece in self._projector.encode(bitmap):
+            for piece in self._projector.encode(bitmap, self._max_tokens):
                 if not isinstance(piece, MediaPiece):
                     parts.append(piece.tokens.tolist())
                     continue
@@ -114,6 +116,8 @@ def _serve() -> None:
     for question in lines:
         try:
             answer = encoder.answer(question)
+        except TooManyTokens as error:
+            answer = {"n_tokens": error.n_tokens}
         except (LlamaError, Refused) as error:
             answer = {"error": str(error)}
         except MemoryError:

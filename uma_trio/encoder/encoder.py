@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_abi.stamp import Stamp, library_directory
-from uma_trio.encoder.media_file import Refused, inspect
+from uma_trio.encoder.media_file import Refused, TooManyRows, inspect
 from uma_trio.engine_link.media import PLACEHOLDER, STANDING
 from uma_trio.errors import ModelUnavailable
 from uma_trio.processes.interpreter import python_module
@@ -48,6 +49,8 @@ class Projector:
     n_threads: int = 1
     can_truncate: bool = True
     """Whether the model's memory can; see ``ModelInfo``."""
+    max_tokens: int = sys.maxsize
+    """What has more of them is refused before it is encoded."""
     llama_dir: Path | None = None
 
 
@@ -154,6 +157,7 @@ class SandboxedEncoder:
             "use_gpu": projector.use_gpu,
             "n_threads": projector.n_threads,
             "can_truncate": projector.can_truncate,
+            "max_tokens": projector.max_tokens,
             "llama_dir": None if projector.llama_dir is None else str(projector.llama_dir),
         }
         self._sandbox = Sandbox(python_module("uma_trio.encoder"), lambda: setup, ANSWER_SECONDS, BUSY_SECONDS)
@@ -180,6 +184,7 @@ class SandboxedEncoder:
         Raises:
             Refused: it is no picture or sound that the projector takes, it is too large or damaged, or the child died
                 of it.
+            TooManyRows: it would have more than ``max_tokens``.
             ModelUnavailable: the child does not start, or somebody has ended it twice.
         """
         if inspect(data).is_sound != is_sound:
@@ -196,6 +201,8 @@ class SandboxedEncoder:
                 raise Refused(f"the file cannot be encoded: {error}; send another one") from None
             if "error" in answer:
                 raise Refused(answer["error"])
+            if "n_tokens" in answer:
+                raise TooManyRows(answer["n_tokens"])
             fd = os.open(made, os.O_RDONLY)
         rows = RowFile(fd, answer["n_rows"], answer["width"])
         found = [RowBlock(**part) if isinstance(part, dict) else np.array(part, np.int32) for part in answer["parts"]]

@@ -4,7 +4,7 @@ A decoder takes as much memory as a picture has pixels, and a file of some kB ca
 bounded before anything is decoded, and so is the length of sound. Pure.
 
 Source: PNG 1.2, JFIF and EXIF 2.3 (orientation), GIF89a, the BMP headers of Windows; RIFF WAVE, FLAC's STREAMINFO, the
-frame headers of MPEG layer III.
+frame headers of MPEG layer III, Xing's tag in the first frame.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ WAV_KINDS: Final = (1, 3, 6, 7, 0xFFFE)
 MPEG1_KBIT: Final = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
 MPEG2_KBIT: Final = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 """Bit rates of layer III by their numbers, from 1 on."""
+TAG_BYTES: Final = 64
+"""Beginning of a frame that may have Xing's tag."""
+LEAST_FRAME_BYTES: Final = 24
+"""Size of the smallest frame of layer III: 8 kbit/s at 24 kHz."""
 
 _JPEG_SIZES: Final = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _JPEG_WITHOUT_LENGTH: Final = {0x01, *range(0xD0, 0xD9)}
@@ -46,6 +50,14 @@ _ORIENTATION: Final = 0x0112
 
 class Refused(Exception):
     """The file is no picture or sound that can be encoded; says why, and what can."""
+
+
+class TooManyRows(Exception):
+    """What a file becomes in a prompt has more tokens than a request may have."""
+
+    def __init__(self, n_tokens: int) -> None:
+        super().__init__(f"{n_tokens} tokens")
+        self.n_tokens = n_tokens
 
 
 @attrs.frozen
@@ -144,9 +156,20 @@ def _mp3_seconds(data: bytes) -> float:
         sync, second, third = data[start : start + 3]
         version, layer, bits = second >> 3 & 3, second >> 1 & 3, third >> 4
         if sync == 0xFF and second >= 0xE0 and version != 1 and layer == 1 and 0 < bits < 15:
+            _check_frames(data, start)
             kbit = (MPEG1_KBIT if version == 3 else MPEG2_KBIT)[bits - 1]
             return float(8 * len(data) / (1000 * kbit))
     raise Refused("the MP3 file has no frame: it is damaged, send another one")
+
+
+def _check_frames(data: bytes, start: int) -> None:
+    """Refuse a first frame that says how many there are, and says too many: a decoder takes memory for all of them."""
+    frame = data[start : start + TAG_BYTES]
+    at = max(frame.find(b"Xing"), frame.find(b"Info"))
+    if at >= 0 and frame[at + 7] & 1:
+        (count,) = struct.unpack_from(">I", frame, at + 8)
+        if count * LEAST_FRAME_BYTES > len(data):
+            raise Refused(f"the MP3 file has no room for {count} frames: it is damaged, send another one")
 
 
 def _inspect_bmp(data: bytes) -> MediaFile:

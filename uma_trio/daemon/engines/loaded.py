@@ -251,10 +251,11 @@ def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> P
         use_gpu=bool(ready.devices.layers_on_gpu),
         n_threads=ready.info.n_threads,
         can_truncate=ready.info.can_truncate,
+        max_tokens=ready.info.max_request_tokens,
         llama_dir=settings.llama_dir,
     )
     try:
-        opening = open_pictures(projector, ready.info.max_request_tokens, ready.info.n_ubatch)
+        opening = open_pictures(projector, ready.info.n_ubatch)
         pictures = stack.enter_context(opening)
     except (CannotStart, Ended) as error:
         if settings.mmproj is not None:

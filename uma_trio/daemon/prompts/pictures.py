@@ -20,7 +20,7 @@ from uma_trio.daemon.prompts.fair_limiter import FairLimiter, in_thread
 from uma_trio.daemon.prompts.media import Picture
 from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder, StoredPicture
 from uma_trio.encoder.encoder import EncodedMedia, Projector, RowFile, SandboxedEncoder, library_version
-from uma_trio.encoder.media_file import Refused
+from uma_trio.encoder.media_file import Refused, TooManyRows
 from uma_trio.errors import BadRequest, ContextTooSmall, NoHearing, NoVision
 from uma_trio.models.fingerprint import model_fingerprint
 
@@ -192,6 +192,12 @@ class Pictures:
             )
         except Refused as error:
             raise BadRequest(f"{picture.field}: {error}", field=picture.field) from None
+        except TooManyRows as error:
+            raise ContextTooSmall(
+                f"the {'sound' if picture.is_sound else 'picture'} has {error.n_tokens} tokens, and a request may have "
+                f"{self._max_tokens}: send a smaller one, or start uma-trio serve with a larger --ctx",
+                field=picture.field,
+            ) from None
         finally:
             self._note_use()  # the process may have ended meanwhile, and have been started again for this picture
         self._n_encoded += 1
@@ -216,11 +222,11 @@ def _write(folder: PictureFolder, key: bytes, media: EncodedMedia) -> None:
 
 
 @contextlib.contextmanager
-def open_pictures(projector: Projector, max_tokens: int, max_whole: int) -> Iterator[Pictures]:
+def open_pictures(projector: Projector, max_whole: int) -> Iterator[Pictures]:
     """What encodes with ``projector``, in a process that ends with the context.  Blocks while it starts.
 
     Args:
-        max_tokens, max_whole: see ``Pictures``.
+        max_whole: see ``Pictures``.
 
     Raises:
         CannotStart, Ended: the process does not start, or cannot use the projector.
@@ -229,4 +235,4 @@ def open_pictures(projector: Projector, max_tokens: int, max_whole: int) -> Iter
     encoder = SandboxedEncoder(projector, model_fingerprint(projector.path, library_version(projector.llama_dir)))
     with contextlib.closing(encoder):
         able = encoder.start()
-        yield Pictures(encoder, max_tokens, max_whole, able.sees, able.hears)
+        yield Pictures(encoder, projector.max_tokens, max_whole, able.sees, able.hears)
