@@ -1,19 +1,20 @@
-"""Mutates files of pictures and sends each of them to a real daemon, next to a stream of text.
+"""Mutates files of pictures or sound and sends each of them to a real daemon, next to a stream of text.
 
-    python -m tests.fuzz.mutate_pictures                       2,000 files, seed 0
-    python -m tests.fuzz.mutate_pictures --count 20000 --seed 7
-    python -m tests.fuzz.mutate_pictures --replay 1234 --out /tmp/bad.png
+    python -m tests.fuzz.mutate_media pictures                  2,000 files, seed 0
+    python -m tests.fuzz.mutate_media sound --count 20000 --seed 7
+    python -m tests.fuzz.mutate_media sound --replay 1234 --out /tmp/bad.mp3
 
-The files are PNG, JPEG, GIF, BMP and WebP, with one to eight mutations each; after them come files that are small and
-claim to be large.  Every file has one of these outcomes:
+The files are PNG, JPEG, GIF, BMP and WebP, or WAV, FLAC and MP3, with one to eight mutations each; after them come files
+that are small and claim to be large.  Every file has one of these outcomes:
 
     encoded             the model answered
     refused             the request got an error with the reason
-    killed the encoder  likewise, and the process that decodes pictures died or took too long
+    killed the encoder  likewise, and the process that decodes files died or took too long
     wrong               anything else
 
 Afterwards the daemon and its engine are the same processes as before, a stream of somebody else was never harmed, no
 sequence or cell is in use, and the memory is back.  The exit code is 1 if one of that does not hold, or a file is wrong.
+The gaps between the tokens of that stream are printed, without and with the files.
 """
 
 from __future__ import annotations
@@ -23,30 +24,59 @@ import io
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+import attrs
 import numpy as np
 from PIL import Image
 
-from tests.support.pictures import bombs, drawn, gif, png
+from tests.support import pictures, sounds
+from tests.support.pictures import drawn, gif, png
 from tests.support.projectors import projector_file
 from tests.support.real_daemon import ROOT, Canary, Daemon, missing, real_daemon
+from uma_trio.telemetry.perf_records import decode
 
-PHOTO: Final = ROOT / "build" / "llama.cpp" / "tools" / "mtmd" / "test-1.jpeg"
+SPEECH: Final = ROOT / "build" / "llama.cpp" / "tools" / "mtmd" / "test-2.mp3"
 CLIENTS: Final = 4
+ANSWER_S: Final = 600.0
+"""Longest wait for an answer: files take turns, and half an hour of sound takes 10 s of processor time."""
 MAX_GROWTH_BYTES: Final = 128 << 20
 """By how much the processes of the daemon, the encoder's aside, may grow."""
 MAX_ENCODER_BYTES: Final = 1 << 30
 INTERESTING: Final = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
+ROUNDS_ALONE: Final = 20
+"""Answers of the stream of somebody else before the first file."""
 OUTCOMES: Final = ("encoded", "refused", "killed the encoder", "wrong")
 
 
-def originals() -> list[bytes]:
-    """Intact files of every kind that the decoder knows, and of one that it does not."""
+@attrs.frozen
+class Media:
+    """What is mutated."""
+
+    part: Literal["image", "audio"]
+    projector: str
+    originals: Sequence[bytes]
+    """Intact files of every kind that the decoder knows."""
+    bombs: Mapping[str, bytes]
+
+
+def media(name: str) -> Media:
+    """Files by the name of their kind, which is one of ``KINDS``."""
+    if name == "pictures":
+        return Media("image", "mlp", drawings(), pictures.bombs())
+    speech = [SPEECH.read_bytes()[:8000]] if SPEECH.exists() else []
+    return Media("audio", "qwen2a", sounds.intact(speech), sounds.bombs())
+
+
+KINDS: Final = ("pictures", "sound")
+
+
+def drawings() -> list[bytes]:
+    """Pictures of every kind that the decoder knows, and of one that it does not."""
     picture = Image.fromarray(drawn(1, 40, 56))
     smooth = Image.fromarray(np.add.outer(np.arange(64, dtype=np.uint8), np.arange(80, dtype=np.uint8)))
 
@@ -108,14 +138,18 @@ def _mutate(data: bytearray, files: Sequence[bytes], chosen: Random) -> None:
             del data[chosen.randrange(len(data)) :]
 
 
-def outcome_of(daemon: Daemon, data: bytes) -> tuple[str, str]:
+def outcome_of(daemon: Daemon, part: str, data: bytes) -> tuple[str, str]:
     """How a file ended, and what the daemon said."""
-    parts = [{"type": "image", "data": data}, {"type": "text", "text": "What is this?"}]
+    parts = [{"type": part, "data": data}, {"type": "text", "text": "What is this?"}]
     messages = [{"role": "user", "content": parts}]
-    answer = daemon.ask(messages=messages, max_tokens=1, temperature=0, stream=False, encoding="cbor")
+    with daemon.wire(encoding="cbor") as wire:
+        wire.sock.settimeout(ANSWER_S)
+        answer = wire.ask(messages=messages, max_tokens=1, temperature=0, stream=False)
     if answer.code is None:
         return ("encoded" if answer.reason in ("stop", "length") else "wrong"), str(answer.last)[:200]
     message = str(answer.last["message"])
+    if answer.code == "E_LIMIT_CONTEXT" and part == "audio":  # half an hour has more rows than there is room for
+        return "refused", message
     if answer.code != "E_PROTO_BAD_REQUEST" or not message.startswith("messages[0].content[0]: "):
         return "wrong", f"{answer.code}: {message}"
     killed = "its process died" in message or "it takes longer than" in message
@@ -135,12 +169,12 @@ def growing_bytes(daemon: Daemon) -> int:
     return sum(each.memory_info().rss for each in daemon.processes if each.pid not in found)
 
 
-def run(daemon: Daemon, files: Sequence[tuple[str, bytes]]) -> tuple[Counter[str], list[str]]:
+def run(daemon: Daemon, part: str, files: Sequence[tuple[str, bytes]]) -> tuple[Counter[str], list[str]]:
     """Send files, some at a time.  Returns how often each outcome came, and what must not have happened."""
     before, pids, problems = growing_bytes(daemon), engine_pids(daemon), []
     counts: Counter[str] = Counter()
     with Canary(daemon) as canary, ThreadPoolExecutor(CLIENTS) as clients:
-        outcomes = clients.map(lambda each: (each[0], *outcome_of(daemon, each[1])), files)
+        outcomes = clients.map(lambda each: (each[0], *outcome_of(daemon, part, each[1])), files)
         for name, outcome, said in outcomes:
             counts[outcome] += 1
             if outcome in OUTCOMES[2:]:
@@ -160,15 +194,24 @@ def run(daemon: Daemon, files: Sequence[tuple[str, bytes]]) -> tuple[Counter[str
     return counts, problems
 
 
-def named(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
-    """The files of a run, with names."""
-    files = originals()
-    for number in range(count):
-        yield str(number), mutated(files, seed, number)
+def print_gaps(perf_log: bytes) -> None:
+    """Print the gaps between tokens, as the daemon measured them: of ``ROUNDS_ALONE`` requests, and of those after them."""
+    [log] = decode(perf_log)
+    streams = [request.inter_token_ms for request in log.requests if len(request.inter_token_ms) > 1]
+    for name, found in (("alone", streams[:ROUNDS_ALONE]), ("next to the files", streams[ROUNDS_ALONE:])):
+        gaps = np.concatenate([*map(np.array, found)])
+        p50, p99, most = np.percentile(gaps, (50, 99, 100))
+        print(f"gaps {name}: {len(gaps)}, p50 {p50:.1f}, p99 {p99:.1f}, longest {most:.1f} ms")
+
+
+def named(files: Media, seed: int, count: int) -> list[tuple[str, bytes]]:
+    """The files of a run, with names: mutated ones, then those that claim to be large."""
+    return [*[(str(number), mutated(files.originals, seed, number)) for number in range(count)], *files.bombs.items()]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replay", type=int, help="number of the only file to send")
@@ -177,16 +220,22 @@ def main() -> int:
     if (reason := missing()) is not None:
         print(reason)
         return 1
-    files = [*named(given.seed, given.count), *bombs().items()]
+    chosen = media(given.kind)
+    files = named(chosen, given.seed, given.count)
     if given.replay is not None:
-        files = [(str(given.replay), mutated(originals(), given.seed, given.replay))]
+        files = [(str(given.replay), mutated(chosen.originals, given.seed, given.replay))]
         if given.out is not None:
             given.out.write_bytes(files[0][1])
     with tempfile.TemporaryDirectory() as folder:
-        projector = projector_file(Path(folder))
-        with real_daemon("--mmproj", str(projector), "--log-level", "error") as daemon:
-            counts, problems = run(daemon, files)
-    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES))
+        flags = ("--mmproj", str(projector_file(Path(folder), chosen.projector)), "--log-level", "error")
+        log = Path(folder, "perf")
+        with real_daemon(*flags, "--perf-log", str(log)) as daemon:
+            with daemon.wire() as alone:
+                for _ in range(ROUNDS_ALONE):
+                    alone.ask(keep_alive=True, **Canary.FIELDS)
+            counts, problems = run(daemon, chosen.part, files)
+        print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES))
+        print_gaps(log.read_bytes())
     print("\n".join(problems) or "no problem")
     return bool(problems)
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import attrs
 import psutil
@@ -425,10 +425,12 @@ class Canary:
     was wrong.
     """
 
+    FIELDS: ClassVar = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "max_tokens": 60}
+    """What the request has, unless others are given."""
+
     def __init__(self, daemon: Daemon, **fields: Any) -> None:
-        chat = [{"role": "user", "content": "Tell me a story about a fox."}]
         self._daemon = daemon
-        self._fields = {"messages": chat, "max_tokens": 60, **fields}
+        self._fields: dict[str, Any] = {**self.FIELDS, **fields}
         with self._asking() as ask:
             self._alone = ask()
         self._stop = threading.Event()
