@@ -57,6 +57,8 @@ class Seen:
     ttft_ms: list[float] = attrs.field(factory=list)
     itl_ms: list[float] = attrs.field(factory=list)
     rows: int = 0
+    interrupted: int = 0
+    """Ticks of rows that were ended for a request."""
     seconds: float = 0.0
     asked: list[tuple[float, float]] = attrs.field(factory=list)
     """When requests were sent and had ended, in seconds since the beginning of the run."""
@@ -75,6 +77,7 @@ class Seen:
         self.ttft_ms += other.ttft_ms
         self.itl_ms += other.itl_ms
         self.rows += other.rows
+        self.interrupted += other.interrupted
         self.seconds += other.seconds
         self.idle_s += other.idle_s
 
@@ -118,6 +121,7 @@ class Night:
         """Run one setting."""
         seen = Seen()
         rng = random.Random(seed)
+        interrupted = await self._metric("interrupted_steps_total")
         async with self._other_work(setting, rng) as n_rows:
             await trio.sleep(SETTLE_S)
             before, began = await n_rows(), trio.current_time()
@@ -131,6 +135,7 @@ class Night:
             seen.asked = [(sent - began, ended - began) for sent, ended in seen.asked]
             seen.end(trio.current_time() - began)
             seen.rows = await n_rows() - before
+        seen.interrupted = await self._metric("interrupted_steps_total") - interrupted
         return seen
 
     async def _client(self, seen: Seen, rng: random.Random) -> None:
@@ -194,12 +199,12 @@ class Night:
                 return 0
 
             yield none
-        while await self._n_running():  # noqa: ASYNC110 - in another process
+        while await self._metric("running"):  # noqa: ASYNC110 - in another process
             await trio.sleep(0.05)
 
-    async def _n_running(self) -> int:
+    async def _metric(self, name: str) -> int:
         async with open_client(self.daemon.path) as client:
-            return int((await client.metrics())["running"])
+            return int((await client.metrics())[name])
 
     async def _begin(self, bodies: Sequence[dict[str, Any]]) -> str:
         rows = [
@@ -223,7 +228,7 @@ def show(found: dict[str, Seen], load: Load) -> str:
 
     best = found[BATCH_ALONE]
     header = (
-        "", "requests", "TTFT p50 ms", "p99", "ratio", "ITL p50 ms", "p99", "ratio", "row tok/s", "of what is left",
+        "", "requests", "TTFT p50 ms", "p99", "ratio", "ITL p50 ms", "p99", "ratio", "row tok/s", "of what is left", "interrupted",
     )  # fmt: skip
     lines = []
     for setting, seen in found.items():
@@ -232,7 +237,7 @@ def show(found: dict[str, Seen], load: Load) -> str:
         share = rate / (left * best.rows * load.row_tokens / best.seconds) if left else None
         lines.append([
             setting, str(len(seen.ttft_ms)), *cells(seen.ttft_ms, alone.ttft_ms), *cells(seen.itl_ms, alone.itl_ms),
-            cell(rate), cell(share, 2),
+            cell(rate), cell(share, 2), str(seen.interrupted),
         ])  # fmt: skip
     return table(header, lines)
 
@@ -264,6 +269,7 @@ def main(csv_file: Path | None, repeat: int, serve_flags: Sequence[str], **optio
     TTFT, ITL            of the interactive requests
     ratio                p99 divided by that of the clients alone
     row tok/s            tokens of rows whose answers have ended
+    interrupted          ticks of rows that were ended for a request
     of what is left      these divided by those of a batch alone in the time in which the clients alone asked nothing
     """
     place = Place.of(options)

@@ -3,6 +3,8 @@
     python -m tests.fuzz.kill_answers                         20 rounds, seed 0
     python -m tests.fuzz.kill_answers --rounds 28 --copies 4 --seed 7        1,008 answers
 
+Each search has its own folder and ports, so several with other seeds can run at a time.
+
 In each round, a daemon answers several requests on its own: chats, a turn of a session, calls of tools, drawn and greedy
 texts, and responses of OpenAI's API in the background.  A reader follows each answer.  Meanwhile some of these die, one
 after another: the connections of the readers, the gateway, the engine, the daemon, which is started again.  At the end
@@ -36,6 +38,7 @@ import httpx
 import psutil
 
 from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
+from uma_trio.daemon.detached.room import MAX_RESUMED
 
 EXACT: Final = ("--reproducible",)
 """Answers are computed again as they were decoded: docs/design/engine-process.md, "The same text"."""
@@ -183,7 +186,8 @@ class Search:
             thread.start()
         for _ in range(self.rng.randint(1, 4)):
             time.sleep(self.rng.expovariate(1 / (PAUSE_S * self.copies)))
-            self.kill(self.rng.choice(VICTIMS))
+            can_resume = self.killed.count("daemon") < MAX_RESUMED  # one more would end answers without a new token
+            self.kill(self.rng.choice([each for each in VICTIMS if can_resume or each != "daemon"]))
         for thread in threads:
             thread.join(DEADLINE_S)
         self.connections.clear()

@@ -143,6 +143,7 @@ async def test_background_that_computes_is_interrupted_by_others(autojump_clock)
             await harness.ended(visitor)
             assert right(visitor)
         assert max(waits) < alone + 0.005
+        assert harness.scheduler.telemetry.interrupted_steps_total >= 10
         await harness.ended(*rows)
         assert all(row.reason == "length" and right(row) for row in rows)
         await harness.clean()

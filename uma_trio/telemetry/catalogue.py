@@ -181,6 +181,9 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
         counter("mixed_run_ahead_steps_total", "ticks",
             "Ticks with decodes and prefill that ran ahead. Far fewer than `mixed_ticks_total`: requests come all the "
             "time and revoke them, or their duration is predicted badly."),
+        counter("interrupted_steps_total", "ticks",
+            "Ticks of class `background` alone that were ended for a request of another class, and computed again. Only a "
+            "CPU can end one."),
         figure("avg_batch", "sequences", "since start",
             "Mean number of sequences in a tick, prefill included. 1 means one request at a time."),
     ),

@@ -114,6 +114,7 @@ class Telemetry:
     late_masks_total: int = 0
     mask_wait_ms: Average = attrs.field(factory=Average)
     preemptions_total: int = 0
+    interrupted_steps_total: int = 0
     requests: Counter[str] = attrs.field(factory=Counter)
     inter_token_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50, 95, 99))
     ttft_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50, 95))

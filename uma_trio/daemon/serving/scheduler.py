@@ -665,6 +665,7 @@ class Scheduler:
         if began:
             now = trio.current_time()
             self._lost_time.interrupted(1e3 * (now - step.began_at))
+            self.telemetry.interrupted_steps_total += 1
             self._stats.record_freed(step.freed, step.began_at)
             self._stats.end_of_work()
             if self._in_flight:
