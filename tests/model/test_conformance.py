@@ -11,7 +11,7 @@ from tests.support.engine_contract import GREEDY, greedy, prefill_input, step
 from tests.support.random_adapters import two_adapters
 from tests.support.random_models import random_model
 from uma_trio import config
-from uma_trio.engine_link.messages import EngineError, SampleRequest, StepInput
+from uma_trio.engine_link.messages import EngineError, SampleRequest, Step, StepInput
 from uma_trio.models.packaged import EMBEDDED
 
 
@@ -41,6 +41,21 @@ def prompts(library):
         found = [vocabulary.tokenizer.encode(text).tolist()[:15] for text in texts]
     assert all(len(tokens) > 2 for tokens in found)
     return found
+
+
+def test_a_device_waits_once_for_a_prompt_and_the_decodes_next_to_it(make, prompts, monkeypatch):
+    engine = make(n_ctx=1024, n_seq_max=4, n_batch=64)
+    engine.is_async = True
+    [token] = engine.step(step(prefill_input(0, prompts[0]))).tokens
+    waits = []
+    monkeypatch.setattr(engine._context, "synchronize", lambda: waits.append(1))
+    decode = StepInput(0, len(prompts[0]), [token], [greedy(1)])
+    output = engine.step(Step((), [[decode], [StepInput(1, 0, prompts[1][:-1], ())]]))
+    assert len(output.tokens) == len(waits) == 1
+    engine.step(
+        Step((), [[StepInput(1, len(prompts[1]) - 1, prompts[1][-1:], [greedy()])], [prefill_input(2, prompts[2])]])
+    )
+    assert len(waits) == 3  # each is sampled from
 
 
 def test_a_decode_after_a_long_prompt_does_not_wait_for_the_daemon_for_long(make, prompts, monkeypatch):

@@ -30,7 +30,7 @@ from uma_trio.engine.layout import Environment, Layout
 from uma_trio.engine.layout_choice import environment_of
 from uma_trio.engine.open_fitted import arrangement_of, measure
 from uma_trio.engine.placement import Place, place_on
-from uma_trio.engine_link.defaults import DEFAULT_WINDOW, FLOOR_TOKENS
+from uma_trio.engine_link.defaults import DEFAULT_WINDOW, FLOOR_TOKENS, LARGE_BATCH
 from uma_trio.models.sizes import ModelSizes
 
 GIB = 1 << 30
@@ -112,10 +112,11 @@ def rank(found: Fit | None) -> tuple[object, ...]:
         True,
         found.layout.n_ctx >= LEAST_TOKENS and is_floor,
         found.on_gpu,
-        chosen.batch_tokens,
+        min(chosen.batch_tokens, config.DEFAULT_BATCH),
         types.index(chosen.type_k),
         types.index(chosen.type_v),
         chosen.ctx,
+        chosen.batch_tokens,
     )
 
 
@@ -177,6 +178,24 @@ def test_with_per_sequence_kv_a_request_gets_more_where_there_is_room(gib, paral
     assert tight is not None
     assert tight.layout.unified
     assert tight.settings.ctx <= DEFAULT_WINDOW * parallel
+
+
+@given(MODELS, SETTINGS, FREE, GPUS)
+def test_a_large_batch_takes_nothing_from_anything_else(sizes, settings, ram, gpus):
+    found = fitted(sizes, settings, ram, gpus, CUDA)
+    with_512 = fitted(sizes, attrs.evolve(settings, batch_tokens=config.DEFAULT_BATCH), ram, gpus, CUDA)
+    if found is None or settings.batch_tokens or found.settings.batch_tokens <= config.DEFAULT_BATCH:
+        return
+    assert with_512 is not None
+    assert found.on_gpu == found.n_layers
+    assert found.settings == attrs.evolve(with_512.settings, batch_tokens=LARGE_BATCH)
+
+
+@pytest.mark.parametrize(("where", "tokens"), [(ANY_GPU, config.DEFAULT_BATCH), (CUDA, LARGE_BATCH)])
+def test_batches_where_there_is_room_for_all(where, tokens):
+    found = fitted(a_model(), config.Model(), 64 * GIB, [80 * GIB], where)
+    assert found is not None
+    assert found.settings.batch_tokens == tokens
 
 
 def test_the_order_of_giving_up():

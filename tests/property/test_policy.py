@@ -33,6 +33,7 @@ from uma_trio.daemon.scheduling.policy import (
     MIN_DRAFT_SPEEDUP,
     OWN_CONTEXTS,
     ROW_ALIGNMENT,
+    SMOOTH_ROWS,
     Plan,
     PolicyState,
     PrefillChunk,
@@ -354,9 +355,11 @@ def test_the_batch_is_filled_if_there_is_time_and_it_pays(case: Case) -> None:
     assert len(chosen.decodes) == len(case.decodes)
     pending = sum(view.n_pending for view in case.prefills)
     room = case.max_tokens - len(case.decodes)
-    if case.decodes:
+    if len(case.decodes) >= len(case.prefills):
+        least = max(case.limits.prefill_burst_tokens, case.limits.min_chunk_tokens)
+        room = min(room, max(SMOOTH_ROWS - len(case.decodes), least))
         worthwhile = case.cost.worthwhile_prefill_tokens(chosen.work, room)
-        room = min(room, max(worthwhile, case.limits.prefill_burst_tokens, case.limits.min_chunk_tokens))
+        room = min(room, max(worthwhile, least))
     if MIN_ALIGNED_TOKENS <= room < pending:
         aligned = room - (room + len(case.decodes)) % ROW_ALIGNMENT
         room = aligned if aligned >= case.limits.min_chunk_tokens else room

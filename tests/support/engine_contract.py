@@ -225,6 +225,19 @@ def test_calls_of_one_step_are_computed_in_order(engine, prompts):
     assert engine.step(Step((), [inputs[:2], inputs[2:]])).tokens == tuple(answer[1] for answer in expected)
 
 
+def test_prompts_advance_in_calls_of_their_own(engine, prompts):
+    """Nothing is sampled from the first part of a prompt, next to a decode or in the call before the rest."""
+    expected = [alone(engine, prompt, 3) for prompt in prompts[:2]]
+    [first, *rest] = prompts[1]
+    engine.step(step(prefill_input(0, prompts[0])))
+    decodes = [StepInput(0, len(prompts[0]) + n, expected[0][n : n + 1], [greedy(n + 1)]) for n in range(2)]
+    output = engine.step(Step((), [decodes[:1], [StepInput(1, 0, [first], ())]]))
+    assert output.tokens == (expected[0][1],)
+    middle, end = rest[:-1], rest[-1:]
+    calls = [[StepInput(1, 1, middle, ())], decodes[1:], [prefill_input(1, end, 1 + len(middle))]]
+    assert engine.step(Step((), calls)).tokens == (expected[0][2], expected[1][0])
+
+
 # -- Truncate and CopyPrefix -------------------------------------------------------------------------
 
 

@@ -174,8 +174,8 @@ class Model:
     )
     batch_tokens: int = setting(
         0,
-        "Maximum number of tokens in one llama_decode call (n_batch and n_ubatch), and so in one tick. 0 takes 512, or "
-        "fewer where memory is short.",
+        "Maximum number of tokens in one llama_decode call (n_batch and n_ubatch), and so in one tick. 0 takes 512, 2048 on "
+        "GPUs (not Metal) that have room for all of the model and more, or fewer where memory is short.",
         ge=0,
         le=8192,
     )

@@ -25,7 +25,14 @@ import msgspec
 
 from uma_trio import config
 from uma_trio.engine.layout import KV_MEMORY_SHARE, Environment, KvCacheTooSmall, Layout, Shape, default_layout
-from uma_trio.engine_link.defaults import DEFAULT_WINDOW, FLOOR_TOKENS, KV_CELL_MULTIPLE, SMALL_BATCH, with_defaults
+from uma_trio.engine_link.defaults import (
+    DEFAULT_WINDOW,
+    FLOOR_TOKENS,
+    KV_CELL_MULTIPLE,
+    LARGE_BATCH,
+    SMALL_BATCH,
+    with_defaults,
+)
 from uma_trio.engine_link.devices import CPU_ALONE, MIB, size
 from uma_trio.errors import ErrorWithRemedy
 from uma_trio.models.sizes import ModelSizes
@@ -268,6 +275,17 @@ class _Search:
     environment: Environment
 
     def best(self) -> Fit | None:
+        """The first choice that fits, in the order of giving up; with ``LARGE_BATCH`` if that takes nothing from it."""
+        found = self._first()
+        if found is None or found.gave_up or self.wanted.batch_tokens or not self.environment.computes_masked_cells:
+            return found
+        if found.on_gpu < found.n_layers:
+            return found
+        chosen = found.settings
+        large = _Stage(chosen.type_k, chosen.type_v, LARGE_BATCH, LEAST_TOKENS)
+        return self._fit(large, found.on_gpu, chosen.ctx) or found
+
+    def _first(self) -> Fit | None:
         """The first choice that fits, in the order of giving up."""
         *stages, last = self._stages()
         for each in (stages, [last]):

@@ -410,20 +410,32 @@ class LlamaEngine:
         copied = 0
         decode_ms = -outcome.copied_ms - outcome.checkpoints_ms
         sample_ms = 0.0
-        for inputs in itertools.chain.from_iterable(
-            split_by_adapters(part, self._rows_in_order, self._fillers)
+        calls = [
+            inputs
             for call in step.calls
             for part in split_by_media(call)
-        ):
+            for inputs in split_by_adapters(part, self._rows_in_order, self._fillers)
+        ]
+        if self.is_async:
+            calls = _without_samples_first(calls)
+        unread: list[StepInput] = []
+        """Inputs of calls that the device still computes."""
+        launched = 0.0
+        for number, inputs in enumerate(calls, start=1):
             inputs = self._positions.place(inputs)
             samples = [sample for each in inputs for sample in each.samples]
             wanted = _constrained(inputs)
             # a CPU computes within the call, and a GPU after it: the device must not wait for the threads to begin
             pending = self._matchers.begin(wanted) if wanted and not self.is_async else None
-            launched = self._launch(inputs)
+            came_back = self._launch(inputs)
+            launched = launched if unread else came_back
+            unread += inputs
+            if self.is_async and not samples and number < len(calls):
+                continue
             if wanted and self.is_async:
                 pending = self._matchers.begin(wanted)
-            self._wait(launched, inputs, callbacks)
+            self._wait(launched, unread, callbacks)
+            unread = []
             decoded = time.perf_counter()
             masks = _Masks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
             sampled, scored, next_mus = self._sample(samples, masks)
@@ -670,6 +682,14 @@ class _Masks:
             elif late_masks is not None:
                 late_masks.add_to(logits[at], row)
         return late
+
+
+def _without_samples_first(calls: list[Sequence[StepInput]]) -> list[Sequence[StepInput]]:
+    """``calls`` in an order in which the device need not wait between those that nobody samples from."""
+    seq_ids = [each.seq_id for inputs in calls for each in inputs]
+    if len(calls) < 2 or len({*seq_ids}) < len(seq_ids):  # a sequence's rows keep their order
+        return calls
+    return sorted(calls, key=lambda inputs: any(each.samples for each in inputs))
 
 
 def _constrained(inputs: Sequence[StepInput]) -> list[tuple[int, int, GrammarState, Sequence[int]]]:

@@ -17,6 +17,10 @@ FLOOR_TOKENS: Final = 2048
 SMALL_BATCH: Final = 128
 """Tokens of a batch where memory is short."""
 
+LARGE_BATCH: Final = 2048
+"""Tokens of a batch where a GPU that computes masked cells (CUDA, ROCm, Vulkan) holds the whole model, and nothing else has to
+be smaller for it.  More prompts are computed by one reading of the weights."""
+
 KV_CELL_MULTIPLE: Final = 256
 """llama.cpp rounds the cells of the KV cache, or of each sequence's share, up to a multiple of this (GGML_PAD in
 llama-context.cpp)."""

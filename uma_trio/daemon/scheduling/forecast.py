@@ -60,13 +60,14 @@ class Speed:
     gap_ms: float = 0.0
     """Milliseconds for which the device waits before a tick."""
 
-    def chunk_tokens(self, work: Work, target_itl_ms: float, overdue: Sequence[int] = ()) -> int:
+    def chunk_tokens(self, work: Work, target_itl_ms: float, n_prompts: int, overdue: Sequence[int] = ()) -> int:
         """Prefill tokens of a tick next to the decodes of ``work``, at least 1.
 
         Where the policy has prefill in every other tick, this is half of that in each.
 
         Args:
             target_itl_ms: of the decodes; ignored if there are none.
+            n_prompts: how many requests wait for their first token.
             overdue: tokens of each prompt whose first token is overdue.
         """
 
@@ -78,6 +79,7 @@ class Speed:
                 attrs.evolve(work, n_calls=1),
                 due_ms=target_itl_ms if work.decode_rows else math.inf,
                 max_tokens=self.max_tokens,
+                n_prompts=n_prompts,
                 overdue=overdue,
                 follows_prefill=follows_prefill,
             )
@@ -190,7 +192,7 @@ class _Simulation:
         chunk = total = 0
         if self._prefills:
             target_ms = min([course.load.target_itl_ms for course in decodes], default=math.inf)
-            chunk = speed.chunk_tokens(self._work(0.0), target_ms, self._overdue())
+            chunk = speed.chunk_tokens(self._work(0.0), target_ms, len(self._prefills), self._overdue())
             total = math.ceil(sum([course.prefill for course in self._prefills]))
             n_ticks = max(1.0, min(self._prefills[0].prefill // chunk, n_ticks))
         n_ticks = math.ceil(n_ticks)

@@ -38,6 +38,10 @@ docs/design/scheduler.md has the reason."""
 MIN_ALIGNED_TOKENS: Final = 48
 """Smaller chunks are not aligned, since that would give up too large a share of them."""
 
+SMOOTH_ROWS: Final = 512
+"""At most this many rows has a tick with prompts while no more requests wait for their first token than stream.  So streams
+are smoother than their targets ask.  Where more wait, they gain more by larger ticks than the streams lose."""
+
 PREFILL_ONLY_MIN_CHUNKS: Final = 4
 """A tick without decodes has room for at least this many of the smallest chunks, however slow the device is."""
 
@@ -467,6 +471,7 @@ def _prefill_budget(tick: Tick, work: Work, overdue: Sequence[SequenceView]) -> 
         estimated_work(tick.decodes, tick.attention),
         due_ms=tick.due_ms,
         max_tokens=tick.max_tokens,
+        n_prompts=len(tick.prefills),
         overdue=[view.n_pending for view in overdue],
         follows_prefill=tick.state.prefill_rows > 0,
     )
@@ -480,6 +485,7 @@ def prefill_budget(
     *,
     due_ms: float,
     max_tokens: int,
+    n_prompts: int,
     overdue: Sequence[int] = (),
     follows_prefill: bool = False,
 ) -> int:
@@ -499,7 +505,9 @@ def prefill_budget(
                                                time of ``OVERDUE_PROMPT_STREAMS`` streams for each of them, up to
                                                ``MAX_OVERDUE_SHARE`` and ``prefill_tick_ms``; not more than is
                                                worthwhile, nor than these prompts have
-    always                                     at most ``max_tokens`` rows together with the decodes
+    more prompts than decodes                  what fits before the earliest deadline, less the margin
+    always                                     at most ``max_tokens`` rows together with the decodes; next to as many
+                                               decodes as prompts, at most ``SMOOTH_ROWS``
     =========================================  ================================================================
 
     The smallest chunk is ``min_chunk_tokens``.
@@ -509,6 +517,7 @@ def prefill_budget(
         alone: of the decodes in one call.
         due_ms: until the tick has to end; infinite if nobody waits for that.
         max_tokens: rows of the largest batch.
+        n_prompts: how many requests wait for their first token.
         overdue: tokens of each prompt whose first token is overdue.
         follows_prefill: the tick before had prefill chunks.
     """
@@ -524,8 +533,10 @@ def prefill_budget(
         late = cost.max_prefill_tokens(late_ms, work)
         in_time = max(in_time, min(late, max(limits.min_chunk_tokens, sum(overdue))))
     least = max(limits.min_chunk_tokens, limits.prefill_burst_tokens)
-    if in_time > least:
-        in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, max_tokens - n_decodes)))
+    if n_prompts <= n_decodes:
+        max_tokens = min(max_tokens, max(SMOOTH_ROWS, n_decodes + least))
+        if in_time > least:
+            in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, max_tokens - n_decodes)))
     if in_time < limits.min_chunk_tokens:
         in_time = 0 if follows_prefill else limits.min_chunk_tokens
         decode_ms = cost.predict(alone)
