@@ -54,6 +54,8 @@ HOSTILE = {
     "a token of no vocabulary": (BY_NAME["a token of no vocabulary"].wasm, "ff_token out of range"),
 }
 
+QUICK = {"more forks than sequences", "a memory bomb", "an endless loop at the start", "nonsense"}
+
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
@@ -99,7 +101,7 @@ def yesno(client: httpx.Client) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", [thorough(name) if name == BOMB else name for name in HOSTILE])
+@pytest.mark.parametrize("name", [name if name in QUICK else thorough(name) for name in HOSTILE])
 def test_a_hostile_run_ends_with_its_own_error(gateway: Gateway, name: str) -> None:
     wasm, error = HOSTILE[name]
     with gateway.http() as client, HttpCanary(gateway) as canary:

@@ -182,6 +182,7 @@ def test_hostile_constraints_harm_no_neighbour(daemon: Daemon) -> None:
     assert ways.total() == len(HOSTILE)
 
 
+@pytest.mark.thorough
 def test_after_a_crash_of_the_engine_as_without(library: None) -> None:
     with real_daemon("--parallel", "4") as daemon:
         requests: list[dict[str, Any]] = [

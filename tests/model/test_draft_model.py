@@ -89,7 +89,7 @@ def test_a_daemon_with_a_draft_model(library):
     """With flash attention, which computes one row like several; see docs/design/llama-cpp.md."""
     questions = ["Tell me a story about a fox named Ada", "Count from 8 to 40 in steps of 3.", "the of and a to"]
     asked = [
-        {"prompt": f"{text}\n", "max_tokens": 100, "temperature": t, "seed": 5, "ignore_eos": t > 0.5}
+        {"prompt": f"{text}\n", "max_tokens": 50, "temperature": t, "seed": 5, "ignore_eos": t > 0.5}
         for text in questions
         for t in (0.0, 0.5, 1.0)
     ]

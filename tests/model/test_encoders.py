@@ -235,6 +235,7 @@ def test_a_closed_connection_ends_the_request(encoder):
     encoder.settled()
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_killed_changes_nothing(library):
     path = model("mean")
     given = texts(400)

@@ -18,7 +18,7 @@ def test_prompts_one_after_another_cost_less_than_2_mib(library):
         answer = daemon.ask(
             encoding=rng.choice(("json", "cbor")),
             prompt=words,
-            max_tokens=rng.randint(1, 20),
+            max_tokens=rng.randint(1, 8),
             temperature=rng.choice((0, 0.8)),
             seed=seed,
             stream=rng.random() < 0.7,

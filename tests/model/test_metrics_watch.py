@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import termios
-import threading
 
 import pytest
 
@@ -44,16 +43,12 @@ def ended_well(shown: Terminal) -> bool:
 
 
 def test_tokens_show_up_as_a_rate(daemon, watched):
-    question = {"messages": [{"role": "user", "content": "Count from 1 to 300."}], "max_tokens": 1000}
-    asking = threading.Thread(target=daemon.ask, kwargs=question)
-    asking.start()
-    try:
+    with daemon.wire() as asking:  # its end cancels the request
+        asking.send(id="r", prompt="Count from 1 to 300.", max_tokens=4000, ignore_eos=True)
         shown = watched.wait_for(
             lambda text: figure(text, "streams", "running") == "1" and "█" in text and rate(text) > 0
         )
         assert figure(shown, "engine", "restarts") == "0"
-    finally:
-        asking.join()
 
 
 def test_q_ends_it_and_leaves_the_terminal_as_it_was(watched):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.profile import thorough
 from tests.support.real_daemon import real_daemon
 from uma_trio.telemetry.perf_records import decode
 
@@ -90,7 +91,7 @@ def test_the_plots_of_a_log_have_data(perf_log):
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", ["perf", "latency"])
+@pytest.mark.parametrize("name", ["perf", thorough("latency")])
 def test_outside_of_a_checkout_they_say_what_is_missing(name, tmp_path, monkeypatch):
     for variable in ("PERF_LOG", "MIXED_LOAD_CSV"):
         monkeypatch.delenv(variable, raising=False)
@@ -107,6 +108,7 @@ def test_latencies(library, tmp_path, monkeypatch):
     assert " ticks; " in printed, "the bench ran, since there was no recording"
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default")
 def test_forks(library):
     printed = outputs_of(run("forks.ipynb"), 2)

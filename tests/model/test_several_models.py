@@ -199,6 +199,7 @@ def test_the_commands_say_whose_a_session_is(models: dict[str, Path], tmp_path: 
         assert run("sessions", "close", "--all", "--yes")[0] == "closed s\n"
 
 
+@pytest.mark.thorough
 def test_a_reload_under_load_drops_nothing(models: dict[str, Path], tmp_path: Path) -> None:
     answers: list[str | None] = []
     stop = threading.Event()

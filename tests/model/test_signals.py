@@ -43,13 +43,13 @@ main(["serve", *sys.argv[1:]])
 def test_the_first_signal_lets_streams_finish(library, tmp_path, number):
     with real_daemon(folder=tmp_path) as daemon:
         with daemon.wire() as wire, daemon.wire() as idle:
-            wire.send(id="a", keep_alive=True, prompt="Hello", max_tokens=600, ignore_eos=True)
+            wire.send(id="a", keep_alive=True, prompt="Hello", max_tokens=250, ignore_eos=True)
             assert wire.receive()["event"] == "token"
             daemon.signal(number)
             codes = [each["code"] for each in idle.rest()]
             assert codes == ["E_RUNTIME_SHUTDOWN"], "a connection without a request is closed"
             answer = wire.answer()
-            assert (answer.reason, len(answer.ids)) == ("length", 599)
+            assert (answer.reason, len(answer.ids)) == ("length", 249)
             assert wire.rest() == []
         assert daemon.wait() == 0
     assert not (tmp_path / "uma.sock").exists()
