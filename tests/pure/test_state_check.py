@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -106,10 +105,10 @@ def test_what_stands_between_keys_and_values_is_found_before_the_copy(threads: E
 
 
 def test_states_of_other_memories_and_long_ones_are_verified_first(threads: Executor) -> None:
-    random = np.random.default_rng(1).bytes(len(LONG))
+    nothing = bytes(len(LONG))
     cells = state_of(400_000, row=8, n_layers=2)
     assert (end_of_cells(memoryview(cells)) or 0) > FRONT_PAGES * PAGE_BYTES
-    for state in (random, cells):
+    for state in (nothing, cells):
         data = bytearray(state)
         data[-1] ^= 1
         with StateCheck(memoryview(data), hashes_of(state), threads) as check, pytest.raises(DamagedState):
