@@ -48,3 +48,30 @@ def test_a_burst_of_prompts_is_served_soon_and_no_stream_freezes(tmp_path: Path)
     assert int(ours["requests"]) == 32
     assert float(ours["ttft_max_ms"]) < 12_000, "without the rule for overdue prompts it is 14,600"
     assert float(ours["itl_max_ms"]) < 250
+
+
+def test_a_router_that_keeps_conversations_together_saves_prefill() -> None:
+    policies = "round-robin,session-header,prefix-hash,cache-aware,kv-aware"
+    ran = subprocess.run(
+        [
+            sys.executable,
+            BENCH.with_name("router_sim.py"),
+            "--workers",
+            "1,3",
+            "--minutes",
+            "0.5",
+            "--policy",
+            policies,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = [[part.strip() for part in line.split("|")[1:-1]] for line in ran.stdout.splitlines() if line[:2] == "| "]
+    affinity = {row[0]: float(row[3]) for row in rows[2:]}
+    assert list(affinity) == ["1 alone", *[f"3 {name}" for name in policies.split(",")]]
+    assert affinity["1 alone"] > 0.99, "it computes nothing twice but the last token of a prompt that is known"
+    assert all(affinity[f"3 {name}"] > 2 * affinity["3 round-robin"] for name in policies.split(",")[1:])
+    assert len({row[1] for row in rows[3:]}) == 1, "all of them serve the same conversations"
