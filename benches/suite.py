@@ -153,6 +153,7 @@ def command(
     http_probes.py           /healthz and /metrics during prefill
     llama_server_tests.py    llama-server's own tests
     policy_sim.py            the scheduling policy on simulated devices
+    router_sim.py            many simulated daemons behind routers
     policy_replay.py         the requests of a perf log on a simulated device
 
     After Ctrl-C, the report covers the benchmarks that have finished.  Exit codes: 0 success, 1 a benchmark failed,

@@ -22,7 +22,7 @@ from uma_trio.models.gguf_header import read_header
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.tokenizer import Tokenizer, open_vocabulary
 from uma_trio.tokenizer.tokenizer_json import CannotExpress, sentence_piece_merges, tokenizer_json
-from uma_trio.tokenizer.words import SPLIT_OF
+from uma_trio.tokenizer.words import BYTE_LETTERS, SPLIT_OF
 
 WRITTEN = (
     *("aquila", "command-r", "deepseek-coder", "falcon", "gpt-2", "gpt-neox", "llama-bpe", "llama-spm"),
@@ -177,6 +177,21 @@ def test_a_text_is_split_into_words_as_libllama_does_it(
     path = tmp_path / "vocabulary.gguf"
     path.write_bytes(across_words.replace(text(SHOWN), text(pre)))
     check(path, amount(quick=100, thorough=5000))
+
+
+def test_a_byte_without_a_token_is_left_out_and_its_neighbours_do_not_merge(
+    library: object, across_words: bytes, tmp_path: Path
+) -> None:
+    path, there = tmp_path / "vocabulary.gguf", across_words.replace(text(SHOWN), text("gpt-2"))
+    path.write_bytes(there.replace(text(BYTE_LETTERS[0x7F]), text("\u01ff")))
+    choose = random.Random(3)
+    with open_vocabulary(path) as model:
+        other = made(path, model.tokenizer)
+        for each in texts(100, seed=3):
+            at = choose.randint(0, len(each))
+            found = f"{each[:at]}\x7f{each[at:]}"
+            assert other.encode(found).ids == model.tokenizer.encode(found).tolist(), ascii(found)
+            assert b"\x7f" not in b"".join(map(model.tokenizer.token_to_bytes, other.encode(found).ids))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from uma_trio.models.gguf_header import GgufHeader
 from uma_trio.tokenizer.alignment import Spelling
 from uma_trio.tokenizer.tokenizer import Tokenizer
-from uma_trio.tokenizer.words import SPLIT_OF
+from uma_trio.tokenizer.words import BYTE_LETTERS, SPLIT_OF
 
 SPACE: Final = "▁"
 """Stands for a space in SentencePiece vocabularies."""
@@ -177,14 +177,21 @@ def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> dict[str, Any]:
         {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
         for expression in split.expressions
     ]
+    ids = _ids(tokens)
+    # libllama leaves out a byte without a token after it has merged what stands around it, and the library before that
+    missing = [
+        {"type": "Split", "pattern": {"String": letter}, "behavior": "Removed", "invert": False}
+        for letter in BYTE_LETTERS
+        if letter not in ids
+    ]
     merges = [merge.decode("utf-8", "replace") for merge in header.strings("tokenizer.ggml.merges")]
     return {
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level, *missing]},
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "vocab": _ids(tokens),
+            "vocab": ids,
             "merges": [[merge[:at], merge[at + 1 :]] for merge in merges if (at := merge.find(" ", 1)) > 0],
             "ignore_merges": split.whole_words,
         },

@@ -10,6 +10,20 @@ from typing import Final
 
 import attrs
 
+
+def _byte_letters() -> tuple[str, ...]:
+    """GPT-2's mapping of bytes to characters: printable bytes map to themselves, the others to U+0100 and up."""
+    printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    letters, spare = [], 256
+    for byte in range(256):
+        letters.append(chr(byte if byte in printing else spare))
+        spare += byte not in printing
+    return tuple(letters)
+
+
+BYTE_LETTERS: Final = _byte_letters()
+"""Byte -> its character in a byte-level vocabulary."""
+
 _CONTRACTIONS: Final = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 

@@ -21,21 +21,11 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
+from uma_trio.tokenizer.words import BYTE_LETTERS
+
 Pair = tuple[str, str]
 
 
-def _byte_letters() -> tuple[str, ...]:
-    """GPT-2's mapping of bytes to characters: printable bytes map to themselves, the others to U+0100 and up."""
-    printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    letters, spare = [], 256
-    for byte in range(256):
-        letters.append(chr(byte if byte in printing else spare))
-        spare += byte not in printing
-    return tuple(letters)
-
-
-BYTE_LETTERS = _byte_letters()
-"""Byte -> its character in the vocabulary."""
 _BYTE_OF = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
 _MERGEABLE = frozenset(BYTE_LETTERS[byte] for byte in range(128) if not 48 <= byte <= 57)
 _SPACES = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
