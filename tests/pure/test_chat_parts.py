@@ -222,18 +222,18 @@ def test_only_a_session_that_exists_is_said_to_be_in_memory(
     assert ("in memory only" in capsys.readouterr().err) == is_shown
 
 
-def test_a_picture_goes_with_its_question_and_stays_when_it_is_asked_again():
-    chat, part = Conversation(), {"type": "image", "data": b"file"}
-    chat.pictures.append(part)
-    asked = {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
+def test_files_go_with_their_question_and_stay_when_it_is_asked_again():
+    chat, parts = Conversation(), [{"type": kind, "data": b"file"} for kind in ("image", "audio")]
+    chat.files += parts
+    asked = {"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}
     assert chat.request("what?")["messages"] == [asked]
     chat.answered("what?", {"role": "assistant", "content": "a cat"})
     assert chat.last_question == "what?"
     assert chat.request("really?")["messages"][-1] == {"role": "user", "content": "really?"}
     assert chat.request("what is it?", retry=True)["messages"] == [
-        {"role": "user", "content": [part, {"type": "text", "text": "what is it?"}]}
+        {"role": "user", "content": [*parts, {"type": "text", "text": "what is it?"}]}
     ]
-    assert "[picture]\n\nwhat?" in as_markdown(chat.messages)
+    assert "[picture]\n\n[sound]\n\nwhat?" in as_markdown(chat.messages)
     assert json.loads(as_json(chat.messages))["messages"][0]["content"][0]["data"] == "ZmlsZQ=="
     [kept, _] = [as_fields(convert(each, ChatMessage)) for each in chat.messages]
     assert kept == asked

@@ -13,7 +13,7 @@ from tests.support.cases import all_cases
 from uma_trio.client import Event, Token
 from uma_trio.gateway.dialects.llama.extras import Telemetry
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
-from uma_trio.gateway.dialects.openai.response_items import Conversation, Item
+from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.messages import parse
 
@@ -96,11 +96,24 @@ def test_items_of_tools_that_run_on_a_server_are_skipped_and_named() -> None:
     assert found.warnings == ["input[1] was skipped: items of type 'web_search_call' are not supported"]
 
 
+def test_sound_is_a_part_of_a_message_and_is_not_stored_by_default() -> None:
+    part = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+    item = {"role": "user", "content": [part, {"type": "input_text", "text": "What is this?"}]}
+    [message] = conversation(item).messages
+    assert message["content"] == [
+        {"type": "audio", "data": "UklGRg=="},
+        {"type": "text", "text": "What is this?"},
+    ]
+    assert has_files([msgspec.convert(item, Item)])
+    assert not has_files([msgspec.convert({"role": "user", "content": "What is this?"}, Item)])
+
+
 @all_cases(
     ("item", "parameter"),
     [
         ({"role": "robot", "content": "x"}, "input[0].role"),
         ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content[0]"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "input[0].content[0]"),
         ({"role": "user", "content": 3}, "input[0].content"),
         ({"role": "user", "content": [3]}, "input[0].content[0]"),
         ({**call("c1"), "arguments": "[1"}, "input[0].arguments"),

@@ -7,8 +7,9 @@ import difflib
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import click
 import trio
@@ -46,6 +47,7 @@ COMMANDS: Final = {
     "/model": ("[NAME]", "go on with another model; without NAME, list them"),
     "/system": ("TEXT", "set the system message; without TEXT, show it"),
     "/image": ("[FILE]", "send a picture with the next message; without FILE, none"),
+    "/audio": ("[FILE]", "send a file of sound with the next message; without FILE, none"),
     "/set": (
         "NAME VALUE",
         "set an option of uma-trio chat, such as temperature 0.8 or json-schema FILE; off unsets it",
@@ -187,7 +189,8 @@ class Chat:
             "/session": self._session,
             "/model": self._model,
             "/system": self._system,
-            "/image": self._image,
+            "/image": partial(self._attach, "image"),
+            "/audio": partial(self._attach, "audio"),
             "/set": self._set,
             "/show": self._show,
             "/edit": self._edit,
@@ -276,13 +279,14 @@ class Chat:
             self._fields["model"] = name
             note(f"{found.name} answers from now on")
 
-    def _image(self, name: str) -> None:
+    def _attach(self, kind: Literal["image", "audio"], name: str) -> None:
+        files = self._conversation.files
         if not name:
-            self._conversation.pictures.clear()
-            note("no picture goes with the next message")
+            files[:] = [each for each in files if each["type"] != kind]
+            note(f"no {'picture' if kind == 'image' else 'sound'} goes with the next message")
             return
         try:
-            self._conversation.pictures.append(picture_part(Path(name)))
+            files.append(picture_part(Path(name), kind))
         except click.UsageError as error:
             note(error.message)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -14,20 +14,20 @@ from uma_trio.protocol.chat import ChatMessage
 
 Message = dict[str, Any]
 Part = dict[str, Any]
-"""A part of a content: a text, or a picture."""
+"""A part of a content: a text, a picture or sound."""
 
-PICTURE = "[picture]"
-"""Stands for a picture on a page."""
+FILES: Final = {"image": "[picture]", "audio": "[sound]"}
+"""Types of parts that are files, and what stands for them on a page."""
 
 
 def text_of(content: str | Sequence[Part]) -> str:
-    """The text of a message's content, without its pictures."""
+    """The text of a message's content, without its files."""
     return content if isinstance(content, str) else "".join([each.get("text") or "" for each in content])
 
 
-def pictures_of(content: str | Sequence[Part]) -> list[Part]:
-    """The pictures of a message's content."""
-    return [] if isinstance(content, str) else [each for each in content if each["type"] == "image"]
+def files_of(content: str | Sequence[Part]) -> list[Part]:
+    """The pictures and sounds of a message's content."""
+    return [] if isinstance(content, str) else [each for each in content if each["type"] in FILES]
 
 
 @attrs.define
@@ -44,8 +44,8 @@ class Conversation:
     """The system message, if ``messages`` does not have one yet."""
     messages: list[Message] = attrs.field(factory=list)
     """All that was answered so far, a system message of a session included."""
-    pictures: list[Part] = attrs.field(factory=list)
-    """Parts of the next question."""
+    files: list[Part] = attrs.field(factory=list)
+    """Pictures and sounds of the next question."""
     is_edited: bool = False
     """Whether the last answer is no longer the one that the daemon has of a session."""
 
@@ -112,16 +112,16 @@ class Conversation:
         system = self._system if self.session is not None and not self.messages else []
         self.messages = [*system, *self._kept(retry), self._asked(question, retry), *answer]
         if not retry:
-            self.pictures = []
+            self.files = []
 
     def transcript(self) -> list[Message]:
         """All messages, the system message first."""
         return [*(self._system if not self.is_fixed else []), *self.messages]
 
     def _asked(self, question: str, retry: bool) -> Message:
-        """``question`` as a message.  One that is asked again keeps its pictures."""
-        pictures = pictures_of(self.messages[-2]["content"]) if retry else self.pictures
-        content = [*pictures, {"type": "text", "text": question}] if pictures else question
+        """``question`` as a message.  One that is asked again keeps its files."""
+        files = files_of(self.messages[-2]["content"]) if retry else self.files
+        content = [*files, {"type": "text", "text": question}] if files else question
         return {"role": "user", "content": content}
 
     @property
@@ -171,7 +171,7 @@ def as_markdown(messages: Sequence[Message]) -> str:
 
 
 def _shown(content: str | Sequence[Part]) -> str:
-    return "\n\n".join([*[PICTURE for _ in pictures_of(content)], text_of(content)])
+    return "\n\n".join([*[FILES[each["type"]] for each in files_of(content)], text_of(content)])
 
 
 def _calls(message: Message) -> str:

@@ -48,12 +48,16 @@ class Item(msgspec.Struct, kw_only=True):
     encrypted_content: str | None = None
 
 
-def has_pictures(items: str | Sequence[Item]) -> bool:
-    """Whether some item has a picture."""
+FILES: Final = ("input_image", "input_audio")
+"""Types of parts that are pictures or sound."""
+
+
+def has_files(items: str | Sequence[Item]) -> bool:
+    """Whether some item has a picture or sound."""
     if isinstance(items, str):
         return False
     contents = [content for item in items for content in (item.content, item.output) if isinstance(content, list)]
-    return any(isinstance(part, dict) and part.get("type") == "input_image" for each in contents for part in each)
+    return any(isinstance(part, dict) and part.get("type") in FILES for each in contents for part in each)
 
 
 class Conversation:
@@ -159,7 +163,7 @@ def _reasoning(item: Item, place: str) -> str:
 
 
 def _content(content: Any, parameter: str, *, sees: bool) -> str | list[dict[str, Any]]:
-    """A content that may have pictures, in the socket protocol; texts only unless ``sees``."""
+    """A content that may have pictures and sound, in the socket protocol; texts only unless ``sees``."""
     if not sees or not isinstance(content, list):
         return _text(content, parameter, PARAGRAPH)
     return content_of([_part(part, f"{parameter}[{number}]") for number, part in enumerate(content)], PARAGRAPH)
@@ -169,6 +173,8 @@ def _part(part: Any, parameter: str) -> str | Picture:
     match part:
         case {"type": "input_image", "image_url": str(url)}:
             return picture_of_url(url, f"{parameter}.image_url")
+        case {"type": "input_audio", "input_audio": {"data": str(data)}}:
+            return Picture(data, type="audio")
         case {"type": "input_image"}:
             raise invalid(
                 "an input_image needs image_url with a data URL; no files are stored here", parameter=parameter

@@ -26,7 +26,7 @@ from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
 from uma_trio.gateway.dialects.llama.extras import Telemetry
 from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
-from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_pictures
+from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
 from uma_trio.gateway.dialects.openai.shapes import InputTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai.shared import FIELD_NAMES, OPENAI
 from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
@@ -173,7 +173,7 @@ def _is_stored(request: ResponsesRequest, session: str | None, *, is_row: bool) 
     if request.store is not None:
         return request.store
     is_needed = request.background or request.names_earlier()
-    others = is_row or session is not None or has_pictures(request.input)
+    others = is_row or session is not None or has_files(request.input)
     return bool(is_needed) or not (others or request.return_progress or request.timings_per_token)
 
 
