@@ -178,7 +178,7 @@ def share(ratios: Sequence[float]) -> float:
     return sum([abs(ratio - 1) <= GOOD for ratio in ratios]) / len(ratios)
 
 
-def show(found: Sequence[Outcome], clock: EngineClock) -> str:
+def show(found: Sequence[Outcome], load: Load, clock: EngineClock) -> str:
     """A row for all, for each class, and the name of the worst one."""
     by_class: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in found:
@@ -210,6 +210,7 @@ def show(found: Sequence[Outcome], clock: EngineClock) -> str:
     n_early, n_late = sum(not each.is_late for each in refused), sum(each.is_late for each in let_in)
     return (
         f"{table(header, rows)}\nworst by the end: {worst}\n"
+        f"{len(found)} of {load.requests} requests got a forecast before their first token\n"
         f"deadlines: {len(refused)} of {len(found)} refused, of which {n_early} would have been met; {n_late} let in and missed"
     )
 
@@ -278,7 +279,7 @@ def main(csv_file: Path | None, serve_flags: Sequence[str], **options: Any) -> N
             )
         return found
 
-    click.echo(show(carry_out(work), clock))
+    click.echo(show(carry_out(work), load, clock))
 
 
 if __name__ == "__main__":
