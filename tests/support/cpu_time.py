@@ -1,14 +1,17 @@
-"""CPU time by module, at the end of a run: of the tests, and of all processes that they have started and that have ended.
+"""CPU time by module, at the end of a run: of the tests, and of all processes that they have started.
 
-On a machine that is busy it says more than durations do.  What several modules share counts in the one that ends it.
+On a machine that is busy it says more than durations do.  What a daemon does that several modules share counts in the
+module that asks it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 SHOWN = 15
@@ -18,7 +21,13 @@ NAME = "cpu_s"
 
 
 def _used_s() -> float:
-    return sum(os.times()[:4])
+    """CPU time of this process and of all that it has started, those that run included."""
+    me = psutil.Process()
+    found = 0.0
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found += sum(process.cpu_times()[:4])
+    return found
 
 
 class CpuTime:
@@ -26,19 +35,25 @@ class CpuTime:
 
     def __init__(self) -> None:
         self._before_s = 0.0
+        self._ends = False
+        """Whether the test that runs is the last one of its module in this process."""
         self._modules: Counter[str] = Counter()
 
     def pytest_collection_finish(self) -> None:
         """Begin after the imports of all tests."""
         self._before_s = _used_s()
 
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        self._ends = nextitem is None or nextitem.path != item.path
+
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
-        """Add what was used since the report before to this one, which xdist sends to the first process."""
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
+        """Add what a module has used to its last report, which xdist sends to the first process."""
         report = yield
-        now_s = _used_s()
-        report.user_properties.append((NAME, now_s - self._before_s))
-        self._before_s = now_s
+        if call.when == "teardown" and self._ends:
+            now_s = _used_s()
+            report.user_properties.append((NAME, now_s - self._before_s))
+            self._before_s = now_s
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
