@@ -1,9 +1,9 @@
 """Settings of the whole test run: hypothesis, one temporary folder, and processes that a test leaves behind.
 
-- ``--profile`` says how much is tried (``tests/support/profile.py``).  The quick profile tries the same in every run; the
-  thorough one tries many new examples.
-- trio runs tasks that are ready together in a random order.  With the quick profile a test gets the same order in every
-  run, so that one that fails does so again; the thorough one leaves it to chance.
+- ``--profile`` says how much is tried (``tests/support/profile.py``).  The quick profile tries the same in every run, and
+  so does the whole one; the thorough one tries many new examples.
+- trio runs tasks that are ready together in a random order.  With the thorough profile it is left to chance;
+  otherwise a test gets the same order in every run, so that one that fails does so again.
 - Caches and states go to a folder of this run, so no test sees the user's files or those of an earlier run.  Its processes
   share the cache: a daemon starts with what one of another process has measured.
 - Where Python must not write bytecode next to the source, it goes to ``build``: hundreds of child processes start, and
@@ -68,8 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only the thorough profile runs."""
-    if not profile.is_thorough():
+    """Leave out what the quick profile does."""
+    if profile.is_quick():
         config.hook.pytest_deselected(items=[each for each in items if each.get_closest_marker("thorough")])
         items[:] = [each for each in items if not each.get_closest_marker("thorough")]
 

@@ -64,12 +64,15 @@ class Doors:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._servers: list[asyncio.Server] = []
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
     def open(self, target: int) -> Door:
         """A proxy in front of a port of this machine."""
-        return asyncio.run_coroutine_threadsafe(Door.begin(target), self._loop).result()
+        door, server = asyncio.run_coroutine_threadsafe(Door.begin(target), self._loop).result()
+        self._servers.append(server)
+        return door
 
     def set(self, door: Door, *, is_open: bool) -> None:
         """Open or shut a door."""
@@ -77,8 +80,19 @@ class Doors:
 
     def close(self) -> None:
         """End all proxies."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        for server in self._servers:
+            server.close()
+        connections = asyncio.all_tasks() - {asyncio.current_task()}
+        for each in connections:
+            each.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+        await asyncio.sleep(0)  # transports close in the next round of the loop
 
 
 @attrs.define(eq=False)
@@ -90,22 +104,24 @@ class Door:
     port: int = 0
 
     @classmethod
-    async def begin(cls, target: int) -> Door:
+    async def begin(cls, target: int) -> tuple[Door, asyncio.Server]:
         """Listen."""
         door = cls(target)
         door.passes.set()
         server = await asyncio.start_server(door._serve, "127.0.0.1", 0)
         door.port = server.sockets[0].getsockname()[1]
-        return door
+        return door, server
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self.passes.wait()
+        ends = [writer]
         try:
+            await self.passes.wait()
             there, back = await asyncio.open_connection("127.0.0.1", self.target)
-        except OSError:
-            writer.transport.abort()
-            return
-        await asyncio.gather(self._pump(reader, back), self._pump(there, writer))
+            ends.append(back)
+            await asyncio.gather(self._pump(reader, back), self._pump(there, writer))
+        except (OSError, asyncio.CancelledError):
+            for each in ends:
+                each.transport.abort()
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.kill_answers import search
+from tests.support.profile import is_thorough
 from tests.support.real_daemon import missing
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(not is_thorough(), reason="a search: pytest --profile thorough runs it")
 def test_answers_survive_the_deaths_of_all_processes(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

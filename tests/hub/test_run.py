@@ -64,6 +64,7 @@ def running(home: Home, *arguments: str, columns: int = 100) -> Iterator[Termina
         yield screen
 
 
+@pytest.mark.thorough
 def test_from_nothing_to_a_chat_then_from_ask_and_over_http(
     hub: FakeHub, home: Home, model: bytes, path: Path, free_tcp_port: int
 ) -> None:

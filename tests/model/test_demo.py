@@ -27,6 +27,7 @@ def demo(*arguments):
     return [sys.executable, "-m", "uma_trio", "demo", *arguments]
 
 
+@pytest.mark.thorough
 def test_the_demo_and_its_gate(library, tmp_path, folder):
     """All checks of the scorecard except the one on time, which depends on the load of the machine."""
     picture = tmp_path / "demo.svg"
@@ -54,7 +55,7 @@ def test_the_demo_and_its_gate(library, tmp_path, folder):
 
 @pytest.mark.thorough
 def test_a_gate_that_nobody_passes_exits_1(library):
-    with real_daemon() as daemon:
+    with real_daemon("--ctx", "65536") as daemon:
         asked = demo("--no-live", "--max-gap-ms", "0.001", "--socket", str(daemon.socket))
         done = subprocess.run(asked, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -1,10 +1,12 @@
 """How much a run of the tests tries: ``pytest`` is quick, ``pytest --profile thorough`` searches long.
 
+CI runs ``pytest --profile whole``: the amounts of the quick profile, and the tests that it leaves out.
+
 The numbers of both stand next to each test that repeats something:
 
     @settings(max_examples=amount(quick=60, thorough=2000))
 
-A test that only repeats at length what others prove has the marker ``thorough``, and runs with that profile alone.
+A test that only repeats what others prove has the marker ``thorough``: the quick profile leaves it out.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ VARIABLE = "UMA_TEST_PROFILE"
 """Environment variable with the profile; ``tests/conftest.py`` sets it before any test is imported."""
 PROFILES = {
     # The same examples in every run.
-    "quick": settings(derandomize=True, deadline=None, max_examples=20),
+    "quick": (same := settings(derandomize=True, deadline=None, max_examples=20)),
+    "whole": same,
     "thorough": settings(derandomize=False, deadline=None, max_examples=1000, print_blob=True),
 }
 
@@ -28,10 +31,14 @@ PROFILES = {
 def choose(profile: str) -> None:
     """Make ``profile`` that of this process and of those that it starts."""
     os.environ[VARIABLE] = profile
-    if profile == "quick":  # hypothesis would also try numbers and texts of the modules that are imported by then
+    if profile != "thorough":  # hypothesis would also try numbers and texts of the modules that are imported by then
         providers._get_local_constants = lambda: providers._local_constants
     settings.register_profile(profile, PROFILES[profile])
     settings.load_profile(profile)
+
+
+def is_quick() -> bool:
+    return os.environ[VARIABLE] == "quick"
 
 
 def is_thorough() -> bool:
