@@ -132,7 +132,8 @@ async def ask(
     path: Path, prompt: str, sizes: tuple[int, int], deadline_s: float, load: Load, found: list[Outcome]
 ) -> None:
     """Send a request; keep its first forecast if it got one.  If its deadline is refused, send it again without."""
-    fields = {"max_tokens": sizes[1], "ignore_eos": not load.ends_itself, "forecast": True, "cache_prompt": False}
+    fields = {"max_tokens": sizes[1], "ignore_eos": not load.ends_itself}
+    fields |= {"forecast": True, "cache_prompt": False, "keep_alive": True}
     deadline = {} if math.isinf(deadline_s) else {"deadline_ms": max(1, round(1e3 * deadline_s))}
     forecast: Forecast | None = None
     at, first, is_refused, sent = 0.0, math.inf, False, trio.current_time()
