@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.chat.chat_completion_content_part_input_audio_param import InputAudio
+from openai.types.responses import ResponseInputAudioParam
 
 from tests.support.commands import invoke
 from tests.support.pictures import drawn, png
@@ -56,16 +58,40 @@ def test_sound_is_rows_of_the_prompt_and_is_encoded_once(daemon: Daemon) -> None
 def test_openai_and_the_command_line_send_the_same(daemon: Daemon, tmp_path: Path) -> None:
     data = wav(3)
     expected = ask(daemon, sound(data), QUESTION)
-    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
-    body = {"messages": [{"role": "user", "content": [part, QUESTION]}], "max_tokens": 8, "temperature": 0}
-    answer = httpx.post(f"{daemon.http_url()}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
-    assert answer["choices"][0]["message"]["content"] == expected.text
-    assert answer["usage"]["prompt_tokens"] == expected.last["usage"]["prompt_tokens"]
+    heard: InputAudio = {"data": base64.b64encode(data).decode(), "format": "wav"}
+    with openai.OpenAI(base_url=f"{daemon.http_url()}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="embedded",
+            messages=[
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_audio", "input_audio": heard},
+                        {"type": "text", "text": "What is this?"},
+                    ],
+                }
+            ],
+            max_tokens=8,
+            temperature=0,
+        )
+        part = ResponseInputAudioParam(type="input_audio", input_audio=heard)
+        asked_again: Any = [{"role": "user", "content": [part, {"type": "input_text", "text": "What is this?"}]}]
+        response = client.responses.create(model="embedded", input=asked_again, max_output_tokens=16, temperature=0)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected.last["usage"]["prompt_tokens"]
+    assert response.usage is not None
+    assert response.usage.input_tokens == expected.last["usage"]["prompt_tokens"]
+    assert response.output_text.startswith((expected.text or "").strip())
     file = tmp_path / "a song.wav"
     file.write_bytes(data)
     options = ("--no-stream", "--json", "--max-tokens", "8", "--temp", "0")
     asked = invoke("ask", "--audio", str(file), *options, QUESTION["text"], UMA_SOCKET=str(daemon.socket))
     assert json.loads(asked.stdout)["text"] == expected.text
+    talk = f"/audio {tmp_path / 'none.wav'}\n/image {file}\n/image\n/audio {file}\n{QUESTION['text']}\n/retry\n/stats\n"
+    talked = invoke("chat", "--max-tokens", "8", "--temp", "0", stdin=talk, UMA_SOCKET=str(daemon.socket))
+    assert f"cannot read the sound {tmp_path / 'none.wav'}: No such file" in talked.stderr
+    assert f"{expected.last['usage']['prompt_tokens']} prompt + " in talked.stderr
     refused = invoke("ask", "--audio", str(tmp_path / "none.wav"), "Why?", UMA_SOCKET=str(daemon.socket))
     assert "cannot read the sound" in refused.stderr
 
