@@ -126,7 +126,7 @@ class Load:
 
 LOADS: Final = {
     "turns": Load(systems=20, system=400, turns=6, text=120, answer=80),
-    "shared": Load(systems=50, system=1500, turns=1, text=60, answer=60),
+    "shared": Load(systems=40, system=800, turns=1, text=60, answer=60),
 }
 
 

@@ -342,9 +342,7 @@ class Search:
         talks = [talk for each in self.clients for talk in each.talks if talk.answered]
         with httpx.Client(timeout=REQUEST_S) as http:
             for talk in talks:
-                answer = http.post(
-                    f"{self.rng.choice(self.members).url}/v1/session/read", json={"session_id": talk.name}
-                )
+                answer = self._read(http, talk)
                 if answer.status_code != 200:
                     self.report(f"{talk.name} cannot be read: {answer.text}")
                     continue
@@ -352,6 +350,16 @@ class Search:
         for talk in talks:
             if (n := sum(member.holds(talk.name) for member in self.members)) != 1:
                 self.report(f"{talk.name} is at {n} daemons")
+
+    def _read(self, http: httpx.Client, talk: Talk) -> httpx.Response:
+        """The session, at a daemon at random.  One that says "try again" is asked again, as clients do."""
+        url, until = self.rng.choice(self.members).url, time.monotonic() + SERVED_S
+        while True:
+            answer = http.post(f"{url}/v1/session/read", json={"session_id": talk.name})
+            if "retry-after" not in answer.headers or time.monotonic() > until:
+                return answer
+            self.outcomes["read again"] += 1
+            time.sleep(1)
 
     def _compare(self, talk: Talk, messages: Sequence[dict[str, Any]]) -> None:
         pairs = [(user["content"], reply["content"]) for user, reply in zip(messages[::2], messages[1::2], strict=True)]
