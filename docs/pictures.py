@@ -182,13 +182,14 @@ def chat_page(file: Path, *, width: int = 900, height: int = 800, scheme: str = 
     """A conversation in the chat page, with a formula, a question that was edited, and a picture to be sent.
 
     Args:
-        runs: a question is being answered, and a text is typed that is to be part of its answer.
+        runs: a question is being answered by a model that hears, and a text is typed that is to be part of its answer.
     """
     size = {"width": width, "height": height}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
+        projector = projector_file(folder, "qwen2a") if runs else projector_file(folder)
         daemon = stack.enter_context(
-            real_daemon("--ctx", "32768", "--http", "0", "--mmproj", str(projector_file(folder)), folder=folder)
+            real_daemon("--ctx", "32768", "--http", "0", "--mmproj", str(projector), folder=folder)
         )
         body = {"session_id": "chat-circle", "messages": BEFORE, "history": "replace", "stream": False}
         httpx.post(f"{daemon.http_url()}/v1/generate", json=body, timeout=60).raise_for_status()
