@@ -46,6 +46,7 @@ export class Composer {
   /** Args: a function for what the user should know, one that gives the fields of a request that name the model. */
   constructor(say, model) {
     Object.assign(this, { say, model, files: [], id: "" });
+    this.large = new Map(); // what is too long for the browser to keep
     this.field = byId("prompt");
     this.field.addEventListener("input", () => this.changed());
     this.field.addEventListener("paste", (event) => this.paste(event));
@@ -65,12 +66,10 @@ export class Composer {
     return `uma-trio draft ${rootOf(this.id)}`;
   }
 
-  /** Show the draft of the conversation `id`. */
-  open() {
-    const kept = keptAt(this.key);
-    this.files = kept?.files ?? [];
-    this.field.value = kept?.text ?? "";
-    this.show();
+  /** Show the draft of the conversation `id`, and after it what was typed before it could be shown. */
+  open(typed = "") {
+    const { text = "", files = [] } = this.kept(this.key) ?? {};
+    this.put({ text: [text, typed].filter(Boolean).join("\n"), files });
   }
 
   /** The content of the message to send; empty if there is none. */
@@ -82,22 +81,35 @@ export class Composer {
     return { text: this.field.value, files: this.files };
   }
 
-  // -- what was sent, until it is in its session --
-
-  keepSent(id, draft) {
+  /** Keep something, or nothing, in the browser; false if it is too long, and is kept until the page is closed. */
+  keep(key, value) {
+    this.large.delete(key);
     try {
-      localStorage.setItem(sentKey(id), JSON.stringify(draft));
+      if (value) localStorage.setItem(key, JSON.stringify(value));
+      else localStorage.removeItem(key);
+      return true;
     } catch {
-      /* too long; then it is only on its way */
+      this.large.set(key, value);
+      return false;
     }
   }
 
+  kept(key) {
+    return this.large.get(key) ?? keptAt(key);
+  }
+
+  // -- what was sent, until it is in its session --
+
+  keepSent(id, draft) {
+    this.keep(sentKey(id), draft);
+  }
+
   sent(id) {
-    return keptAt(sentKey(id));
+    return this.kept(sentKey(id));
   }
 
   forgetSent(id) {
-    localStorage.removeItem(sentKey(id));
+    this.keep(sentKey(id), null);
   }
 
   /** Put a draft back into the field; false if something else is there. */
@@ -119,12 +131,8 @@ export class Composer {
 
   changed() {
     const { text, files } = this.draft;
-    try {
-      if (text || files.length) localStorage.setItem(this.key, JSON.stringify({ text, files }));
-      else localStorage.removeItem(this.key);
-    } catch {
-      this.say("This is too long to be kept when the page is closed.");
-    }
+    const isKept = this.keep(this.key, text || files.length ? { text, files } : null);
+    if (!isKept) this.say("This is too long to be kept when the page is closed.");
     this.show();
   }
 

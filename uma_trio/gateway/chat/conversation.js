@@ -86,7 +86,7 @@ export class Conversation {
     this.setBusy(false);
     const moved = this.id !== id;
     this.moveTo(id);
-    if (moved || !id) this.composer.open();
+    if (moved) this.composer.open();
     if (!id) this.show([]);
     const found = id ? await this.read(id) : null;
     if (this.id !== id || this.reading) return;

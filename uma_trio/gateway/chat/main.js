@@ -1,6 +1,6 @@
 // The chat page. Conversations are sessions of the daemon; branches are forks of a session.
 
-import { Refused, apiKey, request, setApiKey } from "../dashboard/api.js";
+import { apiKey, request, setApiKey } from "../dashboard/api.js";
 import { byId, el, setText } from "../dashboard/dom.js";
 import { conversations, rootOf } from "./branches.js";
 import { Composer } from "./composer.js";
@@ -21,8 +21,10 @@ async function trying(work) {
     return await work();
   } catch (error) {
     if (error.name === "AbortError") return undefined;
-    say(error instanceof Refused || !(error instanceof TypeError) ? error.message : "The gateway cannot be reached. What you have typed is kept.");
-    if (error.status === 401) askForKey();
+    const isLost = error instanceof TypeError; // of fetch
+    say(isLost ? "The gateway cannot be reached. What you have typed is kept." : error.message);
+    if (isLost) again();
+    if (error.status === 401) askForKey(apiKey() && error.message);
     return false;
   }
 }
@@ -64,9 +66,7 @@ async function showList() {
 async function go(id, keepsStatus = false) {
   showMenu(false);
   await trying(async () => {
-    const shown = open.open(id, keepsStatus);
-    await showList();
-    await shown;
+    await Promise.all([open.open(id, keepsStatus), showList()]);
     await open.showBranches(sessions);
   });
   if (!id) byId("prompt").focus();
@@ -98,10 +98,14 @@ function save() {
 
 // -- the page --
 
-function askForKey() {
+/** Ask for the key, and say what is wrong with the one of before. */
+function askForKey(wrong = "") {
   const dialog = byId("key-dialog");
+  setText(byId("key-error"), wrong);
+  if (dialog.open) return;
   byId("key-field").value = apiKey();
-  if (!dialog.open) dialog.showModal();
+  dialog.returnValue = "";
+  dialog.showModal();
 }
 
 function showMenu(shown) {
@@ -110,6 +114,8 @@ function showMenu(shown) {
   if (shown) byId("search").focus();
 }
 
+for (const each of document.querySelectorAll("dialog .actions [type=button]"))
+  each.addEventListener("click", () => each.closest("dialog").close(each.value));
 byId("key-dialog").addEventListener("close", ({ target }) => {
   if (target.returnValue === "use") setApiKey(byId("key-field").value.trim());
   else if (target.returnValue === "forget") setApiKey("");
@@ -128,6 +134,7 @@ byId("prompt").addEventListener("keydown", (event) => {
 const CLICKS = { stop: () => open.stop(), new: () => go(""), key: askForKey, rename, export: save, delete: remove, record: () => composer.record() };
 for (const [id, work] of Object.entries(CLICKS)) byId(id).addEventListener("click", () => trying(async () => work()));
 byId("menu").addEventListener("click", () => showMenu(!document.body.classList.contains("open")));
+document.body.addEventListener("click", ({ target }) => target === document.body && showMenu(false));
 byId("search").addEventListener("input", () => trying(showList));
 picker.addEventListener("change", () => {
   showSenses();
@@ -161,19 +168,25 @@ const idInAddress = () => decodeURIComponent(location.hash.slice(1));
 
 let timer;
 
-/** Show what there is; again while the daemon starts, or cannot be reached. */
+/** Show what there is in a moment, unless an answer is read, which finds its connection again. */
+function again() {
+  clearTimeout(timer);
+  timer = setTimeout(() => open.reading || start(), RETRY_MS);
+}
+
+/** Show what there is; again while the daemon starts. */
 async function start() {
   clearTimeout(timer);
   try {
     await showModels();
   } catch (error) {
-    trying(() => Promise.reject(error));
-    if (!(error instanceof Refused) || error.status >= 500) timer = setTimeout(start, RETRY_MS);
+    await trying(() => Promise.reject(error));
+    if (error.status >= 500) again();
     return;
   }
   await go(idInAddress());
 }
 
 open.moveTo(idInAddress());
-composer.open();
+composer.open(byId("prompt").value);
 start();

@@ -58,7 +58,6 @@ export class Settings {
     byId("add-time").addEventListener("click", () => this.addTime());
     byId("form").addEventListener("change", () => this.showForm());
     this.form.addEventListener("submit", (event) => {
-      if (event.submitter?.value === "cancel") return;
       event.preventDefault();
       this.save();
     });
