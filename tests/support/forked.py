@@ -42,20 +42,13 @@ UMA_TRIO: Final = (sys.executable, "-m", "uma_trio")
 FORKED: Final = {"uma_trio": "run", "uma_trio.engine": "main", "uma_trio.gateway": "main"}
 """Modules that may start in a fork, and the functions that are their ``__main__``."""
 PRELOADED: Final = (
-    ()
-    if os.environ.get("T")
-    else (
-        *(f"uma_trio.{name}.__main__" for name in ("engine", "gateway")),
-        *(f"uma_trio.aici.runtime.{name}" for name in ("command", "server")),
-        *(
-            f"uma_trio.cli.{name}"
-            for name in ("aicirt", "ask", "chat", "controllers", "keys", "metrics", "models", "pull")
-        ),
-        *(f"uma_trio.cli.{name}" for name in ("run", "serve", "sessions", "tokenize")),
-        *(f"uma_trio.daemon.{name}" for name in ("logs", "server")),
-        *(f"uma_trio.engine.{name}" for name in ("open_fitted", "worker")),
-        "uma_trio.gateway.process",
-    )
+    *(f"uma_trio.{name}.__main__" for name in ("engine", "gateway")),
+    *(f"uma_trio.aici.runtime.{name}" for name in ("command", "server")),
+    *(f"uma_trio.cli.{name}" for name in ("aicirt", "ask", "chat", "controllers", "keys", "metrics", "models", "pull")),
+    *(f"uma_trio.cli.{name}" for name in ("run", "serve", "sessions", "tokenize")),
+    *(f"uma_trio.daemon.{name}" for name in ("logs", "server")),
+    *(f"uma_trio.engine.{name}" for name in ("open_fitted", "worker")),
+    "uma_trio.gateway.process",
 )
 TITLE: Final = "tests: forks commands"
 """Title of a server."""
