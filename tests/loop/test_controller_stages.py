@@ -164,7 +164,7 @@ def cancel_the_queued_one(observed: Observed) -> None:
         *((cancel_one, options) for options in OTHER_ENGINES),
         *(thorough(cancel, options) for cancel in (cancel_all, cancel_the_queued_one) for options in OTHER_ENGINES),
     ],
-    ids=str,
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
 async def test_cancels_free_cells_and_controllers(autojump_clock, cancel, options):
     found: set[Phase] = set()
