@@ -969,6 +969,9 @@ MATH = {
         '<p><math><msubsup><mo movablelimits="false">∑</mo><mrow><mi>i</mi><mo>=</mo><mn>1</mn></mrow><mi>n</mi></msubsup>'
         "</math></p>"
     ),
+    "$\\constructor{a}$ $\\begin{__proto__}a\\end{__proto__}$": (
+        "<p><code>$\\constructor{a}$</code> <code>$\\begin{__proto__}a\\end{__proto__}$</code></p>"
+    ),
     "$\\href{javascript:a}{b}$ $\\text{<b>}$ $<a>$": (
         "<p><code>$\\href{javascript:a}{b}$</code> <math><mtext>&lt;b&gt;</mtext></math> "
         "<math><mrow><mo>&lt;</mo><mi>a</mi><mo>&gt;</mo></mrow></math></p>"
@@ -1135,9 +1138,12 @@ def test_tenants_have_conversations_of_their_own(browser: Browser, tmp_path: Pat
             page.fill("#key-field", key)
             page.press("#key-field", "Enter")
             expect(page.locator("#model")).to_have_value("embedded")
+            expect(page.locator("article")).to_have_count(0)  # of the one before, nothing is left
+            expect(page.locator("#prompt")).to_have_value("")
             page.click("#new")
             expect(page.locator("#list li")).to_have_count(n)
             ask(page, "What is the capital of France?")
+            page.fill("#prompt", "And of Italy?")
             page.click("#key")
         assert page.evaluate("() => Object.values(sessionStorage)") == [ada]
         context.close()

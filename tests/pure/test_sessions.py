@@ -53,6 +53,15 @@ def test_the_least_recently_used_sessions_expire_and_a_busy_one_never() -> None:
     assert table.of(BOB) == []
 
 
+def test_many_sessions_of_one_principal_do_not_displace_those_of_another() -> None:
+    table = SessionTable(max_sessions=4, ttl_s=1000)
+    for at, name in enumerate("ab"):
+        answered(table, name, at, principal=BOB)
+    for at, name in enumerate("cdefgh"):
+        answered(table, name, 10 + at)
+    assert [session.name for session in table.expired(20)] == ["c", "d", "e", "f"]
+
+
 def test_sessions_that_are_unused_for_too_long_expire() -> None:
     table = SessionTable(max_sessions=10, ttl_s=5)
     answered(table, "old", 0)

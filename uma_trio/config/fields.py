@@ -661,7 +661,7 @@ class Sessions:
     )
     max_stored_sessions: int = setting(
         10_000,
-        "Maximum number of sessions of a model. Beyond it, the least recently used session is closed.",
+        "Maximum number of sessions of a model. Beyond it, the least recently used one of the principal with the most is closed.",
         ge=1,
         le=1_000_000,
     )

@@ -275,12 +275,18 @@ class SessionTable:
         self._sessions.pop(session.key, None)
 
     def expired(self, monotonic: float) -> list[Session]:
-        """Return the idle sessions that are unused for too long or too many, least recently used first."""
+        """Return the idle sessions that are unused for too long or too many, least recently used first.
+
+        Where there are too many, those of the principals that have the most go, so that nobody's sessions displace those
+        of somebody who has fewer.
+        """
         idle = [session for session in self._sessions.values() if not session.busy]
-        excess = len(self._sessions) - self._max_sessions
-        return [
-            session for n, session in enumerate(idle) if n < excess or monotonic - session.unused_since > self._ttl_s
-        ]
+        found = [session for session in idle if monotonic - session.unused_since > self._ttl_s]
+        excess = len(self._sessions) - len(found) - self._max_sessions
+        if excess > 0:
+            late = {*found}
+            found += _of_those_with_most([session for session in idle if session not in late], excess)
+        return found
 
     def any_begins_with(self, tokens: Tokens, *, principal: str) -> bool:
         """Whether the history of a session of ``principal`` begins with ``tokens``."""
@@ -288,6 +294,14 @@ class SessionTable:
             session.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)
             for session in self._sessions.values()
         )
+
+
+def _of_those_with_most(idle: Sequence[Session], n: int) -> list[Session]:
+    """``n`` of ``idle``, or all: the first ones of the principals that have the most, one after another."""
+    by_principal: dict[str, list[Session]] = {}
+    for session in reversed(idle):
+        by_principal.setdefault(session.principal, []).append(session)
+    return [max(by_principal.values(), key=len).pop() for _ in range(min(n, len(idle)))]
 
 
 def _elsewhere(session: Session) -> SessionElsewhere:

@@ -108,6 +108,15 @@ function askForKey(wrong = "") {
   dialog.showModal();
 }
 
+let keyThatWorked = "";
+
+/** Another key may be another person's: nothing of the one before stays. */
+function leave() {
+  for (const storage of [localStorage, sessionStorage])
+    for (const name of Object.keys(storage)) if (/^uma-trio (draft|edit|sent|settings)/.test(name)) storage.removeItem(name);
+  location.replace(location.pathname);
+}
+
 function showMenu(shown) {
   document.body.classList.toggle("open", shown);
   byId("menu").setAttribute("aria-expanded", String(shown));
@@ -120,7 +129,8 @@ byId("key-dialog").addEventListener("close", ({ target }) => {
   if (target.returnValue === "use") setApiKey(byId("key-field").value.trim());
   else if (target.returnValue === "forget") setApiKey("");
   else return;
-  start();
+  if (keyThatWorked && apiKey() !== keyThatWorked) leave();
+  else start();
 });
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -164,7 +174,14 @@ tabs.addEventListener("message", ({ data: id }) => {
   else trying(showList);
 });
 
-const idInAddress = () => decodeURIComponent(location.hash.slice(1));
+function idInAddress() {
+  const id = location.hash.slice(1);
+  try {
+    return decodeURIComponent(id);
+  } catch {
+    return id; // somebody wrote it by hand
+  }
+}
 
 let timer;
 
@@ -179,6 +196,7 @@ async function start() {
   clearTimeout(timer);
   try {
     await showModels();
+    keyThatWorked = apiKey();
   } catch (error) {
     await trying(() => Promise.reject(error));
     if (error.status >= 500) again();

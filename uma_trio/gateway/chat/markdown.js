@@ -98,8 +98,8 @@ export class Growing {
       const tokens = marked.lexer(rest);
       shown = tokens.map((token) => ({ raw: token.raw, nodes: elements([token]) }));
     } catch (error) {
-      if (!(error instanceof RangeError)) throw error;
-      shown = [{ raw: rest, nodes: [rest] }]; // it is nested too deep
+      if (!(error instanceof RangeError)) console.error(error); // a mistake here must not hide the conversation
+      shown = [{ raw: rest, nodes: [rest] }]; // mostly it is nested too deep
     }
     const isDecided = (shown.at(-1)?.raw.trim().length ?? 0) >= DECIDED;
     const complete = isDecided ? shown.slice(0, -1) : [];

@@ -188,7 +188,7 @@ class Parser {
     if (ACCENTS.has(name)) return this.under("mover", { accent: "true" }, this.argument(), mo(ACCENTS.get(name)), name);
     if (UNDER.has(name)) return this.under("munder", {}, this.argument(), mo(UNDER.get(name)), name);
     if (TEXTS.has(name)) return [make("mtext", {}, this.text().replace(/ /g, "\u00a0"))];
-    if (name.replace("*", "") in FONTS) return limitedIf(name.endsWith("*"), this.font(name.replace("*", "")));
+    if (Object.hasOwn(FONTS, name.replace("*", ""))) return limitedIf(name.endsWith("*"), this.font(name.replace("*", "")));
     if (/^[dtc]?frac$/.test(name)) return [make("mfrac", {}, this.argument(), this.argument())];
     if (/^[dt]?binom$/.test(name))
       return [row([mo("("), make("mfrac", { linethickness: "0" }, this.argument(), this.argument()), mo(")")])];
@@ -253,8 +253,9 @@ class Parser {
 
   environment() {
     const name = this.text();
-    const [before, after, columns] = TABLES[name.replace("*", "")] ?? [];
-    if (before === undefined) throw new Unknown();
+    const kind = name.replace("*", "");
+    if (!Object.hasOwn(TABLES, kind)) throw new Unknown();
+    const [before, after, columns] = TABLES[kind];
     if (name === "array") this.text();
     const made = this.rows(columns, "\\end");
     this.take("\\end");
