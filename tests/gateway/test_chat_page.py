@@ -508,6 +508,8 @@ def test_an_edited_question_is_a_branch_and_one_can_switch(page: Page) -> None:
     expect(page.locator(".switcher")).to_have_text("‹2 of 2›")
     page.click("[aria-label='Previous branch']")
     expect(last(page).locator(".text")).to_contain_text("Lima")
+    expect(page.locator(".switcher")).to_have_text("‹1 of 2›")
+    expect(page.locator("[aria-label='Next branch']")).to_be_focused()
     page.reload()
     expect(page.locator(".switcher")).to_have_text("‹1 of 2›")
     page.click("[aria-label='Next branch']")

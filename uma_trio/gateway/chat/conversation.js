@@ -128,8 +128,14 @@ export class Conversation {
     [...this.place.children].forEach((made, i) => {
       const at = found[i].indexOf(id);
       // Buttons belong to the first message that differs: where the one before has fewer branches in common.
-      showSwitcher(made, at < 0 ? [] : found[i], id, (to) => this.onRefused(() => this.open(to)));
+      showSwitcher(made, at < 0 ? [] : found[i], id, (to) => this.onRefused(() => this.switchTo(to, sessions)));
     });
+  }
+
+  async switchTo(id, sessions) {
+    await this.open(id);
+    await this.showBranches(sessions);
+    this.place.querySelector(".switcher button:enabled")?.focus(); // the button that was pressed is gone
   }
 
   async branchOf({ session_id: id, used_at, created_at }) {
