@@ -29,7 +29,7 @@ class Interrupts:
     """
 
     def __init__(self, fd: int) -> None:
-        self.memory = mmap.mmap(fd, N_STEPS * FLAG_BYTES)
+        self.memory: mmap.mmap | bytearray = mmap.mmap(fd, N_STEPS * FLAG_BYTES)
 
     @staticmethod
     def offset(number: int) -> int:
@@ -43,6 +43,12 @@ class Interrupts:
     def set(self, number: int) -> None:
         """End step ``number``."""
         self.memory[self.offset(number)] = 1
+
+    def close(self) -> None:
+        """Give the mapping back, once the engine has ended.  What is set afterwards reaches nobody."""
+        if isinstance(self.memory, mmap.mmap):
+            self.memory.close()
+            self.memory = bytearray(N_STEPS * FLAG_BYTES)
 
 
 def new_file() -> int:

@@ -123,8 +123,6 @@ class EngineLink:
 
     ready: Ready
     """What the engine reported when its model was loaded; set by ``load``."""
-    _interrupts: Interrupts
-    """Flags of its steps; set by ``load``."""
 
     def __init__(self, sock: socket.socket, process: Process) -> None:
         self._sock = sock
@@ -132,6 +130,8 @@ class EngineLink:
         self._process = process
         self._decoder = Decoder("engine")
         self._unsent: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._interrupts: Interrupts | None = None
+        """Flags of its steps; opened by ``load``."""
         self._grammars = KnownGrammars()
         self._masks: MaskFile | None = None
         self._broken = False
@@ -223,6 +223,7 @@ class EngineLink:
 
     def submit(self, step: SubmittedStep) -> None:
         """Send a step; does not wait.  The engine computes steps in the order of their submission."""
+        assert self._interrupts is not None
         self._interrupts.clear(step.number)
         fds = [op.fd for op in step.ops if isinstance(op, SaveState | LoadState)]
         chunks = [each for inputs in step.calls for each in inputs if isinstance(each, StepInput)]
@@ -241,6 +242,7 @@ class EngineLink:
 
     def revoke(self, number: int) -> None:
         """Ask the engine not to begin step ``number``, or to interrupt it if it gives way; it answers ``Revoked`` then."""
+        assert self._interrupts is not None
         self._interrupts.set(number)
         self._send(Revoke(number))
 
@@ -322,6 +324,8 @@ class EngineLink:
             if not self.ended.is_set():
                 self.kill()
                 await self.ended.wait()
+            if self._interrupts is not None:
+                self._interrupts.close()
 
     async def _exit_reason(self) -> str:
         with trio.move_on_after(EXIT_REASON_TIMEOUT_S, shield=True):
