@@ -38,7 +38,7 @@ import httpx
 import psutil
 
 from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
-from uma_trio.daemon.detached.room import MAX_RESUMED
+from uma_trio.daemon.detached.room import MAX_ATTEMPTS
 
 EXACT: Final = ("--reproducible",)
 """Answers are computed again as they were decoded: docs/design/engine-process.md, "The same text"."""
@@ -186,7 +186,9 @@ class Search:
             thread.start()
         for _ in range(self.rng.randint(1, 4)):
             time.sleep(self.rng.expovariate(1 / (PAUSE_S * self.copies)))
-            can_resume = self.killed.count("daemon") < MAX_RESUMED  # one more would end answers without a new token
+            can_resume = (
+                self.killed.count("daemon") < MAX_ATTEMPTS - 1
+            )  # one more would end answers without a new token
             self.kill(self.rng.choice([each for each in VICTIMS if can_resume or each != "daemon"]))
         for thread in threads:
             thread.join(DEADLINE_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,23 +270,59 @@ async def test_a_killed_daemon_keeps_changes(
                 assert (events[-1].reason, events[-1].usage) == (whole[-1].reason, whole[-1].usage)
 
 
+@contextlib.asynccontextmanager
+async def one_place(kept: AnswerFolder) -> AsyncIterator[Serving]:
+    """A daemon that takes a second for a tick, and computes one answer at a time."""
+    engine = FakeEngine(n_ctx=1 << 13, n_seq_max=1, cost_ms=lambda prompt, decodes: 1000)
+    async with serving(engine, answers=kept) as harness:
+        yield harness
+
+
+async def killed(path: Path, times: int) -> None:
+    """Kill as many daemons in the first tick of the answers in ``path / "0"``; the last folder is for the next one."""
+    for n in range(times):
+        with folder(path / str(n)) as kept:
+            async with one_place(kept):
+                await trio.sleep(0.5)
+                shutil.copytree(path / str(n), path / str(n + 1), ignore=shutil.ignore_patterns("lock"))
+
+
+async def accept(path: Path, *names: str) -> None:
+    with folder(path) as kept:
+        async with one_place(kept) as harness, harness.client() as client:
+            for name in names:
+                await client.detach(id=name, keep_alive=True, **ASK)
+
+
 async def test_an_answer_that_ends_its_daemons_is_given_up(autojump_clock: object, tmp_path: Path) -> None:
-    """Three daemons find it without a new token."""
-    with folder(tmp_path / "0") as kept:
-        async with serving(answers=kept) as harness, harness.client() as client:
-            await client.detach(id="a", **ASK)
-            shutil.copytree(tmp_path / "0", tmp_path / "1", ignore=shutil.ignore_patterns("lock"))
-    for n in range(1, 4):
-        with folder(tmp_path / str(n)) as kept:
-            async with serving(answers=kept) as harness, harness.client() as client:
-                await trio.sleep(0.001)  # it has noted that it goes on
-                [found] = await client.answers()
-                assert found.state in ("queued", "running")
-                shutil.copytree(tmp_path / str(n), tmp_path / str(n + 1), ignore=shutil.ignore_patterns("lock"))
+    await accept(tmp_path / "0", "a")
+    await killed(tmp_path, 4)
     with folder(tmp_path / "4") as kept:
-        async with serving(answers=kept) as harness, harness.client() as client:
+        async with one_place(kept) as harness:
             with pytest.raises(ServerError, match="E_RUNTIME_DECODE"):
-                [event async for event in client.attach("a")]
+                await attached(harness, "a")
+
+
+async def test_only_the_answer_that_is_computed_can_have_ended_a_daemon(autojump_clock: object, tmp_path: Path) -> None:
+    """The others wait for their places."""
+    await accept(tmp_path / "0", *"abc")
+    await killed(tmp_path, 3)
+    with folder(tmp_path / "3") as kept:
+        assert sum(each.log.n_attempts for each in kept.load()) == 3
+        async with one_place(kept) as harness:
+            for name in "abc":
+                assert text(await attached(harness, name)) == text_of(expected_continuation(PROMPT, 30))
+
+
+async def test_daemons_that_are_stopped_end_no_answer(autojump_clock: object, tmp_path: Path) -> None:
+    await accept(tmp_path, "a")
+    for _ in range(6):
+        with folder(tmp_path) as kept:
+            async with one_place(kept):
+                await trio.sleep(0.5)
+    with folder(tmp_path) as kept:
+        async with one_place(kept) as harness:
+            assert text(await attached(harness, "a")) == text_of(expected_continuation(PROMPT, 30))
 
 
 async def test_an_engine_that_cannot_be_started_ends_no_detached_answer(autojump_clock: object) -> None:

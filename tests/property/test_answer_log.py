@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from uma_trio.daemon.store import answer_log as form
 from uma_trio.daemon.store.answer_log import (
     AnswerLog,
+    Attempt,
     Begin,
     Change,
     End,
+    Pause,
     Prompt,
     Record,
-    Resumed,
     decode,
     encode,
     new_tokens,
@@ -30,7 +31,7 @@ IDS = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=6)
 EVENTS = st.lists(st.binary(max_size=12), max_size=3)
 NEW = st.one_of(
     st.builds(new_tokens, IDS, EVENTS, st.none() | st.floats(0, 20)),
-    st.just(Resumed()),
+    st.sampled_from([Attempt(), Pause()]),
 )
 REQUESTS = st.sampled_from(
     [
@@ -48,7 +49,7 @@ def answers(draw: Any) -> list[Record]:
     request = parse_generate({"id": draw(st.text(min_size=1, max_size=8)), **draw(REQUESTS)})
     records: list[Record] = [
         Begin(principal=Principal("uid:0", 2.0, draw(st.none() | st.just(3))), request=request, created_at=1.5),
-        *draw(st.lists(st.just(Resumed()), max_size=2)),
+        *draw(st.lists(st.sampled_from([Attempt(), Pause()]), max_size=2)),
     ]
     if draw(st.booleans()):
         tokens = encode_tokens(draw(IDS))
@@ -69,7 +70,7 @@ def whole(records: list[Record]) -> AnswerLog:
 
 
 def facts(log: AnswerLog) -> tuple[object, ...]:
-    return log.begin, log.prompt, bytes(log.tokens), log.mu, log.events, log.n_resumed, log.end
+    return log.begin, log.prompt, bytes(log.tokens), log.mu, log.events, log.n_attempts, log.end
 
 
 @given(answers(), st.data())
@@ -108,12 +109,12 @@ def test_a_changed_byte_is_never_read_as_something_else(records: list[Record], d
 @pytest.mark.parametrize(
     ("records", "problem"),
     [
-        ([Resumed()], "begin with a request"),
+        ([Attempt()], "begin with a request"),
         ([End(events=[], state="failed", ended_at=1.0)], "begin with a request"),
         (["begin", new_tokens([1], [], None)], "without a prompt"),
         (["begin", "prompt", new_tokens([1], [], None, [Change(after_tokens=2)])], "change of other tokens"),
         (["begin", "prompt", "prompt"], "two prompts"),
-        (["begin", "end", Resumed()], "after its end"),
+        (["begin", "end", Pause()], "after its end"),
         (["begin", "begin"], "after its end"),
         (["begin", End(events=[], state="failed", ended_at=float("nan"))], "not a number"),
         (["begin", form.Prompt(tokens=b"abc", text="", dropped=0, model="", turns=0)], "half a token"),

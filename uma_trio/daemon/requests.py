@@ -20,7 +20,7 @@ from uma_trio.daemon.service import ModelService
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.embedding import PendingEmbeddings, cancelled
 from uma_trio.daemon.serving.request import check_generates, check_pooling
-from uma_trio.daemon.serving.sequence import EventSink, Sequence, TokenLog
+from uma_trio.daemon.serving.sequence import EventSink, Sequence, State, TokenLog
 from uma_trio.daemon.serving.stats import log_request
 from uma_trio.daemon.sessions import SessionTurn
 from uma_trio.errors import (
@@ -174,6 +174,9 @@ class AnswerRecord(TokenLog, Protocol):
     def turns(self) -> int | None:
         """What ``begin`` got first; ``None`` before it was called."""
 
+    def pause(self) -> None:
+        """The answer waits for its place: who ends the daemon now is somebody else."""
+
 
 class Generation(ModelRequest):
     """A request for text."""
@@ -188,6 +191,8 @@ class Generation(ModelRequest):
         if self.request.controller is not None:
             await self._steer(service, self.request.controller)
             return
+        if self.record is not None:
+            self.record.attempt()
         _check_session_fields(self.request)
         if self.request.client_state is not None and not self.request.detached:
             raise BadRequest("client_state is for detached answers: send it with detached", field="client_state")
@@ -256,6 +261,8 @@ class Generation(ModelRequest):
             log=self.record,
             deadline_at=self._deadline_at,
         )
+        if self.record is not None and sequences[0].state is State.WAITING:
+            self.record.pause()
         log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
         await self._wait(service, sequences, lambda sequence, reason: scheduler.cancel(sequence, reason or "cancelled"))
 

@@ -61,6 +61,9 @@ class DetachedAnswer:
         """The latest event that says how far it is, and when it came."""
         self.n_passing = 0
         """How many there were."""
+        self.is_resumed = False
+        """Whether an earlier daemon has accepted it."""
+        self._is_attempted = False
         self.interruption: Failure | None = None
         """What has ended the last attempt to make it, but not the answer."""
         self._known, self._changes = found.token_ids, [*found.changes]
@@ -91,7 +94,9 @@ class DetachedAnswer:
             self.n_passing += 1
             self._announce()
             return
-        if isinstance(event, Failure) and event.code in INTERRUPTIONS:
+        if isinstance(event, Eos) and event.reason == "cancelled" and not self.is_cancelled:
+            self.close()  # nobody has cancelled it: the daemon ends
+        elif isinstance(event, Failure) and event.code in INTERRUPTIONS:
             self.interruption = event
         elif isinstance(event, Eos | Failure):
             self._end(event)
@@ -145,6 +150,18 @@ class DetachedAnswer:
         """As ``AnswerRecord.turns``."""
         return None if self.log.prompt is None else self.log.prompt.turns
 
+    def attempt(self) -> None:
+        """As ``TokenLog.attempt``."""
+        if not self._is_attempted:
+            self._is_attempted = True
+            self.note(log.Attempt())
+
+    def pause(self) -> None:
+        """As ``AnswerRecord.pause``."""
+        if self._is_attempted:
+            self._is_attempted = False
+            self.note(log.Pause())
+
     def _end(self, event: Eos | Failure) -> None:
         self._has_ended = True
         state: EndState = "failed"
@@ -175,6 +192,8 @@ class DetachedAnswer:
 
     def close(self) -> None:
         """Take over nothing more: the daemon ends, and the next one goes on."""
+        if not self._has_ended:
+            self.pause()
         self._is_closed = True
         self._announce()
 

@@ -23,7 +23,7 @@ from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.requests import NO_USAGE, Generation
 from uma_trio.daemon.serving.offload import InThread
 from uma_trio.daemon.store.answer_folder import AnswerFolder, AnswerFolderError
-from uma_trio.daemon.store.answer_log import AnswerLog, Begin, End, Record, Resumed, encode
+from uma_trio.daemon.store.answer_log import AnswerLog, Begin, End, Record, encode
 from uma_trio.daemon.store.encoding import DamagedFile
 from uma_trio.daemon.store.journal_format import SessionKey
 from uma_trio.errors import (
@@ -53,8 +53,8 @@ log = structlog.get_logger("uma_trio.detached")
 TRANSIENT: Final = (QueueFull, KvFull, TooManyRequests, ModelLoading, ModelUnavailable, ShuttingDown)
 """What a client would wait for, and send its request again."""
 RETRY_S: Final = 1.0
-MAX_RESUMED: Final = 3
-"""An answer that was resumed so often without a new token has perhaps ended the daemons."""
+MAX_ATTEMPTS: Final = 4
+"""An answer on which daemons have worked so often without a new token has perhaps ended them."""
 SWEEP_S: Final = 60.0
 UNATTENDED_SWEEP_S: Final = 5.0
 """A client that has lost its connection is back by then."""
@@ -117,6 +117,7 @@ class DetachedAnswers:
                 task_status.started()
         finally:
             self.close()
+            await self._write()
 
     def close(self) -> None:
         """Take over nothing more; the answers go on with the next daemon.  Does not wait."""
@@ -141,12 +142,12 @@ class DetachedAnswers:
             answer.is_durable = True
             if answer.has_ended:
                 answer.forget_events()
-            elif each.log.n_resumed >= MAX_RESUMED:
+            elif each.log.n_attempts >= MAX_ATTEMPTS:
                 answer.send(
-                    _failure(answer, DecodeFailed(f"the daemon has ended {MAX_RESUMED} times while it answered"))
+                    _failure(answer, DecodeFailed(f"the daemon has ended {MAX_ATTEMPTS} times while it answered"))
                 )
             else:
-                answer.note(Resumed())
+                answer.is_resumed = True
 
     def _add(self, found: AnswerLog, n_bytes: int) -> DetachedAnswer:
         answer = DetachedAnswer(found, n_bytes, self._has_records, self._clock)
@@ -185,7 +186,7 @@ class DetachedAnswers:
         except UmaError as error:
             # somebody has perhaps taken the session while the daemon was started
             is_busy = isinstance(error, SessionBusy) and answer.log.prompt is not None
-            has_begun = bool(answer.log.tokens) or answer.log.n_resumed > 0
+            has_begun = bool(answer.log.tokens) or answer.is_resumed
             waits = has_begun or not begin.request.admit_now
             if is_busy or (waits and isinstance(error, TRANSIENT)):
                 return str(error)
@@ -195,6 +196,8 @@ class DetachedAnswers:
             answer.send(_failure(answer, InternalError("internal error; the daemon's log has the details")))
         finally:
             answer.generation = None
+            if not answer.has_ended:
+                answer.pause()
         return "" if answer.interruption is None else answer.interruption.message
 
     # -- writing ----------------------------------------------------------------------------------
@@ -204,18 +207,22 @@ class DetachedAnswers:
         self._wake.set()
 
     async def _write_forever(self) -> None:
-        """Write what all answers have got since the last time, in one thread, and show it to clients afterwards."""
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
-            batch = [(answer, answer.take()) for answer in self._unwritten]
-            self._unwritten.clear()
-            parts = [(answer, records, b"".join(map(encode, records))) for answer, records in batch]
-            if self._folder is not None:
+            await self._write()
+
+    async def _write(self) -> None:
+        """Write what all answers have got since the last time, in one thread, and show it to clients afterwards."""
+        batch = [(answer, answer.take()) for answer in self._unwritten]
+        self._unwritten.clear()
+        parts = [(answer, records, b"".join(map(encode, records))) for answer, records in batch]
+        if self._folder is not None:
+            with trio.CancelScope(shield=True):
                 await self._in_thread(self._append, parts)
-            for answer, records, data in parts:
-                answer.written(records, len(data))
-                answer.forget_events()
+        for answer, records, data in parts:
+            answer.written(records, len(data))
+            answer.forget_events()
 
     def _append(self, parts: Sequence[tuple[DetachedAnswer, list[Record], bytes]]) -> None:
         assert self._folder is not None

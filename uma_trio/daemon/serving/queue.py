@@ -108,6 +108,8 @@ class RunningSet:
             sequence.admitted_at = sequence.placed_at
             self._telemetry.record_admission(1e3 * (sequence.admitted_at - sequence.arrived_at))
         self._sequences[allocation] = sequence
+        if sequence.log is not None:
+            sequence.log.attempt()
         if not sequence.was_preempted:
             sequence.comparison = placement.comparison
         if not placement.waits:

@@ -78,6 +78,9 @@ class TokenLog(Protocol):
     def changes(self) -> abc.Sequence[Change]:
         """How a client has changed the answer meanwhile.  What it inserted is among these tokens."""
 
+    def attempt(self) -> None:
+        """The answer is worked on from now on: a daemon that ends before the next token perhaps dies of it."""
+
     def add(self, tokens: abc.Sequence[int], mu: float | None, changes: abc.Sequence[Change]) -> None:
         """Note new tokens, whose events have gone to the sink, and changes between them.  Never blocks."""
 

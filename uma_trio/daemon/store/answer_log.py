@@ -4,7 +4,8 @@
 ``Begin``    the request and its principal; written before the daemon accepts it
 ``Prompt``   the tokens of the prompt, which a second rendering could make differently
 ``Tokens``   new tokens, with the events that they became; both or none of them survive a crash
-``Resumed``  a daemon has found the answer without an end, and goes on with it
+``Attempt``  a daemon begins to work on the answer
+``Pause``    it no longer does: the answer waits for its turn, or the daemon stops
 ``End``      the last event
 ===========  =====================================================================================
 
@@ -83,8 +84,12 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """Changes of the answer, whose insertions are among these tokens."""
 
 
-class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
-    """The daemon was started again before the end."""
+class Attempt(msgspec.Struct, frozen=True, tag="attempt"):
+    """A daemon begins to work on the answer, and perhaps dies of it."""
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """The daemon no longer works on the answer, and lives."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
@@ -97,7 +102,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """Seconds since 1970."""
 
 
-Record = Begin | Prompt | Tokens | Resumed | End
+Record = Begin | Prompt | Tokens | Attempt | Pause | End
 _RECORD: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Record)  # as in journal_format
 
 
@@ -113,8 +118,8 @@ class AnswerLog:
     changes: list[Change] = attrs.field(factory=list)
     events: list[bytes] = attrs.field(factory=list)
     """Event number ``n`` is ``events[n - 1]``."""
-    n_resumed: int = 0
-    """How often it was resumed since its last token."""
+    n_attempts: int = 0
+    """How often a daemon has worked on it since its last token, and has not said that it lives."""
     end: End | None = None
 
     @property
@@ -146,10 +151,12 @@ class AnswerLog:
                 _check_changes(new, len(self.tokens) // TOKEN_BYTES)
                 self.tokens += new.tokens
                 self.changes += new.changes
-                self.mu, self.n_resumed = new.mu, 0
+                self.mu, self.n_attempts = new.mu, 0
                 self.events += new.events
-            case Resumed():
-                self.n_resumed += 1
+            case Attempt():
+                self.n_attempts += 1
+            case Pause():
+                self.n_attempts = max(0, self.n_attempts - 1)
             case End():
                 self.events += new.events
                 self.end = new
