@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.cases import all_cases
 from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.sampler import MAX_SORTED_TOP_K, copied_rows, distribution, sample
+from uma_trio.engine.sampling_threads import SamplingThreads
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs
 from uma_trio.protocol.parameters import PARAMETERS
 
@@ -76,6 +80,25 @@ def test_rows_are_independent(rows, data):
     shuffled = sample(logits[order], [rows[i] for i in order], [steps[i] for i in order])
     assert together.tolist() == alone
     assert shuffled.tolist() == [alone[i] for i in order]
+
+
+def test_threads_sample_the_same_tokens():
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_k=40, top_p=0.95),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, mirostat=2),
+    ]
+    rows = [kinds[row % 4].with_seed(row) for row in range(22)]
+    logits, steps, nothing = noise(len(rows), 60_000, 3.0, seed=1), list(range(len(rows))), [None] * len(rows)
+    logits[5] = np.nan
+    states, threads = [{}, {}], SamplingThreads(4)
+    expected = sample(logits.copy(), rows, steps, mus=states[0])
+    with contextlib.closing(threads):
+        found = threads.sample(logits.copy(), rows, steps, nothing, nothing, nothing, nothing, states[1])
+    assert found.tolist() == expected.tolist()
+    assert states[0] == states[1] != {}
+    assert not any(each.name.startswith("sampling") for each in threading.enumerate())
 
 
 @given(params, st.integers(0, 9))
@@ -269,7 +292,7 @@ def test_structs_survive_msgpack():
         ([(1.0, 40, 0.9)] * 3, 0),
         ([(1.0, 0, 0.9)] * 3, 0),
         ([(1.0, 40, 0.9), (0.0, 0, 1.0)], 1),
-        ([(1.0, 0, 1.0)] * 3, 3),
+        ([(1.0, 0, 1.0)] * 3, 0),
         ([(1.0, 0, 1.0), (1.0, 40, 0.9)], 2),
         ([(1.0, 0, 1.0, 0.1), (1.0, 40, 0.9)], 0),
         ([], 0),

@@ -50,6 +50,7 @@ from uma_trio.engine.row_check import check_rows
 from uma_trio.engine.sampling import sampler
 from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.logprobs import compute_logprobs
+from uma_trio.engine.sampling_threads import SamplingThreads
 from uma_trio.engine_link.defaults import with_defaults
 from uma_trio.engine_link.devices import Devices
 from uma_trio.engine_link.grammar_state import GrammarState
@@ -208,12 +209,16 @@ class LlamaEngine:
         self.is_async = self._place.on_gpu and not self._adapters.files
         self.tokenizer = Tokenizer(self._model.vocab)
         self._breakers = functools.lru_cache(MAX_BREAKERS)(functools.partial(breakers_of, self.tokenizer))
+        self._spare_cores = spare_cores(self._options.n_threads_batch, on_gpu=self._place.on_gpu)
         self._matchers = Matchers(
             lambda: self.tokenizer.grammar_vocabulary(self._model.vocab.eog_ids),
             self._model.vocab.n_tokens,
-            n_threads=spare_cores(self._options.n_threads_batch, on_gpu=self._place.on_gpu),
+            n_threads=self._spare_cores,
         )
         stack.callback(self._matchers.close)
+        # while tokens are sampled nothing computes, so a CPU's threads are free
+        self._sampling = SamplingThreads(self._spare_cores if self._place.on_gpu else self._options.n_threads_batch)
+        stack.callback(self._sampling.close)
         self._embedder = Embedder(
             self._model,
             self._adapters,
@@ -280,7 +285,7 @@ class LlamaEngine:
             embedding_batch=self._embedder.n_batch,
             **({} if self._drafter is None else self._drafter.info()),
             n_threads=self._options.n_threads_batch,
-            spare_cores=spare_cores(self._options.n_threads_batch, on_gpu=self._place.on_gpu),
+            spare_cores=self._spare_cores,
             adapters=self._adapters.files,
         )
 
@@ -596,7 +601,7 @@ class LlamaEngine:
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
         late = masks.apply(logits, self.masks)
         mus: dict[int, float] = {}
-        sampled = sampler.sample(
+        sampled = self._sampling.sample(
             logits,
             [sample.params for sample in samples],
             [sample.n_before for sample in samples],

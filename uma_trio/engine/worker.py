@@ -88,13 +88,21 @@ class StepRunner:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._end_ids = frozenset(engine.info.eog_ids)
         self._sampled: dict[int, tuple[StepInput, Sequence[int]]] = {}
         """Sequence id -> its input of the last step, and the tokens that it got: accepted draft tokens and one more."""
         self._mus: dict[int, float] = {}
         """Sequence id -> state of mirostat after the last step."""
         self._rejected: list[Truncate] = []
         """For the next step: they remove the draft tokens that the last step rejected."""
-        self._end_ids = frozenset(engine.info.eog_ids)
+        self._running: list[StepInput] = []
+        """The inputs of the step that the engine computes."""
+        self._prepared: dict[int, StepInput] = {}
+        """Sequence id -> what comes after its input of ``_running``, without the token that this samples."""
+        self._ending: frozenset[int] = self._end_ids
+        """Tokens that end a sequence of ``_prepared``."""
+        self._next: dict[int, StepInput] = {}
+        """Sequence id -> its next input, where that was prepared; otherwise ``_sampled`` has what it is made of."""
         self._last_number = 0
         """Number of the last step; 0 if it failed, or before the first one."""
 
@@ -125,6 +133,7 @@ class StepRunner:
             kept = [[_with_drafts(each, drafts.get(each.seq_id, ())) for each in inputs] for inputs in kept]
         ops = [*self._rejected, *step.ops] if self._rejected else step.ops
         self._sampled, self._rejected, self._last_number = {}, [], 0
+        self._running, self._prepared, self._next = [*chain.from_iterable(kept)], {}, {}
         runnable: Step[StepInput] = Step(
             ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings
         )
@@ -134,11 +143,18 @@ class StepRunner:
             output.drafted = drafted
             output.started_s -= drafted.ms / 1e3
         self._last_number, self._mus = step.number, dict(output.mus)
-        tokens = iter(output.tokens)
-        for each in chain.from_iterable(kept):
-            if each.samples:
-                self._note(each, [next(tokens) for _ in each.samples])
+        self._note(output.tokens)
         return self._with_dropped(step, kept, output) if dropped else output
+
+    def look_ahead(self) -> None:
+        """Prepare the next inputs of the running step's sequences, while the device computes it.
+
+        Afterwards only tokens are missing.  Nothing is prepared if an input depends on more than a token.
+        """
+        inputs = [each for each in self._running if each.samples]
+        if not self._prepared and all(map(_is_plain, inputs)):
+            self._prepared = {each.seq_id: _after(each, _following(each.samples[0]), 1) for each in inputs}
+            self._ending = self._end_ids.union(*[each.stop_ids for each in inputs if each.stop_ids])
 
     def inputs(self, step: SubmittedStep) -> list[list[StepInput]]:
         """The inputs of each call of ``step``, without sequences that ended in the step before."""
@@ -147,7 +163,19 @@ class StepRunner:
             for inputs in step.calls
         ]
 
-    def _note(self, each: StepInput, sampled: Sequence[int]) -> None:
+    def _note(self, tokens: Sequence[int]) -> None:
+        """Remember what the running step has sampled."""
+        if self._prepared and min(tokens) >= 0 and self._ending.isdisjoint(tokens):
+            for each, token in zip(self._prepared.values(), tokens, strict=True):
+                each.tokens = (token,)
+            self._next = self._prepared
+            return
+        left = iter(tokens)
+        for each in self._running:
+            if each.samples:
+                self._note_one(each, [next(left) for _ in each.samples])
+
+    def _note_one(self, each: StepInput, sampled: Sequence[int]) -> None:
         """Remember the tokens that ``each`` got: draft tokens up to the first rejected one, and the token after them.
 
         Args:
@@ -164,6 +192,8 @@ class StepRunner:
 
     def _continue(self, seq_id: int) -> StepInput | None:
         """The next input of a sequence, after the tokens of the last step; ``None`` if they ended it, or it got none."""
+        if seq_id in self._next:
+            return self._next[seq_id]
         if seq_id not in self._sampled:
             return None
         last, tokens = self._sampled[seq_id]
@@ -171,12 +201,14 @@ class StepRunner:
         ends = sample.late_mask is None and any(token in self._end_ids or token in last.stop_ids for token in tokens)
         if tokens[-1] < 0 or ends:
             return None
-        following = _following(sample, tokens[-1])
+        following = _following(sample, tokens[-1:])
         if seq_id in self._mus:
             following.params = sample.params.with_mu(self._mus[seq_id])
-        grammar = None if last.grammar is None else last.grammar.after(tokens)
-        position, stop_ids, adapters = _end(last, len(tokens)), last.stop_ids, last.adapters
-        return StepInput(seq_id, position, tokens[-1:], (following,), stop_ids, grammar, adapters)
+        continued = _after(last, following, len(tokens))
+        continued.tokens = tokens[-1:]
+        if last.grammar is not None:
+            continued.grammar = last.grammar.after(tokens)
+        return continued
 
     def _draft_inputs(self, step: SubmittedStep) -> list[DraftInput]:
         """The inputs of the draft model.  Those of continued sequences get the tokens of the last step."""
@@ -186,7 +218,8 @@ class StepRunner:
             if each.seq_id not in goes_on:
                 found.append(each)
             elif self._continue(each.seq_id) is not None:
-                tokens = [*each.tokens, *self._sampled[each.seq_id][1]]
+                sampled = self._next[each.seq_id].tokens if self._next else self._sampled[each.seq_id][1]
+                tokens = [*each.tokens, *sampled]
                 found.append(DraftInput(each.seq_id, each.position, tokens, each.n_drafts, each.temperature))
         return found
 
@@ -213,11 +246,24 @@ def _end(each: StepInput, n: int) -> int:
     return each.position + len(each.tokens) - len(each.samples) + n
 
 
-def _following(sample: SampleRequest, token: int) -> SampleRequest:
-    """The request to sample what follows ``token``, which ``sample`` gave."""
+def _is_plain(each: StepInput) -> bool:
+    """Whether all of the next input but its token is known before ``each`` has been computed."""
+    if len(each.samples) != 1 or each.grammar is not None:
+        return False
+    [sample] = each.samples
+    return sample.past is None and not sample.params.is_adaptive
+
+
+def _after(each: StepInput, following: SampleRequest, n: int) -> StepInput:
+    """What the sequence goes on with after the first ``n`` samples of ``each``, without its token and its grammar."""
+    return StepInput(each.seq_id, _end(each, n), (), (following,), each.stop_ids, None, each.adapters)
+
+
+def _following(sample: SampleRequest, tokens: Sequence[int] = ()) -> SampleRequest:
+    """The request to sample what follows ``tokens``: the one that ``sample`` gave, or none without ``past``."""
     past = sample.past
     if past is not None:
-        past = Past(np.append(past.tokens, np.int32(token)), past.n_prompt)
+        past = Past(np.append(past.tokens, np.asarray(tokens, np.int32)), past.n_prompt)
     return msgspec.structs.replace(sample, n_before=sample.n_before + 1, past=past)
 
 
@@ -227,7 +273,7 @@ def _with_drafts(each: StepInput, drafts: Sequence[int]) -> StepInput:
         return each
     samples = [*each.samples]
     for token in drafts:
-        samples.append(_following(samples[-1], token))
+        samples.append(_following(samples[-1], [token]))
     return msgspec.structs.replace(each, tokens=[*each.tokens, *drafts], samples=samples)
 
 
@@ -265,6 +311,7 @@ class Worker:
         self._closed = False
         """Whether the daemon has closed its end."""
         self.engine: LoadedEngine | None = None
+        self._runner: StepRunner | None = None
 
     def run(self) -> None:
         """Serve until the daemon closes its end.  Blocks.  Closes the socket and the engine."""
@@ -292,7 +339,7 @@ class Worker:
             self._send(LoadFailed(error.reason, error.remedy, error.is_about_memory))
             return
         self._send(engine.describe())
-        runner = StepRunner(engine)
+        self._runner = runner = StepRunner(engine)
         while True:
             if not self._steps:  # otherwise the socket was read when the last step was complete
                 self._read(wait=True)
@@ -368,6 +415,8 @@ class Worker:
     def computing(self, wait_s: float) -> None:
         """See ``messages.StepCallbacks``."""
         self._flush()
+        if self._runner is not None:
+            self._runner.look_ahead()
         if wait_s and not self._steps:
             select.select([self._sock], [], [], wait_s)
         self._read()

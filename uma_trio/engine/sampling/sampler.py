@@ -109,7 +109,8 @@ def sample(
 def copied_rows(params: Sequence[SamplingParams], n_vocab: int) -> int:
     """Return how many rows of logits ``sample`` copies for these parameters.  It reads the other rows in place."""
     drawn = [p for p in params if not p.greedy]
-    gathers = len(drawn) < len(params) or any(_is_unfiltered(p, n_vocab) for p in drawn)
+    unfiltered = sum([_is_unfiltered(p, n_vocab) for p in drawn])
+    gathers = len(drawn) < len(params) or 0 < unfiltered < len(drawn)
     return len(drawn) if gathers else 0
 
 
@@ -205,7 +206,9 @@ def _draw(
     for start in range(0, len(unfiltered), at_once):
         some = unfiltered[start : start + at_once]
         temperatures = np.array([params[row].temperature for row in some])
-        tokens[some] = _draw_unfiltered(logits[some], max_logits[some], temperatures, randoms[some])
+        # consecutive rows are not copied
+        rows = slice(some[0], some[-1] + 1) if some[-1] - some[0] == len(some) - 1 else some
+        tokens[rows] = _draw_unfiltered(logits[rows], max_logits[rows], temperatures, randoms[rows])
     filtered = [row for row, p in enumerate(params) if not _is_unfiltered(p, n_vocab)]
     if filtered:
         if unfiltered:
@@ -312,11 +315,12 @@ def _draw_unfiltered(logits: Floats, max_logits: Floats, temperatures: Doubles, 
     rows, n_vocab = logits.shape
     size = min(_GROUP, n_vocab)
     n_groups = -(-n_vocab // size)
-    weights = np.zeros((rows, size * n_groups), np.float32)
-    weights[:, :n_vocab] = relative_weights(logits, max_logits, temperatures)
+    weights = relative_weights(logits, max_logits, temperatures)
+    if n_vocab % size:
+        weights = np.pad(weights, [(0, 0), (0, size * n_groups - n_vocab)])
     grouped = weights.reshape(rows, size, n_groups)
     row = np.arange(rows)
-    sums = grouped.sum(axis=1, dtype=np.float64).cumsum(axis=1)
+    sums = grouped.sum(axis=1).cumsum(axis=1, dtype=np.float64)
     target = randoms * sums[:, -1]
     group = np.minimum((sums <= target[:, np.newaxis]).sum(axis=1), n_groups - 1)
     before = np.where(group > 0, sums[row, group - 1], 0.0)
