@@ -103,6 +103,13 @@ class Model:
         short="-mm",
         metavar="FILE",
     )
+    mmproj_niceness: int = setting(
+        10,
+        "How far the process that encodes pictures and sound gives way to all others, as nice does: 0 is not at all. With a "
+        "smaller number first tokens about pictures come sooner, and streams are slower until then.",
+        ge=0,
+        le=19,
+    )
     chat_template: str | None = setting(
         None,
         "Chat template in place of the model's own: a Jinja file, or one of chatml, gemma, llama2, llama3, mistral, "

@@ -22,9 +22,6 @@ from uma_trio.processes.sandbox import limit_memory
 MEMORY_BYTES: Final = 2 << 30
 """Address space for decoding and encoding a file, besides what the process has when its projector is loaded."""
 
-NICENESS: Final = 10
-"""Lower priority than the engine's: streams go before pictures."""
-
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -106,12 +103,13 @@ class Encoder:
 
 def _serve() -> None:
     lines = map(json.loads, sys.stdin.buffer)
+    setup = next(lines)
     try:
-        encoder = Encoder(next(lines))
+        encoder = Encoder(setup)
     except (LibraryError, LlamaError, Refused) as error:
         _send({"error": str(error)})
         return
-    os.nice(NICENESS)  # the start waits for what comes before
+    os.nice(setup["niceness"])  # the start waits for what comes before
     _send(encoder.abilities)
     for question in lines:
         try:

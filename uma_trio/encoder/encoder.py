@@ -18,7 +18,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -47,6 +47,8 @@ class Projector:
     """The text model that it belongs to."""
     use_gpu: bool = False
     n_threads: int = 1
+    niceness: int = 0
+    """How far its process gives way to others."""
     can_truncate: bool = True
     """Whether the model's memory can; see ``ModelInfo``."""
     max_tokens: int = sys.maxsize
@@ -140,6 +142,12 @@ def placeholders(digest: bytes, blocks: Sequence[RowBlock]) -> npt.NDArray[np.in
     return ids
 
 
+def _setup(projector: Projector) -> dict[str, Any]:
+    """The first message to a child: the fields of ``projector``, with texts in place of paths."""
+    fields = attrs.asdict(projector)
+    return {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
+
+
 class SandboxedEncoder:
     """Encodes in a child process, which starts with the first file at the latest. Thread-safe; files take turns.
 
@@ -151,16 +159,9 @@ class SandboxedEncoder:
         self._fingerprint = fingerprint.encode()
         self._folder = Path(tempfile.mkdtemp(prefix="uma-media-", dir=_memory_folder()))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        setup = {
-            "path": str(projector.path),
-            "model": str(projector.model),
-            "use_gpu": projector.use_gpu,
-            "n_threads": projector.n_threads,
-            "can_truncate": projector.can_truncate,
-            "max_tokens": projector.max_tokens,
-            "llama_dir": None if projector.llama_dir is None else str(projector.llama_dir),
-        }
-        self._sandbox = Sandbox(python_module("uma_trio.encoder"), lambda: setup, ANSWER_SECONDS, BUSY_SECONDS)
+        self._sandbox = Sandbox(
+            python_module("uma_trio.encoder"), lambda: _setup(projector), ANSWER_SECONDS, BUSY_SECONDS
+        )
 
     def start(self) -> Abilities:
         """Start the process, unless it runs; returns what the projector can.  Blocks while it is loaded.
