@@ -1,11 +1,11 @@
 """Mutates files of pictures or sound and sends each of them to a real daemon, next to a stream of text.
 
     python -m tests.fuzz.mutate_media pictures                  2,000 files, seed 0
-    python -m tests.fuzz.mutate_media sound --count 20000 --seed 7
-    python -m tests.fuzz.mutate_media sound --replay 1234 --out /tmp/bad.mp3
+    python -m tests.fuzz.mutate_media sound --seed 7 --from 500 --to 1000
+    python -m tests.fuzz.mutate_media sound --from 1234 --to 1235 --out /tmp/bad.mp3
 
-The files are PNG, JPEG, GIF, BMP and WebP, or WAV, FLAC and MP3, with one to eight mutations each; after them come files
-that are small and claim to be large.  Every file has one of these outcomes:
+The files are PNG, JPEG, GIF, BMP and WebP, or WAV, FLAC and MP3, with one to eight mutations each.  Runs from file 0 on
+begin with files that are small and claim to be large.  Every file has one of these outcomes:
 
     encoded             the model answered
     refused             the request got an error with the reason
@@ -42,8 +42,8 @@ from uma_trio.telemetry.perf_records import decode
 
 SPEECH: Final = ROOT / "build" / "llama.cpp" / "tools" / "mtmd" / "test-2.mp3"
 CLIENTS: Final = 4
-ANSWER_S: Final = 600.0
-"""Longest wait for an answer: files take turns, and half an hour of sound takes 10 s of processor time."""
+ANSWER_S: Final = 3600.0
+"""Longest wait for an answer: files take turns, and the daemon bounds each turn."""
 MAX_GROWTH_BYTES: Final = 128 << 20
 """By how much the processes of the daemon, the encoder's aside, may grow."""
 MAX_ENCODER_BYTES: Final = 1 << 30
@@ -144,7 +144,10 @@ def outcome_of(daemon: Daemon, part: str, data: bytes) -> tuple[str, str]:
     messages = [{"role": "user", "content": parts}]
     with daemon.wire(encoding="cbor") as wire:
         wire.sock.settimeout(ANSWER_S)
-        answer = wire.ask(messages=messages, max_tokens=1, temperature=0, stream=False)
+        while True:
+            answer = wire.ask(keep_alive=True, messages=messages, max_tokens=1, temperature=0, stream=False)
+            if answer.code != "E_MODEL_UNAVAILABLE" or "the machine is busy" not in str(answer.last["message"]):
+                break
     if answer.code is None:
         return ("encoded" if answer.reason in ("stop", "length") else "wrong"), str(answer.last)[:200]
     message = str(answer.last["message"])
@@ -204,28 +207,27 @@ def print_gaps(perf_log: bytes) -> None:
         print(f"gaps {name}: {len(gaps)}, p50 {p50:.1f}, p99 {p99:.1f}, longest {most:.1f} ms")
 
 
-def named(files: Media, seed: int, count: int) -> list[tuple[str, bytes]]:
-    """The files of a run, with names: mutated ones, then those that claim to be large."""
-    return [*[(str(number), mutated(files.originals, seed, number)) for number in range(count)], *files.bombs.items()]
+def named(files: Media, seed: int, numbers: range) -> list[tuple[str, bytes]]:
+    """The files of a run, with names: mutated ones, and before number 0 those that claim to be large."""
+    bombs = [] if numbers.start else files.bombs.items()
+    return [*bombs, *[(str(number), mutated(files.originals, seed, number)) for number in numbers]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--replay", type=int, help="number of the only file to send")
-    parser.add_argument("--out", type=Path, help="where to write the file of --replay")
+    parser.add_argument("--from", type=int, default=0, dest="start", help="number of the first file")
+    parser.add_argument("--to", type=int, default=2000, dest="stop", help="number of the file after the last one")
+    parser.add_argument("--out", type=Path, help="where to write the last file")
     given = parser.parse_args()
     if (reason := missing()) is not None:
         print(reason)
         return 1
     chosen = media(given.kind)
-    files = named(chosen, given.seed, given.count)
-    if given.replay is not None:
-        files = [(str(given.replay), mutated(chosen.originals, given.seed, given.replay))]
-        if given.out is not None:
-            given.out.write_bytes(files[0][1])
+    files = named(chosen, given.seed, range(given.start, given.stop))
+    if given.out is not None:
+        given.out.write_bytes(files[-1][1])
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--mmproj", str(projector_file(Path(folder), chosen.projector)), "--log-level", "error")
         log = Path(folder, "perf")

@@ -9,9 +9,11 @@ import pytest
 
 from tests.support.cases import all_cases
 from tests.support.pictures import drawn, jpeg_header, png, scans
-from tests.support.sounds import flac_header, mp3_frames, wav
+from tests.support.sounds import flac_header, mp3_frames, silent_mp3, wav
 from uma_trio.encoder import media_file
-from uma_trio.encoder.media_file import MAX_SCANS, MAX_SECONDS, MediaFile, Refused, inspect
+from uma_trio.encoder.media_file import MAX_SCANS, MediaFile, inspect
+from uma_trio.encoder.refusals import Refused
+from uma_trio.encoder.sound_file import MAX_SECONDS
 
 
 def bmp(width: int, height: int) -> bytes:
@@ -30,8 +32,6 @@ def bmp(width: int, height: int) -> bytes:
         (jpeg_header(640, 480, orientation=8, order=">"), MediaFile("JPEG", 640, 480, 8)),
         (jpeg_header(640, 480, orientation=99), MediaFile("JPEG", 640, 480)),
         (flac_header(90), MediaFile("FLAC", seconds=90.0)),
-        (mp3_frames(16_000), MediaFile("MP3", seconds=1.0)),
-        (mp3_frames(31_790, tag=200), MediaFile("MP3", seconds=2.0)),
     ],
 )
 def test_kind_size_and_orientation(data: bytes, found: MediaFile) -> None:
@@ -62,9 +62,11 @@ def test_kind_size_and_orientation(data: bytes, found: MediaFile) -> None:
         (wav(1, kind=2), "compressed samples"),
         (wav(1)[:30], "ends in the middle of its header"),
         (b"RIFF\0\0\0\0WAVE" + bytes(100_000), "does not say what its samples are"),
-        (mp3_frames(29_000_000), "lasts 1812 s"),
-        (mp3_frames(36) + b"Info\0\0\0\1\0\0\1\0" + bytes(4000), "no room for 256 frames"),
-        (b"\xff\xe3\x10" + bytes(2_000_000), "lasts 2000 s"),  # 8 kbit/s
+        (flac_header(1700, rate=655_350, channels=8), "1114095000 samples in 8 channels; it may have 691200000"),
+        (flac_header(0.05), "lasts 0.050 s; it has to last 0.1 s: send a longer one"),
+        (silent_mp3(1, kbit=320) + silent_mp3(26_000, kbit=8), "lasts 1872 s"),
+        (mp3_frames(36) + b"Info\0\0\0\1\0\2\0\0" + bytes(4000), "lasts 3424 s"),
+        (mp3_frames(4000), "lasts 0.026 s"),
         (b"ID3" + bytes(100_000), "no frame"),
     ],
 )
@@ -94,6 +96,16 @@ def test_a_file_with_many_scans_is_refused_before_it_is_decoded() -> None:
         inspect(scans(MAX_SCANS))
 
 
-def test_the_length_of_a_wav_file_counts_all_its_bytes() -> None:
-    assert inspect(wav(1, 2.0)).seconds == pytest.approx(2.0, abs=0.01)
-    assert inspect(wav(1, 2.0)).is_sound
+def test_the_length_of_sound_counts_all_its_bytes_or_frames() -> None:
+    announcing = silent_mp3(1)[:36] + b"Xing\0\0\0\1\0\0\4\0" + silent_mp3(1)[48:]
+    for data, seconds in (
+        (wav(1, 2.0), 2.0),
+        (silent_mp3(40), 40 * 1152 / 44_100),
+        (mp3_frames(417, tag=200) + b"junk\xff\xff" + silent_mp3(30, kbit=8), 30 * 576 / 8_000),
+        (silent_mp3(5, kbit=320) + silent_mp3(95), 100 * 1152 / 44_100),
+        (announcing, 1024 * 1152 / 44_100),
+        (announcing + silent_mp3(2000), 2001 * 1152 / 44_100),
+    ):
+        found = inspect(data)
+        assert found.seconds == pytest.approx(seconds, abs=0.03)
+        assert found.is_sound

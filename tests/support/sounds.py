@@ -175,6 +175,7 @@ def bombs() -> dict[str, bytes]:
         "a FLAC of 29 minutes without its samples": flac_header(1740),
         "a FLAC of 29 minutes in 27 kB": flac_header(1740) + silence * 425,
         "a FLAC of 10 s that has 9 hours": flac_header(10) + silence * 8000,
+        "a FLAC of one sample": flac_header(1 / RATE) + tune[42:],
         "a FLAC of 1 Hz": flac_header(1700, rate=1) + tune[42:],
         "a FLAC of 29 minutes with 8 channels": flac_header(1740, channels=8)
         + flac_frame(0, 65_535, constant(0) * 8, channels=8) * 425,

@@ -16,7 +16,9 @@ import psutil
 
 import llama_abi
 from llama_abi import LibraryError, LlamaError, MediaPiece, TooManyTokens
-from uma_trio.encoder.media_file import MAX_SECONDS, MediaFile, Refused, inspect
+from uma_trio.encoder.media_file import MediaFile, inspect
+from uma_trio.encoder.refusals import Refused
+from uma_trio.encoder.sound_file import checked_length
 from uma_trio.processes.sandbox import limit_memory
 
 MEMORY_BYTES: Final = 2 << 30
@@ -69,6 +71,8 @@ class Encoder:
         """
         data = Path(question["file"]).read_bytes()
         found = inspect(data)
+        if found.is_sound != question["is_sound"]:
+            raise Refused(f"the file is {'sound' if found.is_sound else 'a picture'}: send it as such")
         parts: list[dict[str, Any] | list[int]] = []
         n_rows = 0
         with self._bitmap(data, found) as bitmap, open(question["rows"], "wb") as file:
@@ -86,13 +90,9 @@ class Encoder:
     def _bitmap(self, data: bytes, found: MediaFile) -> llama_abi.Bitmap:
         bitmap = self._projector.decode(data)
         if found.is_sound:
-            seconds = bitmap.size[0] / self._projector.sample_rate
-            if not 0 < seconds <= MAX_SECONDS:
-                bitmap.close()
-                raise Refused(f"the sound lasts {seconds:.0f} s; it may last {MAX_SECONDS} s: send a part of it")
+            checked_length(bitmap.size[0] / self._projector.sample_rate)
             return bitmap
         if bitmap.size != (found.width, found.height):
-            bitmap.close()
             raise Refused("the file's header does not give the size of its picture: it is damaged, send another one")
         if found.orientation == 1:
             return bitmap

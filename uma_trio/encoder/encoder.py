@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_abi.stamp import Stamp, library_directory
-from uma_trio.encoder.media_file import Refused, TooManyRows, inspect
+from uma_trio.encoder.refusals import Refused, TooManyRows
 from uma_trio.engine_link.media import PLACEHOLDER, STANDING
 from uma_trio.errors import ModelUnavailable
 from uma_trio.processes.interpreter import python_module
@@ -188,12 +188,10 @@ class SandboxedEncoder:
             TooManyRows: it would have more than ``max_tokens``.
             ModelUnavailable: the child does not start, or somebody has ended it twice.
         """
-        if inspect(data).is_sound != is_sound:
-            raise Refused(f"the file is {'a picture' if is_sound else 'sound'}: send it as such")
         with self._files() as (given, made):
             given.write_bytes(data)
             try:
-                answer = self._sandbox.ask({"file": str(given), "rows": str(made)})
+                answer = self._sandbox.ask({"file": str(given), "rows": str(made), "is_sound": is_sound})
             except CannotStart as error:
                 raise ModelUnavailable(f"the encoder of pictures cannot start: {error}") from None
             except Interrupted as error:

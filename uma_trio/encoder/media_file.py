@@ -1,10 +1,9 @@
-"""What the first bytes of a file say: the kind of a picture or of sound, the size of a picture, and how it is turned.
+"""What a file says before it is decoded: the kind of a picture or of sound, its size, and how a picture is turned.
 
 A decoder takes as much memory as a picture has pixels, and a file of some kB can have billions. So the size is read and
 bounded before anything is decoded, and so is the length of sound. Pure.
 
-Source: PNG 1.2, JFIF and EXIF 2.3 (orientation), GIF89a, the BMP headers of Windows; RIFF WAVE, FLAC's STREAMINFO, the
-frame headers of MPEG layer III, Xing's tag in the first frame.
+Source: PNG 1.2, JFIF and EXIF 2.3 (orientation), GIF89a, the BMP headers of Windows.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from typing import Final, Literal
 
 import attrs
 
+from uma_trio.encoder.refusals import Refused
+from uma_trio.encoder.sound_file import flac_seconds, mp3_seconds, wav_seconds
+
 Kind = Literal["PNG", "JPEG", "GIF", "BMP", "WAV", "MP3", "FLAC"]
 
 MAX_FILE_BYTES: Final = 32 << 20
 MAX_PIXELS: Final = 40_000_000
 """Pixels of a picture: 120 MB when it is decoded."""
-MAX_SECONDS: Final = 1800
-"""Length of sound: 115 MB when it is decoded at 16 kHz."""
 MAX_SIDE: Final = 16384
 """Width and height of a picture in pixels."""
 
@@ -33,31 +33,9 @@ MAX_SCANS: Final = 100
 MAX_FILL_BYTES: Final = 1 << 16
 """No byte behind this one fills the room between two segments."""
 
-WAV_KINDS: Final = (1, 3, 6, 7, 0xFFFE)
-"""PCM, floating point, A-law, mu-law; and one that says more elsewhere."""
-MPEG1_KBIT: Final = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
-MPEG2_KBIT: Final = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
-"""Bit rates of layer III by their numbers, from 1 on."""
-TAG_BYTES: Final = 64
-"""Beginning of a frame that may have Xing's tag."""
-LEAST_FRAME_BYTES: Final = 24
-"""Size of the smallest frame of layer III: 8 kbit/s at 24 kHz."""
-
 _JPEG_SIZES: Final = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _JPEG_WITHOUT_LENGTH: Final = {0x01, *range(0xD0, 0xD9)}
 _ORIENTATION: Final = 0x0112
-
-
-class Refused(Exception):
-    """The file is no picture or sound that can be encoded; says why, and what can."""
-
-
-class TooManyRows(Exception):
-    """What a file becomes in a prompt has more tokens than a request may have."""
-
-    def __init__(self, n_tokens: int) -> None:
-        super().__init__(f"{n_tokens} tokens")
-        self.n_tokens = n_tokens
 
 
 @attrs.frozen
@@ -71,7 +49,7 @@ class MediaFile:
     orientation: int = 1
     """EXIF's number of the way it is turned, from 1 to 8."""
     seconds: float = 0.0
-    """Length of sound: what its header and its size say."""
+    """Length of sound: what its headers and its size say, which may be too much."""
 
     @property
     def is_sound(self) -> bool:
@@ -91,8 +69,6 @@ def inspect(data: bytes) -> MediaFile:
     except (struct.error, IndexError):
         raise Refused("the file ends in the middle of its header: send the whole file") from None
     if found.is_sound:
-        if found.seconds > MAX_SECONDS:
-            raise Refused(f"the sound lasts {found.seconds:.0f} s; it may last {MAX_SECONDS} s: send a part of it")
         return found
     if found.kind == "JPEG" and (n_scans := data.count(b"\xff\xda")) > MAX_SCANS:
         raise Refused(
@@ -116,60 +92,12 @@ def _inspect(data: bytes) -> MediaFile:
     if data.startswith(b"BM"):
         return _inspect_bmp(data)
     if data.startswith(b"RIFF") and data[8:12] == b"WAVE":
-        return MediaFile("WAV", seconds=_wav_seconds(data))
+        return MediaFile("WAV", seconds=wav_seconds(data))
     if data.startswith(b"fLaC"):
-        return MediaFile("FLAC", seconds=_flac_seconds(data))
+        return MediaFile("FLAC", seconds=flac_seconds(data))
     if data.startswith(b"ID3") or (len(data) >= 2 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0):
-        return MediaFile("MP3", seconds=_mp3_seconds(data))
+        return MediaFile("MP3", seconds=mp3_seconds(data))
     raise Refused(f"the file is of another kind, or damaged: {TAKEN}")
-
-
-def _wav_seconds(data: bytes) -> float:
-    """The length of the whole file, as if all of it were samples: its sizes may say anything."""
-    at = 12
-    for _ in range(MAX_SEGMENTS):
-        name, n_bytes = struct.unpack_from("<4sI", data, at)
-        if name == b"fmt ":
-            kind, _, rate, _, frame_bytes = struct.unpack_from("<HHIIH", data, at + 8)
-            if kind not in WAV_KINDS or not rate or not frame_bytes:
-                raise Refused("the WAV file has compressed samples, or none: send PCM, or MP3 or FLAC")
-            return float(len(data) / (rate * frame_bytes))
-        at += 8 + n_bytes + n_bytes % 2
-    raise Refused("the WAV file does not say what its samples are: it is damaged, send another one")
-
-
-def _flac_seconds(data: bytes) -> float:
-    (packed,) = struct.unpack_from(">Q", data, 18)  # in STREAMINFO: rate, channels, bits, samples
-    rate, samples = packed >> 44, packed & (1 << 36) - 1
-    if not rate or not samples:
-        raise Refused("the FLAC file does not say how long it is: send one that another program wrote")
-    return float(samples / rate)
-
-
-def _mp3_seconds(data: bytes) -> float:
-    """As if all frames had the bit rate of the first one."""
-    at = 0
-    if data.startswith(b"ID3"):
-        a, b, c, d = struct.unpack_from("4B", data, 6)
-        at = 10 + (a << 21 | b << 14 | c << 7 | d)
-    for start in range(at, min(at + MAX_FILL_BYTES, len(data) - 2)):
-        sync, second, third = data[start : start + 3]
-        version, layer, bits = second >> 3 & 3, second >> 1 & 3, third >> 4
-        if sync == 0xFF and second >= 0xE0 and version != 1 and layer == 1 and 0 < bits < 15:
-            _check_frames(data, start)
-            kbit = (MPEG1_KBIT if version == 3 else MPEG2_KBIT)[bits - 1]
-            return float(8 * len(data) / (1000 * kbit))
-    raise Refused("the MP3 file has no frame: it is damaged, send another one")
-
-
-def _check_frames(data: bytes, start: int) -> None:
-    """Refuse a first frame that says how many there are, and says too many: a decoder takes memory for all of them."""
-    frame = data[start : start + TAG_BYTES]
-    at = max(frame.find(b"Xing"), frame.find(b"Info"))
-    if at >= 0 and frame[at + 7] & 1:
-        (count,) = struct.unpack_from(">I", frame, at + 8)
-        if count * LEAST_FRAME_BYTES > len(data):
-            raise Refused(f"the MP3 file has no room for {count} frames: it is damaged, send another one")
 
 
 def _inspect_bmp(data: bytes) -> MediaFile:

@@ -241,9 +241,14 @@ class _Child:
     def _died(self) -> NoAnswer:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if (code := self._process.wait(END_S)) in ENDED_FROM_OUTSIDE:
-                return Ended(f"its process was ended by {signal.Signals(-code).name}")
-        return NoAnswer("its process died: it takes too much memory or time")
+            code = self._process.wait(END_S)
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            if code in ENDED_FROM_OUTSIDE:
+                return Ended(f"its process was ended by {how}")
+            return NoAnswer(
+                f"its process died ({how}): it takes too much memory or time, or a library has a fault there"
+            )
+        return NoAnswer("its process closed its output and did not end")
 
 
 def limit_memory(n_bytes: int) -> None:

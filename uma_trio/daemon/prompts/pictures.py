@@ -20,7 +20,7 @@ from uma_trio.daemon.prompts.fair_limiter import FairLimiter, in_thread
 from uma_trio.daemon.prompts.media import Picture
 from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder, StoredPicture
 from uma_trio.encoder.encoder import EncodedMedia, Projector, RowFile, SandboxedEncoder, library_version
-from uma_trio.encoder.media_file import Refused, TooManyRows
+from uma_trio.encoder.refusals import Refused, TooManyRows
 from uma_trio.errors import BadRequest, ContextTooSmall, NoHearing, NoVision
 from uma_trio.models.fingerprint import model_fingerprint
 
