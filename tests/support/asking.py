@@ -68,6 +68,10 @@ class Log:
     known: list[int] = attrs.field(factory=list)
     mu: float | None = None
     changes: list[Change] = attrs.field(factory=list)
+    n_attempts: int = 0
+
+    def attempt(self) -> None:
+        self.n_attempts += 1
 
     def add(self, tokens: Sequence[int], mu: float | None, changes: Sequence[Change]) -> None:
         self.known = [*self.known, *tokens]
