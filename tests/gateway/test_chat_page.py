@@ -372,6 +372,9 @@ def test_kills_of_gateway_and_daemon_lose_nothing(browser: Browser, tmp_path: Pa
             page.click("#new")
             send(page, LONG)
             expect(last(page).locator(".text")).to_contain_text("1, 2, 3")
+            page.once("dialog", lambda dialog: dialog.accept("Numbers"))
+            page.click("#rename")
+            expect(page.locator("#list button")).to_have_text(["… Numbers", LONG])
             processes = daemon.processes  # its children end with it, and one of them has the port
             daemon.signal(signal.SIGKILL)
             daemon.wait()
@@ -382,8 +385,10 @@ def test_kills_of_gateway_and_daemon_lose_nothing(browser: Browser, tmp_path: Pa
             expect(last(page).locator(".text")).to_contain_text("1, 2, 3")
             page.reload()
             expect(last(page).locator(".text")).to_contain_text("1, 2, 3")
+            expect(page.locator("#list button")).to_have_text(["… Numbers", LONG])
             page.click("#stop")
             expect(page.locator("#status")).to_have_text("Stopped")
+            expect(page.locator("#list button")).to_have_text(["Numbers", LONG])
             expect(page.locator("#prompt")).to_have_value("")
             stack.close()
 

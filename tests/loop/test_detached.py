@@ -14,7 +14,7 @@ import trio
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.profile import amount
 from tests.support.serving import Serving, serving
-from uma_trio.client import Eos, Event, PrefillProgress, ServerError, Token
+from uma_trio.client import Client, Eos, Event, PrefillProgress, ServerError, SessionInfo, Token
 from uma_trio.daemon.store.answer_folder import AnswerFolder
 from uma_trio.errors import ModelUnavailable
 from uma_trio.models.markers import ReasoningMarkers
@@ -292,6 +292,29 @@ async def accept(path: Path, *names: str) -> None:
         async with one_place(kept) as harness, harness.client() as client:
             for name in names:
                 await client.detach(id=name, keep_alive=True, **ASK)
+
+
+async def test_a_title_that_is_given_during_the_first_answer_survives_a_kill(
+    autojump_clock: object, tmp_path: Path
+) -> None:
+    async def session(client: Client, *action: str, **fields: Any) -> SessionInfo:
+        [found] = await client.sessions(*action, **fields, keep_alive=True)
+        return found
+
+    with folder(tmp_path / "0") as kept:
+        async with serving(answers=kept) as harness, harness.client() as client:
+            await client.detach(id="a", session_id="s", keep_alive=True, **CHAT)
+            await trio.sleep(0.05)
+            assert (await session(client, contains="HELLO")).title == "hello", "its first words, until it has a title"
+            for title in ("Once", "Twice"):
+                assert (await session(client, "rename", session_id="s", title=title)).title == title
+            shutil.copytree(tmp_path / "0", tmp_path / "1", ignore=shutil.ignore_patterns("lock"))
+    with folder(tmp_path / "1") as kept:
+        async with serving(answers=kept) as harness, harness.client() as client:
+            await trio.sleep(0.05)
+            assert ((found := await session(client)).title, found.busy) == ("Twice", True)
+            await attached(harness, "a")
+            assert ((found := await session(client)).title, found.turns) == ("Twice", 1)
 
 
 async def test_an_answer_that_ends_its_daemons_is_given_up(autojump_clock: object, tmp_path: Path) -> None:

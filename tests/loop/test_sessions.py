@@ -364,14 +364,17 @@ async def test_a_title_is_found_and_survives_a_crash(autojump_clock, tmp_path):
         assert {name: kept[name].title for name in kept} == {"a": "Tiere", "b": "", "c": ""}
 
 
-async def test_a_title_that_is_given_during_an_answer_is_written_at_its_end(autojump_clock, tmp_path):
+async def test_a_title_that_is_given_during_an_answer_survives_a_crash_in_it(autojump_clock, tmp_path):
     with remembering(tmp_path) as storage:
         async with serving(storage=storage) as harness:
-            await run_turns(harness, "a", "hello")
+            said = await run_turns(harness, "a", "hello")
             async with harness.client() as client:
                 await client.send({"id": "r", "prompt": "go on", "max_tokens": 100, "session_id": "a"})
                 assert isinstance(await client.receive(), Token)
-                assert (await query(harness, "rename", session_id="a", title="new")).title == "new"
+                renamed = await query(harness, "rename", session_id="a", title="new")
+                assert (renamed.title, renamed.busy, renamed.durable) == ("new", True, True)
+                kept = after_a_crash(tmp_path, tmp_path / "copy")["a"]
+                assert (kept.title, kept.tokens.tolist()) == ("new", said)
                 while not isinstance(await client.receive(), Eos):
                     pass
         assert after_a_crash(tmp_path, tmp_path / "copy")["a"].title == "new"

@@ -19,6 +19,7 @@ from uma_trio.daemon.store.answer_log import (
     Pause,
     Prompt,
     Record,
+    Renamed,
     decode,
     encode,
     new_tokens,
@@ -32,6 +33,7 @@ EVENTS = st.lists(st.binary(max_size=12), max_size=3)
 NEW = st.one_of(
     st.builds(new_tokens, IDS, EVENTS, st.none() | st.floats(0, 20)),
     st.sampled_from([Attempt(), Pause()]),
+    st.builds(Renamed, st.text(max_size=3)),
 )
 REQUESTS = st.sampled_from(
     [
@@ -70,7 +72,7 @@ def whole(records: list[Record]) -> AnswerLog:
 
 
 def facts(log: AnswerLog) -> tuple[object, ...]:
-    return log.begin, log.prompt, bytes(log.tokens), log.mu, log.events, log.n_attempts, log.end
+    return log.begin, log.prompt, bytes(log.tokens), log.mu, log.events, log.n_attempts, log.title, log.end
 
 
 @given(answers(), st.data())

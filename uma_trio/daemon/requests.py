@@ -22,7 +22,7 @@ from uma_trio.daemon.serving.embedding import PendingEmbeddings, cancelled
 from uma_trio.daemon.serving.request import check_generates, check_pooling
 from uma_trio.daemon.serving.sequence import EventSink, Sequence, State, TokenLog
 from uma_trio.daemon.serving.stats import log_request
-from uma_trio.daemon.sessions import SessionTurn
+from uma_trio.daemon.sessions import SessionTurn, TitleKeeper
 from uma_trio.errors import (
     BadRequest,
     ControllerUnavailable,
@@ -156,7 +156,7 @@ def _late(request: Generate | Embed | Rerank) -> DeadlineMissed:
     return DeadlineMissed(f"the answer had not begun after deadline_ms {request.deadline_ms}", field="deadline_ms")
 
 
-class AnswerRecord(TokenLog, Protocol):
+class AnswerRecord(TokenLog, TitleKeeper, Protocol):
     """Keeps a detached answer, so that it goes on after the daemon was killed."""
 
     def begin(self, prompt: Prompt, model: str, turns: int) -> Prompt:
@@ -203,7 +203,7 @@ class Generation(ModelRequest):
             prompt = await service.prompts.make(self.request, principal=principal)
             await self._stream(service, self._recorded(prompt, service), self._sink)
         else:
-            turn = await sessions.begin(self.request, principal, self._sink)
+            turn = await sessions.begin(self.request, principal, self._sink, self.record)
             try:
                 turn.prompt = self._recorded(turn.prompt, service, turn.session.turns)
                 await self._stream(service, turn.prompt, turn)

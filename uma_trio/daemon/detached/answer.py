@@ -66,6 +66,8 @@ class DetachedAnswer:
         self._is_attempted = False
         self.interruption: Failure | None = None
         """What has ended the last attempt to make it, but not the answer."""
+        self.title = found.title
+        """As ``TitleKeeper.title``."""
         self._known, self._changes = found.token_ids, [*found.changes]
         self._n_replayed = len(found.events)
         """Events that come again, because they are made of tokens that are known."""
@@ -132,6 +134,13 @@ class DetachedAnswer:
                 raise ShuttingDown()
             if self.log.end is not None:
                 raise AnswerNotFound(f"{self.key.id!r} ended before it was changed")
+            await self._changed.wait()
+
+    async def rename(self, title: str) -> None:
+        """As ``TitleKeeper.rename``."""
+        self.title = title
+        self.note(log.Renamed(title))
+        while self.log.title != self.title and self.log.end is None and not self._is_closed:
             await self._changed.wait()
 
     def begin(self, prompt: Prompt, model: str, turns: int) -> Prompt:

@@ -174,7 +174,6 @@ class HandOver:
         session.lease = session.lease.changed(query.seen, query.epoch, query.peer)
         session.busy = True
         try:
-            session.turns_on_disk = 0
             await self._write(session)  # if that fails nobody gets it, and nobody writes it: it can be taken back
         finally:
             session.busy = False

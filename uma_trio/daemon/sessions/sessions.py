@@ -19,7 +19,7 @@ from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import EventSink
 from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.daemon.sessions.hand_over import HandOver
-from uma_trio.daemon.sessions.table import Session, SessionTable, containing, session_list, transcript
+from uma_trio.daemon.sessions.table import Session, SessionTable, TitleKeeper, containing, session_list, transcript
 from uma_trio.daemon.sessions.trimming import drop_oldest
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.journal_format import SessionKey
@@ -64,8 +64,6 @@ class SessionTurn:
         self.request = request
         self.last: ServerEvent | None = None
         """The last event, which the client has not received."""
-        self.title = session.title
-        """The session's title when the request began."""
         self._sink = sink
         self._texts: list[str] = []
         self._reasoning: list[str] = []
@@ -235,8 +233,13 @@ class Sessions:
         session = self._table.find(SessionKey(principal, request.session_id))
         return session is not None and session.turns > turns
 
-    async def begin(self, request: Generate, principal: str, sink: EventSink) -> SessionTurn:
+    async def begin(
+        self, request: Generate, principal: str, sink: EventSink, title_keeper: TitleKeeper | None = None
+    ) -> SessionTurn:
         """Begin a request with a ``session_id``.  ``end`` must follow.
+
+        Args:
+            title_keeper: of an answer that may outlive the daemon.
 
         Raises:
             SessionBusy: another request of the session is running.
@@ -250,6 +253,9 @@ class Sessions:
         session = self._table.begin(principal, request.session_id, self._clock(), lease)
         try:
             _check(session, request)
+            session.asked, session.title_keeper = request.messages or (), title_keeper
+            if title_keeper is not None and not session.turns:
+                session.title = title_keeper.title
             prompt, history = await self._make_prompt(session, request)
         except BaseException:
             self._table.end(session)
@@ -319,11 +325,7 @@ class Sessions:
                 await self._record_turn(turn, answer)
             return attrs.evolve(turn.last, session=attrs.evolve(session.info, busy=False))
         finally:
-            try:
-                if session.title != turn.title and session.turns:
-                    await self._write(session)
-            finally:
-                self._table.end(session)
+            self._table.end(session)
 
     async def _record_turn(self, turn: SessionTurn, answer: Answer) -> None:
         session = turn.session
@@ -354,13 +356,18 @@ class Sessions:
         """Write ``session`` to the journal.  If that fails, it is logged, and the session lives in memory only."""
         if self._journal is None:
             return
-        try:
-            if await self._in_thread(self._journal.write, session.record):
-                log.warning("a session's file was missing or cut; it was written again", session=session.name)
-            session.turns_on_disk = session.turns
-        except JournalError as error:
-            self._failed()
-            log.warning("a session is not on disk; it stays in memory", session=session.name, reason=str(error))
+        async with session.writing:
+            if self._table.find(session.key) is not session:  # it was closed meanwhile
+                return
+            record = session.record
+            try:
+                if await self._in_thread(self._journal.write, record):
+                    log.warning("a session's file was missing or cut; it was written again", session=session.name)
+                session.turns_on_disk = record.n_turns
+            except JournalError as error:
+                session.turns_on_disk = 0
+                self._failed()
+                log.warning("a session is not on disk; it stays in memory", session=session.name, reason=str(error))
 
     # -- queries --------------------------------------------------------------------------------
 
@@ -397,26 +404,17 @@ class Sessions:
         return transcript(info, messages, text, id)
 
     async def _rename(self, session: Session, title: str) -> None:
-        """Give ``session`` a title.  While a request of it runs, the title is written with the end of that."""
+        """Give ``session`` a title.  It is on disk when this returns, also while the first answer is made."""
         session.title = title
-        if session.busy or not session.turns:
-            return
-        session.busy = True
-        try:
+        if session.turns:
             await self._write(session)
-            if session.title != title:  # it was renamed again meanwhile
-                await self._write(session)
-        finally:
-            session.busy = False
+        elif session.title_keeper is not None:
+            await session.title_keeper.rename(title)
 
     async def _fork(self, principal: str, name: str, new_name: str) -> Session:
         lease = self._lease_of(SessionKey(principal, new_name), "new_id")
         session = self._table.fork(principal, name, new_name, self._clock(), self._monotonic(), lease)
-        session.busy = True
-        try:
-            await self._write(session)
-        finally:
-            session.busy = False
+        await self._write(session)
         return session
 
     async def _close(self, session: Session) -> None:
@@ -424,7 +422,8 @@ class Sessions:
         self._forget(session.tokens, session.principal)
         if self._journal is not None:
             try:
-                await self._in_thread(self._journal.remove, session.key)
+                async with session.writing:
+                    await self._in_thread(self._journal.remove, session.key)
             except JournalError as error:
                 self._failed()
                 log.warning("a closed session is still on disk", session=session.name, reason=str(error))

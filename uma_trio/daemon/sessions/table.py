@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 import attrs
 import numpy as np
+import trio
 
 from uma_trio.daemon.store.journal_format import SessionKey, SessionRecord
 from uma_trio.engine_link.prefix import Tokens, common_prefix
@@ -31,6 +32,15 @@ TITLE_CHARS: Final = 80
 def no_tokens() -> Tokens:
     """An empty history."""
     return np.empty(0, dtype=np.int32)
+
+
+class TitleKeeper(Protocol):
+    """Keeps the title of a session whose first answer is made: the session is not on disk yet."""
+
+    title: str
+
+    async def rename(self, title: str) -> None:
+        """Keep another title.  When this returns, it survives the end of the daemon."""
 
 
 @attrs.define(eq=False)
@@ -59,6 +69,12 @@ class Session:
     """What it was renamed to; empty if it was not."""
     lease: Lease = OWN
     """Whether this daemon may write it."""
+    asked: Sequence[ChatMessage] = attrs.field(default=(), init=False)
+    """Messages of the request that is running."""
+    title_keeper: TitleKeeper | None = attrs.field(default=None, init=False)
+    """Keeps its title until it has a turn."""
+    writing: trio.Lock = attrs.field(factory=trio.Lock, init=False)
+    """Held while its file is changed, so that the newest state is written last."""
 
     @property
     def is_here(self) -> bool:
@@ -121,8 +137,13 @@ class Session:
             busy=self.busy,
             created_at=round(self.created_at, 3),
             used_at=round(self.used_at, 3),
-            title=self.title or _own_title(self.messages),
+            title=self.shown_title,
         )
+
+    @property
+    def shown_title(self) -> str:
+        """What it was renamed to; otherwise what it begins with."""
+        return self.title or _own_title(self.messages or self.asked)
 
 
 def _own_title(messages: Sequence[ChatMessage]) -> str:
@@ -137,7 +158,7 @@ def containing(sessions: Iterable[Session], text: str) -> list[Session]:
     return [
         each
         for each in sessions
-        if wanted in each.title.casefold() or any(wanted in message.text.casefold() for message in each.messages)
+        if wanted in each.shown_title.casefold() or any(wanted in message.text.casefold() for message in each.messages)
     ]
 
 
@@ -231,7 +252,7 @@ class SessionTable:
 
     def end(self, session: Session) -> None:
         """Mark ``session`` as idle.  A session without turns is removed."""
-        session.busy = False
+        session.busy, session.asked, session.title_keeper = False, (), None
         if not session.turns:
             self._sessions.pop(session.key, None)
 

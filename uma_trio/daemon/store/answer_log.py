@@ -6,6 +6,7 @@
 ``Tokens``   new tokens, with the events that they became; both or none of them survive a crash
 ``Attempt``  a daemon begins to work on the answer
 ``Pause``    it no longer does: the answer waits for its turn, or the daemon stops
+``Renamed``  the answer's session has a title, and no turn yet with which it could be written
 ``End``      the last event
 ===========  =====================================================================================
 
@@ -92,6 +93,12 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
     """The daemon no longer works on the answer, and lives."""
 
 
+class Renamed(msgspec.Struct, frozen=True, tag="renamed"):
+    """The answer's session, which begins with it, was given a title."""
+
+    title: str
+
+
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """The answer has ended."""
 
@@ -102,7 +109,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """Seconds since 1970."""
 
 
-Record = Begin | Prompt | Tokens | Attempt | Pause | End
+Record = Begin | Prompt | Tokens | Attempt | Pause | Renamed | End
 _RECORD: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Record)  # as in journal_format
 
 
@@ -120,6 +127,8 @@ class AnswerLog:
     """Event number ``n`` is ``events[n - 1]``."""
     n_attempts: int = 0
     """How often a daemon has worked on it since its last token, and has not said that it lives."""
+    title: str = ""
+    """What its session was renamed to before it had a turn."""
     end: End | None = None
 
     @property
@@ -157,6 +166,8 @@ class AnswerLog:
                 self.n_attempts += 1
             case Pause():
                 self.n_attempts = max(0, self.n_attempts - 1)
+            case Renamed():
+                self.title = new.title
             case End():
                 self.events += new.events
                 self.end = new

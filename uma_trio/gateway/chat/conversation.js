@@ -41,7 +41,6 @@ export class Conversation {
     this.messages = [];
     this.system = "";
     this.reading = null;
-    this.titles = new Map(); // of conversations whose first answer is running; the daemon has none for them yet
     this.known = new Map(); // messages of other branches, by id and time of last use
     const at = (made) => [...this.place.children].indexOf(made);
     this.acts = {
@@ -250,10 +249,6 @@ export class Conversation {
     const messages = [...kept, ...asked.messages];
     const begun = asked.continue_final_message ? textOf(messages.pop()) : "";
     this.show(messages, kept.length);
-    if (messages.length === asked.messages.length) {
-      this.titles.set(this.id, textOf(asked.messages.at(-1)).slice(0, 80));
-      this.onChange();
-    }
     const made = emptyArticle("assistant");
     made.setAttribute("aria-busy", "true");
     this.place.append(made);

@@ -53,7 +53,7 @@ async function showList() {
     const [{ session_id: id, title }] = branches;
     const busy = branches.some((each) => each.busy) ? "… " : "";
     const current = String(rootOf(id) === rootOf(open.id));
-    const button = el("button", { type: "button", "aria-current": current, "data-id": id }, busy + (title || open.titles.get(id) || "New chat"));
+    const button = el("button", { type: "button", "aria-current": current, "data-id": id }, busy + (title || "New chat"));
     button.addEventListener("click", () => go(id));
     return el("li", {}, button);
   });
