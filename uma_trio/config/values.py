@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import types
@@ -172,8 +173,13 @@ def _path(_: type, value: Any) -> Path:
     return Path(value).expanduser()
 
 
-def settings() -> Iterator[Setting]:
-    """Yield all settings, in the order of ``fields.py``."""
+@functools.cache
+def settings() -> tuple[Setting, ...]:
+    """All settings, in the order of ``fields.py``."""
+    return tuple(_settings())
+
+
+def _settings() -> Iterator[Setting]:
     for section, cls in SECTIONS.items():
         hints = typing.get_type_hints(cls)
         for field in attrs.fields(cls):
