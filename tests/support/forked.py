@@ -199,8 +199,22 @@ def main(fd: int) -> NoReturn:
     sys.path[0] = str(ROOT)  # was the current folder
     for name in PRELOADED:
         importlib.import_module(name)
+    _compute_what_is_kept()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end(serve(socket.socket(fileno=fd), daemons=True))
+
+
+def _compute_what_is_kept() -> None:
+    """What each daemon computes once, at its first metrics and its first request."""
+    import numpy as np
+
+    from uma_trio import config
+    from uma_trio.protocol.field_errors import unknown_fields
+    from uma_trio.protocol.requests import Generate
+
+    np.percentile([1.0], 50)  # imports numpy.ma
+    config.settings()
+    unknown_fields({"type": "generate"}, Generate)
 
 
 def serve(sock: socket.socket, *, daemons: bool = False) -> Run:
