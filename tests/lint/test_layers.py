@@ -1,6 +1,7 @@
 """Imports go one way: a room imports only the rooms above it in docs/ARCHITECTURE.md."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -136,8 +137,16 @@ def is_in(file: Path, room: str) -> bool:
 
 FILES = sorted(file for file in (ROOT / "uma_trio").rglob("*.py") if "__pycache__" not in file.parts)
 ABI_FILES = sorted((ROOT / "llama_abi").rglob("*.py"))
-IMPORTS = {file: imports_of(file) for file in (*FILES, *ABI_FILES)}
-ALL_IMPORTS = [found for file in FILES for found in IMPORTS[file]]
+
+
+@functools.cache
+def imports() -> dict[Path, list[Import]]:
+    return {file: imports_of(file) for file in (*FILES, *ABI_FILES)}
+
+
+def all_imports() -> Iterator[Import]:
+    for file in FILES:
+        yield from imports()[file]
 
 
 def complain(wrong: list[Import], rule: str) -> None:
@@ -154,7 +163,7 @@ def test_a_room_imports_only_rooms_before_it(room: str) -> None:
     allowed = {*ROOMS[: ROOMS.index(room) + 1]}
     wrong = [
         found
-        for found in ALL_IMPORTS
+        for found in all_imports()
         if room_of(found.file) == room and found.room is not None and found.room not in allowed
     ]
     complain(wrong, f"{room} stands before these in ROOMS, so it may not import them:")
@@ -176,7 +185,9 @@ def modules_of(room: str) -> dict[str, set[str]]:
         return ".".join(file.relative_to(ROOT).with_suffix("").parts).removeprefix(prefix)
 
     return {
-        name_of(file): {found.module.removeprefix(prefix) for found in IMPORTS[file] if found.module.startswith(prefix)}
+        name_of(file): {
+            found.module.removeprefix(prefix) for found in imports()[file] if found.module.startswith(prefix)
+        }
         for file in FILES
         if room_of(file) == room and file.stem != "__init__"
     }
@@ -208,12 +219,12 @@ def test_the_modules_of_a_room_import_each_other_in_the_documented_order(room: s
 def test_nothing_imports_the_training_scripts_which_the_wheel_leaves_out() -> None:
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert "uma_trio/training" in wheel["exclude"]
-    wrong = [found for found in ALL_IMPORTS if found.room == "training" and room_of(found.file) != "training"]
+    wrong = [found for found in all_imports() if found.room == "training" and room_of(found.file) != "training"]
     complain(wrong, "training is not in the wheel:")
 
 
 def test_the_package_itself_imports_the_client_only_when_it_is_used() -> None:
-    assert {found.module for found in IMPORTS[ROOT / "uma_trio" / "__init__.py"]} <= {
+    assert {found.module for found in imports()[ROOT / "uma_trio" / "__init__.py"]} <= {
         *("__future__", "typing", "uma_trio.client"),
     }
     code = "import sys, uma_trio\nprint([name for name in sys.modules if name.startswith('uma_trio.')])"
@@ -224,7 +235,7 @@ def test_the_package_itself_imports_the_client_only_when_it_is_used() -> None:
 @pytest.mark.parametrize("room", PURE)
 def test_pure_rooms_import_nothing_with_side_effects(room: str) -> None:
     wrong = []
-    for found in ALL_IMPORTS:
+    for found in all_imports():
         path = found.file.relative_to(ROOT / "uma_trio").as_posix()
         allowed = PURE_MAY_IMPORT | EXCEPTIONS.get(path, set()) | {"uma_trio"}
         if is_in(found.file, room) and found.top not in allowed:
@@ -235,7 +246,7 @@ def test_pure_rooms_import_nothing_with_side_effects(room: str) -> None:
 @pytest.mark.parametrize("room", NO_NUMPY)
 def test_rooms_that_a_client_needs_are_light(room: str) -> None:
     complain(
-        [found for found in ALL_IMPORTS if is_in(found.file, room) and found.top == "numpy"],
+        [found for found in all_imports() if is_in(found.file, room) and found.top == "numpy"],
         f"{room} is imported by every command; numpy would slow all of them down:",
     )
 
@@ -244,7 +255,7 @@ def test_only_engine_encoder_and_tokenizer_import_llama_abi() -> None:
     installed = ROOT / "uma_trio/engine_link/installed.py"  # reads what was built, and loads nothing
     wrong = [
         found
-        for found in ALL_IMPORTS
+        for found in all_imports()
         if found.top == "llama_abi"
         and room_of(found.file) not in ("encoder", "engine", "tokenizer")
         and found.file != installed
@@ -259,36 +270,36 @@ TOUCH_C = ("aici_link/futex.py", "aici/runtime/functions.py", "aici/runtime/gues
 def test_nobody_above_llama_abi_touches_ctypes() -> None:
     wrong = [
         found
-        for found in ALL_IMPORTS
+        for found in all_imports()
         if found.top in ("ctypes", "cffi") and found.file.relative_to(ROOT / "uma_trio").as_posix() not in TOUCH_C
     ]
     complain(wrong, "only llama_abi touches C:")
 
 
 def test_llama_abi_does_not_import_uma_trio() -> None:
-    found = [found for file in ABI_FILES for found in IMPORTS[file]]
+    found = [found for file in ABI_FILES for found in imports()[file]]
     complain([each for each in found if each.top in ("uma_trio", "trio")], "llama_abi is C and nothing else:")
 
 
 def test_click_stays_in_the_command_line() -> None:
-    wrong = [found for found in ALL_IMPORTS if found.top == "click" and room_of(found.file) not in ("cli",)]
+    wrong = [found for found in all_imports() if found.top == "click" and room_of(found.file) not in ("cli",)]
     complain(wrong, "only cli imports click:")
 
 
 def test_nothing_is_imported_by_star() -> None:
-    complain([found for each in IMPORTS.values() for found in each if found.is_star], "name what you import:")
+    complain([found for each in imports().values() for found in each if found.is_star], "name what you import:")
 
 
 def test_trio_is_the_only_event_loop_of_the_daemon() -> None:
     wrong = [
         found
-        for found in ALL_IMPORTS
+        for found in all_imports()
         if found.top == "asyncio"
         and found.file.parts[-2:] not in (("gateway", "transport.py"), ("gateway", "process.py"))
     ]
     complain(wrong, "tasks are trio's:")
     wrong = [
-        found for found in ALL_IMPORTS if found.top == "anyio" and room_of(found.file) not in ("client", "gateway")
+        found for found in all_imports() if found.top == "anyio" and room_of(found.file) not in ("client", "gateway")
     ]
     complain(wrong, "anyio is for the client, which runs in other people's event loops, and for the gateway:")
 
@@ -296,7 +307,7 @@ def test_trio_is_the_only_event_loop_of_the_daemon() -> None:
 def test_the_client_knows_the_protocol_only() -> None:
     wrong = [
         found
-        for found in ALL_IMPORTS
+        for found in all_imports()
         if room_of(found.file) in ("client", "connect")
         and found.room not in (None, "client", "connect", "errors", "protocol")
     ]
@@ -315,7 +326,7 @@ URL_RULES = ("uma_trio.hub.errors", "uma_trio.hub.urls")
 def test_the_gateway_is_a_client_of_the_socket() -> None:
     wrong = [
         found
-        for found in ALL_IMPORTS
+        for found in all_imports()
         if room_of(found.file) == "gateway"
         and found.room not in (*GATEWAY_MAY_IMPORT, None)
         and found.module not in URL_RULES
@@ -326,14 +337,14 @@ def test_the_gateway_is_a_client_of_the_socket() -> None:
 def test_doors_see_the_service_only() -> None:
     wrong = [
         found
-        for found in ALL_IMPORTS
+        for found in all_imports()
         if is_in(found.file, "daemon.doors") and found.room not in (*DOORS_MAY_IMPORT, None)
     ]
     complain(wrong, "a door calls ModelService, runs requests, and knows nothing behind them:")
 
 
 def test_the_engine_process_has_no_event_loop() -> None:
-    wrong = [found for found in ALL_IMPORTS if room_of(found.file) == "engine" and found.top == "trio"]
+    wrong = [found for found in all_imports() if room_of(found.file) == "engine" and found.top == "trio"]
     complain(wrong, "these modules run in the engine's process:")
 
 

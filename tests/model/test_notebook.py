@@ -16,7 +16,6 @@ from uma_trio.telemetry.perf_records import decode
 
 nbformat = pytest.importorskip("nbformat", reason="the notebook needs the dev extra: ./build_llama.sh --dev")
 nbclient = pytest.importorskip("nbclient", reason="the notebook needs the dev extra: ./build_llama.sh --dev")
-image = pytest.importorskip("matplotlib.image", reason="the notebook needs the dev extra: ./build_llama.sh --dev")
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 LIMIT_S = 300
@@ -40,11 +39,13 @@ def run(name, folder=NOTEBOOKS):
 
 def outputs_of(notebook, n_figures):
     """What a notebook has printed."""
+    import matplotlib.image
+
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == n_figures
     for picture in pictures:
-        pixels = image.imread(io.BytesIO(base64.b64decode(picture)))[..., :3]
+        pixels = matplotlib.image.imread(io.BytesIO(base64.b64decode(picture)))[..., :3]
         coloured = (pixels.max(axis=-1) - pixels.min(axis=-1)) > 0.2  # neither background nor text
         assert coloured.mean() > 0.001
     return "".join(output.text for output in outputs if output.output_type == "stream")
@@ -68,6 +69,7 @@ def perf_log(library, tmp_path_factory):
     return log
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default")  # Jupyter's own libraries warn
 def test_perf(perf_log, tmp_path, monkeypatch):
     [found] = decode(perf_log.read_bytes())
@@ -90,6 +92,7 @@ def test_the_plots_of_a_log_have_data(perf_log):
     assert not [text for text in texts if text.startswith(NO_DATA)]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["perf", thorough("latency")])
 def test_outside_of_a_checkout_they_say_what_is_missing(name, tmp_path, monkeypatch):
