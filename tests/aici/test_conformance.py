@@ -20,6 +20,7 @@ import posix_ipc
 import pytest
 
 from tests.support.aici_client import ADMIN, PATIENCE_S, ROOT, Engine
+from tests.support.profile import sampled, thorough
 from tests.support.wat_controllers import MID, POST, PRE, controller, printing, returning
 
 ids = itertools.count(100)
@@ -54,7 +55,7 @@ def stepping(**callbacks: str) -> bytes:
 ONLY_SEVEN = controller(mid=allowing(7) + returning(MID), memory='(memory (export "memory") 2)')
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["semaphores", "futexes"])
+@pytest.fixture(scope="module", params=[thorough(False), True], ids=["semaphores", "futexes"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine with a runtime, for all tests of a variant.  The second variant spells its flags in two words."""
     flags = [f"--wasm-max-{name}-time" for name in ("pre-step", "step", "init")]
@@ -434,19 +435,22 @@ def test_tokens_that_pre_appends_before_it_suspends(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("pre", "error"),
-    [
-        (returning({**PRE, "ff_tokens": [3]}), "too many ff_tokens rounds from pre_process"),
-        (returning({**PRE, "ff_tokens": [3], "suspend": True}), "suspend"),
-        (returning({**PRE, "ff_tokens": [3], "num_forks": 2}), "num_forks"),
-        (returning({**PRE, "num_forks": 2, "suspend": True}), "num_forks"),
-        (returning({**PRE, "ff_tokens": [4_000_000_000]}), "ff_token"),
-        (returning("{"), ""),
-        (returning({"num_forks": 1}), ""),
-        ("", "aici_host_return_process_result not called"),
-        (TRAP, "unreachable"),
-        ("(call $aici_host_stop)", "*** aici_host_stop()"),
-        ("(call $proc_exit (i32.const 3))", "proc_exit: 3"),
-    ],
+    sampled(
+        [
+            (returning({**PRE, "ff_tokens": [3]}), "too many ff_tokens rounds from pre_process"),
+            (returning({**PRE, "ff_tokens": [3], "suspend": True}), "suspend"),
+            (returning({**PRE, "ff_tokens": [3], "num_forks": 2}), "num_forks"),
+            (returning({**PRE, "num_forks": 2, "suspend": True}), "num_forks"),
+            (returning({**PRE, "ff_tokens": [4_000_000_000]}), "ff_token"),
+            (returning("{"), ""),
+            (returning({"num_forks": 1}), ""),
+            ("", "aici_host_return_process_result not called"),
+            (TRAP, "unreachable"),
+            ("(call $aici_host_stop)", "*** aici_host_stop()"),
+            ("(call $proc_exit (i32.const 3))", "proc_exit: 3"),
+        ],
+        3,
+    ),
 )
 def test_errors_of_pre(engine: Engine, pre: str, error: str) -> None:
     id = next(ids)
@@ -524,13 +528,16 @@ def test_results_of_mid(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("mid", "error"),
-    [
-        (TRAP, "unreachable"),
-        (returning({"Splice": {"backtrack": 0, "ff_tokens": []}}), ""),
-        (returning({"Splice": {"backtrack": 0, "ff_tokens": [4_000_000_000]}}), "ff_token out of range"),
-        (returning('{"Other": 1}'), ""),
-        ("", "aici_host_return_process_result not called"),
-    ],
+    sampled(
+        [
+            (TRAP, "unreachable"),
+            (returning({"Splice": {"backtrack": 0, "ff_tokens": []}}), ""),
+            (returning({"Splice": {"backtrack": 0, "ff_tokens": [4_000_000_000]}}), "ff_token out of range"),
+            (returning('{"Other": 1}'), ""),
+            ("", "aici_host_return_process_result not called"),
+        ],
+        2,
+    ),
 )
 def test_errors_of_mid(engine: Engine, mid: str, error: str) -> None:
     bad, good = next(ids), next(ids)
@@ -647,7 +654,7 @@ def test_variables_belong_to_the_request(engine: Engine) -> None:
 # Time -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["pre", "post", "mid"])
+@pytest.mark.parametrize("name", sampled(["pre", "post", "mid"], 3))
 def test_a_controller_that_never_ends_is_stopped(engine: Engine, name: str) -> None:
     bad, good = next(ids), next(ids)
     wasm = controller(**{name: LOOP})
@@ -709,6 +716,7 @@ def test_slow_controllers_are_skipped_if_the_engine_wants_that(tmp_path: Path) -
         assert found[str(good)]["error"] == ""
 
 
+@pytest.mark.thorough
 def test_the_answer_of_a_skipped_controller_comes_later(tmp_path: Path) -> None:
     flags = ("--uma-skip-slow-ms=5", "--wasm-max-step-time=60000", "--wasm-max-pre-step-time=1000")
     # counts for a second, so it is late however busy the machine is, and is then as good as any
@@ -746,7 +754,7 @@ def test_no_name_stays_with_futexes(engine: Engine) -> None:
     assert len(engine.names()) == (0 if is_futex else 13)
 
 
-@pytest.mark.parametrize("channel", ["cmd", "cmd-side"])
+@pytest.mark.parametrize("channel", sampled(["cmd", "cmd-side"], 2))
 @pytest.mark.parametrize("futex", [False, True])
 def test_stop_has_no_answer_and_leaves_no_name(tmp_path: Path, channel: str, futex: bool) -> None:
     with contextlib.closing(Engine(tmp_path, futex=futex)) as engine:

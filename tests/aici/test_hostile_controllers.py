@@ -29,7 +29,7 @@ from tests.support.hostile_wasm import (
     compiles_too_long,
     with_custom_section,
 )
-from tests.support.profile import amount, thorough
+from tests.support.profile import amount, sampled
 from tests.support.wat_controllers import MID, POST, PRE, controller, printing, returning
 from uma_trio.aici.runtime.signatures import CONSTRAINT, IMPORTS
 
@@ -152,15 +152,13 @@ def upload_error(engine: Engine, wasm: bytes) -> str:
     return str(answer["error"])
 
 
-@pytest.mark.parametrize("hostile", REFUSED, ids=str)
+@pytest.mark.parametrize("hostile", sampled(REFUSED, 8), ids=str)
 def test_modules_that_are_refused(engine: Engine, neighbours: Neighbours, hostile: HostileWasm) -> None:
     assert re.search(hostile.error, upload_error(engine, hostile.wasm))
     neighbours.step()
 
 
-@pytest.mark.parametrize(
-    "hostile", [thorough(each) if each.repeats else each for each in (*FAILING, *LOOPING)], ids=str
-)
+@pytest.mark.parametrize("hostile", sampled([*FAILING, *LOOPING], 8), ids=str)
 def test_controllers_that_fail(engine: Engine, neighbours: Neighbours, hostile: HostileWasm) -> None:
     id = next(ids)
     found = fails(engine, neighbours, hostile, id)
@@ -229,7 +227,8 @@ def test_a_module_that_takes_too_long_to_compile_delays_nobody(engine: Engine, n
 
 
 @pytest.mark.parametrize(
-    ("module", "function"), [(module, name) for module, names in IMPORTS.items() for name in names if names[name][0]]
+    ("module", "function"),
+    sampled([(module, name) for module, names in IMPORTS.items() for name in names if names[name][0]], 8),
 )
 def test_all_kinds_of_numbers_to_each_import(
     engine: Engine, neighbours: Neighbours, module: str, function: str
@@ -387,6 +386,7 @@ def test_a_bomb_of_forks(engine: Engine, neighbours: Neighbours) -> None:
     engine.post_pre(freed=live)
 
 
+@pytest.mark.thorough
 def test_forks_of_large_controllers_do_not_take_the_time_of_others(tmp_path: Path) -> None:
     """15 forks with 60 MiB each, with the limits that are usual: neighbours are not late, whatever becomes of the forks."""
     wasm = controller(prompt=TOUCHING + returning({}), memory='(memory (export "memory") 960)')
@@ -436,6 +436,7 @@ def test_requests_that_take_the_memory_of_all_lose_it(tmp_path: Path) -> None:
         neighbours.step()
 
 
+@pytest.mark.thorough
 def test_controllers_without_a_sequence_lose_their_memory_too(tmp_path: Path) -> None:
     large = controller(prompt=TOUCHING + returning({}), memory='(memory (export "memory") 960)')
     with contextlib.closing(Engine(tmp_path, *flags(**{"uma-max-total-memory": "150"}), json_mb=4)) as engine:
@@ -450,7 +451,7 @@ def test_controllers_without_a_sequence_lose_their_memory_too(tmp_path: Path) ->
             assert grown < 250 << 20, f"{grown >> 20} MiB"
 
 
-@pytest.mark.parametrize("callback", ["pre", "mid", "post"])
+@pytest.mark.parametrize("callback", sampled(["pre", "mid", "post"], 3))
 def test_neighbours_make_many_steps_while_a_controller_loops(tmp_path: Path, callback: str) -> None:
     """With --uma-skip-slow-ms the step goes on without it; in pre and post it is suspended until it has answered."""
     wasm = controller(**{callback: LOOP})

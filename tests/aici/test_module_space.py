@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.aici_client import ADMIN, Engine
 from tests.support.hostile_wasm import with_custom_section
+from tests.support.profile import sampled
 from tests.support.wat_controllers import controller
 
 GOOD = controller()
@@ -88,7 +89,7 @@ def test_a_module_that_has_no_room_is_refused_with_numbers(engine: Engine, tmp_p
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits the files of another process")
-@pytest.mark.parametrize("part", ["module", "machine code", "its digest"])
+@pytest.mark.parametrize("part", sampled(["module", "machine code", "its digest"], 3))
 def test_a_full_disk_is_an_error_and_leaves_nothing(engine: Engine, tmp_path: Path, part: str) -> None:
     kept = engine.side_ok("mk_module", binary=base64.b64encode(GOOD).decode())
     before = files_on_disk(tmp_path)
@@ -218,6 +219,7 @@ def test_tags_have_a_limit_for_each_owner(engine: Engine, tmp_path: Path) -> Non
     assert len(ask(engine, "uma_remove_module", ALICE, module_id=module_id)["names"]) == 1001
 
 
+@pytest.mark.thorough
 def test_uploads_deletes_and_runs_at_the_same_time(engine: Engine) -> None:
     """Each of them works or says that the module is not there; what is left can be used."""
     wasm = base64.b64encode(module(0, 10)).decode()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.documents import ROOT
-from tests.support.profile import amount
+from tests.support.profile import amount, sampled
 from uma_trio.aici.controllers import shipped
 from uma_trio.aici.controllers.__main__ import FLAGS, HERE, BuildError, find_tools
 from uma_trio.aici.runtime.controller import Controller
@@ -279,7 +279,7 @@ def printed(sequence: LiveSequence) -> list[Any]:
 # C
 
 
-@pytest.mark.parametrize("seed", range(amount(quick=4, thorough=10)))
+@pytest.mark.parametrize("seed", sampled(range(amount(quick=4, thorough=10)), 4))
 def test_yesno_answers_yes_or_no(controllers: Controllers, seed: int) -> None:
     assert run(controllers, "yesno", "", anything(seed)).only.text in ("yes", "no")
 
@@ -653,64 +653,70 @@ def test_a_test_says_whether_it_passed(controllers: Controllers) -> None:
 
 @pytest.mark.parametrize(
     ("program", "words"),
-    [
-        ("start(async () => {\n  let x = ;\n})", ["SyntaxError", "line 2"]),
-        (
-            "start(async () => {\n  await $`a`\n  nothing()\n})",
-            ["ReferenceError", "nothing is not defined", "line 3"],
-        ),
-        ("\nwhile (true);", ["endless loop"]),
-        ("start(async () => {\n  await $`a`\n  for (let i = 0; ; i++) getVar(i)\n})", ["endless loop", "line 3"]),
-        ("start(async () => {\n  try { while (true); } catch { while (true); }\n})", ["endless loop"]),
-        ("start(async () => {\n  await new Promise(() => {})\n})", ["deadlock", "a promise that nothing resolves"]),
-        (
-            "start(async () => {\n  await $`a`\n  gen()\n})",
-            ["the program ended before gen had finished", "put await before gen"],
-        ),
-        ("start(async () => {\n  await Promise.all([gen(), gen()])\n})", ["put await before gen", "line 2"]),
-        (
-            "async function bad() { throw new Error('oh') }\nstart(async () => {\n  bad()\n  await $`a`\n})",
-            ["Error: oh", "line 1"],
-        ),
-        ("start(async () => {\n  await gen({ regex: '(' })\n})", ["regex", "line 2"]),
-        (
-            "start(async () => {\n  await gen(/\\d/)\n})",
-            ["TypeError: gen takes an object: gen({ regex: /\\d/ })", "line 2"],
-        ),
-        ("start(async () => {\n  await gen('x')\n})", ["TypeError: gen takes an object: gen({ regex: /\\d/ })"]),
-        ("start(async () => {\n  await gen(null)\n})", ["TypeError: gen takes an object"]),
-        ("start(async () => {\n  await gen({ regexp: /a/ })\n})", ["gen has no option regexp", "line 2"]),
-        ("start(async () => {\n  await gen({ regex: /a/, choice: ['b'] })\n})", ["one of regex and choice"]),
-        ("start(async () => { throw 'text' })", ["the program threw text"]),
-        ("await $`a`", ["only inside the function that is given to start()", "line 1"]),
-        ("function f() {\n  await $`a`\n}", ["SyntaxError", "await works only in an async function", "line 2"]),
-        ("start(async () => {\n  function f(n) { return f(n + 1) + 1 }\n  f(0)\n})", ["RangeError", "at f (line 2"]),
-        ("start(async () => {\n  JSON.parse('['.repeat(1e5))\n})", ["calls are nested too deeply"]),
-        ("start(async () => {\n  const all = []\n  for (;;) all.push({ a: [{}] })\n})", ["out of memory"]),
-        ("start(async () => {\n  await $`a\n})", ["SyntaxError: unexpected end of string"]),
-        ("\nimport { a } from 'b'", ['there is no module "b"; a program can import aici', "line 2"]),
-        ("const a = await import('b')", ['there is no module "b"', "line 1"]),
-        ("start(async () => {\n  await import('./b.js')\n})", ["no file b.js is given with the program", "line 2"]),
-        ("import { generate } from 'aici'", ["SyntaxError", "generate", "aici"]),
-        ("export const a = 3", ["the program does not call start(main)"]),
-        ("require('b')", ["require is not defined", "import { gen }", "line 1"]),
-        ("start(async () => { setTimeout(f, 1) })", ["setTimeout is not defined: there is no clock"]),
-        ("start(async () => { await fetch('a') })", ["fetch is not defined: there is no network"]),
-        ("gen()", ["only inside the function that is given to start()"]),
-        ("", ["no program was given"]),
-        ("null", ["no program was given"]),
-        ("// nothing", ["the program does not call start(main)"]),
-        ("start(async () => {\n  await gen({ choice: 'yes' })\n})", ["choice is a list of texts", "line 2"]),
-        ("start(async () => {\n  await $(['a'])\n})", ["$ takes a text, or a list of token ids", "line 2"]),
-        ("start(async () => {\n  await gen({ stopTokens: 3 })\n})", ["stopTokens is a list of token ids"]),
-        ("start(async () => {\n  await select([])\n})", ["choice is a list of texts, at least one"]),
-        ("start(async () => {\n  await gen({ options: null })\n})", ["options is a list of texts"]),
-        ("start(5)", ["start takes a function"]),
-        (
-            "start(async () => {\n  const all = []\n  for (;;) all.push(new Uint8Array(1e6))\n})",
-            ["out of memory", "line 3"],
-        ),
-    ],
+    sampled(
+        [
+            ("start(async () => {\n  let x = ;\n})", ["SyntaxError", "line 2"]),
+            (
+                "start(async () => {\n  await $`a`\n  nothing()\n})",
+                ["ReferenceError", "nothing is not defined", "line 3"],
+            ),
+            ("\nwhile (true);", ["endless loop"]),
+            ("start(async () => {\n  await $`a`\n  for (let i = 0; ; i++) getVar(i)\n})", ["endless loop", "line 3"]),
+            ("start(async () => {\n  try { while (true); } catch { while (true); }\n})", ["endless loop"]),
+            ("start(async () => {\n  await new Promise(() => {})\n})", ["deadlock", "a promise that nothing resolves"]),
+            (
+                "start(async () => {\n  await $`a`\n  gen()\n})",
+                ["the program ended before gen had finished", "put await before gen"],
+            ),
+            ("start(async () => {\n  await Promise.all([gen(), gen()])\n})", ["put await before gen", "line 2"]),
+            (
+                "async function bad() { throw new Error('oh') }\nstart(async () => {\n  bad()\n  await $`a`\n})",
+                ["Error: oh", "line 1"],
+            ),
+            ("start(async () => {\n  await gen({ regex: '(' })\n})", ["regex", "line 2"]),
+            (
+                "start(async () => {\n  await gen(/\\d/)\n})",
+                ["TypeError: gen takes an object: gen({ regex: /\\d/ })", "line 2"],
+            ),
+            ("start(async () => {\n  await gen('x')\n})", ["TypeError: gen takes an object: gen({ regex: /\\d/ })"]),
+            ("start(async () => {\n  await gen(null)\n})", ["TypeError: gen takes an object"]),
+            ("start(async () => {\n  await gen({ regexp: /a/ })\n})", ["gen has no option regexp", "line 2"]),
+            ("start(async () => {\n  await gen({ regex: /a/, choice: ['b'] })\n})", ["one of regex and choice"]),
+            ("start(async () => { throw 'text' })", ["the program threw text"]),
+            ("await $`a`", ["only inside the function that is given to start()", "line 1"]),
+            ("function f() {\n  await $`a`\n}", ["SyntaxError", "await works only in an async function", "line 2"]),
+            (
+                "start(async () => {\n  function f(n) { return f(n + 1) + 1 }\n  f(0)\n})",
+                ["RangeError", "at f (line 2"],
+            ),
+            ("start(async () => {\n  JSON.parse('['.repeat(1e5))\n})", ["calls are nested too deeply"]),
+            ("start(async () => {\n  const all = []\n  for (;;) all.push({ a: [{}] })\n})", ["out of memory"]),
+            ("start(async () => {\n  await $`a\n})", ["SyntaxError: unexpected end of string"]),
+            ("\nimport { a } from 'b'", ['there is no module "b"; a program can import aici', "line 2"]),
+            ("const a = await import('b')", ['there is no module "b"', "line 1"]),
+            ("start(async () => {\n  await import('./b.js')\n})", ["no file b.js is given with the program", "line 2"]),
+            ("import { generate } from 'aici'", ["SyntaxError", "generate", "aici"]),
+            ("export const a = 3", ["the program does not call start(main)"]),
+            ("require('b')", ["require is not defined", "import { gen }", "line 1"]),
+            ("start(async () => { setTimeout(f, 1) })", ["setTimeout is not defined: there is no clock"]),
+            ("start(async () => { await fetch('a') })", ["fetch is not defined: there is no network"]),
+            ("gen()", ["only inside the function that is given to start()"]),
+            ("", ["no program was given"]),
+            ("null", ["no program was given"]),
+            ("// nothing", ["the program does not call start(main)"]),
+            ("start(async () => {\n  await gen({ choice: 'yes' })\n})", ["choice is a list of texts", "line 2"]),
+            ("start(async () => {\n  await $(['a'])\n})", ["$ takes a text, or a list of token ids", "line 2"]),
+            ("start(async () => {\n  await gen({ stopTokens: 3 })\n})", ["stopTokens is a list of token ids"]),
+            ("start(async () => {\n  await select([])\n})", ["choice is a list of texts, at least one"]),
+            ("start(async () => {\n  await gen({ options: null })\n})", ["options is a list of texts"]),
+            ("start(5)", ["start takes a function"]),
+            (
+                "start(async () => {\n  const all = []\n  for (;;) all.push(new Uint8Array(1e6))\n})",
+                ["out of memory", "line 3"],
+            ),
+        ],
+        6,
+    ),
 )
 def test_errors_of_programs_are_clear(controllers: Controllers, program: str, words: list[str]) -> None:
     error = error_of(controllers, program)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.aici_client import ADMIN, Engine
 from tests.support.hostile_wasm import with_custom_section
-from tests.support.profile import is_thorough, thorough
+from tests.support.profile import is_thorough, sampled, thorough
 from tests.support.small_disk import fill, make_read_only, small_disk
 from tests.support.wasm_compiler import killing_the_compiler
 from tests.support.wat_controllers import controller
@@ -45,6 +45,7 @@ def upload(engine: Engine, wasm: bytes, auth: object = ADMIN) -> dict[str, Any]:
     return engine.side({"op": "mk_module", "$rid": "r", "$auth": auth, "binary": binary})
 
 
+@pytest.mark.thorough
 def test_a_controller_that_comes_with_uma_trio_survives_its_compiler(tmp_path: Path) -> None:
     with runtime(tmp_path) as engine:
         with killing_the_compiler(engine.process.pid):
@@ -55,6 +56,7 @@ def test_a_controller_that_comes_with_uma_trio_survives_its_compiler(tmp_path: P
         assert start(engine, "jsctrl")["type"] == "ok"
 
 
+@pytest.mark.thorough
 def test_a_compilation_whose_process_was_killed_is_tried_again(tmp_path: Path) -> None:
     with runtime(tmp_path) as engine, killing_the_compiler(engine.process.pid, times=1):
         assert start(engine, "jsctrl")["type"] == "ok"
@@ -70,6 +72,7 @@ def test_an_upload_whose_compiler_is_killed_may_be_sent_again(tmp_path: Path) ->
         assert start(engine, Engine.upload_id(SLOW))["type"] == "ok"
 
 
+@pytest.mark.thorough
 def test_a_stored_module_whose_compiler_is_killed_is_still_there(tmp_path: Path) -> None:
     with runtime(tmp_path) as engine:
         upload(engine, SLOW)
@@ -149,9 +152,7 @@ def test_a_damaged_tag_takes_nothing_else_away(
     assert capfd.readouterr().err.count("the tag bad is ignored") == 1
 
 
-@pytest.mark.parametrize(
-    "what", ["cache", *map(thorough, ["cache/owners", "cache/shared", "cache/shipped"]), "cache/lock"]
-)
+@pytest.mark.parametrize("what", sampled(["cache", "cache/owners", "cache/shared", "cache/shipped", "cache/lock"], 5))
 def test_a_folder_that_is_something_else(tmp_path: Path, what: str) -> None:
     path = tmp_path / what
     path.parent.mkdir(exist_ok=True)
@@ -167,6 +168,7 @@ def test_a_folder_that_is_something_else(tmp_path: Path, what: str) -> None:
         assert "tag nothing not found" in start(engine, "nothing")["error"]
 
 
+@pytest.mark.thorough
 def test_damage_in_the_folder_of_one_owner_is_not_that_of_another(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import trio
 
 from tests.support import real_daemon
 from tests.support.documents import ROOT
+from tests.support.profile import thorough
 from tests.support.runtime_contract import *  # noqa: F403
 from tests.support.runtime_contract import SCRIPTS
 from tests.support.wat_controllers import MID, PRE, controller, returning
@@ -121,7 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runtime")
 
 
-@pytest.fixture(params=[False, True], ids=["semaphores", "futexes"])
+@pytest.fixture(params=[thorough(False), True], ids=["semaphores", "futexes"])
 async def runtime(request: pytest.FixtureRequest, folder: Path, nursery: trio.Nursery) -> SupervisedRuntime:
     start = runtime_start(folder, futex=request.param)
     made = SupervisedRuntime(start, max_tokens=1 << 16)

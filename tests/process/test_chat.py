@@ -16,6 +16,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.support.profile import sampled
 from uma_trio.config import Limits
 from uma_trio.daemon.prompts.chat import BrokenTemplate, ChatTemplate, TemplateLimits
 from uma_trio.daemon.prompts.control_tokens import ControlTokens
@@ -307,7 +308,7 @@ HARMLESS = {
 """Templates that look hostile but render to little: the sandbox prints nothing, or the values are shared."""
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", sampled(HOSTILE, 4))
 def test_hostile_templates(name):
     with pytest.raises(BrokenTemplate, match="chat template"):
         render(HOSTILE[name], limits=TemplateLimits(seconds=0.3))
@@ -325,6 +326,7 @@ def test_a_broken_template_is_an_internal_error():
         template("a\n{% nope %}")
 
 
+@pytest.mark.thorough
 def test_each_rendering_has_its_own_time_limit():
     chat = template("{% for i in range(99999) %}{% endfor %}x", limits=TemplateLimits(seconds=1))
     process = psutil.Process(chat._sandbox._child._process.pid)
@@ -343,7 +345,7 @@ BY_CONTENT = """
 {{- messages[0].content }}"""
 
 
-@pytest.mark.parametrize("content", ["loop", "fill"])
+@pytest.mark.parametrize("content", sampled(["loop", "fill"], 2))
 def test_a_rendering_that_exceeds_its_limits_does_not_hurt_the_next(content):
     chat = template(BY_CONTENT, limits=TemplateLimits(seconds=0.3))
     for _ in range(2):
@@ -428,7 +430,7 @@ def test_lone_surrogates_survive_the_process_boundary():
     assert render("{{ messages[0].content }}", [{"role": "user", "content": content}]) == content
 
 
-@pytest.mark.parametrize("escape", [r"\ud800", r"\udfff", r"\ud83e\udd8a"])
+@pytest.mark.parametrize("escape", sampled([r"\ud800", r"\udfff", r"\ud83e\udd8a"], 3))
 def test_a_template_that_makes_lone_surrogates(escape):
     with pytest.raises(BrokenTemplate, match="half of a surrogate pair"):
         template(f'{{{{ "{escape}" }}}}').parts([{"role": "user", "content": "<hello> \N{FOX FACE}"}])

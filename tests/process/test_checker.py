@@ -12,6 +12,7 @@ import pytest
 from tests.support.cases import all_cases
 from tests.support.fake_engine import fake_vocabulary
 from tests.support.hostile_constraints import ALL, HostileConstraint
+from tests.support.profile import part, sampled
 from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar.checker import LocalChecker, SandboxedChecker
 from uma_trio.grammar.compiler import GrammarCompiler
@@ -45,7 +46,7 @@ def pid_of(checker: SandboxedChecker) -> int | None:
     return None if process is None else process.pid
 
 
-@all_cases("hostile", [each for each in ALL if each.name not in COSTLY])
+@all_cases("hostile", part([each for each in ALL if each.name not in COSTLY], 3))
 def test_a_hostile_constraint_is_compiled_or_refused_in_words_of_the_client(
     compiler: GrammarCompiler, hostile: HostileConstraint
 ) -> None:
@@ -58,7 +59,7 @@ def test_a_hostile_constraint_is_compiled_or_refused_in_words_of_the_client(
     assert len(message) <= 300
 
 
-@pytest.mark.parametrize("hostile", [each for each in ALL if each.name in COSTLY], ids=str)
+@pytest.mark.parametrize("hostile", sampled([each for each in ALL if each.name in COSTLY], 3), ids=str)
 def test_what_costs_too_much_ends_the_process_and_the_next_one_is_compiled(
     compiler: GrammarCompiler, checker: SandboxedChecker, hostile: HostileConstraint
 ) -> None:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.thorough
 def test_output_exit_code_folder_and_environment_are_those_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "uma.yaml").write_text("limits: {max_queue: 7}\n")
     environment = {**os.environ, "UMA_PARALLEL": "3"}

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import uma_trio
 
 ROOT = Path(uma_trio.__file__).parent.parent
@@ -77,6 +79,7 @@ def hidden(code: str, *arguments: str) -> str:
     ).stdout
 
 
+@pytest.mark.thorough
 def test_benches_without_the_extra_dev() -> None:
     """Each shows its help, or says in one sentence what to install."""
     results = json.loads(hidden(ALL_BENCHES))

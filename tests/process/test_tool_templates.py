@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import attrs
 import pytest
 
+from tests.support.profile import sampled, thorough
 from tests.support.real_daemon import ROOT
 from uma_trio.daemon.answer.regions import RegionAssembler
 from uma_trio.daemon.answer.tool_calls import ToolCalling
@@ -69,6 +71,27 @@ STYLES = {
 }
 
 
+FIRST = {form: name for name, (form, _) in reversed(STYLES.items())}
+"""A template of each format."""
+
+
+@attrs.frozen
+class Made:
+    """A template of a name, and what it takes."""
+
+    name: str
+    source: str
+    chat: ChatTemplate
+    support: ToolSupport
+
+
+@pytest.fixture(scope="module", params=[name if name in FIRST.values() else thorough(name) for name in STYLES])
+def made(request: pytest.FixtureRequest) -> Iterator[Made]:
+    source, chat = template(request.param)
+    yield Made(request.param, source, chat, support_of(source, chat))
+    chat.close()
+
+
 def template(name: str) -> tuple[str, ChatTemplate]:
     path = FOLDER / f"{name}.jinja"
     if not path.exists():
@@ -76,12 +99,10 @@ def template(name: str) -> tuple[str, ChatTemplate]:
     return path.read_text(), ChatTemplate(path.read_text(), bos="<s>", eos="</s>")
 
 
-@pytest.mark.parametrize("name", STYLES)
-def test_what_a_template_takes(name: str) -> None:
-    source, chat = template(name)
-    found = find_tool_format(source)
-    style = find_style(chat.render, named_ids=found is not None and found.numbered)
-    assert (None if found is None else found.name, style) == STYLES[name]
+def test_what_a_template_takes(made: Made) -> None:
+    found = find_tool_format(made.source)
+    style = find_style(made.chat.render, named_ids=found is not None and found.numbered)
+    assert (None if found is None else found.name, style) == STYLES[made.name]
 
 
 def support_of(source: str, chat: ChatTemplate) -> ToolSupport:
@@ -94,14 +115,18 @@ def rendered(chat: ChatTemplate, support: ToolSupport, messages: Sequence[ChatMe
     return chat.render(*template_chat(messages, TOOLS, support), **options)
 
 
-@pytest.mark.parametrize("name", [*STYLES, "built-in chatml", "built-in llama3"])
-def test_calls_that_a_template_writes_are_read_again(name: str) -> None:
-    if name.startswith("built-in"):
-        source = (BUILT_IN / f"{name.removeprefix('built-in ')}.jinja").read_text()
-        chat = ChatTemplate(source, bos="<s>", eos="</s>")
-    else:
-        source, chat = template(name)
-    support = support_of(source, chat)
+def test_calls_that_a_template_writes_are_read_again(made: Made) -> None:
+    check_calls(made.chat, made.support)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_calls_that_a_built_in_template_writes_are_read_again(name: str) -> None:
+    source = (BUILT_IN / f"{name}.jinja").read_text()
+    chat = ChatTemplate(source, bos="<s>", eos="</s>")
+    check_calls(chat, support_of(source, chat))
+
+
+def check_calls(chat: ChatTemplate, support: ToolSupport) -> None:
     answer = ChatMessage(role="assistant", tool_calls=CALLS[:1] if support.style.one_call else CALLS)
     prompt = rendered(chat, support, [QUESTION])
     assert "weather" in prompt
@@ -121,10 +146,7 @@ def test_calls_that_a_template_writes_are_read_again(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", STYLES)
-def test_a_conversation_with_calls_and_results(name: str) -> None:
-    source, chat = template(name)
-    support = support_of(source, chat)
+def test_a_conversation_with_calls_and_results(made: Made) -> None:
     messages = [
         ChatMessage(role="user", content="How warm is it?"),
         ChatMessage(role="assistant", tool_calls=[CALLS[0], CALLS[1]]),
@@ -134,7 +156,7 @@ def test_a_conversation_with_calls_and_results(name: str) -> None:
         ChatMessage(role="assistant", tool_calls=[ToolCall(id="bbbbbbbb1", name="nothing", arguments={})]),
         ChatMessage(role="tool", content="cold", tool_call_id="bbbbbbbb1"),
     ]
-    text = rendered(chat, support, messages)
+    text = rendered(made.chat, made.support, messages)
     places = [
         text.index(word, text.index("How warm")) for word in ("result aaaaaaaa1", "It is warm.", "And now?", "cold")
     ]
@@ -143,7 +165,7 @@ def test_a_conversation_with_calls_and_results(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "meta-llama-Llama-3.1-8B-Instruct", "openai-gpt-oss-120b", None])
-@pytest.mark.parametrize("token", ["<|im_end|>", "<|eot_id|>", "name"])
+@pytest.mark.parametrize("token", [thorough("<|im_end|>"), thorough("<|eot_id|>"), "name"])
 def test_control_tokens_in_tools_stay_text(name: str | None, token: str) -> None:
     """Wherever a client puts one: in descriptions, schemas and their keys, arguments and their keys, results."""
     source = template(name)[0] if name is not None else (BUILT_IN / "chatml.jinja").read_text()
@@ -241,7 +263,7 @@ WITHOUT_TOOLS = [
 ]
 
 
-@pytest.mark.parametrize("path", sorted(WITHOUT_TOOLS), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sampled(sorted(WITHOUT_TOOLS), 6), ids=lambda path: path.stem)
 def test_an_answer_continues_the_last_message(path):
     chat = ChatTemplate(path.read_text(), bos="<s>", eos="</s>")
     given = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two,"}]

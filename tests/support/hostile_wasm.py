@@ -54,8 +54,6 @@ class HostileWasm:
     """A regular expression that the error contains."""
     is_slow: bool = False
     """Whether it ends by a limit of time."""
-    repeats: bool = False
-    """Whether another one fails in the same way, in another callback."""
 
     def __str__(self) -> str:
         return self.name
@@ -216,10 +214,6 @@ def _storing(data: bytes, at: int) -> str:
     return "".join(STORE_TEXT.format(at=at + n, byte=byte) for n, byte in enumerate(data))
 
 
-IN_ALL: Final = {"unreachable", "a loop"}
-"""What never repeats: each callback has a trap and a limit of time."""
-
-
 def _in_each(name: str, body: str, error: str, more: str = "", *, is_slow: bool = False) -> Iterator[HostileWasm]:
     """The same in each callback; ``{callback}`` in the error is its name."""
     for callback, export in CALLBACKS.items():
@@ -231,7 +225,6 @@ def _in_each(name: str, body: str, error: str, more: str = "", *, is_slow: bool 
             _where(callback),
             error.replace("{callback}", export),
             is_slow=is_slow,
-            repeats=callback != "pre" and name not in IN_ALL,
         )
 
 
@@ -255,8 +248,7 @@ def _bad_results() -> Iterator[HostileWasm]:
         for name, text in texts.items():
             wasm = controller(**{callback: returning(text)}, memory=ROOM)
             error = f"{CALLBACKS[callback]} returned a wrong result"
-            repeats = callback != "mid" and name != "no JSON"
-            yield HostileWasm(f"{CALLBACKS[callback]} returns {name}", wasm, _where(callback), error, repeats=repeats)
+            yield HostileWasm(f"{CALLBACKS[callback]} returns {name}", wasm, _where(callback), error)
         wasm = controller(**{callback: _storing(b'{"\xff":"\xc0"', 1024) + _RETURN_10}, memory=ROOM)
         yield HostileWasm(f"{CALLBACKS[callback]} returns no UTF-8", wasm, _where(callback), "a wrong result")
         wasm = controller(**{callback: ""}, memory=ROOM)
@@ -392,7 +384,6 @@ def _loops() -> Iterator[HostileWasm]:
                 _where(callback),
                 error,
                 is_slow=True,
-                repeats=callback != "mid",
             )
     panic = f'(func (export "aici_panic") {LOOP})'
     bad_blob = "(drop (call $aici_host_read_blob (i32.const 99) (i32.const 0) (i32.const 0)))"

@@ -12,6 +12,7 @@ A test that only repeats what others prove has the marker ``thorough``: the quic
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -48,6 +49,22 @@ def is_thorough() -> bool:
 def amount(*, quick: int, thorough: int) -> int:
     """How many of something this run tries."""
     return thorough if is_thorough() else quick
+
+
+def sampled(cases: Iterable[Any], every: int) -> list[Any]:
+    """Equal cases of ``pytest.mark.parametrize``, of which the quick profile takes the first and each one ``every`` later."""
+    return [_case(case, *[pytest.mark.thorough] * bool(n % every)) for n, case in enumerate(cases)]
+
+
+def _case(case: Any, *marks: pytest.MarkDecorator) -> Any:
+    if isinstance(case, type(pytest.param())):
+        return pytest.param(*case.values, marks=[*case.marks, *marks], id=case.id)
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
+
+
+def part(cases: Sequence[Any], every: int) -> Sequence[Any]:
+    """As ``sampled``, for cases of one test: those that this run tries."""
+    return cases[::every] if is_quick() else cases
 
 
 def thorough(*values: Any) -> Any:
