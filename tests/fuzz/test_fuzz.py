@@ -12,7 +12,7 @@ from tests.support.real_daemon import missing
 
 def test_codecs(tmp_path):
     fuzzer = fuzz.Fuzzer(seed=1, folder=tmp_path)
-    fuzzer.codecs(4000)
+    fuzzer.codecs(2000)
     assert fuzzer.found == []
     seen = {ending.removeprefix("codec: ") for ending in fuzzer.endings}
     assert seen >= {"Generate", "Cancel", "MetricsQuery", "E_PROTO_INVALID_JSON", "E_PROTO_INVALID_CBOR"}
@@ -22,7 +22,7 @@ def test_codecs(tmp_path):
 def test_socket(tmp_path):
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    assert fuzz.fuzz(cases=1000, live=1000, seed=1, folder=tmp_path).found == []
+    assert fuzz.fuzz(cases=300, live=300, seed=1, folder=tmp_path).found == []
 
 
 def test_seed_and_number_determine_a_case():

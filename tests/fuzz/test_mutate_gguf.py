@@ -13,7 +13,7 @@ from tests.fuzz.mutate_gguf import BAD, Gguf, mutant, run
 from tests.support.real_daemon import missing
 from uma_trio.models.gguf_check import check_gguf
 
-N_FILES = 300
+N_FILES = 120
 
 
 @pytest.fixture(scope="module")

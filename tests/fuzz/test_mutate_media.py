@@ -15,7 +15,7 @@ from tests.support.real_daemon import real_daemon
 @pytest.mark.parametrize("kind", ["pictures", thorough("sound")])  # its bombs take a minute of processor time
 def test_no_file_harms_anybody(tmp_path: Path, kind: str) -> None:
     chosen = media(kind)
-    files = named(chosen, 1, range(amount(quick=100, thorough=2000)))
+    files = named(chosen, 1, range(amount(quick=40, thorough=2000)))
     with real_daemon("--mmproj", str(projector_file(tmp_path, chosen.projector))) as daemon:
         counts, problems = run(daemon, chosen.part, files)
     assert not problems

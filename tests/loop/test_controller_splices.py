@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
-from tests.support.profile import thorough
+from tests.support.profile import sampled, thorough
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Script, Set, Wait, by_path, expected
 from tests.support.serving import token_to_bytes
 from tests.support.steering import START, Client, Steering, steering
@@ -35,7 +35,7 @@ def engines() -> list:
 # -- backtracking -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", engines())
+@pytest.mark.parametrize("options", sampled(engines(), 3))
 @pytest.mark.parametrize("n", [1, thorough(4), 9])
 @pytest.mark.parametrize("tokens", [[], [7], thorough(WORDS)])
 async def test_what_was_removed_was_never_generated(autojump_clock, options, n, tokens):

@@ -12,7 +12,7 @@ import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime
-from tests.support.profile import amount, thorough
+from tests.support.profile import amount, sampled, thorough
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
 from tests.support.steering import START, Client, Steering, steering
 from uma_trio.daemon.serving.controllers.state import Phase
@@ -161,8 +161,11 @@ def cancel_the_queued_one(observed: Observed) -> None:
     ("cancel", "options"),
     [
         *((cancel, {}) for cancel in (cancel_all, cancel_one, cancel_the_queued_one)),
-        *((cancel_one, options) for options in OTHER_ENGINES),
-        *(thorough(cancel, options) for cancel in (cancel_all, cancel_the_queued_one) for options in OTHER_ENGINES),
+        *(
+            thorough(cancel, options)
+            for cancel in (cancel_all, cancel_one, cancel_the_queued_one)
+            for options in OTHER_ENGINES
+        ),
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
@@ -196,7 +199,7 @@ async def kill_later(observed: Observed) -> None:
     observed.hangs = False
 
 
-@pytest.mark.parametrize("end", [die, hang])
+@pytest.mark.parametrize("end", sampled([die, hang], 2))
 async def test_a_runtime_that_ends_takes_its_answers_along_and_nobody_else(autojump_clock, end):
     found: set[Phase] = set()
     for moment in moments(N_MOMENTS):
@@ -223,7 +226,7 @@ def kill_the_next_step(observed: Observed) -> None:
 
 
 @pytest.mark.parametrize("can_truncate", [True, False])
-@pytest.mark.parametrize("fail", [kill_the_engine, fail_a_step, kill_the_next_step])
+@pytest.mark.parametrize("fail", sampled([kill_the_engine, fail_a_step, kill_the_next_step], 3))
 async def test_controlled_answers_go_on_exactly_after_the_engine_has_failed(autojump_clock, fail, can_truncate):
     found: set[Phase] = set()
     for moment in moments(N_MOMENTS if can_truncate else 4):

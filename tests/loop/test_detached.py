@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
-from tests.support.profile import amount
+from tests.support.profile import amount, sampled
 from tests.support.serving import Serving, serving
 from uma_trio.client import Client, Eos, Event, PrefillProgress, ServerError, SessionInfo, Token
 from uma_trio.daemon.store.answer_folder import AnswerFolder
@@ -180,16 +180,19 @@ async def test_an_answer_that_is_to_begin_now_does_not_wait(autojump_clock: obje
 
 @pytest.mark.parametrize(
     "field",
-    [
-        {},
-        {"temperature": 1.0, "seed": 7},
-        {"temperature": 1.0, "mirostat": 2, "seed": 3},
-        {"repetition_penalty": 1.5, "repeat_last_n": 8},
-        {"dry_multiplier": 0.8, "dry_penalty_last_n": 20},
-        {"echo": True, "logprobs": 1},
-        {"speculate": True},
-        {"session_id": "s"},
-    ],
+    sampled(
+        [
+            {},
+            {"temperature": 1.0, "seed": 7},
+            {"temperature": 1.0, "mirostat": 2, "seed": 3},
+            {"repetition_penalty": 1.5, "repeat_last_n": 8},
+            {"dry_multiplier": 0.8, "dry_penalty_last_n": 20},
+            {"echo": True, "logprobs": 1},
+            {"speculate": True},
+            {"session_id": "s"},
+        ],
+        4,
+    ),
     ids=str,
 )
 async def test_a_killed_daemon_changes_no_text(autojump_clock: object, tmp_path: Path, field: dict[str, Any]) -> None:

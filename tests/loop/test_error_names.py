@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.profile import sampled
 from tests.support.serving import serving, settings
 from uma_trio.gateway.application import make_app
 
@@ -76,7 +77,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         await running.settled()
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", sampled([False, True], 3))
 @pytest.mark.parametrize(("path", "body", "name"), CASES, ids=[f"{path} {name}" for path, _, name in CASES])
 async def test_the_field_that_the_client_has_sent_is_named(
     autojump_clock: object, path: str, body: dict[str, Any], name: str, stream: bool

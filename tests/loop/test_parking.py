@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
-from tests.support.profile import thorough
+from tests.support.profile import sampled, thorough
 from uma_trio.protocol.requests import Slo
 
 SLOW = 0.5
@@ -47,7 +47,7 @@ async def visit(harness: Harness) -> float:
     return waited
 
 
-@pytest.mark.parametrize("options", LAYOUTS, ids=str)
+@pytest.mark.parametrize("options", sampled(LAYOUTS, 3), ids=str)
 @pytest.mark.parametrize("private", [False, thorough(True)])
 async def test_a_visitor_never_waits_for_a_whole_prefill(autojump_clock, options, private) -> None:
     """One place, a prompt that takes 2.5 s, and visits without a pause."""
@@ -66,7 +66,7 @@ async def test_a_visitor_never_waits_for_a_whole_prefill(autojump_clock, options
         await harness.clean()
 
 
-@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("unified", sampled([True, False], 2))
 async def test_two_that_fill_the_cache_make_room_as_fast(autojump_clock, unified) -> None:
     async with asking(slow(2, 8000, unified=unified)) as harness:
         long = [harness.ask(long_prompt(3900, n), 90, principal=f"greedy {n}") for n in range(2)]
@@ -141,7 +141,7 @@ async def test_memory_is_for_as_many_as_it_has_room_for(autojump_clock) -> None:
         await harness.clean()
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.01, 0.05, 0.3])
+@pytest.mark.parametrize("after_s", sampled([0.0, 0.001, 0.01, 0.05, 0.3], 3))
 @pytest.mark.parametrize("who", ["greedy", "visitor", "both"])
 async def test_a_cancel_next_to_a_copy_leaves_nothing_behind(autojump_clock, who, after_s) -> None:
     async with asking(slow()) as harness:

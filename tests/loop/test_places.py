@@ -8,7 +8,7 @@ import trio
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime
-from tests.support.profile import amount, thorough
+from tests.support.profile import amount, sampled, thorough
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Set, Wait
 from tests.support.steering import Client as SteeredClient
 from tests.support.steering import steering
@@ -35,7 +35,7 @@ async def first_token(harness: Harness, client: Client) -> float:
 
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
-@pytest.mark.parametrize("waiting", [0, 12])
+@pytest.mark.parametrize("waiting", sampled([0, 12], 2))
 async def test_one_that_holds_nothing_gets_a_place_at_once(autojump_clock, options, waiting) -> None:
     async with asking(FakeEngine(n_seq_max=4, **options)) as harness:
         alone = await first_token(harness, harness.ask([5], 3, principal="b"))
@@ -106,7 +106,7 @@ async def test_a_class_does_not_keep_others_out(autojump_clock) -> None:
 BACKGROUND = Slo(priority="background")
 
 
-@pytest.mark.parametrize("principal", ["a", "b"])
+@pytest.mark.parametrize("principal", sampled(["a", "b"], 2))
 async def test_background_gives_way_within_a_tick_also_when_it_has_waited_long(
     autojump_clock, monkeypatch, principal
 ) -> None:
@@ -224,7 +224,9 @@ LOOP = [step for _ in range(amount(quick=15, thorough=30)) for step in (Gen(2), 
 @pytest.mark.parametrize("exchange_ms", [0.7, thorough(13.0)])
 @pytest.mark.parametrize(
     "script",
-    [LOOP, [Gen(2), Fork([LOOP, LOOP, LOOP])], [Gen(2), Fork([[Gen(3), Wait("x"), Gen(1)], [*LOOP, Set("x")]])]],
+    sampled(
+        [LOOP, [Gen(2), Fork([LOOP, LOOP, LOOP])], [Gen(2), Fork([[Gen(3), Wait("x"), Gen(1)], [*LOOP, Set("x")]])]], 3
+    ),
 )
 async def test_controllers_lose_places_too(autojump_clock, script, exchange_ms, options) -> None:
     runtime = FakeRuntime({"program": Program}, exchange_ms=lambda name: exchange_ms)

@@ -13,7 +13,7 @@ import trio
 
 from tests.support.asking import Client, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
-from tests.support.profile import amount
+from tests.support.profile import amount, sampled
 from tests.support.serving import serving
 from uma_trio.client import Eos, Reasoning, Token
 from uma_trio.daemon.answer.budget import ReasoningLimit
@@ -107,7 +107,9 @@ async def test_forced_tokens_have_no_log_probability(autojump_clock):
 
 
 @pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("options", [{"repeats": 20}, {"draft_errors": 9}, {"repeats": 20, "draft_errors": 9}], ids=str)
+@pytest.mark.parametrize(
+    "options", sampled([{"repeats": 20}, {"draft_errors": 9}, {"repeats": 20, "draft_errors": 9}], 3), ids=str
+)
 async def test_draft_tokens_never_overrun_the_budget(autojump_clock, options, params):
     async with asking(FakeEngine(n_ctx=32_768, **options)) as harness:
         for n_tokens in range(60, 75, amount(quick=4, thorough=1)):

@@ -13,7 +13,7 @@ import trio
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
-from tests.support.profile import amount
+from tests.support.profile import amount, sampled
 from uma_trio.daemon.serving.planning import MAX_DECODES_WITH_DRAFTS, MAX_DRAFTS
 from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.engine_link.sampling import SamplingParams
@@ -120,7 +120,7 @@ async def test_no_speculation_without_truncation(autojump_clock):
 
 
 @SAMPLING
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", sampled([True, False], 2))
 async def test_a_stop_string_among_accepted_draft_tokens(autojump_clock, params, stream):
     """Tokens behind it are neither sent nor counted, and they leave the KV cache."""
     answer = expected(PROMPT, 200, **params)
@@ -143,7 +143,7 @@ async def test_a_stop_string_among_accepted_draft_tokens(autojump_clock, params,
         await harness.clean()
 
 
-@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("ignore", sampled([False, True], 2))
 async def test_an_end_token_behind_draft_tokens(autojump_clock, ignore):
     for eog_after in range(100, amount(quick=110, thorough=130)):
         async with asking(engine(eog_after=eog_after)) as harness:

@@ -30,7 +30,7 @@ from tests.support.kv_cache import (
     truncate,
 )
 from tests.support.kv_subscriber import BLOCK, Rebuilt, held_by
-from tests.support.profile import amount
+from tests.support.profile import amount, sampled
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import MAX_GHOSTS, MAX_IDLE_FRACTION, IdleLimit
@@ -570,7 +570,7 @@ TestCacheMachine.settings = settings(
 )
 
 
-@pytest.mark.parametrize("checkpoints", [None, 0, 5, 100])
+@pytest.mark.parametrize("checkpoints", sampled([None, 0, 5, 100], 4))
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_long_runs(n: int, unified: bool, checkpoints: int | None) -> None:

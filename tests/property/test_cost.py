@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, Device, SimulatedServer, calibrated
+from tests.support.profile import sampled
 from uma_trio.daemon.scheduling.cost import (
     CONTEXT_ALIGNMENT,
     FEATURE_SCALES,
@@ -145,7 +146,7 @@ def test_whatever_is_observed_predictions_stay_finite_and_not_negative(ticks: li
 
 
 @pytest.mark.parametrize(
-    "work", [Work(1, 0, 0), Work(64, 4, 2000), Work(512, 256, 1 << 20), Work(0, 1, 0), Work(0, 0, 0)]
+    "work", sampled([Work(1, 0, 0), Work(64, 4, 2000), Work(512, 256, 1 << 20), Work(0, 1, 0), Work(0, 0, 0)], 5)
 )
 def test_a_new_kind_of_tick_is_learned_after_thousands_of_equal_ticks(work: Work) -> None:
     """What was not observed stays uncertain, within bounds, so the first tick of another kind is learned at once."""

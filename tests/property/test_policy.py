@@ -17,7 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, STAIRS, TOO_SLOW, Device, SimulatedServer, measured_curves
-from tests.support.profile import thorough
+from tests.support.profile import sampled, thorough
 from uma_trio.config import Scheduling
 from uma_trio.daemon.scheduling import cost as cost_module
 from uma_trio.daemon.scheduling import policy
@@ -514,7 +514,7 @@ def bound(parallel: int, groups: int) -> int:
     return 2 * ROTATION_PERIOD * parallel * (MAX_SKIPPED_TICKS + groups if groups > 1 else 1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", sampled(DEVICES, 3))
 @pytest.mark.parametrize("seed", [1, thorough(2), thorough(3)])
 def test_nobody_starves(device: Device, seed: int) -> None:
     """Random arrivals, ends and noise, with more work than the device can do."""
@@ -606,7 +606,7 @@ TURN = MAX_BACKGROUND_STRETCH / LIMITS.background_share
 """Ticks in a row that others have before it is the turn of background sequences, unless these take very long."""
 
 
-@pytest.mark.parametrize("device", [*DEVICES[::2], *map(thorough, DEVICES[1::2])])
+@pytest.mark.parametrize("device", sampled(DEVICES, 8))
 def test_background_costs_others_its_share_and_comes_to_an_end(device: Device) -> None:
     """Streams and prompts of others, with and without four background requests: tokens and gaps are nearly the same."""
 
@@ -675,7 +675,7 @@ POSSIBLE = [
 """Devices, with the targets that leave time for the smallest chunk."""
 
 
-@pytest.mark.parametrize(("device", "target"), POSSIBLE)
+@pytest.mark.parametrize(("device", "target"), sampled(POSSIBLE, 3))
 @pytest.mark.parametrize(("noise", "within"), [(0.0, 1.05), thorough(0.03, 1.1)])
 def test_gaps_stay_within_the_target(device: Device, target: float, noise: float, within: float) -> None:
     """With no more than calibration before the first tick."""

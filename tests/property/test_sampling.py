@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cases import all_cases
+from tests.support.profile import sampled
 from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.sampler import MAX_SORTED_TOP_K, copied_rows, distribution, sample
 from uma_trio.engine.sampling_threads import SamplingThreads
@@ -113,16 +114,19 @@ def test_only_tokens_that_the_filters_keep_are_drawn(params, seed):
 
 @pytest.mark.parametrize(
     "params",
-    [
-        SamplingParams(temperature=0.8, top_k=40, top_p=0.95),
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=1.0, top_p=0.9),
-        SamplingParams(temperature=4.0, top_p=0.9),  # more candidates than are sorted
-        SamplingParams(temperature=1.0, top_k=700),
-        SamplingParams(temperature=1.0, min_p=0.02),
-        SamplingParams(temperature=4.0, min_p=0.01),  # more candidates than are sorted
-        SamplingParams(temperature=4.0, top_k=600, top_p=0.95, min_p=0.1),
-    ],
+    sampled(
+        [
+            SamplingParams(temperature=0.8, top_k=40, top_p=0.95),
+            SamplingParams(temperature=1.0),
+            SamplingParams(temperature=1.0, top_p=0.9),
+            SamplingParams(temperature=4.0, top_p=0.9),  # more candidates than are sorted
+            SamplingParams(temperature=1.0, top_k=700),
+            SamplingParams(temperature=1.0, min_p=0.02),
+            SamplingParams(temperature=4.0, min_p=0.01),  # more candidates than are sorted
+            SamplingParams(temperature=4.0, top_k=600, top_p=0.95, min_p=0.1),
+        ],
+        2,
+    ),
 )
 def test_frequencies_follow_the_probabilities(params):
     draws = 4_000

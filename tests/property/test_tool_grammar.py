@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from tests.pure.test_tool_calls import CONTROL
+from tests.support.profile import sampled
 from uma_trio.daemon.answer.regions import RegionAssembler
 from uma_trio.daemon.answer.tool_calls import ToolCalling
 from uma_trio.daemon.prompts.marker_text import MarkerText
@@ -139,7 +140,7 @@ def calls_of(shape: AnswerShape, output: str) -> list[tuple[str, dict]]:
 TAGGED = [each.name for each in FORMATS if each.tags is not None]
 
 
-@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("name", sampled(TAGGED, 3))
 @pytest.mark.parametrize(
     ("schema", "yes", "no"),
     [
@@ -218,7 +219,7 @@ def test_calls_with_numbers() -> None:
     assert not follows(shape, output.replace(":1<", "<"))
 
 
-@pytest.mark.parametrize("found", REASONING, ids=lambda each: each.begin[0])
+@pytest.mark.parametrize("found", sampled(REASONING, 3), ids=lambda each: each.begin[0])
 @pytest.mark.parametrize("name", ["hermes", "qwen3-coder", None])
 def test_reasoning_comes_first(found, name: str | None) -> None:
     text = Constraint(choice=["yes", "no"])

@@ -56,6 +56,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(CONTROLS, tuple(learn(corpus.tokenizer_texts(200), 250)))
 
 
+@pytest.mark.thorough
 def test_the_same_text_in_every_process() -> None:
     """Nothing may depend on the order of a set, which varies between processes."""
     prints = {

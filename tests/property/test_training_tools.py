@@ -41,6 +41,7 @@ def calls_of(sample: Sample) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from parse_calls(turn.answer) or ()
 
 
+@pytest.mark.thorough
 def test_every_call_fits_the_schema_of_its_tool(chats: list[Sample]) -> None:
     seen = 0
     for sample in chats:
