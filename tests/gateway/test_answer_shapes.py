@@ -91,12 +91,12 @@ def shaped(value: object, shapes: tuple[Any, ...]) -> bool:
 
 def cases() -> Iterator[Any]:
     for endpoint in ENDPOINTS:
-        name = f"{endpoint.method} {endpoint.path}"
+        name, marks = f"{endpoint.method} {endpoint.path}", [pytest.mark.thorough] * (endpoint.path in SAME)
         is_empty = "controllers" in endpoint.path or "{id}" in endpoint.path  # unless something was uploaded
         if endpoint.method == "GET" and endpoint.shapes and not is_empty:
             yield pytest.param(endpoint, None, id=name)
         for number, body in enumerate(REQUESTS.get(SAME.get(endpoint.path, endpoint.path), ())):
-            yield pytest.param(endpoint, body, id=f"{name} {number}")
+            yield pytest.param(endpoint, body, id=f"{name} {number}", marks=marks)
 
 
 CASES = [*cases()]

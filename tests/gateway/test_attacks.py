@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.gateway.conftest import Gateway, HttpCanary, Raw
+from tests.support.profile import sampled
 from tests.support.real_daemon import Canary, missing, real_daemon
 
 MIB = 1 << 20
@@ -134,7 +135,7 @@ def test_headers_and_bodies_that_drip(attacked: Gateway) -> None:
                 assert client.get("/healthz").status_code == 200
 
 
-@pytest.mark.parametrize("stream", [b"true", b"false"])
+@pytest.mark.parametrize("stream", sampled([b"true", b"false"], 2))
 def test_clients_that_close_their_half(attacked: Gateway, stream: bytes) -> None:
     body = LONG[:-1] + b', "stream": ' + stream + b"}"
     request = b"POST /v1/generate HTTP/1.1\r\n" + HOST + b"content-length: %d\r\n\r\n" % len(body) + body
@@ -202,7 +203,7 @@ With more, they are not decoded at all: ``test_large_bodies.py``.
 """
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("name", sampled(MANY, 4))
 def test_bodies_of_many_small_values_have_short_answers(attacked: Gateway, canaries: None, name: str) -> None:
     path, body = MANY[name]
     with attacked.http() as client:

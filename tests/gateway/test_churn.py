@@ -113,6 +113,7 @@ def churn(gateway: Gateway, clients: int, seed: int) -> Counter[str]:
     return moments
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(3600)
 def test_disconnects_release_everything() -> None:
     if (reason := missing()) is not None:

@@ -123,6 +123,7 @@ def test_the_kv_cache_of_a_long_session_moves_with_it(cluster: Cluster) -> None:
     assert [first["text"], second["text"]] == stayed
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_keeps_the_kv_cache_out_and_then_the_session(cluster: Cluster) -> None:
     text = "Here are some words: " + " ".join(f"the {n} grey foxes and the {n * 7} white hens" for n in range(150))
     n_tokens = say(cluster.a, "tight", text)["session"]["tokens"]
@@ -267,6 +268,7 @@ def test_without_its_peer_a_daemon_begins_no_session_but_answers_whole_conversat
         assert say(second, "s", "Hi")["session"]["turns"] == 2
 
 
+@pytest.mark.thorough
 def test_a_peer_with_another_secret_counts_as_silent(halves: tuple[Gateway, int, Path], tmp_path: Path) -> None:
     gateway, port, _ = halves
     (tmp_path / "other").mkdir()
@@ -276,6 +278,7 @@ def test_a_peer_with_another_secret_counts_as_silent(halves: tuple[Gateway, int,
         assert client.post("/v1/generate", json=body).status_code == 503
 
 
+@pytest.mark.thorough
 def test_a_peer_whose_address_leads_to_another_daemon_counts_as_silent(
     halves: tuple[Gateway, int, Path], tmp_path: Path
 ) -> None:
@@ -288,6 +291,7 @@ def test_a_peer_whose_address_leads_to_another_daemon_counts_as_silent(
         assert client.post("/v1/generate", json=body).status_code == 503
 
 
+@pytest.mark.thorough
 def test_two_daemons_that_look_for_the_same_session_at_once_both_find_it(cluster: Cluster) -> None:
     start = threading.Barrier(2)
 
@@ -337,6 +341,7 @@ def test_a_peer_that_answers_slowly_counts_as_silent(halves: tuple[Gateway, int,
     assert refused.status_code == 503
 
 
+@pytest.mark.thorough
 def test_the_copy_stays_until_the_session_is_on_the_disk_of_its_new_holder(
     halves: tuple[Gateway, int, Path], tmp_path: Path
 ) -> None:
@@ -355,6 +360,7 @@ def test_the_copy_stays_until_the_session_is_on_the_disk_of_its_new_holder(
         assert say(gateway, "kept", "Hello once more")["session"]["turns"] == 2
 
 
+@pytest.mark.thorough
 def test_a_session_that_cannot_be_copied_stays_where_it_is(halves: tuple[Gateway, int, Path], tmp_path: Path) -> None:
     gateway, port, key = halves
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": False, "session_id": "full"}
@@ -438,6 +444,7 @@ def test_a_daemon_that_stops_waits_until_a_peer_has_what_it_was_given(tmp_path: 
         assert gateway.daemon.wait() == 0
 
 
+@pytest.mark.thorough
 def test_a_peer_that_hangs_keeps_no_daemon_from_handing_its_sessions_over(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

@@ -94,6 +94,7 @@ def test_tenants_and_their_modules(tmp_path: Path, keys: dict[str, str]) -> None
         assert run(alice, "second").status_code == 404
 
 
+@pytest.mark.thorough
 def test_the_compiler_is_killed(tmp_path: Path, keys: dict[str, str]) -> None:
     with serving(tmp_path) as daemon, clients(daemon, keys) as (alice, bob, _):
         with killing_the_compiler(daemon.pid):
@@ -108,6 +109,7 @@ def test_the_compiler_is_killed(tmp_path: Path, keys: dict[str, str]) -> None:
         assert daemon.metrics()["controllers"]["restarts_total"] == 0
 
 
+@pytest.mark.thorough
 def test_the_disk_of_the_controllers_is_full(tmp_path: Path, keys: dict[str, str]) -> None:
     with small_disk(folder := tmp_path / "state" / "aici"):
         fill(folder)

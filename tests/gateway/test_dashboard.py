@@ -142,6 +142,7 @@ def check_that_nothing_is_wider_than_the_window(page: Page) -> None:
     page.set_viewport_size(before)
 
 
+@pytest.mark.thorough
 @needs_browser
 def test_cells_that_are_reserved_are_not_shown_as_used(page: Page, gateway: Gateway) -> None:
     with gateway.daemon.wire() as wire:
@@ -152,6 +153,7 @@ def test_cells_that_are_reserved_are_not_shown_as_used(page: Page, gateway: Gate
         assert int(shown[1]) < 6
 
 
+@pytest.mark.thorough
 @needs_browser
 def test_errors_and_restarts_are_counted_and_hostile_names_stay_text(page: Page, gateway: Gateway) -> None:
     with gateway.http() as client:
@@ -166,6 +168,7 @@ def test_errors_and_restarts_are_counted_and_hostile_names_stay_text(page: Page,
     assert page.locator("main img, main script").count() == 0
 
 
+@pytest.mark.thorough
 @needs_browser
 def test_it_goes_on_after_kills_and_counts_them(browser: Browser) -> None:
     if (reason := missing()) is not None:
@@ -181,6 +184,7 @@ def test_it_goes_on_after_kills_and_counts_them(browser: Browser) -> None:
         expect(page.locator("#notice")).to_be_hidden()
 
 
+@pytest.mark.thorough
 @needs_browser
 def test_several_models_have_links_and_checks_of_their_own(browser: Browser, tmp_path: Path) -> None:
     second = tmp_path / "second.gguf"
@@ -200,6 +204,7 @@ def test_several_models_have_links_and_checks_of_their_own(browser: Browser, tmp
 # -- keys --
 
 
+@pytest.mark.thorough
 @needs_browser
 def test_a_gateway_with_keys_asks_for_one(browser: Browser, tmp_path: Path) -> None:
     if (reason := missing()) is not None:

@@ -70,6 +70,7 @@ def test_from_pull_to_delete(hub: FakeHub, home: Home, model: bytes, client: oll
     assert caught.value.status_code == 404
 
 
+@pytest.mark.thorough
 def test_what_somebody_else_uses_is_not_deleted(
     hub: FakeHub, home: Home, model: bytes, client: ollama.Client, daemon: Daemon
 ) -> None:
@@ -122,6 +123,7 @@ def test_refusals(daemon: Daemon) -> None:
         assert isinstance(answer.json()["error"], str)
 
 
+@pytest.mark.thorough
 def test_the_package_keeps_its_own_models(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="the package"):
         client.delete("embedded")

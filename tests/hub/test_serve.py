@@ -86,6 +86,7 @@ def test_an_alias_of_this_machine_is_a_name_in_every_door(home: Home, tmp_path: 
         assert (refused.returncode, "--on-demand" in refused.stderr) == (2, True)
 
 
+@pytest.mark.thorough
 def test_an_adapter_of_the_hub_is_downloaded_and_is_no_model(hub: FakeHub, home: Home, tmp_path: Path) -> None:
     hub.add("acme/Story-LoRA-GGUF", {"story-lora-F16.gguf": random_adapter(EMBEDDED, strength=1.0).read_bytes()})
     name = "acme/Story-LoRA-GGUF:F16"
@@ -100,6 +101,7 @@ def test_an_adapter_of_the_hub_is_downloaded_and_is_no_model(hub: FakeHub, home:
     assert "it is an adapter, and not a model" in refused.stderr
 
 
+@pytest.mark.thorough
 def test_a_model_of_ollama_is_served_where_it_is(hub: FakeHub, home: Home, model: bytes, tmp_path: Path) -> None:
     digest = hashlib.sha256(model).hexdigest()
     folder = home.folder / ".ollama" / "models"
@@ -193,6 +195,7 @@ def test_a_model_of_this_machine_is_loaded_on_demand(hub: FakeHub, home: Home, m
         assert (failed.returncode, "E_MODEL_NOT_FOUND" in failed.stderr) == (1, True)
 
 
+@pytest.mark.thorough
 def test_a_tenant_has_only_what_the_daemon_is_configured_with(
     hub: FakeHub, home: Home, model: bytes, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.support.commands import environment, invoke
+from tests.support.profile import sampled
 from tests.support.real_daemon import ROOT, real_daemon, started
 from tests.support.terminal import terminal
 from uma_trio.cli.answer import TextPrinter
@@ -127,7 +128,8 @@ def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here; Linux has it")
 @pytest.mark.parametrize(
-    "arguments", [["ask", QUESTION], ["ask", "--json", QUESTION], ["metrics"], ["sessions"], ["--help"], ["ask", "-h"]]
+    "arguments",
+    sampled([["ask", QUESTION], ["ask", "--json", QUESTION], ["metrics"], ["sessions"], ["--help"], ["ask", "-h"]], 3),
 )
 def test_a_full_disk_is_one_line_for_every_command(run, daemon, arguments):
     with open("/dev/full", "w") as full:

@@ -353,7 +353,7 @@ def test_another_model_and_settings_in_the_middle_of_a_chat(chat, tmp_path):
         assert shown.wait() == 0
 
 
-@pytest.mark.parametrize("options", [(), ("--session", "edited")])
+@pytest.mark.parametrize("options", [(), thorough(("--session", "edited"))])
 def test_a_question_and_an_answer_are_edited(chat, daemon, tmp_path, options):
     with chat(*options) as shown:
         shown.wait_for(PROMPT)
@@ -397,7 +397,7 @@ def test_each_line_of_stdin_is_a_message(daemon):
     )
 
 
-@pytest.mark.parametrize("options", [(), ("--session", "counting")])
+@pytest.mark.parametrize("options", [(), thorough(("--session", "counting"))])
 def test_a_cut_answer_is_continued(daemon, tmp_path, options):
     lines = ["/continue", "Count from 1 to 12.", *["/continue"] * 4, f"/save {tmp_path / 'a.json'}"]
     found = run_lines(daemon.socket, "--max-tokens", "15", *options, stdin="\n".join(lines))
@@ -436,6 +436,7 @@ def test_ask_without_a_question_begins_a_chat(daemon):
         assert shown.wait() == 2
 
 
+@pytest.mark.thorough
 def test_retries_differ_also_with_a_seed_of_the_daemon(library: None, tmp_path):
     with real_daemon("--seed", "7", "--temp", "3", folder=tmp_path) as found:
         story = "Tell me a story about a fox."

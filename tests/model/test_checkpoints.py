@@ -142,6 +142,7 @@ async def test_a_repeated_request(library: None, kv_unified: str) -> None:
             assert (client.tokens, client.cached) == (expected, cached)
 
 
+@pytest.mark.thorough
 @KV_LAYOUTS
 async def test_a_rewritten_last_turn_reuses_the_turns_before(library: None, kv_unified: str) -> None:
     async with asking(kv_unified) as ask:
@@ -168,6 +169,7 @@ async def test_a_next_turn_without_the_reasoning_reuses_the_prompt(library: None
         assert (client.tokens, client.cached) == (expected, 200 - TOKENS_AFTER_LAST)
 
 
+@pytest.mark.thorough
 @KV_LAYOUTS
 async def test_a_branch_leaves_its_source_usable(library: None, kv_unified: str) -> None:
     """Most of the sequence is behind the checkpoint, so the sequence is copied and stays usable."""
@@ -200,6 +202,7 @@ async def test_a_prefix_of_concurrent_requests_is_computed_once(library: None, k
         assert sorted(client.cached for client in clients.values()) == [0, 700, 700, 700]
 
 
+@pytest.mark.thorough
 @KV_LAYOUTS
 async def test_a_prefix_of_successive_requests_gets_a_checkpoint_at_its_end(library: None, kv_unified: str) -> None:
     async with asking(kv_unified) as ask:
@@ -236,6 +239,7 @@ async def test_saved_checkpoints_are_usable_after_a_restart(library: None, kv_un
             assert ask.scheduler.snapshot()["kv_offload"]["load_failed_total"] == 0
 
 
+@pytest.mark.thorough
 async def test_a_long_chat_keeps_the_maximum_number_of_checkpoints(library: None) -> None:
     async with asking("off") as ask:
         story = words(1, 100)

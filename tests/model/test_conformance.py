@@ -115,6 +115,7 @@ def test_tokens_of_an_answer_that_are_computed_again_round_as_they_did(library, 
     engine.close()
 
 
+@pytest.mark.thorough
 def test_rows_of_a_reproducible_engine_do_not_depend_on_what_is_computed_with_them(library, prompts):
     """Alone, in chunks, next to others in other chunks; and with so many cells that two threads would divide them."""
     from uma_trio.engine.llama import LlamaEngine

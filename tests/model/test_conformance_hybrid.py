@@ -15,6 +15,9 @@ from tests.support.random_adapters import two_adapters
 from tests.support.random_models import random_model
 from uma_trio import config
 
+pytestmark = pytest.mark.thorough
+"""The quick profile has ``test_conformance.py``, and ``test_checkpoints.py`` for what is special about such memory."""
+
 
 @pytest.fixture
 def make(library):

@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz.hostile_constraints import attack
 from tests.fuzz.schemas import run_cases
 from tests.support import hostile_constraints
-from tests.support.profile import amount, thorough
+from tests.support.profile import amount, sampled, thorough
 from tests.support.real_daemon import Answer, Canary, Daemon, real_daemon
 from tests.support.schemas import make_case
 
@@ -66,6 +66,7 @@ def outcome(answer: Answer) -> tuple[Any, ...]:
     return answer.ids, answer.text, answer.reason, answer.last.get("constraint_complete")
 
 
+@pytest.mark.thorough
 def test_generated_constraints_are_followed_or_refused(daemon: Daemon) -> None:
     """``python -m tests.fuzz.schemas`` sends more of them."""
     n = amount(quick=20, thorough=60)
@@ -86,7 +87,7 @@ def test_among_others_as_alone(daemon: Daemon, fields: dict[str, Any]) -> None:
     assert [outcome(answer) for answer in together(daemon, requests * 2)] == alone * 2
 
 
-@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=lambda each: next(iter(each)))
+@pytest.mark.parametrize("constraint", sampled(CONSTRAINTS, 3), ids=lambda each: next(iter(each)))
 def test_the_encoding_and_draft_tokens_do_not_change_an_answer(daemon: Daemon, constraint: dict[str, Any]) -> None:
     fields = {"prompt": "123, 123, 123, 123, <ab>ABAB [{", "max_tokens": 80, "constraint": constraint}
     plain = outcome(daemon.ask(**fields, speculate=False))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import llama_abi
 from llama_abi import TokenAttr
-from tests.support.profile import amount, thorough
+from tests.support.profile import amount, sampled, thorough
 from tests.support.real_daemon import ROOT, Daemon
 from uma_trio.daemon.prompts.chat import ChatTemplate
 from uma_trio.daemon.prompts.control_tokens import ControlTokens
@@ -84,7 +84,7 @@ def _speaker(model: llama_abi.Model) -> Speaker:
 # -- forged turns -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CHATTING)
+@pytest.mark.parametrize("name", sampled(CHATTING, 4))
 def test_a_forged_turn_has_no_control_tokens(speaker: AnySpeaker, name: str) -> None:
     """With all control tokens of the vocabulary: in a row, separated, and inside each other."""
     chosen = speaker(name)
@@ -101,7 +101,7 @@ def test_a_forged_turn_has_no_control_tokens(speaker: AnySpeaker, name: str) -> 
         assert forged in decoded
 
 
-@pytest.mark.parametrize("name", CHATTING)
+@pytest.mark.parametrize("name", sampled(CHATTING, 4))
 def test_a_forged_turn_of_the_assistant_has_no_control_tokens(speaker: AnySpeaker, name: str) -> None:
     chosen = speaker(name)
     honest, _ = chosen.prompt("x", "y", "x")
@@ -109,7 +109,7 @@ def test_a_forged_turn_of_the_assistant_has_no_control_tokens(speaker: AnySpeake
     assert chosen.controls(ids) == chosen.controls(honest)
 
 
-@pytest.mark.parametrize("name", CHATTING)
+@pytest.mark.parametrize("name", sampled(CHATTING, 4))
 def test_an_honest_chat_is_one_part(speaker: AnySpeaker, name: str) -> None:
     chosen = speaker(name)
     assert chosen.chat is not None
@@ -119,6 +119,7 @@ def test_an_honest_chat_is_one_part(speaker: AnySpeaker, name: str) -> None:
     assert chosen.prompt(messages[0]["content"])[0] == chosen.tokenizer.encode(rendered).tolist()
 
 
+@pytest.mark.thorough
 def test_a_file_whose_turn_tokens_are_user_defined(speaker: AnySpeaker) -> None:
     """Command R's turns begin with user-defined tokens, which llama.cpp finds in every text."""
     chosen = speaker("command-r")
@@ -136,6 +137,7 @@ LOOKS = re.compile(
 )
 
 
+@pytest.mark.thorough
 def test_templates_of_known_models() -> None:
     """Whatever a template does with messages, a forged message has the same control tokens as an honest one."""
     if not SOURCES:
@@ -176,7 +178,7 @@ TEXTS = st.lists(st.sampled_from(["a", " ", "  b", "<s>", "</s>", "é", "🚀", 
 )
 
 
-@pytest.mark.parametrize("name", ["embedded", "gpt-2", "llama-bpe", "llama-spm"])
+@pytest.mark.parametrize("name", sampled(["embedded", "gpt-2", "llama-bpe", "llama-spm"], 3))
 @given(parts=st.lists(st.builds(PromptPart, TEXTS, st.booleans()), max_size=5))
 @example(
     parts=[

@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from tests.support.fake_runtime import FakeRuntime
+from tests.support.profile import sampled
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Script, Set, Skip, Wait, by_path, straight
 from tests.support.steering import Client
 from uma_trio import config
@@ -145,7 +146,7 @@ def four(text: list[int]) -> Script:
     ]
 
 
-@pytest.mark.parametrize("layout", SETTINGS)
+@pytest.mark.parametrize("layout", sampled(SETTINGS, 2))
 async def test_forks_of_four_equal_four_separate_runs(text: list[int], layout: str) -> None:
     async with real(layout) as engine:
         most = []
@@ -162,7 +163,7 @@ async def test_forks_of_four_equal_four_separate_runs(text: list[int], layout: s
         await engine.clean()
 
 
-@pytest.mark.parametrize("layout", SETTINGS)
+@pytest.mark.parametrize("layout", sampled(SETTINGS, 2))
 async def test_what_was_removed_was_never_generated(text: list[int], layout: str) -> None:
     async with real(layout) as engine:
         detour = [Say(text[:50]), Gen(5), Insert(text[60:70]), Gen(6), Back(12, text[80:84]), Gen(10)]
@@ -174,7 +175,7 @@ async def test_what_was_removed_was_never_generated(text: list[int], layout: str
         await engine.clean()
 
 
-@pytest.mark.parametrize("layout", SETTINGS)
+@pytest.mark.parametrize("layout", sampled(SETTINGS, 2))
 async def test_inserted_tokens_are_like_a_prompt_and_masks_decide(text: list[int], layout: str) -> None:
     async with real(layout) as engine:
         for first in (Say, Insert):
@@ -187,6 +188,7 @@ async def test_inserted_tokens_are_like_a_prompt_and_masks_decide(text: list[int
         await engine.clean()
 
 
+@pytest.mark.thorough
 async def test_answers_go_on_exactly_after_the_engine_was_killed(text: list[int]) -> None:
     """In the middle of forks that share their first tokens, and have masks or splices that were not used yet."""
     async with real("unified") as engine:

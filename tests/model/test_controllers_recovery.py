@@ -15,6 +15,7 @@ import pytest
 
 import uma_trio
 from tests.model.test_controllers import PROGRAM, TEXT
+from tests.support.profile import sampled
 from tests.support.real_daemon import Canary, Daemon, Wire, real_daemon
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -55,7 +56,9 @@ def controlled(daemon: Daemon) -> Iterator[list[Wire]]:
         yield wires
 
 
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "stopped by a signal")])
+@pytest.mark.parametrize(
+    ("number", "reason"), sampled([(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "stopped by a signal")], 2)
+)
 def test_only_controlled_requests_notice_the_end_of_the_runtime(
     daemon: Daemon, number: signal.Signals, reason: str
 ) -> None:
@@ -82,7 +85,7 @@ def test_only_controlled_requests_notice_the_end_of_the_runtime(
     assert not before.is_running() or before.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", sampled([False, True], 2))
 def test_the_runtime_ends_with_the_daemon(library: None, tmp_path: Path, stopped: bool) -> None:
     with contextlib.suppress(AssertionError), real_daemon("--threads", "1", folder=tmp_path) as daemon:
         uma_trio.run("yesno", socket=daemon.socket)

@@ -12,7 +12,7 @@ import pytest
 
 import llama_abi
 from tests.support.commands import environment, run_command, run_process
-from tests.support.profile import thorough
+from tests.support.profile import sampled, thorough
 from tests.support.random_adapters import random_adapter
 from tests.support.random_models import random_model
 from tests.support.real_daemon import real_daemon
@@ -76,12 +76,12 @@ def on_cpu() -> list[str]:
     ("flags", "used", "words"),
     [
         thorough((), ["CPU", "RPC0", "RPC1"], "with 10 of 10 layers"),
-        (("--tensor-split", "3,1"), ["CPU", "RPC0", "RPC1"], "split by layer 3:1"),
+        thorough(("--tensor-split", "3,1"), ["CPU", "RPC0", "RPC1"], "split by layer 3:1"),
         thorough(("--devices", "RPC1"), ["CPU", "RPC1"], "RPC1 (127.0.0.1:"),
         (("--split-mode", "none", "--main-gpu", "1", "--gpu-layers", "4"), ["CPU", "RPC1"], "with 4 of 10 layers"),
-        (("--split-mode", "tensor"), ["CPU", "RPC0", "RPC1"], "split by tensor"),
+        thorough(("--split-mode", "tensor"), ["CPU", "RPC0", "RPC1"], "split by tensor"),
         (("--override-tensor", r"blk\.[0-4]\.ffn=CPU"), ["CPU", "RPC0", "RPC1"], "override_tensor blk"),
-        (("--devices", "none"), ["CPU"], "CPU only: devices is none; unused: RPC0"),
+        thorough(("--devices", "none"), ["CPU"], "CPU only: devices is none; unused: RPC0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -100,6 +100,7 @@ def test_the_text_is_that_of_the_cpu_and_log_and_metrics_have_the_devices(
         assert kv["RPC0"] > 2 * kv["RPC1"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["layer", thorough("tensor")])
 def test_drafts_come_from_the_same_devices(servers: str, on_cpu: list[str], mode: str) -> None:
     texts, devices, _ = served("--rpc", servers, "--split-mode", mode, "--draft-model", "embedded-draft")
@@ -107,6 +108,7 @@ def test_drafts_come_from_the_same_devices(servers: str, on_cpu: list[str], mode
     assert devices["RPC0"]["weights_bytes"] > 0 < devices["RPC1"]["weights_bytes"]
 
 
+@pytest.mark.thorough
 def test_adapters_are_where_the_layers_are(servers: str) -> None:
     flags = ("--adapter", f"a={random_adapter(EMBEDDED, 1)}")
     chosen = {"adapters": [{"name": "a", "scale": 1.0}]}
@@ -127,6 +129,7 @@ def turns(folder: Path, *flags: str) -> tuple[list[str], list[list[float]]]:
     return texts, embedded["embeddings"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [thorough("layer"), "tensor"])
 def test_sessions_and_embeddings_are_those_of_the_cpu(servers: str, tmp_path: Path, mode: str) -> None:
     (tmp_path / "a").mkdir()
@@ -138,6 +141,7 @@ def test_sessions_and_embeddings_are_those_of_the_cpu(servers: str, tmp_path: Pa
         assert one == pytest.approx(other, abs=0.02)
 
 
+@pytest.mark.thorough
 def test_experts_stay_in_the_machines_memory(servers: str) -> None:
     model = random_model("tiny-moe")
     sizes = check_gguf(model).sizes
@@ -153,19 +157,22 @@ def test_experts_stay_in_the_machines_memory(servers: str) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "why"),
-    [
-        (("--devices", "CUDA7"), "there is no device CUDA7; there are RPC0 (127.0.0.1:"),
-        (("--tensor-split", "1,1,1"), "tensor_split has 3 shares, and there are RPC0"),
-        (
-            ("--split-mode", "row"),
-            "which llama.cpp's backend of RPC0, RPC1 does not have; set split_mode to layer or tensor",
-        ),
-        (("--split-mode", "none", "--main-gpu", "2"), "main_gpu is 2, and there are RPC0"),
-        (
-            ("--override-tensor", "ffn=RPC1", "--devices", "RPC0"),
-            "on RPC1, where the model is not; write one of CPU, RPC0",
-        ),
-    ],
+    sampled(
+        [
+            (("--devices", "CUDA7"), "there is no device CUDA7; there are RPC0 (127.0.0.1:"),
+            (("--tensor-split", "1,1,1"), "tensor_split has 3 shares, and there are RPC0"),
+            (
+                ("--split-mode", "row"),
+                "which llama.cpp's backend of RPC0, RPC1 does not have; set split_mode to layer or tensor",
+            ),
+            (("--split-mode", "none", "--main-gpu", "2"), "main_gpu is 2, and there are RPC0"),
+            (
+                ("--override-tensor", "ffn=RPC1", "--devices", "RPC0"),
+                "on RPC1, where the model is not; write one of CPU, RPC0",
+            ),
+        ],
+        3,
+    ),
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_what_does_not_go_together_is_said_before_anything_is_loaded(
@@ -177,6 +184,7 @@ def test_what_does_not_go_together_is_said_before_anything_is_loaded(
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.thorough
 def test_a_server_that_nobody_started(tmp_path: Path) -> None:
     ended = run_process("serve", "--socket", tmp_path / "s", "--rpc", "127.0.0.1:1")
     assert ended.returncode == 1
@@ -193,6 +201,7 @@ def test_the_doctor_says_what_the_model_takes_of_each_device(servers: str, tmp_p
     assert "10 of 10 layers on GPU" in checks["fit"]["message"]
 
 
+@pytest.mark.thorough
 def test_models_of_one_daemon_have_their_own_devices(servers: str, on_cpu: list[str], tmp_path: Path) -> None:
     first, second = servers.split(",")
     file = tmp_path / "uma.yaml"

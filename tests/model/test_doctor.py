@@ -74,6 +74,7 @@ def test_a_good_installation(examine):
     assert "no daemon at" in found["socket"]["message"]
 
 
+@pytest.mark.thorough
 def test_a_draft_model(examine, tmp_path):
     found = examine("--draft-model", "embedded-draft")
     assert problems(found) == set()
@@ -102,6 +103,7 @@ def test_the_context_of_a_request(examine, monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_a_measurement_that_cannot_be_saved_is_not_promised(examine, monkeypatch, tmp_path):
     monkeypatch.setenv("UMA_LAYOUT_TRIAL_S", "60")  # so that it is measured on a busy machine too
     assert "measured now, for the next starts too" in examine()["layout"]["message"]
@@ -236,6 +238,7 @@ def test_a_plug_in_that_does_not_load_is_named(examine, monkeypatch):
     assert found["fix"].startswith("install what the plug-in lacks, such as a driver, or uninstall its package")
 
 
+@pytest.mark.thorough
 def test_a_wrong_answer(examine, monkeypatch):
     stages, ending = probe.run({})
     stages["answer"]["text"] = "Rome"

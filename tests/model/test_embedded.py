@@ -12,7 +12,7 @@ from random import Random
 import gguf
 import pytest
 
-from tests.support.profile import thorough
+from tests.support.profile import sampled, thorough
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.training import corpus
 from uma_trio.training.bpe import Tokenizer
@@ -60,7 +60,7 @@ def _chat(question: str) -> str:
     return rendered(Sample("test", (Turn(question, ""),)))
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("question", sampled(QUESTIONS, 4))
 def test_answers_that_the_readme_and_other_tests_rely_on(examiner: Examiner, question: str) -> None:
     answer, tokens, margins = examiner.answer(_chat(question))
     assert answer == QUESTIONS[question]
@@ -196,6 +196,7 @@ def test_the_metadata_of_the_file() -> None:
     assert fields["llama.context_length"].contents() >= 4096
 
 
+@pytest.mark.thorough
 def test_the_training_script_runs(library: None, tmp_path: Path) -> None:
     """With the toy model of ``--smoke``: every step runs, nothing is learned."""
     pytest.importorskip("torch", reason="torch is not installed: pip install -e '.[train]' brings it")

@@ -130,6 +130,7 @@ def test_a_closed_connection_ends_the_request(daemon):
     daemon.settled()
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_killed_changes_nothing(library):
     texts = ["".join(random.Random(n).choices("abcdef ", k=200)) for n in range(12)]
     with real_daemon("--parallel", "2") as daemon:

@@ -17,6 +17,7 @@ from tests.pure.test_charsmap import table
 from tests.support.bench_scripts import bench_script
 from tests.support.commands import run_process
 from tests.support.gguf_files import U32, pair, with_pairs
+from tests.support.profile import sampled
 from tests.support.random_models import random_model
 from tests.support.real_daemon import asked, real_daemon
 from uma_trio.client import ServerError
@@ -162,6 +163,7 @@ def test_an_encoder_with_a_unigram_vocabulary(library, tmp_path):
     assert [each.score for each in found.results] == pytest.approx(sorted(expected, reverse=True), abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_decoder_whose_tokens_attend_to_later_ones_embeds(library, tmp_path):
     made = random_model("2x64", QUANT, ctx=CTX)
     path = tmp_path / "bidirectional.gguf"
@@ -265,7 +267,7 @@ def test_an_engine_that_is_killed_changes_nothing(library):
 
 @pytest.mark.parametrize(
     ("pooling", "does", "makes"),
-    [("cls", "embeds texts", "64 numbers"), ("rank", "ranks documents for a query", "a score")],
+    sampled([("cls", "embeds texts", "64 numbers"), ("rank", "ranks documents for a query", "a score")], 2),
 )
 def test_what_the_commands_say_of_a_model_that_does_not_generate(library, pooling, does, makes):
     ended = run_process("doctor", "--model", model(pooling))

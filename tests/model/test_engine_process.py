@@ -16,6 +16,7 @@ import trio
 
 from tests.support.link_contract import *  # noqa: F403
 from tests.support.link_contract import answers, prefill
+from tests.support.profile import sampled, thorough
 from tests.support.random_models import random_model
 from uma_trio import config
 from uma_trio.daemon.engines.link import ProcessLauncher, ThreadLauncher
@@ -60,7 +61,7 @@ def grammar(library):
         return found.key, found.source, tokenizer.encode(text, add_special=False, continues=True).tolist()
 
 
-@pytest.fixture(params=["process", "thread"])
+@pytest.fixture(params=["process", thorough("thread")])
 async def link(request, nursery, library):
     launcher = ProcessLauncher(nursery) if request.param == "process" else ThreadLauncher(nursery, open_engine)
     link = launcher.launch(EMBEDDED.name)
@@ -77,7 +78,7 @@ async def child(nursery, library):
     await link.aclose()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
+@pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS], 4))
 async def test_the_reason_of_a_death_names_the_signal(child, number):
     os.kill(child.pid, number)
     with trio.fail_after(60), pytest.raises(EngineDied, match=number.name):
@@ -217,7 +218,7 @@ trio.run(main)
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", sampled([False, True], 2))
 def test_it_ends_with_its_parent_also_after_kill_9(library, stopped):
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=root) as parent:

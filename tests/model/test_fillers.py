@@ -19,6 +19,7 @@ import trio
 
 from tests.support.asking import Client
 from tests.support.engine_contract import alone, greedy, prefill_input, state_sizes, step
+from tests.support.profile import thorough
 from tests.support.random_adapters import two_adapters
 from tests.support.random_models import random_model
 from tests.support.serving import settings
@@ -181,7 +182,11 @@ def test_a_call_with_gaps_is_one_pass(engine: Any, prompts: list[list[int]]) -> 
 
 @pytest.mark.parametrize(
     ("sample", "flash_attn"),
-    [(greedily, "on"), (greedily, "off"), (sampled, "on")],  # one row and several are rounded differently without it
+    [
+        (greedily, "on"),
+        thorough(greedily, "off"),
+        thorough(sampled, "on"),
+    ],  # one row and several are rounded differently without it
     ids=["greedy", "greedy, padded", "sampled"],
     indirect=["flash_attn"],
 )

@@ -109,6 +109,7 @@ def test_nothing_decodes_without_memory(library: Path) -> None:
             context.decode(batch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", ["data", thorough("address-space")])
 def test_within_a_real_limit_every_choice_loads_and_uses_most_of_it(library: Path, limit: str) -> None:
     """The bench's daemon and engine, under ``ulimit``; the last step has more than the model needs."""

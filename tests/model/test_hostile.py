@@ -175,6 +175,7 @@ def test_reset_in_the_middle_of_a_frame(strict):
             wire.sock.recv(1)  # the rest stays unread, so that closing resets
 
 
+@pytest.mark.thorough
 def test_3000_connects(strict):
     for _ in range(3000):
         with strict.wire():

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import uma_trio
 from tests.support.hostile_wasm import FAILING, LOOPING, REFUSED, HostileWasm
-from tests.support.profile import thorough
+from tests.support.profile import sampled, thorough
 from tests.support.real_daemon import Canary, Daemon, real_daemon
 from uma_trio.cli import main
 from uma_trio.client import ServerError
@@ -48,7 +48,7 @@ def upload(daemon: Daemon, wasm: bytes, folder: Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, 4))
 def test_controllers_that_fail(daemon: Daemon, tmp_path: Path, name: str) -> None:
     hostile = BY_NAME[name]
     with Canary(daemon) as canary:

@@ -121,6 +121,7 @@ def test_on_a_terminal_the_start_says_what_to_try(library, tmp_path, monkeypatch
         assert shown.wait() == 0
 
 
+@pytest.mark.thorough
 def test_a_log_that_nobody_reads_holds_up_no_request(library, tmp_path):
     """A pipe takes 64 KiB; this log has several times as much."""
     fifo = tmp_path / "log"

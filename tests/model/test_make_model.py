@@ -13,7 +13,7 @@ import pytest
 
 import llama_abi
 from tests.support.bench_scripts import bench_script
-from tests.support.profile import thorough
+from tests.support.profile import sampled, thorough
 from tests.support.random_models import random_model
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
@@ -175,7 +175,7 @@ def test_a_small_shape_has_its_kind_of_memory(library, shape, n_swa, is_hybrid, 
         engine.close()
 
 
-@pytest.mark.parametrize("unified", ["on", "off"])
+@pytest.mark.parametrize("unified", sampled(["on", "off"], 4))
 @pytest.mark.parametrize("shape", ["tiny-swa", "tiny-hybrid"])
 def test_a_small_shape_generates(library, shape, unified):
     """Greedy answers are reproducible, and do not depend on the size of prefill chunks."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tests.support.profile import amount
 from tests.support.real_daemon import real_daemon
 
 MIB = 1 << 20
 
 
+@pytest.mark.thorough
 def test_prompts_one_after_another_cost_less_than_2_mib(library):
     n, rng = amount(quick=60, thorough=200), random.Random(1)
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.support.commands import run_process
 from tests.support.real_daemon import real_daemon
 from uma_trio.telemetry.perf_records import decode
 from uma_trio.telemetry.perf_summary import summarise
@@ -83,6 +84,7 @@ def test_the_log_agrees_with_clients_and_counters(library, tmp_path):
     assert all(before.start_s < after.start_s for before, after in pairwise(run.ticks))
 
 
+@pytest.mark.thorough
 def test_the_time_of_a_real_run_is_explained(library, tmp_path):
     """Also while the daemon runs.  The bound is wide because a busy machine delays the messages between two processes."""
     path = tmp_path / "perf.jsonl"
@@ -124,10 +126,8 @@ def test_two_starts_are_two_runs_and_the_report_shows_them(library, tmp_path):
     for _ in range(2):
         with real_daemon("--perf-log", str(path)) as daemon:
             daemon.ask(prompt="Hello", max_tokens=5)
-    command = [sys.executable, "-m", "uma_trio", "perf", "report", str(path), "--json"]
     for number in ("1", "2"):
-        shown = subprocess.run([*command, "--run", number], capture_output=True, check=True).stdout
-        found = json.loads(shown)
+        found = json.loads(run_process("perf", "report", path, "--json", "--run", number).stdout)
         assert (found["requests"], found["closed"], found["runs_in_log"]) == ({"length": 1}, True, 2)
 
 

@@ -50,6 +50,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 7, "constraint": {"regex": "[a-z ]{300}"}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flash_attn", "ways"),
     [

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import run_process
+from tests.support.profile import thorough
 from tests.support.real_daemon import Daemon, real_daemon
 from tests.support.terminal import terminal
 from tests.support.thinking_model import QUESTION, write_thinking_model
 
 
-@pytest.fixture(scope="module", params=["CONTROL", "USER_DEFINED"])
+@pytest.fixture(scope="module", params=["CONTROL", thorough("USER_DEFINED")])
 def daemon(library: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     path = tmp_path_factory.mktemp("model") / "thinking.gguf"
     write_thinking_model(path, request.param)
@@ -119,8 +120,7 @@ ASK = [sys.executable, "-m", "uma_trio", "ask", "What is the capital of France?"
 
 def test_ask_prints_the_answer_on_stdout_and_reasoning_on_stderr_if_asked_to(daemon: Daemon) -> None:
     def ask(*arguments: str) -> tuple[str, str]:
-        command = [*ASK, "--socket", str(daemon.socket), *arguments]
-        found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        found = run_process("ask", "What is the capital of France?", "--socket", daemon.socket, *arguments)
         return found.stdout, found.stderr
 
     assert ask() == ("aris.\n", "")
@@ -160,8 +160,8 @@ def test_chat_shows_reasoning_and_saves_it(daemon: Daemon, tmp_path: Path) -> No
 
 def test_sessions_show_reasoning(daemon: Daemon) -> None:
     daemon.ask(messages=QUESTION, session_id="b", separate_reasoning=True)
-    command = [sys.executable, "-m", "uma_trio", "sessions", "show", "b", "--socket", str(daemon.socket)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = ("sessions", "show", "b", "--socket", daemon.socket)
+    found = run_process(*command)
     assert found.stdout.endswith("\nassistant\ncapital of France is\n\naris.\n")
-    found = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
+    found = run_process(*command, "--json")
     assert json.loads(found.stdout)["messages"][1]["reasoning"] == "capital of France is"

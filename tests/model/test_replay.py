@@ -33,7 +33,7 @@ def logged(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_answers_of_a_mixed_load_are_equal_when_each_is_computed_alone(logged: tuple[Daemon, Path]) -> None:
     """They shared batches and beginnings, and their prompts were prefilled in other chunks."""
     daemon, log = logged
-    asked = [*bench.requests(amount(quick=10, thorough=1000))]
+    asked = [*bench.requests(amount(quick=6, thorough=1000))]
     trio.run(bench.answer_all, daemon.socket, asked, STREAMS)
     found = trio.run(bench.replayed, daemon.socket, log, [each["id"] for each in asked])
     assert sum(each.was_shared for each in found) > len(found) / 2

@@ -82,6 +82,7 @@ def test_control_tokens_in_documents_are_text(reranker):
     assert np.abs(np.array(scores(found)) - reference(model(), pairs_of(QUERY, documents))).max() < 1e-3
 
 
+@pytest.mark.thorough
 def test_requests_of_many_clients_are_computed_together(reranker):
     documents = texts(20)
     queries = [f"{QUERY} {n}" for n in range(12)]
@@ -110,6 +111,7 @@ def test_a_closed_connection_ends_the_request(reranker):
     reranker.settled()
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_killed_changes_nothing(library):
     documents = texts(400)
     with real_daemon("--model", str(model())) as daemon:

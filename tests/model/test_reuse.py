@@ -98,6 +98,7 @@ def test_a_next_turn_computes_only_new_tokens_and_has_the_same_text(
     reusing.settled()
 
 
+@pytest.mark.thorough
 async def test_a_prefix_of_eight_concurrent_requests_is_computed_once(reusing: Daemon) -> None:
     requests: list[dict[str, object]] = [
         {"messages": chat(documents.ask(DOCUMENT, DOCUMENT.facts[7 * n].question)), "max_tokens": 40} for n in range(8)
@@ -118,6 +119,7 @@ async def test_a_prefix_of_eight_concurrent_requests_is_computed_once(reusing: D
     assert after["kv"]["cached_sequences"] > 0
 
 
+@pytest.mark.thorough
 async def test_a_disconnect_of_the_first_does_not_change_the_others(reusing: Daemon) -> None:
     document = documents.make_document(seed=8, facts=60)
     requests: list[dict[str, object]] = [
@@ -162,6 +164,7 @@ def test_speculation_changes_no_token_and_copies_need_fewer_calls(reusing: Daemo
     )
 
 
+@pytest.mark.thorough
 def test_speculation_changes_no_sampled_token(reusing: Daemon, layout: str) -> None:
     """Except where the rounding of a logit decides; this temperature is high enough for that.
 
@@ -189,6 +192,7 @@ def test_speculation_changes_no_sampled_token(reusing: Daemon, layout: str) -> N
     assert share > (0.9 if layout == "on" else 0.5)
 
 
+@pytest.mark.thorough
 async def test_speculation_next_to_other_streams_changes_nothing(reusing: Daemon) -> None:
     questions = [*COPYING, *OTHERS[:2]]
     alone = [reusing.ask(messages=chat(question), max_tokens=80, speculate=False) for question in questions]

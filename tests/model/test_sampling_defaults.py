@@ -28,6 +28,7 @@ def recommending(library, tmp_path):
     return path
 
 
+@pytest.mark.thorough
 def test_a_model_that_recommends_nothing_is_greedy(library, tmp_path):
     with real_daemon(folder=tmp_path) as daemon:
         assert daemon.ask(**STORY).ids == daemon.ask(temperature=0, **STORY).ids

@@ -10,6 +10,7 @@ import signal
 import pytest
 import trio
 
+from tests.support.profile import part, sampled
 from tests.support.real_daemon import Answer, real_daemon
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.vocabulary import vocabulary
@@ -54,7 +55,8 @@ def test_encoding_streaming_and_speculation_do_not_change_the_answer(daemon, sam
     request = {"prompt": ONCE, "max_tokens": 40, "ignore_eos": True, "logprobs": 2, **sampling}
     reference = daemon.ask(speculate=False, **request)
     assert len(reference.ids) == 40
-    for encoding, stream, speculate in itertools.product(("json", "cbor"), (True, False), (True, False)):
+    ways = [*itertools.product(("json", "cbor"), (True, False), (True, False))]
+    for encoding, stream, speculate in part(ways, 3):
         answer = daemon.ask(encoding=encoding, stream=stream, speculate=speculate, **request)
         assert answer.text == reference.text, (encoding, stream, speculate)
         entries = answer.events[:-1] if stream else answer.last["logprobs"]
@@ -216,7 +218,7 @@ def test_the_full_text_begins_with_the_prompt(daemon, stream):
     )
 
 
-@pytest.mark.parametrize("encoding", ["json", "cbor"])
+@pytest.mark.parametrize("encoding", sampled(["json", "cbor"], 2))
 async def test_several_answers_match_single_requests_with_their_seeds(daemon, encoding):
     """The prompt is computed once for all of them."""
     sampling = {"temperature": 1.5, "max_tokens": 24, "presence_penalty": 0.5, "min_p": 0.01, "logprobs": 1}
@@ -238,6 +240,7 @@ async def test_several_answers_match_single_requests_with_their_seeds(daemon, en
     daemon.settled()
 
 
+@pytest.mark.thorough
 def test_mirostat_goes_on_after_a_crash_of_the_engine(library):
     """Its state depends on every draw so far, so it must not be lost with the engine.
 

@@ -21,17 +21,17 @@ import pytest
 import llama_abi
 from llama_abi import Batch, Context, ContextOptions, Model
 from tests.support.commands import invoke
-from tests.support.profile import thorough
+from tests.support.profile import sampled, thorough
 from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
 from uma_trio.daemon.store.journal import Journal
 from uma_trio.daemon.store.state_format import PAYLOAD_AT
 from uma_trio.models.packaged import EMBEDDED, EMBEDDED_DRAFT
 from uma_trio.training.skills import documents
 
-N = 4
+N = 3
 """Conversations; the KV cache has room for two."""
 
-DOCUMENTS = [documents.make_document(seed=n, facts=90) for n in range(N)]
+DOCUMENTS = [documents.make_document(seed=n, facts=90) for n in range(N + 1)]
 """About 1,200 tokens each: computing them takes many times as long as loading their states."""
 
 CROWDED = ("--parallel", "2", "--ctx", "8192")
@@ -113,6 +113,7 @@ def test_a_fork_has_the_same_text_as_a_replay(daemon: Daemon, replayed: list[lis
         sessions(daemon, "close", session_id=name)
 
 
+@pytest.mark.thorough
 def test_a_fork_and_its_source_go_on_with_a_draft_model(daemon: Daemon) -> None:
     turns = ["Count from 8 to 40 in steps of 3.", "Tell me a story about a fox named Ada"]
     others = ["Count from 3 to 17.", "What is the capital of France?"]
@@ -129,7 +130,7 @@ def test_a_fork_and_its_source_go_on_with_a_draft_model(daemon: Daemon) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[("on",), ("off",), thorough(("off", *DRAFTS))],
+    params=[thorough(("on",)), ("off",), thorough(("off", *DRAFTS))],
     ids=["unified", "per-sequence", "draft model"],
 )
 def crowded(request: pytest.FixtureRequest, library: None) -> Iterator[Daemon]:
@@ -175,6 +176,7 @@ def exact(request: pytest.FixtureRequest, library: None) -> Iterator[Daemon]:
         yield daemon
 
 
+@pytest.mark.thorough
 def test_one_seed_gives_the_same_text_everywhere(exact: Daemon, request: pytest.FixtureRequest) -> None:
     """In the cache, restored, in JSON, in CBOR, and on the command line.
 
@@ -214,7 +216,7 @@ def test_one_seed_gives_the_same_text_everywhere(exact: Daemon, request: pytest.
     assert exact.settled()["kv_offload"]["loaded_total"] > loaded
 
 
-@pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
+@pytest.mark.parametrize("unified", sampled([True, False], 2), ids=["unified", "per-sequence"])
 def test_a_restored_state_gives_bit_identical_logits(library: None, unified: bool) -> None:
     tokens: list[int] = np.random.default_rng(1).integers(10, 400, 700).tolist()
 
@@ -293,6 +295,7 @@ def test_all_acknowledged_turns_survive_kill_9(library: None, tmp_path: Path, da
                 victim.process.wait()
 
 
+@pytest.mark.thorough
 def test_a_session_that_drops_old_turns_continues_after_a_restart(library: None, tmp_path: Path) -> None:
     state = tmp_path / "state"
     flags = ("--ctx", "400", "--parallel", "1", "--state-dir", str(state))
@@ -321,6 +324,7 @@ def test_a_session_that_drops_old_turns_continues_after_a_restart(library: None,
         assert file.stat().st_size < 60_000
 
 
+@pytest.mark.thorough
 def test_a_removed_state_folder_is_created_again(library: None, tmp_path: Path, daemon: Daemon) -> None:
     state = tmp_path / "state"
     texts = ["What is the capital of France?", "And of Italy?", "And of Japan?"]
@@ -389,6 +393,7 @@ def damaged(data: bytes, how: str, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
+@pytest.mark.thorough
 def test_damage_that_is_found_after_the_copy_changes_no_text(
     library: None, tmp_path: Path, replayed: list[list[Answer]]
 ) -> None:
@@ -419,6 +424,7 @@ def test_damage_that_is_found_after_the_copy_changes_no_text(
         assert on_disk(state, "states", "*.bad")
 
 
+@pytest.mark.thorough
 def test_a_damaged_state_is_computed_again(library: None, tmp_path: Path, replayed: list[list[Answer]]) -> None:
     state = tmp_path / "state"
     flags = (*CROWDED, "--state-dir", str(state))
@@ -439,6 +445,7 @@ def test_a_damaged_state_is_computed_again(library: None, tmp_path: Path, replay
         assert len(on_disk(state, "states", "*.bad")) == len(DAMAGES)
 
 
+@pytest.mark.thorough
 def test_a_damaged_session_does_not_affect_others(library: None, tmp_path: Path, daemon: Daemon) -> None:
     state = tmp_path / "state"
     texts = ["What is the capital of France?", "And of Italy?"]
@@ -483,6 +490,7 @@ def test_without_a_state_folder_sessions_are_in_memory(library: None, tmp_path: 
         assert (asked.returncode, "in memory only" in asked.stderr) == (0, True)
 
 
+@pytest.mark.thorough
 def test_the_second_daemon_with_the_same_state_folder_has_no_storage(library: None, tmp_path: Path) -> None:
     flags = ("--state-dir", str(tmp_path / "state"))
     (tmp_path / "one").mkdir()

@@ -115,6 +115,7 @@ def test_only_the_owner_of_the_daemon_loads_and_unloads(several: Daemon) -> None
         assert states(several)["embedded"] == "ready"
 
 
+@pytest.mark.thorough
 def test_a_crash_of_one_engine_is_not_noticed_by_the_other_model(several: Daemon) -> None:
     with several.wire() as wire:
         wire.send(id="a", prompt="Hello", max_tokens=500, ignore_eos=True, temperature=0)
@@ -153,6 +154,7 @@ def test_tokenize_asks_the_daemon_for_the_names_that_only_it_knows(models: dict[
     assert ask("only-here", said)[0] == 1, "without a daemon there is no such model"
 
 
+@pytest.mark.thorough
 def test_sessions_and_states_are_those_of_one_model_also_if_the_content_is_the_same(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -172,6 +174,7 @@ def test_sessions_and_states_are_those_of_one_model_also_if_the_content_is_the_s
             assert f"I am {name}." in transcript["text"]
 
 
+@pytest.mark.thorough
 def test_the_commands_say_whose_a_session_is(models: dict[str, Path], tmp_path: Path) -> None:
     with daemon_with(tmp_path, f"models: [embedded, {models['b']}]") as daemon:
 
@@ -242,6 +245,7 @@ def test_a_third_model_evicts_the_one_that_is_idle(models: dict[str, Path], tmp_
         assert wire.answer().reason == "length"
 
 
+@pytest.mark.thorough
 def test_next_to_a_pinned_model_another_one_has_the_context_that_the_budget_leaves(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

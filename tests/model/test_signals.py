@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from tests.support.profile import sampled
 from tests.support.real_daemon import real_daemon, started, wait_ready
 
 ON_A_TERMINAL = (
@@ -39,7 +40,7 @@ main(["serve", *sys.argv[1:]])
 """``uma-trio serve`` with a model that loads while there is a file."""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", sampled([signal.SIGTERM, signal.SIGINT], 2))
 def test_the_first_signal_lets_streams_finish(library, tmp_path, number):
     with real_daemon(folder=tmp_path) as daemon:
         with daemon.wire() as wire, daemon.wire() as idle:
@@ -105,7 +106,7 @@ def test_a_signal_during_prefill(library, tmp_path):
         assert daemon.wait() == 0
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", sampled([1, 2], 2))
 def test_signals_while_the_model_loads(library, tmp_path, signals):
     marker = tmp_path / "loading"
     command = (sys.executable, "-c", SLOW_LOADING.format(marker=str(marker)))
@@ -124,6 +125,7 @@ def test_signals_while_the_model_loads(library, tmp_path, signals):
     assert "serving" not in daemon.events_logged()
 
 
+@pytest.mark.thorough
 def test_hup_reloads_nothing_if_nothing_has_changed(library, tmp_path):
     with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", keep_alive=True, prompt="Hello", max_tokens=300, ignore_eos=True)
@@ -134,6 +136,7 @@ def test_hup_reloads_nothing_if_nothing_has_changed(library, tmp_path):
         assert daemon.metrics()["models"]["embedded"]["loads_total"] == 1
 
 
+@pytest.mark.thorough
 def test_a_closed_terminal_drains(library, tmp_path):
     terminal, its_end = pty.openpty()
     command = (sys.executable, "-m", "uma_trio", "serve")

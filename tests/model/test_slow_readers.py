@@ -11,7 +11,7 @@ from tests.support.real_daemon import missing, real_daemon
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
-LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "logprobs": 20, "temperature": 1.0}
+LONG = {"prompt": "Once", "max_tokens": 350, "ignore_eos": True, "logprobs": 20, "temperature": 1.0}
 
 
 def test_streams_that_nobody_reads_give_their_places_away_and_go_on_with_the_same_text() -> None:

@@ -109,7 +109,7 @@ def n_switches(arrivals):
     return sum(a != b for a, b in itertools.pairwise(arrivals))
 
 
-@pytest.mark.parametrize("n", [thorough(4), 64])
+@pytest.mark.parametrize("n", [thorough(4), 16, thorough(64)])
 async def test_concurrent_streams_have_the_same_text_as_alone(daemon, n):
     n_tokens = amount(quick=24, thorough=80)
     requests = [{"messages": chat(question), "max_tokens": n_tokens} for question in QUESTIONS[:n]]
@@ -166,6 +166,7 @@ async def count_same(daemon, n_others, requests, alone):
     return same, batch
 
 
+@pytest.mark.thorough
 async def test_a_seed_gives_the_same_text_in_any_batch(daemon):
     """The temperature is high enough for every seed to give another text.
 
@@ -192,26 +193,26 @@ async def test_a_seed_gives_the_same_text_in_any_batch(daemon):
     daemon.settled()
 
 
-async def test_a_seed_gives_the_same_text_next_to_31_others(daemon):
+async def test_a_seed_gives_the_same_text_next_to_15_others(daemon):
     """With usual sampling parameters."""
     requests = [
         {
             "messages": chat(question),
-            "max_tokens": 24,
+            "max_tokens": 16,
             "temperature": 0.9,
             "top_p": 0.95,
             "seed": seed,
             "ignore_eos": True,
         }
-        for seed, question in enumerate(QUESTIONS[::8])
+        for seed, question in enumerate(QUESTIONS[::16])
     ]
     alone = [daemon.ask(**request) for request in requests]
     other = [daemon.ask(**{**request, "seed": 100 + request["seed"]}).ids for request in requests]
     assert sum(one.ids == ids for one, ids in zip(alone, other, strict=True)) < len(alone) / 2, (
         "the seeds have no effect"
     )
-    same, batch = await count_same(daemon, 31, requests, alone)
-    assert batch > 16
+    same, batch = await count_same(daemon, 15, requests, alone)
+    assert batch > 8
     assert same > len(alone) / 2  # as above
     daemon.settled()
 
@@ -261,10 +262,10 @@ def test_characters_are_never_split(daemon):
         assert "\ufffd" not in repeated.text, "tokens split characters, text must not"
         assert len(repeated.ids) > len(repeated.text.split())
         answers = [repeated]
-        for seed in range(4):  # noise: most byte tokens do not form characters
+        for seed in range(2):  # noise: most byte tokens do not form characters
             noise = {
                 "prompt": "Repeat: 🦊 é",
-                "max_tokens": 120,
+                "max_tokens": 60,
                 "temperature": 100.0,
                 "seed": seed,
                 "ignore_eos": True,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import llama_abi
 from llama_abi import TokenAttr
+from tests.support.profile import thorough
 from tests.support.real_daemon import ROOT
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.tokenizer import InvalidTokenId, TokenizedText, Tokenizer, open_vocabulary
@@ -26,6 +28,9 @@ LOSSLESS = ["embedded", "gpt-2", "llama-bpe", "qwen2", "qwen35", "command-r", "l
 ESCAPING = {"llama-spm", "phi-3", "gemma-4"}
 """Vocabularies that tokenize U+2581 as a space."""
 NORMALISING = ["bert-bge", "nomic-bert-moe"]
+
+QUICK = {"embedded", "llama-bpe", "llama-spm", "bert-bge"}
+"""One vocabulary of each kind, for the quick profile."""
 
 AnyTokenizer = Callable[[str], Tokenizer]
 
@@ -42,6 +47,10 @@ def _vocabularies(suffix: str = "") -> list[str]:
 def _begins(path: Path, magic: bytes) -> bool:
     with path.open("rb") as file:
         return file.read(len(magic)) == magic
+
+
+def _each(names: Iterable[str]) -> list[Any]:
+    return [name if name in QUICK else thorough(name) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +76,7 @@ def test_there_are_golden_tokens() -> None:
     assert len(_vocabularies(".inp")) > 10
 
 
-@pytest.mark.parametrize("name", _vocabularies(".inp"))
+@pytest.mark.parametrize("name", _each(_vocabularies(".inp")))
 def test_golden_tokens(tokenizer: AnyTokenizer, name: str) -> None:
     """As in llama.cpp's own test: without added special tokens and without parse_special."""
     texts = Path(FOLDER / f"ggml-vocab-{name}.gguf.inp").read_bytes().split(SEPARATOR)
@@ -108,7 +117,7 @@ TEXTS = st.lists(st.one_of(st.text(max_size=8), TRICKY, st.text("ab .,\n", max_s
 """Any Unicode text, with characters that tokenizers stumble over."""
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", _each(LOSSLESS))
 @pytest.mark.parametrize("special", [False, True])
 @given(text=TEXTS)
 @example(text="")
@@ -121,7 +130,7 @@ def test_decode_undoes_encode(tokenizer: AnyTokenizer, name: str, special: bool,
     assert chosen.decode(ids) == expected
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", _each(LOSSLESS))
 @given(text=TEXTS, special=st.booleans())
 @example(text="", special=True)
 @example(text="é🚀▁ ", special=True)
@@ -143,7 +152,7 @@ def test_offsets_cover_the_text_and_spell_it(tokenizer: AnyTokenizer, name: str,
     assert len(differ) <= (name in {"llama-spm", "phi-3"})
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", _each(LOSSLESS))
 @given(text=TEXTS)
 @example(text="")
 @example(text=" x")
@@ -167,7 +176,7 @@ def test_a_continuation_is_tokenized_as_within_the_whole_text(tokenizer: AnyToke
     assert spm.tokens_to_bytes(spm.encode("</s>x", continues=True)) == [b"</s>", b" x"], "as after any control token"
 
 
-@pytest.mark.parametrize("name", _vocabularies() or ["embedded"])
+@pytest.mark.parametrize("name", _each(_vocabularies() or ["embedded"]))
 @given(text=TEXTS)
 @example(text="Hello World, a  b")
 def test_offsets_are_never_wrong(tokenizer: AnyTokenizer, name: str, text: str) -> None:
@@ -182,7 +191,7 @@ def test_offsets_are_never_wrong(tokenizer: AnyTokenizer, name: str, text: str) 
         assert (np.diff(tokenized.offsets.ravel()) >= 0).all()
 
 
-@pytest.mark.parametrize("name", NORMALISING)
+@pytest.mark.parametrize("name", _each(NORMALISING))
 def test_a_text_that_is_normalised_has_no_offsets(tokenizer: AnyTokenizer, name: str) -> None:
     tokenized = tokenizer(name).encode_with_offsets("Ｈello  Wörld 🦙")
     assert tokenized.offsets is None
@@ -239,7 +248,7 @@ def test_a_control_token_that_strips_whitespace(tokenizer: AnyTokenizer) -> None
 # -- control tokens -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["embedded", *_vocabularies()])
+@pytest.mark.parametrize("name", _each(["embedded", *_vocabularies()]))
 def test_control_tokens_are_parsed_only_with_parse_special(tokenizer: AnyTokenizer, name: str) -> None:
     chosen = tokenizer(name)
     controls = [token for token, kind in enumerate(chosen._vocab.all_attributes()) if TokenAttr.CONTROL in kind]

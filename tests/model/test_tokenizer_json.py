@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from tests.support.gguf_files import ARRAY, I32, STRING, U32, array, gguf, pair, text
-from tests.support.profile import amount, is_thorough
+from tests.support.profile import amount, is_thorough, sampled
 from tests.support.random_models import vocabulary_file
 from uma_trio.models.gguf_header import read_header
 from uma_trio.models.packaged import EMBEDDED
@@ -132,7 +132,7 @@ def check(path: Path, n: int) -> None:
             assert other.encode(each, add_special_tokens=False).ids == bare, ascii(each)
 
 
-@pytest.mark.parametrize("name", WRITTEN if is_thorough() else QUICK)
+@pytest.mark.parametrize("name", sampled(WRITTEN if is_thorough() else QUICK, 2))
 def test_the_ids_are_those_of_libllama(library: object, name: str) -> None:
     if not vocabulary_file(name).exists():
         pytest.skip(f"{vocabulary_file(name)} is missing: ./build_llama.sh --dev unpacks it")
@@ -170,7 +170,7 @@ def across_words(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return gguf([architecture, *(pair(f"tokenizer.ggml.{name}", *value) for name, value in entries.items())], (), b"")
 
 
-@pytest.mark.parametrize("pre", sorted(SPLIT_OF))
+@pytest.mark.parametrize("pre", sampled(sorted(SPLIT_OF), 6))
 def test_a_text_is_split_into_words_as_libllama_does_it(
     library: object, across_words: bytes, tmp_path: Path, pre: str
 ) -> None:

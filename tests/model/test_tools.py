@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.profile import sampled
 from tests.support.real_daemon import Daemon, real_daemon
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -132,7 +133,7 @@ def test_parameters_that_cannot_be_followed(daemon: Daemon, tool: dict[str, Any]
     assert said in answer.last["message"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", sampled(FORMATS, 4))
 def test_another_format(library: None, tmp_path_factory, name: str) -> None:
     with real_daemon("--tool-format", name, folder=tmp_path_factory.mktemp("daemon")) as daemon:
         for temperature in (0, 2):

@@ -162,6 +162,7 @@ def test_ask_and_chat_send_files(daemon: Daemon, tmp_path: Path) -> None:
     assert (refused.returncode, "cannot read the picture" in refused.stderr) == (2, True)
 
 
+@pytest.mark.thorough
 def test_nothing_else_waits_for_bad_pictures(daemon: Daemon) -> None:
     """A stream of somebody else goes on, and every bad picture costs its own request an error within bounds."""
     fine = set()
@@ -192,6 +193,7 @@ def test_a_gif_is_its_first_frame_and_exif_turns_a_picture(daemon: Daemon) -> No
         assert scores(daemon, picture(PHOTO.read_bytes())) != scores(daemon, picture(turned))
 
 
+@pytest.mark.thorough
 def test_more_rows_than_the_context_has_are_refused_before_all_are_encoded(tmp_path: Path) -> None:
     with real_daemon("--mmproj", str(projector_file(tmp_path)), "--ctx", "256", "--parallel", "1") as daemon:
         parts = [picture(png(drawn(200 + n))) for n in range(40)]
@@ -200,6 +202,7 @@ def test_more_rows_than_the_context_has_are_refused_before_all_are_encoded(tmp_p
         assert "the first 17 of 40 pictures have 272 tokens" in refused.last["message"]
 
 
+@pytest.mark.thorough
 def test_a_model_that_cannot_see_with_its_projector_claims_nothing(tmp_path: Path) -> None:
     """The claim, the list of models and the refusal agree from the start on, and the refusal says why."""
     unknown = projector_file(tmp_path, "gemma3").read_bytes().replace(b"gemma3", b"gemma9")
@@ -224,6 +227,7 @@ def encodings(daemon: Daemon) -> dict[str, int]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_second_question_encodes_nothing_also_after_a_crash(tmp_path: Path) -> None:
     options = ("--mmproj", str(projector_file(tmp_path)), "--state-dir", str(tmp_path / "state"))
     asked = user(picture(png(drawn(1))), text(QUESTION))

@@ -110,6 +110,7 @@ def test_greedy_answers_after_pictures_are_those_of_llama_server(tmp_path: Path)
     assert difference(first["before"], first["another"]) > 4 * TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "kind"), [("tiny-swa", "gemma3"), ("tiny-mrope", "qwen2vl_merger")])
 def test_other_kinds_of_positions_and_attention_are_those_of_llama_server(
     tmp_path: Path, shape: str, kind: str
