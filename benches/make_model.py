@@ -3,7 +3,7 @@
     python benches/make_model.py --shape 125m --quant q8_0 --out /tmp/125m.gguf
 
 The model is as fast as a trained one of its shape, but its text has no meaning.  Sequences of the shapes tiny-swa,
-tiny-hybrid and 125m-hybrid cannot be truncated.  Those with bert in their names are encoders: they embed texts, and
+tiny-hybrid, tiny-hybrid-mrope and 125m-hybrid cannot be truncated.  Those with bert in their names are encoders: they embed texts, and
 those of tiny-bert-rank, 33m-bert-rank and tiny-qwen3-rank rank documents.
 
 Weights are scaled so that activations keep their size from layer to layer, and logits have a standard deviation of 3, so
@@ -75,7 +75,7 @@ def _bytes(noise: np.random.SFC64, count: int) -> npt.NDArray[np.uint8]:
 def tensor_bytes(tensor: Tensor, quant: str, seed: int, index: int) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the data of one tensor in chunks of whole rows."""
     if tensor.deviation is None:
-        yield np.ones(tensor.columns, np.float32).view(np.uint8)
+        yield np.full(tensor.columns, tensor.value, np.float32).view(np.uint8)
         return
     noise = np.random.SFC64(np.random.SeedSequence([seed, index]))
     row_bytes = gguf.quant_shape_to_byte_shape((1, tensor.columns), tensor.ggml_type(quant))[1]

@@ -41,6 +41,12 @@ CONVOLUTION = 3
 """Tokens in the kernel of a layer with a short convolution; all but the last are its state."""
 EXPERTS_USED = 2
 """Experts that every token uses."""
+DELTA_HEADS = 2
+"""Heads of a layer with a gated delta net; they share one head of queries and keys."""
+DELTA_KERNEL = 4
+"""Tokens in the kernel of the convolution before such a layer."""
+DECAY = -0.5
+"""How quickly the state of such a layer fades."""
 
 BIAS_DEVIATION = 0.1
 
@@ -59,8 +65,8 @@ class Shape:
     ffn: int
     architecture: str = "llama"
     """``llama``; ``gemma3``, in which every second layer has a sliding window; ``lfm2``, in which every second layer is a
-    recurrent convolution.  The last two cannot truncate sequences.  ``qwen3``; ``qwen2vl``, whose pictures have positions in
-    two dimensions; ``bert``: an encoder."""
+    recurrent convolution; ``qwen35``, in which it is a gated delta net, and whose pictures have positions in two dimensions.
+    The last three cannot truncate sequences.  ``qwen3``; ``qwen2vl``, with such pictures; ``bert``: an encoder."""
     pooling: str | None = None
     """A name of ``gguf.PoolingType`` for the metadata, in lower case.  With ``rank`` it has a classification head."""
     experts: int = 0
@@ -99,6 +105,7 @@ SHAPES = {
     "125m-hybrid": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048, architecture="lfm2"),
     "tiny-swa": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="gemma3"),
     "tiny-hybrid": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="lfm2"),
+    "tiny-hybrid-mrope": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="qwen35"),
     "tiny-mrope": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="qwen2vl"),
     "tiny-qwen3-rank": Shape(layers=2, width=64, heads=2, kv_heads=1, ffn=192, architecture="qwen3", pooling="rank"),
     **{
@@ -136,7 +143,7 @@ def parse_shape(text: str) -> Shape:
 
 @attrs.frozen
 class Tensor:
-    """A tensor of the file.  ``deviation`` is the standard deviation of its weights; ``None``: a vector of ones."""
+    """A tensor of the file.  ``deviation`` is the standard deviation of its weights; ``None``: all are ``value``."""
 
     name: str
     rows: int
@@ -146,6 +153,7 @@ class Tensor:
     """Rows of zeros."""
     is_float: bool = False
     """F32, whatever the model's quantization."""
+    value: float = 1.0
     experts: int = 1
     """Matrices one after the other, each of ``rows / experts`` rows."""
 
@@ -185,11 +193,14 @@ def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp], ctx: int) 
         yield Tensor(f"blk.{layer}.attn_norm.weight", 1, width, None)
         if shape.architecture == "lfm2" and not shape.is_plain(layer):
             yield from convolution(layer, width)
+        elif shape.architecture == "qwen35" and not shape.is_plain(layer):
+            yield from delta_net(layer, shape)
         else:
             yield from attention(layer, shape)
-        if gemma:
+        if gemma or shape.architecture == "qwen35":
             yield Tensor(f"blk.{layer}.post_attention_norm.weight", 1, width, None)
-        yield Tensor(f"blk.{layer}.ffn_norm.weight", 1, width, None)
+        if shape.architecture != "qwen35":
+            yield Tensor(f"blk.{layer}.ffn_norm.weight", 1, width, None)
         n, of = (shape.experts, "_exps") if shape.experts else (1, "")
         if shape.experts:
             yield Tensor(f"blk.{layer}.ffn_gate_inp.weight", n, width, from_width)
@@ -242,7 +253,8 @@ def attention(layer: int, shape: Shape) -> Iterator[Tensor]:
     """Yield the tensors of attention in one layer."""
     width, kv = shape.width, shape.kv_heads * shape.head_width
     deviation = 1 / math.sqrt(width)
-    yield Tensor(f"blk.{layer}.attn_q.weight", width, width, deviation * SHARP_ATTENTION)
+    gates = width if shape.architecture == "qwen35" else 0  # after the queries of each head
+    yield Tensor(f"blk.{layer}.attn_q.weight", width + gates, width, deviation * SHARP_ATTENTION)
     yield Tensor(f"blk.{layer}.attn_k.weight", kv, width, deviation * SHARP_ATTENTION)
     yield Tensor(f"blk.{layer}.attn_v.weight", kv, width, deviation)
     yield Tensor(f"blk.{layer}.attn_output.weight", width, width, deviation)
@@ -260,6 +272,22 @@ def convolution(layer: int, width: int) -> Iterator[Tensor]:
     yield Tensor(f"blk.{layer}.shortconv.in_proj.weight", 3 * width, width, deviation)
     yield Tensor(f"blk.{layer}.shortconv.conv.weight", width, CONVOLUTION, 1 / math.sqrt(CONVOLUTION))
     yield Tensor(f"blk.{layer}.shortconv.out_proj.weight", width, width, deviation)
+
+
+def delta_net(layer: int, shape: Shape) -> Iterator[Tensor]:
+    """Yield the tensors of a gated delta net in one layer, a linear attention with a recurrent state."""
+    width, head, block = shape.width, shape.head_width, f"blk.{layer}"
+    inner, deviation = DELTA_HEADS * head, 1 / math.sqrt(width)
+    mixed = 2 * head + inner
+    yield Tensor(f"{block}.attn_qkv.weight", mixed, width, deviation)
+    yield Tensor(f"{block}.attn_gate.weight", inner, width, deviation)
+    yield Tensor(f"{block}.ssm_conv1d.weight", mixed, DELTA_KERNEL, 1 / math.sqrt(DELTA_KERNEL))
+    yield Tensor(f"{block}.ssm_dt.bias", 1, DELTA_HEADS, BIAS_DEVIATION, is_float=True)
+    yield Tensor(f"{block}.ssm_a", 1, DELTA_HEADS, None, value=DECAY)
+    for name in ("beta", "alpha"):
+        yield Tensor(f"{block}.ssm_{name}.weight", DELTA_HEADS, width, deviation)
+    yield Tensor(f"{block}.ssm_norm.weight", 1, head, None)
+    yield Tensor(f"{block}.ssm_out.weight", width, inner, 1 / math.sqrt(inner))
 
 
 def describe(writer: gguf.GGUFWriter, shape: Shape, quant: str, n_vocab: int, ctx: int) -> None:
@@ -296,8 +324,15 @@ def describe(writer: gguf.GGUFWriter, shape: Shape, quant: str, n_vocab: int, ct
     if shape.architecture == "gemma3":
         writer.add_sliding_window(WINDOW)
         writer.add_sliding_window_pattern([not shape.is_plain(layer) for layer in range(shape.layers)])
+    if shape.architecture == "qwen35":
+        writer.add_full_attention_interval(2)
+        writer.add_ssm_conv_kernel(DELTA_KERNEL)
+        writer.add_ssm_inner_size(DELTA_HEADS * shape.head_width)
+        writer.add_ssm_state_size(shape.head_width)
+        writer.add_ssm_time_step_rank(DELTA_HEADS)
+        writer.add_ssm_group_count(1)
     writer.add_rope_dimension_count(shape.head_width)
-    if shape.architecture == "qwen2vl":  # time, height and width, in pairs of dimensions
+    if shape.architecture in ("qwen2vl", "qwen35"):  # time, height and width, in pairs of dimensions
         quarter = shape.head_width // 8
         writer.add_rope_dimension_sections([shape.head_width // 2 - 2 * quarter, quarter, quarter, 0])
     writer.add_rope_freq_base(10_000.0)

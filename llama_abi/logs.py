@@ -29,6 +29,8 @@ LEVELS = {
 CONT = LOG_LEVEL["GGML_LOG_LEVEL_CONT"]
 BUFFER = re.compile(r"\w+: +(\S+) +(\w+) buffer size = +([\d.]+) MiB")
 """How llama.cpp reports a buffer. Its C API has no other way to ask."""
+NO_WARNING = re.compile("find_slot: non-consecutive token position")
+"""What a recurrent memory says at each picture whose rows have positions in two dimensions. It goes on as it should."""
 MAX_ERROR_LINES = 20
 """Error lines in one exception message. The first ones give the reason."""
 
@@ -70,7 +72,7 @@ class LogRouter:
         line = line.rstrip()
         if not line:
             return
-        logged = LEVELS.get(level, logging.INFO)
+        logged = logging.DEBUG if NO_WARNING.match(line) else LEVELS.get(level, logging.INFO)
         captured = self._captured.get(threading.get_ident())
         if captured is not None and (found := BUFFER.match(line)):
             captured.buffers.append(Buffer(found[1], found[2], round(float(found[3]) * 2**20)))

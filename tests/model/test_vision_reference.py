@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.llama_server import llama_server
 from tests.support.pictures import drawn, png
+from tests.support.profile import thorough
 from tests.support.projectors import projector_file
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, Daemon, real_daemon
@@ -111,7 +112,10 @@ def test_greedy_answers_after_pictures_are_those_of_llama_server(tmp_path: Path)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("shape", "kind"), [("tiny-swa", "gemma3"), ("tiny-mrope", "qwen2vl_merger")])
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [("tiny-swa", "gemma3"), ("tiny-mrope", "qwen2vl_merger"), ("tiny-hybrid-mrope", "qwen2vl_merger")],
+)
 def test_other_kinds_of_positions_and_attention_are_those_of_llama_server(
     tmp_path: Path, shape: str, kind: str
 ) -> None:
@@ -152,11 +156,13 @@ def compare(
                 assert ours[:2] == theirs[:2], (name, more)
                 assert difference(ours[2][0], theirs[2][0]) < tolerance, (name, more)
                 first.setdefault(name, ours[2][0])
+        assert "non-consecutive" not in daemon.logs(), "a recurrent memory warns of each picture"
     return first
 
 
-def test_a_session_whose_pictures_have_two_dimensions_comes_back_from_disk(tmp_path: Path) -> None:
-    model = random_model("tiny-mrope", "f32", ctx=2048, vocabulary="gpt-2")
+@pytest.mark.parametrize("shape", [thorough("tiny-mrope"), "tiny-hybrid-mrope"])
+def test_a_session_whose_pictures_have_two_dimensions_comes_back_from_disk(tmp_path: Path, shape: str) -> None:
+    model = random_model(shape, "f32", ctx=2048, vocabulary="gpt-2")
     projector = projector_file(tmp_path, "qwen2vl_merger", model)
     options = ("--model", str(model), "--mmproj", str(projector), "--chat-template", "chatml", "--ctx", "4096")
     saving = (

@@ -37,11 +37,17 @@ from uma_trio.daemon.kv.idle_limit import MAX_GHOSTS, MAX_IDLE_FRACTION, IdleLim
 from uma_trio.daemon.kv_events.blocks import BlockIndex
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.kv_ops import CopyPrefix, DropCheckpoint, KvOp, SaveCheckpoint, Truncate
+from uma_trio.engine_link.media import PLACEHOLDER, before_picture
 from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS
 
 ADAPTERS = {"": NO_ADAPTERS, "x": AdapterSet(((0, 1.0),), "x"), "y": AdapterSet(((0, 0.5),), "y")}
 
 KEEP_ROWS = 300
+
+
+def not_in_picture(tokens: list[int], length: int) -> int:
+    """``length``, or where the picture begins that would be cut there."""
+    return before_picture(np.asarray(tokens, np.int32), length)
 
 
 def owner(allocation: Allocation) -> str:
@@ -116,6 +122,7 @@ class Plain:
 
     def cut(self, seq_id: int, length: int, checkpoint: int | None) -> None:
         cells = self.sequences.setdefault(seq_id, [])
+        assert not_in_picture([cell.token for cell in cells], length) == length
         if checkpoint is not None:  # allowed for a whole sequence too: a running step might have appended to it
             assert self.most is not None
             assert [cell.token for cell in self.checkpoints[checkpoint]] == [cell.token for cell in cells[:length]]
@@ -182,6 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         private=st.sampled_from([False] * 7 + [True]),
         late=st.sampled_from([False, False, True]),
         durable=st.sampled_from([False, False, True]),
+        picture=st.sampled_from([False, False, True]),
     )
     def arrive(
         self,
@@ -196,14 +204,17 @@ class CacheMachine(RuleBasedStateMachine):
         private: bool,
         late: bool,
         durable: bool,
+        picture: bool,
     ) -> None:
         """``n`` requests that share a prefix with an earlier one and with each other.
 
         Args:
+            picture: the new tokens are the rows of one.
             late: only their first tokens are known when they get a sequence, as with a controller.
         """
         old = self.stories[-like - 1 :][0] if self.stories else []
-        begin = [*old[: int(same * len(old))], *range(variant, variant + n_new)]
+        new = [PLACEHOLDER + variant] * n_new if picture else range(variant, variant + n_new)
+        begin = [*old[: int(same * len(old))], *new, 0]
         for i in range(n):
             prompt = [*begin, i] if n > 1 else begin
             story = [*prompt, *range(100 + variant, 100 + variant + answer)]
@@ -281,7 +292,7 @@ class CacheMachine(RuleBasedStateMachine):
         for seq_id, held in self.idle().items():
             if owner(self.cache._pool.allocations[seq_id]) == principal:
                 same = [a == b for a, b in zip(prompt[:-1], held, strict=False)]
-                found.append(([*same, False]).index(False))
+                found.append(not_in_picture(held, ([*same, False]).index(False)))
         return max(found)
 
     def furthest_idle(self, prompt: list[int], principal: str) -> int:
@@ -618,6 +629,7 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                         private=chance.random() < 0.1,
                         late=chance.random() < 0.3,
                         durable=chance.random() < 0.3,
+                        picture=chance.random() < 0.3,
                     )
                 case "step":
                     machine.step(

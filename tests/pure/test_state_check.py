@@ -44,6 +44,7 @@ def test_states_of_other_memories_have_no_such_end() -> None:
         state + b"\0",
         state + state[12:],  # a second cache behind the first
         state_of(10, n_streams=257),
+        state.replace(struct.pack("<II", 0, 3), struct.pack("<II", 0, 0xFFFFFFFF)),
         struct.pack("<IiI", 1, 0, 2) + 2 * state[12:],
     ):
         assert end_of_cells(memoryview(other)) is None

@@ -43,7 +43,6 @@ class Encoder:
 
     Raises:
         LibraryError, LlamaError: it cannot be loaded.
-        Refused: this version cannot use it.
     """
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
@@ -53,10 +52,6 @@ class Encoder:
         self._projector = llama_abi.Projector(
             self._model, setup["path"], use_gpu=setup["use_gpu"], n_threads=setup["n_threads"]
         )
-        if self._projector.uses_mrope and not setup["can_truncate"]:
-            raise Refused(
-                "the model has positions in two dimensions (M-RoPE) and a recurrent memory, a rare combination"
-            )
         self._max_tokens = setup["max_tokens"]
         self.abilities = {"sees": self._projector.sees, "hears": self._projector.hears}
         if not setup["use_gpu"]:  # drivers of GPUs reserve more address space than there is memory
@@ -106,7 +101,7 @@ def _serve() -> None:
     setup = next(lines)
     try:
         encoder = Encoder(setup)
-    except (LibraryError, LlamaError, Refused) as error:
+    except (LibraryError, LlamaError) as error:
         _send({"error": str(error)})
         return
     os.nice(setup["niceness"])  # the start waits for what comes before

@@ -49,8 +49,6 @@ class Projector:
     n_threads: int = 1
     niceness: int = 0
     """How far its process gives way to others."""
-    can_truncate: bool = True
-    """Whether the model's memory can; see ``ModelInfo``."""
     max_tokens: int = sys.maxsize
     """What has more of them is refused before it is encoded."""
     llama_dir: Path | None = None

@@ -24,6 +24,8 @@ CELL_BYTES: Final = 12
 """Position, number of sequences, and one sequence."""
 
 MAX_STREAMS: Final = 256
+MAX_LAYERS: Final = 512
+"""As in llama.cpp; more are read where cells have another size, as with M-RoPE."""
 
 
 class DamagedState(Exception):
@@ -93,7 +95,7 @@ def end_of_cells(state: memoryview) -> int | None:
     a state where these differ from its own.
 
     Returns:
-        ``None`` for any other state: recurrent, of several caches, or cut off.
+        ``None`` for any other state: recurrent, of several caches, with positions in two dimensions, or cut off.
     """
     found = None
     try:
@@ -110,6 +112,8 @@ def end_of_cells(state: memoryview) -> int | None:
                 return None
             at += CELL_BYTES * n_cells
             transposed, n_layers = struct.unpack_from("<II", state, at)
+            if n_layers > MAX_LAYERS:
+                return None
             found = at = at + 8
             for values, _ in itertools.product((False, True), range(n_layers)):
                 if values and transposed:

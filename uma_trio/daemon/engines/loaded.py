@@ -251,7 +251,6 @@ def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> P
         use_gpu=bool(ready.devices.layers_on_gpu),
         n_threads=ready.info.n_threads,
         niceness=settings.mmproj_niceness,
-        can_truncate=ready.info.can_truncate,
         max_tokens=ready.info.max_request_tokens,
         llama_dir=settings.llama_dir,
     )

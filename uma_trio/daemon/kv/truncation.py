@@ -7,6 +7,9 @@ saves one where the previous turn ended, before it computes its first token.  Pr
 - where this prompt diverges from an earlier one,
 - at some lengths inside a long new stretch,
 - shortly before the end of the prompt.
+
+None of them is inside a picture, where nothing can be cut: all its rows may have one position.  It is before the picture
+instead.
 """
 
 from __future__ import annotations
@@ -34,8 +37,7 @@ class Truncation:
     def longest_within(self, allocation: Allocation, length: int) -> int:
         """Largest length up to ``length`` to which ``allocation`` can be truncated.
 
-        Returns ``length`` itself if ``allocation`` holds no more than that.  A picture is not cut: all its rows may have one
-        position.
+        Returns ``length`` itself if ``allocation`` holds no more than that.
         """
         length = before_picture(allocation.tokens, length)
         if length >= allocation.n_tokens or (self.can_truncate and length >= allocation.truncation_floor):
@@ -97,7 +99,7 @@ class Truncation:
         if len(self._pool.checkpoint_ids) + len(inside) >= limit:
             inside = []  # a speculative checkpoint must not displace an existing one
         allocation.pauses, last = (), n_reused
-        for length in (n_in_common, *inside, end):
+        for length in (before_picture(allocation.tokens, each) for each in (n_in_common, *inside, end)):
             if length - last >= MIN_SPACING:
                 allocation.pauses, last = (*allocation.pauses, length), length
 
@@ -113,6 +115,7 @@ class Truncation:
         """
         if self.can_truncate:
             return self.longest_within(allocation, length if may_wait else min(length, allocation.n_tokens))
+        length = before_picture(allocation.tokens, length)
         available = self._checkpoint_within(allocation, length)
         if not may_wait or allocation.n_tokens > length or not self._pool.checkpoint_ids.max_checkpoints:
             return available
