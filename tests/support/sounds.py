@@ -138,7 +138,7 @@ def silent_mp3(n_frames: int, *, kbit: int = 128) -> bytes:
 
 def intact(others: Sequence[bytes] = ()) -> list[bytes]:
     """Files of every kind that the decoder knows, and ``others``."""
-    short, many = notes(1, 0.3), np.random.default_rng(1).integers(0, 256, 6000, np.uint8).tobytes()
+    short, many = notes(1, 0.3), np.random.default_rng(1).integers(0, 256, 24_000, np.uint8).tobytes()
     return [
         wav(1, 0.3),
         riff(many, bits=8, channels=2, rate=44_100),
@@ -151,7 +151,7 @@ def intact(others: Sequence[bytes] = ()) -> list[bytes]:
         flac(2, 0.2),
         silent_mp3(12),
         silent_mp3(20, kbit=8),
-        mp3_frames(2000, tag=200),
+        mp3_frames(417, tag=200) + silent_mp3(8),
         *others,
     ]
 
