@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tests.support.bench_scripts import bench_script
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
+from uma_trio.models.packaged import EMBEDDED
 
 NAME = "acme/Tiny-GGUF:Q8_0"
 FILE = "hub/acme/Tiny-GGUF/Tiny-Q8_0.gguf"
@@ -33,3 +37,35 @@ def test_what_is_cut_20_times_ends_in_the_right_file(hub: FakeHub, home: Home, m
     assert (home.models / FILE).read_bytes() == model
     starts = [request.headers.get("range", "bytes=0-") for request in hub.file_requests()]
     assert len(set(starts)) == 21, "each goes on where the one before was cut"
+
+
+@pytest.fixture(scope="module")
+def projector(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A projector of the model."""
+    script, path = bench_script("make_projector"), tmp_path_factory.mktemp("projector") / "made.gguf"
+    script.make_projector(path, EMBEDDED, script.SHAPES["tiny"])
+    return path.read_bytes()
+
+
+def test_a_projector_comes_and_goes_with_its_model(hub: FakeHub, home: Home, model: bytes, projector: bytes) -> None:
+    files = {"Tiny-Q8_0.gguf": model, "mmproj-Tiny-F16.gguf": projector, "mmproj-Tiny-F32.gguf": b"another"}
+    hub.add("acme/Tiny-GGUF", files)
+    assert home.run("pull", NAME).returncode == 0
+    sees = "hub/acme/Tiny-GGUF/mmproj-Tiny-F16.gguf"
+    assert (home.models / sees).read_bytes() == projector
+    assert home.files() == [FILE, f"{FILE}.json", sees, f"{sees}.json"]
+    assert [each["name"] for each in home.listed()] == [NAME]
+    n_requests = len(hub.file_requests())
+    assert home.run("pull", NAME).returncode == 0
+    assert len(hub.file_requests()) == n_requests, "both are here already"
+    assert home.run("models", "remove", "--yes", NAME).returncode == 0
+    assert home.files() == []
+
+
+def test_a_model_comes_without_what_is_no_projector_of_it(hub: FakeHub, home: Home, model: bytes) -> None:
+    hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model, "mmproj-Tiny-F16.gguf": model})
+    pulled = home.run("pull", NAME)
+    assert pulled.returncode == 0
+    assert "the model will not see pictures" in pulled.stderr
+    assert "it is no projector, but a model" in pulled.stderr
+    assert home.files() == [FILE, f"{FILE}.json"]

@@ -39,6 +39,8 @@ def command(model: str, sha256: str | None, offline: bool, models_dir: Path | No
     repository has it.  MODEL can also be the https:// URL of a .gguf file, a name that uma-trio models lists, or a path.
     A model that Ollama, LM Studio or Hugging Face's libraries have here already is used where it is.
 
+    The projector of a repository, with which its models see pictures, comes with the model.
+
     An interrupted download resumes.  Every file is compared with the hash that the hub has for it, and checked
     as a model.  docs/MODELS.md says where models are kept, and which variables of the environment count.
 

@@ -34,3 +34,7 @@ class Unreachable(Interrupted):
 
 class AliasFileError(HubError):
     """The file of aliases is damaged, so no name can be looked up."""
+
+
+class FileRefused(HubError):
+    """What was downloaded cannot be served, or does not fit the model."""

@@ -29,6 +29,7 @@ from uma_trio.files import read_text, replace_text, sync_folder
 from uma_trio.hub.errors import AliasFileError, HubError
 from uma_trio.hub.partial import DownloadFolder, DownloadState, read_record
 from uma_trio.hub.variants import group_parts, quantization_of
+from uma_trio.models.projector import PATTERN
 from uma_trio.models.split import model_stem
 
 DOWNLOADS: Final = ".downloads"
@@ -106,6 +107,10 @@ class ModelFolder:
         paths = gguf_files(self.root)
         found = [self._model([paths[part] for part in parts]) for parts in group_parts(paths)]
         return sorted((model for model in found if model is not None), key=lambda model: model.name.lower())
+
+    def find(self, files: Sequence[Path]) -> InstalledModel | None:
+        """The model, or the projector, that has these files; ``None`` if they are not whole."""
+        return self._model(list(files))
 
     def _model(self, files: list[Path]) -> InstalledModel | None:
         try:
@@ -188,7 +193,7 @@ class ModelFolder:
     # -- removal --------------------------------------------------------------------------------
 
     def remove(self, model: InstalledModel) -> None:
-        """Delete the files of a model, and folders that become empty.  Blocks.
+        """Delete the files of a model, a projector that came with it, and folders that become empty.  Blocks.
 
         Raises:
             OSError: it cannot be deleted.
@@ -196,8 +201,18 @@ class ModelFolder:
         manifest_path(model.path).unlink(missing_ok=True)
         for file in model.files:
             file.unlink(missing_ok=True)
-        for file in model.files:
-            self._remove_empty(file.parent)
+        for folder in {file.parent for file in model.files}:
+            self._remove_projectors(folder)
+            self._remove_empty(folder)
+
+    def _remove_projectors(self, folder: Path) -> None:
+        """Delete projectors that were downloaded, unless a model is left next to them."""
+        if group_parts([path.name for path in folder.glob("*.gguf")]):
+            return
+        for projector in folder.glob(PATTERN):
+            if manifest_path(projector).exists():
+                projector.unlink(missing_ok=True)
+                manifest_path(projector).unlink(missing_ok=True)
 
     def discard(self, name: str) -> bool:
         """Delete what is here of a download that nobody continues; whether there was something."""

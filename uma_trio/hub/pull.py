@@ -20,15 +20,16 @@ import trio
 from uma_trio.hub.caches import cached_models
 from uma_trio.hub.download import Download, PullReporter
 from uma_trio.hub.environment import ModelLocations, read_token
-from uma_trio.hub.errors import HubError, Interrupted
+from uma_trio.hub.errors import FileRefused, HubError, Interrupted
 from uma_trio.hub.folder import File, InstalledModel, Manifest, ModelFolder
 from uma_trio.hub.http import CHECK_NETWORK, Delays, Http, open_http, retrying
 from uma_trio.hub.huggingface import explain_refused_file, read_repository, suggestions
 from uma_trio.hub.names import EXAMPLES, HubReference, UrlReference
 from uma_trio.hub.partial import DownloadFolder, DownloadState, PartialFile, check_room
 from uma_trio.hub.urls import without_secrets
-from uma_trio.hub.variants import RemoteFile, choose, variants_of
+from uma_trio.hub.variants import RemoteFile, choose, projector_of, variants_of
 from uma_trio.models.gguf_check import GgufError, check_gguf_parts
+from uma_trio.models.projector import check_projector
 from uma_trio.models.split import PART, model_stem, part_name
 
 NOT_MODELS: Final = (
@@ -52,6 +53,8 @@ class Plan:
     files: tuple[RemoteFile, ...]
     targets: tuple[Path, ...]
     """Where the files go."""
+    sees_for: Path | None = None
+    """The model whose projector this is; ``None``: a model."""
 
 
 class Puller:
@@ -82,12 +85,20 @@ class Puller:
         if self._places.is_offline:
             raise HubError(f"{reference} is not on this machine, and nothing is downloaded offline", _ONLINE)
         async with self._open_http() as http:
-            if isinstance(reference, HubReference):
-                plan = await self._plan_hub(http, reference)
-            else:
-                plan = self._plan_url(reference, sha256)
-            here = await trio.to_thread.run_sync(self._find, plan)
-            return here or await self._fetch(http, plan)
+            if isinstance(reference, UrlReference):
+                return await self._bring(http, self._plan_url(reference, sha256))
+            plan, projector = await self._plan_hub(http, reference)
+            model = await self._bring(http, plan)
+            if projector is not None and model.path == plan.targets[0]:  # not in the folders of other programs
+                try:
+                    await self._bring(http, attrs.evolve(projector, sees_for=model.path))
+                except FileRefused as error:
+                    self._reporter.message(f"the model will not see pictures: {error}")
+            return model
+
+    async def _bring(self, http: Http, plan: Plan) -> InstalledModel:
+        here = await trio.to_thread.run_sync(self._find, plan)
+        return here or await self._fetch(http, plan)
 
     async def suggest(self, words: str) -> list[str]:
         """Names of repositories of the hub that may be meant.
@@ -106,18 +117,31 @@ class Puller:
 
     # -- what to download -----------------------------------------------------------------------
 
-    async def _plan_hub(self, http: Http, reference: HubReference) -> Plan:
+    async def _plan_hub(self, http: Http, reference: HubReference) -> tuple[Plan, Plan | None]:
+        """The model, and the projector of its repository, which goes next to it."""
         endpoint = self._places.endpoint
         read = functools.partial(read_repository, http, endpoint, reference)
         repository = await retrying(read, self._delays, lambda: 0, self._reporter.message)
         place = reference.repository_at_revision
         variant = choose(variants_of(repository.files), reference.choice, place)
-        return Plan(
+        source = f"{endpoint}/{reference.repository}/blob/{reference.revision}"
+        model = Plan(
             name=f"{place}:{variant.label}",
-            source=f"{endpoint}/{reference.repository}/blob/{reference.revision}/{variant.path}",
+            source=f"{source}/{variant.path}",
             revision=repository.commit,
             files=tuple(attrs.evolve(file, path=f"{place}/{file.path}") for file in variant.files),
             targets=tuple(self._folder.hub_install_path(place, file.path) for file in variant.files),
+        )
+        projector = projector_of(repository.files)
+        if projector is None:
+            return model, None
+        name = PurePosixPath(projector.path).name
+        return model, Plan(
+            name=f"{place}:{projector.path}",
+            source=f"{source}/{projector.path}",
+            revision=repository.commit,
+            files=(attrs.evolve(projector, path=f"{place}/{projector.path}"),),
+            targets=(self._folder.hub_install_path(place, str(PurePosixPath(variant.path).with_name(name))),),
         )
 
     def _plan_url(self, reference: UrlReference, sha256: str | None) -> Plan:
@@ -147,13 +171,12 @@ class Puller:
     # -- what is here ---------------------------------------------------------------------------
 
     def _find(self, plan: Plan) -> InstalledModel | None:
-        """The model, if exactly these files are here.  Blocks."""
+        """The model or the projector, if exactly these files are here.  Blocks."""
         wanted = tuple(file.sha256 for file in plan.files)
-        for model in self._folder.models():
-            is_same = model.path == plan.targets[0] and model.source == plan.source
-            if is_same and (None in wanted or model.hashes == wanted):
-                return model
-        if None in wanted:
+        found = self._folder.find(plan.targets)
+        if found is not None and found.source == plan.source and (None in wanted or found.hashes == wanted):
+            return found
+        if None in wanted or plan.sees_for is not None:
             return None
         sizes = [file.size for file in plan.files]
         for model in cached_models(self._places):
@@ -263,12 +286,15 @@ class Puller:
         folder.write_state(state)
 
     def _install(self, plan: Plan, folder: DownloadFolder, hashes: Sequence[tuple[int, str]]) -> InstalledModel:
-        """Check the files as models, and move them to their places."""
+        """Check the files as what they are to be, and move them to their places."""
         try:
-            check_gguf_parts([folder.part(number) for number in range(len(plan.files))])
+            if plan.sees_for is None:
+                check_gguf_parts([folder.part(number) for number in range(len(plan.files))])
+            else:
+                check_projector(folder.part(0), plan.sees_for)
         except GgufError as error:
             folder.remove()
-            raise HubError(
+            raise FileRefused(
                 f"{plan.name} is refused: {_without_path(error.reason, folder.path)}", error.remedy
             ) from None
         manifest = Manifest(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from pathlib import PurePosixPath
 from typing import Final, TypeVar
 
 import attrs
 
 from uma_trio.hub.errors import HubError
+from uma_trio.models.projector import PATTERN as PROJECTOR
 from uma_trio.models.split import PART
 
 QUANTIZATION: Final = re.compile(
@@ -23,6 +25,9 @@ PREFERRED: Final = (
     "Q4_1", "Q6_K", "Q8_0", "Q3_K_L", "Q3_K_M", "Q3_K_S", "BF16", "F16", "F32",
 )  # fmt: skip
 """Which quantization to take where none is named, the best first: four bits keep most of the quality."""
+
+PROJECTOR_PREFERRED: Final = ("F16", "BF16", "Q8_0")
+"""The same for projectors, of which quantized ones are rare."""
 
 _SPELLINGS: Final = {"FP16": "F16", "FP32": "F32"}
 _NO_MODEL: Final = ("mmproj", "imatrix")
@@ -119,6 +124,13 @@ def variants_of(files: Iterable[RemoteFile]) -> list[Variant]:
     return [
         Variant(quantization_of(parts[0]), tuple(by_path[part] for part in parts)) for parts in group_parts(by_path)
     ]
+
+
+def projector_of(files: Iterable[RemoteFile]) -> RemoteFile | None:
+    """The projector for the models of a repository, in 16 bits if there are several; ``None`` if there is none."""
+    found = [file for file in files if fnmatch(PurePosixPath(file.path).name.lower(), PROJECTOR)]
+    ranks = {name: rank for rank, name in enumerate(PROJECTOR_PREFERRED)}
+    return min(found, key=lambda file: ranks.get(quantization_of(file.path), len(ranks)), default=None)
 
 
 def best(labelled: Sequence[tuple[str, T]]) -> T:

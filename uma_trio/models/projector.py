@@ -21,10 +21,10 @@ def check_projector(path: Path, model: Path) -> int:
     """
     header = read_header(path)
     if header.text("general.architecture") != ARCHITECTURE:
-        raise GgufError(f"{path} is no projector, but a model", "give the mmproj file that was made with the model")
+        raise GgufError(f"{path}: it is no projector, but a model", "give the mmproj file that was made with the model")
     if not _fits(header, read_header(model)):
         raise GgufError(
-            f"the projector {path} is of another model: the rows that it makes have another width",
+            f"{path}: the projector is of another model, the rows that it makes have another width",
             "give the mmproj file that was made with the model",
         )
     return header.size_bytes
