@@ -74,18 +74,19 @@ async def serve(*, requests: bool, batch: bool) -> Seen:
 
 @pytest.mark.thorough
 async def test_first_tokens_hardly_notice_a_batch_and_the_batch_gets_what_is_left(autojump_clock) -> None:
-    """Without interruptions the median was 1.19 times as long, the p99 1.16, and the rows got 0.97 of what is left."""
+    """Without interruptions the median was 1.19 times as long, without a spare place the p75 1.34."""
     alone = await serve(requests=True, batch=False)
     both = await serve(requests=True, batch=True)
     rows_alone = (await serve(requests=False, batch=True)).rows
     assert len(both.first_token_s) > 100
     ratios = {
         share: percentile(both.first_token_s, share) / percentile(alone.first_token_s, share)
-        for share in (0.5, 0.9, 0.99)
+        for share in (0.5, 0.75, 0.9, 0.99)
     }
     left = both.rows / (rows_alone * alone.idle_s / SECONDS)
     print(
         f"{len(both.first_token_s)} requests, TTFT next to the batch and alone by percentile: {ratios}, rows {left:.3f}"
     )
-    assert max(ratios[0.5], ratios[0.99]) < 1.03
+    assert max(ratios[0.5], ratios[0.75], ratios[0.99]) < 1.03
+    assert ratios[0.9] < 1.15, "requests that come in the moment in which another one has taken the spare place"
     assert left > 0.85

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.daemon.scheduling.fairness import MAX_LEAD
-from uma_trio.daemon.scheduling.places import Claimant, Place, Room, claim, goes_before
+from uma_trio.daemon.scheduling.places import Claimant, Place, Room, claim, claim_spare, goes_before, room_for
 from uma_trio.daemon.scheduling.view import Priority
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
@@ -121,6 +121,34 @@ def test_background_gives_way_at_once_also_to_its_own_principal() -> None:
         found = claim(claimant(principal), only, Room(2, 200, 0, 0))
         assert found is not None
         assert (found.victims, found.due_s) == ((1,), float("-inf")), "it has no turn that others wait for"
+
+
+def test_background_keeps_a_spare_place_while_others_run_and_one_for_itself() -> None:
+    def mixed(n_others: int, n_background: int) -> list[Place]:
+        return [place("a")] * n_others + [place("a", priority=BACKGROUND, n_tokens=9 + n) for n in range(n_background)]
+
+    full = Room(4, 400, 0, 0)
+    assert claim_spare(mixed(0, 4), full) is None, "copies are quick then"
+    assert claim_spare(mixed(4, 0), full) is None
+    assert claim_spare(mixed(3, 1), full) is None, "this class goes on"
+    found = claim_spare(mixed(1, 3), full)
+    assert found is not None
+    assert (found.victims, found.due_s) == ((1,), float("-inf"))
+    assert claim_spare(mixed(1, 2), Room(4, 400, 1, 100)) is None, "there is one"
+    assert claim_spare(mixed(1, 2), Room(4, 400, 1, 99)) is not None, "it has no cells"
+    assert claim_spare([place("a"), *[place("a", priority=BACKGROUND, can_yield=False)] * 3], full) is None
+    for priority in Priority:
+        room = room_for(claimant("b", priority=priority), mixed(1, 2), Room(4, 400, 1, 100))
+        assert room.free_sequences == (priority is not BACKGROUND)
+        alone = room_for(claimant("b", priority=priority), mixed(0, 3), Room(4, 400, 1, 100))
+        assert alone.free_sequences == 1
+
+
+def test_background_of_another_principal_takes_a_place_of_its_like_and_leaves_the_spare_one() -> None:
+    held = [place("a"), *[place("a", priority=BACKGROUND)] * 2]
+    found = claim(claimant("b", priority=BACKGROUND), held, Room(4, 400, 1, 100))
+    assert found is not None
+    assert found.victims == (1,)
 
 
 def test_as_much_background_gives_way_as_is_needed_and_others_after_it() -> None:

@@ -64,6 +64,16 @@ class Room:
     free_sequences: int
     free_cells: int
 
+    @property
+    def has_spare(self) -> bool:
+        """Whether an average request would find a place."""
+        return self.free_sequences >= 1 and self.free_cells >= self.cells // self.sequences
+
+    def without_spare(self) -> Room:
+        """What is free beyond such a place."""
+        free_cells = max(0, self.free_cells - self.cells // self.sequences)
+        return attrs.evolve(self, free_sequences=max(0, self.free_sequences - 1), free_cells=free_cells)
+
 
 @attrs.frozen
 class Claim:
@@ -121,7 +131,7 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
     Returns:
         ``None`` if ``claimant`` has to wait until a place becomes free.
     """
-    holders = _holders(places)
+    room, holders = room_for(claimant, places, room), _holders(places)
     own = holders.setdefault(claimant.principal, _Holder(claimant.weight))
     holds_nothing, share_with_it = not own.sequences, own.share(room, claimant)
     is_background = claimant.priority is Priority.BACKGROUND
@@ -164,6 +174,32 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
         victim.turn_ends_s for victim in victims.values() if victim.principal not in left_over and not gives_way(victim)
     ]
     return Claim(tuple(victims), max(turns, default=-math.inf))
+
+
+def room_for(claimant: Claimant, places: Iterable[Place], room: Room) -> Room:
+    """What is free for ``claimant``: not the spare place, if it is of class ``background`` and others keep one."""
+    keeps_spare = claimant.priority is Priority.BACKGROUND and _are_mixed(places)
+    return room.without_spare() if keeps_spare else room
+
+
+def claim_spare(places: Sequence[Place], room: Room) -> Claim | None:
+    """Choose the ``background`` sequence that gives up its place in advance, for the next request of another class.
+
+    While others run, such a request would wait for copies next to their tokens.  While none runs, copies are quick, so all places
+    are for ``background`` then.  One ``background`` sequence stays, so that this class goes on with few places, too.
+    """
+    held = [index for index, place in enumerate(places) if place.priority is Priority.BACKGROUND]
+    left = [index for index in held if places[index].can_yield]
+    if room.has_spare or len(held) < 2 or not left or not _are_mixed(places):
+        return None
+    holders = _holders(places)
+    costs = [(_cost(places[index], holders[places[index].principal], room, gives_way=True), index) for index in left]
+    return Claim((min(costs)[1],), -math.inf)
+
+
+def _are_mixed(places: Iterable[Place]) -> bool:
+    """Whether ``background`` sequences run next to others."""
+    return len({place.priority is Priority.BACKGROUND for place in places}) == 2
 
 
 def goes_before(claimant: Claimant, principal: str, places: Sequence[Place], room: Room) -> bool:

@@ -153,6 +153,8 @@ class StepPlanner:
         transfer, embedding = self._offloader.next_transfer(urgent), None
         if transfer is not None:
             starts_at += self._offloader.predicted_ms(transfer) / 1e3
+            if not foreground([*decodes, *prefills]):  # a copy cannot be interrupted, so it has no rows next to it
+                decodes, prefills = [], []
         elif not self._running.is_copying:
             embedding = self._next_chunk(urgent, prefills)
         if embedding is not None:
@@ -252,7 +254,7 @@ class StepPlanner:
             return NoStep.UNKNOWN_DURATION
         if self._bisection.is_active:
             return NoStep.SUSPECTS
-        if self._waiting and self.preempts_at <= trio.current_time():
+        if self.preempts_at <= trio.current_time():
             return NoStep.PREEMPTION
         if self._controllers and self._controllers.prevents_run_ahead(step):
             return NoStep.CONTROLLER
@@ -271,6 +273,11 @@ class StepPlanner:
     def preempts_at(self) -> float:
         """When a running sequence will lose its place, on trio's clock; infinite if none will."""
         return self._waiting.preempts_at(self._policy.service)
+
+    def preempt(self) -> None:
+        """Let sequences lose their places whose turn has ended, or whose copies have; no step is in flight."""
+        if self._running.is_copying or self.preempts_at <= trio.current_time():
+            self._admit(may_preempt=True)
 
     def _admit(self, *, may_preempt: bool) -> None:
         for sequence in self._waiting.admit(self._policy.service, may_preempt=may_preempt):

@@ -87,7 +87,7 @@ class RunningSet:
 
     def allocate(self, sequence: Sequence) -> bool:
         """Reserve all the cells that ``sequence`` can need, if there are as many."""
-        if self._is_behind_forks(sequence):
+        if self._is_behind_forks(sequence) or self._is_left_to_others(sequence):
             return False
         placement = self.cache.allocate(
             _known_tokens(sequence),
@@ -153,6 +153,15 @@ class RunningSet:
         return parent is not None and not places.goes_before(
             self._claimant(sequence, NO_SERVICE), parent.principal.name, self._places(NO_SERVICE), self.room()
         )
+
+    def _is_left_to_others(self, sequence: Sequence) -> bool:
+        """Whether the room that ``sequence``, of class ``background``, would take is kept for requests of other classes."""
+        if sequence.priority is not Priority.BACKGROUND:
+            return False
+        claimant = self._claimant(sequence, NO_SERVICE)
+        room = self.room()
+        left = places.room_for(claimant, self._places(NO_SERVICE), room)
+        return left != room and (left.free_sequences < 1 or left.free_cells < claimant.cells)
 
     def allocate_forks(self, sequence: Sequence, n: int) -> list[Allocation] | None:
         """Copy what ``sequence`` has computed for ``n`` forks, if there is room for all of them."""
@@ -286,6 +295,15 @@ class RunningSet:
             return found
         running = [*self]
         return [running[index] for index in claim.victims], claim.due_s
+
+    def claim_spare(self, service: Service) -> list[Sequence]:
+        """The ``background`` sequence that gives up its place for the next request, if that delays nobody's first token."""
+        others = [each for each in self if each.priority is not Priority.BACKGROUND]
+        if self._leaving or len(self) - len(others) < 2 or any(each.state is State.PREFILL for each in others):
+            return []
+        claim = places.claim_spare(self._places(service), self.room())
+        running = [*self]
+        return [] if claim is None else [running[index] for index in claim.victims]
 
     def _claimant(self, sequence: Sequence, service: Service) -> places.Claimant:
         principal = sequence.principal
@@ -572,6 +590,8 @@ class WaitingQueue:
     def preempts_at(self, service: Service) -> float:
         """When a running sequence will lose its place, on trio's clock; infinite if none will."""
         first = self._first(service)
+        if self._claim_spare(service):
+            return -math.inf
         return math.inf if first is None else self._claim(first, service)[2]
 
     def admit(self, service: Service, *, may_preempt: bool) -> list[Sequence]:
@@ -591,12 +611,23 @@ class WaitingQueue:
         while (first := self._first(service)) is not None:
             if self._place(first):
                 continue
+            if first.priority is Priority.BACKGROUND and self._running.room().has_spare:
+                other = self._first(service, background=False)
+                if other is not None and self._place(other):
+                    continue
             claimant, victims, due_at = self._claim(first, service)
             if not may_preempt or due_at > trio.current_time():
                 break
             self._claimant = claimant
             preempted += self._return_to_queue(self._running.preempt(victims))
+        if may_preempt:
+            preempted += self._return_to_queue(self._running.preempt(self._claim_spare(service)))
         return preempted
+
+    def _claim_spare(self, service: Service) -> list[Sequence]:
+        """Who loses its place although nobody waits for it yet."""
+        waits = any(each.priority is not Priority.BACKGROUND for each in self._sequences)
+        return [] if waits else self._running.claim_spare(service)
 
     def _place(self, sequence: Sequence) -> bool:
         """Admit ``sequence`` if there is room; does not look again while nothing has changed."""

@@ -14,7 +14,7 @@ import math
 from collections import abc
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import structlog
 import trio
@@ -85,6 +85,9 @@ from uma_trio.protocol.usage import Explanation, FinishReason
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.serving")
+
+COPY_WAIT_S: Final = 0.005
+"""How long a step waits for the next part of a copy.  Memory for some ten megabytes takes less."""
 
 
 class Scheduler:
@@ -535,6 +538,7 @@ class Scheduler:
             await self._pause(self._rest, completed)
             completed = []
         if not self._in_flight:
+            await self._advance_copies()
             self._submit(self._planner.next_step())
         for each in completed:
             self._deliver(each)
@@ -555,6 +559,19 @@ class Scheduler:
                 self._stats.record_idle(1e3 * (trio.current_time() - since))
                 self._rested_at = trio.current_time()
                 self._energy.begin(self._rested_at)
+
+    async def _advance_copies(self) -> None:
+        """Wait a moment until the next step can have the copy that a request waits for, or until the copy has ended.
+
+        Otherwise streams would be computed before and after each part of the copy, and the request would wait for them.
+        """
+        until = trio.current_time() + COPY_WAIT_S
+        self._planner.preempt()
+        while self._running.is_copying and not self.offloader.has_transfers and trio.current_time() < until:
+            with trio.move_on_at(until):
+                await self._wake.wait()
+            self._wake = trio.Event()
+            self._planner.preempt()
 
     async def _pause(self, rest: Rest, completed: abc.Sequence[CompletedStep]) -> None:
         """Let the device rest after the steps ``completed``, of which none is in flight."""
