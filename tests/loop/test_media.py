@@ -15,7 +15,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.state_files import memory_file
 from uma_trio import errors
 from uma_trio.daemon.prompts.media import PlacedRows, place
-from uma_trio.encoder.encoder import EncodedMedia, RowBlock, RowFile, placeholders
+from uma_trio.encoder.encoded import EncodedMedia, RowBlock, RowFile, placeholders
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.messages import EngineDied, EngineError, StepInput
 
@@ -68,7 +68,7 @@ def check_rows(chunk: StepInput, placed: Sequence[PlacedRows]) -> int:
     expected = {
         each.start + n: (each.file.fd, each.first + n)
         for each in placed
-        for n in range(each.n)
+        for n in range(each.block.n)
         if chunk.position <= each.start + n < chunk.position + len(chunk.tokens)
     }
     assert rows == expected

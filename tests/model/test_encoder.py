@@ -25,7 +25,8 @@ from uma_trio.daemon.prompts.media import Picture
 from uma_trio.daemon.prompts.pictures import open_pictures
 from uma_trio.encoder import encoder as module
 from uma_trio.encoder.__main__ import upright
-from uma_trio.encoder.encoder import EncodedMedia, Projector, SandboxedEncoder
+from uma_trio.encoder.encoded import EncodedMedia
+from uma_trio.encoder.encoder import Projector, SandboxedEncoder
 from uma_trio.encoder.refusals import Refused
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.errors import BadRequest, ContextTooSmall, ModelUnavailable

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.encoder.encoder import RowBlock, placeholders
+from uma_trio.encoder.encoded import RowBlock, placeholders
 from uma_trio.engine.media_calls import split_by_media
 from uma_trio.engine.positions import Positions
 from uma_trio.engine_link.media import PLACEHOLDER, STANDING, MediaRows, before_picture, standing_runs

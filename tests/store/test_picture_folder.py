@@ -9,25 +9,26 @@ import numpy as np
 import pytest
 
 from uma_trio.daemon.store.encoding import DamagedFile
-from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder, StoredPicture, decode, encode
-from uma_trio.encoder.encoder import RowBlock
+from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder, decode, encode
+from uma_trio.encoder.encoded import EncodedMedia, RowBlock, RowFile
 
 
-def picture(n: int, rows: int = 16) -> StoredPicture:
+def picture(n: int, rows: int = 16) -> EncodedMedia:
     noise = np.random.default_rng(n)
     blocks = [RowBlock(rows - 1), RowBlock(1, is_causal=False)]
-    return StoredPicture(np.arange(rows + 2, dtype=np.int32), noise.standard_normal((rows, 8), np.float32), blocks)
+    made = RowFile.of(noise.standard_normal((rows, 8), np.float32))
+    return EncodedMedia(np.arange(rows + 2, dtype=np.int32), made, blocks)
 
 
 def key(n: int) -> bytes:
     return n.to_bytes(32, "big")
 
 
-def same(one: StoredPicture | None, other: StoredPicture) -> bool:
+def same(one: EncodedMedia | None, other: EncodedMedia) -> bool:
     return (
         one is not None
         and np.array_equal(one.tokens, other.tokens)
-        and np.array_equal(one.rows, other.rows)
+        and np.array_equal(one.rows.read(0, one.rows.n), other.rows.read(0, other.rows.n))
         and one.blocks == other.blocks
     )
 

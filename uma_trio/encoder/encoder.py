@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_abi.stamp import Stamp, library_directory
+from uma_trio.encoder.encoded import EncodedMedia, RowBlock, RowFile, memory_folder, placeholders
 from uma_trio.encoder.refusals import Refused, TooManyRows
-from uma_trio.engine_link.media import PLACEHOLDER, STANDING
 from uma_trio.errors import ModelUnavailable
 from uma_trio.processes.interpreter import python_module
 from uma_trio.processes.sandbox import CannotStart, Interrupted, NoAnswer, Sandbox
@@ -34,7 +34,6 @@ from uma_trio.processes.sandbox import CannotStart, Interrupted, NoAnswer, Sandb
 ANSWER_SECONDS: Final = 120.0
 BUSY_SECONDS: Final = 600.0
 """Longest wait for a picture on a machine that is so busy that the child has not had ``ANSWER_SECONDS`` of CPU time."""
-SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 @attrs.frozen
@@ -67,79 +66,6 @@ def library_version(llama_dir: Path | None) -> str:
     return Stamp.read(library_directory(llama_dir)).pin
 
 
-@attrs.frozen(eq=False)
-class RowFile:
-    """Rows of numbers in shared memory, float32 ``[n, width]``. The file ends with this object."""
-
-    fd: int
-    n: int
-    width: int
-
-    def __attrs_post_init__(self) -> None:
-        weakref.finalize(self, os.close, self.fd)
-
-    @classmethod
-    def of(cls, rows: npt.NDArray[np.float32]) -> RowFile:
-        """A file with ``rows``, ``[n, width]``."""
-        with tempfile.TemporaryFile(dir=_memory_folder()) as file:
-            file.write(rows.tobytes())
-            file.flush()
-            return cls(os.dup(file.fileno()), *rows.shape)
-
-    def read(self, start: int, n: int) -> npt.NDArray[np.float32]:
-        """A copy of ``n`` rows from ``start`` on."""
-        row_bytes = 4 * self.width
-        data = os.pread(self.fd, n * row_bytes, start * row_bytes)
-        return np.frombuffer(data, np.float32).reshape(n, self.width)
-
-
-@attrs.frozen
-class RowBlock:
-    """Rows that are one picture, a part of one, or a part of sound."""
-
-    n: int
-    is_causal: bool = True
-    """Otherwise each of them attends to all of them, so one step computes them all."""
-    columns: int = 0
-    """Columns of a picture with positions in two dimensions (M-RoPE); otherwise 0."""
-
-    @property
-    def n_positions(self) -> int:
-        """Positions that they take in the prompt."""
-        return max(self.columns, -(-self.n // self.columns)) if self.columns else self.n
-
-
-@attrs.frozen(eq=False)
-class EncodedMedia:
-    """A picture or sound as it stands in a prompt."""
-
-    tokens: npt.NDArray[np.int32]
-    """Shape ``[n]``: tokens that the model expects around it, and one placeholder for each row.
-
-    Placeholders are made of a hash of the file. So equal files have equal ids and others do not, and whatever compares
-    prefixes by their tokens also compares pictures."""
-    rows: RowFile
-    """What stands in place of the placeholders, in their order."""
-    blocks: Sequence[RowBlock]
-    """What the rows are, in their order."""
-
-
-def _memory_folder() -> Path | None:
-    """Where files in shared memory are; ``None``: that of temporary files."""
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-
-
-def placeholders(digest: bytes, blocks: Sequence[RowBlock]) -> npt.NDArray[np.int32]:
-    """Ids for the rows of the file whose SHA-256 is ``digest``."""
-    words = np.frombuffer(digest, "<u4") % (STANDING - PLACEHOLDER) + PLACEHOLDER
-    ids = np.resize(words, sum([block.n for block in blocks])).astype(np.int32)
-    at = 0
-    for block in blocks:
-        ids[at : at + block.n - block.n_positions] += STANDING - PLACEHOLDER
-        at += block.n
-    return ids
-
-
 def _setup(projector: Projector) -> dict[str, Any]:
     """The first message to a child: the fields of ``projector``, with texts in place of paths."""
     fields = attrs.asdict(projector)
@@ -155,7 +81,7 @@ class SandboxedEncoder:
 
     def __init__(self, projector: Projector, fingerprint: str) -> None:
         self._fingerprint = fingerprint.encode()
-        self._folder = Path(tempfile.mkdtemp(prefix="uma-media-", dir=_memory_folder()))
+        self._folder = Path(tempfile.mkdtemp(prefix="uma-media-", dir=memory_folder()))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._sandbox = Sandbox(
             python_module("uma_trio.encoder"), lambda: _setup(projector), ANSWER_SECONDS, BUSY_SECONDS

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from uma_trio.daemon.prompts.control_tokens import PICTURE_CHARS
-from uma_trio.encoder.encoder import EncodedMedia, RowFile
+from uma_trio.encoder.encoded import EncodedMedia, RowBlock, RowFile
 from uma_trio.engine_link.media import PLACEHOLDER, MediaRows
 from uma_trio.engine_link.messages import PromptPart
 from uma_trio.protocol.chat import ChatMessage, ContentPart
@@ -93,14 +93,15 @@ class PlacedRows:
 
     start: int
     """The first of them in the prompt."""
-    n: int
+    block: RowBlock
     file: RowFile
     first: int
     """Row of the file for the first of them."""
-    is_causal: bool = True
-    """Otherwise one step computes them all."""
-    columns: int = 0
-    """See ``RowBlock``."""
+
+    @property
+    def end(self) -> int:
+        """The token of the prompt after the last of them."""
+        return self.start + self.block.n
 
 
 def place(media: EncodedMedia, start: int) -> Iterator[PlacedRows]:
@@ -108,7 +109,7 @@ def place(media: EncodedMedia, start: int) -> Iterator[PlacedRows]:
     places = np.flatnonzero(media.tokens >= PLACEHOLDER).tolist()
     first = 0
     for block in media.blocks:
-        yield PlacedRows(start + places[first], block.n, media.rows, first, block.is_causal, block.columns)
+        yield PlacedRows(start + places[first], block, media.rows, first)
         first += block.n
 
 
@@ -116,11 +117,11 @@ def rows_between(placed: Sequence[PlacedRows], start: int, end: int) -> list[Med
     """What the engine reads for the tokens of a prompt from ``start`` up to ``end``."""
     found = []
     for each in placed:
-        begin, stop = max(start, each.start), min(end, each.start + each.n)
+        begin, stop = max(start, each.start), min(end, each.end)
         if begin < stop:
             row = begin - each.start
             place = (begin - start, stop - begin, each.file.fd, each.first + row)
-            found.append(MediaRows(*place, is_causal=each.is_causal, columns=each.columns, row=row))
+            found.append(MediaRows(*place, is_causal=each.block.is_causal, columns=each.block.columns, row=row))
     return found
 
 
@@ -133,6 +134,6 @@ def whole_part(placed: Sequence[PlacedRows], start: int, end: int) -> tuple[int,
         end: the last token that could be computed.
     """
     for each in placed:
-        if not each.is_causal and start < each.start + each.n:
-            return (each.start + each.n, True) if each.start <= start else (min(end, each.start), False)
+        if not each.block.is_causal and start < each.end:
+            return (each.end, True) if each.start <= start else (min(end, each.start), False)
     return end, False

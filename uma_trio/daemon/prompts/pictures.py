@@ -18,8 +18,9 @@ import trio
 
 from uma_trio.daemon.prompts.fair_limiter import FairLimiter, in_thread
 from uma_trio.daemon.prompts.media import Picture
-from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder, StoredPicture
-from uma_trio.encoder.encoder import EncodedMedia, Projector, RowFile, SandboxedEncoder, library_version
+from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder
+from uma_trio.encoder.encoded import EncodedMedia
+from uma_trio.encoder.encoder import Projector, SandboxedEncoder, library_version
 from uma_trio.encoder.refusals import Refused, TooManyRows
 from uma_trio.errors import BadRequest, ContextTooSmall, NoHearing, NoVision
 from uma_trio.models.fingerprint import model_fingerprint
@@ -108,7 +109,7 @@ class Pictures:
             while self._unwritten and self._folder is not None:
                 key, media = self._unwritten.popitem(last=False)
                 try:
-                    await in_thread(_write, self._folder, key, media, limiter=self._reading.of(""))
+                    await in_thread(self._folder.add, key, media, limiter=self._reading.of(""))
                 except PictureFileError as error:
                     log.warning("an encoded picture stays in memory only", reason=str(error))
 
@@ -177,7 +178,7 @@ class Pictures:
         if self._folder is None:
             return None
         try:
-            found = await in_thread(_read, self._folder, key, limiter=self._reading.of(principal))
+            found = await in_thread(self._folder.find, key, limiter=self._reading.of(principal))
         except PictureFileError as error:
             log.warning("an encoded picture cannot be loaded, and is encoded again", reason=str(error))
             return None
@@ -210,15 +211,6 @@ class Pictures:
     @property
     def _kept_bytes(self) -> int:
         return sum([4 * each.rows.n * each.rows.width for each in self._kept.values()])
-
-
-def _read(folder: PictureFolder, key: bytes) -> EncodedMedia | None:
-    found = folder.find(key)
-    return None if found is None else EncodedMedia(found.tokens, RowFile.of(found.rows), found.blocks)
-
-
-def _write(folder: PictureFolder, key: bytes, media: EncodedMedia) -> None:
-    folder.add(key, StoredPicture(media.tokens, media.rows.read(0, media.rows.n), media.blocks))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from uma_trio.daemon.prompts.media import PlacedRows, cut_at_pictures, has_all, 
 from uma_trio.daemon.prompts.pairs import PairFormat
 from uma_trio.daemon.prompts.pictures import Pictures
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport, call_ids, template_chat
-from uma_trio.encoder.encoder import EncodedMedia
+from uma_trio.encoder.encoded import EncodedMedia
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.errors import (

@@ -14,17 +14,14 @@ import os
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import attrs
 import numpy as np
-import numpy.typing as npt
 
-from uma_trio.daemon.store.encoding import DamagedFile, Tokens
+from uma_trio.daemon.store.encoding import DamagedFile
 from uma_trio.daemon.store.folder import PrivateFolder, StoreError, read_up_to
-from uma_trio.encoder.encoder import RowBlock
+from uma_trio.encoder.encoded import EncodedMedia, RowBlock, RowFile
 
 SUFFIX: Final = ".picture"
 NAME: Final = re.compile(r"[0-9a-f]{64}\.picture")
@@ -38,31 +35,20 @@ class PictureFileError(StoreError):
     """A picture cannot be written or read back."""
 
 
-@attrs.frozen(eq=False)
-class StoredPicture:
-    """What the encoder made of a picture."""
-
-    tokens: Tokens
-    """Shape ``[n]``, with placeholders for the rows."""
-    rows: npt.NDArray[np.float32]
-    """Shape ``[n_rows, width]``."""
-    blocks: Sequence[RowBlock]
-    """What the rows are."""
-
-
-def encode(key: bytes, picture: StoredPicture) -> bytes:
+def encode(key: bytes, picture: EncodedMedia) -> bytes:
     """The content of a file.
 
     Args:
         key: 32 bytes, which name the picture.
     """
-    header = _HEADER.pack(_MAGIC, key, len(picture.blocks), len(picture.tokens), *picture.rows.shape)
+    rows = picture.rows
+    header = _HEADER.pack(_MAGIC, key, len(picture.blocks), len(picture.tokens), rows.n, rows.width)
     blocks = b"".join([_BLOCK.pack(block.n, block.is_causal, block.columns) for block in picture.blocks])
-    data = header + blocks + picture.tokens.astype("<i4").tobytes() + picture.rows.astype("<f4").tobytes()
+    data = header + blocks + picture.tokens.astype("<i4").tobytes() + rows.read(0, rows.n).astype("<f4").tobytes()
     return data + hashlib.sha256(data).digest()
 
 
-def decode(key: bytes, data: bytes | bytearray) -> StoredPicture:
+def decode(key: bytes, data: bytes | bytearray) -> EncodedMedia:
     """The inverse of ``encode``.
 
     Raises:
@@ -80,7 +66,7 @@ def decode(key: bytes, data: bytes | bytearray) -> StoredPicture:
     blocks = [RowBlock(*each) for each in _BLOCK.iter_unpack(body[_HEADER.size : at])]
     tokens = np.frombuffer(body, "<i4", n_tokens, at).astype(np.int32)
     rows = np.frombuffer(body, "<f4", n_rows * width, at + 4 * n_tokens)
-    return StoredPicture(tokens, rows.astype(np.float32).reshape(n_rows, width), blocks)
+    return EncodedMedia(tokens, RowFile.of(rows.astype(np.float32).reshape(n_rows, width)), blocks)
 
 
 class PictureFolder:
@@ -115,7 +101,7 @@ class PictureFolder:
         """Release the folder."""
         self._folder.close()
 
-    def find(self, key: bytes) -> StoredPicture | None:
+    def find(self, key: bytes) -> EncodedMedia | None:
         """The picture named ``key``; ``None`` if it is not there.
 
         Raises:
@@ -142,7 +128,7 @@ class PictureFolder:
         self._sizes.move_to_end(name)
         return found
 
-    def add(self, key: bytes, picture: StoredPicture) -> None:
+    def add(self, key: bytes, picture: EncodedMedia) -> None:
         """Write a picture, unless it is there, or larger than the folder may be.
 
         Raises:
