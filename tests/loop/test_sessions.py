@@ -249,7 +249,18 @@ async def test_a_session_keeps_a_continued_message_as_one(autojump_clock):
             rest = await client.complete(
                 messages=begun, max_tokens=4, session_id="a", continue_final_message=True, keep_alive=True
             )
-            assert [each.content for each in (await client.transcript("a")).messages] == ["one", f"two {rest.text}"]
+            [_, answer] = (await client.transcript("a", keep_alive=True)).messages
+            assert answer.content == f"two {rest.text}"
+            again = [{"role": "assistant", "content": answer.content}]
+            fields = {"drop_messages": 1, "continue_final_message": True}
+            more = await client.complete(messages=again, max_tokens=3, session_id="a", keep_alive=True, **fields)
+            [_, whole] = (await client.transcript("a")).messages
+            assert whole.content == f"two {rest.text}{more.text}"
+            assert (whole.generation.reason, whole.generation.usage.completion_tokens) == ("length", 7)
+            assert whole.generation.usage.prompt_tokens == answer.generation.usage.prompt_tokens
+            assert whole.generation.timings.ttft_ms == answer.generation.timings.ttft_ms
+            assert whole.generation.timings.total_ms > answer.generation.timings.total_ms
+            assert whole.generation.timings.tokens_per_s == pytest.approx(1000, rel=0.9)
         async with harness.client() as client:
             await client.complete(messages=begun, max_tokens=4, session_id="b", keep_alive=True)
             assert len((await client.transcript("b")).messages) == 3

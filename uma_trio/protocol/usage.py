@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import attrs
 from msgspec import Meta
@@ -124,3 +124,41 @@ class Generation:
     timings: Timings
     insertions: list[Insertion] | None = None
     """What the client has added to the answer while it was generated."""
+
+    def after(self, begun: Generation) -> Generation:
+        """How an answer was generated that was begun in one way, and continued in this one."""
+        usage, earlier = self.usage, begun.usage
+        moved = [
+            attrs.evolve(each, after_tokens=earlier.completion_tokens + each.after_tokens)
+            for each in self.insertions or ()
+        ]
+        return Generation(
+            reason=self.reason,
+            usage=attrs.evolve(
+                earlier,
+                completion_tokens=earlier.completion_tokens + usage.completion_tokens,
+                reasoning_tokens=_sum(earlier.reasoning_tokens, usage.reasoning_tokens),
+                energy_j=_sum(earlier.energy_j, usage.energy_j),
+            ),
+            timings=Timings(
+                queue_ms=begun.timings.queue_ms + self.timings.queue_ms,
+                ttft_ms=self.timings.ttft_ms if begun.timings.ttft_ms is None else begun.timings.ttft_ms,
+                total_ms=begun.timings.total_ms + self.timings.total_ms,
+                tokens_per_s=_common_rate(begun, self),
+            ),
+            insertions=[*(begun.insertions or ()), *moved] or None,
+        )
+
+
+_N = TypeVar("_N", int, float)
+
+
+def _sum(a: _N | None, b: _N | None) -> _N | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _common_rate(*parts: Generation) -> float | None:
+    """Tokens a second of several answers, one after another; ``None`` if none has a rate."""
+    rates = [(each.usage.completion_tokens - 1, each.timings.tokens_per_s) for each in parts]
+    seconds = sum(n / rate for n, rate in rates if rate)
+    return sum(n for n, rate in rates if rate) / seconds if seconds else None

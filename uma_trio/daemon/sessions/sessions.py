@@ -70,6 +70,9 @@ class SessionTurn:
         self._interrupted: list[ChatMessage] = []
         """The parts of the answer that messages of the user have interrupted, each with that message."""
         self._insertions: list[Insertion] = []
+        last = [*session.messages[-1:]]
+        self._begun = last[0].generation if last and last == (request.messages or [])[-1:] else None
+        """How the answer was generated that the request continues, if it is the session's."""
 
     @property
     def has_room(self) -> bool:
@@ -113,7 +116,11 @@ class SessionTurn:
             return (*given, first, *others)
         *before, begun = given
         reasoning = f"{begun.reasoning or ''}{first.reasoning or ''}" or None
-        return (*before, attrs.evolve(first, content=f"{begun.text}{first.text}", reasoning=reasoning), *others)
+        generation = first.generation
+        if generation is not None and self._begun is not None:
+            generation = generation.after(self._begun)
+        content = f"{begun.text}{first.text}"
+        return (*before, attrs.evolve(first, content=content, reasoning=reasoning, generation=generation), *others)
 
     def send(self, event: ServerEvent) -> None:
         """Pass an event on; keep the last one."""
