@@ -140,6 +140,25 @@ def test_pages_that_may(guarded: Gateway, origin: str) -> None:
     assert b"Access-Control-Allow-Origin" in [name for name, _ in answer.headers.raw]
 
 
+def test_a_page_of_elsewhere_can_neither_embed_an_answer_nor_take_it_for_a_script(guarded: Gateway) -> None:
+    """``Cross-Origin-Resource-Policy`` is for requests without CORS, so the pages above are not concerned."""
+    allowed, preflight = {"origin": "http://localhost:3000"}, {"access-control-request-method": "POST"}
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "stream": True}
+    with guarded.http() as client:
+        answers = [
+            *(client.get(path) for path in ("/v1/models", "/metrics", "/none", "/", "/chat", "/docs", CHAT)),
+            client.get("/v1/models", headers={"origin": "https://evil.example"}),
+            client.get("/v1/models", headers={"host": "evil.example"}),
+            client.post(CHAT, json=body, headers=allowed),
+            client.post(CHAT, content=b"{"),
+            client.options(CHAT, headers={**allowed, **preflight}),
+        ]
+    assert {answer.status_code for answer in answers} == {200, 400, 403, 404, 405}
+    for answer in answers:
+        assert answer.headers.get_list("x-content-type-options") == ["nosniff"], answer.request.url
+        assert answer.headers.get_list("cross-origin-resource-policy") == ["same-origin"], answer.request.url
+
+
 def test_a_name_that_was_rebound_to_this_machine_is_refused_whatever_its_origin(guarded: Gateway) -> None:
     for origin in ("http://evil.example:8080", "http://localhost:8080"):
         answer = post(guarded, host="evil.example:8080", origin=origin)

@@ -177,7 +177,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
 
     dialects = {(endpoint.method, endpoint.path): endpoint.dialect.name for endpoint in endpoints}
     logs, tracer = config.http.access_log, _tracer(config.http)
-    return RequestIds(RequestLogger(guard, http_metrics, dialects, logs=logs, tracer=tracer)), read_again, drain
+    return ResponseHeaders(RequestLogger(guard, http_metrics, dialects, logs=logs, tracer=tracer)), read_again, drain
 
 
 @contextlib.asynccontextmanager
@@ -199,8 +199,13 @@ def _tracer(settings: Http) -> Tracer | None:
     return otlp_tracer(settings.otlp_endpoint)
 
 
-class RequestIds:
-    """Gives each request an id, the client's if it sends one, and says it in the response."""
+FOR_BROWSERS: Final = ((b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin"))
+"""Headers of every response.  A page of elsewhere can neither embed what is here nor have it taken for something else.
+Requests of pages that ``http_origins`` allows are not concerned: they use CORS."""
+
+
+class ResponseHeaders:
+    """Gives each request an id, the client's if it sends one, and says it in the response, next to ``FOR_BROWSERS``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -214,13 +219,14 @@ class RequestIds:
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = headers["request-id"] = request_id
+                headers.raw.extend(FOR_BROWSERS)
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send_with_headers)
 
 
 async def _not_found(request: Request, _: Exception) -> Response:
