@@ -53,6 +53,15 @@ SHOWS_THE_SESSION = """async () => {
     return !found.session.busy && shown === found.messages.at(-1).content.trim();
 }"""
 
+SHOWS_THE_TOKENS = """async () => {
+    const body = JSON.stringify({ session_id: decodeURIComponent(location.hash.slice(1)) });
+    const headers = { "Content-Type": "application/json" };
+    const found = await (await fetch("v1/session/read", { method: "POST", headers, body })).json();
+    const { completion_tokens } = found.messages.at(-1).generation.usage;
+    return document.querySelector("article:last-child .figures").textContent.startsWith(`${completion_tokens} tokens`);
+}"""
+
+SHOWS_TWO_BRANCHES = "async () => document.querySelector('.switcher').textContent.includes('1 of 2')"
 ONE_SESSION = """async () => {
     const { sessions } = await (await fetch("v1/sessions")).json();
     return sessions.length === 1;
@@ -141,6 +150,10 @@ def ask(page: Page, text: str) -> None:
 
 def last(page: Page, role: str = "assistant") -> Any:
     return page.locator(f"article.{role}").last
+
+
+def tokens_of_answer(page: Page) -> int:
+    return int(last(page).locator(".figures").inner_text().partition(" ")[0].replace(",", ""))
 
 
 def sent(page: Page, text: str) -> dict[str, Any]:
@@ -265,6 +278,7 @@ def check_that_a_question_that_waits_says_so(running: Page) -> None:
     expect(waiting.locator("#status")).to_have_text("Next in the queue")
     expect(waiting.locator(".wait")).to_have_text(re.compile("^Begins (in about|any moment)"))
     expect(waiting.locator("#steering")).to_be_hidden()
+    expect(waiting.locator("#list button").first).to_have_text("… Hello")
     waiting.reload()
     expect(waiting.locator("#status")).to_have_text("Next in the queue")
     expect(waiting.locator(".wait")).to_have_count(1)
@@ -334,6 +348,7 @@ def test_an_answer_survives_a_reload_in_its_middle_and_can_be_stopped_and_contin
     page.keyboard.press("Escape")
     expect(page.locator("#status")).to_have_text("Stopped")
     stopped = last(page).locator(".text").inner_text()
+    n_stopped = tokens_of_answer(page)
     page.click("button:visible:text('Continue')")
     expect(page.locator("#stop")).to_be_visible()
     page.wait_for_function(
@@ -344,6 +359,8 @@ def test_an_answer_survives_a_reload_in_its_middle_and_can_be_stopped_and_contin
     wait_until(page, SHOWS_THE_SESSION)
     whole = last(page).locator(".text").inner_text()
     assert whole.startswith(stopped)
+    wait_until(page, SHOWS_THE_TOKENS)
+    assert tokens_of_answer(page) > n_stopped + 1
     page.reload()
     expect(page.locator("article")).to_have_count(2)
     expect(last(page).locator(".text")).to_have_text(whole)
@@ -504,8 +521,11 @@ def test_an_edited_question_is_a_branch_and_one_can_switch(page: Page) -> None:
     page.press(".edit textarea", "Enter")
     expect(page.locator("#status")).to_have_text("The connection was lost.")
     expect(page.locator(".edit textarea")).to_have_value("What is the capital of Spain?")
-    page.press(".edit textarea", "Enter")
+    expect(page.locator(".edit textarea")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#prompt")).to_be_focused()
     expect(page.locator("#status")).to_have_text("The answer is complete")
+    expect(page.locator("#prompt")).to_be_focused()
     expect(page.locator(".edit")).to_have_count(0)
     expect(page.locator("article")).to_have_count(4)
     expect(last(page).locator(".text")).to_contain_text("Madrid")
@@ -514,6 +534,10 @@ def test_an_edited_question_is_a_branch_and_one_can_switch(page: Page) -> None:
     page.click("[aria-label='Previous branch']")
     expect(last(page).locator(".text")).to_contain_text("Lima")
     expect(page.locator(".switcher")).to_have_text("‹1 of 2›")
+    expect(page.locator("[aria-label='Next branch']")).to_be_focused()
+    with page.expect_response("**/v1/sessions**"):
+        page.evaluate("() => dispatchEvent(new Event('focus'))")
+    wait_until(page, SHOWS_TWO_BRANCHES)
     expect(page.locator("[aria-label='Next branch']")).to_be_focused()
     page.reload()
     expect(page.locator(".switcher")).to_have_text("‹1 of 2›")
@@ -527,6 +551,7 @@ def test_an_edited_question_is_a_branch_and_one_can_switch(page: Page) -> None:
 @needs_browser
 def test_the_model_goes_on_from_an_edited_answer(page: Page) -> None:
     ask(page, "What is the capital of France?")
+    expect(last(page).locator(".resume")).to_have_count(0)
     last(page).locator("text=Edit").click()
     page.fill(".edit textarea", "The capital of Peru")
     page.click("text=Go on from this")
@@ -541,8 +566,9 @@ def test_trying_again_computes_nothing_twice(page: Page) -> None:
     ask(page, "What is the capital of France?")
     ask(page, "And what is the capital of Peru?")
     with page.expect_request("**/v1/session/fork"):
-        last(page).locator("text=Try again").click()
+        last(page).locator("text=Try again").press("Enter")
     expect(page.locator("#status")).to_have_text("The answer is complete")
+    expect(page.locator("#prompt")).to_be_focused()
     expect(page.locator("article")).to_have_count(4)
     found = re.search(r"(\d+) of (\d+) prompt tokens cached", last(page).locator(".figures").inner_text())
     assert found is not None
@@ -648,7 +674,7 @@ def test_what_is_typed_is_kept(page: Page) -> None:
     page.fill("#prompt", send_later)
     waiting: list[Route] = []
     page.route("**/chat/main.js", lambda route: waiting.append(route))
-    page.reload(wait_until="domcontentloaded")
+    page.reload(wait_until="commit")
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("typed early")
     while not waiting:
@@ -664,6 +690,58 @@ def test_what_is_typed_is_kept(page: Page) -> None:
     expect(page.locator("#status")).to_have_text("The connection was lost.")
     expect(page.locator("#prompt")).to_have_value(send_later)
     expect(page.locator("article")).to_have_count(0)
+
+
+@needs_browser
+def test_each_tab_keeps_what_is_typed_for_a_new_chat(page: Page, gateway: Gateway) -> None:
+    def another() -> Page:
+        tab = page.context.new_page()
+        tab.goto(f"{gateway.url}/chat")
+        expect(tab.locator("#model")).to_have_value("embedded")
+        return tab
+
+    other = another()
+    for tab, text in ((page, "Of the first tab"), (other, "Of the second tab")):
+        tab.fill("#prompt", text)
+    for tab, text in ((page, "Of the first tab"), (other, "Of the second tab")):
+        tab.reload()
+        expect(tab.locator("#prompt")).to_have_value(text)
+    ask(page, "Hello")
+    page.click("#new")
+    other.close(run_before_unload=True)
+    third = another()
+    expect(third.locator("#prompt")).to_have_value("Of the second tab")
+    expect(page.locator("#prompt")).to_have_value("")
+    expect(another().locator("#prompt")).to_have_value("")
+
+
+COPIED = """async () => {
+    const copied = [];
+    document.addEventListener("copy", () => copied.push(getSelection().toString()));
+    const pressed = document.querySelector("article.assistant .actions button");
+    for (const way of ["new", "old", "none"]) {
+        const clipboard = way === "new" ? { writeText: async (text) => copied.push(text) } : undefined;
+        Object.defineProperty(navigator, "clipboard", { value: clipboard, configurable: true });
+        if (way === "none") document.execCommand = () => false;
+        pressed.focus();
+        pressed.click();
+        await new Promise((resolve) => setTimeout(resolve));
+        copied.push(pressed.textContent, document.activeElement === pressed);
+    }
+    return copied;
+}"""
+
+
+@needs_browser
+def test_a_message_is_copied_with_and_without_https(page: Page) -> None:
+    ask(page, "What is the capital of France?")
+    text = "The capital of France is Paris."
+    assert page.evaluate(COPIED) == [
+        *(text, "Copied", True),
+        *(text, "Copied", True),
+        *("Not copied: select the text", True),
+    ]
+    expect(last(page).locator(".actions button").first).to_have_text("Copy")
 
 
 @needs_browser
@@ -685,6 +763,14 @@ def test_offline_and_back(page: Page) -> None:
     page.unroute("**/v1/sessions**")
     expect(page.locator("#list li")).to_have_count(0)
     expect(page.locator("#status")).to_have_text("")
+    send(page, LONG)
+    expect(last(page).locator(".text")).to_contain_text("3")
+    page.context.set_offline(True)
+    expect(page.locator("#status")).to_contain_text("You are offline")
+    page.context.set_offline(False)
+    expect(page.locator("#status")).not_to_contain_text("You are offline")
+    page.click("#stop")
+    expect(page.locator("#status")).to_have_text("Stopped")
 
 
 @needs_browser
@@ -771,6 +857,17 @@ def test_the_text_of_pdf_files(page: Page) -> None:
     )
     assert read(b"%PDF-1.4 trailer << /Encrypt 9 0 R >>") == "Error: it is encrypted"
     assert read(b"PK") == "Error: it is no PDF file"
+    many = b"<< /Type /Pages /Kids [%s] >>" % b" ".join(b"%d 0 R" % i for i in range(10, 20_000))
+    pages = b"".join(b"%d 0 obj << /Type /Page /Contents 4 0 R >> endobj\n" % i for i in range(10, 20_000))
+    hostile = pdf(stream(b"ID " * (1 << 20))).replace(b"<< /Type /Pages /Kids [3 0 R 2 0 R 3 0 R] >>", many) + pages
+    page.clock.install()
+    with page.expect_event("worker") as began:
+        page.set_input_files("#files", [{"name": "b.pdf", "mimeType": "application/pdf", "buffer": hostile}])
+    expect(page.locator("#status")).to_have_text("Reading b.pdf")
+    with began.value.expect_event("close", timeout=ACTION_MS):
+        page.clock.fast_forward(21_000)
+    expect(page.locator("#status")).to_have_text("The text of b.pdf cannot be read: it takes too long.")
+    expect(page.locator("#attached li")).to_have_count(0)
     errors = page.evaluate(MUTATE_PDF, [base64.b64encode(made).decode(), amount(quick=60, thorough=2000)])
     assert set(errors) <= {"Error", "RangeError"}
 
@@ -920,6 +1017,19 @@ def test_hostile_text_is_inert(page: Page, gateway: Gateway) -> None:
     expect(page.locator("article.assistant td code").first).to_have_text("2")
 
 
+@needs_browser
+def test_a_conversation_opens_at_its_end(page: Page, gateway: Gateway) -> None:
+    """Messages that are not drawn yet have estimated heights, and this one is much higher."""
+    high = "\n\n".join(map(str, range(300)))
+    messages = [{"role": role, "content": high} for role in ("user", "assistant")]
+    messages += [{"role": ("user", "assistant")[n % 2], "content": "Hello"} for n in range(7)]
+    with gateway.http() as client:
+        body = {"messages": messages, "session_id": "chat-high", "history": "replace", "stream": False, "max_tokens": 2}
+        client.post("/v1/generate", json=body).raise_for_status()
+    page.goto(f"{gateway.url}/chat#chat-high")
+    expect(last(page).locator(".figures")).to_be_in_viewport()
+
+
 MARKDOWN = {
     "# A *b*\n\n> c\n> - d": "<h1>A <em>b</em></h1><blockquote><p>c</p><ul><li>d</li></ul></blockquote>",
     "3. a\n   - [x] b\n4. c": '<ol start="3"><li>a<ul><li>☑ b</li></ul></li><li>c</li></ol>',
@@ -984,8 +1094,19 @@ MATH = {
         "<math><mrow><mo>&lt;</mo><mi>a</mi><mo>&gt;</mo></mrow></math></p>"
     ),
     "$$\na_1": "<code>$$\na_1</code>",
+    "a\n\\[\nb_1": "<p>a</p><code>\\[\nb_1</code>",
+    "a$$b": "<p>a$$b</p>",
+    "$" * 3000: f"<p>{'$' * 3000}</p>",
     f"${'{' * 99}a{'}' * 99}$": f"<p><code>${'{' * 99}a{'}' * 99}$</code></p>",
 }
+LOOKS = """async ([text]) => {
+    const { mathExtensions } = await import("/chat/math_in_markdown.js");
+    const { Marked } = await import("/chat/vendor/marked.js");
+    let n = 0;
+    const counted = ({ tokenizer, ...each }) => ({ ...each, tokenizer(...args) { n++; return tokenizer.apply(this, args); } });
+    new Marked({ extensions: mathExtensions.filter(({ level }) => level === "block").map(counted) }).lexer(text);
+    return n;
+}"""
 SHOWN = """async ([text, step]) => {
     const { Growing } = await import("/chat/markdown.js");
     const place = document.createElement("div");
@@ -1001,6 +1122,10 @@ def test_markdown_becomes_elements(page: Page) -> None:
     for text, expected in {**MARKDOWN, **MATH}.items():
         assert page.evaluate(SHOWN, [text, len(text)]).replace("\n</p>", "</p>") == expected
         assert page.evaluate(SHOWN, [text, 1 if len(text) < 1000 else 999]).replace("\n</p>", "</p>") == expected
+    dollars, brackets = "$" * 3000, "\\[\n" * 3000 + "\na"
+    assert page.evaluate(SHOWN, [brackets, len(brackets)]) == f"<p>{'<br>'.join('[' * 3000)}</p><p>a</p>"
+    for hostile in (dollars, brackets):
+        assert page.evaluate(LOOKS, [hostile]) <= 3, "what is no formula is one paragraph, and not one for each dollar"
 
 
 @needs_browser
@@ -1074,16 +1199,13 @@ def violations(page: Page) -> list[str]:
 
 @needs_browser
 def test_the_page_is_small(gateway: Gateway, browser: Browser) -> None:
-    """What comes after the first paint comes at once, without a look at what each module imports."""
     sizes: dict[str, int] = {}
     page = browser.new_page()
     page.on("response", lambda found: sizes.update({found.url: len(found.body())}) if found.status == 200 else None)
     page.goto(f"{gateway.url}/chat")
     expect(page.locator("#model")).to_have_value("embedded")
-    preloaded = page.evaluate("() => [...document.querySelectorAll('[rel=modulepreload]')].map(({ href }) => href)")
     page.close()
     assert sum(sizes.values()) < 200 * 1024
-    assert set(preloaded) == {url for url in sizes if url.endswith(".js")} - {f"{gateway.url}/chat/start.js"}
     urls = {"a page of one word": "data:text/html,word", "the page": f"{gateway.url}/chat"}
     loads = [{name: load_ms(browser, url) for name, url in urls.items()} for _ in range(9)]
     print(f"{sum(sizes.values()):,} bytes")

@@ -38,10 +38,11 @@ CONTENT_SECURITY_POLICY: Final = "; ".join(
         *(f"{kind}-src 'self'" for kind in ("script", "style", "connect", "img")),
         *(f"{name} 'none'" for name in ("base-uri", "form-action", "frame-ancestors")),
         "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
+        "trusted-types pdf",
     )
 )
-"""Nothing comes from elsewhere, nothing that is written in the page runs, and text cannot become markup."""
+"""Nothing comes from elsewhere, nothing that is written in the page runs, and text cannot become markup.  The one policy
+names the worker that reads PDF files."""
 
 HEADERS: Final = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,

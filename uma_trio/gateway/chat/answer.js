@@ -12,7 +12,7 @@ export const folds = (call) => folded(`Calls ${call.name}`, JSON.stringify(call.
 export class Answer {
   /** Args: the place of its text, what it begins with, and functions: for what it does now, for its state, and after it was shown. */
   constructor(element, begun, { say, onState, onShown }) {
-    Object.assign(this, { element, say, onState, onShown, content: begun, reasoning: "", failure: "", calls: [] });
+    Object.assign(this, { element, begun, say, onState, onShown, content: begun, reasoning: "", failure: "", calls: [] });
     this.hasBegun = false;
     this.generation = null; // of an answer that has ended
     this.growing = new Growing(element);

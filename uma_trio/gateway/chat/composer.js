@@ -4,22 +4,15 @@ import { Refused, request } from "../dashboard/api.js";
 import { byId, count, el, setText } from "../dashboard/dom.js";
 import { rootOf } from "./branches.js";
 import { contentOf, textOf } from "./content.js";
+import { fenced, isPdf, readText } from "./files.js";
 import { button } from "./message.js";
 import { has, showSenses } from "./models.js";
 import { base64, isPicture, readPicture, thumbnail } from "./pictures.js";
 import { isSound, player, readSound, record } from "./sound.js";
 
 const LARGE_PASTE = 20_000; // characters; more of them become a file
-const MAX_FILE_BYTES = 8 * 1024 * 1024;
 const COUNTED = 400; // characters from which tokens are counted before they are sent
 const COUNT_AFTER_MS = 500;
-
-/** A file as Markdown, in a fence that it cannot end. */
-function fenced({ name, text }) {
-  const ticks = Math.max(2, ...[...text.matchAll(/`+/g)].map((each) => each[0].length));
-  const fence = "`".repeat(ticks + 1);
-  return `${name}:\n\n${fence}\n${text}\n${fence}`;
-}
 
 function mediaIn({ picture, sound }) {
   if (picture) return [{ type: "image", data: picture }];
@@ -32,21 +25,47 @@ export function contentOfDraft({ text, files }) {
   return contentOf([...texts, text.trim()].filter(Boolean).join("\n\n"), files.flatMap(mediaIn));
 }
 
-function keptAt(key) {
+function parsed(text) {
   try {
-    return JSON.parse(localStorage.getItem(key));
+    return JSON.parse(text);
   } catch {
     return null; // what another version has kept
   }
 }
 
+const draftKey = (id) => `uma-trio draft ${rootOf(id)}`;
 const sentKey = (id) => `uma-trio sent ${id}`;
+
+const NEW = draftKey(""); // of a chat that has no name yet, so each tab has its own
+const LEFT = "uma-trio drafts"; // those of new chats, whose tabs were closed
+const storageOf = (key) => (key === NEW ? sessionStorage : localStorage);
+
+const left = () => parsed(localStorage.getItem(LEFT)) ?? [];
+
+/** Leave the draft of a new chat to the next tab, or to this one when it is loaded again. */
+function leaveDraft() {
+  const own = sessionStorage.getItem(NEW);
+  if (own) localStorage.setItem(LEFT, JSON.stringify([...left(), own]));
+}
+
+/** The draft of a new chat is that of this tab, or the last one that was left. */
+function takeDraft() {
+  const own = sessionStorage.getItem(NEW);
+  const drafts = left();
+  const at = own ? drafts.lastIndexOf(own) : drafts.length - 1;
+  if (at < 0) return;
+  const [taken] = drafts.splice(at, 1);
+  sessionStorage.setItem(NEW, taken);
+  localStorage.setItem(LEFT, JSON.stringify(drafts));
+}
 
 export class Composer {
   /** Args: a function for what the user should know, one that gives the fields of a request that name the model. */
   constructor(say, model) {
     Object.assign(this, { say, model, files: [], id: "" });
     this.large = new Map(); // what is too long for the browser to keep
+    takeDraft();
+    addEventListener("pagehide", leaveDraft);
     this.field = byId("prompt");
     this.field.addEventListener("input", () => this.changed());
     this.field.addEventListener("paste", (event) => this.paste(event));
@@ -63,7 +82,7 @@ export class Composer {
   }
 
   get key() {
-    return `uma-trio draft ${rootOf(this.id)}`;
+    return draftKey(this.id);
   }
 
   /** Show the draft of the conversation `id`, and after it what was typed before it could be shown. */
@@ -85,8 +104,8 @@ export class Composer {
   keep(key, value) {
     this.large.delete(key);
     try {
-      if (value) localStorage.setItem(key, JSON.stringify(value));
-      else localStorage.removeItem(key);
+      if (value) storageOf(key).setItem(key, JSON.stringify(value));
+      else storageOf(key).removeItem(key);
       return true;
     } catch {
       this.large.set(key, value);
@@ -95,7 +114,7 @@ export class Composer {
   }
 
   kept(key) {
-    return this.large.get(key) ?? keptAt(key);
+    return this.large.get(key) ?? parsed(storageOf(key).getItem(key));
   }
 
   // -- what was sent, until it is in its session --
@@ -185,8 +204,11 @@ export class Composer {
 
   async attach(files) {
     for (const file of files) {
+      const takesLong = isPdf(file);
+      if (takesLong) this.say(`Reading ${file.name}`);
       try {
         this.add({ name: file.name, ...(await this.read(file)) });
+        if (takesLong) this.say("");
       } catch (error) {
         this.say(error.message);
       }
@@ -241,23 +263,3 @@ export class Composer {
 
 /** Let the browser ask whether to leave the page. */
 const ask = (event) => event.preventDefault();
-
-/** The text of a file. Throws an error that says why it has none. */
-async function readText(file) {
-  if (file.size > MAX_FILE_BYTES) throw new Error(`${file.name} is larger than ${MAX_FILE_BYTES / 1024 / 1024} MiB.`);
-  if (/\.pdf$/i.test(file.name) || file.type === "application/pdf") {
-    const { textOfPdf } = await import("./pdf.js");
-    try {
-      return await textOfPdf(await file.arrayBuffer());
-    } catch (error) {
-      throw new Error(`The text of ${file.name} cannot be read: ${error.message}.`);
-    }
-  }
-  try {
-    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-    if (!text.includes("\0")) return text;
-  } catch {
-    /* not UTF-8 */
-  }
-  throw new Error(`${file.name} is neither text, a PDF file, a picture nor sound.`);
-}

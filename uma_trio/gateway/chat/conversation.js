@@ -15,6 +15,8 @@ const BUSY_RETRIES = 8; // a session is busy for a moment after its answer was s
 const NEAR_END_PX = 120;
 const GOES_ON = { continue_final_message: true, constraint: undefined }; // the model goes on with the last message
 
+const BEFORE_IT_BEGINS = ["request", "loading", "error"]; // events of an answer
+
 const EDIT = "uma-trio edit"; // which message is being edited in this tab, and how far
 
 const keptEdit = () => JSON.parse(sessionStorage.getItem(EDIT)) ?? {};
@@ -92,7 +94,7 @@ export class Conversation {
     if (found || moved) this.show(found?.messages ?? []);
     const [first] = this.messages;
     this.system = !first ? this.settings.now.system : first.role === "system" ? textOf(first) : "";
-    this.place.scrollTop = this.place.scrollHeight;
+    this.toEnd();
     if (!keepsStatus) this.say("");
     if (id && (!found || found.session.busy)) await this.follow();
     this.settleSent();
@@ -109,11 +111,19 @@ export class Conversation {
 
   /** Show messages, from one on whose place is `from`. */
   show(messages, from = 0) {
+    const focused = this.place.querySelector(":focus");
     this.messages = messages;
     while (this.place.children.length > from) this.place.lastChild.remove();
     this.place.append(...messages.slice(from).map((message) => article(message, this.acts)));
     const { id, i, text } = keptEdit();
     if (id === this.id && messages[i]) edit(this.place.children[i], text, this.acts);
+    if (focused && !focused.isConnected) byId(this.reading ? "stop" : "prompt").focus();
+  }
+
+  /** Scroll to the end, and again in some frames: the heights of messages are estimated until they are drawn. */
+  toEnd(frames = 4) {
+    this.place.scrollTop = this.place.scrollHeight;
+    if (frames) requestAnimationFrame(() => this.toEnd(frames - 1));
   }
 
   /** Show where the open session differs from its branches. */
@@ -121,19 +131,20 @@ export class Conversation {
     const { id, messages } = this;
     const family = sessions.filter((each) => rootOf(each.session_id) === rootOf(id)).slice(0, MAX_BRANCHES);
     if (!family.some((each) => each.session_id === id) || this.reading) return;
+    this.sessions = sessions;
     const branches = await Promise.all(family.map((each) => this.branchOf(each)));
     if (this.id !== id || this.messages !== messages || this.reading) return;
     const found = variants(branches, id);
     [...this.place.children].forEach((made, i) => {
       const at = found[i].indexOf(id);
       // Buttons belong to the first message that differs: where the one before has fewer branches in common.
-      showSwitcher(made, at < 0 ? [] : found[i], id, (to) => this.onRefused(() => this.switchTo(to, sessions)));
+      showSwitcher(made, at < 0 ? [] : found[i], id, (to) => this.onRefused(() => this.switchTo(to)));
     });
   }
 
-  async switchTo(id, sessions) {
+  async switchTo(id) {
     await this.open(id);
-    await this.showBranches(sessions);
+    await this.showBranches(this.sessions);
     this.place.querySelector(".switcher button:enabled")?.focus(); // the button that was pressed is gone
   }
 
@@ -196,6 +207,7 @@ export class Conversation {
       await this.post("close", { session_id: id });
       this.moveTo(from);
       this.show(messages);
+      this.place.querySelector(".edit textarea")?.focus();
     });
   }
 
@@ -252,7 +264,7 @@ export class Conversation {
     const made = emptyArticle("assistant");
     made.setAttribute("aria-busy", "true");
     this.place.append(made);
-    this.place.scrollTop = this.place.scrollHeight;
+    this.toEnd();
     let follows = true;
     this.place.onscroll = () => {
       follows = this.place.scrollHeight - this.place.scrollTop - this.place.clientHeight < NEAR_END_PX;
@@ -260,7 +272,6 @@ export class Conversation {
     const answer = new Answer(made.firstChild, begun, {
       say: this.say,
       onState: (state) => {
-        if (!answer.hasBegun) this.onChange(); // the session has begun, too
         this.say(state);
         this.steering.show(state);
       },
@@ -280,6 +291,7 @@ export class Conversation {
     this.say("Waiting for the answer");
     let answer = asked && this.begin(asked);
     let wasAccepted = false;
+    let hasBegun = false;
     let refusal = null;
     try {
       for await (const { name, data } of events(path, { body, signal: mine.signal })) {
@@ -290,6 +302,10 @@ export class Conversation {
           this.steering.begin(data.request_id);
         } else if (name === "inserted" && data.insertion.kind === "message") answer = this.interrupt(answer, data.insertion.text);
         else answer.take(name, data);
+        if (!hasBegun && !BEFORE_IT_BEGINS.includes(name)) {
+          hasBegun = true; // and so has the session
+          this.onChange();
+        }
       }
     } catch (error) {
       refusal = error;
@@ -303,7 +319,7 @@ export class Conversation {
     const wasCut = wasAccepted && !refusal && !answer?.failure && !answer?.generation; // the daemon was lost
     if (wasCut || (refusal && !(refusal instanceof Refused) && (wasAccepted || !asked))) return this.comeBack();
     if (!refusal && !answer?.failure && (answer?.hasBegun || (answer?.generation && !wasStopped(answer)))) {
-      this.end(answer);
+      await this.end(answer);
       return true;
     }
     return this.giveUp(before, answer, refusal, asked);
@@ -319,14 +335,23 @@ export class Conversation {
     return this.begin({ messages: [{ role: "user", content }] });
   }
 
-  end(answer) {
+  async end(answer) {
     const { message, made } = answer;
     this.messages.push(message);
     made.removeAttribute("aria-busy");
     if (answer.calls.length) made.replaceWith(article(message, this.acts));
     finish(this.place.lastChild, message, this.acts);
     this.say(wasStopped(answer) ? "Stopped" : "The answer is complete");
+    if (answer.begun) await this.onRefused(() => this.showWhole(message));
     this.onChange();
+  }
+
+  /** Show what an answer that was continued took with its beginning, as the session has it. */
+  async showWhole(message) {
+    const found = (await this.read(this.id))?.messages.at(-1);
+    if (!same(found, message) || message !== this.messages.at(-1)) return;
+    message.generation = found.generation;
+    finish(this.place.lastChild, message, this.acts);
   }
 
   /** The open session when no answer runs in it any more, or as it is after a while; null if there is none. */

@@ -167,7 +167,7 @@ addEventListener("keydown", (event) => {
 });
 addEventListener("focus", () => trying(showList));
 addEventListener("offline", () => say("You are offline. What you have typed is kept."));
-addEventListener("online", () => open.reading || start());
+addEventListener("online", () => (open.reading ? say("You are online again.") : start()));
 addEventListener("hashchange", () => go(idInAddress()));
 tabs.addEventListener("message", ({ data: id }) => {
   if (id === open.id && !open.reading) go(id, true); // another tab has shown the end of the same answer

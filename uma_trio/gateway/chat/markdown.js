@@ -1,6 +1,6 @@
 // Markdown to elements. No HTML is parsed: text becomes text nodes, HTML in it too, and pictures become links.
 
-import { el } from "../dashboard/dom.js";
+import { copy, el } from "../dashboard/dom.js";
 import { pieces } from "./colours_of_code.js";
 import { formula } from "./math.js";
 import { mathExtensions } from "./math_in_markdown.js";
@@ -27,9 +27,9 @@ function link(href, content) {
 function code({ text, lang }) {
   const [language] = (lang ?? "").toLowerCase().split(/[\s,{]/);
   const shown = pieces(text, language).map(([kind, piece]) => (kind ? el("span", { class: kind }, piece) : piece));
-  const copy = el("button", { type: "button", class: "quiet copy" }, "Copy code");
-  copy.addEventListener("click", () => navigator.clipboard?.writeText(text));
-  return [copy, el("pre", { tabindex: 0 }, el("code", {}, ...shown))];
+  const button = el("button", { type: "button", class: "quiet copy" }, "Copy code");
+  button.addEventListener("click", () => copy(text, button));
+  return [button, el("pre", { tabindex: 0 }, el("code", {}, ...shown))];
 }
 
 function table({ header, rows }) {

@@ -1,6 +1,6 @@
 // A message as an element, with what can be done with it.
 
-import { count, el, setText } from "../dashboard/dom.js";
+import { byId, copy, count, el, setText } from "../dashboard/dom.js";
 import { folded, folds } from "./answer.js";
 import { mediaOf, textOf } from "./content.js";
 import { Growing } from "./markdown.js";
@@ -27,13 +27,6 @@ export function button(label, work, attributes = {}) {
   const made = el("button", { type: "button", class: "quiet", ...attributes }, label);
   made.addEventListener("click", work);
   return made;
-}
-
-export async function copy(text, from) {
-  await navigator.clipboard.writeText(text);
-  const label = from.textContent;
-  setText(from, "Copied");
-  setTimeout(() => setText(from, label), 1500);
 }
 
 /** An empty article of a role. Its text is its child of class `text`. */
@@ -73,7 +66,7 @@ export function finish(made, message, acts) {
     actions.append(button("Edit", () => edit(made, content, acts)?.focus()));
   if (message.role === "assistant") {
     actions.append(button("Try again", () => acts.again(made)));
-    if (!message.tool_calls) actions.append(button("Continue", () => acts.resume(made), { class: "quiet resume" }));
+    if (!message.tool_calls && message.generation?.reason !== "stop") actions.append(button("Continue", () => acts.resume(made), { class: "quiet resume" }));
   }
   if (message.generation) actions.append(el("span", { class: "figures" }, figures(message.generation, acts.room())));
   made.querySelector(":scope > .actions")?.remove();
@@ -102,7 +95,10 @@ export function edit(made, content, acts) {
     event.preventDefault();
     const text = field.value.trim();
     if (!text) giveUp();
-    else if (acts.edit(made, text)) close();
+    else if (acts.edit(made, text)) {
+      close();
+      byId("prompt").focus(); // as after other messages
+    }
   });
   field.addEventListener("input", () => acts.typed(made, field.value));
   field.addEventListener("keydown", (event) => {
@@ -121,7 +117,10 @@ export function edit(made, content, acts) {
 
 /** Show which of several messages in this place is shown; `go` gets the id of a session. */
 export function showSwitcher(made, ids, current, go) {
-  made.querySelector(".switcher")?.remove();
+  const before = made.querySelector(".switcher");
+  const shown = [current, ...ids].join(" ");
+  if (before?.dataset.shown === shown) return; // it has the focus, perhaps
+  before?.remove();
   if (ids.length < 2) return;
   const at = ids.indexOf(current);
   const to = (label, name, i) => {
@@ -130,7 +129,7 @@ export function showSwitcher(made, ids, current, go) {
     return each;
   };
   const place = el("span", {}, `${at + 1} of ${ids.length}`);
-  const label = { class: "switcher", role: "group", "aria-label": "Branches" };
+  const label = { class: "switcher", "data-shown": shown, role: "group", "aria-label": "Branches" };
   made.querySelector(":scope > .actions")?.prepend(
     el("span", label, to("‹", "Previous branch", at - 1), place, to("›", "Next branch", at + 1)),
   );

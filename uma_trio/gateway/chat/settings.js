@@ -1,7 +1,7 @@
 // Settings: system prompt, sampling with presets, the form of answers, colours. They are kept in the browser.
 
 import { byId, el } from "../dashboard/dom.js";
-import { CURRENT_TIME, toolsIn } from "./tools.js";
+import { CURRENT_TIME, toolsIn, written } from "./tools.js";
 
 const KEY = "uma-trio settings";
 const PRESETS = {
@@ -29,12 +29,7 @@ function constraint({ form, schema, choices }) {
     return { choice };
   }
   if (form !== "schema") return undefined;
-  let found;
-  try {
-    found = JSON.parse(schema);
-  } catch (error) {
-    throw new Error(`The JSON schema is not JSON: ${error.message}`);
-  }
+  const found = written(schema, "The JSON schema is");
   if (found === null || typeof found !== "object" || Array.isArray(found)) throw new Error("The JSON schema must be an object.");
   return { json_schema: found };
 }

@@ -4,15 +4,19 @@ import { el } from "../dashboard/dom.js";
 
 export const CURRENT_TIME = { name: "current_time", description: "The date and time where the user is" };
 
+/** A value from JSON that the user has written. Throws an error that says what is wrong. */
+export function written(text, what) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${what} not JSON: ${error.message}`);
+  }
+}
+
 /** The tools in a JSON list; OpenAI's form works too. Throws an error that says what is wrong. */
 export function toolsIn(text) {
   if (!text.trim()) return [];
-  let found;
-  try {
-    found = JSON.parse(text);
-  } catch (error) {
-    throw new Error(`The tools are not JSON: ${error.message}`);
-  }
+  const found = written(text, "The tools are");
   const tools = Array.isArray(found) ? found.map((each) => each?.function ?? each) : [];
   if (!tools.length || tools.some((each) => typeof each?.name !== "string")) throw new Error("The tools must be a list of objects with name, description and parameters.");
   return tools;

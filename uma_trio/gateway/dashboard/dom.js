@@ -15,6 +15,30 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** The old way to copy, for a page that came without HTTPS from another machine. */
+function copyFromField(text, beside) {
+  const field = el("textarea");
+  field.value = text;
+  beside.after(field);
+  field.select();
+  const isCopied = document.execCommand("copy");
+  field.remove();
+  beside.focus();
+  if (!isCopied) throw new Error("the browser does not copy");
+}
+
+/** Copy a text, and say so on the button that was pressed. */
+export async function copy(text, button) {
+  button.dataset.label ??= button.textContent;
+  try {
+    await (navigator.clipboard ? navigator.clipboard.writeText(text) : copyFromField(text, button));
+    setText(button, "Copied");
+  } catch {
+    setText(button, "Not copied: select the text");
+  }
+  setTimeout(() => setText(button, button.dataset.label), 1500);
+}
+
 /** Show rows of cells. A cell is a text, or [text, class, title]. Rows that stay keep their elements. */
 export function setRows(body, rows, whenEmpty) {
   const shown = rows.length || !whenEmpty ? rows : [[[whenEmpty, "muted"]]];
