@@ -88,7 +88,7 @@ def test_openai_and_the_command_line_send_the_same(daemon: Daemon, tmp_path: Pat
     options = ("--no-stream", "--json", "--max-tokens", "8", "--temp", "0")
     asked = invoke("ask", "--audio", str(file), *options, QUESTION["text"], UMA_SOCKET=str(daemon.socket))
     assert json.loads(asked.stdout)["text"] == expected.text
-    talk = f"/audio {tmp_path / 'none.wav'}\n/image {file}\n/image\n/audio {file}\n{QUESTION['text']}\n/retry\n/stats\n"
+    talk = f"/audio {tmp_path / 'none.wav'}\n/image {file}\n/image\n'{file}'\n{QUESTION['text']}\n/retry\n/stats\n"
     talked = invoke("chat", "--max-tokens", "8", "--temp", "0", stdin=talk, UMA_SOCKET=str(daemon.socket))
     assert f"cannot read the sound {tmp_path / 'none.wav'}: No such file" in talked.stderr
     assert f"{expected.last['usage']['prompt_tokens']} prompt + " in talked.stderr

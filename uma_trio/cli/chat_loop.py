@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import click
 import trio
@@ -19,7 +19,7 @@ from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainVie
 from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
 from uma_trio.cli.chat_settings import BadSetting, changed, described
 from uma_trio.cli.client_options import HINTS, say_which_daemon
-from uma_trio.cli.content import picture_part
+from uma_trio.cli.content import Kind, dropped_file, picture_part
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
 from uma_trio.cli.generation import connected, generate
 from uma_trio.cli.progress import load_with_progress
@@ -46,7 +46,7 @@ COMMANDS: Final = {
     "/session": ("NAME", "continue or begin a session, which the daemon remembers"),
     "/model": ("[NAME]", "go on with another model; without NAME, list them"),
     "/system": ("TEXT", "set the system message; without TEXT, show it"),
-    "/image": ("[FILE]", "send a picture with the next message; without FILE, none"),
+    "/image": ("[FILE]", "send a picture with the next message, as does its path alone; without FILE, none"),
     "/audio": ("[FILE]", "send a file of sound with the next message; without FILE, none"),
     "/set": (
         "NAME VALUE",
@@ -156,7 +156,9 @@ class Chat:
             if not interrupt.args[0]:
                 note("to leave, type /bye or press Ctrl-D")
             return
-        if text.startswith("//"):
+        if (dropped := dropped_file(text)) is not None:
+            self._attach(*dropped)
+        elif text.startswith("//"):
             self._ask(text[1:])
         elif text.startswith("/"):
             self._command(text)
@@ -279,7 +281,7 @@ class Chat:
             self._fields["model"] = name
             note(f"{found.name} answers from now on")
 
-    def _attach(self, kind: Literal["image", "audio"], name: str) -> None:
+    def _attach(self, kind: Kind, name: str) -> None:
         files = self._conversation.files
         if not name:
             files[:] = [each for each in files if each["type"] != kind]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
+from urllib.parse import unquote
 
 import click
 
@@ -12,6 +14,13 @@ from uma_trio.files import read_bytes
 from uma_trio.protocol.chat import MAX_PICTURE_BYTES
 
 Content = str | list[dict[str, Any]]
+Kind = Literal["image", "audio"]
+
+KINDS: Final[dict[str, Kind]] = {
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".bmp"), "image"),
+    **dict.fromkeys((".wav", ".mp3", ".flac"), "audio"),
+}
+"""What a file is, by the end of its name."""
 
 
 def content_with(images: Sequence[Path], sounds: Sequence[Path], text: str) -> Content:
@@ -26,7 +35,7 @@ def content_with(images: Sequence[Path], sounds: Sequence[Path], text: str) -> C
     return [*map(picture_part, images), *heard, {"type": "text", "text": text}]
 
 
-def picture_part(path: Path, kind: Literal["image", "audio"] = "image") -> dict[str, Any]:
+def picture_part(path: Path, kind: Kind = "image") -> dict[str, Any]:
     """A file as a part of a content.
 
     Raises:
@@ -38,3 +47,15 @@ def picture_part(path: Path, kind: Literal["image", "audio"] = "image") -> dict[
         raise click.UsageError(
             f"cannot read the {'picture' if kind == 'image' else 'sound'} {path}: {error.strerror or error}"
         ) from None
+
+
+def dropped_file(line: str) -> tuple[Kind, str] | None:
+    """The picture or sound whose path is the whole line: terminals paste it when a file is dropped on them."""
+    try:
+        [name] = shlex.split(line)
+        if name.startswith("file://"):
+            name = unquote(name.removeprefix("file://"))
+        kind = KINDS.get(Path(name).suffix.lower())
+        return (kind, name) if kind is not None and Path(name).expanduser().is_file() else None
+    except (ValueError, OSError, RuntimeError):  # quotes without an end, several words, a name that is none
+        return None
