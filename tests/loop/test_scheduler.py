@@ -407,11 +407,11 @@ async def test_a_cancel_during_prefill_next_to_streams_revokes_what_runs_ahead(a
 
 
 @pytest.mark.parametrize("after_s", [0.5, 0.52, 0.549, 0.55, 0.551, 0.56])
-@pytest.mark.parametrize("step_ms", [50, 5])
+@pytest.mark.parametrize("step_ms", [50, 5, 2])
 async def test_a_request_that_comes_during_a_step_waits_for_no_long_one(autojump_clock, after_s, step_ms):
     """A long step that runs ahead is revoked, so the request is in the next one.  A short one is let run."""
     async with running(FakeEngine(cost_ms=lambda prompt, decodes: step_ms)) as harness:
-        harness.ask([1], on := Collector(), n=200)
+        harness.ask([1], on := Collector(), n=400)
         await trio.sleep(after_s)
         assert harness.scheduler.telemetry.run_ahead_steps_total > 5
         begun = len(harness.engine.steps)
@@ -422,8 +422,8 @@ async def test_a_request_that_comes_during_a_step_waits_for_no_long_one(autojump
         assert n_waited <= (2 if step_ms < MAX_DELAY_MS else 1)
         assert sequence.first_token_at - sequence.arrived_at <= 1e-3 * (2 * step_ms + min(step_ms, MAX_DELAY_MS)) + 1e-4
         assert sink.tokens == expected_continuation([2, 3], 5)
-        await trio.sleep(10)
-        assert on.tokens == expected_continuation([1], 200)
+        await trio.sleep(30)
+        assert on.tokens == expected_continuation([1], 400)
         await harness.clean()
 
 

@@ -235,7 +235,10 @@ class Scheduler:
         self._report_forecasts()
         if sequences[0].priority is not Priority.BACKGROUND:
             self._interrupt()
-        self.wake()
+        if any(each in self._running for each in sequences) or self._planner.preempts_at <= trio.current_time():
+            self.wake()
+        else:  # without a place it is in no step
+            self._wake.set()
         return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
 
     def _report_forecasts(self) -> None:

@@ -44,9 +44,9 @@ TOP_P_CANDIDATES: Final = 256
 MAX_SORTED_TOP_K: Final = 512
 """A row with a larger top-k is filtered separately, without sorting the tokens that it keeps."""
 
-_BYTES_AT_ONCE = 1 << 19
-"""Logits that are drawn from together.  What is computed of more rows leaves the cache, and its memory the process, each
-time."""
+_BYTES_AT_ONCE = 1 << 21
+"""Logits that are drawn from together.  With fewer, threads that sample other rows wait for Python more than they compute;
+what is computed of more leaves the cache."""
 
 MAX_XTC_THRESHOLD: Final = 0.5
 """Above it no two tokens have so much, so there is nothing to exclude."""
