@@ -50,7 +50,10 @@ def projector(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_a_projector_comes_and_goes_with_its_model(hub: FakeHub, home: Home, model: bytes, projector: bytes) -> None:
     files = {"Tiny-Q8_0.gguf": model, "mmproj-Tiny-F16.gguf": projector, "mmproj-Tiny-F32.gguf": b"another"}
     hub.add("acme/Tiny-GGUF", files)
-    assert home.run("pull", NAME).returncode == 0
+    pulled = home.run("pull", NAME)
+    assert pulled.returncode == 0
+    assert f"downloading {NAME}, " in pulled.stderr
+    assert "downloading acme/Tiny-GGUF:mmproj-Tiny-F16.gguf, " in pulled.stderr
     sees = "hub/acme/Tiny-GGUF/mmproj-Tiny-F16.gguf"
     assert (home.models / sees).read_bytes() == projector
     assert home.files() == [FILE, f"{FILE}.json", sees, f"{sees}.json"]

@@ -26,7 +26,7 @@ class _Shown:
 
 
 class View(PullReporter):
-    """Adds up the parts of a model.
+    """Adds up the parts of a model, or of its projector after it.
 
     Args:
         shown: what the sums go to; by default nowhere.
@@ -39,7 +39,7 @@ class View(PullReporter):
         self._sizes: list[int | None] = []
 
     def start(self, name: str, sizes: Sequence[int | None]) -> None:
-        if self._name is None:
+        if self._name != name:
             self._name = name
             self._done = [None] * len(sizes)
         self._sizes = [*sizes]
@@ -100,7 +100,7 @@ class _Bar(_Shown):
         if self._task is None:
             self._task = self._progress.add_task(name, total=total, completed=done)
         else:
-            self._progress.reset(self._task, total=total, completed=done)
+            self._progress.reset(self._task, total=total, completed=done, description=name)
 
     def progress(self, done: int, total: int | None) -> None:
         self._progress.update(self._task, completed=done, total=total)
@@ -114,11 +114,13 @@ class _Lines(_Shown):
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
+        self._name: str | None = None
         self._shown_at = 0.0
         self._began_at: tuple[float, int] = (0.0, 0)
 
     def start(self, name: str, done: int, total: int | None) -> None:
-        if not self._shown_at:
+        if self._name != name:
+            self._name = name
             what = "" if total is None else f", {format_bytes(total)}"
             rest = f", of which {format_bytes(done)} are here" if done else ""
             click.echo(f"downloading {name}{what}{rest}", err=True)

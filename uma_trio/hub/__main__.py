@@ -64,13 +64,20 @@ class Lines(PullReporter):
 
     def __init__(self) -> None:
         self._said_at: dict[int, float] = {}
+        self._names: dict[str, int] = {}
+        """What is downloaded, and the number of its first file."""
+        self._n_files = 0
 
     def start(self, name: str, sizes: Sequence[int | None]) -> None:
         """See ``PullReporter``."""
+        if name not in self._names:
+            self._names[name] = self._n_files
+            self._n_files += len(sizes)
 
     def progress(self, number: int, done: int, size: int | None) -> None:
         """See ``PullReporter``."""
         now = time.monotonic()
+        number += max(self._names.values())
         if done == size or now - self._said_at.get(number, -PROGRESS_S) >= PROGRESS_S:
             self._said_at[number] = now
             say(number=number, completed=done, total=size)
