@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.bench_scripts import bench_script
 from tests.support.hub_server import FakeHub, fake_hub
 from tests.support.model_home import Home, make_home
 from uma_trio.models.packaged import EMBEDDED
@@ -22,6 +23,14 @@ def hub() -> Iterator[FakeHub]:
 def model() -> bytes:
     """A model file that passes every check."""
     return EMBEDDED.read_bytes()
+
+
+@pytest.fixture(scope="session")
+def projector(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A projector of the model."""
+    script, path = bench_script("make_projector"), tmp_path_factory.mktemp("projector") / "made.gguf"
+    script.make_projector(path, EMBEDDED, script.SHAPES["tiny"])
+    return path.read_bytes()
 
 
 @pytest.fixture

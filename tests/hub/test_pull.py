@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.support.bench_scripts import bench_script
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
-from uma_trio.models.packaged import EMBEDDED
 
 NAME = "acme/Tiny-GGUF:Q8_0"
 FILE = "hub/acme/Tiny-GGUF/Tiny-Q8_0.gguf"
@@ -37,14 +33,6 @@ def test_what_is_cut_20_times_ends_in_the_right_file(hub: FakeHub, home: Home, m
     assert (home.models / FILE).read_bytes() == model
     starts = [request.headers.get("range", "bytes=0-") for request in hub.file_requests()]
     assert len(set(starts)) == 21, "each goes on where the one before was cut"
-
-
-@pytest.fixture(scope="module")
-def projector(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A projector of the model."""
-    script, path = bench_script("make_projector"), tmp_path_factory.mktemp("projector") / "made.gguf"
-    script.make_projector(path, EMBEDDED, script.SHAPES["tiny"])
-    return path.read_bytes()
 
 
 def test_a_projector_comes_and_goes_with_its_model(hub: FakeHub, home: Home, model: bytes, projector: bytes) -> None:

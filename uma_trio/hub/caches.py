@@ -25,6 +25,7 @@ from uma_trio.models.packaged import PACKAGED, PACKAGED_QUANTIZATION
 
 OLLAMA_HOST: Final = "registry.ollama.ai"
 OLLAMA_MODEL: Final = "application/vnd.ollama.image.model"
+OLLAMA_PROJECTOR: Final = "application/vnd.ollama.image.projector"
 
 
 def all_models(places: ModelLocations) -> list[InstalledModel]:
@@ -118,16 +119,40 @@ class _Config(msgspec.Struct):
 
 
 def _ollama(folder: Path) -> Iterator[InstalledModel]:
+    for path, parts in _ollama_manifests(folder):
+        if (found := _ollama_model(folder, path, *parts)) is not None:
+            yield found
+
+
+def _ollama_manifests(folder: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
+    """Every manifest, and what its path says: host, namespace, name, tag."""
     manifests = folder / "manifests"
     for directory, _, names in os.walk(manifests):
         for tag in sorted(names):
             path = Path(directory, tag)
-            parts = path.relative_to(manifests).parts
-            if len(parts) != 4:
+            match path.relative_to(manifests).parts:
+                case (host, namespace, name, _):
+                    yield path, (host, namespace, name, tag)
+
+
+def ollama_projectors(model: Path) -> list[Path]:
+    """The projectors of a model that Ollama keeps; none if it is not one of them.  Blocks.
+
+    Args:
+        model: the file with its weights.
+    """
+    folder = model.parent.parent
+    found: list[Path] = []
+    if model.parent.name == "blobs":
+        for path, _ in _ollama_manifests(folder):
+            try:
+                layers = msgspec.json.decode(read_text(path), type=_Manifest).layers
+                files = [(each.mediaType, _blob(folder, each.digest)) for each in layers]
+            except (OSError, UnicodeDecodeError, ValueError, RecursionError):  # as below
                 continue
-            found = _ollama_model(folder, path, *parts)
-            if found is not None:
-                yield found
+            if (OLLAMA_MODEL, model) in files:
+                found += [file for kind, file in files if kind == OLLAMA_PROJECTOR and file not in found]
+    return found
 
 
 def _ollama_model(folder: Path, path: Path, host: str, namespace: str, name: str, tag: str) -> InstalledModel | None:

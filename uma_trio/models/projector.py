@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -30,9 +31,9 @@ def check_projector(path: Path, model: Path) -> int:
     return header.size_bytes
 
 
-def find_projector(model: Path) -> Path | None:
-    """The projector in the folder of ``model``; ``None`` unless exactly one file there can be it.  Blocks."""
-    found = [path for path in model.parent.glob(PATTERN) if _is_of(path, model)]
+def find_projector(model: Path, others: Iterable[Path] = ()) -> Path | None:
+    """The projector in the folder of ``model``, or of ``others``; ``None`` unless exactly one file can be it.  Blocks."""
+    found = [path for path in (*model.parent.glob(PATTERN), *others) if _is_of(path, model)]
     return found[0] if len(found) == 1 else None
 
 

@@ -35,6 +35,7 @@ from uma_trio.engine_link.messages import FitReport, LayoutReport, LoadError, Mo
 from uma_trio.grammar.checker import SandboxedChecker
 from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.grammar.vocabulary import Vocabulary
+from uma_trio.hub.caches import ollama_projectors
 from uma_trio.models.fingerprint import model_fingerprint
 from uma_trio.models.gguf_check import GgufError, GgufSummary, check_gguf
 from uma_trio.models.packaged import model_path
@@ -227,7 +228,10 @@ def _find_projector(settings: Model, path: Path, summary: GgufSummary) -> Path |
     """
     if settings.mmproj == NO_PROJECTOR or summary.purpose != "generate":
         return None
-    found = find_projector(path) if settings.mmproj is None else Path(settings.mmproj).expanduser()
+    if settings.mmproj is None:
+        found = find_projector(path, ollama_projectors(path))
+    else:
+        found = Path(settings.mmproj).expanduser()
     if found is not None:
         with explained(found):
             check_projector(found, path)
