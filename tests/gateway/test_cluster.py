@@ -109,6 +109,7 @@ def test_a_session_follows_its_requests_and_its_texts_stay_the_same(cluster: Clu
     assert "trip" not in names(cluster.b)
 
 
+@pytest.mark.thorough
 def test_the_kv_cache_of_a_long_session_moves_with_it(cluster: Cluster) -> None:
     text = "Here are some words: " + " ".join(f"the {n} red foxes and the {n * 7} blue hens" for n in range(150))
     first = say(cluster.a, "long", text)
@@ -250,6 +251,7 @@ def halves(tmp_path: Path) -> Iterator[tuple[Gateway, int, Path]]:
         yield first, b, key
 
 
+@pytest.mark.thorough
 def test_without_its_peer_a_daemon_begins_no_session_but_answers_whole_conversations(
     halves: tuple[Gateway, int, Path], tmp_path: Path
 ) -> None:

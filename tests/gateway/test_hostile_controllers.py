@@ -16,7 +16,7 @@ import pytest
 
 from tests.gateway.conftest import Gateway, HttpCanary
 from tests.support.hostile_wasm import FAILING, LOOPING, ROOM, with_custom_section
-from tests.support.profile import thorough
+from tests.support.profile import sampled, thorough
 from tests.support.real_daemon import missing, real_daemon
 from tests.support.wat_controllers import MID, PRE, controller, returning
 
@@ -101,7 +101,7 @@ def yesno(client: httpx.Client) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else thorough(name) for name in HOSTILE])
+@pytest.mark.parametrize("name", sampled([name if name in QUICK else thorough(name) for name in HOSTILE], 12))
 def test_a_hostile_run_ends_with_its_own_error(gateway: Gateway, name: str) -> None:
     wasm, error = HOSTILE[name]
     with gateway.http() as client, HttpCanary(gateway) as canary:

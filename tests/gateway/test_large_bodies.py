@@ -71,6 +71,7 @@ def test_a_long_prompt_as_token_ids_reaches_the_model(gateway: Gateway) -> None:
         assert found.json()["error"]["code"] == "context_length_exceeded", "the model's own limit"
 
 
+@pytest.mark.thorough
 def test_a_vector_for_each_of_2048_texts(gateway: Gateway) -> None:
     with gateway.http() as client:
         answers = [

@@ -111,6 +111,7 @@ def test_a_bias_of_a_text_is_that_of_its_tokens(gateway: Gateway) -> None:
         assert complete(gateway, logit_bias=bias, return_tokens=True)["tokens"][0] != first
 
 
+@pytest.mark.thorough
 def test_an_answer_that_fills_the_context_is_truncated(gateway: Gateway) -> None:
     found = complete(gateway, prompt=PROMPT * 580, n_predict=100_000)
     assert (found["truncated"], found["stop_type"]) == (True, "limit")

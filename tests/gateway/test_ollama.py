@@ -13,6 +13,7 @@ import pytest
 
 from tests.gateway.conftest import Gateway
 from tests.support.commands import invoke
+from tests.support.profile import sampled
 from tests.support.real_daemon import Daemon, missing, real_daemon
 from uma_trio.client import Eos, Timings, ToolCall, Usage
 from uma_trio.gateway.dialects.ollama.generate import _chat, _Lines
@@ -140,7 +141,7 @@ def test_an_empty_request_asks_whether_the_model_is_there(client: ollama.Client)
     assert client.generate("embedded").done_reason == "load"
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", sampled([False, True], 4))
 @pytest.mark.parametrize(
     ("path", "wrong", "status"),
     [
@@ -178,6 +179,7 @@ def state_of(daemon: Daemon) -> str:
     return str(daemon.metrics()["models"]["embedded"]["state"])
 
 
+@pytest.mark.thorough
 def test_keep_alive_0_unloads_for_an_administrator_alone_and_not_what_others_use(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

@@ -37,6 +37,7 @@ COMMAND = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(3600)
 def test_every_answer_is_as_documented(tmp_path: Path) -> None:
     if (reason := missing()) is not None:

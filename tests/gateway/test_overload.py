@@ -23,6 +23,7 @@ ROOM, QUEUE = 32, 16
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
+@pytest.mark.thorough
 async def test_many_clients_for_32_sequences() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

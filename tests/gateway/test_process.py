@@ -21,7 +21,7 @@ import pytest
 
 from tests.gateway.conftest import Gateway, Raw
 from tests.support.forked import WITH_STANDBY
-from tests.support.profile import amount, thorough
+from tests.support.profile import amount, sampled, thorough
 from tests.support.real_daemon import Canary, missing, real_daemon
 from uma_trio import config
 from uma_trio.daemon.gateway_process import HttpAddressError, listening
@@ -118,7 +118,7 @@ def test_a_gateway_that_is_stopped_is_replaced(frail: Gateway) -> None:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGSTOP], 2))
 def test_the_standby_takes_over(frail: Gateway, number: signal.Signals) -> None:
     daemon = frail.daemon
     standby = daemon.standby()
@@ -129,7 +129,7 @@ def test_the_standby_takes_over(frail: Gateway, number: signal.Signals) -> None:
     assert daemon.standby() != standby
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGSTOP], 2))
 def test_a_gateway_and_its_standby_that_end_together_are_replaced(frail: Gateway, number: signal.Signals) -> None:
     daemon = frail.daemon
     pids = [daemon.standby().pid, daemon.metrics()["gateway"]["pid"]]
@@ -190,11 +190,14 @@ def test_requests_for_which_no_descriptor_is_left_get_503(frail: Gateway) -> Non
 
 @pytest.mark.parametrize(
     ("module", "reason", "n_starts"),
-    [
-        ("import nothing_of_this_name", "No module named 'nothing_of_this_name'", 1),
-        thorough("1 / 0", "ZeroDivisionError: division by zero", 1),
-        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV", 3),
-    ],
+    sampled(
+        [
+            ("import nothing_of_this_name", "No module named 'nothing_of_this_name'", 1),
+            thorough("1 / 0", "ZeroDivisionError: division by zero", 1),
+            ("import os; os.kill(os.getpid(), 11)", "SIGSEGV", 3),
+        ],
+        2,
+    ),
 )
 def test_a_gateway_that_cannot_start_is_one_sentence_and_the_socket_is_served(
     tmp_path: Path, module: str, reason: str, n_starts: int

@@ -96,6 +96,7 @@ def test_a_worker_that_drains_says_so_and_finishes_what_runs() -> None:
     assert (ready.status_code, ready.json()["checks"][0]["name"]) == (503, "draining")
 
 
+@pytest.mark.thorough
 def test_a_daemon_that_starts_and_drains_under_load_answers_or_says_when_to_ask_again() -> None:
     """No other status, such as the 404 of a model that is not known yet; and with a notice, no connection that breaks."""
     if (reason := missing()) is not None:
@@ -143,6 +144,7 @@ def test_a_daemon_that_starts_and_drains_under_load_answers_or_says_when_to_ask_
     assert seen[200, False] >= 20
 
 
+@pytest.mark.thorough
 def test_the_gateway_sends_the_last_answers_before_it_ends() -> None:
     """The daemon has made them, and is about to end; their client reads slowly."""
     if (reason := missing()) is not None:

@@ -357,6 +357,7 @@ def test_what_an_answer_may_use_is_charged_before_it_begins(tmp_path: Path) -> N
 # -- shares --
 
 
+@pytest.mark.thorough
 def test_a_noisy_tenant_gets_its_share_over_http_and_the_socket_together(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

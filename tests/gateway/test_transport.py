@@ -54,6 +54,7 @@ def test_what_the_daemon_said_before_it_closed_is_read_also_after_a_failed_write
     event_loop.close()
 
 
+@pytest.mark.thorough
 def test_a_reader_that_does_not_read_stops_the_daemon_from_sending() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()

@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
+from tests.support.profile import sampled
 from tests.support.real_daemon import ROOT
 from uma_trio.hub.download import PullReporter
 from uma_trio.hub.environment import ModelLocations
@@ -92,7 +93,7 @@ SURVIVED = {
 }
 
 
-@pytest.mark.parametrize("faults", SURVIVED.values(), ids=SURVIVED)
+@pytest.mark.parametrize("faults", sampled(SURVIVED.values(), 3), ids=SURVIVED)
 async def test_what_a_download_survives(hub: FakeHub, machine: Machine, tiny: bytes, faults: list[Fault]) -> None:
     hub.faults.extend(faults)
     found = await machine.pull(NAME)

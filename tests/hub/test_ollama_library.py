@@ -116,6 +116,7 @@ REFUSED = [
 """Path, body and status."""
 
 
+@pytest.mark.thorough
 def test_refusals(daemon: Daemon) -> None:
     for path, body, status in REFUSED:
         answer = httpx.post(f"{daemon.http_url()}{path}", json=body, timeout=60)
@@ -130,6 +131,7 @@ def test_the_package_keeps_its_own_models(client: ollama.Client) -> None:
     assert client.pull("embedded").status == "success"
 
 
+@pytest.mark.thorough
 def test_only_administrators_change_models(home: Home, tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
 

@@ -118,6 +118,7 @@ def check_the_chat_page(url: str) -> None:
         assert page.input_value("#model") == NAME
 
 
+@pytest.mark.thorough
 def test_the_daemon_ends_with_its_last_user_however_that_ends(home: Home, path: Path) -> None:
     with running(home, "embedded") as first, running(home, str(EMBEDDED)) as second:
         for screen in (first, second):

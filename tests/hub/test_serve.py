@@ -37,6 +37,7 @@ def test_serve_downloads_what_is_not_here_and_clients_see_the_name(
     assert len(hub.file_requests()) == 1
 
 
+@pytest.mark.thorough
 def test_an_alias_of_this_machine_is_a_name_in_every_door(home: Home, tmp_path: Path) -> None:
     """One that is made while the daemon runs, and a model of this machine that is not served says how to serve it."""
     with real_daemon(
@@ -147,6 +148,7 @@ def test_a_model_of_ollama_is_served_where_it_is(hub: FakeHub, home: Home, model
     assert "ollama rm tiny:latest" in removed.stderr
 
 
+@pytest.mark.thorough
 def test_other_commands_take_a_name(hub: FakeHub, home: Home, model: bytes) -> None:
     hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
     missing_yet = home.run("tokenize", "--model", NAME, "hello")
