@@ -9,6 +9,7 @@ import pytest
 import llama_abi
 from llama_abi import DeviceType, LlamaError, Placement
 from tests.support.placements import Placed, answers
+from tests.support.profile import sampled
 from tests.support.rpc_server import rpc_server
 
 MODEL = Path(__file__).parents[2] / "uma_trio" / "models" / "embedded" / "embedded.gguf"
@@ -37,7 +38,7 @@ def found(directory: Path) -> tuple[dict[str, Placed], list[llama_abi.Device]]:
     return dict(zip(PLACEMENTS, placed, strict=True)), devices
 
 
-@pytest.mark.parametrize("name", ["all", "turned", "shares", "one", "overrides", "tensor"])
+@pytest.mark.parametrize("name", sampled(["all", "turned", "shares", "one", "overrides", "tensor"], 3))
 def test_the_text_is_the_same_wherever_the_weights_are(
     found: tuple[dict[str, Placed], list[llama_abi.Device]], name: str
 ) -> None:

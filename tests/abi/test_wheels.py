@@ -73,6 +73,7 @@ def test_the_wheel_of_a_plug_in(portable: Path, tmp_path: Path) -> None:
     assert "Requires-Dist: nvidia-cublas<14,>=13" in metadata
 
 
+@pytest.mark.thorough
 def test_two_wheels_of_a_commit_are_equal(portable: Path, tmp_path: Path) -> None:
     contents = []
     for name in ("first", "second"):
@@ -82,6 +83,7 @@ def test_two_wheels_of_a_commit_are_equal(portable: Path, tmp_path: Path) -> Non
     assert contents[0] == contents[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("date", ["", "yesterday", "0", "-1", "9" * 5000])
 def test_a_date_that_no_wheel_can_have(portable: Path, tmp_path: Path, date: str) -> None:
     done = make(portable, tmp_path, SOURCE_DATE_EPOCH=date)
@@ -97,5 +99,6 @@ def test_a_folder_that_cannot_be_made(portable: Path, tmp_path: Path) -> None:
     assert done.stderr.startswith("Error: ")
 
 
+@pytest.mark.thorough
 def test_without_git(portable: Path, tmp_path: Path) -> None:
     assert make(portable, tmp_path / "out", PATH="/nowhere").returncode == 0

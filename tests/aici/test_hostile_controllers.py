@@ -412,6 +412,7 @@ TOUCHING = """
 """Uses 60 MiB."""
 
 
+@pytest.mark.thorough
 def test_requests_that_take_the_memory_of_all_lose_it(tmp_path: Path) -> None:
     """10 requests take 60 MiB each, of which the 3rd, 6th and so on is one too many.  Neighbours have little and keep it."""
     grow = "(if (i32.eq (memory.size) (i32.const 1)) (then (drop (memory.grow (i32.const 959)))))"
@@ -492,6 +493,7 @@ def test_neighbours_make_many_steps_while_a_controller_loops(tmp_path: Path, cal
         assert str(bad) not in engine.post_pre()["pre_seqs"]
 
 
+@pytest.mark.thorough
 def test_what_a_late_controller_has_said_comes_later(tmp_path: Path) -> None:
     """Its post wanted to stop, and printed: pre says so when it is done."""
     count = """(loop $more

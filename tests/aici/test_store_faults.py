@@ -94,6 +94,7 @@ def check_that_shipped_controllers_run(engine: Engine) -> None:
     assert {each["tag"] for each in ask(engine, "get_tags")["data"]["tags"]} >= {*shipped()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_read_only", [False, thorough(True)], ids=["full", "read-only"])
 def test_a_disk_that_takes_no_more(tmp_path: Path, is_read_only: bool) -> None:
     cache = tmp_path / "cache"
@@ -128,7 +129,9 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(
-    "damage", [*map(thorough, DAMAGE[:-1]), DAMAGE[-1], None], ids=[*(f"{data[:8]!r}" for data in DAMAGE), "a folder"]
+    "damage",
+    [*map(thorough, DAMAGE[:-1]), thorough(DAMAGE[-1]), None],
+    ids=[*(f"{data[:8]!r}" for data in DAMAGE), "a folder"],
 )
 def test_a_damaged_tag_takes_nothing_else_away(
     tmp_path: Path, damage: bytes | None, capfd: pytest.CaptureFixture[str]

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.mutate_media import media, mutated, named, run
-from tests.support.profile import amount, thorough
+from tests.support.profile import amount
 from tests.support.projectors import projector_file
 from tests.support.real_daemon import real_daemon
 
 
-@pytest.mark.parametrize("kind", ["pictures", thorough("sound")])  # its bombs take a minute of processor time
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["pictures", "sound"])
 def test_no_file_harms_anybody(tmp_path: Path, kind: str) -> None:
     chosen = media(kind)
     files = named(chosen, 1, range(amount(quick=40, thorough=2000)))

@@ -183,6 +183,7 @@ def test_a_session_that_changes_its_adapters_is_prefilled_again(adapting: Gatewa
     assert cached("again", []) >= 100
 
 
+@pytest.mark.thorough
 def test_doctor_checks_adapters(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

@@ -107,6 +107,7 @@ def test_a_client_that_sends_requests_and_reads_no_answer_is_bounded(attacked: G
         assert process.memory_info().rss - before < 32 * MIB
 
 
+@pytest.mark.thorough
 def test_1000_idle_connections(attacked: Gateway) -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2500:
         pytest.skip("needs more file descriptors: ulimit -n 4096")
@@ -123,6 +124,7 @@ def test_1000_idle_connections(attacked: Gateway) -> None:
     attacked.daemon.wait_until(lambda _: process.num_fds() <= fds + 2, "their descriptors are free")
 
 
+@pytest.mark.thorough
 def test_headers_and_bodies_that_drip(attacked: Gateway) -> None:
     with others_unchanged(attacked), contextlib.ExitStack() as stack:
         drips = [stack.enter_context(Raw(attacked)) for _ in range(100)]

@@ -82,7 +82,7 @@ def _python_with(libraries: set[str]) -> Path:
     return OWN_ENVIRONMENT
 
 
-@pytest.mark.parametrize("program", sampled(PROGRAMS, 3), ids=str)
+@pytest.mark.parametrize("program", sampled(PROGRAMS, 9), ids=str)
 def test_a_program(gateway: Gateway, program: Program, tmp_path: Path) -> None:
     python = _python_with(program.libraries)
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}

@@ -377,6 +377,7 @@ def test_a_session_that_cannot_be_copied_stays_where_it_is(halves: tuple[Gateway
         assert say(gateway, "full", "Hello again")["session"]["turns"] == 2
 
 
+@pytest.mark.thorough
 def test_a_session_moves_over_tls_and_never_to_a_peer_with_another_authority(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
@@ -431,6 +432,7 @@ def test_a_daemon_that_stops_hands_its_sessions_over(halves: tuple[Gateway, int,
             assert say(stays, f"s{n}", "Hello again")["session"]["turns"] == 2
 
 
+@pytest.mark.thorough
 def test_a_daemon_that_stops_waits_until_a_peer_has_what_it_was_given(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

@@ -45,7 +45,7 @@ def test_the_documents_have_curl_commands() -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl; install it")
-@pytest.mark.parametrize("command", sampled(COMMANDS, 3))
+@pytest.mark.parametrize("command", sampled(COMMANDS, 6))
 def test_a_curl_command(command: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     gateway: Gateway = request.getfixturevalue(
         next((name for path, name in GATEWAYS.items() if path in command), "gateway")

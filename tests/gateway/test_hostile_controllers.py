@@ -117,6 +117,7 @@ def test_a_hostile_run_ends_with_its_own_error(gateway: Gateway, name: str) -> N
     gateway.daemon.settled()
 
 
+@pytest.mark.thorough
 def test_a_module_of_the_largest_size_runs_and_a_larger_one_is_refused(gateway: Gateway) -> None:
     good = controller(mid=ALLOWING_ALL, memory=ROOM)
     padding = MAX_BYTES - len(with_custom_section(good, b"padding", bytes(MAX_BYTES - 1000))) + MAX_BYTES - 1000

@@ -188,6 +188,7 @@ def test_requests_for_which_no_descriptor_is_left_get_503(frail: Gateway) -> Non
             assert client.post("/v1/generate", json={**LONG, "max_tokens": 3}).status_code == 200
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("module", "reason", "n_starts"),
     sampled(

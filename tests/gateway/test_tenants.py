@@ -304,6 +304,7 @@ def test_sighup_reads_keys_and_quotas_again_and_streams_go_on(tenants: Tenants) 
 # -- quotas and the end of processes --
 
 
+@pytest.mark.thorough
 def test_a_quota_holds_over_a_killed_gateway_and_a_killed_daemon(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

@@ -85,6 +85,7 @@ def test_what_somebody_else_uses_is_not_deleted(
     assert (home.models / FILE).exists()
 
 
+@pytest.mark.thorough
 def test_a_client_that_leaves_ends_its_download_and_the_next_one_resumes(
     hub: FakeHub, home: Home, model: bytes, client: ollama.Client, daemon: Daemon
 ) -> None:

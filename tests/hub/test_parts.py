@@ -58,6 +58,7 @@ def test_all_parts_are_checked(parts: list[Path], tmp_path: Path) -> None:
         check_gguf(copies[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(missing() is not None, reason=missing() or "")
 def test_a_model_in_parts_is_pulled_and_served(hub: FakeHub, home: Home, parts: list[Path], tmp_path: Path) -> None:
     hub.add("acme/Parts-GGUF", {f"Q8_0/{part.name}": part.read_bytes() for part in parts})

@@ -147,6 +147,7 @@ def test_a_daemon_that_is_kept_is_used_and_stopped(home: Home, path: Path, tmp_p
     assert home.run("stop").returncode == 2
 
 
+@pytest.mark.thorough
 def test_keep_also_counts_for_a_daemon_that_another_run_has_started(home: Home, path: Path) -> None:
     with running(home, "embedded") as first:
         first.wait_for("/help lists the commands")
@@ -156,6 +157,7 @@ def test_keep_also_counts_for_a_daemon_that_another_run_has_started(home: Home, 
     assert home.run("ask", QUESTION).stdout == f"{PARIS}\n"
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_the_download_leaves_what_goes_on(hub: FakeHub, home: Home, model: bytes, path: Path) -> None:
     hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
     reached, go_on = threading.Event(), threading.Event()
