@@ -228,6 +228,8 @@ class Client:
     async def generate(self, **fields: Any) -> AsyncIterator[Event]:
         """Send a request and yield its events until all its answers have ended.
 
+        The daemon closes the connection afterwards, unless the request has ``keep_alive=True``.
+
         Args:
             fields: the request, as in docs/PROTOCOL-REFERENCE.md.  A missing ``id`` is generated, and ``logit_bias`` may have
                 integers as keys.
@@ -639,6 +641,7 @@ class _Request:
         self._answers_left = n if isinstance(n, int) and n > 0 else 1  # the daemon refuses any other
         self._has_controller = fields.get("controller") is not None
         self._has_answer = False
+        self._has_begun = False
 
     @property
     def done(self) -> bool:
@@ -652,8 +655,13 @@ class _Request:
             ServerError: it is an error.
             BrokenProtocol: it is ``None``, because the connection has ended.
         """
+        if event is None and not self._has_begun:
+            raise BrokenProtocol(
+                "the daemon has closed the connection: it serves one request, and more only if each has keep_alive=True"
+            )
         if event is None:
             raise BrokenProtocol("the daemon closed the connection in the middle of an answer")
+        self._has_begun = True
         if event.id not in (None, self.fields["id"]):
             return False
         match event:

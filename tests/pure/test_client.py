@@ -133,9 +133,14 @@ def test_an_error_event_is_raised(tmp_path: Path, run: Run) -> None:
     assert (caught.value.code, caught.value.event.retry_after_ms) == ("E_LIMIT_KV", 5)
 
 
-@pytest.mark.parametrize("events", [[], [TOKEN], [{"id": "r1", "event": "token"}]])
-def test_an_answer_that_breaks_off_is_an_error(tmp_path: Path, run: Run, events: list[dict[str, Any]]) -> None:
-    with server(tmp_path, *events, closes=True) as found, pytest.raises(BrokenProtocol):
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [([], "keep_alive=True"), ([TOKEN], "middle of an answer"), ([{"id": "r1", "event": "token"}], "event")],
+)
+def test_an_answer_that_breaks_off_is_an_error(
+    tmp_path: Path, run: Run, events: list[dict[str, Any]], why: str
+) -> None:
+    with server(tmp_path, *events, closes=True) as found, pytest.raises(BrokenProtocol, match=why):
         run(async_events(found.path, prompt="x"))
 
 
