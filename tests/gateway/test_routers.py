@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 import uma_trio
 from tests.gateway.conftest import Gateway
+from tests.support.commands import invoke
 from tests.support.real_daemon import free_port, missing, real_daemon
 from uma_trio.gateway.dialects.routers import BLOCK_TOKENS, Loads
 
@@ -59,6 +60,18 @@ def test_the_load_while_requests_run_and_wait() -> None:
             assert found["token_usage"] == found["num_used_tokens"] / found["max_total_num_tokens"]
             assert (found["utilization"], found["max_running_requests"]) == (1, 1)
             assert found["gen_throughput"] > 0
+
+
+def test_the_command_shows_several_daemons_and_says_which_does_not_answer(gateway: Gateway) -> None:
+    gateway.daemon.wait_until(lambda found: found["running"] == found["queue_depth"] == 0, "nothing runs")
+    nobody, other = f"http://127.0.0.1:{free_port()}", f"{gateway.url}/chat"
+    found = invoke("metrics", "--all", f"{gateway.url},{nobody},{other}")
+    _, own, silent, strange, together = [line.split() for line in found.stdout.splitlines()]
+    assert (own[:4], silent[:2], strange[:2]) == ([gateway.url, "0", "0", "16"], [nobody, "-"], [other, "-"])
+    assert together[:6] == ["all", "1", "of", "3", "0", "0"]
+    assert (found.returncode, found.stderr.count("uma-trio metrics: http")) == (2, 2)
+    found = invoke("metrics", "--json", "--all", gateway.url)
+    assert (found.returncode, json.loads(found.stdout)["load"]["max_running_requests"]) == (0, 16)
 
 
 def test_version_and_what_the_worker_takes(gateway: Gateway) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support.cases import all_cases
+from uma_trio.cli import metrics_all
 from uma_trio.cli.metrics_view import Sample, is_restart, per_second, rows, screen, table
 from uma_trio.telemetry.metrics import Telemetry
 
@@ -222,3 +223,20 @@ def test_a_process_id_has_no_separators() -> None:
         ["ticks_total", "34,567"],
         ["engine.pid", "23456"],
     ]
+
+
+def test_several_daemons_and_their_sums():
+    def load(running: int, used: int, cells: int) -> dict[str, float]:
+        counts = {"num_running_reqs": running, "num_waiting_reqs": 1, "max_running_requests": 8}
+        tokens = {"num_waiting_uncached_tokens": 600, "num_used_tokens": used, "max_total_num_tokens": cells}
+        return {**counts, **tokens, "gen_throughput": 10.5, "cache_hit_rate": 0.25}
+
+    answers = [("http://a", load(1, 900, 1000)), ("http://b", load(3, 100, 3000)), ("http://c", None)]
+    assert metrics_all.table([metrics_all.Found(*each) for each in answers]) == [
+        metrics_all.HEADER,
+        ("http://a", "1", "1", "8", "600", "90 %", "10", "25 %"),
+        ("http://b", "3", "1", "8", "600", "3 %", "10", "25 %"),
+        ("http://c", *["-"] * 7),
+        ("all 2 of 3", "4", "2", "16", "1,200", "25 %", "21", "-"),
+    ]
+    assert metrics_all.table([metrics_all.Found("http://c", None)])[-1][1:] == ("0", "0", "0", "0", "-", "0", "-")

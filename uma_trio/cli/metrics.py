@@ -9,13 +9,15 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import model_name
+from uma_trio.cli.exits import SERVER_ERROR
 
 if TYPE_CHECKING:
     import trio
@@ -38,21 +40,43 @@ ANSWER_S: Final = 5.0
 )
 @click.option("--json", "as_json", is_flag=True, help="Print each snapshot as a line of JSON.")
 @click.option("--model", shell_complete=model_name, help="Name of the model to show.  [default: the daemon's first]")
+@click.option(
+    "--all", "urls", metavar="URL,...", help="Show how busy these daemons are, each in a line, and all together."
+)
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), help="With --all: file with an API key that all of them take."
+)
 @socket_option()
-def command(watch: bool, interval: float, as_json: bool, model: str | None, socket: str | None) -> None:
+def command(
+    watch: bool,
+    interval: float,
+    as_json: bool,
+    model: str | None,
+    urls: str | None,
+    key_file: Path | None,
+    socket: str | None,
+) -> None:
     """Show the metrics of the daemon.  docs/METRICS.md explains every field.
 
     The daemon answers at once, also during a long prefill.  --watch goes on when the daemon is restarted.  If the
     output is not a terminal, --watch prints JSON.
 
-    Exit codes: 0 success, 2 the daemon refused, or no daemon, 3 protocol error.
+    --all asks the gateways of several daemons, and docs/SCALE-OUT.md says what each figure means.
+
+    Exit codes: 0 success, 2 the daemon refused, or no daemon (with --all: one of them), 3 protocol error.
 
     \b
       uma-trio metrics
       uma-trio metrics --watch
       uma-trio metrics --watch --model embedded
       uma-trio metrics --json | jq .tokens_total
+      uma-trio metrics --all http://127.0.0.1:8081,http://127.0.0.1:8082
     """
+    if urls is not None:
+        if watch or model is not None or socket is not None:
+            raise click.UsageError("--all goes with --json and --key-file only")
+        _show_all([url for url in map(str.strip, urls.split(",")) if url], key_file, as_json)
+        return
     from uma_trio.cli.metrics_view import table
     from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
 
@@ -68,6 +92,31 @@ def command(watch: bool, interval: float, as_json: bool, model: str | None, sock
                 run(until_interrupted, lambda: _show(interval, socket, model))
     except Interrupted as interrupted:
         sys.exit(0 if interrupted.number == signal.SIGINT else 128 + interrupted.number)
+
+
+def _show_all(urls: Sequence[str], key_file: Path | None, as_json: bool) -> None:
+    from uma_trio.cli.metrics_all import ask_all, table
+    from uma_trio.cli.models import print_table
+    from uma_trio.cli.run_trio import run
+    from uma_trio.files import read_text
+
+    if not urls:
+        raise click.UsageError("--all needs URLs, such as http://127.0.0.1:8081")
+    try:
+        key = None if key_file is None else read_text(key_file).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--key-file {key_file}: {error}") from None
+    found = run(ask_all, urls, key, ANSWER_S)
+    if as_json:
+        for each in found:
+            click.echo(json.dumps({"url": each.url, "load": each.load, "reason": each.reason}))
+    else:
+        print_table(table(found))
+    silent = [each for each in found if each.load is None]
+    for each in silent:
+        click.echo(f"uma-trio metrics: {each.url}: {each.reason}", err=True)
+    if silent:
+        sys.exit(SERVER_ERROR)
 
 
 def _is_screen() -> bool:
