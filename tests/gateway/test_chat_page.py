@@ -785,6 +785,16 @@ def test_files_are_attached_and_their_tokens_counted(page: Page) -> None:
     expect(page.locator("#tokens")).to_have_text(re.compile(r"^\d[\d,]* tokens$"))
     page.reload()
     expect(page.locator("#attached li")).to_have_count(1)
+    page.evaluate("() => { document.querySelector('#attached li').dataset.before = 'typed'; }")
+    page.fill("#prompt", "Which")
+    expect(page.locator("#attached li[data-before=typed]")).to_have_count(1)  # not made again with each key
+    page.fill("#prompt", "Which of them")
+    page.reload()
+    expect(page.locator("#prompt")).to_have_value("Which of them")
+    page.set_input_files("#files", [{**files[0], "name": "more.txt"}])
+    page.click("[aria-label='Remove more.txt']")
+    expect(page.locator("#attached li")).to_have_count(1)
+    expect(page.locator("#prompt")).to_be_focused()
     body = sent(page, "Which cities?")
     [message] = body["messages"]
     assert message["content"].startswith("cities.txt:\n\n````\nLima ``` Quito\n")

@@ -12,7 +12,7 @@ import { isSound, player, readSound, record } from "./sound.js";
 
 const LARGE_PASTE = 20_000; // characters; more of them become a file
 const COUNTED = 400; // characters from which tokens are counted before they are sent
-const COUNT_AFTER_MS = 500;
+const SETTLED_MS = 500; // after the last key
 
 function mediaIn({ picture, sound }) {
   if (picture) return [{ type: "image", data: picture }];
@@ -62,10 +62,13 @@ function takeDraft() {
 export class Composer {
   /** Args: a function for what the user should know, one that gives the fields of a request that name the model. */
   constructor(say, model) {
-    Object.assign(this, { say, model, files: [], id: "" });
+    Object.assign(this, { say, model, files: [], id: "", isKept: true });
     this.large = new Map(); // what is too long for the browser to keep
     takeDraft();
-    addEventListener("pagehide", leaveDraft);
+    addEventListener("pagehide", () => {
+      this.keepDraft();
+      leaveDraft();
+    });
     this.field = byId("prompt");
     this.field.addEventListener("input", () => this.changed());
     this.field.addEventListener("paste", (event) => this.paste(event));
@@ -85,7 +88,13 @@ export class Composer {
     return draftKey(this.id);
   }
 
-  /** Show the draft of the conversation `id`, and after it what was typed before it could be shown. */
+  /** What is written from now on is of another conversation. */
+  moveTo(id) {
+    this.keepDraft();
+    this.id = id;
+  }
+
+  /** Show the draft of the conversation, and after it what was typed before it could be shown. */
   open(typed = "") {
     const { text = "", files = [] } = this.kept(this.key) ?? {};
     this.put({ text: [text, typed].filter(Boolean).join("\n"), files });
@@ -148,33 +157,49 @@ export class Composer {
     this.put({ ...this.draft, files: [...this.files, file] });
   }
 
+  /** Show what has changed, and keep it: with files a moment later, so that no key has to wait for them. */
   changed() {
-    const { text, files } = this.draft;
-    const isKept = this.keep(this.key, text || files.length ? { text, files } : null);
-    if (!isKept) this.say("This is too long to be kept when the page is closed.");
-    this.show();
+    const isQuick = !this.files.length || this.files !== this.shown;
+    if (this.files !== this.shown) this.showFiles();
+    this.counting?.abort();
+    clearTimeout(this.timer);
+    byId("tokens").textContent = "";
+    this.isKept = false;
+    if (isQuick) this.keepDraft();
+    this.timer = setTimeout(() => {
+      this.keepDraft();
+      this.count(textOf({ content: this.content }));
+    }, SETTLED_MS);
   }
 
-  show() {
+  keepDraft() {
+    if (this.isKept) return;
+    this.isKept = true;
+    const { text, files } = this.draft;
+    const fits = this.keep(this.key, text || files.length ? { text, files } : null);
+    if (!fits) this.say("This is too long to be kept when the page is closed.");
+  }
+
+  showFiles() {
+    this.shown = this.files;
     byId("attached").replaceChildren(
       ...this.files.map((file) => {
-        const remove = button("×", () => this.put({ ...this.draft, files: this.files.filter((each) => each !== file) }), {
-          "aria-label": `Remove ${file.name}`,
-        });
+        const remove = button("×", () => this.remove(file), { "aria-label": `Remove ${file.name}` });
         if (file.picture) return el("li", {}, thumbnail(file.picture, file.name), file.name, remove);
         if (file.sound) return el("li", {}, player(file.sound, file.name), remove);
         return el("li", {}, `${file.name} · ${count(file.text.length)} characters`, remove);
       }),
     );
-    this.counting?.abort();
-    clearTimeout(this.timer);
-    byId("tokens").textContent = "";
-    const text = textOf({ content: this.content });
-    if (text.length >= COUNTED) this.timer = setTimeout(() => this.count(text), COUNT_AFTER_MS);
   }
 
-  /** Say how many tokens a text is. */
+  remove(file) {
+    this.put({ ...this.draft, files: this.files.filter((each) => each !== file) });
+    this.field.focus();
+  }
+
+  /** Say how many tokens a text is, unless it is short. */
   async count(text) {
+    if (text.length < COUNTED) return;
     this.counting = new AbortController();
     try {
       const body = { text, add_special: false, parse_special: false, ...this.model() };

@@ -76,7 +76,8 @@ export class Conversation {
   }
 
   moveTo(id) {
-    this.id = this.composer.id = id;
+    this.id = id;
+    this.composer.moveTo(id);
     history.replaceState(null, "", id ? `#${encodeURIComponent(id)}` : location.pathname + location.search);
   }
 

@@ -40,8 +40,9 @@ export class Steering {
   }
 
   async change(changes, done) {
-    await request(`v1/requests/${encodeURIComponent(this.id)}/steer`, { body: changes });
-    this.say(done);
+    const { id } = this;
+    await request(`v1/requests/${encodeURIComponent(id)}/steer`, { body: changes });
+    if (this.id === id) this.say(done); // the answer has perhaps ended meanwhile
   }
 
   /** Change the answer by what is written below. */
