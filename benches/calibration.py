@@ -1,10 +1,18 @@
 """Measure how well the daemon predicts when requests start and end, and how many deadlines it misjudges.
 
 python benches/calibration.py --model /tmp/125m.gguf --threads 1 --requests 300
+
+Parts with daemons, cores and seeds of their own may run at the same time; then all of them count together:
+
+python benches/calibration.py --requests 250 --seed 1 --pin 0-2:3 --csv 1.csv &
+python benches/calibration.py --requests 250 --seed 2 --pin 4-6:7 --csv 2.csv &
+wait
+python benches/calibration.py --join 1.csv --join 2.csv
 """
 
 from __future__ import annotations
 
+import csv
 import math
 import random
 from collections import defaultdict
@@ -17,7 +25,7 @@ import click
 import numpy as np
 import psutil
 import trio
-from command import Place, bench, carry_out, csv_option, places
+from command import FILE, Place, bench, carry_out, csv_option, places
 from comparison import RunsFile
 from pinning import pinned
 from prompts import of_tokens
@@ -99,16 +107,21 @@ class EngineClock:
         return float(np.interp(until, times, used) - np.interp(since, times, used))
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Outcome:
     """The first prediction for a request, and what was true.  Milliseconds from when the forecast came."""
 
     prompt_tokens: int
     tokens: int
+    generated: int
+    """Tokens that the answer had."""
     position: int
-    predicted: tuple[float, float]
-    """Start and end."""
-    true: tuple[float, float]
+    start_ms: float
+    end_ms: float
+    true_start_ms: float
+    true_end_ms: float
+    steady_end_ms: float = 0.0
+    """The true end if the engine had always got as much CPU as in the seconds before."""
     at: float
     """When the forecast came."""
     is_refused: bool
@@ -119,7 +132,7 @@ class Outcome:
     @property
     def ratios(self) -> tuple[float, float]:
         """Predicted divided by true, of start and end."""
-        return self.predicted[0] / max(self.true[0], 1e-3), self.predicted[1] / max(self.true[1], 1e-3)
+        return self.start_ms / max(self.true_start_ms, 1e-3), self.end_ms / max(self.true_end_ms, 1e-3)
 
     @property
     def classes(self) -> tuple[str, str]:
@@ -136,7 +149,7 @@ async def ask(
     fields |= {"forecast": True, "cache_prompt": False, "keep_alive": True}
     deadline = {} if math.isinf(deadline_s) else {"deadline_ms": max(1, round(1e3 * deadline_s))}
     forecast: Forecast | None = None
-    at, first, is_refused, sent = 0.0, math.inf, False, trio.current_time()
+    at, first, n, is_refused, sent = 0.0, math.inf, 0, False, trio.current_time()
     async with open_client(path) as client:
         for given in (deadline, {}):
             try:
@@ -145,7 +158,7 @@ async def ask(
                     if isinstance(event, Forecast) and forecast is None:
                         forecast, at = event, now
                     elif isinstance(event, Token):
-                        first = min(first, now)
+                        first, n = min(first, now), n + 1
                 break
             except ServerError as error:
                 if error.code != "E_LIMIT_DEADLINE":
@@ -155,9 +168,20 @@ async def ask(
                 is_refused = True
     ended = trio.current_time() if first < math.inf else math.inf
     if forecast is not None:
-        predicted, true = (forecast.start_ms, forecast.end_ms), (1e3 * (first - at), 1e3 * (ended - at))
-        is_late = ended - sent > deadline_s
-        found.append(Outcome(*sizes, forecast.queue_position, predicted, true, at, is_refused, is_late))
+        outcome = Outcome(
+            prompt_tokens=sizes[0],
+            tokens=sizes[1],
+            generated=n,
+            position=forecast.queue_position,
+            start_ms=forecast.start_ms,
+            end_ms=forecast.end_ms,
+            true_start_ms=1e3 * (first - at),
+            true_end_ms=1e3 * (ended - at),
+            at=at,
+            is_refused=is_refused,
+            is_late=ended - sent > deadline_s,
+        )
+        found.append(outcome)
 
 
 async def offer(path: Path, load: Load, tokenizer: Tokenizer) -> list[Outcome]:
@@ -179,7 +203,7 @@ def share(ratios: Sequence[float]) -> float:
     return sum([abs(ratio - 1) <= GOOD for ratio in ratios]) / len(ratios)
 
 
-def show(found: Sequence[Outcome], load: Load, clock: EngineClock) -> str:
+def show(found: Sequence[Outcome]) -> str:
     """A row for all, for each class, and the name of the worst one."""
     by_class: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in found:
@@ -188,7 +212,7 @@ def show(found: Sequence[Outcome], load: Load, clock: EngineClock) -> str:
     rows = []
     for name, outcomes in sorted(by_class.items(), key=lambda item: (item[0] != "all", item[0] not in PLACES, item[0])):
         starts, ends = zip(*[outcome.ratios for outcome in outcomes], strict=True)
-        steady = [each.predicted[1] / max(clock.steady_ms(each.at, each.true[1]), 1e-3) for each in outcomes]
+        steady = [each.end_ms / max(each.steady_end_ms, 1e-3) for each in outcomes]
         rows.append([
             name, str(len(outcomes)), cell(100 * share(starts), 0), cell(percentile(starts, 50), 2),
             cell(100 * share(ends), 0), cell(percentile(ends, 10), 2), cell(percentile(ends, 50), 2),
@@ -211,9 +235,24 @@ def show(found: Sequence[Outcome], load: Load, clock: EngineClock) -> str:
     n_early, n_late = sum(not each.is_late for each in refused), sum(each.is_late for each in let_in)
     return (
         f"{table(header, rows)}\nworst by the end: {worst}\n"
-        f"{len(found)} of {load.requests} requests got a forecast before their first token\n"
         f"deadlines: {len(refused)} of {len(found)} refused, of which {n_early} would have been met; {n_late} let in and missed"
     )
+
+
+COLUMNS: Final = {field.name: field.type for field in attrs.fields(attrs.resolve_types(Outcome))}
+
+
+def read(files: Sequence[Path]) -> list[Outcome]:
+    """The outcomes of runs, as ``--csv`` has written them."""
+    found = []
+    for path in files:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                values = {
+                    name: row[name] == "True" if kind is bool else kind(row[name]) for name, kind in COLUMNS.items()
+                }
+                found.append(Outcome(**values))
+    return found
 
 
 @bench()
@@ -233,10 +272,11 @@ def show(found: Sequence[Outcome], load: Load, clock: EngineClock) -> str:
 )
 @click.option("--parallel", type=click.IntRange(1), default=4, help="Sequences of the daemon.")
 @click.option("--seed", type=int, default=0, help="Seed of sizes, words and times.")
+@click.option("--join", type=FILE, multiple=True, help="Show what runs have written with --csv, and run nothing.")
 @places()
 @csv_option("a row for each request")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
-def main(csv_file: Path | None, serve_flags: Sequence[str], **options: Any) -> None:
+def main(csv_file: Path | None, join: Sequence[Path], serve_flags: Sequence[str], **options: Any) -> None:
     """Measure how well the daemon predicts when requests start and end.
 
     Requests of mixed sizes come at random times and ask for forecasts.  The first forecast of each counts.  SERVE_FLAGS
@@ -248,6 +288,9 @@ def main(csv_file: Path | None, serve_flags: Sequence[str], **options: Any) -> N
     ratio    predicted divided by true
     steady   the same if the engine had always got as much CPU as in the seconds before the forecast
     """
+    if join:
+        click.echo(show(read(join)))
+        return
     place = Place.of(options)
     load = Load(**{field.name: options[field.name] for field in attrs.fields(Load)})
     place.show()
@@ -265,22 +308,15 @@ def main(csv_file: Path | None, serve_flags: Sequence[str], **options: Any) -> N
                         await trio.sleep(SAMPLE_S)
                         found = await offer(daemon.path, load, tokenizer)
                         nursery.cancel_scope.cancel()
-        columns = ["prompt_tokens", "tokens", "position", "start_ms", "end_ms", "true_start_ms", "true_end_ms"]
-        columns += ["is_refused", "is_late"]
-        file = RunsFile(csv_file, columns)
+        found = [attrs.evolve(each, steady_end_ms=clock.steady_ms(each.at, each.true_end_ms)) for each in found]
+        file = RunsFile(csv_file, [*COLUMNS])
         for each in found:
-            file.add(
-                each.prompt_tokens,
-                each.tokens,
-                each.position,
-                *each.predicted,
-                *each.true,
-                each.is_refused,
-                each.is_late,
-            )
+            file.add(*attrs.astuple(each))
         return found
 
-    click.echo(show(carry_out(work), load, clock))
+    found = carry_out(work)
+    click.echo(show(found))
+    click.echo(f"{len(found)} of {load.requests} requests got a forecast before their first token")
 
 
 if __name__ == "__main__":
