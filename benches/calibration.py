@@ -18,7 +18,7 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 import attrs
 import click
@@ -239,7 +239,7 @@ def show(found: Sequence[Outcome]) -> str:
     )
 
 
-COLUMNS: Final = {field.name: field.type for field in attrs.fields(attrs.resolve_types(Outcome))}
+COLUMNS: Final = get_type_hints(Outcome)
 
 
 def read(files: Sequence[Path]) -> list[Outcome]:

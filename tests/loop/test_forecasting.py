@@ -116,6 +116,29 @@ async def test_most_predictions_are_off_by_a_fifth_and_few_deadlines_are_misjudg
     assert missed <= 0.02 * len(asked)
 
 
+@pytest.mark.thorough
+async def test_a_queue_that_comes_and_goes_is_predicted_too(autojump_clock) -> None:
+    """As many requests come as are served.  If nobody were expected, a quarter of the ends would be off by a fifth at most."""
+
+    def slow_ms(prompt: int, decodes: int) -> float:
+        return 5 + prompt + 2.5 * decodes
+
+    rng, asked = random.Random(1), []
+    async with running(engine(cost_ms=slow_ms), max_queue=1000) as harness:
+        for _ in range(150):
+            client = Client()
+            prompt, n = rng.choice((30, 300, 1000)), rng.choice((20, 60, 200))
+            asked.append((client, harness.ask(prompt, n, client, forecast=True, ignore_eos=True)))
+            await trio.sleep(rng.expovariate(0.9))
+        good = 0
+        for client, sequence in asked:
+            await sequence.done.wait()
+            at, first = client.found[0]
+            good += abs(first.end_ms / (1e3 * (sequence.ended_at - at)) - 1) <= 0.2
+    print(f"{good} of {len(asked)} good")
+    assert good >= 0.45 * len(asked)
+
+
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once(autojump_clock) -> None:
     """The error says when the answer would have been complete, and when to come back if that would help."""
     async with running(engine(n_seq_max=1)) as harness:

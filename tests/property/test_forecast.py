@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from uma_trio.config import Scheduling
 from uma_trio.daemon.scheduling import forecast as module
 from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
-from uma_trio.daemon.scheduling.forecast import Load, Prediction, Speed, forecast
+from uma_trio.daemon.scheduling.forecast import Arrivals, Load, Prediction, Speed, forecast
 
 LINE = LinearModel((2.0, 10.0, 10.0, 0.1, 0.1))
 """2 ms a tick, 0.1 ms a prompt token, 1 ms a decode row, and a little for the context."""
@@ -71,6 +72,22 @@ def test_ticks_of_equal_length_can_be_counted_by_hand() -> None:
     runs, first = forecast([decodes], [waits], places=0, cells=0, speed=model)
     assert (runs.place_ms, runs.start_ms, runs.end_ms) == (0, 0, 50)
     assert (first.place_ms, first.start_ms, first.end_ms) == (50, 70, 90)
+
+
+def test_requests_that_are_expected_take_time_of_those_that_run_and_no_place_of_those_that_wait() -> None:
+    decodes, waits = load(prefill=0, answer=200, context=10), load(prefill=100, answer=200)
+    often = Arrivals(every_ms=100, load=load(prefill=500, answer=20))
+    seldom = attrs.evolve(often, every_ms=1e9)
+
+    def found(arrivals: Arrivals | None, places: int) -> list[Prediction]:
+        return forecast([decodes], [waits], places=places, cells=10_000, speed=speed(), arrivals=arrivals)
+
+    assert found(seldom, 4) == found(None, 4)
+    assert found(often, 0)[0] == found(None, 0)[0], "they wait behind it"
+    assert found(often, 0)[1].place_ms == found(None, 0)[1].place_ms
+    for slower, alone in zip(found(often, 4), found(None, 4), strict=True):
+        assert slower.place_ms == alone.place_ms
+        assert slower.end_ms > 1.2 * alone.end_ms
 
 
 def test_one_that_needs_more_cells_than_are_free_blocks_those_behind_it() -> None:

@@ -4,8 +4,8 @@ A small simulation of the scheduler.  It advances by phases, not by ticks: a pha
 alike, and ends when a prompt is complete or an answer ends.  In each tick every decoding sequence gets a token, and the
 prompts that go first get a chunk, as large as the policy would choose for streams that are in time.
 
-The predictions assume today's order of the queue, and that nobody else comes.  A request that comes later may go
-earlier: then those behind it start later than predicted.
+The predictions assume today's order of the queue, and that others come as often as lately, behind those that wait.  A
+request that comes later may go earlier: then those behind it start later than predicted.
 
 Source: docs/design/scheduler.md, "When a request starts and ends".
 """
@@ -104,8 +104,24 @@ class Prediction:
     """When it ends, not before ``start_ms``."""
 
 
+@attrs.frozen(kw_only=True)
+class Arrivals:
+    """The requests that are expected to come meanwhile."""
+
+    every_ms: float
+    """Time between two of them."""
+    load: Load
+    """The mean one.  ``due_ms`` counts from when it comes."""
+
+
 def forecast(
-    running: Sequence[Load], waiting: Sequence[Load], *, places: int, cells: int, speed: Speed
+    running: Sequence[Load],
+    waiting: Sequence[Load],
+    *,
+    places: int,
+    cells: int,
+    speed: Speed,
+    arrivals: Arrivals | None = None,
 ) -> list[Prediction]:
     """Predict start and end of each sequence: first those of ``running``, then those of ``waiting``.
 
@@ -115,8 +131,9 @@ def forecast(
         waiting: in the order in which they get places.  The first one blocks the others until it fits.
         places: sequence ids that are free.
         cells: KV cells that are free.
+        arrivals: requests that come later, behind all that wait.
     """
-    simulation = _Simulation(running, waiting, places, cells, speed)
+    simulation = _Simulation(running, waiting, places, cells, speed, arrivals)
     simulation.run()
     return simulation.predictions()
 
@@ -134,21 +151,27 @@ class _Course:
     place_ms: float = math.inf
     start_ms: float = math.inf
     end_ms: float = math.inf
+    is_expected: bool = False
+    """It has not come yet."""
 
 
 class _Simulation:
-    def __init__(self, running: Sequence[Load], waiting: Sequence[Load], places: int, cells: int, speed: Speed) -> None:
-        token_ms = speed.cost.prefill_token_ms
-        self._all = [
-            _Course(
-                load=load,
-                order=load.due_ms + WAIT_PER_WORK * token_ms * load.prefill_tokens,
-                prefill=load.prefill_tokens,
-                answer=max(1.0, load.answer_tokens),
-                context=load.context_tokens,
-            )
-            for load in (*running, *waiting)
-        ]
+    def __init__(
+        self,
+        running: Sequence[Load],
+        waiting: Sequence[Load],
+        places: int,
+        cells: int,
+        speed: Speed,
+        arrivals: Arrivals | None,
+    ) -> None:
+        self._token_ms = speed.cost.prefill_token_ms
+        self._arrivals = arrivals
+        self._next_ms = math.inf if arrivals is None else arrivals.every_ms
+        """When the next request is expected."""
+        self._all = [self._course(load) for load in (*running, *waiting)]
+        self._n_left = len(self._all)
+        """Those that have not ended; others are of no interest."""
         self._n_running = len(running)
         self._waiting = self._all[self._n_running :][::-1]
         """The next one is the last."""
@@ -161,10 +184,26 @@ class _Simulation:
 
     def run(self) -> None:
         for _ in range(MAX_PHASES):
+            self._arrive()
             self._admit()
-            if not (self._prefills or self._decodes):
+            if not self._n_left or not (self._prefills or self._decodes):
                 return
             self._advance()
+
+    def _course(self, load: Load, came_ms: float = 0.0) -> _Course:
+        return _Course(
+            load=load,
+            order=came_ms + load.due_ms + WAIT_PER_WORK * self._token_ms * load.prefill_tokens,
+            prefill=load.prefill_tokens,
+            answer=max(1.0, load.answer_tokens),
+            context=load.context_tokens,
+            is_expected=came_ms > 0,
+        )
+
+    def _arrive(self) -> None:
+        while self._arrivals is not None and self._next_ms <= self._now_ms:
+            self._waiting.insert(0, self._course(self._arrivals.load, self._next_ms))
+            self._next_ms += self._arrivals.every_ms
 
     def _place(self, course: _Course) -> None:
         course.place_ms = self._now_ms
@@ -195,6 +234,9 @@ class _Simulation:
             chunk = speed.chunk_tokens(self._work(0.0), target_ms, len(self._prefills), self._overdue())
             total = math.ceil(sum([course.prefill for course in self._prefills]))
             n_ticks = max(1.0, min(self._prefills[0].prefill // chunk, n_ticks))
+        if self._places > 0 and self._next_ms < math.inf:  # the next one runs at once
+            tick_ms = speed.cost.predict(attrs.evolve(self._work(0.0), prefill_tokens=min(chunk, total)))
+            n_ticks = min(n_ticks, max(1.0, (self._next_ms - self._now_ms) / max(tick_ms, 1e-6)))
         n_ticks = math.ceil(n_ticks)
         work = attrs.evolve(self._work(n_ticks / 2), prefill_tokens=min(chunk, total))
         self._now_ms += n_ticks * (speed.cost.predict(work) + speed.gap_ms)
@@ -244,6 +286,7 @@ class _Simulation:
 
     def _end(self, course: _Course) -> None:
         course.end_ms = self._now_ms
+        self._n_left -= not course.is_expected
         self._places += 1
         self._cells += course.load.cells
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import abc
+from collections import abc, deque
 from itertools import chain
 from typing import Final
 
@@ -14,7 +14,7 @@ from uma_trio.config import Scheduling
 from uma_trio.daemon.scheduling import places
 from uma_trio.daemon.scheduling.answer_lengths import AnswerLengths
 from uma_trio.daemon.scheduling.fairness import Service
-from uma_trio.daemon.scheduling.forecast import Load, Prediction, Speed, forecast
+from uma_trio.daemon.scheduling.forecast import Arrivals, Load, Prediction, Speed, forecast
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue
 from uma_trio.daemon.serving.sequence import Sequence, State
@@ -48,6 +48,13 @@ SMALLEST: Final = Load(prefill_tokens=1, answer_tokens=1, context_tokens=0, cell
 """Stands for a request that has been refused: when it gets a place, there is room."""
 
 
+MAX_ARRIVALS: Final = 32
+"""The next requests are expected to come as the last ones did, and to be as large."""
+
+MIN_SPAN_S: Final = 20.0
+"""Fewer requests than that came at least within this time: a single burst says little of what comes next."""
+
+
 @attrs.define(eq=False, kw_only=True)
 class Forecaster:
     """Predicts when the sequences of one scheduler start and end."""
@@ -59,6 +66,8 @@ class Forecaster:
     _limits: Scheduling
     _lengths: AnswerLengths = attrs.field(factory=AnswerLengths, init=False)
     _retries: places.RetrySchedule = attrs.field(factory=places.RetrySchedule, init=False)
+    _arrived: deque[tuple[float, Load]] = attrs.field(factory=lambda: deque(maxlen=MAX_ARRIVALS), init=False)
+    """When the last requests came, and what they were."""
     _true_ms: float = attrs.field(default=FIRST_MS, init=False)
     _predicted_ms: float = attrs.field(default=FIRST_MS, init=False)
     """Sums over the last outcomes, of which the latest count most."""
@@ -70,6 +79,26 @@ class Forecaster:
     _room_until: float = attrs.field(default=-math.inf, init=False)
     """How long ``_room`` holds: a flood of refused requests does not have it computed for each."""
 
+    def arrived(self, sequence: Sequence) -> None:
+        """Learn from a request that has come, and was not refused."""
+        self._arrived.append((sequence.arrived_at, self._load(sequence)))
+
+    def _arrivals(self) -> Arrivals | None:
+        """The requests that are expected to come."""
+        if not self._arrived:
+            return None
+        n, span_s = len(self._arrived), max(MIN_SPAN_S, trio.current_time() - self._arrived[0][0])
+        loads = [load for _, load in self._arrived]
+        mean = Load(
+            prefill_tokens=max(1, sum([load.prefill_tokens for load in loads]) // n),
+            answer_tokens=sum([load.answer_tokens for load in loads]) / n,
+            context_tokens=sum([load.context_tokens for load in loads]) // n,
+            cells=sum([load.cells for load in loads]) // n,
+            due_ms=sum([load.due_ms for load in loads]) / n,
+            target_itl_ms=min([load.target_itl_ms for load in loads]),
+        )
+        return Arrivals(every_ms=1e3 * span_s / n / self._pace, load=mean)
+
     def ended(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
         """Learn from an answer that has ended: how long answers are, and how accurate predictions are."""
         ended_itself = not isinstance(reason, UmaError) and reason not in ("length", "cancelled")
@@ -79,8 +108,13 @@ class Forecaster:
             return
         if predicted.queue_position:
             self._learn(sequence.first_token_at - at, predicted.start_ms)
-        elif ended_itself or reason == "length":
+        elif (ended_itself or reason == "length") and not self._is_disturbed(at, predicted.end_ms):
             self._learn(sequence.ended_at - at, predicted.end_ms)
+
+    def _is_disturbed(self, at: float, end_ms: float) -> bool:
+        """Whether requests came after ``at``, or were expected: then the end tells less of the pace than of these."""
+        arrivals = self._arrivals()
+        return arrivals is not None and (self._arrived[-1][0] > at or arrivals.every_ms < end_ms)
 
     def _learn(self, true_s: float, predicted_ms: float) -> None:
         self._true_ms = PACE_DECAY * self._true_ms + 1e3 * true_s
@@ -140,10 +174,12 @@ class Forecaster:
 
     def _predict(self, service: Service) -> dict[Sequence, Prediction]:
         running, waiting = [*self._running], self._waiting.in_order(service)
-        found = self._forecast([*map(self._load, running)], [*map(self._load, waiting)])
+        found = self._forecast([*map(self._load, running)], [*map(self._load, waiting)], self._arrivals())
         return dict(zip([*running, *waiting], found, strict=True))
 
-    def _forecast(self, running: abc.Sequence[Load], waiting: abc.Sequence[Load]) -> list[Prediction]:
+    def _forecast(
+        self, running: abc.Sequence[Load], waiting: abc.Sequence[Load], arrivals: Arrivals | None = None
+    ) -> list[Prediction]:
         room = self._running.room()
         speed = Speed(
             cost=self._timings.cost,
@@ -153,7 +189,9 @@ class Forecaster:
             mixes_prefill=self._info.unified,
             gap_ms=self._timings.gap_ms,
         )
-        return forecast(running, waiting, places=room.free_sequences, cells=room.free_cells, speed=speed)
+        return forecast(
+            running, waiting, places=room.free_sequences, cells=room.free_cells, speed=speed, arrivals=arrivals
+        )
 
     def _load(self, sequence: Sequence) -> Load:
         n_tokens, allocation = len(sequence.tokens), sequence.allocation

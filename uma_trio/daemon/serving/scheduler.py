@@ -233,6 +233,9 @@ class Scheduler:
         for sequence in sequences:
             sequence.deadline_at = deadline_at
         self._report_forecasts()
+        for sequence in sequences:
+            if sequence.state is not State.FINISHED:
+                self._forecaster.arrived(sequence)
         if sequences[0].priority is not Priority.BACKGROUND:
             self._interrupt()
         if any(each in self._running for each in sequences) or self._planner.preempts_at <= trio.current_time():
