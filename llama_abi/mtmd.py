@@ -9,8 +9,10 @@ belong into a process of their own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -144,6 +146,20 @@ class Projector(Handle):
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         return Bitmap(self._mtmd, self._mtmd.mtmd_bitmap_init(width, height, buffer))
 
+    def beginning(self, sound: Bitmap, n_samples: int) -> Bitmap:
+        """A copy of the first samples of ``sound``."""
+        data = ctypes.cast(self._mtmd.mtmd_bitmap_get_data(sound._pointer), ctypes.POINTER(ctypes.c_float))
+        return Bitmap(self._mtmd, self._mtmd.mtmd_bitmap_init_from_audio(min(n_samples, sound.size[0]), data))
+
+    def count_tokens(self, bitmap: Bitmap) -> int:
+        """How many tokens and rows ``bitmap`` becomes. Encodes nothing, but computes the spectrum of sound.
+
+        Raises:
+            LlamaError: the projector does not take such a bitmap.
+        """
+        with self._chunks(bitmap) as found:
+            return self._n_tokens(found)
+
     def encode(self, bitmap: Bitmap, max_tokens: int | None = None) -> list[TextPiece | MediaPiece]:
         """What ``bitmap`` becomes in a prompt, in order. Blocks without the GIL, for as long as it computes.
 
@@ -151,6 +167,18 @@ class Projector(Handle):
             TooManyTokens: it would be more than ``max_tokens`` tokens and rows. Nothing has been encoded then.
             LlamaError: the projector does not take such a bitmap, or the computation failed.
         """
+        with self._chunks(bitmap) as found:
+            n_tokens = self._n_tokens(found)
+            if max_tokens is not None and n_tokens > max_tokens:
+                raise TooManyTokens(n_tokens, max_tokens)
+            return [self._piece(chunk) for chunk in found]
+
+    def _n_tokens(self, chunks: list[Any]) -> int:
+        return sum([int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk)) for chunk in chunks])
+
+    @contextlib.contextmanager
+    def _chunks(self, bitmap: Bitmap) -> Iterator[list[Any]]:
+        """What is to be encoded of ``bitmap``."""
         text = mtmd_input_text()
         text.text = self._mtmd.mtmd_default_marker()
         text.text_len, text.add_special, text.parse_special = len(text.text), False, True
@@ -164,11 +192,7 @@ class Projector(Handle):
                         f"the projector does not take this: {str(captured) or 'no reason given'}", code=code
                     )
             n_chunks = self._mtmd.mtmd_input_chunks_size(chunks)
-            found = [self._mtmd.mtmd_input_chunks_get(chunks, index) for index in range(n_chunks)]
-            n_tokens = sum([int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk)) for chunk in found])
-            if max_tokens is not None and n_tokens > max_tokens:
-                raise TooManyTokens(n_tokens, max_tokens)
-            return [self._piece(chunk) for chunk in found]
+            yield [self._mtmd.mtmd_input_chunks_get(chunks, index) for index in range(n_chunks)]
         finally:
             self._mtmd.mtmd_input_chunks_free(chunks)
 

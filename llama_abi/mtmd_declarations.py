@@ -104,6 +104,7 @@ MTMD_FUNCTIONS = """
 
     // bitmap: a picture or sound
     struct mtmd_bitmap * mtmd_bitmap_init(uint32_t nx, uint32_t ny, const unsigned char * data);    // !null
+    struct mtmd_bitmap * mtmd_bitmap_init_from_audio(size_t n_samples, const float * data);         // !null
     uint32_t     mtmd_bitmap_get_nx(const struct mtmd_bitmap * bitmap);
     uint32_t     mtmd_bitmap_get_ny(const struct mtmd_bitmap * bitmap);
     const unsigned char * mtmd_bitmap_get_data(const struct mtmd_bitmap * bitmap);                  // !null

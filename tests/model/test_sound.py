@@ -124,7 +124,7 @@ def test_a_file_is_transcribed(daemon: Daemon) -> None:
         (sound(png(drawn(1))), "E_PROTO_BAD_REQUEST", "the file is a picture"),
         (sound(b"hello"), "E_PROTO_BAD_REQUEST", "sound is WAV, MP3 or FLAC"),
         (sound(flac_header(100_000)), "E_PROTO_BAD_REQUEST", "it may last 1800 s"),
-        (sound(riff(bytes(400), rate=1)), "E_LIMIT_CONTEXT", "the sound has 52"),
+        (sound(riff(bytes(2000), rate=1)), "E_LIMIT_CONTEXT", "the sound has 24"),
         (sound(flac_header(100)), "E_PROTO_BAD_REQUEST", "cannot be decoded|lasts 0.00"),
         (sound(wav(1)[:44]), "E_PROTO_BAD_REQUEST", "cannot be decoded|lasts 0.00"),
     ],

@@ -24,6 +24,13 @@ from uma_trio.processes.sandbox import limit_memory
 MEMORY_BYTES: Final = 2 << 30
 """Address space for decoding and encoding a file, besides what the process has when its projector is loaded."""
 
+WINDOW_SECONDS: Final = 30
+"""Sound that an encoder of Whisper's kind makes into a fixed number of rows; less has as many."""
+COUNTED_SECONDS: Final = WINDOW_SECONDS - 1
+"""Beginning of sound whose rows are counted before those of all of it."""
+EDGE_TOKENS: Final = 32
+"""Tokens around such a window, that sound of several has only once, at most."""
+
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -85,7 +92,7 @@ class Encoder:
     def _bitmap(self, data: bytes, found: MediaFile) -> llama_abi.Bitmap:
         bitmap = self._projector.decode(data)
         if found.is_sound:
-            checked_length(bitmap.size[0] / self._projector.sample_rate)
+            self._check_rows(bitmap, checked_length(bitmap.size[0] / self._projector.sample_rate))
             return bitmap
         if bitmap.size != (found.width, found.height):
             raise Refused("the file's header does not give the size of its picture: it is damaged, send another one")
@@ -94,6 +101,19 @@ class Encoder:
         with bitmap:
             pixels = bitmap.pixels()
         return self._projector.picture(upright(pixels, found.orientation))
+
+    def _check_rows(self, sound: llama_abi.Bitmap, seconds: float) -> None:
+        """Refuse sound that has too many rows, by those of its beginning.
+
+        The spectrum of half an hour takes ten seconds of CPU time, and a file of some kB can be so long.
+        """
+        n_windows = int(seconds) // WINDOW_SECONDS
+        if n_windows < 2:
+            return
+        with self._projector.beginning(sound, COUNTED_SECONDS * self._projector.sample_rate) as beginning:
+            least = n_windows * max(0, self._projector.count_tokens(beginning) - EDGE_TOKENS)
+        if least > self._max_tokens:
+            raise TooManyTokens(least, self._max_tokens)
 
 
 def _serve() -> None:

@@ -195,8 +195,8 @@ class Pictures:
             raise BadRequest(f"{picture.field}: {error}", field=picture.field) from None
         except TooManyRows as error:
             raise ContextTooSmall(
-                f"the {'sound' if picture.is_sound else 'picture'} has {error.n_tokens} tokens, and a request may have "
-                f"{self._max_tokens}: send a smaller one, or start uma-trio serve with a larger --ctx",
+                f"the {'sound' if picture.is_sound else 'picture'} has {error.n_tokens} tokens or more, and a request may "
+                f"have {self._max_tokens}: send a smaller one, or start uma-trio serve with a larger --ctx",
                 field=picture.field,
             ) from None
         finally:
