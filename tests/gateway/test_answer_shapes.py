@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from tests.gateway.conftest import Gateway
-from tests.support.profile import sampled
 from uma_trio.gateway.application import ENDPOINTS
 from uma_trio.gateway.endpoint import Endpoint
 
@@ -104,7 +103,7 @@ CASES = [*cases()]
 STREAMED = [case for case in CASES if case.values[0].event_shape is not None]
 
 
-@pytest.mark.parametrize(("endpoint", "body"), sampled(CASES, 2))
+@pytest.mark.parametrize(("endpoint", "body"), CASES)
 def test_a_whole_answer(endpoint: Endpoint, body: dict[str, Any] | None, request: pytest.FixtureRequest) -> None:
     with gateway_of(endpoint, request).http() as client:
         path = endpoint.path.replace("{name:path}", "embedded")
@@ -117,9 +116,7 @@ def test_a_whole_answer(endpoint: Endpoint, body: dict[str, Any] | None, request
     assert shaped(answer.json(), endpoint.shapes)
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "body"), sampled([case for case in cases() if case.values[0].event_shape is not None], 2)
-)
+@pytest.mark.parametrize(("endpoint", "body"), STREAMED)
 def test_a_streamed_answer(endpoint: Endpoint, body: dict[str, Any], request: pytest.FixtureRequest) -> None:
     with gateway_of(endpoint, request).http() as client:
         found = client.post(endpoint.path, json={**body, "stream": True, "stream_options": {"include_usage": True}})
