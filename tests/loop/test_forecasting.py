@@ -118,7 +118,7 @@ async def test_most_predictions_are_off_by_a_fifth_and_few_deadlines_are_misjudg
 
 @pytest.mark.thorough
 async def test_a_queue_that_comes_and_goes_is_predicted_too(autojump_clock) -> None:
-    """As many requests come as are served.  If nobody were expected, a quarter of the ends would be off by a fifth at most."""
+    """As many requests come as are served.  If nobody were expected, a quarter would be good."""
 
     def slow_ms(prompt: int, decodes: int) -> float:
         return 5 + prompt + 2.5 * decodes
