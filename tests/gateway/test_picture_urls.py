@@ -21,6 +21,7 @@ from tests.support.pictures import drawn, png
 from tests.support.projectors import projector_file
 from tests.support.real_daemon import real_daemon
 from uma_trio.gateway import picture_urls
+from uma_trio.gateway.dialects.contents import ToFetch
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.picture_urls import MAX_REDIRECTS, PictureUrls
 
@@ -100,7 +101,7 @@ def fetched(urls: PictureUrls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fields_of(*wanted: str) -> dict[str, Any]:
-    parts = [{"type": "image", "url": url, "parameter": f"here[{n}]"} for n, url in enumerate(wanted)]
+    parts = [ToFetch(type="image", url=url, parameter=f"here[{n}]") for n, url in enumerate(wanted)]
     return {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [*parts, {"type": "text"}]}]}
 
 
@@ -117,7 +118,11 @@ def test_pictures_are_fetched_and_the_rest_stays(urls: PictureUrls, server: tupl
     assert found["messages"] == [given["messages"][0], {"role": "user", "content": [image] * 3 + [{"type": "text"}]}]
     assert set(server[0].hosts) == {place}
     assert "url" in given["messages"][1]["content"][0], "what was given is as it was"
-    assert fetched(urls, {"prompt": "a"}) == {"prompt": "a"}
+    for as_sent in (
+        {"prompt": "a"},
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": wanted[0]}]}]},
+    ):
+        assert fetched(urls, as_sent) == as_sent, "clients of the native API name no URLs"
 
 
 @pytest.mark.parametrize(
@@ -170,3 +175,7 @@ def test_a_gateway_that_fetches_opens_nothing_on_its_machine(tmp_path: Path) -> 
             error = answer.json()["error"]
             assert "private network or this machine" in error["message"] or "not encrypted" in error["message"], error
             assert error["param"] == "messages[0].content[0].image_url"
+        for part in ({"type": "image", "url": url}, {"type": "text", "text": "a", "url": 5, "parameter": 5}):
+            body = {"messages": [{"role": "user", "content": [part]}], "stream": False}
+            answer = httpx.post(f"{daemon.http_url()}/v1/generate", json=body, timeout=60)
+            assert answer.status_code == 400, answer.text

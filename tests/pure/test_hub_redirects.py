@@ -84,6 +84,12 @@ def test_public_addresses(address: str) -> None:
     assert is_public(address)
 
 
-@all_cases("address", ["10.1.2.3", "172.16.0.1", "224.0.0.1", "fe80::1%eth0", "2002:0a00:0001::1", "::", "nonsense"])
+@all_cases(
+    "address",
+    [
+        *["10.1.2.3", "172.16.0.1", "224.0.0.1", "fe80::1%eth0", "2002:0a00:0001::1", "::", "nonsense"],
+        *["::127.0.0.1", "64:ff9b:1::7f00:1", "::ffff:0:127.0.0.1", "fec0::1", "3fff::1", "5f00::1"],
+    ],
+)
 def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(address)

@@ -21,6 +21,7 @@ import attrs
 
 import uma_trio
 from uma_trio.config import Config
+from uma_trio.gateway.dialects.contents import ToFetch
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.urls import is_public, parse_url, without_secrets
@@ -90,7 +91,7 @@ class PictureUrls:
             for message in fields.get("messages") or ()
             if isinstance(message, Mapping) and isinstance(message.get("content"), list)
             for part in message["content"]
-            if isinstance(part, Mapping) and "url" in part
+            if isinstance(part, ToFetch)
         ]
         if not parts:
             return fields

@@ -13,6 +13,10 @@ _PORTS: Final = {"https": 443, "http": 80}
 
 NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 """Addresses that end with an IPv4 address.  Source: RFC 6052."""
+GLOBAL_UNICAST: Final = ipaddress.IPv6Network("2000::/3")
+"""All that the internet uses of IPv6.  Source: RFC 4291."""
+DOCUMENTATION: Final = ipaddress.IPv6Network("3fff::/20")
+"""Source: RFC 9637, which older versions of Python do not know."""
 
 Origin = tuple[str, str, int]
 """Scheme, host and port."""
@@ -91,6 +95,8 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
+        if found not in GLOBAL_UNICAST or found in DOCUMENTATION:
+            return False
     return found.is_global and not found.is_multicast
 
 

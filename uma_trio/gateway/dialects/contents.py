@@ -45,6 +45,10 @@ def picture_of_url(url: str, parameter: str) -> Picture:
     raise invalid("this is no data URL: send the file itself, as data:image/png;base64,...", parameter=parameter)
 
 
+class ToFetch(dict[str, Any]):
+    """A part of a content whose file has to be fetched.  A type of its own: no client can send one."""
+
+
 def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[str, Any]]:
     """A content of the socket protocol: one text if there are no pictures.
 
@@ -54,9 +58,10 @@ def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[
     content: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, Picture):
-            is_here = part.url is None
-            where = {"data": part.base64} if is_here else {"url": part.url, "parameter": part.parameter}
-            content.append({"type": part.type, **where})
+            if part.url is None:
+                content.append({"type": part.type, "data": part.base64})
+            else:
+                content.append(ToFetch(type=part.type, url=part.url, parameter=part.parameter))
         elif content and content[-1]["type"] == "text":
             content[-1] = {"type": "text", "text": f"{content[-1]['text']}{between}{part}"}
         else:
