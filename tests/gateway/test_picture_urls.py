@@ -175,7 +175,10 @@ def test_a_gateway_that_fetches_opens_nothing_on_its_machine(tmp_path: Path) -> 
             error = answer.json()["error"]
             assert "private network or this machine" in error["message"] or "not encrypted" in error["message"], error
             assert error["param"] == "messages[0].content[0].image_url"
-        for part in ({"type": "image", "url": url}, {"type": "text", "text": "a", "url": 5, "parameter": 5}):
-            body = {"messages": [{"role": "user", "content": [part]}], "stream": False}
+        for part, status in (
+            ({"type": "image", "url": url}, 400),
+            ({"type": "text", "text": "a", "url": 5, "parameter": 5}, 200),
+        ):
+            body = {"messages": [{"role": "user", "content": [part]}], "stream": False, "max_tokens": 4}
             answer = httpx.post(f"{daemon.http_url()}/v1/generate", json=body, timeout=60)
-            assert answer.status_code == 400, answer.text
+            assert answer.status_code == status, answer.text
