@@ -1057,7 +1057,14 @@ MARKDOWN = {
     "a <b onclick=c>d</b>\n\n<script>\ne\n</script>": (
         "<p>a &lt;b onclick=c&gt;d&lt;/b&gt;</p><p>&lt;script&gt;\ne\n&lt;/script&gt;</p>"
     ),
-    "> " * 5000 + "a": "&gt; " * 5000 + "a",
+    "> " * 5000 + "a": "<blockquote>" * 32 + "&gt; " * 4968 + "a" + "</blockquote>" * 32,
+    "- " * 32 + "a\n\n" + "  " * 31 + "- b": (
+        f"{'<ul><li>' * 31}<ul><li><p>a</p></li><li><p>b</p></li></ul>{'</li></ul>' * 31}"
+    ),
+    "*a" + "[" * 200 + "b*": f"<p>*a{'[' * 200}b*</p>",  # too many marks for one part
+    "**a b** " * 120 + "c": f"<p>{'<strong>a b</strong> ' * 120}c</p>",
+    "|a" * 65 + "\n" + "|-" * 65 + "\n|b": f"<p>{'|a' * 65}<br>{'|-' * 65}<br>|b</p>",
+    "|a" * 64 + "\n" + "|-" * 64: "<table><thead><tr>" + "<th>a</th>" * 64 + "</tr></thead><tbody></tbody></table>",
     "---\n\n```js\na < b\n```": (
         '<hr><button type="button" class="quiet copy">Copy code</button><pre tabindex="0"><code>a &lt; b</code></pre>'
     ),

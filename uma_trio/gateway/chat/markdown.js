@@ -2,11 +2,17 @@
 
 import { copy, el } from "../dashboard/dom.js";
 import { pieces } from "./colours_of_code.js";
+import { LexerWithBounds, hasManyColumns } from "./lexer_with_bounds.js";
 import { formula } from "./math.js";
 import { mathExtensions } from "./math_in_markdown.js";
 import { Marked } from "./vendor/marked.js";
 
-const marked = new Marked({ breaks: true, gfm: true, extensions: mathExtensions });
+const { defaults } = new Marked({
+  breaks: true,
+  gfm: true,
+  extensions: mathExtensions,
+  tokenizer: { table: (text) => (hasManyColumns(text) ? undefined : false) }, // false: as the library does it
+});
 
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 const ENTITY = /&(?:#(\d{1,7})|#[xX]([0-9a-fA-F]{1,6})|(amp|lt|gt|quot|apos|nbsp));/g;
@@ -95,11 +101,11 @@ export class Growing {
     const rest = text.slice(this.begun.length);
     let shown;
     try {
-      const tokens = marked.lexer(rest);
+      const tokens = new LexerWithBounds(defaults).lex(rest);
       shown = tokens.map((token) => ({ raw: token.raw, nodes: elements([token]) }));
     } catch (error) {
-      if (!(error instanceof RangeError)) console.error(error); // a mistake here must not hide the conversation
-      shown = [{ raw: rest, nodes: [rest] }]; // mostly it is nested too deep
+      console.error(error);
+      shown = [{ raw: rest, nodes: [rest] }]; // a mistake here must not hide the conversation
     }
     const isDecided = (shown.at(-1)?.raw.trim().length ?? 0) >= DECIDED;
     const complete = isDecided ? shown.slice(0, -1) : [];
