@@ -7,6 +7,7 @@ import { contentOf, textOf } from "./content.js";
 import { fenced, isPdf, readText } from "./files.js";
 import { button } from "./message.js";
 import { has, showSenses } from "./models.js";
+import { owned } from "./owner.js";
 import { base64, isPicture, readPicture, thumbnail } from "./pictures.js";
 import { isSound, player, readSound, record } from "./sound.js";
 
@@ -33,30 +34,30 @@ function parsed(text) {
   }
 }
 
-const draftKey = (id) => `uma-trio draft ${rootOf(id)}`;
-const sentKey = (id) => `uma-trio sent ${id}`;
+const draftKey = (id) => owned(`draft ${rootOf(id)}`);
+const sentKey = (id) => owned(`sent ${id}`);
 
-const NEW = draftKey(""); // of a chat that has no name yet, so each tab has its own
-const LEFT = "uma-trio drafts"; // those of new chats, whose tabs were closed
-const storageOf = (key) => (key === NEW ? sessionStorage : localStorage);
+const newKey = () => draftKey(""); // of a chat that has no name yet, so each tab has its own
+const leftKey = () => owned("drafts"); // those of new chats, whose tabs were closed
+const storageOf = (key) => (key === newKey() ? sessionStorage : localStorage);
 
-const left = () => parsed(localStorage.getItem(LEFT)) ?? [];
+const left = () => parsed(localStorage.getItem(leftKey())) ?? [];
 
 /** Leave the draft of a new chat to the next tab, or to this one when it is loaded again. */
 function leaveDraft() {
-  const own = sessionStorage.getItem(NEW);
-  if (own) localStorage.setItem(LEFT, JSON.stringify([...left(), own]));
+  const own = sessionStorage.getItem(newKey());
+  if (own) localStorage.setItem(leftKey(), JSON.stringify([...left(), own]));
 }
 
 /** The draft of a new chat is that of this tab, or the last one that was left. */
 function takeDraft() {
-  const own = sessionStorage.getItem(NEW);
+  const own = sessionStorage.getItem(newKey());
   const drafts = left();
   const at = own ? drafts.lastIndexOf(own) : drafts.length - 1;
   if (at < 0) return;
   const [taken] = drafts.splice(at, 1);
-  sessionStorage.setItem(NEW, taken);
-  localStorage.setItem(LEFT, JSON.stringify(drafts));
+  sessionStorage.setItem(newKey(), taken);
+  localStorage.setItem(leftKey(), JSON.stringify(drafts));
 }
 
 export class Composer {
@@ -170,6 +171,12 @@ export class Composer {
       this.keepDraft();
       this.count(textOf({ content: this.content }));
     }, SETTLED_MS);
+  }
+
+  /** Keep what was typed before the key of this tab was known, as that of its owner. */
+  keepForOwner() {
+    this.isKept = !this.content;
+    this.keepDraft();
   }
 
   keepDraft() {

@@ -7,6 +7,7 @@ import { continuation, newBranch, newRoot, rootOf, variants } from "./branches.j
 import { contentOfDraft } from "./composer.js";
 import { contentOf, mediaOf, same, textOf } from "./content.js";
 import { article, edit, emptyArticle, finish, showSwitcher } from "./message.js";
+import { owned } from "./owner.js";
 import { Steering } from "./steering.js";
 
 const MAX_BRANCHES = 20; // those that are compared, the last used
@@ -17,7 +18,7 @@ const GOES_ON = { continue_final_message: true, constraint: undefined }; // the 
 
 const BEFORE_IT_BEGINS = ["request", "loading", "error"]; // events of an answer
 
-const EDIT = "uma-trio edit"; // which message is being edited in this tab, and how far
+const EDIT = owned("edit"); // which message is being edited in this tab, and how far
 
 const keptEdit = () => JSON.parse(sessionStorage.getItem(EDIT)) ?? {};
 

@@ -6,6 +6,7 @@ import { conversations, rootOf } from "./branches.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
 import { showModels, showSenses } from "./models.js";
+import { forget } from "./owner.js";
 import { Settings } from "./settings.js";
 
 const picker = byId("model");
@@ -108,13 +109,18 @@ function askForKey(wrong = "") {
   dialog.showModal();
 }
 
-let keyThatWorked = "";
-
 /** Another key may be another person's: nothing of the one before stays. */
-function leave() {
-  for (const storage of [localStorage, sessionStorage])
-    for (const name of Object.keys(storage)) if (/^uma-trio (draft|edit|sent|settings)/.test(name)) storage.removeItem(name);
-  location.replace(location.pathname);
+function use(key) {
+  if (key === apiKey()) return start();
+  const isFirst = !apiKey();
+  if (!isFirst) {
+    composer.keepDraft(); // so that it is not kept when the page goes
+    forget();
+  }
+  setApiKey(key);
+  if (!isFirst) return location.replace(location.pathname);
+  composer.keepForOwner();
+  location.reload();
 }
 
 function showMenu(shown) {
@@ -126,11 +132,8 @@ function showMenu(shown) {
 for (const each of document.querySelectorAll("dialog .actions [type=button]"))
   each.addEventListener("click", () => each.closest("dialog").close(each.value));
 byId("key-dialog").addEventListener("close", ({ target }) => {
-  if (target.returnValue === "use") setApiKey(byId("key-field").value.trim());
-  else if (target.returnValue === "forget") setApiKey("");
-  else return;
-  if (keyThatWorked && apiKey() !== keyThatWorked) leave();
-  else start();
+  if (target.returnValue === "use") use(byId("key-field").value.trim());
+  else if (target.returnValue === "forget") use("");
 });
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -196,7 +199,6 @@ async function start() {
   clearTimeout(timer);
   try {
     await showModels();
-    keyThatWorked = apiKey();
   } catch (error) {
     await trying(() => Promise.reject(error));
     if (error.status >= 500) again();

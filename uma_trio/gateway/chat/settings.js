@@ -1,9 +1,10 @@
 // Settings: system prompt, sampling with presets, the form of answers, colours. They are kept in the browser.
 
 import { byId, el } from "../dashboard/dom.js";
+import { owned } from "./owner.js";
 import { CURRENT_TIME, toolsIn, written } from "./tools.js";
 
-const KEY = "uma-trio settings";
+const NAME = owned("settings");
 const PRESETS = {
   "Model's defaults": {},
   Precise: { temperature: 0.2, top_p: 0.9 },
@@ -14,7 +15,7 @@ const PLAIN = ["form", "schema", "choices", "tools", "theme"]; // those whose fi
 
 function kept() {
   try {
-    return { ...EMPTY, ...JSON.parse(localStorage.getItem(KEY)) };
+    return { ...EMPTY, ...JSON.parse(localStorage.getItem(NAME)) };
   } catch {
     return EMPTY;
   }
@@ -152,7 +153,7 @@ export class Settings {
 
   keep(changes) {
     this.now = { ...this.now, ...changes };
-    localStorage.setItem(KEY, JSON.stringify(this.now));
+    localStorage.setItem(NAME, JSON.stringify(this.now));
     this.paint();
   }
 
