@@ -201,13 +201,20 @@ def end(**fields: Any) -> Eos:
     )
 
 
-@pytest.mark.parametrize(("asked", "notice"), [(5, "cut at --max-tokens 5"), (None, "cut after 5 tokens")])
+@pytest.mark.parametrize(
+    ("asked", "setting", "notice"),
+    [
+        (5, (), "cut at --max-tokens 5"),
+        (None, (), "cut after 5 tokens"),
+        (None, ("/set max_tokens",), "with /set max_tokens and a larger number"),
+    ],
+)
 def test_the_notice_of_a_cut_answer_promises_nothing(
-    asked: int | None, notice: str, capsys: pytest.CaptureFixture[str]
+    asked: int | None, setting: tuple[str, ...], notice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    warn_if_cut(end(reason="stop"), asked)
+    warn_if_cut(end(reason="stop"), asked, *setting)
     assert capsys.readouterr().err == ""
-    warn_if_cut(end(reason="length"), asked)
+    warn_if_cut(end(reason="length"), asked, *setting)
     shown = capsys.readouterr().err
     assert notice in shown
     assert "--ctx" not in shown, "the context may be that of the model already"

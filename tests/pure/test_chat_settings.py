@@ -34,15 +34,18 @@ def test_a_setting_is_set_replaced_and_unset(name: str, value: str, fields: dict
 @all_cases(
     ("name", "value", "reason"),
     [
-        ("temperature", "1000", "is not in the range"),
-        ("temperature", "nan", "is not a number"),
+        ("temperature", "1000", "temperature is a number from 0 to 100, or off"),
+        ("temp", "nan", "temp is a number from 0 to 100, or off"),
+        ("max_tokens", "abc", "max_tokens is a whole number from 1 on, or off"),
+        ("grammar", "/nothing/there.gbnf", "File '/nothing/there.gbnf' does not exist"),
         ("temperature", "", "give a value"),
         ("temprature", "1", "did you mean temperature?"),
         ("xyzzy", "1", "there are system, "),
         ("json", "maybe", "json-object is on or off"),
-        ("schema", "/nothing/there.json", "cannot read"),
+        ("schema", "/nothing/there.json", "json-schema: cannot read"),
         ("model", "b", "use /model NAME"),
         ("session", "b", "use /session NAME"),
+        ("top_p", "2", "top_p is a number above 0, up to 1, or off"),
     ],
 )
 def test_what_cannot_be_set_says_what_can(name: str, value: str, reason: str) -> None:

@@ -169,21 +169,22 @@ def print_stats(eos: Eos) -> None:
     note(", ".join(part for part in parts if part))
 
 
-def warn_if_cut(eos: Eos, max_tokens: int | None) -> None:
+def warn_if_cut(eos: Eos, max_tokens: int | None, setting: str = "--max-tokens") -> None:
     """Say on stderr that an answer is not complete, and how to get more of it.
 
     Args:
         max_tokens: what the request asked for.
+        setting: what the user changes for more.
     """
     if eos.reason != "length":
         return
     name = "the answer" if eos.index is None else f"answer {eos.index}"
     if max_tokens is not None:
-        reason = f"it was cut at --max-tokens {max_tokens}; a larger number gives more"
+        reason = f"it was cut at {setting} {max_tokens}; a larger number gives more"
     else:
         reason = (
-            f"it was cut after {eos.usage.completion_tokens} tokens, all that the daemon gives by default; ask with a "
-            "larger --max-tokens, and the daemon gives more or says what limits it"
+            f"it was cut after {eos.usage.completion_tokens} tokens, all that the daemon gives by default; with "
+            f"{setting} and a larger number, the daemon gives more or says what limits it"
         )
     note(f"{name} is not complete: {reason}")
 

@@ -78,7 +78,8 @@ OF_OTHER_PROGRAMS: Final = {
 CHAT_HINTS: Final = {
     **HINTS,
     "E_LIMIT_CONTEXT": "the conversation and the answer no longer fit the context: /new begins another conversation; "
-    "with a smaller --max-tokens the answer needs less room, and with --n-keep the oldest messages are dropped",
+    "/set max_tokens and a smaller number reserve less room, and with /set n_keep the oldest messages are dropped",
+    "E_LIMIT_MAX_TOKENS": "give /set max_tokens a smaller number, or serve with a larger one",
     "E_LIMIT_PROMPT_TOO_LARGE": "the conversation has become too long for this daemon: /new begins another one",
 }
 
@@ -545,7 +546,7 @@ class Chat:
         if eos.reason == "cancelled":
             kept = "what you see stays in the conversation" if eos.usage.completion_tokens else "nothing was answered"
             note(f"cancelled; {kept}")
-        warn_if_cut(eos, max_tokens)
+        warn_if_cut(eos, max_tokens, "/set max_tokens")
         if eos.reason == "length" and self._is_terminal:
             note("/continue goes on with it")
         if eos.usage.dropped_tokens:

@@ -81,7 +81,18 @@ def changed(fields: Mapping[str, Any], name: str, value: str) -> dict[str, Any]:
         with _options.make_context("set", arguments, allow_interspersed_args=False) as context:
             return {**kept, **fields_of(context.params)}
     except click.UsageError as error:
-        raise BadSetting(error.format_message().replace("\n", " ")) from None
+        refused = error.message.removeprefix("--").replace("\n", " ")
+        raise BadSetting(_expected(name, parameter.type) or refused) from None
+
+
+def _expected(name: str, kind: click.ParamType[Any]) -> str | None:
+    """What a setting can be; ``None`` if its values are no numbers, whose errors say what is wrong with the text."""
+    if not isinstance(kind, click.IntRange | click.FloatRange):
+        return None
+    what = "a whole number" if isinstance(kind, click.IntRange) else "a number"
+    lowest = f"above {kind.min}, up" if kind.min_open else f"from {kind.min}"
+    highest = "on" if kind.max is None else f"to {kind.max}"
+    return f"{name} is {what} {lowest} {highest}, or off"
 
 
 def described(model: ModelDescription, fields: Mapping[str, Any]) -> list[str]:

@@ -664,7 +664,8 @@ class Sessions:
     """Conversations that the daemon remembers by their ``session_id``."""
 
     state_dir: Path | None = setting(
-        None, "Folder for data that outlives the daemon. If not given, $XDG_STATE_HOME/uma-trio."
+        None,
+        "Folder for data that outlives the daemon. Two daemons of one user need one each: the second one in a folder has its sessions in memory only. If not given, $XDG_STATE_HOME/uma-trio.",
     )
     max_stored_sessions: int = setting(
         10_000,
