@@ -163,8 +163,8 @@ def test_what_is_typed_while_it_answers_interrupts_the_answer(chat, daemon):
         shown.wait_for(PROMPT)
         shown.type(LONG + "\r")
         shown.wait_for(r"^1, 2, 3")
-        shown.type("/bye\r")
-        shown.wait_for("while it answers, the commands are /stop, /answer, /say; any other line interrupts")
+        shown.type("/nothing\r")
+        shown.wait_for(r"\d,\nthere is no command /nothing; /help lists")
         shown.type(FRANCE + "\rtyped")
         shown.wait_for(rf"^> {re.escape(FRANCE)}\n+The capital of France is Paris\.\n\n> typed\s*\Z")
         shown.type(CTRL_C + CTRL_D)
@@ -174,6 +174,24 @@ def test_what_is_typed_while_it_answers_interrupts_the_answer(chat, daemon):
     assert messages[1]["content"].startswith("1, 2, 3")
     assert [each["content"] for each in messages[2:]] == [FRANCE, "The capital of France is Paris."]
     closed(daemon, "typed")
+
+
+def test_lines_that_are_typed_ahead_run_in_their_order(chat, tmp_path):
+    path = tmp_path / "chat.json"
+    with chat("--max-tokens", 2000) as shown:
+        shown.wait_for(PROMPT)
+        shown.type(f"{LONG}\r/save {path}\r/new\r{FRANCE}\r")
+        shown.wait_for(r"^1, 2, 3")
+        shown.type("/stop\r")
+        shown.wait_for(r"\d,\nends after this sentence; Ctrl-C ends it now\n")
+        shown.type(f"/system Be brief.\r{PERU}\r/bye\r")
+        shown.wait_for(r"(?s)\d,\nkept until the answer is complete: /system Be brief\..*^kept.*: /bye$")
+        shown.type(CTRL_C)
+        assert shown.wait() == 0
+        order = [LONG, "^cancelled", "/save", "^saved to", "/new", "^a new conversation", re.escape(FRANCE), "Paris"]
+        order += ["/system", "applies from the next", re.escape(PERU), "Lima", "/bye"]
+        assert re.search("(?ms)" + ".*".join(order), shown.text), shown.text
+    assert [each["content"] for each in json.loads(path.read_text())["messages"]][:1] == [LONG]
 
 
 def test_an_interrupt_cancels_the_answer_and_keeps_what_has_come(chat, daemon, tmp_path):

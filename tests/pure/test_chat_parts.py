@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from typing import Any
 
 import pyte
@@ -17,10 +18,11 @@ from tests.support.terminal import Screen
 from uma_trio.cli import answer_view
 from uma_trio.cli.answer import printable, warn_if_cut, warn_if_in_memory
 from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, rendered
-from uma_trio.cli.conversation import Conversation, as_fields, as_json, as_markdown
+from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
+from uma_trio.cli.shown_answer import ShownAnswer
 from uma_trio.protocol.answers import SessionInfo
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.protocol.events import Eos
+from uma_trio.protocol.events import Eos, Reasoning, Token
 from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.messages import parse
 from uma_trio.protocol.requests import Generate
@@ -190,6 +192,47 @@ def test_control_characters_of_an_answer_do_not_reach_the_terminal() -> None:
         view.feed("\x1b[2J")
         view.finish()
     assert (terminal.getvalue(), pipe.getvalue()) == ("\ufffd[2J\n", "\x1b[2J\n")
+
+
+@all_cases(
+    ("texts", "shown"),
+    [
+        (["", "o", "ne", " two"], "notice\none two\n"),
+        (["o", "ne", " ", "two"], "one \nnotice\ntwo\n"),
+        (["o", "ne tw", "o"], "one \nnotice\ntwo\n"),
+        (["one ", "two"], "one \nnotice\ntwo\n"),
+        (["\u4e00", "\u4e8c\u3002\u4e09"], "\u4e00\u4e8c\u3002\nnotice\n\u4e09\n"),
+        (["o", "ne"], "one\n"),
+    ],
+)
+def test_a_notice_about_an_answer_comes_between_two_words(
+    texts: list[str], shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", sys.stdout)
+    view = PlainView(sys.stdout)
+    messages: list[Message] = [model("")]
+    answer = ShownAnswer(view, messages, show_reasoning=True)
+    for n, text in enumerate(texts):
+        answer.show(Token(id="a", text=text))
+        if not n:
+            answer.notify("notice")
+    answer.close()
+    view.finish()
+    assert capsys.readouterr().out == shown
+    assert messages == [model("".join(texts))]
+
+
+def test_a_notice_does_not_wait_for_the_end_of_reasoning(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", sys.stdout)
+    messages: list[Message] = [model("")]
+    answer = ShownAnswer(PlainView(sys.stdout), messages, show_reasoning=True)
+    answer.show(Reasoning(id="a", text="hm"))
+    answer.notify("notice")
+    answer.show(Reasoning(id="a", text="m so"))
+    answer.show(Token(id="a", text="one"))
+    assert capsys.readouterr().out == "hmm \n\nnotice\nso\n\none"
 
 
 # -- notices -----------------------------------------------------------------------------------------

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import termios
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,11 +15,14 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
 from uma_trio.cli.stdio import note, read_line, to_text
-from uma_trio.cli.type_ahead import TypeAhead
+from uma_trio.cli.type_ahead import CHANGES, TypeAhead
+
+YES, NO = ("y", "yes"), ("n", "no")
 
 
 class Input(Protocol):
@@ -40,14 +42,15 @@ class Input(Protocol):
     def confirm(self, question: str) -> bool:
         """Ask the user yes or no; where there is nobody, the answer is no."""
 
-    def hidden(self) -> contextlib.AbstractContextManager[None]:
-        """What the user types between two messages does not appear in the answer."""
-
     def lines(self) -> AsyncIterator[str]:
         """Lines that the user types while an answer is shown.  What is not complete appears in the next message."""
 
-    def give_back(self, line: str) -> None:
-        """Let ``line`` appear in the next message."""
+    def keep(self, line: str) -> None:
+        """Read ``line`` after the answer, in the order of these calls."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there are lines to be read after the answer."""
 
 
 class LineInput:
@@ -66,15 +69,16 @@ class LineInput:
         note(question.partition(". ")[0])
         return False
 
-    def hidden(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     async def lines(self) -> AsyncIterator[str]:
         return
         yield
 
-    def give_back(self, line: str) -> None:
+    def keep(self, line: str) -> None:
         raise AssertionError("there are no such lines")
+
+    @property
+    def keeps(self) -> bool:
+        return False
 
 
 class TerminalInput:
@@ -94,8 +98,18 @@ class TerminalInput:
             output=create_output(always_prefer_tty=True),
         )
         self._ahead = TypeAhead()
+        self._kept: deque[str] = deque()
+        self._fresh: deque[str] = deque()
+        """Lines that nobody has seen, the first one perhaps without effect: the answer has ended."""
 
     def read(self) -> str:
+        self._kept += [line for line in self._fresh if line.partition(" ")[0] not in CHANGES]
+        self._fresh.clear()
+        if self._kept:
+            line = self._kept.popleft()
+            self._session.history.append_string(line)
+            note(f"> {line}")
+            return line
         if self._ahead.has_ended:
             raise EOFError
         try:
@@ -107,36 +121,35 @@ class TerminalInput:
         return self._session.prompt("> ", default=text)
 
     def confirm(self, question: str) -> bool:
+        if self._kept and self._kept[0].lower() in (*YES, *NO):
+            answer = self._kept.popleft()
+            note(f"{question} [y/N] {answer}")
+            return answer.lower() in YES
         try:
-            answer: str = PromptSession[str](history=InMemoryHistory(), output=self._session.output).prompt(
+            answer = PromptSession[str](history=InMemoryHistory(), output=self._session.output).prompt(
                 f"{question} [y/N] "
             )
         except (KeyboardInterrupt, EOFError):
             return False
-        return answer.strip().lower() in ("y", "yes")
+        return answer.strip().lower() in YES
 
     async def lines(self) -> AsyncIterator[str]:
         fd = sys.stdin.fileno()
+        after_enter = "".join(key.data for key in get_typeahead(self._session.input))
+        self._kept += self._ahead.feed(after_enter.encode())  # typed before the answer, so no part of it
         while True:
+            while self._fresh:
+                yield self._fresh[0]
+                self._fresh.popleft()  # not before: the answer can end while the line takes effect
             await trio.lowlevel.wait_readable(fd)
-            for line in self._ahead.feed(os.read(fd, 4096)):
-                yield line
+            self._fresh += self._ahead.feed(os.read(fd, 4096))
 
-    def give_back(self, line: str) -> None:
-        self._ahead.text = f"{line} {self._ahead.text}".strip()
+    def keep(self, line: str) -> None:
+        self._kept.append(line)
 
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
-        fd = sys.stdin.fileno()
-        before = termios.tcgetattr(fd)
-        quiet = termios.tcgetattr(fd)
-        quiet[0] &= ~termios.ICRNL  # so Enter and Ctrl-D reach the next prompt as the keys that they are
-        quiet[3] &= ~(termios.ECHO | termios.ICANON)
-        termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
-        try:
-            yield
-        finally:
-            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+    @property
+    def keeps(self) -> bool:
+        return bool(self._kept)
 
 
 def _key_bindings() -> KeyBindings:

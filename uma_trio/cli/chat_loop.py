@@ -14,7 +14,7 @@ from typing import Any, Final
 import click
 import trio
 
-from uma_trio.cli.answer import ReasoningPrinter, print_stats, printable, warn_if_cut, warn_if_in_memory
+from uma_trio.cli.answer import print_stats, printable, warn_if_cut, warn_if_in_memory
 from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainView
 from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
 from uma_trio.cli.chat_settings import BadSetting, changed, described
@@ -22,20 +22,18 @@ from uma_trio.cli.client_options import HINTS, say_which_daemon
 from uma_trio.cli.content import Kind, dropped_file, picture_part
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
 from uma_trio.cli.generation import connected, generate
+from uma_trio.cli.keyboard import hidden_keys
 from uma_trio.cli.progress import load_with_progress
 from uma_trio.cli.run_trio import run
+from uma_trio.cli.shown_answer import ShownAnswer
 from uma_trio.cli.stdio import note
 from uma_trio.cli.type_ahead import CHANGES, change_of
 from uma_trio.client import (
     ClientError,
     Eos,
-    Event,
-    Inserted,
     ModelDescription,
     NoServer,
-    Reasoning,
     ServerError,
-    Token,
     Transcript,
 )
 from uma_trio.files import read_text, replace_text
@@ -142,7 +140,7 @@ class Chat:
             ClientError: there is no daemon at the start; or any error, if stdin is not a terminal.
             KeyboardInterrupt: Ctrl-C, except on a terminal where it cancels an answer or empties the prompt.
         """
-        with contextlib.suppress(EOFError, Quit), self._input.hidden():
+        with contextlib.suppress(EOFError, Quit), hidden_keys():
             self._greet()
             while True:
                 self._next()
@@ -179,14 +177,11 @@ class Chat:
     # -- commands -------------------------------------------------------------------------------
 
     def _command(self, text: str) -> None:
+        if (problem := _problem(text)) is not None:
+            note(problem)
+            return
         name, _, argument = text.partition(" ")
         name = "/bye" if name in LEAVING else name
-        if name not in COMMANDS:
-            known = OF_OTHER_PROGRAMS.get(name)
-            close = [known] if known else difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
-            meant = f"did you mean {close[0]}?" if close else "/help lists the commands."
-            note(f"there is no command {name}; {meant} A message that begins with / is sent with //")
-            return
         handlers: dict[str, Callable[[str], None]] = {
             "/new": self._new,
             "/session": self._session,
@@ -417,7 +412,8 @@ class Chat:
         for name, (argument, meaning) in COMMANDS.items():
             note(f"{name} {argument}".ljust(width) + meaning)
         note("Enter sends; Alt-Enter, or a backslash before Enter, begins another line; Ctrl-C cancels an answer")
-        note("a message that is sent while the model answers interrupts it, and the model goes on with that")
+        note("a message that is sent while the model answers interrupts it, and the model goes on with that; any other")
+        note("command waits for the end of the answer, as do the messages after it")
 
     def _too_late(self, _: str) -> None:
         note("this changes an answer while it is written: type it then")
@@ -482,30 +478,13 @@ class Chat:
         """Show the answer to ``request``, and change it as the user wants.
 
         Args:
-            answer: its message, to which the text is added.  Messages that interrupt it follow, and what answers them.
+            answer: as ``messages`` of ``ShownAnswer``.
 
         Raises:
             ClientError: there is no answer.
             KeyboardInterrupt: the second Ctrl-C.
         """
-        reasoning = ReasoningPrinter(shown=self._show_reasoning)
-
-        def show(event: Event) -> None:
-            if isinstance(event, Reasoning):
-                if not reasoning.is_open:
-                    view.finish()
-                reasoning.feed(event.text)
-                answer[-1]["reasoning"] = answer[-1].get("reasoning", "") + event.text
-            elif isinstance(event, Token) and event.text:
-                reasoning.close()
-                view.feed(event.text)
-                answer[-1]["content"] += event.text
-            elif isinstance(event, Inserted) and event.insertion.kind == "message":
-                reasoning.close()
-                view.finish()
-                note(f"> {printable(event.insertion.text)}")
-                answer.append({"role": "user", "content": event.insertion.text})
-                answer.append({"role": "assistant", "content": ""})
+        shown = ShownAnswer(view, answer, show_reasoning=self._show_reasoning)
 
         async def refresh() -> None:
             while True:
@@ -515,31 +494,45 @@ class Chat:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(refresh)
             name = f"chat-{secrets.token_hex(8)}"  # another program of the user may chat, too
-            nursery.start_soon(self._steer, name, view)
-            last = await generate({"id": name, **request}, show, self._socket)
+            nursery.start_soon(self._steer, name, shown)
+            last = await generate({"id": name, **request}, shown.show, self._socket)
             nursery.cancel_scope.cancel()
-        reasoning.close()
+        shown.close()
         if last is None:
             raise KeyboardInterrupt
         return last
 
-    async def _steer(self, request_id: str, view: AnswerView) -> None:
+    async def _steer(self, request_id: str, shown: ShownAnswer) -> None:
         """Change an answer as the lines say that the user types while it is shown."""
         async for line in self._input.lines():
-            change = change_of(line)
-            if change is None:
-                view.finish()
-                note(f"while it answers, the commands are {', '.join(CHANGES)}; any other line interrupts the answer")
-                continue
-            try:
-                async with connected(self._socket) as client:
-                    await client.steer(request_id, **change)
-            except ClientError as error:
-                if isinstance(error, ServerError) and error.code != "E_ANSWER_NOT_FOUND":
-                    view.finish()
-                    note(f"{error}", colour="red")
-                else:  # it has not begun, or has just ended
-                    self._input.give_back(line)
+            if not await self._change(request_id, line, shown):
+                self._input.keep(line)
+                shown.notify(f"kept until the answer is complete: {line}")
+
+    async def _change(self, request_id: str, line: str, shown: ShownAnswer) -> bool:
+        """Change the answer as ``line`` says; returns False if it has to wait for the end of the answer."""
+        change = change_of(line)
+        if change is None:
+            problem = f"give a text, as in {line} TEXT" if line in CHANGES else _problem(line)
+            if problem is not None:
+                shown.notify(problem)
+            return problem is not None
+        if "message" in change and self._input.keeps:
+            return False  # it was typed after a command that waits
+        try:
+            async with connected(self._socket) as client:
+                await client.steer(request_id, **change)
+        except ClientError as error:
+            if isinstance(error, ServerError) and error.code != "E_ANSWER_NOT_FOUND":
+                shown.notify(f"{error}", colour="red")
+            elif "message" in change:
+                return False
+            else:
+                shown.notify("the answer has not begun yet, or has just ended")
+        else:
+            if "stop" in change:
+                shown.notify("ends after this sentence; Ctrl-C ends it now")
+        return True
 
     def _remark(self, eos: Eos, max_tokens: int | None) -> None:
         """Say what the user should know of an answer."""
@@ -595,6 +588,17 @@ class Chat:
     async def _transcript(self, name: str) -> Transcript:
         async with connected(self._socket) as client:
             return await client.transcript(name, model=self._fields.get("model"))
+
+
+def _problem(line: str) -> str | None:
+    """Why a line that begins with / is no command; ``None`` if it is one, or the path of a file."""
+    name = line.partition(" ")[0]
+    if name in COMMANDS or name in LEAVING or dropped_file(line) is not None:
+        return None
+    known = OF_OTHER_PROGRAMS.get(name)
+    close = [known] if known else difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
+    meant = f"did you mean {close[0]}?" if close else "/help lists the commands."
+    return f"there is no command {name}; {meant} A message that begins with / is sent with //"
 
 
 def _restarts(snapshot: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ CHANGES: Final = {
     "/answer": ("", "end the reasoning"),
     "/say": ("TEXT", "append TEXT to the answer, as if the model had written it"),
 }
-"""Commands while an answer is shown; any other line is a message that interrupts it."""
+"""Commands while an answer is shown.  Others wait for its end, and a message interrupts it."""
 
 
 def change_of(line: str) -> dict[str, Any] | None:
