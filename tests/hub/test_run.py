@@ -120,9 +120,16 @@ def check_the_chat_page(url: str) -> None:
 
 @pytest.mark.thorough
 def test_the_daemon_ends_with_its_last_user_however_that_ends(home: Home, path: Path) -> None:
-    with running(home, "embedded") as first, running(home, str(EMBEDDED)) as second:
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running(home, "embedded"))
+        first.wait_for(lambda _: b"starting a daemon" in first.written)
+        first.type(QUESTION + "\r")
+        second = stack.enter_context(running(home, str(EMBEDDED)))
         for screen in (first, second):
             screen.wait_for("/help lists the commands")
+        first.wait_for(PARIS)
+        assert "starting" not in first.scrollback
+        assert first.scrollback.count(QUESTION) == 1, "what is typed ahead appears at the prompt alone"
         first.type("/bye\r")
         assert first.wait() == 0
         second.type(QUESTION + "\r")

@@ -55,6 +55,7 @@ def command(model: str, prompt: tuple[str, ...], keep: bool, offline: bool, http
       git diff | uma-trio run qwen3-0.6b "Summarise this change:"
       uma-trio run --keep --http 8080 ~/models/some-model.gguf
     """
+    from uma_trio.cli.keyboard import hidden_keys
     from uma_trio.cli.model_option import is_path_of_model
     from uma_trio.cli.own_daemon import used
     from uma_trio.cli.progress import load_with_progress
@@ -64,6 +65,7 @@ def command(model: str, prompt: tuple[str, ...], keep: bool, offline: bool, http
     found = _located(model, offline=offline)
     path = socket_path(options["socket"])
     with (
+        hidden_keys(),
         reporting_errors("run", options["socket"]),
         used(path, _for_serve(model, found), keep=keep, http=http) as is_new,
     ):
