@@ -800,6 +800,11 @@ def test_files_are_attached_and_their_tokens_counted(page: Page) -> None:
     assert message["content"].startswith("cities.txt:\n\n````\nLima ``` Quito\n")
     assert message["content"].endswith("````\n\nWhich cities?")
     expect(page.locator("#attached li")).to_have_count(0)
+    expect(page.locator("#list li")).to_have_text("Which cities?")
+    page.reload()
+    expect(page.locator("article.user > .text")).to_have_text("cities.txt · 750 charactersWhich cities?")
+    page.click("summary:text('cities.txt')")
+    expect(page.locator("article.user details .text")).to_have_text("Lima ``` Quito\n" * 50)
 
 
 PDF_PAGE = """<h1>A title — “quoted”</h1><p>Some <b>bold</b> words of a paragraph that is long enough to be wrapped at the end
@@ -1028,16 +1033,18 @@ def test_hostile_text_is_inert(page: Page, gateway: Gateway) -> None:
 
 
 @needs_browser
-def test_a_conversation_opens_at_its_end(page: Page, gateway: Gateway) -> None:
+def test_a_conversation_opens_at_its_end_and_folds_what_is_long(page: Page, gateway: Gateway) -> None:
     """Messages that are not drawn yet have estimated heights, and this one is much higher."""
     high = "\n\n".join(map(str, range(300)))
-    messages = [{"role": role, "content": high} for role in ("user", "assistant")]
+    messages = [{"role": "user", "content": high * 2}, {"role": "assistant", "content": high}]
     messages += [{"role": ("user", "assistant")[n % 2], "content": "Hello"} for n in range(7)]
     with gateway.http() as client:
         body = {"messages": messages, "session_id": "chat-high", "history": "replace", "stream": False, "max_tokens": 2}
         client.post("/v1/generate", json=body).raise_for_status()
     page.goto(f"{gateway.url}/chat#chat-high")
     expect(last(page).locator(".figures")).to_be_in_viewport()
+    page.click("summary:text('Show all 2,776 characters')")
+    expect(page.locator("article.user details .text")).to_have_text(high * 2)
 
 
 MARKDOWN = {

@@ -17,6 +17,7 @@ from uma_trio.config import Limits
 from uma_trio.daemon.prompts.prompt import Prompt, fit_prompt
 from uma_trio.daemon.sessions import Session, SessionTable
 from uma_trio.daemon.sessions.table import MESSAGE_CHARS, PART_CHARS, transcript
+from uma_trio.daemon.sessions.titles import own_title
 from uma_trio.daemon.sessions.trimming import drop_oldest
 from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.errors import BadRequest, SessionBusy, SessionExists, SessionNotFound
@@ -51,6 +52,26 @@ def test_the_least_recently_used_sessions_expire_and_a_busy_one_never() -> None:
     assert [session.name for session in table.expired(12)] == ["c", "d"]
     assert [session.name for session in table.of(ALICE)] == ["a", "d", "c", "b"]
     assert table.of(BOB) == []
+
+
+FILE = "n.txt:\n\n````\nMia ``` is\n````"
+
+
+@all_cases(
+    ("question", "title"),
+    [
+        ("", ""),
+        (FILE, "n.txt"),
+        (f"{FILE}\n\n{FILE}\n\nWho is Mia?", "Who is Mia?"),
+        ("n.txt:\n\n```\nMia", "n.txt: Mia"),
+        ("# Of **bold** words\n\n- `a`, 2*3*4 and __init__", "Of bold words a, 2*3*4 and __init__"),
+        ("Why?\n```py\nx = 1\n```", "Why? x = 1"),
+        ("word " * 100, ("word " * 16).strip()),
+    ],
+)
+def test_a_title_is_the_first_words_of_a_question(question: str, title: str) -> None:
+    system = ChatMessage(role="system", content="Be brief.")
+    assert own_title([system, ChatMessage(role="user", content=question)]) == title
 
 
 def test_many_sessions_of_one_principal_do_not_displace_those_of_another() -> None:

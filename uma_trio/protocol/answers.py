@@ -34,7 +34,7 @@ class SessionInfo:
     used_at: float = 0.0
     """Seconds since 1970, when its last answer ended."""
     title: str = ""
-    """What it was renamed to; otherwise the beginning of the first message of the user."""
+    """What it was renamed to; otherwise the first words of the first question."""
 
 
 @attrs.frozen(kw_only=True)

@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 import trio
 
+from uma_trio.daemon.sessions.titles import own_title
 from uma_trio.daemon.store.journal_format import SessionKey, SessionRecord
 from uma_trio.engine_link.prefix import Tokens, common_prefix
 from uma_trio.errors import SessionBusy, SessionElsewhere, SessionExists, SessionNotFound
@@ -25,8 +26,6 @@ PART_CHARS: Final = 1 << 16
 """Characters in one event of a transcript.  A longer message is not divided."""
 MESSAGE_CHARS: Final = 256
 """What a message without content counts for."""
-TITLE_CHARS: Final = 80
-"""Longest title that nobody has given."""
 
 
 def no_tokens() -> Tokens:
@@ -143,13 +142,7 @@ class Session:
     @property
     def shown_title(self) -> str:
         """What it was renamed to; otherwise what it begins with."""
-        return self.title or _own_title(self.messages or self.asked)
-
-
-def _own_title(messages: Sequence[ChatMessage]) -> str:
-    """The beginning of the first message of the user, on one line; empty without one."""
-    first = next((each.text for each in messages if each.role == "user"), "")
-    return " ".join(first[: 4 * TITLE_CHARS].split())[:TITLE_CHARS].rstrip()
+        return self.title or own_title(self.messages or self.asked)
 
 
 def containing(sessions: Iterable[Session], text: str) -> list[Session]:

@@ -1,7 +1,7 @@
 // What one types before it is sent: the text, attached files, and how many tokens they are. It is kept in the browser.
 
 import { Refused, request } from "../dashboard/api.js";
-import { byId, count, el, setText } from "../dashboard/dom.js";
+import { byId, count, counted, el, setText } from "../dashboard/dom.js";
 import { rootOf } from "./branches.js";
 import { contentOf, textOf } from "./content.js";
 import { fenced, isPdf, readText } from "./files.js";
@@ -194,7 +194,7 @@ export class Composer {
         const remove = button("×", () => this.remove(file), { "aria-label": `Remove ${file.name}` });
         if (file.picture) return el("li", {}, thumbnail(file.picture, file.name), file.name, remove);
         if (file.sound) return el("li", {}, player(file.sound, file.name), remove);
-        return el("li", {}, `${file.name} · ${count(file.text.length)} characters`, remove);
+        return el("li", {}, `${file.name} · ${counted(file.text.length, "character")}`, remove);
       }),
     );
   }
@@ -231,7 +231,7 @@ export class Composer {
     if (!files.length && text.length < LARGE_PASTE) return;
     event.preventDefault();
     if (files.length) this.attach(files);
-    else this.add({ name: `Pasted text ${this.files.length + 1}`, text });
+    else this.add({ name: `Pasted text ${this.files.length + 1}.txt`, text });
   }
 
   async attach(files) {

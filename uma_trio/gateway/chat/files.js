@@ -11,6 +11,22 @@ export function fenced({ name, text }) {
   return `${name}:\n\n${fence}\n${text}\n${fence}`;
 }
 
+const FILE = /\n*([^\n]+\.\w{1,9}):\n\n(`{3,})\n/y;
+
+/** The files that a message begins with, as `fenced` has written them, and the text after them. */
+export function parted(content) {
+  const files = [];
+  let at = 0;
+  for (;;) {
+    FILE.lastIndex = at;
+    const [head, name, fence] = FILE.exec(content) ?? [];
+    const end = head ? content.indexOf(`\n${fence}`, at + head.length) : -1;
+    if (end < 0) return { files, text: at ? content.slice(at).trimStart() : content };
+    files.push({ name, text: content.slice(at + head.length, end) });
+    at = end + 1 + fence.length;
+  }
+}
+
 export const isPdf = ({ name, type }) => /\.pdf$/i.test(name) || type === "application/pdf";
 
 const POLICIES = globalThis.trustedTypes ?? { createPolicy: (_, rules) => rules };

@@ -1,14 +1,15 @@
 // A message as an element, with what can be done with it.
 
-import { byId, copy, count, el, setText } from "../dashboard/dom.js";
+import { byId, copy, count, counted, el, setText } from "../dashboard/dom.js";
 import { folded, folds } from "./answer.js";
 import { mediaOf, textOf } from "./content.js";
+import { parted } from "./files.js";
 import { Growing } from "./markdown.js";
 import { thumbnail } from "./pictures.js";
 import { player } from "./sound.js";
 import { resultForm } from "./tools.js";
 
-const LONG = 4000; // characters of a message of the user that are shown at once
+const LONG = 1500; // characters of a question that are shown at once
 const NAMES = { user: "You", assistant: "Answer", system: "System prompt", tool: "Result of a tool" };
 
 const REASONS = { length: "cut off at the limit of tokens", cancelled: "stopped", stop: "" };
@@ -29,6 +30,21 @@ export function button(label, work, attributes = {}) {
   return made;
 }
 
+/** A folded text that costs nothing until it is shown. */
+function foldedText(title, text) {
+  const made = folded(title, "");
+  made.addEventListener("toggle", () => setText(made.lastChild, made.open ? text : ""));
+  return made;
+}
+
+/** A question: its files folded, then its own text, folded if it is long. */
+function question(content) {
+  const { files, text } = parted(content);
+  const shown = files.map((file) => foldedText(`${file.name} · ${counted(file.text.length, "character")}`, file.text));
+  if (text.length <= LONG) return [...shown, text];
+  return [...shown, `${text.slice(0, LONG / 4)} …`, foldedText(`Show all ${count(text.length)} characters`, text)];
+}
+
 /** An empty article of a role. Its text is its child of class `text`. */
 export function emptyArticle(role) {
   return el("article", { class: role, "aria-label": NAMES[role] ?? role }, el("div", { class: "text" }));
@@ -42,12 +58,7 @@ export function article(message, acts) {
   if (message.role === "system") shown.replaceWith(folded(NAMES.system, content));
   else if (message.role === "tool") shown.replaceWith(folded(`Result of ${message.name ?? "a tool"}`, content));
   else if (message.role === "assistant") new Growing(shown).show(content);
-  else if (content.length > LONG) {
-    shown.append(`${content.slice(0, LONG / 4)} …`);
-    const all = folded(`All ${count(content.length)} characters`, "");
-    all.addEventListener("toggle", () => setText(all.lastChild, all.open ? content : ""));
-    shown.append(all);
-  } else shown.append(content);
+  else shown.append(...question(content).filter(Boolean));
   const media = mediaOf(message).map(({ type, data }, i) => (type === "image" ? thumbnail(data, `Picture ${i + 1}`) : player(data, "Sound")));
   if (media.length) made.prepend(el("div", { class: "media" }, ...media));
   if (message.reasoning) shown.before(folded("Reasoning", message.reasoning));
