@@ -41,8 +41,8 @@ needs_browser = pytest.mark.skipif(find_chromium() is None, reason="needs Chromi
 
 AXE = Path(__file__).parents[2] / "build" / "axe-core" / "axe.min.js"
 HOSTILE = (
-    "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\n\n"
-    "[a](javascript:document.title='owned')\n\n![b](https://example.com/c.png)\n\n| x | y |\n|---|---|\n| 1 | `2` |"
+    '<img src=x onerror="window.owned=1"><script>window.owned=1</script>\n\n'
+    "[a](javascript:window.owned=1)\n\n![b](https://example.com/c.png)\n\n| x | y |\n|---|---|\n| 1 | `2` |"
 )
 LONG = "Count from 1 to 900."
 SHOWS_THE_SESSION = """async () => {
@@ -62,6 +62,10 @@ SHOWS_THE_TOKENS = """async () => {
 }"""
 
 SHOWS_TWO_BRANCHES = "async () => document.querySelector('.switcher').textContent.includes('1 of 2')"
+NO_SESSION = """async () => {
+    const { sessions } = await (await fetch("v1/sessions")).json();
+    return sessions.length === 0;
+}"""
 ONE_SESSION = """async () => {
     const { sessions } = await (await fetch("v1/sessions")).json();
     return sessions.length === 1;
@@ -100,10 +104,10 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
     page.goto(f"{url}/chat")
     expect(page.locator("#model")).to_have_value("embedded")
     yield page
-    titles = {each.title() for each in context.pages}
+    owned = [each.evaluate("() => window.owned ?? null") for each in context.pages]
     context.close()
     assert wrong == []
-    assert titles == {"Chat"}
+    assert not any(owned)
 
 
 @pytest.fixture
@@ -185,22 +189,35 @@ def test_a_conversation_survives_a_reload_and_appears_in_other_tabs(page: Page, 
     page.reload()
     expect(page.locator("article")).to_have_count(4)
     expect(page.locator(".figures")).to_have_text(figures)
+    other.once("dialog", lambda dialog: dialog.accept())
+    other.click("#delete")
+    expect(other.locator("#list li")).to_have_count(0)
+    expect(page.locator("#status")).to_have_text("This conversation was deleted elsewhere.")
+    expect(page.locator("article")).to_have_count(4)
+    send(page, "Who am I?")
+    expect(page.locator("#status")).to_contain_text("Begin a new chat")
+    expect(page.locator("#prompt")).to_have_value("Who am I?")
+    wait_until(page, NO_SESSION)
 
 
 @needs_browser
 def test_titles_search_and_deletion(page: Page) -> None:
+    expect(page.locator("#rename, #export, #delete").and_(page.locator(":disabled"))).to_have_count(3)
     ask(page, "What is the capital of France?")
     page.once("dialog", lambda dialog: dialog.accept("Städte"))
     page.click("#rename")
     expect(page.locator("#list")).to_contain_text("Städte")
+    expect(page).to_have_title("Städte · Chat")
     page.fill("#search", "nothing like it")
-    expect(page.locator("#list li")).to_have_count(0)
+    expect(page.locator("#list li")).to_have_text("Nothing found")
+    expect(page).to_have_title("Städte · Chat")
     page.fill("#search", "STÄDTE")
     expect(page.locator("#list li")).to_have_count(1)
     page.once("dialog", lambda dialog: dialog.accept())
     page.click("#delete")
-    expect(page.locator("#list li")).to_have_count(0)
+    expect(page.locator("#list li")).to_have_text("Nothing found")
     expect(page.locator("article")).to_have_count(0)
+    expect(page).to_have_title("Chat")
 
 
 WATCH_CHANGES = """() => {
@@ -232,8 +249,11 @@ def test_five_hundred_messages_stay_smooth(browser: Browser, tmp_path: Path) -> 
 
 
 def make_answers_long(page: Page, max_tokens: int = 2000) -> None:
-    long = json.dumps({"sampling": {"ignore_eos": True, "max_tokens": max_tokens}})
-    page.evaluate("kept => localStorage.setItem('uma-trio settings', kept)", long)
+    set_sampling(page, ignore_eos=True, max_tokens=max_tokens)
+
+
+def set_sampling(page: Page, **sampling: float) -> None:
+    page.evaluate("kept => localStorage.setItem('uma-trio settings', kept)", json.dumps({"sampling": sampling}))
     page.reload()
     expect(page.locator("#model")).to_have_value("embedded")
 
@@ -562,12 +582,13 @@ def test_the_model_goes_on_from_an_edited_answer(page: Page) -> None:
 
 
 @needs_browser
-def test_trying_again_computes_nothing_twice(page: Page) -> None:
+def test_trying_again_computes_nothing_twice_and_says_if_the_answer_is_the_same(page: Page) -> None:
+    set_sampling(page, temperature=0)
     ask(page, "What is the capital of France?")
     ask(page, "And what is the capital of Peru?")
     with page.expect_request("**/v1/session/fork"):
         last(page).locator("text=Try again").press("Enter")
-    expect(page.locator("#status")).to_have_text("The answer is complete")
+    expect(page.locator("#status")).to_have_text("The same answer: raise the temperature for another one.")
     expect(page.locator("#prompt")).to_be_focused()
     expect(page.locator("article")).to_have_count(4)
     found = re.search(r"(\d+) of (\d+) prompt tokens cached", last(page).locator(".figures").inner_text())
@@ -778,10 +799,13 @@ def test_files_are_attached_and_their_tokens_counted(page: Page) -> None:
     files: Any = [
         {"name": "cities.txt", "mimeType": "text/plain", "buffer": b"Lima ``` Quito\n" * 50},
         {"name": "x.bin", "mimeType": "text/plain", "buffer": b"\x00\xff"},
+        {"name": "no.txt", "mimeType": "text/plain", "buffer": b""},
     ]
     page.set_input_files("#files", files)
     expect(page.locator("#attached")).to_contain_text("cities.txt")
-    expect(page.locator("#status")).to_contain_text("x.bin is neither text, a PDF file, a picture nor sound")
+    expect(page.locator("#status")).to_contain_text(
+        "x.bin is neither text, a PDF file, a picture nor sound. no.txt is empty."
+    )
     expect(page.locator("#tokens")).to_have_text(re.compile(r"^\d[\d,]* tokens$"))
     page.reload()
     expect(page.locator("#attached li")).to_have_count(1)
@@ -791,7 +815,10 @@ def test_files_are_attached_and_their_tokens_counted(page: Page) -> None:
     page.fill("#prompt", "Which of them")
     page.reload()
     expect(page.locator("#prompt")).to_have_value("Which of them")
+    page.set_input_files("#files", [files[1]])
+    expect(page.locator("#status")).to_contain_text("x.bin")
     page.set_input_files("#files", [{**files[0], "name": "more.txt"}])
+    expect(page.locator("#status")).to_have_text("")
     page.click("[aria-label='Remove more.txt']")
     expect(page.locator("#attached li")).to_have_count(1)
     expect(page.locator("#prompt")).to_be_focused()
@@ -872,6 +899,7 @@ def test_the_text_of_pdf_files(page: Page) -> None:
     )
     assert read(b"%PDF-1.4 trailer << /Encrypt 9 0 R >>") == "Error: it is encrypted"
     assert read(b"PK") == "Error: it is no PDF file"
+    assert read(made[:200]) == "Error: it is damaged"
     many = b"<< /Type /Pages /Kids [%s] >>" % b" ".join(b"%d 0 R" % i for i in range(10, 20_000))
     pages = b"".join(b"%d 0 obj << /Type /Page /Contents 4 0 R >> endobj\n" % i for i in range(10, 20_000))
     hostile = pdf(stream(b"ID " * (1 << 20))).replace(b"<< /Type /Pages /Kids [3 0 R 2 0 R 3 0 R] >>", many) + pages

@@ -63,7 +63,7 @@ function takeDraft() {
 export class Composer {
   /** Args: a function for what the user should know, one that gives the fields of a request that name the model. */
   constructor(say, model) {
-    Object.assign(this, { say, model, files: [], id: "", isKept: true });
+    Object.assign(this, { say, model, files: [], problems: [], id: "", isKept: true });
     this.large = new Map(); // what is too long for the browser to keep
     takeDraft();
     addEventListener("pagehide", () => {
@@ -235,20 +235,22 @@ export class Composer {
   }
 
   async attach(files) {
+    const before = this.problems;
+    this.problems = [];
     for (const file of files) {
-      const takesLong = isPdf(file);
-      if (takesLong) this.say(`Reading ${file.name}`);
+      if (isPdf(file)) this.say(`Reading ${file.name}`);
       try {
         this.add({ name: file.name, ...(await this.read(file)) });
-        if (takesLong) this.say("");
       } catch (error) {
-        this.say(error.message);
+        this.problems.push(error.message);
       }
     }
+    if (before.length || this.problems.length || files.some(isPdf)) this.say(this.problems.join(" "));
     this.field.focus();
   }
 
   async read(file) {
+    if (!file.size) throw new Error(`${file.name} is empty.`);
     if (isSound(file)) {
       this.check("audio", "hear sound");
       return { sound: await base64(await readSound(file)) };

@@ -29,6 +29,9 @@ function keepEdit(found) {
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
+const GONE = "This conversation was deleted elsewhere.";
+const OF_A_CONVERSATION = ["rename", "export", "delete"]; // buttons
+
 const wasStopped = (answer) => answer.generation?.reason === "cancelled";
 
 export class Conversation {
@@ -51,7 +54,7 @@ export class Conversation {
       typed: (made, text) => keepEdit(text === null ? null : { id: this.id, i: at(made), text }),
       again: (made) => {
         const i = this.messages.findLastIndex(({ role }, j) => role === "user" && j < at(made));
-        if (i >= 0) this.branch(i, { role: "user", content: this.messages[i].content });
+        if (i >= 0) this.again(i);
       },
       resume: (made) => this.resume(at(made)),
       room: () => this.composer.room(),
@@ -78,6 +81,8 @@ export class Conversation {
 
   moveTo(id) {
     this.id = id;
+    this.isGone = false;
+    for (const name of OF_A_CONVERSATION) byId(name).disabled = !id;
     this.composer.moveTo(id);
     history.replaceState(null, "", id ? `#${encodeURIComponent(id)}` : location.pathname + location.search);
   }
@@ -93,6 +98,7 @@ export class Conversation {
     if (!id) this.show([]);
     const found = id ? await this.read(id) : null;
     if (this.id !== id || this.reading) return;
+    if (!found && !moved && this.messages.length) return this.tellGone();
     if (found || moved) this.show(found?.messages ?? []);
     const [first] = this.messages;
     this.system = !first ? this.settings.now.system : first.role === "system" ? textOf(first) : "";
@@ -100,6 +106,19 @@ export class Conversation {
     if (!keepsStatus) this.say("");
     if (id && (!found || found.session.busy)) await this.follow();
     this.settleSent();
+  }
+
+  /** The session that is shown was deleted: its messages stay in sight, and nothing more is asked in it. */
+  tellGone() {
+    this.isGone = true;
+    this.say(GONE);
+  }
+
+  /** Look whether the session that is shown still exists. */
+  async check() {
+    const { id } = this;
+    if (!id || this.isGone || this.reading || !this.messages.length) return;
+    if (!(await this.read(id)) && this.id === id && !this.reading) this.tellGone();
   }
 
   /** What was sent and has not reached its session, as when the daemon was killed, goes back into the field. */
@@ -164,6 +183,7 @@ export class Conversation {
     const { content, draft } = this.composer;
     if (this.reading && content.length) return this.say("The answer is still running: end it first, or put your text into it.");
     if (!content.length || this.reading) return;
+    if (this.isGone) return this.say(`${GONE} Begin a new chat to ask.`);
     const isNew = !this.id;
     this.composer.put({ text: "", files: [] });
     if (isNew) this.moveTo(newRoot());
@@ -211,6 +231,15 @@ export class Conversation {
       this.show(messages);
       this.place.querySelector(".edit textarea")?.focus();
     });
+  }
+
+  /** Ask a question again, and say if the answer is the same. */
+  async again(i) {
+    const { messages } = this;
+    const [question, before] = messages.slice(i, i + 2);
+    await this.branch(i, { role: "user", content: question.content });
+    if (this.messages !== messages && this.messages.length === i + 2 && same(before, this.messages[i + 1]))
+      this.say("The same answer: raise the temperature for another one.");
   }
 
   /** Tell the model what its calls have given. Without an answer, the results go back into their form. */

@@ -46,12 +46,16 @@ function changed(id) {
 
 // -- conversations --
 
+/** The title of a conversation is that of its oldest branch, whichever is open. */
+const titleOf = (branches) => branches.reduce((a, b) => (b.created_at < a.created_at ? b : a)).title;
+
 async function showList() {
   const search = byId("search").value.trim();
   const query = new URLSearchParams({ ...model(), ...(search ? { contains: search } : {}) });
   ({ sessions } = await (await request(`v1/sessions?${query}`)).json());
   const shown = conversations(sessions).map((branches) => {
-    const [{ session_id: id, title }] = branches;
+    const [{ session_id: id }] = branches;
+    const title = titleOf(branches);
     const busy = branches.some((each) => each.busy) ? "… " : "";
     const current = String(rootOf(id) === rootOf(open.id));
     const button = el("button", { type: "button", "aria-current": current, "data-id": id }, busy + (title || "New chat"));
@@ -59,7 +63,8 @@ async function showList() {
     return el("li", {}, button);
   });
   const { id: focused } = document.activeElement.closest("#list button")?.dataset ?? {};
-  byId("list").replaceChildren(...shown);
+  byId("list").replaceChildren(...(shown.length || !search ? shown : [el("li", { class: "muted" }, "Nothing found")]));
+  showTitle();
   if (focused) byId("list").querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
   await open.showBranches(sessions);
 }
@@ -75,8 +80,15 @@ async function go(id, keepsStatus = false) {
 
 const family = () => sessions.filter((each) => rootOf(each.session_id) === rootOf(open.id));
 
+/** The tab has the title of the open conversation; a search that hides it leaves the title. */
+function showTitle() {
+  const branches = family();
+  if (branches.length) document.title = `${titleOf(branches) || "New chat"} · Chat`;
+  else if (!open.id) document.title = "Chat";
+}
+
 async function rename() {
-  const title = open.id && prompt("Title of this conversation", family()[0]?.title ?? "");
+  const title = open.id && prompt("Title of this conversation", family().length ? titleOf(family()) : "");
   if (!title) return;
   for (const { session_id } of family()) await open.post("rename", { session_id, title });
   changed(open.id);
@@ -168,7 +180,10 @@ addEventListener("keydown", (event) => {
     go("");
   }
 });
-addEventListener("focus", () => trying(showList));
+addEventListener("focus", () => trying(async () => {
+  await showList();
+  if (!sessions.some((each) => each.session_id === open.id)) await open.check();
+}));
 addEventListener("offline", () => say("You are offline. What you have typed is kept."));
 addEventListener("online", () => (open.reading ? say("You are online again.") : start()));
 addEventListener("hashchange", () => go(idInAddress()));

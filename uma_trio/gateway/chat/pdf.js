@@ -405,7 +405,9 @@ async function textOf(file) {
   await file.read();
   const fonts = new Map();
   const texts = [];
-  for (const [page, resources] of file.pages()) {
+  const pages = file.pages();
+  if (!pages.length) throw new Error("it is damaged");
+  for (const [page, resources] of pages) {
     const made = Object.assign(new Page(file), { fonts });
     let content = "";
     for (const each of [file.get(page.get("Contents")) ?? []].flat()) content += `${await file.content(file.get(each))}\n`;
