@@ -1064,15 +1064,16 @@ def test_hostile_text_is_inert(page: Page, gateway: Gateway) -> None:
 def test_a_conversation_opens_at_its_end_and_folds_what_is_long(page: Page, gateway: Gateway) -> None:
     """Messages that are not drawn yet have estimated heights, and this one is much higher."""
     high = "\n\n".join(map(str, range(300)))
-    messages = [{"role": "user", "content": high * 2}, {"role": "assistant", "content": high}]
+    long = "lorem ipsum " * 130
+    messages = [{"role": "user", "content": long}, {"role": "assistant", "content": high}]
     messages += [{"role": ("user", "assistant")[n % 2], "content": "Hello"} for n in range(7)]
     with gateway.http() as client:
         body = {"messages": messages, "session_id": "chat-high", "history": "replace", "stream": False, "max_tokens": 2}
         client.post("/v1/generate", json=body).raise_for_status()
     page.goto(f"{gateway.url}/chat#chat-high")
     expect(last(page).locator(".figures")).to_be_in_viewport()
-    page.click("summary:text('Show all 2,776 characters')")
-    expect(page.locator("article.user details .text")).to_have_text(high * 2)
+    page.click("summary:text('Show all 1,560 characters')")
+    expect(page.locator("article.user details .text")).to_have_text(long)
 
 
 MARKDOWN = {
