@@ -279,7 +279,7 @@ def test_every_line_of_a_long_answer_is_there_once(chat):
     with chat("--max-tokens", 200, columns=60, lines=10) as shown:
         shown.wait_for(PROMPT)
         shown.type(LONG + "\r")
-        text = shown.wait_for(r"cut at /set max_tokens 200[^>]*" + PROMPT[1:])
+        text = shown.wait_for(r"cut at /set\s+max_tokens\s+200[^>]*" + PROMPT[1:])
     numbers = [
         int(found) for found in re.findall(r"\b(\d+),", text.partition(LONG)[2].partition("the answer is not")[0])
     ]
@@ -333,7 +333,7 @@ def test_a_conversation_that_no_longer_fits(chat):
     with chat("--max-tokens", 4090) as shown:
         shown.wait_for(PROMPT)
         shown.type(FRANCE + "\r")
-        shown.wait_for(r"E_LIMIT_CONTEXT[^>]*/new begins another conversation.*\n/retry.*\n\n" + PROMPT[1:])
+        shown.wait_for(r"E_LIMIT_CONTEXT[^>]*/new begins another conversation[^>]*\n/retry.*\n\n" + PROMPT[1:])
         shown.type("/new\r")
         shown.wait_for("^a new conversation")
         shown.type("\x1b[A\x1b[A")  # Up: over /new to the message that failed

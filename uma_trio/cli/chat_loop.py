@@ -76,7 +76,7 @@ OF_OTHER_PROGRAMS: Final = {
 CHAT_HINTS: Final = {
     **HINTS,
     "E_LIMIT_CONTEXT": "the conversation and the answer no longer fit the context: /new begins another conversation; "
-    "/set max_tokens and a smaller number reserve less room, and with /set n_keep the oldest messages are dropped",
+    "with a smaller /set max_tokens the answer needs less room, and with /set n_keep the oldest messages are dropped",
     "E_LIMIT_MAX_TOKENS": "give /set max_tokens a smaller number, or serve with a larger one",
     "E_LIMIT_PROMPT_TOO_LARGE": "the conversation has become too long for this daemon: /new begins another one",
 }
