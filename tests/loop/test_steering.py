@@ -125,6 +125,28 @@ async def test_it_stops_now(autojump_clock):
         await harness.clean()
 
 
+async def test_a_message_begins_an_answer_that_ends_where_it_ends(autojump_clock):
+    """The end of the sentence was for the answer before it, also for a later daemon."""
+    async with asking() as harness:
+        log = Log()
+        client = harness.ask(PROMPT, N, log=log)
+        await until(client, 8)
+        await steer(harness, client, stop="sentence").wait()
+        assert client.sequence.stops_at_sentence
+        steering = Steering(query=SteerQuery(request_id="r", message="m"), tokens=TEXT)
+        harness.scheduler.steer(client.sequence, steering)
+        await steering.wait()
+        assert not client.sequence.stops_at_sentence
+        await harness.ended(client)
+        assert client.reason == "length"
+        log.known = log.known[:-5]
+        again = harness.ask(PROMPT, N, log=log)
+        assert not again.sequence.stops_at_sentence
+        await harness.ended(again)
+        assert again.tokens == client.tokens
+        await harness.clean()
+
+
 async def test_sixteen_streams_change_within_two_ticks_and_nobody_else_does(autojump_clock):
     prompts = [[1 + n, *PROMPT] for n in range(16)]
     async with asking(FakeEngine(n_seq_max=16)) as harness:

@@ -50,6 +50,7 @@ def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> N
         _insert(new, "end_of_reasoning", end)
     if query.message is not None:
         _insert(new, "message", steering.tokens, query.message)
+        sequence.stops_at_sentence = False  # that was for the answer before it
         if budget is not None:
             budget.begin_message(is_open=change.opens_reasoning)
     elif query.text is not None:
@@ -140,6 +141,8 @@ def _replay_insertion(
     new: NewTokens, insertion: Insertion, tokens: abc.Sequence[int], change: Change, token_to_bytes: TokenToBytes
 ) -> None:
     _extend(new, tokens, may_end=insertion.kind != "message")
+    if insertion.kind == "message":
+        new.sequence.stops_at_sentence = False
     budget = new.sequence.budget
     if budget is None:
         return
