@@ -758,7 +758,7 @@ class VirtualLink:
 
     def computing(self, wait_s: float) -> None:
         """See ``messages.StepCallbacks``."""
-        self._runner.look_ahead()
+        self._runner.prepare_next()
 
     def wait_for_masks(self, number: int, timeout_ms: float) -> MasksReady | None:
         """See ``messages.StepCallbacks``.  ``_catch_up`` has waited already."""

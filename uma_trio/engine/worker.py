@@ -146,7 +146,7 @@ class StepRunner:
         self._note(output.tokens)
         return self._with_dropped(step, kept, output) if dropped else output
 
-    def look_ahead(self) -> None:
+    def prepare_next(self) -> None:
         """Prepare the next inputs of the running step's sequences, while the device computes it.
 
         Afterwards only tokens are missing.  Nothing is prepared if an input depends on more than a token.
@@ -416,7 +416,7 @@ class Worker:
         """See ``messages.StepCallbacks``."""
         self._flush()
         if self._runner is not None:
-            self._runner.look_ahead()
+            self._runner.prepare_next()
         if wait_s and not self._steps:
             select.select([self._sock], [], [], wait_s)
         self._read()

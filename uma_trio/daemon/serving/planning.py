@@ -59,8 +59,7 @@ LONG_MASK_TIMEOUT_MS: Final = 1000.0
 
 MAX_DELAY_MS: Final = 3.0
 """A new request may wait this long for a step that runs ahead.  A longer one is revoked: the device waits for about 1 ms then,
-and the first token of the request comes a step earlier.  On a GPU with 8 and 32 clients that was the better half of the
-bargain for all of them."""
+and the first token of the request comes a step earlier.  On an H200 loads of 8 and 32 clients ended sooner so."""
 
 
 class NoStep(enum.Enum):

@@ -45,7 +45,7 @@ MAX_SORTED_TOP_K: Final = 512
 """A row with a larger top-k is filtered separately, without sorting the tokens that it keeps."""
 
 _BYTES_AT_ONCE = 1 << 21
-"""Logits that are drawn from together.  With fewer, threads that sample other rows wait for Python more than they compute;
+"""Logits that are drawn from together, in bytes.  With fewer, threads that sample other rows wait for Python more than they compute;
 what is computed of more leaves the cache."""
 
 MAX_XTC_THRESHOLD: Final = 0.5
