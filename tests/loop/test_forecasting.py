@@ -232,6 +232,28 @@ async def test_a_flood_of_refused_requests_has_no_forecast_computed_for_each(aut
             await each.done.wait()
 
 
+async def test_requests_in_a_row_are_all_told_and_a_flood_takes_its_share(autojump_clock, monkeypatch):
+    computed = []
+
+    def slow(self, *loads, forecast=Forecaster._forecast):
+        computed.append(trio.current_time())
+        autojump_clock.jump(0.002)
+        return forecast(self, *loads)
+
+    monkeypatch.setattr(Forecaster, "_forecast", slow)
+    async with running(engine(), max_queue=1000) as harness:
+        for _ in range(3):
+            client = Client()
+            await harness.ask(1, 1, client, forecast=True).done.wait()
+            assert client.found, "2 ms took 5 % of the second before"
+        computed.clear()
+        began = trio.current_time()
+        for each in [harness.ask(1, 1, Client(), forecast=True) for _ in range(400)]:
+            await each.done.wait()
+        seconds = trio.current_time() - began
+        assert 0 < 0.002 * len(computed) <= 0.05 * (seconds + 1.0) + 0.002
+
+
 async def test_a_long_queue_gets_forecasts_at_most_twice_a_second(autojump_clock):
     async with running(engine(n_seq_max=1), max_queue=1000) as harness:
         clients = [Client() for _ in range(200)]

@@ -44,6 +44,9 @@ MAX_PACE: Final = 4.0
 MAX_SHARE: Final = 0.05
 """Share of the time that computing forecasts may take."""
 
+SAVED_S: Final = 1.0
+"""This much of the time before may have been saved for it: requests that come one by one are told at once."""
+
 SMALLEST: Final = Load(prefill_tokens=1, answer_tokens=1, context_tokens=0, cells=1, due_ms=0.0, target_itl_ms=math.inf)
 """Stands for a request that has been refused: when it gets a place, there is room."""
 
@@ -156,7 +159,7 @@ class Forecaster:
             else:
                 sequence.predicted, sequence.predicted_at = found, now
         took_s = trio.current_time() - now
-        self._may_at = now + took_s / MAX_SHARE
+        self._may_at = max(self._may_at, now - SAVED_S) + took_s / MAX_SHARE
         return late
 
     def retry_after_ms(self, service: Service) -> int:
