@@ -105,12 +105,15 @@ async def token_times(url: str, content: Any, tokens: int) -> AsyncIterator[floa
     ):
         if answer.status_code != httpx2.codes.OK:
             raise click.ClickException(f"{url} answers {(await answer.aread()).decode()[:500]}")
-        async with aclosing(answer.aiter_lines()) as lines:
-            async for line in lines:
-                if line.startswith("data: {"):
-                    event = msgspec.json.decode(line.removeprefix("data: "))
-                    if event.get("choices") and event["choices"][0]["delta"].get("content"):
-                        yield time.perf_counter()
+        async with aclosing(answer.aiter_bytes()) as parts:
+            rest = b""  # aiter_lines would also end a line at U+2028 within a text
+            async for part in parts:
+                *lines, rest = (rest + part).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        event = msgspec.json.decode(line.removeprefix(b"data: "))
+                        if event.get("choices") and event["choices"][0]["delta"].get("content"):
+                            yield time.perf_counter()
 
 
 async def run(url: str, load: Load, seed: int, pid: int) -> Figures:

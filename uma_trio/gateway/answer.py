@@ -31,13 +31,25 @@ NOT_BUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 NUMBERS_PER_PIECE: Final = 64 * 1024
 """Numbers of vectors that are encoded at once: about 4 ms."""
 
+ESCAPED: Final = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
+"""JSON allows these in strings, and clients that read lines of text end a line there."""
+
 encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
+
+
+def json_line(data: Any) -> bytes:
+    """``data`` as JSON that is one line for every client, with its end."""
+    found = encode(data)
+    for separator, escaped in ESCAPED.items():
+        if separator in found:
+            found = found.replace(separator, escaped)
+    return found + b"\n"
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
     """A server-sent event whose data is JSON."""
     named = b"" if event is None else b"event: " + event.encode() + b"\n"
-    return named + b"data: " + encode(data) + b"\n\n"
+    return named + b"data: " + json_line(data) + b"\n"
 
 
 def json_response(

@@ -12,6 +12,8 @@ import attrs
 import msgspec
 from msgspec import Meta
 
+from uma_trio.gateway.answer import json_line
+
 MAX_ROWS: Final = 50_000
 """Rows of a file, as in OpenAI's API."""
 MAX_ENVELOPE_BYTES: Final = 4096
@@ -158,4 +160,4 @@ def unanswered(custom_id: str, code: str, message: str) -> bytes:
 
 def _line(custom_id: str, **fields: Any) -> bytes:
     head = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id, "response": None, "error": None}
-    return msgspec.json.encode({**head, **fields}) + b"\n"
+    return json_line({**head, **fields})

@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
-from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, encode, json_response, sse
+from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, json_line, json_response, sse
 from uma_trio.gateway.dialects.starling_shapes import Answer, ExplainedPrompt, SteeredAnswer, Tokenized
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint, without_effect
@@ -150,7 +150,7 @@ class Events:
     def written(self, fields: dict[str, Any]) -> bytes:
         """An event of these fields."""
         if self._as_lines:
-            return encode(fields) + b"\n"
+            return json_line(fields)
         name = fields.pop("event")
         return sse(fields, event=name)
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token
-from uma_trio.gateway.answer import NDJSON, encode, json_response
+from uma_trio.gateway.answer import NDJSON, json_line, json_response
 from uma_trio.gateway.dialects.conversation import conversation_fields
 from uma_trio.gateway.dialects.ollama.shapes import ChatAnswer, Generated
 from uma_trio.gateway.dialects.ollama.shared import (
@@ -259,18 +259,18 @@ class _Lines:
             case Eos():
                 calls = self._line(event) if event.tool_calls else b""
                 last = attrs.evolve(event, tool_calls=None)
-                return calls + encode(_last(self._model, self._shape(last), last, self._warnings)) + b"\n"
+                return calls + json_line(_last(self._model, self._shape(last), last, self._warnings))
             case Token() | Reasoning() if event.text or event.logprob is not None:
                 return self._line(event)
         return b""
 
     def _line(self, event: Event) -> bytes:
         head = {"model": self._model, "created_at": iso_time()}
-        return encode({**head, **self._shape(event), "done": False}) + b"\n"
+        return json_line({**head, **self._shape(event), "done": False})
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""
-        return encode(DIALECT.error_body(error, self._request_id)) + b"\n"
+        return json_line(DIALECT.error_body(error, self._request_id))
 
     def end(self) -> bytes:
         """Nothing: the last line says that it is the last."""

@@ -19,7 +19,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from uma_trio.gateway.answer import JSON, NDJSON, StreamedAnswer, encode, json_response
+from uma_trio.gateway.answer import JSON, NDJSON, StreamedAnswer, encode, json_line, json_response
 from uma_trio.gateway.dialects.ollama.shared import DIALECT, model_name
 from uma_trio.gateway.dialects.shapes import Warned
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -141,7 +141,7 @@ async def create(call: Call) -> Response:
     name = _required(request.model or request.name)
     await _all(_run(call, action="copy", model=_required(request.from_), new_name=name))
     if request.stream:
-        return Response(encode({"status": "success"}) + b"\n", media_type=NDJSON)
+        return Response(_line(status="success"), media_type=NDJSON)
     return json_response({"status": "success"}, warnings=warnings)
 
 
@@ -227,7 +227,7 @@ class _Lines:
 
     def fail(self, error: HttpError) -> bytes:
         """An error after the download has begun."""
-        return encode(DIALECT.error_body(error, self._request_id)) + b"\n"
+        return json_line(DIALECT.error_body(error, self._request_id))
 
     def end(self) -> bytes:
         """The file has been compared with its hash, and installed."""
@@ -235,7 +235,7 @@ class _Lines:
 
 
 def _line(**fields: Any) -> bytes:
-    return encode(fields) + b"\n"
+    return json_line(fields)
 
 
 def _endpoint(method: str, path: str, answer: Any, body: type, summary: str, **options: Any) -> Endpoint:
