@@ -232,7 +232,7 @@ async def test_a_flood_of_refused_requests_has_no_forecast_computed_for_each(aut
             await each.done.wait()
 
 
-async def test_requests_in_a_row_are_all_told_and_a_flood_takes_its_share(autojump_clock, monkeypatch):
+async def test_requests_in_a_row_all_get_forecasts_and_a_flood_takes_its_share(autojump_clock, monkeypatch):
     computed = []
 
     def slow(self, *loads, forecast=Forecaster._forecast):

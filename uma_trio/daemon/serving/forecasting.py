@@ -45,7 +45,7 @@ MAX_SHARE: Final = 0.05
 """Share of the time that computing forecasts may take."""
 
 SAVED_S: Final = 1.0
-"""This much of the time before may have been saved for it: requests that come one by one are told at once."""
+"""This much of the time before may have been saved for it, so requests that come one by one get theirs at once."""
 
 SMALLEST: Final = Load(prefill_tokens=1, answer_tokens=1, context_tokens=0, cells=1, due_ms=0.0, target_itl_ms=math.inf)
 """Stands for a request that has been refused: when it gets a place, there is room."""
