@@ -111,6 +111,17 @@ PROTOCOL = text_of("PROTOCOL.md") + text_of("PROTOCOL-REFERENCE.md")
 # -- PROTOCOL.md and PROTOCOL-REFERENCE.md ------------------------------------------------------------
 
 
+def rows_of(title: str) -> dict[str, list[str]]:
+    """The rows of a section's first table of fields, by name."""
+    found = tables(section(PROTOCOL, title))
+    return {row[0].strip("`"): row for row in (found[0] if found else ()) if re.fullmatch(r"`[^`]+`", row[0])}
+
+
+def shared_with(title: str) -> dict[str, list[str]]:
+    """The rows that a message or an event, which has a small letter, has in common with all others."""
+    return rows_of("Fields of every event" if title[0].islower() else "Fields of every message")
+
+
 def test_the_table_of_errors_has_every_error_and_no_other() -> None:
     [rows] = tables(section(PROTOCOL, "Errors"))
     documented = {re.sub("`", "", row[0]): int(row[1]) for row in rows}
@@ -131,51 +142,52 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
 
 
 @all_cases(
-    ("title", "cls", "more"),
+    ("title", "cls"),
     [
-        ("A request for text", Generate, set()),
-        ("Cancel", Cancel, {"event"}),
-        ("Metrics query", MetricsQuery, {"type"}),
-        ("A request for embeddings", Embed, {"type"}),
-        ("embeddings", Embeddings, {"event"}),
-        ("A request to rank", Rerank, {"type"}),
-        ("ranking", Ranking, {"event"}),
-        ("Session query", SessionQuery, {"type"}),
-        ("Answers query", AnswersQuery, {"type"}),
-        ("Attach query", AttachQuery, {"type"}),
-        ("Steer query", SteerQuery, {"type"}),
-        ("steered", Steered, {"event"}),
-        ("Explain query", ExplainQuery, {"type"}),
-        ("explanation", Explanation, {"event"}),
-        ("answers", AnswerList, {"event"}),
-        ("Tokenize query", TokenizeQuery, {"type"}),
-        ("Models query", ModelsQuery, {"type"}),
-        ("Health query", HealthQuery, {"type"}),
-        ("Watch query", WatchQuery, {"type"}),
-        ("Controllers query", ControllersQuery, {"type"}),
-        ("controllers", Controllers, {"event"}),
-        ("fork", Fork, {"event"}),
-        ("controller", ControllerOutput, {"event"}),
-        ("backtrack", Backtrack, {"event"}),
-        ("health", Health, {"event"}),
-        ("watch", Activity, {"event"}),
-        ("tokens", TokenList, {"event"}),
-        ("models", ModelList, {"event"}),
-        ("sessions", SessionList, {"event"}),
-        ("transcript", Transcript, {"event"}),
-        ("token", Token, {"event"}),
-        ("inserted", Inserted, {"event"}),
-        ("tool_call", ToolCallDelta, {"event"}),
-        ("progress", PrefillProgress, {"event"}),
-        ("loading", LoadProgress, {"event"}),
-        ("forecast", Forecast, {"event"}),
-        ("eos", Eos, {"event"}),
-        ("error", Failure, {"event"}),
+        ("A request for text", Generate),
+        ("Cancel", Cancel),
+        ("Metrics query", MetricsQuery),
+        ("A request for embeddings", Embed),
+        ("embeddings", Embeddings),
+        ("A request to rank", Rerank),
+        ("ranking", Ranking),
+        ("Session query", SessionQuery),
+        ("Answers query", AnswersQuery),
+        ("Attach query", AttachQuery),
+        ("Steer query", SteerQuery),
+        ("steered", Steered),
+        ("Explain query", ExplainQuery),
+        ("explanation", Explanation),
+        ("answers", AnswerList),
+        ("Tokenize query", TokenizeQuery),
+        ("Models query", ModelsQuery),
+        ("Health query", HealthQuery),
+        ("Watch query", WatchQuery),
+        ("Controllers query", ControllersQuery),
+        ("controllers", Controllers),
+        ("fork", Fork),
+        ("controller", ControllerOutput),
+        ("backtrack", Backtrack),
+        ("health", Health),
+        ("watch", Activity),
+        ("tokens", TokenList),
+        ("models", ModelList),
+        ("sessions", SessionList),
+        ("transcript", Transcript),
+        ("token", Token),
+        ("inserted", Inserted),
+        ("tool_call", ToolCallDelta),
+        ("progress", PrefillProgress),
+        ("loading", LoadProgress),
+        ("forecast", Forecast),
+        ("eos", Eos),
+        ("error", Failure),
     ],
 )
-def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: set[str]) -> None:
-    rows = tables(section(PROTOCOL, title))[0]
-    assert set(named(rows)) == {field.name for field in attrs.fields(cls)} - set(BUILT_IN) | more
+def test_every_field_of_a_message_is_in_its_table(title: str, cls: type) -> None:
+    fields = {field.name for field in attrs.fields(cls)} - set(BUILT_IN)
+    own, shared = set(rows_of(title)), set(shared_with(title))
+    assert own | shared & fields == fields | own & {"event"}
 
 
 @all_cases(
@@ -199,7 +211,7 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
     ],
 )
 def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
-    documented = {row[0].strip("`"): row[2] for row in tables(section(PROTOCOL, title))[0]}
+    documented = {name: row[2] for name, row in (shared_with(title) | rows_of(title)).items()}
     for field in attrs.fields(cls):
         if field.name in BUILT_IN:
             continue
@@ -465,20 +477,19 @@ BEGIN, END = "<!-- made by: python tests/pure/test_docs.py -->\n", "<!-- end -->
 def parameters_in_markdown() -> str:
     """The table of PROTOCOL-REFERENCE.md, from the table of the code."""
     lines = [
-        "\n| parameter | type and bounds | built in | key of the GGUF file | llama-server, Ollama | |",
-        "|---|---|---|---|---|---|",
+        "\n| parameter | bounds | built in | in the GGUF file: `general.sampling.` | |",
+        "|---|---|---|---|---|",
     ]
     for row in PARAMETERS:
-        kind = "integer" if row.type is int else "number"
-        low = f"from {row.bounds['ge']:g}" if "ge" in row.bounds else f"above {row.bounds['gt']:g}, up"
+        kind = "integer, " if row.type is int else ""
+        low = f"{row.bounds['ge']:g}" if "ge" in row.bounds else f"above {row.bounds['gt']:g}, up"
         step = f" in steps of {row.bounds['multiple_of']:g}" if "multiple_of" in row.bounds else ""
-        names = f"`{row.llama}`" if row.llama else ""
-        if row.minus_one != -1:
-            names += f"{', ' if names else ''}-1 is {row.minus_one:g}"
-        key = f"`{row.gguf}`" if row.gguf else ""
-        lines.append(
-            f"| `{row.name}` | {kind} {low} to {row.bounds['le']:.10g}{step} | {row.default:g} | {key} | {names} | {row.help} |"
-        )
+        key = f"`{row.gguf.removeprefix('general.sampling.')}`" if row.gguf else ""
+        elsewhere = [f"is `{row.llama}`"] if row.llama else []
+        elsewhere += [f"-1 is {row.minus_one:g}"] if row.minus_one != -1 else []
+        others = f" In llama-server and Ollama {' and '.join(elsewhere)}." if elsewhere else ""
+        bounds = f"{kind}{low} to {row.bounds['le']:.10g}{step}"
+        lines.append(f"| `{row.name}` | {bounds} | {row.default:g} | {key} | {row.help}{others} |")
     return "\n".join(lines) + "\n\n"
 
 

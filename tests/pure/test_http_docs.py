@@ -6,7 +6,7 @@ python tests/pure/test_http_docs.py    writes the table of fields
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import msgspec
@@ -31,14 +31,29 @@ def fields_of(endpoint: Endpoint) -> list[str]:
 
 
 def rows() -> Iterator[str]:
+    """One row for endpoints with the same fields; what those of ``OPENAI`` have in common is a row of its own."""
+    found: dict[frozenset[str], list[str]] = {}
     for endpoint in ENDPOINTS:
         if endpoint.body is not None and endpoint.path.startswith(("/v1/", "/api/")) | (endpoint.path in ALONE):
-            names = fields_of(endpoint)
-            shown = [f"`{name}`" for name in names if name not in SAMPLING]
-            is_sampled = len(SAMPLING & {*names}) > OF_OTHER_APIS
-            shown = [*shown, "and " + LINK] if is_sampled else [f"`{name}`" for name in names]
-            yield f"| `{endpoint.path}` | {', '.join(shown)} |\n"
+            found.setdefault(frozenset(fields_of(endpoint)), []).append(f"`{endpoint.path}`")
+    common = frozenset.intersection(*(names for names, paths in found.items() if {*paths} & OPENAI))
+    yield f"| *common* | {listed(common)} |\n"
+    for names, paths in found.items():
+        shown = f"*common*, {listed(names - common)}" if common <= names else listed(names)
+        yield f"| {', '.join(paths)} | {shown.removesuffix(', ')} |\n"
 
+
+def listed(names: Set[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in sorted(names - SAMPLING))
+    return (
+        f"{shown}, {LINK}"
+        if len(names & SAMPLING) > OF_OTHER_APIS
+        else ", ".join(f"`{name}`" for name in sorted(names))
+    )
+
+
+OPENAI = {"`/v1/chat/completions`", "`/v1/completions`", "`/completion`"}
+"""APIs of one family, with many fields."""
 
 SAMPLING = {name for row in PARAMETERS for name in row.names_in("openai")}
 OF_OTHER_APIS = 3
