@@ -431,14 +431,22 @@ def test_the_sampling_order_has_every_sampling_parameter() -> None:
 METRICS_PAGE = DOCS / "METRICS.md"
 
 
+def window_of(name: str) -> str:
+    """The time that METRICS.md says a metric of this name is about."""
+    if re.search(r"_(total|avg|share|rate)$|_avg_|^avg_|^histograms\.", name):
+        return "since start"
+    return "last 4096" if re.search(r"_p\d\d(_ms)?$", name) else "now"
+
+
 def metrics_in_markdown(page: str) -> str:
     """METRICS.md with the table of each group made from the catalogue."""
     for title, group in GROUPS.items():
         before = section(page, title)
-        lines = ["| field | unit | window | meaning |", "|---|---|---|---|"]
+        lines = ["| field | meaning |", "|---|---|"]
         for metric in group:
-            cells = (f"`{metric.path}`", metric.unit, metric.window, metric.meaning.replace("|", "\\|"))
-            lines.append(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|")
+            window = "" if metric.window in ("", window_of(metric.path)) else f" {metric.window.capitalize()}."
+            meaning = metric.meaning.replace("|", "\\|")
+            lines.append(f"| `{metric.path}` | {meaning}{window} |")
         table = "\n".join(lines) + "\n"
         page = page.replace(before, re.sub(r"(?:^\|.*\n)+", lambda _, table=table: table, before, flags=re.MULTILINE))
     return page
@@ -529,11 +537,17 @@ def settings_in_markdown() -> str:
     for name, cls in config.SECTIONS.items():
         lines += [f"\n## {name}\n", f"{cls.__doc__}\n", "| setting | value | default | meaning |", "|---|---|---|---|"]
         for found in config.settings():
-            if found.section == name:
+            if found.section == name and found.name not in BUILT_IN:
                 default = "" if found.default is None else f"`{json.dumps(found.default).strip(chr(34))}`"
                 help = found.help.replace("|", "\\|")
+                expected = re.sub(r"^a (whole )?number (from )?", "", found.expected)
                 short = "" if found.short is None else f", `{found.short}`"
-                lines.append(f"| `{found.name}`{short} | {found.expected} | {default} | {help} |")
+                lines.append(f"| `{found.name}`{short} | {expected} | {default} | {help} |")
+        if name == "sampling":
+            flags = {row.name: f"`{row.name}`" + (f" (`{row.short}`)" if row.short else "") for row in PARAMETERS}
+            lines.append(
+                f"| {', '.join(flags.values())} | | | [As in requests](PROTOCOL-REFERENCE.md#sampling-parameters). |"
+            )
     return "\n".join(lines) + "\n\n"
 
 

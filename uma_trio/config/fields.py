@@ -91,9 +91,8 @@ class Model:
     offline: bool = setting(False, "Download nothing. HF_HUB_OFFLINE=1 does the same.")
     draft_model: str | None = setting(
         None,
-        "Draft model: a smaller model with the same vocabulary, named as in model. It proposes tokens that the model "
-        "verifies, where that is predicted to be faster. It does not change the text. embedded-draft is that of the embedded "
-        "model.",
+        "A smaller model with the same vocabulary, named as in model. It proposes tokens that the model verifies, where "
+        "that is predicted to be faster; the text stays the same. embedded-draft is that of the embedded model.",
         short="-md",
     )
     mmproj: str | None = setting(
@@ -105,8 +104,8 @@ class Model:
     )
     mmproj_niceness: int = setting(
         10,
-        "How far the process that encodes pictures and sound gives way to all others, as nice does: 0 is not at all. With a "
-        "smaller number first tokens about pictures come sooner, and streams are slower until then.",
+        "How far the process that encodes pictures and sound gives way to others, as nice does; 0 is not at all. With "
+        "less, first tokens about pictures come sooner, and streams are slower until then.",
         ge=0,
         le=19,
     )
@@ -138,29 +137,27 @@ class Model:
     )
     fit: Literal["on", "off"] = setting(
         "on",
-        "on: choose ctx, type_k, type_v, batch_tokens and gpu_layers, as far as they are not set, so that the model fits "
-        "into the memory that is free, and refuse a model that does not fit before it is loaded. off: take the defaults.",
+        "on: choose ctx, type_k, type_v, batch_tokens and gpu_layers, unless they are set, so that the model fits into "
+        "free memory, and refuse one that does not fit before it is loaded. off: take the defaults.",
     )
     fit_reserve_mb: int = setting(
         0,
-        "Memory of each device that fit leaves free, in megabytes. 0 leaves 6 % of what is free, at least 67 and at most "
-        "1073.",
+        "Memory of each device that fit leaves free. 0 leaves 6 % of what is free, at least 67 and at most 1073.",
         ge=0,
         le=100_000_000,
     )
     memory_limit_mb: int = setting(
         0,
-        "Memory of each device that the model may take with fit, in megabytes. 0 is no limit.",
+        "Memory of each device that the model may take with fit. 0 is no limit.",
         ge=0,
         le=100_000_000,
     )
     ctx: int = setting(
         0,
-        "Size of the KV cache in tokens, for all sequences together, as in llama-server. A request gets ctx / parallel "
-        "of them, or with unified KV up to all of them (kv_unified). 0 takes 8192 tokens for each sequence, or the "
-        "model's training context if that is smaller, and less where memory is short: what fits, or a quarter of the "
-        "machine's memory if fit is off. With per-sequence KV and all layers on GPUs, fit takes up to 32768 for each, as far "
-        "as a quarter of their free memory has room.",
+        "Size of the KV cache in tokens, for all sequences together, as in llama-server. A request gets ctx / parallel of "
+        "them, or with unified KV up to all (kv_unified). 0 takes 8192 for each sequence, or the model's training context "
+        "if that is smaller, or what fits; with fit off at most a quarter of the machine's memory. With per-sequence KV "
+        "and all layers on GPUs, fit takes up to 32768 for each, if a quarter of their free memory has room.",
         short="-c",
         ge=0,
         le=64 * MIB,
@@ -181,8 +178,8 @@ class Model:
     )
     batch_tokens: int = setting(
         0,
-        "Maximum number of tokens in one llama_decode call (n_batch and n_ubatch), and so in one tick. 0 takes 512, 2048 on "
-        "GPUs (not Metal) that have room for all of the model and more, or fewer where memory is short.",
+        "Most tokens in one llama_decode call (n_batch and n_ubatch), and so in one tick. 0 takes 512; 2048 on GPUs (not "
+        "Metal) with room to spare; fewer where memory is short.",
         ge=0,
         le=8192,
     )
@@ -195,21 +192,21 @@ class Model:
     )
     devices: tuple[str, ...] = setting(
         (),
-        "Devices to compute on, with commas, in the order of their layers, such as CUDA0,CUDA1. uma-trio doctor names them. "
-        "none is the CPU alone. If not given, all GPUs, or integrated ones if there are no others.",
+        "Devices to compute on, in the order of their layers, such as CUDA0,CUDA1; uma-trio doctor names them. none is "
+        "the CPU alone. If not given, all GPUs, or integrated ones if there are no others.",
         short="-dev",
         metavar="NAMES",
     )
     split_mode: Literal["none", "layer", "row", "tensor"] = setting(
         "layer",
-        "How several devices share the model. layer: each has some of the layers. tensor: each has a part of every layer, "
-        "so that all of them compute every token; that needs flash attention. row: each has some rows of large matrices, "
-        "which few backends can. none: main_gpu has everything.",
+        "How several devices share the model. layer: each has some layers. tensor: each has a part of every layer, so "
+        "that all compute every token; needs flash attention. row: each has some rows of large matrices, which few "
+        "backends can. none: main_gpu has everything.",
         short="-sm",
     )
     tensor_split: tuple[float, ...] = setting(
         (),
-        "Share of the model for each device, with commas, in the order of devices, such as 3,1. If not given, by free memory.",
+        "Share of the model for each device, in the order of devices, such as 3,1. If not given, by free memory.",
         short="-ts",
         metavar="SHARES",
     )
@@ -222,8 +219,8 @@ class Model:
     )
     n_cpu_moe: int = setting(
         0,
-        "Keep the experts of this many layers, the first ones, in the machine's memory. It helps if a mixture of experts does "
-        "not fit on the GPU, and its other weights do.",
+        "Keep the experts of the first layers, this many, in the machine's memory: for a mixture of experts whose other "
+        "weights fit on the GPU.",
         short="-ncmoe",
         ge=0,
         le=1000,
@@ -237,44 +234,43 @@ class Model:
     )
     rpc: tuple[str, ...] = setting(
         (),
-        "llama.cpp's RPC servers whose devices are used like GPUs of this machine, with commas; they are named RPC0, RPC1. "
+        "llama.cpp's RPC servers, whose devices are used like GPUs of this machine; they are named RPC0, RPC1. "
         "Connections are neither encrypted nor protected: for trusted networks only.",
         metavar="HOST:PORT",
     )
     kv_mem_limit_mb: int = setting(
-        0, "Maximum size of the KV cache, in megabytes. ctx is lowered to fit. 0 is no limit.", ge=0, le=100_000_000
+        0, "Maximum size of the KV cache. ctx is lowered to fit. 0 is no limit.", ge=0, le=100_000_000
     )
     embedding_ctx: int = setting(
         8192,
-        "Longest text to embed, or query with a document to rank, in tokens. What the model was trained with is a limit as "
-        "well. Memory for it is allocated when a text needs it, in addition to the KV cache.",
+        "Longest text to embed, or query with a document to rank, in tokens, within what the model was trained with. "
+        "Memory for it is allocated when a text needs it, next to the KV cache.",
         ge=32,
         le=MIB,
     )
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
-        "on: all sequences share ctx, and one sequence can use all of it. off: each sequence has ctx / parallel "
-        "tokens (per-sequence KV). auto: the faster one. With CUDA, ROCm, MUSA and SYCL that is off; but on, if target_itl_ms "
-        "is below 50, or ctx / parallel below 8192 or the model's smaller training context; with parallel at 16 "
-        "or more and ctx set, by you or by fit, below 1024. On other devices it is measured at the first start together with "
-        "flash_attn; without a measurement it is on with a GPU and off without.",
+        "on: all sequences share ctx, and one can use all of it. off: each has ctx / parallel tokens (per-sequence KV). "
+        "auto: the faster one. With CUDA, ROCm, MUSA and SYCL that is off, except with target_itl_ms below 50, or with "
+        "ctx / parallel below 8192 or the model's smaller training context (below 1024 with parallel at 16 or more and "
+        "ctx set, by you or by fit). On other devices the first start measures it, with flash_attn; without a measurement "
+        "it is on with a GPU and off without.",
     )
     flash_attn: Literal["auto", "on", "off"] = setting(
         "auto",
-        "Flash attention. auto: the faster one, measured together with kv_unified; without a measurement, off on a "
-        "CPU, where it is slow for small batches, and llama.cpp's default elsewhere.",
+        "Flash attention. auto: the faster one, measured with kv_unified; without a measurement, off on a CPU, and "
+        "llama.cpp's default elsewhere.",
     )
     reproducible: bool = setting(
         False,
-        "Compute each token in the same way, whatever is computed next to it: a request has the same tokens alone and next to "
-        "others, with a cached prefix, and after a crash ([the same text](design/engine-process.md#the-same-text)). For a CPU "
-        "and quantised weights, without adapters; slower. The start checks that it holds for the model.",
+        "Compute each token in the same way, whatever is computed next to it, cached, or lost in a crash ([the same "
+        "text](design/engine-process.md#the-same-text)). For a CPU and quantised weights, without adapters; slower. The "
+        "start checks that it holds for the model.",
     )
     layout_trial_s: float = setting(
         1.5,
-        "Longest time to measure kv_unified and flash_attn at the first start with a model, or a tenth of the load "
-        "time if that is longer. Later starts reuse the result. 0 measures nothing, so that all starts behave the "
-        "same.",
+        "Longest time to measure kv_unified and flash_attn at the first start with a model, or a tenth of the load time "
+        "if that is longer. Later starts reuse the result. 0 measures nothing.",
         ge=0,
         le=3600,
     )
@@ -295,9 +291,9 @@ class Loading:
 
     on_demand: bool | None = setting(
         None,
-        "Load any model of this machine when a request names it, besides those that serve is given. Nothing is "
-        "downloaded. If not given, only for requests of the user who runs the daemon, and over HTTP for those without a "
-        "key; true: also for tenants and other users; false: for nobody.",
+        "Load any model of this machine when a request names it; nothing is downloaded. If not given, only for the user "
+        "who runs the daemon, and over HTTP for requests without a key; true: also for tenants and other users; false: "
+        "for nobody.",
     )
     load: Literal["start", "demand"] = setting(
         "start",
@@ -309,15 +305,15 @@ class Loading:
     )
     models_memory_mb: int = setting(
         0,
-        "Memory for the weights and KV caches of all models together, in megabytes. Models that no request uses are "
-        "unloaded to make room. 0 takes 80 % of the machine's memory, or with a GPU of the GPU's.",
+        "Memory for the weights and KV caches of all models together. Models that no request uses are unloaded to make "
+        "room. 0 takes 80 % of the machine's memory, or with a GPU of the GPU's.",
         ge=0,
         le=100_000_000,
     )
     idle_unload_s: float | None = setting(
         None,
-        "Unloads a model that no request has used for this time. 0 never does. If not given, it is 5 minutes for models "
-        "that were loaded on demand, and never for others. Pinned models stay loaded.",
+        "Unloads a model that no request has used for this time. 0 never does. If not given, 5 minutes for models that "
+        "were loaded on demand. Pinned models stay loaded.",
         ge=0,
         le=1e9,
     )
@@ -335,8 +331,8 @@ class Engine:
 
     mode: Literal["process", "thread"] = setting(
         "process",
-        "Where the engine runs. process: in a child process, so that the daemon survives a crash of llama.cpp. "
-        "thread: in a thread of the daemon.",
+        "process: in a child process, so that the daemon survives a crash of llama.cpp. thread: in a thread of the "
+        "daemon.",
         name="engine",
     )
     hang_timeout_s: float = setting(
@@ -369,9 +365,8 @@ class Listen:
     backlog: int = setting(128, "Connections that may wait to be accepted.", ge=1, le=65535)
     kv_events: str | None = setting(
         None,
-        "Publish there which prefixes the KV cache of the first model has, for routers that send a prompt where its "
-        "beginning is: vLLM's KV events over ZeroMQ, such as tcp://127.0.0.1:5557. Needs the extra uma-trio[kv-events]. If "
-        "not given, there are no events.",
+        "Publish there which prefixes the KV cache of the first model has, for routers: vLLM's KV events over ZeroMQ, "
+        "such as tcp://127.0.0.1:5557. Needs the extra uma-trio[kv-events].",
         metavar="tcp://HOST:PORT",
     )
     kv_events_replay: str | None = setting(
@@ -379,8 +374,7 @@ class Listen:
     )
     kv_events_exposed: bool = setting(
         False,
-        "Publish KV events to other machines. They have the tokens of all prompts, and everybody who reaches the address "
-        "may read them.",
+        "Publish KV events to other machines: everybody who reaches the address may read the tokens of all prompts.",
     )
 
 
@@ -391,13 +385,13 @@ class Http:
     listen: str | None = setting(
         None,
         "Serve HTTP at this address: a port, or HOST:PORT. Without a host it is 127.0.0.1. Port 0 takes a free one, which "
-        "the log names. If not given, there is no HTTP.",
+        "the log names.",
         name="http",
         metavar="[HOST:]PORT",
     )
     max_connections: int = setting(
         1024,
-        "Maximum number of HTTP requests at a time.  Twice as many connections may be open.",
+        "Maximum number of HTTP requests at a time. Twice as many connections may be open.",
         name="http_max_connections",
         ge=1,
         le=100_000,
@@ -407,8 +401,7 @@ class Http:
     )
     fetch_pictures: bool = setting(
         False,
-        "Fetch pictures that requests name by an https URL, from public addresses only. If off, requests contain their "
-        "pictures.",
+        "Fetch pictures that requests name by an https URL, from public addresses only.",
         name="http_fetch_pictures",
     )
     keep_alive_s: float = setting(
@@ -437,29 +430,28 @@ class Http:
     )
     hosts: str = setting(
         "",
-        "Host names, with commas, under which clients reach the gateway, besides localhost and addresses. A name that "
-        "begins with a dot stands for all names that end so, and * for all names.",
+        "Host names, with commas, under which clients reach the gateway, besides localhost and addresses. .example.com "
+        "stands for all names that end so, * for all.",
         name="http_hosts",
         metavar="NAMES",
     )
     origins: str = setting(
         "localhost",
         "Origins, with commas, whose web pages may use the gateway (CORS), such as https://chat.example.com. localhost "
-        "stands for all pages that this machine serves to its own browser, at any port; app://* for all pages of a scheme "
-        "other than http and https; * for all pages. If empty, only the gateway's own pages.",
+        "stands for all pages that this machine serves to its own browser, app://* for all of a scheme other than http "
+        "and https, * for all. If empty, only the gateway's own pages.",
         name="http_origins",
         metavar="ORIGINS",
     )
     any_model: bool = setting(
         False,
-        "Answer requests for models that are not served with the first model, as llama-server does, instead of refusing "
-        "them.",
+        "Answer requests for models that are not served with the first model, as llama-server does.",
         name="http_any_model",
     )
     verbose: bool = setting(
         False,
-        "Describe each request of OpenAI's API in its answer, as __verbose, with the prompt that the model got. A request "
-        "gets this also with its own field verbose.",
+        "Describe each request of OpenAI's API in its answer, as __verbose, with the prompt that the model got; the same "
+        "as the field verbose of a request.",
         name="http_verbose",
     )
     tls_certificate: Path | None = setting(
@@ -490,7 +482,7 @@ class Http:
     otlp_endpoint: str | None = setting(
         None,
         "Send a trace of every HTTP request to this OpenTelemetry collector, such as http://localhost:4318/v1/traces. "
-        "Needs the extra uma-trio[otel]. If not given, there are no traces.",
+        "Needs the extra uma-trio[otel].",
         metavar="URL",
     )
 
@@ -501,8 +493,8 @@ class Limits:
 
     max_connections: int = setting(
         512,
-        "Maximum number of open connections. A Unix user or a tenant gets another one only if more are free than it has; the "
-        "user who runs the daemon gets all.",
+        "Maximum number of open connections. A Unix user or a tenant gets another one only if more are free than it has; "
+        "the user who runs the daemon may have all.",
         ge=1,
         le=100_000,
     )
@@ -533,8 +525,7 @@ class Limits:
     )
     max_tx_bytes: int = setting(
         256 * KIB,
-        "Bytes that may wait for a client that does not read. Its streams then pause, and other clients are not "
-        "affected.",
+        "Bytes that may wait for a client that does not read. Then its streams pause, and no others.",
         ge=4 * KIB,
         le=1024 * MIB,
     )
@@ -552,14 +543,15 @@ class Limits:
     )
     drain_notice_s: float = setting(
         0.0,
-        "How long /health is 503 after SIGTERM before new requests are refused, so that routers stop to send some. Only with http.",
+        "How long /health is 503 after SIGTERM before new requests are refused, so that routers stop sending them. Only "
+        "with http.",
         ge=0,
         le=3600,
     )
     drain_hand_over_s: float = setting(
         10.0,
-        "How long sessions are offered to peers after SIGTERM, when new requests are refused already, and moves may go on "
-        "that are under way. What is left then stays. Only with peers.",
+        "How long sessions are offered to peers after SIGTERM, while new requests are refused; moves that are under way "
+        "may end. Only with peers.",
         ge=0,
         le=3600,
     )
@@ -574,9 +566,9 @@ class Scheduling:
 
     target_itl_ms: float = setting(
         DEFAULT_TARGET_ITL_MS,
-        "Target for the inter-token latency of a stream during prefill, for requests without slo.target_itl_ms. "
-        "Prefill gets the time that decoding leaves, as far as longer chunks make it faster. On a GPU the next token mostly "
-        "comes after a quarter of this time.",
+        "Target for the time between the tokens of a stream during prefill, for requests without slo.target_itl_ms. "
+        "Prefill gets the time that decoding leaves, as far as longer chunks make it faster; on a GPU that is mostly a "
+        "quarter of this.",
         gt=0,
         le=600_000,
     )
@@ -588,26 +580,24 @@ class Scheduling:
     )
     background_share: float = setting(
         0.02,
-        "How much slower requests of class background make all others: 0.02 lets the others' tokens and prompts take 2 % more "
-        "time. They have what the others leave, and next to these a turn now and then, so that they come to an end. More "
-        "makes batches faster on a server that is never idle.",
+        "How much slower requests of class background may make all others: 0.02 is 2 %. They have what the others leave, "
+        "and with this share they end even on a server that is never idle. More makes batches faster there.",
         gt=0,
         le=1,
     )
     target_ttft_ms: float = setting(
         2000.0,
         "Target for the time to the first token, for requests without slo.target_ttft_ms. Among the prompts of one "
-        "principal and priority, the one with the earliest deadline goes first, or one with less work that is due little "
-        "later. Prompts that are later than this and than their own target, and have at most a batch of tokens left, get a "
-        "larger share of the time, and may slow down streams to a third of their speed.",
+        "principal and priority, the one with the earliest deadline goes first, or a shorter one that is due little "
+        "later. Late prompts with at most a batch of tokens left get more time, and may slow down streams to a third of "
+        "their speed.",
         gt=0,
         le=3_600_000,
     )
     preempted_max_mb: int = setting(
         2048,
-        "Memory for copies of the KV cache of streams that lost their places to requests of others, in megabytes. One copy "
-        "takes at most half of the free memory. Without a copy, a stream is prefilled again when it goes on, and others may "
-        "wait for that. 0: no copies.",
+        "Memory for copies of the KV cache of streams that lost their places to requests of others. One copy takes at "
+        "most half of the free memory. Without a copy, a stream is prefilled again when it goes on. 0: no copies.",
         ge=0,
         le=100_000_000,
     )
@@ -619,8 +609,8 @@ class Scheduling:
     )
     min_chunk_tokens: int = setting(
         16,
-        "Smallest prefill chunk in tokens. If the target of a stream leaves less room than that, every other tick "
-        "takes such a chunk anyway, so that prompts make progress and streams miss their target.",
+        "Smallest prefill chunk in tokens. If the target of a stream leaves less room, every other tick takes such a "
+        "chunk anyway: prompts make progress, and streams miss their target.",
         ge=1,
         le=8192,
     )
@@ -639,13 +629,13 @@ class Scheduling:
     )
     prefix_reuse: bool = setting(
         True,
-        "Keep the KV cache of finished requests while there is room, and reuse common prefixes of finished and running "
-        "requests for new requests of the same principal.",
+        "Keep the KV cache of finished requests while there is room, and reuse the prefixes of finished and running "
+        "requests for new ones of the same principal.",
     )
     speculation: bool = setting(
         True,
-        "Speculative decoding with draft tokens from prompt lookup and from the draft model, if there is one, where it is "
-        "predicted to be faster. It does not change the text. The speculate field of a request overrides it.",
+        "Speculative decoding with draft tokens from prompt lookup and from the draft model, where it is predicted to be "
+        "faster; the text stays the same. The speculate field of a request overrides it.",
     )
 
 
@@ -665,7 +655,8 @@ class Sessions:
 
     state_dir: Path | None = setting(
         None,
-        "Folder for data that outlives the daemon. Two daemons of one user need one each: the second one in a folder has its sessions in memory only. If not given, $XDG_STATE_HOME/uma-trio.",
+        "Folder for data that outlives the daemon. A second daemon in the same folder has its sessions in memory only. If "
+        "not given, $XDG_STATE_HOME/uma-trio.",
     )
     max_stored_sessions: int = setting(
         10_000,
@@ -682,15 +673,15 @@ class Sessions:
     )
     detached_max_mb: int = setting(
         256,
-        "Maximum size of the detached answers of a principal, in megabytes. Beyond it, the oldest ended ones are removed. "
-        "They also expire as sessions do, after session_ttl_s.",
+        "Maximum size of the detached answers of a principal. Beyond it, the oldest ended ones are removed. They also "
+        "expire after session_ttl_s.",
         ge=1,
         le=1_000_000,
     )
     max_unattended: int = setting(
         16,
-        "Maximum number of detached requests of a principal that go on although their clients have left: those of the chat page, and "
-        "streams that can be resumed. Beyond this number, the ones whose clients left first are cancelled.",
+        "Maximum number of requests of a principal that go on although their clients have left: those of the chat page, "
+        "and streams that can be resumed. Beyond it, those whose clients left first are cancelled.",
         ge=0,
         le=1_000_000,
     )
@@ -704,14 +695,14 @@ class Sessions:
     )
     offload_max_mb: int = setting(
         4096,
-        "Maximum size of the KV cache on disk, in megabytes. Beyond it, the least recently used states are deleted.",
+        "Maximum size of the KV cache on disk. Beyond it, the least recently used states are deleted.",
         ge=1,
         le=100_000_000,
     )
     pictures_max_mb: int = setting(
         1024,
-        "Maximum size of the encoded pictures of a model's sessions on disk, in megabytes. Beyond it, the least recently "
-        "used ones are deleted. 0 writes none.",
+        "Maximum size of the encoded pictures of a model's sessions on disk. Beyond it, the least recently used ones are "
+        "deleted. 0 writes none.",
         ge=0,
         le=100_000_000,
     )
@@ -727,11 +718,9 @@ class Sessions:
 class Files:
     """Files that clients of the HTTP gateway upload, and the batches that are made of them."""
 
-    max_file_mb: int = setting(
-        200, "Largest file that may be uploaded, in megabytes, as in OpenAI's API.", ge=1, le=100_000
-    )
+    max_file_mb: int = setting(200, "Largest file that may be uploaded, as in OpenAI's API.", ge=1, le=100_000)
     max_files_mb: int = setting(
-        2000, "Maximum size of all files that a tenant keeps, results included, in megabytes.", ge=1, le=100_000_000
+        2000, "Maximum size of all files that a tenant keeps, results included.", ge=1, le=100_000_000
     )
     max_files: int = setting(
         1000, "Maximum number of files that a tenant keeps, and likewise of batches.", ge=1, le=1_000_000
@@ -776,8 +765,8 @@ class Aici:
     )
     skip_ms: int = setting(
         20,
-        "A controller that takes longer than this is left out of the step and goes on in the next one, so that it does "
-        "not delay other controllers. Only with uma-trio's own runtime. 0 never skips one.",
+        "A controller that takes longer than this is left out of the step and goes on in the next one, so that others do "
+        "not wait. Only with uma-trio's own runtime. 0 never skips one.",
         name="aici_skip_ms",
         ge=0,
         le=600_000,
@@ -797,8 +786,8 @@ class Aici:
     )
     max_modules_mb: int = setting(
         1024,
-        "Modules on disk with their machine code, in MiB. To make room for another one, the least recently used modules "
-        "without a tag are removed, first those of the principal who uploads. Only with uma-trio's own runtime.",
+        "Modules on disk with their machine code, in MiB. To make room, the least recently used modules without a tag are "
+        "removed, first those of the principal who uploads. Only with uma-trio's own runtime.",
         name="aici_max_modules_mb",
         ge=16,
         le=1_000_000,
@@ -829,20 +818,20 @@ class Operations:
     )
     perf_log_replay: Literal["off", "hashes", "prompts"] = setting(
         "off",
-        "What the perf log says of each answer for [uma-trio replay](PERF_LOG.md#replay): hashes of prompt and answer with all "
-        "that decided the tokens, or also the tokens themselves. Then the file has everything that users asked.",
+        "What the perf log says of each answer for [uma-trio replay](PERF_LOG.md#replay): hashes of prompt and answer "
+        "with all that decided the tokens; or also the tokens, so everything that users asked.",
     )
     perf_log_mb: int = setting(
         256,
-        "Maximum size of the perf log on disk, in megabytes. At half of this the file is renamed to NAME.1, replacing the previous "
-        "one, and a new file is started.",
+        "Maximum size of the perf log on disk. At half of this the file becomes NAME.1, in place of the previous one, and "
+        "a new file is started.",
         ge=1,
         le=1_000_000,
     )
     stop_when_unlocked: Path | None = setting(
         None,
-        "File that other processes lock with flock. When none of them has it locked any more, the daemon ends as with "
-        "SIGTERM, unless the word keep is in the file. uma-trio run starts daemons with it.",
+        "File that other processes lock with flock. When none has it locked any more, the daemon ends as with SIGTERM, "
+        "unless the word keep is in it. uma-trio run starts daemons so.",
     )
 
 

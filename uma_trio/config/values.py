@@ -157,9 +157,7 @@ class Setting:
             return f"a list of {LISTS[self.name].items}"
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a name or a path"}.get(
-            self.type, "a path"
-        )
+        kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(self.type, "a path")
         if not self.bounds:
             return kind
         lower = f"from {self.bounds['ge']:.10g}" if "ge" in self.bounds else f"above {self.bounds['gt']:g}, up"
