@@ -251,7 +251,7 @@ class Model:
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
         "on: all sequences share ctx, and one can use all of it. off: each has ctx / parallel tokens (per-sequence KV). "
-        "auto: the faster one. With CUDA, ROCm, MUSA and SYCL that is off, except with target_itl_ms below 50, or with "
+        "auto: the faster one. With CUDA, ROCm, MUSA, SYCL and Vulkan that is off, except with target_itl_ms below 50, or with "
         "ctx / parallel below 8192 or the model's smaller training context (below 1024 with parallel at 16 or more and "
         "ctx set, by you or by fit). On other devices the first start measures it, with flash_attn; without a measurement "
         "it is on with a GPU and off without.",
