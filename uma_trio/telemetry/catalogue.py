@@ -105,8 +105,8 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
             "Requests that wait for a sequence or for room in the KV cache. If it stays above 0, raise `parallel` or "
             "`ctx`, or the machine is too slow for the load.", name="requests_waiting"),
         gauge("prefill_backlog_tokens", "tokens",
-            "Prompt tokens that are still to be computed. Of a request that waits all of them count, because what the KV "
-            "cache has of them is known only when it gets a place."),
+            "Prompt tokens that are still to be computed. Of a request that waits all count, also those that the KV cache "
+            "has."),
         counter("requests_total", "requests",
             "Ended answers by finish reason or error code. Reasons are `stop`, `length` and `cancelled`. A request "
             "with `n` answers counts `n` times.", label="reason"),
@@ -114,8 +114,8 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
             "Rejected requests and connections by error code. [These](PROTOCOL-REFERENCE.md#errors) are the codes.",
             label="code", of_model=False),
         counter("preemptions_total", "streams",
-            "Streams that lost their places to requests that waited. Their principal held more than its share, or "
-            "their clients did not read for half a second. They go on with the same text when their clients read."),
+            "Streams that lost their places to requests that waited. Their principal held more than its share, or their "
+            "clients did not read for half a second."),
         figure("pid", "process id", "now", "The daemon's."),
         figure("version", "text", "now", "The daemon's."),
         gauge("uptime_s", "s", "Time since the model was loaded.", of_model=False),
@@ -168,9 +168,8 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
         counter("forced_tokens_total", "tokens",
             "Tokens that were the only ones a constraint allowed. They needed no tick of their own."),
         counter("late_masks_total", "samples",
-            "Samples whose mask was not ready in time. The mask is of a constraint or of a controller, and the "
-            "sequence got its token in a later tick. Rising: a request has a very complex constraint, or a slow "
-            "controller (`controllers.skipped_total`)."),
+            "Samples whose mask was not ready in time. The sequence got its token in a later tick. Rising: a request has "
+            "a very complex constraint, or a slow controller (`controllers.skipped_total`)."),
         counter("ticks_total", "ticks", "Completed ticks."),
         counter("decode_calls_total", "calls",
             "Calls of `llama_decode`. More than `ticks_total`: several narrow calls are faster than one wide call on "
@@ -231,8 +230,8 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
     "Ticks": (
         figure("decode_ms_avg", "ms", "since start", "Mean time that a tick spends in `llama_decode`."),
         figure("mask_wait_ms_avg", "ms", "since start",
-            "Mean time that sampling waited for the masks of constraints, in ticks with constrained requests. Masks "
-            "are filled while the logits are computed, so this is what could not be hidden."),
+            "Mean time that sampling waited for the masks of constraints, in ticks with constrained requests. Masks are "
+            "filled during the computation; this is what took longer."),
         figure("sample_ms_avg", "ms", "since start",
             "Mean time that a tick spends in sampling, all sequences together."),
         figure("host_gap_p50_ms", "ms", "last 4096",
@@ -258,8 +257,7 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
             "Median error of the cost model for ticks with decodes and prefill. An error is |predicted - measured| / "
             "measured.", window="last 4096"),
         gauge("mixed_tick_error_p90", "share",
-            "90th percentile of the error of the cost model for ticks with decodes and prefill. A tick keeps up to a "
-            "tenth of the time before a deadline free, as far as ticks of its duration took longer than predicted.",
+            "90th percentile of the error of the cost model for ticks with decodes and prefill.",
             window="last 4096"),
     ),
     "Memory": (
@@ -334,8 +332,8 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
             "Tokens of texts that were embedded. Texts in progress are included.", name="embedded_tokens"),
         figure("embeddings.ms_per_token", "ms", "now", "Recent time for a token; absent before the first text."),
         gauge("embeddings.bytes", "bytes",
-            "Memory of the context for embeddings. It has cells and outputs, in addition to `kv.bytes`. It is created "
-            "for the first text, and grows with the longest one; see `embedding_ctx`.", name="embedding_bytes"),
+            "Memory of the context for embeddings. It is not part of `kv.bytes`, is created for the first text, and grows "
+            "with the longest one; see `embedding_ctx`.", name="embedding_bytes"),
         gauge("send_queue_bytes", "bytes",
             "Data for clients that do not read. All connections together; each has at most about `max_tx_bytes`.",
             of_model=False),
@@ -405,8 +403,8 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
         gauge("sessions.active", "sessions", "Sessions with a running request."),
         gauge("sessions.tokens", "tokens", "Tokens in the histories of all sessions."),
         gauge("sessions.not_durable", "sessions",
-            "Sessions with turns that are in memory only. The state folder cannot be written; the log has the reason. "
-            "The daemon tries again after 0.25 to 2 s, and at its end; the log says when they are written."),
+            "Sessions with turns that are in memory only. The state folder cannot be written; the log has the reason, and "
+            "says when they are written."),
         figure("sessions.journal_failures_total", "writes", "since start", "Failed writes to the journal."),
         figure("sessions.journal_restored_total", "files", "since start",
             "Journal files that were removed or cut while the daemon ran, and that it wrote again. More than 0: "
