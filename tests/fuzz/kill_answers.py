@@ -38,7 +38,7 @@ import httpx
 import psutil
 
 from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
-from uma_trio.daemon.detached.room import MAX_ATTEMPTS
+from uma_trio.daemon.store.answer_log import MAX_ATTEMPTS
 
 EXACT: Final = ("--reproducible",)
 """Answers are computed again as they were decoded: docs/design/engine-process.md, "The same text"."""

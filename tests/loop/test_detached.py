@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.profile import amount, sampled
 from tests.support.serving import Serving, serving
 from uma_trio.client import Client, Eos, Event, PrefillProgress, ServerError, SessionInfo, Token
 from uma_trio.daemon.store.answer_folder import AnswerFolder
+from uma_trio.engine_link.messages import Step, StepCallbacks, StepOutput
 from uma_trio.errors import ModelUnavailable
 from uma_trio.models.markers import ReasoningMarkers
 
@@ -327,6 +329,110 @@ async def test_an_answer_that_ends_its_daemons_is_given_up(autojump_clock: objec
         async with one_place(kept) as harness:
             with pytest.raises(ServerError, match="E_RUNTIME_DECODE"):
                 await attached(harness, "a")
+
+
+PROMPTS = {name: "hello " * 200 + name for name in "abcdefghij"}
+POISONOUS = "f"
+
+
+def continuation(name: str) -> list[int]:
+    return expected_continuation([byte + 100 for byte in PROMPTS[name].encode()], 30)
+
+
+class DeadlyEngine(FakeEngine):
+    """The daemon dies in a step that computes the token ``deadly``."""
+
+    def __init__(self, deadly: int, n_seq_max: int) -> None:
+        super().__init__(n_ctx=1 << 13, n_seq_max=n_seq_max)
+        self.deadly = deadly
+        self.has_killed = trio.Event()
+
+    def step(self, step: Step, callbacks: StepCallbacks | None = None) -> StepOutput:
+        if any(self.deadly in each.tokens for call in step.calls for each in call):
+            self.has_killed.set()
+        return super().step(step, callbacks)
+
+
+async def was_killed(path: Path, engine: DeadlyEngine, live: str | None = None) -> bool:
+    """Run a daemon until its answers have ended or it is killed: then ``path`` has what it left.
+
+    Args:
+        live: a prompt that a client sends as soon as the daemon takes requests, and that is no detached answer.
+    """
+    left = path.with_name("left")
+    with folder(path) as kept:
+        async with serving(engine, answers=kept) as harness:
+
+            async def wait_for_ends() -> None:
+                for name in PROMPTS:
+                    with contextlib.suppress(ServerError):
+                        await attached(harness, name)
+                harness.nursery.cancel_scope.cancel()
+
+            async def ask() -> None:
+                async with harness.client() as client:
+                    [event async for event in client.generate(prompt=live)]
+
+            harness.nursery.start_soon(wait_for_ends)
+            if live is not None:
+                harness.nursery.start_soon(ask)
+            await engine.has_killed.wait()
+            await trio.sleep(0.001)  # no step is as short as this
+            shutil.copytree(path, left, ignore=shutil.ignore_patterns("lock"))
+    if not left.exists():
+        return False
+    shutil.rmtree(path)
+    left.rename(path)
+    return True
+
+
+async def accept_all(path: Path) -> None:
+    with folder(path) as kept:
+        async with one_place(kept) as harness, harness.client() as client:
+            for name, prompt in PROMPTS.items():
+                await client.detach(id=name, prompt=prompt, max_tokens=30, keep_alive=True)
+
+
+async def require_texts(path: Path, *failed: str) -> None:
+    with folder(path) as kept:
+        async with serving(answers=kept) as harness:
+            for name in PROMPTS:
+                if name in failed:
+                    with pytest.raises(ServerError, match="E_RUNTIME_DECODE"):
+                        await attached(harness, name)
+                else:
+                    assert text(await attached(harness, name)) == text_of(continuation(name))
+
+
+@pytest.mark.parametrize(("at", "n_places"), sampled(itertools.product([None, 0, 10], [1, 4, 16]), 4))
+async def test_the_answer_that_ends_daemons_is_the_only_one_that_fails(
+    autojump_clock: object, tmp_path: Path, at: int | None, n_places: int
+) -> None:
+    """It dies of its prompt, or of one of its tokens; the others are computed with it, before it and after it.
+
+    Three daemons die of any work, one of it among the suspects, and one of it alone.
+    """
+    path = tmp_path / "answers"
+    deadly = ord(POISONOUS) + 100 if at is None else continuation(POISONOUS)[at]
+    innocent = {token for name in PROMPTS if name != POISONOUS for token in continuation(name)}
+    assert deadly not in innocent
+    await accept_all(path)
+    n_killed = 0
+    while await was_killed(path, DeadlyEngine(deadly, n_places)):
+        n_killed += 1
+        assert n_killed <= 6
+    assert n_killed >= 4
+    await require_texts(path, POISONOUS)
+
+
+async def test_a_client_whose_requests_end_daemons_fails_no_answer(autojump_clock: object, tmp_path: Path) -> None:
+    """It sends the next one as soon as a daemon takes requests."""
+    path, deadly = tmp_path / "answers", ord("*") + 100
+    assert all(deadly not in continuation(name) for name in PROMPTS)
+    await accept_all(path)
+    for _ in range(amount(quick=8, thorough=30)):
+        assert await was_killed(path, DeadlyEngine(deadly, 4), live="*")
+    await require_texts(path)
 
 
 async def test_only_the_answer_that_is_computed_can_have_ended_a_daemon(autojump_clock: object, tmp_path: Path) -> None:

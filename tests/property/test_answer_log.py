@@ -30,9 +30,10 @@ from uma_trio.protocol.requests import parse_generate
 
 IDS = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=6)
 EVENTS = st.lists(st.binary(max_size=12), max_size=3)
+ATTEMPTS = st.sampled_from([Attempt(), Attempt(alone=True), Pause()])
 NEW = st.one_of(
     st.builds(new_tokens, IDS, EVENTS, st.none() | st.floats(0, 20)),
-    st.sampled_from([Attempt(), Pause()]),
+    ATTEMPTS,
     st.builds(Renamed, st.text(max_size=3)),
 )
 REQUESTS = st.sampled_from(
@@ -51,7 +52,7 @@ def answers(draw: Any) -> list[Record]:
     request = parse_generate({"id": draw(st.text(min_size=1, max_size=8)), **draw(REQUESTS)})
     records: list[Record] = [
         Begin(principal=Principal("uid:0", 2.0, draw(st.none() | st.just(3))), request=request, created_at=1.5),
-        *draw(st.lists(st.sampled_from([Attempt(), Pause()]), max_size=2)),
+        *draw(st.lists(ATTEMPTS, max_size=2)),
     ]
     if draw(st.booleans()):
         tokens = encode_tokens(draw(IDS))
@@ -72,7 +73,17 @@ def whole(records: list[Record]) -> AnswerLog:
 
 
 def facts(log: AnswerLog) -> tuple[object, ...]:
-    return log.begin, log.prompt, bytes(log.tokens), log.mu, log.events, log.n_attempts, log.title, log.end
+    return (
+        log.begin,
+        log.prompt,
+        bytes(log.tokens),
+        log.mu,
+        log.events,
+        log.n_attempts,
+        log.is_alone,
+        log.title,
+        log.end,
+    )
 
 
 @given(answers(), st.data())

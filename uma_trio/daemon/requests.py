@@ -174,6 +174,9 @@ class AnswerRecord(TokenLog, TitleKeeper, Protocol):
     def turns(self) -> int | None:
         """What ``begin`` got first; ``None`` before it was called."""
 
+    async def begin_attempt(self) -> None:
+        """As ``attempt``; when it returns, the next daemon knows of it."""
+
     def pause(self) -> None:
         """The answer waits for its place: who ends the daemon now is somebody else."""
 
@@ -192,7 +195,7 @@ class Generation(ModelRequest):
             await self._steer(service, self.request.controller)
             return
         if self.record is not None:
-            self.record.attempt()
+            await self.record.begin_attempt()
         _check_session_fields(self.request)
         if self.request.client_state is not None and not self.request.detached:
             raise BadRequest("client_state is for detached answers: send it with detached", field="client_state")

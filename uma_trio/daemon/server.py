@@ -149,6 +149,7 @@ class Server:
                         async with trio.open_nursery() as connections:
                             with sock:
                                 with self._listener_scope:
+                                    await self.detached.wait_for_suspect()
                                     await listener.accept_forever(sock, self._serve_client, connections)
                                 if not is_passed:
                                     listener.accept_rest(sock, self._serve_client, connections)

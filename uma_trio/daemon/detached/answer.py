@@ -64,6 +64,8 @@ class DetachedAnswer:
         self.is_resumed = False
         """Whether an earlier daemon has accepted it."""
         self._is_attempted = False
+        self.tried = trio.Event()
+        """Set when this daemon has worked on it, and lives: it has a new token, waits, or has ended."""
         self.interruption: Failure | None = None
         """What has ended the last attempt to make it, but not the answer."""
         self.title = found.title
@@ -74,6 +76,8 @@ class DetachedAnswer:
         self._events: list[bytes] = []
         """Made of tokens that ``add`` gets next."""
         self._unwritten: list[Record] = []
+        self._n_noted = self._n_written = 0
+        """Records."""
         self._has_ended = found.end is not None
         self._is_closed = False
         self._on_record = on_record
@@ -140,8 +144,7 @@ class DetachedAnswer:
         """As ``TitleKeeper.rename``."""
         self.title = title
         self.note(log.Renamed(title))
-        while self.log.title != self.title and self.log.end is None and not self._is_closed:
-            await self._changed.wait()
+        await self._all_written()
 
     def begin(self, prompt: Prompt, model: str, turns: int) -> Prompt:
         """As ``AnswerRecord.begin``."""
@@ -159,17 +162,28 @@ class DetachedAnswer:
         """As ``AnswerRecord.turns``."""
         return None if self.log.prompt is None else self.log.prompt.turns
 
-    def attempt(self) -> None:
-        """As ``TokenLog.attempt``."""
+    def attempt(self, *, alone: bool = False) -> None:
+        """As ``TokenLog.attempt``.
+
+        Args:
+            alone: the daemon does nothing else until the answer is ``tried``.
+        """
         if not self._is_attempted:
             self._is_attempted = True
-            self.note(log.Attempt())
+            self.note(log.Attempt(alone))
+
+    async def begin_attempt(self) -> None:
+        """As ``AnswerRecord.begin_attempt``."""
+        self.attempt()
+        await self._all_written()
 
     def pause(self) -> None:
         """As ``AnswerRecord.pause``."""
         if self._is_attempted:
             self._is_attempted = False
             self.note(log.Pause())
+        else:
+            self.tried.set()
 
     def _end(self, event: Eos | Failure) -> None:
         self._has_ended = True
@@ -182,7 +196,14 @@ class DetachedAnswer:
         """Add a record, which clients see when it is written."""
         if not self._is_closed:
             self._unwritten.append(record)
+            self._n_noted += 1
             self._on_record(self)
+
+    async def _all_written(self) -> None:
+        """Wait until the records that there are now can be shown, or the daemon ends."""
+        n = self._n_noted
+        while self._n_written < n and not self._is_closed:
+            await self._changed.wait()
 
     # -- for the room -----------------------------------------------------------------------------
 
@@ -193,8 +214,7 @@ class DetachedAnswer:
 
     async def again(self) -> None:
         """It is to be made again, from the tokens that there are, after it was refused or its engine was lost."""
-        while self._unwritten:
-            await self._changed.wait()
+        await self._all_written()
         self.interruption = None
         self._known, self._changes = self.log.token_ids, [*self.log.changes]
         self._n_replayed, self._events = self.n_events, []
@@ -217,6 +237,9 @@ class DetachedAnswer:
             self.log.add(each)
         self.n_events = len(self.log.events)
         self.n_bytes += n_bytes
+        self._n_written += len(records)
+        if any(isinstance(each, log.Tokens | log.Pause | log.End) for each in records):
+            self.tried.set()
         self._announce()
 
     def forget_events(self) -> None:

@@ -53,8 +53,6 @@ log = structlog.get_logger("uma_trio.detached")
 TRANSIENT: Final = (QueueFull, KvFull, TooManyRequests, ModelLoading, ModelUnavailable, ShuttingDown)
 """What a client would wait for, and send its request again."""
 RETRY_S: Final = 1.0
-MAX_ATTEMPTS: Final = 4
-"""An answer on which daemons have worked so often without a new token has perhaps ended them."""
 SWEEP_S: Final = 60.0
 UNATTENDED_SWEEP_S: Final = 5.0
 """A client that has lost its connection is back by then."""
@@ -99,6 +97,8 @@ class DetachedAnswers:
         self._wake = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._is_closed = False
+        self._suspect: DetachedAnswer | None = None
+        """Tried alone, before anything else."""
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -111,13 +111,36 @@ class DetachedAnswers:
                 nursery.start_soon(self._write_forever)
                 nursery.start_soon(self._expire_forever)
                 nursery.start_soon(self._end_unattended_forever)
-                for answer in self._answers.values():
-                    if not answer.has_ended:
-                        nursery.start_soon(self._make, answer)
+                self._resume(nursery)
                 task_status.started()
         finally:
             self.close()
             await self._write()
+
+    def _resume(self, nursery: trio.Nursery) -> None:
+        """Go on with what has no end: suspects first and one after another, of which the first one is tried alone."""
+        unfinished = [answer for answer in self._answers.values() if not answer.has_ended]
+        suspects = [answer for answer in unfinished if answer.log.is_suspect]
+        suspects.sort(key=lambda answer: -answer.log.n_attempts)
+        before: DetachedAnswer | None = None
+        for answer in suspects:
+            if before is None:
+                log.warning(
+                    "daemons died while they made an answer; it is tried alone before clients are served",
+                    id=answer.key.id,
+                )
+                self._suspect = answer
+                answer.attempt(alone=True)
+            nursery.start_soon(self._make, answer, before)
+            before = answer
+        for answer in unfinished:
+            if answer not in suspects:
+                nursery.start_soon(self._make, answer, before)
+
+    async def wait_for_suspect(self) -> None:
+        """Wait while an answer is tried alone: no client may ask for anything else."""
+        if self._suspect is not None:
+            await self._suspect.tried.wait()
 
     def close(self) -> None:
         """Take over nothing more; the answers go on with the next daemon.  Does not wait."""
@@ -142,10 +165,9 @@ class DetachedAnswers:
             answer.is_durable = True
             if answer.has_ended:
                 answer.forget_events()
-            elif each.log.n_attempts >= MAX_ATTEMPTS:
-                answer.send(
-                    _failure(answer, DecodeFailed(f"the daemon has ended {MAX_ATTEMPTS} times while it answered"))
-                )
+            elif each.log.is_fatal:
+                reason = f"the daemon has ended {each.log.n_attempts} times while it answered, the last time it did nothing else"
+                answer.send(_failure(answer, DecodeFailed(reason)))
             else:
                 answer.is_resumed = True
 
@@ -154,11 +176,17 @@ class DetachedAnswers:
         self._answers[answer.key] = answer
         return answer
 
-    async def _make(self, answer: DetachedAnswer) -> None:
-        """Make ``answer``, or go on with it, until it has ended."""
+    async def _make(self, answer: DetachedAnswer, after: DetachedAnswer | None = None) -> None:
+        """Make ``answer``, or go on with it, until it has ended.
+
+        Args:
+            after: an answer that is to be tried before.
+        """
         begin = answer.log.begin
         limit_s = self._limits.request_timeout_s
         with answer.scope:
+            if after is not None:
+                await after.tried.wait()
             async with self._turns.of(begin.principal.name):
                 until = trio.current_time() + limit_s
                 while not answer.has_ended:

@@ -35,6 +35,9 @@ from uma_trio.protocol.usage import Insertion
 
 MARK: Final = b"\xffUA1"
 
+MAX_ATTEMPTS: Final = 4
+"""So many attempts in a row, the last one alone, say that the answer ends daemons."""
+
 EndState = Literal["completed", "cancelled", "failed"]
 
 
@@ -85,8 +88,11 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """Changes of the answer, whose insertions are among these tokens."""
 
 
-class Attempt(msgspec.Struct, frozen=True, tag="attempt"):
+class Attempt(msgspec.Struct, frozen=True, omit_defaults=True, tag="attempt"):
     """A daemon begins to work on the answer, and perhaps dies of it."""
+
+    alone: bool = False
+    """The daemon does nothing else until the next record of the answer."""
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
@@ -127,6 +133,8 @@ class AnswerLog:
     """Event number ``n`` is ``events[n - 1]``."""
     n_attempts: int = 0
     """How often a daemon has worked on it since its last token, and has not said that it lives."""
+    is_alone: bool = False
+    """The last of these attempts is made alone."""
     title: str = ""
     """What its session was renamed to before it had a turn."""
     end: End | None = None
@@ -135,6 +143,16 @@ class AnswerLog:
     def key(self) -> SessionKey:
         """Identifies the answer: each principal has its own ids."""
         return SessionKey(self.begin.principal.name, self.begin.request.id)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the answer perhaps ends daemons: the next attempt is the last one, if it is made alone."""
+        return self.n_attempts >= MAX_ATTEMPTS - 1
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether the answer has ended its daemons.  A daemon that did nothing else has died of it."""
+        return self.is_alone and self.n_attempts >= MAX_ATTEMPTS
 
     @property
     def token_ids(self) -> list[int]:
@@ -160,12 +178,12 @@ class AnswerLog:
                 _check_changes(new, len(self.tokens) // TOKEN_BYTES)
                 self.tokens += new.tokens
                 self.changes += new.changes
-                self.mu, self.n_attempts = new.mu, 0
+                self.mu, self.n_attempts, self.is_alone = new.mu, 0, False
                 self.events += new.events
             case Attempt():
-                self.n_attempts += 1
+                self.n_attempts, self.is_alone = self.n_attempts + 1, new.alone
             case Pause():
-                self.n_attempts = max(0, self.n_attempts - 1)
+                self.n_attempts, self.is_alone = max(0, self.n_attempts - 1), False
             case Renamed():
                 self.title = new.title
             case End():
