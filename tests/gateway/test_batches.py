@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -322,15 +322,23 @@ def test_tenants_see_their_own_and_have_quotas(tmp_path: Path) -> None:
             assert batch.status == "completed"
             assert batch.output_file_id is not None
             assert len(lines(alice, batch.output_file_id)) == 6
-            for ask, known in (
+            talk = alice.conversations.create()
+            ask: dict[str, Any] = {"model": "embedded", "input": "The capital of France is", "max_output_tokens": 4}
+            response, turn = alice.responses.create(**ask), alice.responses.create(**ask, conversation=talk.id)
+            for act, known in (
                 (bob.files.retrieve, batch.input_file_id),
                 (bob.files.content, batch.output_file_id),
                 (bob.files.delete, batch.output_file_id),
                 (bob.batches.retrieve, batch.id),
                 (bob.batches.cancel, batch.id),
+                (bob.responses.delete, response.id),
+                (bob.responses.delete, turn.id),
+                (bob.conversations.delete, talk.id),
+                (lambda id: bob.post("/session/close", cast_to=object, body={"session_id": id}), talk.id),
             ):
-                with pytest.raises(openai.NotFoundError):
-                    ask(known)
+                assert not_found(act, known) == not_found(act, "x" * len(known)), "as if there were none"
+            assert alice.conversations.delete(talk.id).deleted
+            assert alice.responses.delete(response.id) is None
             assert (bob.files.list().data, bob.batches.list().data) == ([], [])
             for create in (
                 lambda: upload(alice, completions(1)),
@@ -345,6 +353,14 @@ def test_tenants_see_their_own_and_have_quotas(tmp_path: Path) -> None:
                 upload(bob, [row(f"{n}", {"prompt": "a" * 100_000}) for n in range(11)])
             assert refusal(caught.value)[:2] == (413, "E_GATEWAY_FILES_FULL")
             assert upload(bob, completions(1)).id
+
+
+def not_found(ask: Callable[[str], object], id: str) -> str:
+    """The error about ``id``, whose name is left out."""
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(id)
+    error = caught.value.response.json()["error"]
+    return json.dumps({**error, "request_id": ""}).replace(id, "ID")
 
 
 # -- kills --

@@ -140,8 +140,9 @@ def test_a_conversation_keeps_its_turns(gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError, match="name that as conversation"):
         client.responses.create(**ASK, previous_response_id=first.id)
     assert client.conversations.delete(conversation.id).deleted
-    with pytest.raises(openai.NotFoundError):
-        client.conversations.retrieve(conversation.id)
+    for ask in (client.conversations.retrieve, client.conversations.delete):
+        with pytest.raises(openai.NotFoundError):
+            ask(conversation.id)
 
 
 @pytest.mark.parametrize(

@@ -274,9 +274,7 @@ async def retrieve_conversation(call: Call) -> Response:
     name = call.request.path_params["id"]
     found = await _transcript(call, name, None)
     if found is None:
-        raise HttpError(
-            404, SessionNotFound.code, f"the conversation {name!r} has no answer yet", parameter="conversation_id"
-        )
+        raise _no_conversation(name)
     created_at = int(found.session.created_at)
     return json_response({"id": name, "object": "conversation", "created_at": created_at, "metadata": {}})
 
@@ -284,8 +282,14 @@ async def retrieve_conversation(call: Call) -> Response:
 async def delete_conversation(call: Call) -> Response:
     """Delete a conversation of the default model; its responses stay."""
     name = call.request.path_params["id"]
-    await _close(call, name, None)
+    if not await _close(call, name, None):
+        raise _no_conversation(name)
     return json_response({"id": name, "object": "conversation.deleted", "deleted": True})
+
+
+def _no_conversation(name: str) -> HttpError:
+    message = f"there is no conversation {name!r}, or it has no answer yet"
+    return HttpError(404, SessionNotFound.code, message, parameter="conversation_id")
 
 
 ENDPOINTS: Final[Sequence[Endpoint]] = (
