@@ -7,7 +7,9 @@ import contextlib
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import anyio
 import httpx
 import httpx2
 import pytest
+import trio.testing
 
 from tests.support.pictures import drawn, png
 from tests.support.projectors import projector_file
@@ -90,9 +93,10 @@ def server(tmp_path: Path) -> Iterator[tuple[Any, ssl.SSLContext]]:
 @pytest.fixture
 def urls(server: tuple[Any, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> PictureUrls:
     async def resolve(host: str, port: int) -> list[str]:
-        return HOSTS[host]
+        return HOSTS.get(host, [host])
 
     monkeypatch.setattr(picture_urls, "is_public", lambda address: address == PUBLIC)
+    monkeypatch.setattr(picture_urls, "RESOLVE_S", 0.1)
     return PictureUrls(True, 1 << 20, resolve, lambda: httpx2.AsyncHTTPTransport(verify=server[1]))
 
 
@@ -128,10 +132,13 @@ def test_pictures_are_fetched_and_the_rest_stays(urls: PictureUrls, server: tupl
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("https://inside.example:PORT/cat.png", "inside.example is inside a private network or this machine"),
-        ("https://both.example:PORT/cat.png", "both.example is inside a private network"),
-        ("https://127.0.0.2:PORT/cat.png", "inside a private network"),
-        ("https://pictures.example:PORT/to/https://inside.example:PORT/cat.png", "inside a private network"),
+        ("https://inside.example:PORT/cat.png", "inside.example has no public address"),
+        ("https://both.example:PORT/cat.png", "both.example has no public address"),
+        ("https://127.0.0.2:PORT/cat.png", "127.0.0.2 has no public address"),
+        (
+            "https://pictures.example:PORT/to/https://inside.example:PORT/cat.png",
+            "inside.example has no public address",
+        ),
         ("https://pictures.example:PORT/to/http://pictures.example:PORT/cat.png", "is not encrypted"),
         ("https://pictures.example:PORT/to/file:///etc/passwd", "is not a URL of a web server"),
         ("https://127.0.0.1:PORT/cat.png", "cannot be fetched: .*certificate"),
@@ -152,6 +159,64 @@ def test_what_may_not_be_fetched_is_refused(
     assert "secret" not in str(refused.value)
 
 
+def in_virtual_time(ask: Callable[[], Awaitable[Any]]) -> Any:
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    return anyio.run(ask, backend="trio", backend_options={"clock": clock})
+
+
+def test_nobody_learns_which_names_are_inside() -> None:
+    """Names that are there, that are not, and whose servers are slow are refused in the same words and time."""
+
+    async def resolve(host: str, port: int) -> list[str]:
+        match host[0]:
+            case "a":
+                return [PRIVATE]
+            case "b":
+                raise OSError("no such name")
+            case "c":
+                await anyio.sleep(1.0)
+                return [PUBLIC, PRIVATE]
+            case "d":
+                await anyio.sleep(3600)
+        return []
+
+    async def refused(host: str) -> tuple[str, float]:
+        began = anyio.current_time()
+        with pytest.raises(HttpError, match="has no public address") as found:
+            await PictureUrls(True, 1 << 20, resolve).fetched(fields_of(f"https://{host}/cat.png"))
+        return str(found.value).replace(host, "HOST"), round(anyio.current_time() - began, 6)
+
+    async def all_refused() -> set[tuple[str, float]]:
+        return {await refused(f"{kind}.example") for kind in "abcde"}
+
+    assert len(in_virtual_time(all_refused)) == 1
+
+
+def test_one_who_has_many_pictures_leaves_room_for_others() -> None:
+    running: Counter[str] = Counter()
+
+    async def resolve(host: str, port: int) -> list[str]:
+        running[host] += 1
+        await anyio.sleep(1.0)
+        return []
+
+    async def ask() -> None:
+        urls = PictureUrls(True, 1 << 20, resolve)
+
+        async def fetch(principal: str) -> None:
+            with contextlib.suppress(HttpError):
+                fields = fields_of(*[f"https://{principal}.example/{n}.png" for n in range(9)])
+                await urls.fetched({**fields, "principal": principal})
+
+        async with anyio.create_task_group() as tasks:
+            for principal in [*["many"] * 6, "few", "other"]:
+                tasks.start_soon(fetch, principal)
+            await anyio.sleep(0.5)
+            assert running == {f"{each}.example": 4 for each in ("many", "few", "other")}
+
+    in_virtual_time(ask)
+
+
 def test_redirects_end(urls: PictureUrls, server: tuple[Any, ssl.SSLContext]) -> None:
     place = f"https://pictures.example:{server[0].server_port}"
     with pytest.raises(HttpError, match="redirects more than 3 times"):
@@ -160,20 +225,26 @@ def test_redirects_end(urls: PictureUrls, server: tuple[Any, ssl.SSLContext]) ->
 
 def test_a_gateway_that_fetches_opens_nothing_on_its_machine(tmp_path: Path) -> None:
     with real_daemon("--http", "0", "--http-fetch-pictures", "--mmproj", str(projector_file(tmp_path))) as daemon:
-        for url in (
+        url = f"{daemon.http_url()}/v1/chat/completions"
+
+        def refusal(picture: str) -> httpx.Response:
+            parts = [{"type": "image_url", "image_url": {"url": picture}}]
+            return httpx.post(url, json={"messages": [{"role": "user", "content": parts}]}, timeout=60)
+
+        wanted = (
             "https://localhost/cat.png",
             "https://127.1/cat.png",
             "https://2130706433/cat.png",
             "https://[::ffff:127.0.0.1]/cat.png",
             "https://169.254.169.254/latest/meta-data",
             f"{daemon.http_url()}/metrics",
-        ):
-            parts = [{"type": "image_url", "image_url": {"url": url}}]
-            body = {"messages": [{"role": "user", "content": parts}]}
-            answer = httpx.post(f"{daemon.http_url()}/v1/chat/completions", json=body, timeout=60)
-            assert answer.status_code == 400, url
+        )
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            answers = [*pool.map(refusal, wanted)]
+        for picture, answer in zip(wanted, answers, strict=True):
+            assert answer.status_code == 400, picture
             error = answer.json()["error"]
-            assert "private network or this machine" in error["message"] or "not encrypted" in error["message"], error
+            assert "has no public address" in error["message"] or "not encrypted" in error["message"], error
             assert error["param"] == "messages[0].content[0].image_url"
         for part, status in (
             ({"type": "image", "url": url}, 400),

@@ -2,19 +2,21 @@
 
 A server that opens what clients name can be sent into its own network.  So a name is resolved once, all its addresses
 must be public, and the connection goes to one of these addresses, whatever the name means a moment later.  The same holds
-for every redirect.  No proxy, cookie, or credential is used.
+for every redirect.  No proxy, cookie, or credential is used.  Whatever has no public address is refused with the same
+words after the same time, so that nobody learns which names there are inside.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
-import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
+from weakref import WeakValueDictionary
 
 import anyio
 import attrs
@@ -29,11 +31,14 @@ from uma_trio.protocol.chat import MAX_PICTURE_BYTES
 
 FETCH_S: Final = 15.0
 """Longest time for a picture, with its redirects."""
+RESOLVE_S: Final = 2.0
+"""Longest time for the addresses of a name.  If none is public, it also is the shortest."""
 MAX_REDIRECTS: Final = 3
 AT_A_TIME: Final = 4
-"""Pictures of a request that are fetched together."""
+"""Pictures of a principal that are fetched together."""
 MAX_FETCHES: Final = 16
-"""Pictures of all requests that are fetched together."""
+"""Pictures of all principals that are fetched together.  The next one is that which has waited for longest, and a principal has
+at most ``AT_A_TIME`` that wait."""
 REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -74,6 +79,8 @@ class PictureUrls:
     """Makes what connects; ``None``: with the certificates of this machine."""
     _fetches: anyio.CapacityLimiter | None = attrs.field(init=False, default=None)
     """Made with the first picture: it belongs to the event loop."""
+    _own: WeakValueDictionary[str | None, anyio.CapacityLimiter] = attrs.field(init=False, factory=WeakValueDictionary)
+    """The share of each principal that has a picture fetched now."""
 
     @classmethod
     def of(cls, config: Config) -> PictureUrls:
@@ -100,10 +107,11 @@ class PictureUrls:
         fetches = self._fetches = self._fetches or anyio.CapacityLimiter(MAX_FETCHES)
         files: dict[int, str] = {}
         left = [self.max_bytes]
-        at_a_time, failures = anyio.CapacityLimiter(AT_A_TIME), list[HttpError]()
+        own = self._own.setdefault(fields.get("principal"), anyio.CapacityLimiter(AT_A_TIME))
+        failures = list[HttpError]()
 
         async def fetch(part: Mapping[str, Any]) -> None:
-            async with at_a_time, fetches:
+            async with own, fetches:
                 try:
                     files[id(part)] = base64.b64encode(await self._fetch(part, left)).decode()
                 except HttpError as error:
@@ -191,20 +199,15 @@ class PictureUrls:
         """An address of ``host``, all of whose addresses are public.
 
         Raises:
-            HubError: one of them is not, or there is none.
+            HubError: one of them is not, there is none, or it takes too long to find them.
         """
-        try:
-            found = [str(ipaddress.ip_address(host))]
-        except ValueError:
-            try:
-                found = await self._resolve(host, port)
-            except (OSError, UnicodeError):
-                found = []
-        if not found:
-            raise HubError(f"{host} has no address", "check the URL")
-        if not all(map(is_public, found)):
-            raise HubError(f"{host} is inside a private network or this machine", SEND_IT)
-        return found[0]
+        found, until = list[str](), anyio.current_time() + RESOLVE_S
+        with anyio.move_on_after(RESOLVE_S), contextlib.suppress(OSError, UnicodeError):
+            found = await self._resolve(host, port)
+        if found and all(map(is_public, found)):
+            return found[0]
+        await anyio.sleep_until(until)
+        raise HubError(f"{host} has no public address", f"check the URL, or {SEND_IT}")
 
 
 SEND_IT: Final = "send the file itself, as data:image/png;base64,..."
