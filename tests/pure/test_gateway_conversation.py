@@ -34,6 +34,7 @@ def test_headers_and_cache_keys_name_a_session_for_each_system_prompt(header: st
     assert name != session({header: "abc"}, chat("Write a title."))
     assert name == session({header: "abc"}, [*chat("Be kind."), {"role": "assistant", "content": "Hi."}])
     assert len(str(session({header: "x" * 5000}))) <= 256
+    assert str(session({header: "\x9b2J"})).isprintable()
 
 
 @all_cases("role", ["system", "developer"])

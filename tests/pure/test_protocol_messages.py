@@ -231,7 +231,7 @@ AT_THE_BOUNDS = [
     ("logit_bias", {str(token): -100 for token in range(300)}),
     ("logit_bias", {"0": 100, str(2**31 - 1): -0.0}),
     ("session_id", "x" * 256),
-    ("session_id", "../é\n"),
+    ("session_id", "../é\u2028"),
     ("chat_template_kwargs", {}),
     ("slo", {}),
     ("slo", {"target_ttft_ms": 1e-9, "target_itl_ms": 3_600_000}),
@@ -542,6 +542,18 @@ def test_cancel_and_metrics_are_checked_too() -> None:
         ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias must be an object of at most 300 fields"),
         ({"slo": {"target_ttft_ms": -1}}, "slo.target_ttft_ms must be a number above 0, up to 3600000, not -1"),
         ({"session_id": "x" * 300}, "session_id must be a text of 1 to 256 characters, not a text of 300 characters"),
+        (
+            {"session_id": "a\nb"},
+            "session_id must be a text of 1 to 256 characters without control characters, not the text 'a\\nb'",
+        ),
+        (
+            {"model": "\x9b2J"},
+            "model must be a text of 1 to 256 characters without control characters, not the text '\\x9b2J'",
+        ),
+        (
+            {"type": "sessions", "action": "rename", "session_id": "s", "title": "\x1b[2J"},
+            "title must be a text of at most 256 characters without control characters, not the text '\\x1b[2J'",
+        ),
         ({"messages": [{"role": "x", "content": ""}]}, "messages[0].role must be one of 'assistant', "),
         ({"messages": [{"content": ""}]}, "messages[0].role is missing; give one of 'assistant', "),
     ],
@@ -656,7 +668,7 @@ def values_of(row: Field) -> st.SearchStrategy[object]:
 
 
 options = st.fixed_dictionaries(
-    {"id": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)},
+    {"id": st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20)},
     optional={
         **{row.name: values_of(row) for row in ROWS},
         "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1).map(str), st.floats(-100, 100), max_size=5),

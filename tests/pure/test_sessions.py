@@ -67,6 +67,7 @@ FILE = "n.txt:\n\n````\nMia ``` is\n````"
         ("# Of **bold** words\n\n- `a`, 2*3*4 and __init__", "Of bold words a, 2*3*4 and __init__"),
         ("Why?\n```py\nx = 1\n```", "Why? x = 1"),
         ("word " * 100, ("word " * 16).strip()),
+        ("Who\x1b[2J is\x9b Mia?", "Who [2J is Mia?"),
     ],
 )
 def test_a_title_is_the_first_words_of_a_question(question: str, title: str) -> None:

@@ -135,6 +135,8 @@ NAMELESS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("no id", {"prompt": "x"}),
     ("an empty id", {"id": "", "prompt": "x"}),
     ("an id of 257 characters", {"id": "a" * 257, "prompt": "x"}),
+    ("an id of two lines", {"id": "a\nb", "prompt": "x"}),
+    ("an id that clears a terminal", {"id": "\x1b[2J", "prompt": "x"}),
     ("an id that is a number", {"id": 7, "prompt": "x"}),
     ("an id that is null", {"id": None, "prompt": "x"}),
     ("a cancel of nothing", {"event": "cancel"}),

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.errors import BadRequest
+from uma_trio.protocol.types import Name
 from uma_trio.protocol.usage import Generation
 
 MAX_MESSAGES: Final = 1024
@@ -39,7 +40,6 @@ TemplateWord = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{0,64}\Z")]
 TemplateKwargs = Annotated[dict[TemplateVariable, bool | int | TemplateWord], Meta(max_length=16)]
 TEMPLATE_VARIABLES: Final = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 """Variables of a template that the daemon sets."""
-CallId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 @attrs.frozen(kw_only=True)
@@ -59,7 +59,7 @@ class ToolCall:
 
     name: ToolName
     arguments: dict[str, Any]
-    id: CallId | None = None
+    id: Name | None = None
     """Chosen by the daemon.  ``None`` is allowed in the messages of a client."""
 
 
@@ -75,9 +75,9 @@ class ChatMessage:
     """Reasoning before ``content``; only of the assistant.  The chat template decides what the model sees of it."""
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
     """Calls after ``content``; only of the assistant."""
-    tool_call_id: CallId | None = None
+    tool_call_id: Name | None = None
     """Which call the message answers; only of a tool."""
-    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    name: Name | None = None
     """Who speaks; for a tool, its name."""
     generation: Generation | None = attrs.field(default=None, eq=False)
     """How the daemon generated the message; only of the assistant.  The model does not see it."""

@@ -14,7 +14,7 @@ from msgspec import inspect
 
 from uma_trio.errors import BadRequest
 from uma_trio.protocol.parameters import MAX_INT32
-from uma_trio.protocol.types import MAX_ERROR_CHARS
+from uma_trio.protocol.types import MAX_ERROR_CHARS, ONE_LINE
 
 MAX_SHOWN_CHARS: Final = 40
 """A longer text is not quoted."""
@@ -211,7 +211,7 @@ def _described_one(type_: inspect.Type, value: object) -> str:
         case inspect.FloatType():
             return f"a number{_bounds(type_, value)}"
         case inspect.StrType():
-            return f"a text{_lengths(type_, 'characters')}{_pattern(type_)}"
+            return f"a text{_lengths(type_, 'characters')}{_pattern(type_, value)}"
         case inspect.LiteralType(values=values):
             shown = [f"'{value}'" if isinstance(value, str) else str(value) for value in values]
             return f"one of {', '.join(shown)}" if len(shown) > 1 else shown[0]
@@ -252,7 +252,10 @@ def _lengths(of: inspect.StrType | inspect.ListType | inspect.DictType, unit: st
     return f" of at least {least} {unit}" if least else ""
 
 
-def _pattern(of: inspect.StrType) -> str:
+def _pattern(of: inspect.StrType, value: object) -> str:
+    if of.pattern == ONE_LINE:
+        fits = not isinstance(value, str) or re.search(ONE_LINE, value)
+        return "" if fits else " without control characters"
     return "" if of.pattern is None else f" that matches {of.pattern.replace(chr(92) + 'Z', '$')}"
 
 

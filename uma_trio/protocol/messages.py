@@ -80,7 +80,7 @@ from uma_trio.protocol.queries import (
     parse_tokenize_query,
 )
 from uma_trio.protocol.requests import Cancel, Embed, Generate, Rerank, parse_generate
-from uma_trio.protocol.types import MAX_NAME_CHARS
+from uma_trio.protocol.types import is_name
 from uma_trio.protocol.usage import Explanation
 
 Query = (
@@ -188,7 +188,7 @@ def parse(fields: dict[str, Any]) -> ClientMessage:
         return _parse(fields)
     except BadRequest as error:
         claimed = fields.get("id")
-        if isinstance(claimed, str) and 0 < len(claimed) <= MAX_NAME_CHARS:
+        if is_name(claimed):
             error.request_id = claimed
         raise
 

@@ -20,9 +20,8 @@ from uma_trio.protocol.chat import (
 )
 from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.parameters import MAX_INT32
-from uma_trio.protocol.types import Name, TokenIds
+from uma_trio.protocol.types import MAX_TITLE, Name, Title, TokenIds
 
-MAX_TITLE: Final = 256
 """Characters of a session's title, and of a text to look for."""
 
 
@@ -44,7 +43,7 @@ class SessionQuery:
     """The session to act on; set for every action except ``list``."""
     new_id: Name | None = None
     """Name of the new session; set for ``fork`` alone."""
-    title: Annotated[str, Meta(max_length=MAX_TITLE)] | None = None
+    title: Title | None = None
     """Set for ``rename`` alone.  An empty one brings the title back that the session had by itself."""
     contains: Annotated[str, Meta(max_length=MAX_TITLE)] | None = None
     """List only sessions with this text in their title or in a message, in any case; for ``list`` alone."""

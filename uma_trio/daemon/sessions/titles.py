@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from uma_trio.protocol.chat import ChatMessage
+from uma_trio.protocol.types import CONTROL
 
 TITLE_CHARS: Final = 80
 """Longest title."""
@@ -17,6 +18,7 @@ _FILE = re.compile(r"\n*([^\n]+\.\w{1,9}):\n\n(`{3,})\n")
 _MARKS = re.compile(
     r"^[ \t]*(?:#{1,6}|>|[-*])[ \t]+|^[ \t]*`{3,}\S*$|(?<!\w)(\*{1,3}|~~|`+)(?=\S)(.+?)(?<=\S)\1(?!\w)", re.MULTILINE
 )
+_CONTROL = re.compile(f"[{CONTROL}]")
 
 
 def own_title(messages: Sequence[ChatMessage]) -> str:
@@ -24,7 +26,7 @@ def own_title(messages: Sequence[ChatMessage]) -> str:
     question = next((each.text for each in messages if each.role == "user"), "")
     begin, name = _after_files(question)
     words = _MARKS.sub(lambda mark: mark[2] or "", question[begin : begin + 4 * TITLE_CHARS])
-    return (" ".join(words.split()) or name)[:TITLE_CHARS].rstrip()
+    return (" ".join(_CONTROL.sub(" ", words).split()) or _CONTROL.sub(" ", name))[:TITLE_CHARS].rstrip()
 
 
 def _after_files(question: str) -> tuple[int, str]:

@@ -10,11 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from uma_trio.protocol.types import ONE_LINE
+
 SESSION_HEADERS: Final = ("x-session-id", "x-claude-code-session-id", "x-smg-routing-key")
 """Headers that name a conversation; the last one is what the router smg passes on.  The first one counts."""
 
 MAX_KEY_CHARS: Final = 200
-"""A longer name of a conversation is replaced by its hash."""
+"""A longer name of a conversation is replaced by its hash, as is one with control characters."""
 
 BILLING_HEADER: Final = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*\w+=[^;\n]*;?)*\s*")
 """The line that Claude Code puts before its system prompt.  It changes with every request."""
@@ -43,7 +45,7 @@ def conversation_fields(
         return {"messages": cleaned}
     if session_id is None:
         system = "\n".join(each.get("content") or "" for each in cleaned if is_system(each))
-        name = key if len(key) <= MAX_KEY_CHARS else _hash(key, 32)
+        name = key if len(key) <= MAX_KEY_CHARS and re.match(ONE_LINE, key) else _hash(key, 32)
         session_id = f"{name}:{_hash(system, 8)}"
     return {"messages": cleaned, "session_id": session_id, "history": "replace"}
 
