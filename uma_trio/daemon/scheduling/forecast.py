@@ -46,6 +46,19 @@ class Load:
     """Inter-token latency that it is promised."""
 
 
+def mean_load(loads: Sequence[Load]) -> Load:
+    """The mean of ``loads``, at least one; its latency is the shortest one that is promised."""
+    n = len(loads)
+    return Load(
+        prefill_tokens=max(1, sum([load.prefill_tokens for load in loads]) // n),
+        answer_tokens=sum([load.answer_tokens for load in loads]) / n,
+        context_tokens=sum([load.context_tokens for load in loads]) // n,
+        cells=sum([load.cells for load in loads]) // n,
+        due_ms=sum([load.due_ms for load in loads]) / n,
+        target_itl_ms=min([load.target_itl_ms for load in loads]),
+    )
+
+
 @attrs.frozen(kw_only=True)
 class Speed:
     """What decides how long a tick takes and what is in it."""

@@ -14,7 +14,7 @@ from uma_trio.config import Scheduling
 from uma_trio.daemon.scheduling import places
 from uma_trio.daemon.scheduling.answer_lengths import AnswerLengths
 from uma_trio.daemon.scheduling.fairness import Service
-from uma_trio.daemon.scheduling.forecast import Arrivals, Load, Prediction, Speed, forecast
+from uma_trio.daemon.scheduling.forecast import Arrivals, Load, Prediction, Speed, forecast, mean_load
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue
 from uma_trio.daemon.serving.sequence import Sequence, State
@@ -71,6 +71,8 @@ class Forecaster:
     _retries: places.RetrySchedule = attrs.field(factory=places.RetrySchedule, init=False)
     _arrived: deque[tuple[float, Load]] = attrs.field(factory=lambda: deque(maxlen=MAX_ARRIVALS), init=False)
     """When the last requests came, and what they were."""
+    _mean: Load = attrs.field(default=SMALLEST, init=False)
+    """The mean of these requests."""
     _true_ms: float = attrs.field(default=FIRST_MS, init=False)
     _predicted_ms: float = attrs.field(default=FIRST_MS, init=False)
     """Sums over the last outcomes, of which the latest count most."""
@@ -85,22 +87,14 @@ class Forecaster:
     def arrived(self, sequence: Sequence) -> None:
         """Learn from a request that has come, and was not refused."""
         self._arrived.append((sequence.arrived_at, self._load(sequence)))
+        self._mean = mean_load([load for _, load in self._arrived])
 
     def _arrivals(self) -> Arrivals | None:
         """The requests that are expected to come."""
         if not self._arrived:
             return None
-        n, span_s = len(self._arrived), max(MIN_SPAN_S, trio.current_time() - self._arrived[0][0])
-        loads = [load for _, load in self._arrived]
-        mean = Load(
-            prefill_tokens=max(1, sum([load.prefill_tokens for load in loads]) // n),
-            answer_tokens=sum([load.answer_tokens for load in loads]) / n,
-            context_tokens=sum([load.context_tokens for load in loads]) // n,
-            cells=sum([load.cells for load in loads]) // n,
-            due_ms=sum([load.due_ms for load in loads]) / n,
-            target_itl_ms=min([load.target_itl_ms for load in loads]),
-        )
-        return Arrivals(every_ms=1e3 * span_s / n / self._pace, load=mean)
+        span_s = max(MIN_SPAN_S, trio.current_time() - self._arrived[0][0])
+        return Arrivals(every_ms=1e3 * span_s / len(self._arrived) / self._pace, load=self._mean)
 
     def ended(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
         """Learn from an answer that has ended: how long answers are, and how accurate predictions are."""
