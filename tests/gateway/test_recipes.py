@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -62,6 +62,43 @@ def test_compose_takes_the_file() -> None:
         pytest.skip("python3 -m venv build/recipes && build/recipes/bin/pip install --no-deps docker-compose==1.29.2")
     schema = jsonschema.Draft201909Validator(json.loads(found[0].read_text()))
     schema.validate(yaml.safe_load((RECIPES / "compose.yaml").read_text()))
+
+
+def test_the_inference_pool_has_the_shape_of_its_definition_and_finds_the_daemons() -> None:
+    """Source: InferencePool of group inference.networking.k8s.io, v1, as of v1.0.0 and v1.6.0 of the extension."""
+    port = _object({"number": {"type": "integer", "minimum": 1, "maximum": 65535}}, "number")
+    name = {"type": "string", "minLength": 1, "maxLength": 253}
+    label = {"type": "string", "pattern": r"^(([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9])?$"}
+    labels = {"type": "object", "minProperties": 1, "maxProperties": 64, "additionalProperties": label}
+    picker = {
+        "group": {"type": "string"},
+        "kind": {"type": "string"},
+        "failureMode": {"enum": ["FailOpen", "FailClose"]},
+    }
+    spec = {
+        "selector": _object({"matchLabels": labels}, "matchLabels"),
+        "targetPorts": {"type": "array", "minItems": 1, "maxItems": 8, "uniqueItems": True, "items": port},
+        "endpointPickerRef": _object(
+            {**picker, "name": name, "port": port}, "name", "port"
+        ),  # without a port: no Service
+    }
+    whole = {
+        "apiVersion": {"const": "inference.networking.k8s.io/v1"},
+        "kind": {"const": "InferencePool"},
+        "metadata": _object({"name": name}, "name"),
+        "spec": _object(spec, *spec),
+    }
+    pool = yaml.safe_load((RECIPES / "inference-pool.yaml").read_text())
+    jsonschema.Draft202012Validator(_object(whole, *whole)).validate(pool)
+    manifests = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text())
+    [pods] = [each["spec"]["template"] for each in manifests if each["kind"] == "StatefulSet"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+    listening = {each["containerPort"] for container in pods["spec"]["containers"] for each in container["ports"]}
+    assert {each["number"] for each in pool["spec"]["targetPorts"]} <= listening
+
+
+def _object(properties: Mapping[str, object], *required: str) -> dict[str, object]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def test_all_recipes_start_daemons_with_flags_that_there_are() -> None:
