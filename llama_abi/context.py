@@ -123,8 +123,10 @@ class Context(Handle):
         self.buffers = tuple(captured.buffers)
         """What was allocated; with a model that allocates nothing, only the compute buffers, as large as they would be."""
         self._memory = self._c.llama_get_memory(pointer)
-        self._outputs = np.zeros(0, np.int8)
+        self._outputs = b""
         self._rows = 0
+        self._logits: tuple[tuple[int, int], npt.NDArray[np.float32]] = (0, 0), np.empty((0, 0), np.float32)
+        """Address and rows of the latest logits, and the array of them: llama.cpp seldom moves its memory."""
         self._abort: AbortFlag | None = None
         self._adapters: tuple[tuple[LoraAdapter, float], ...] = ()
         self._copied_into: set[int] = set()
@@ -206,7 +208,7 @@ class Context(Handle):
                 raise LlamaError(f"llama_decode returned {code}: {ERRORS.get(code, FATAL)}{details}", code=code)
         if code == OK:
             self._rows = batch.n_outputs
-            self._outputs = batch._needs_logits[: batch.n_tokens].copy()
+            self._outputs = batch._flags[: batch.n_tokens].tobytes()
             self._copied_into.clear()
             self._copied_from.clear()
         return code
@@ -248,9 +250,11 @@ class Context(Handle):
         width = self.model.vocab.n_tokens
         if wanted == 0:
             return LogitsView(self, np.empty((0, width), np.float32))
-        address = ctypes.cast(self._c.llama_get_logits(pointer), ctypes.c_void_p).value
-        memory = (ctypes.c_float * (wanted * width)).from_address(address or 0)
-        return LogitsView(self, np.frombuffer(memoryview(memory), np.float32).reshape(wanted, width))
+        place = ctypes.addressof(self._c.llama_get_logits(pointer).contents), wanted
+        if self._logits[0] != place:
+            memory = (ctypes.c_float * (wanted * width)).from_address(place[0])
+            self._logits = place, np.frombuffer(memoryview(memory), np.float32).reshape(wanted, width)
+        return LogitsView(self, self._logits[1])
 
     def embeddings(self) -> npt.NDArray[np.float32]:
         """A copy of the last decode's embeddings, ``[n, n_embd_out]``: one row for each token, in batch order.

@@ -72,7 +72,7 @@ class Handle:
     @property
     def closed(self) -> bool:
         """Whether ``close()`` was called."""
-        return not self._finalizer.alive
+        return self._resource.released
 
     @property
     def _pointer(self) -> Any:
@@ -81,7 +81,7 @@ class Handle:
         Raises:
             HandleClosed: it has been freed.
         """
-        if not self._finalizer.alive:
+        if self._resource.released:
             raise self._is_closed()
         return self._resource.pointer
 
@@ -106,7 +106,7 @@ class Handle:
         Raises:
             LlamaError: another handle depends on it, or another thread is in a call into it. It stays open.
         """
-        if not self._finalizer.alive:
+        if self._resource.released:
             return
         if self._resource.children:
             raise LlamaError(

@@ -6,12 +6,10 @@ library, and C must not call it after the interpreter has ended.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import threading
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
@@ -81,8 +79,7 @@ class LogRouter:
         elif captured is None or not captured.is_quiet:
             log.log(logged, "%s", line)
 
-    @contextlib.contextmanager
-    def capture_warnings(self, *, is_quiet: bool = False) -> Iterator[CapturedWarnings]:
+    def capture_warnings(self, *, is_quiet: bool = False) -> CapturedWarnings:
         """Hold this thread's warnings and errors back during a call into C that may fail.
 
         The lines are logged when the block ends: with their own level if it succeeded, as DEBUG if it raised an
@@ -91,17 +88,7 @@ class LogRouter:
         Args:
             is_quiet: drop all other lines.
         """
-        thread = threading.get_ident()
-        captured = self._captured[thread] = CapturedWarnings(is_quiet=is_quiet)
-        try:
-            yield captured
-        except BaseException:
-            captured.expected = True
-            raise
-        finally:
-            del self._captured[thread]
-            for level, line in captured.lines:
-                log.log(logging.DEBUG if captured.expected else level, "%s", line)
+        return CapturedWarnings(self._captured, is_quiet)
 
 
 @attrs.frozen
@@ -118,14 +105,25 @@ class Buffer:
 
 @attrs.define
 class CapturedWarnings:
-    """Warnings and errors that llama.cpp logged during one call. ``str()`` joins the errors."""
+    """Warnings and errors that llama.cpp logged during one call, in a ``with`` block. ``str()`` joins the errors."""
 
+    _captured: dict[int, CapturedWarnings]
+    """Those of all threads that are in a block."""
+    is_quiet: bool
     expected: bool = False
     """The caller reports the outcome, so the lines need no operator's attention."""
     lines: list[tuple[int, str]] = attrs.Factory(list)
-    is_quiet: bool = False
     buffers: list[Buffer] = attrs.Factory(list)
     """What the call allocated."""
+
+    def __enter__(self) -> Self:
+        self._captured[threading.get_ident()] = self
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        del self._captured[threading.get_ident()]
+        for level, line in self.lines:
+            log.log(logging.DEBUG if self.expected or kind is not None else level, "%s", line)
 
     def __str__(self) -> str:
         errors = [line for level, line in self.lines if level >= logging.ERROR]

@@ -102,6 +102,17 @@ def test_stairs(library):
     assert re.search(r"^\| line +\| +[\d.,]+ \| +[\d.,]+ \| +[\d.,]+ \|$", done.stdout, re.MULTILINE), done.stdout
 
 
+def test_host_time(library, tmp_path):
+    out = tmp_path / "host.csv"
+    done = run("host_time.py", "--streams", "1,2", "--temperatures", "0,0.8", "--steps", 10, "--csv", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(out)
+    assert [(row["streams"], row["temperature"]) for row in found] == [
+        (streams, temperature) for temperature in ("0.0", "0.8") for streams in ("1", "2")
+    ]
+    assert all(0 < float(row["gap_us"]) < float(row["host_us"]) for row in found)
+
+
 def test_crowding(library, tmp_path):
     out = tmp_path / "crowding.csv"
     done = run("crowding.py", "--threads", 1, "--attack", "long", "--seconds", 2, "--csv", out)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.support.cases import all_cases
 from tests.support.profile import sampled
 from uma_trio.engine.sampling.dry import Breakers
-from uma_trio.engine.sampling.sampler import MAX_SORTED_TOP_K, copied_rows, distribution, sample
+from uma_trio.engine.sampling.plan import MAX_SORTED_TOP_K, Plan
+from uma_trio.engine.sampling.sampler import distribution, sample
 from uma_trio.engine.sampling_threads import SamplingThreads
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs
 from uma_trio.protocol.parameters import PARAMETERS
@@ -303,7 +304,7 @@ def test_structs_survive_msgpack():
     ],
 )
 def test_copied_rows(rows, copied):
-    assert copied_rows([SamplingParams(*row) for row in rows], 1000) == copied
+    assert Plan([SamplingParams(*row) for row in rows], 1000).copied_rows == copied
 
 
 OTHER_VALUES = {

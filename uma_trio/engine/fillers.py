@@ -60,10 +60,15 @@ def add_filled(batch: llama_abi.Batch, inputs: Sequence[StepInput], fillers: Map
     """
     added = [StepInput(seq_id, position, [FILLER_TOKEN]) for seq_id, position in fillers.items()]
     rows = sorted([*inputs, *added], key=attrgetter("seq_id"))
-    batch.add_decodes(
-        [each.tokens[0] for each in rows],
-        positions=[each.position for each in rows],
-        seqs=[each.seq_id for each in rows],
-        logits=[bool(each.samples) for each in rows],
-    )
+    add_decodes(batch, rows)
     return rows
+
+
+def add_decodes(batch: llama_abi.Batch, inputs: Sequence[StepInput]) -> None:
+    """Append inputs of one token each to ``batch``; those that sample get logits."""
+    batch.add_decodes(
+        [each.tokens[0] for each in inputs],
+        positions=[each.position for each in inputs],
+        seqs=[each.seq_id for each in inputs],
+        logits=[bool(each.samples) for each in inputs],
+    )

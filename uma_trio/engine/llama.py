@@ -21,7 +21,7 @@ from uma_trio.engine.adapter_calls import split_by_adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.draft import Drafter
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
-from uma_trio.engine.fillers import add_filled, company, is_decode, missing_ids
+from uma_trio.engine.fillers import add_decodes, add_filled, company, is_decode, missing_ids
 from uma_trio.engine.inspect import devices_of_model
 from uma_trio.engine.kv_operations import NO_OUTCOME, KvOperations
 from uma_trio.engine.layout import (
@@ -47,7 +47,6 @@ from uma_trio.engine.media_calls import split_by_media
 from uma_trio.engine.placement import compute_environment, open_library, place
 from uma_trio.engine.positions import Positions
 from uma_trio.engine.row_check import check_rows
-from uma_trio.engine.sampling import sampler
 from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.logprobs import compute_logprobs
 from uma_trio.engine.sampling_threads import SamplingThreads
@@ -415,16 +414,9 @@ class LlamaEngine:
         copied = 0
         decode_ms = -outcome.copied_ms - outcome.checkpoints_ms
         sample_ms = 0.0
-        calls = [
-            inputs
-            for call in step.calls
-            for part in split_by_media(call)
-            for inputs in split_by_adapters(part, self._rows_in_order, self._fillers)
-        ]
-        if self.is_async:
-            calls = _without_samples_first(calls)
-        unread: list[StepInput] = []
-        """Inputs of calls that the device still computes."""
+        calls = self._divided(step.calls)
+        unread: list[Sequence[StepInput]] = []
+        """Calls that the device still computes."""
         launched = 0.0
         for number, inputs in enumerate(calls, start=1):
             inputs = self._positions.place(inputs)
@@ -434,16 +426,18 @@ class LlamaEngine:
             pending = self._matchers.begin(wanted) if wanted and not self.is_async else None
             came_back = self._launch(inputs)
             launched = launched if unread else came_back
-            unread += inputs
+            unread.append(inputs)
             if self.is_async and not samples and number < len(calls):
                 continue
             if wanted and self.is_async:
                 pending = self._matchers.begin(wanted)
             self._wait(launched, unread, callbacks)
-            unread = []
+            unread.clear()
             decoded = time.perf_counter()
             masks = _Masks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
-            sampled, scored, next_mus = self._sample(samples, masks)
+            sampled, scored, next_mus = self._sample(samples, masks) if samples else ([], [], {})
+            if samples:
+                copied += self._sampling.copied_rows + len(scored) - scored.count(None)
             if next_mus:
                 seq_ids = [each.seq_id for each in inputs for _ in each.samples]
                 mus += [(seq_ids[row], mu) for row, mu in next_mus.items()]
@@ -455,8 +449,6 @@ class LlamaEngine:
             tokens += sampled
             scores += scored or [None] * len(sampled)
             ended = time.perf_counter()
-            copied += sampler.copied_rows([sample.params for sample in samples], self._info.n_vocab)
-            copied += sum([sample.logprobs is not None for sample in samples])
             decode_ms += 1e3 * (decoded - began)
             sample_ms += 1e3 * (ended - decoded)
             began = ended
@@ -468,7 +460,7 @@ class LlamaEngine:
             started_s=started,
             ended_s=time.perf_counter(),
             copied_rows=copied,
-            scores=scores if any(score is not None for score in scores) else (),
+            scores=scores if scores.count(None) < len(scores) else (),
             mus=mus,
             copied_ms=outcome.copied_ms,
             saved_bytes=outcome.saved_bytes,
@@ -484,6 +476,14 @@ class LlamaEngine:
             verify_ms=outcome.verify_ms,
         )
 
+    def _divided(self, calls: Sequence[Sequence[StepInput]]) -> list[Sequence[StepInput]]:
+        """The calls of ``llama_decode`` that ``calls`` take, in their order."""
+        found = [part for call in calls for part in split_by_media(call)]
+        if self._adapters.files:
+            fills = self._fillers
+            found = [part for call in found for part in split_by_adapters(call, self._rows_in_order, fills)]
+        return _without_samples_first(found) if self.is_async else found
+
     def _launch(self, inputs: Sequence[StepInput]) -> float:
         """Call ``llama_decode``; returns when it came back."""
         if inputs[0].media:
@@ -491,23 +491,17 @@ class LlamaEngine:
         batch = self._batch
         batch.clear()
         fillers = self._fillers(inputs)
-        at = 0
         rows = inputs
         if fillers:
             rows = add_filled(batch, inputs, fillers)
-            at = len(inputs)
-        while at < len(inputs):
-            if single := list(itertools.takewhile(is_decode, inputs[at:] if at else inputs)):
-                batch.add_decodes(
-                    [each.tokens[0] for each in single],
-                    positions=[each.position for each in single],
-                    seqs=[each.seq_id for each in single],
-                )
-                at += len(single)
-            else:
-                _add(batch, inputs[at])
-                at += 1
-        self._adapters.apply_by_row(self._context, [(each.adapters, len(each.tokens)) for each in rows])
+        else:
+            for are_decodes, group in itertools.groupby(inputs, is_decode):
+                if are_decodes:
+                    add_decodes(batch, [*group])
+                else:
+                    for each in group:
+                        _add(batch, each)
+        self._adapters.apply_by_row(self._context, ((each.adapters, len(each.tokens)) for each in rows))
         try:
             code = self._context.decode(batch)
         finally:  # a device may still compute: it takes the cells in the order of the calls
@@ -555,13 +549,14 @@ class LlamaEngine:
         fillers = {seq_id: self._context.seq_pos_max(seq_id) + 1 for seq_id in ids}
         return fillers if all(position < self._info.max_request_tokens for position in fillers.values()) else {}
 
-    def _wait(self, launched: float, inputs: Sequence[StepInput], callbacks: StepCallbacks | None) -> None:
-        """Wait for the device, which computes ``inputs`` since ``launched``.
+    def _wait(self, launched: float, calls: Sequence[Sequence[StepInput]], callbacks: StepCallbacks | None) -> None:
+        """Wait for the device, which computes ``calls`` since ``launched``.
 
         The daemon may send its next message only when it has this step's answer.  So the wait for it is shorter than this
         call is expected to take: after a long prompt, a decode would be complete long before.
         """
-        decodes, rows = all(map(is_decode, inputs)), max(1, sum([len(each.tokens) for each in inputs]))
+        n_tokens = [len(each.tokens) for inputs in calls for each in inputs]
+        decodes, rows = max(n_tokens, default=1) == 1, max(1, sum(n_tokens))
         if callbacks is not None:
             seconds, rows_then = self._device_times.get(decodes, (0.0, rows))
             expected_s = seconds * min(1.0, rows / rows_then) if self.is_async else 0.0
@@ -593,18 +588,22 @@ class LlamaEngine:
         """A token for each request, its log-probabilities where they are wanted, and what mirostat changes, by row.
 
         There are no log-probabilities at all where nobody asks.
+
+        Args:
+            samples: not empty.
         """
-        if not samples:
-            return [], [], {}
         logits = self._context.logits(len(samples)).array
+        params, steps = [each.params for each in samples], [each.n_before for each in samples]
+        if self._are_plain(samples, masks):
+            return self._sampling.sample(logits, params, steps).tolist(), [], {}
         with_logprobs = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
         late = masks.apply(logits, self.masks)
         mus: dict[int, float] = {}
         sampled = self._sampling.sample(
             logits,
-            [sample.params for sample in samples],
-            [sample.n_before for sample in samples],
+            params,
+            steps,
             [sample.banned for sample in samples],
             [sample.bias for sample in samples],
             [sample.past for sample in samples],
@@ -623,6 +622,22 @@ class LlamaEngine:
                 scores[row] = score
         tokens: list[int] = sampled.tolist()
         return tokens, scores, mus
+
+    @staticmethod
+    def _are_plain(samples: Sequence[SampleRequest], masks: _Masks) -> bool:
+        """Whether logits, parameters and random numbers are all that the tokens depend on, and all that is wanted is tokens."""
+        if masks.pending is not None or masks.shared:
+            return False
+        special = [
+            each
+            for each in samples
+            if each.banned is not None
+            or each.bias is not None
+            or each.past is not None
+            or each.logprobs is not None
+            or each.params.mirostat
+        ]
+        return not special
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
         if self._drafter is None:
@@ -699,6 +714,8 @@ def _without_samples_first(calls: list[Sequence[StepInput]]) -> list[Sequence[St
 
 def _constrained(inputs: Sequence[StepInput]) -> list[tuple[int, int, GrammarState, Sequence[int]]]:
     """Inputs that sample by a grammar: sequence, row of the first sample, state before it, drafts between the samples."""
+    if not [each for each in inputs if each.grammar is not None]:
+        return []
     found = []
     row = 0
     for each in inputs:

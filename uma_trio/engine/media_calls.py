@@ -16,7 +16,7 @@ def split_by_media(inputs: Sequence[StepInput]) -> Sequence[Sequence[StepInput]]
         Calls with the same tokens in the same order.  An input with ``media`` is alone in its call, all of its tokens are
         rows, and it has one element there.
     """
-    if not any(each.media for each in inputs):
+    if not [each for each in inputs if each.media]:
         return (inputs,)
     calls: list[list[StepInput]] = [[]]
     for each in inputs:

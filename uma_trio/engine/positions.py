@@ -35,10 +35,11 @@ class Positions:
         Args:
             inputs: a result of ``split_by_media``: rows and tokens are in inputs of their own.
         """
-        if each := next((each for each in inputs if each.media and each.media[0].columns), None):
+        if columns := [each for each in inputs if each.media and each.media[0].columns]:
+            each = columns[0]
             tokens = np.asarray(each.tokens, np.int32)
             self._note(each.seq_id, each.position, standing_runs(tokens, each.position))
-        return [self._placed(each) for each in inputs] if self._runs or each else inputs
+        return [self._placed(each) for each in inputs] if self._runs or columns else inputs
 
     def _placed(self, each: StepInput) -> StepInput:
         before = each.media[0].row if each.media and each.media[0].columns else 0

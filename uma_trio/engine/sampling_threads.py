@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from uma_trio.engine.sampling import sampler
 from uma_trio.engine.sampling.candidates import Floats
 from uma_trio.engine.sampling.dry import Breakers
+from uma_trio.engine.sampling.plan import Plan
 from uma_trio.engine.sampling.sampler import Mask
 from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
 
@@ -36,38 +36,57 @@ class SamplingThreads:
     def __init__(self, n_threads: int) -> None:
         self._n_threads = min(n_threads, MAX_THREADS)
         self._pool: ThreadPoolExecutor | None = None
+        self._params: Sequence[SamplingParams] = ()
+        self._parts: list[tuple[slice, Plan]] = []
+        """How the rows of ``_params`` are divided, until there are others."""
+        self.copied_rows = 0
+        """Rows of logits that were copied for the latest tokens."""
 
     def sample(
         self,
         logits: Floats,
         params: Sequence[SamplingParams],
         steps: Sequence[int],
-        masks: Sequence[Mask],
-        biases: Sequence[Bias | None],
-        pasts: Sequence[Past | None],
-        breakers: Sequence[Breakers | None],
-        mus: dict[int, float],
+        masks: Sequence[Mask] | None = None,
+        biases: Sequence[Bias | None] | None = None,
+        pasts: Sequence[Past | None] | None = None,
+        breakers: Sequence[Breakers | None] | None = None,
+        mus: dict[int, float] | None = None,
     ) -> npt.NDArray[np.int32]:
         """See ``sampler.sample``.  Blocks until all rows have their token."""
-        work = sum([1 if each.greedy else DRAW for each in params])
-        n_parts = min(self._n_threads, work * logits.shape[1] // LOGITS_OF_A_THREAD)
-        if n_parts < 2:
-            return sampler.sample(logits, params, steps, masks, biases, pasts, breakers, mus)
+        if params != self._params:
+            self._divide(params, logits.shape[1])
+        if len(self._parts) == 1:
+            return sampler.sample(logits, params, steps, masks, biases, pasts, breakers, mus, self._parts[0][1])
         self._pool = self._pool or ThreadPoolExecutor(self._n_threads - 1, "sampling")
-        ends = [len(logits) * part // n_parts for part in range(n_parts + 1)]
 
-        def part(start: int, end: int) -> npt.NDArray[np.int32]:
-            rows = slice(start, end)
+        def part(rows: slice, plan: Plan) -> npt.NDArray[np.int32]:
             found: dict[int, float] = {}
             tokens = sampler.sample(
-                logits[rows], params[rows], steps[rows], masks[rows], biases[rows], pasts[rows], breakers[rows], found
+                logits[rows],
+                params[rows],
+                steps[rows],
+                masks and masks[rows],
+                biases and biases[rows],
+                pasts and pasts[rows],
+                breakers and breakers[rows],
+                found,
+                plan,
             )
-            mus.update({start + row: mu for row, mu in found.items()})
+            if mus is not None:
+                mus.update({rows.start + row: mu for row, mu in found.items()})
             return tokens
 
-        first, *others = pairwise(ends)
+        first, *others = self._parts
         running = [self._pool.submit(part, *each) for each in others]
         return np.concatenate([part(*first), *[each.result() for each in running]])
+
+    def _divide(self, params: Sequence[SamplingParams], n_vocab: int) -> None:
+        work = sum([1 if each.greedy else DRAW for each in params])
+        n_parts = max(1, min(self._n_threads, work * n_vocab // LOGITS_OF_A_THREAD))
+        ends = [len(params) * part // n_parts for part in range(n_parts + 1)]
+        self._parts = [(rows, Plan(params[rows], n_vocab)) for rows in map(slice, ends, ends[1:])]
+        self._params, self.copied_rows = params, sum([plan.copied_rows for _, plan in self._parts])
 
     def close(self) -> None:
         """End the threads.  Blocks until they have."""

@@ -16,7 +16,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -95,14 +95,9 @@ class StepRunner:
         """Sequence id -> state of mirostat after the last step."""
         self._rejected: list[Truncate] = []
         """For the next step: they remove the draft tokens that the last step rejected."""
-        self._running: list[StepInput] = []
-        """The inputs of the step that the engine computes."""
-        self._prepared: dict[int, StepInput] = {}
-        """Sequence id -> what comes after its input of ``_running``, without the token that this samples."""
-        self._ending: frozenset[int] = self._end_ids
-        """Tokens that end a sequence of ``_prepared``."""
         self._next: dict[int, StepInput] = {}
-        """Sequence id -> its next input, where that was prepared; otherwise ``_sampled`` has what it is made of."""
+        """Sequence id -> its next input, if that depends on the last one and its token alone: one object, which each token
+        changes.  For other sequences ``_sampled`` has what the next input is made of."""
         self._last_number = 0
         """Number of the last step; 0 if it failed, or before the first one."""
 
@@ -125,15 +120,15 @@ class StepRunner:
         """
         calls = self.inputs(step)
         kept = [inputs for inputs in calls if inputs]
-        dropped = sum(map(len, calls)) < sum(map(len, step.calls))
+        dropped = [*map(len, calls)] != [*map(len, step.calls)]
         drafted = None
         if step.drafts:
             drafted = self._engine.draft(self._draft_inputs(step), step.min_draft_probability)
             drafts = {each.seq_id: each.tokens for each in drafted.drafts if each.tokens}
             kept = [[_with_drafts(each, drafts.get(each.seq_id, ())) for each in inputs] for inputs in kept]
         ops = [*self._rejected, *step.ops] if self._rejected else step.ops
+        continued, self._next = self._next, {}
         self._sampled, self._rejected, self._last_number = {}, [], 0
-        self._running, self._prepared, self._next = [*chain.from_iterable(kept)], {}, {}
         runnable: Step[StepInput] = Step(
             ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings
         )
@@ -143,18 +138,8 @@ class StepRunner:
             output.drafted = drafted
             output.started_s -= drafted.ms / 1e3
         self._last_number, self._mus = step.number, dict(output.mus)
-        self._note(output.tokens)
+        self._note([*chain.from_iterable(kept)], output.tokens, continued)
         return self._with_dropped(step, kept, output) if dropped else output
-
-    def prepare_next(self) -> None:
-        """Prepare the next inputs of the running step's sequences, while the device computes it.
-
-        Afterwards only tokens are missing.  Nothing is prepared if an input depends on more than a token.
-        """
-        inputs = [each for each in self._running if each.samples]
-        if not self._prepared and all(map(_is_plain, inputs)):
-            self._prepared = {each.seq_id: _after(each, _following(each.samples[0]), 1) for each in inputs}
-            self._ending = self._end_ids.union(*[each.stop_ids for each in inputs if each.stop_ids])
 
     def inputs(self, step: SubmittedStep) -> list[list[StepInput]]:
         """The inputs of each call of ``step``, without sequences that ended in the step before."""
@@ -163,16 +148,24 @@ class StepRunner:
             for inputs in step.calls
         ]
 
-    def _note(self, tokens: Sequence[int]) -> None:
-        """Remember what the running step has sampled."""
-        if self._prepared and min(tokens) >= 0 and self._ending.isdisjoint(tokens):
-            for each, token in zip(self._prepared.values(), tokens, strict=True):
-                each.tokens = (token,)
-            self._next = self._prepared
-            return
+    def _note(self, inputs: Sequence[StepInput], tokens: Sequence[int], continued: Mapping[int, StepInput]) -> None:
+        """Remember what the step has sampled.
+
+        Args:
+            inputs: of the step.
+            continued: ``_next`` before the step.
+        """
         left = iter(tokens)
-        for each in self._running:
-            if each.samples:
+        for each in inputs:
+            seq_id = each.seq_id
+            if continued.get(seq_id) is each:
+                token = next(left)
+                if token >= 0 and token not in self._end_ids and token not in each.stop_ids:
+                    self._next[seq_id] = each
+                    each.position += 1
+                    each.tokens = (token,)
+                    each.samples[0].n_before += 1
+            elif each.samples:
                 self._note_one(each, [next(left) for _ in each.samples])
 
     def _note_one(self, each: StepInput, sampled: Sequence[int]) -> None:
@@ -189,11 +182,13 @@ class StepRunner:
         self._sampled[each.seq_id] = each, sampled[: n + 1]
         if n + 1 < len(sampled):
             self._rejected.append(Truncate(each.seq_id, _end(each, n + 1)))
+        elif _is_plain(each) and (following := self._continue(each.seq_id)):
+            self._next[each.seq_id] = following
 
     def _continue(self, seq_id: int) -> StepInput | None:
         """The next input of a sequence, after the tokens of the last step; ``None`` if they ended it, or it got none."""
-        if seq_id in self._next:
-            return self._next[seq_id]
+        if known := self._next.get(seq_id):
+            return known
         if seq_id not in self._sampled:
             return None
         last, tokens = self._sampled[seq_id]
@@ -218,8 +213,8 @@ class StepRunner:
             if each.seq_id not in goes_on:
                 found.append(each)
             elif self._continue(each.seq_id) is not None:
-                sampled = self._next[each.seq_id].tokens if self._next else self._sampled[each.seq_id][1]
-                tokens = [*each.tokens, *sampled]
+                known = self._next.get(each.seq_id)
+                tokens = [*each.tokens, *(known.tokens if known else self._sampled[each.seq_id][1])]
                 found.append(DraftInput(each.seq_id, each.position, tokens, each.n_drafts, each.temperature))
         return found
 
@@ -247,11 +242,11 @@ def _end(each: StepInput, n: int) -> int:
 
 
 def _is_plain(each: StepInput) -> bool:
-    """Whether all of the next input but its token is known before ``each`` has been computed."""
+    """Whether the inputs that follow ``each`` differ in their tokens, their positions and the numbers of their draws alone."""
     if len(each.samples) != 1 or each.grammar is not None:
         return False
     [sample] = each.samples
-    return sample.past is None and not sample.params.is_adaptive
+    return sample.past is None and sample.late_mask is None and not sample.params.is_adaptive
 
 
 def _after(each: StepInput, following: SampleRequest, n: int) -> StepInput:
@@ -279,7 +274,7 @@ def _with_drafts(each: StepInput, drafts: Sequence[int]) -> StepInput:
 
 def _decodes(step: SubmittedStep) -> tuple[int, ...]:
     """The rows of each call of ``step``, if all of them decode one token of their sequence; otherwise empty."""
-    if any(isinstance(each, StepInput) and len(each.tokens) != 1 for inputs in step.calls for each in inputs):
+    if [each for inputs in step.calls for each in inputs if isinstance(each, StepInput) and len(each.tokens) != 1]:
         return ()
     return tuple(map(len, step.calls))
 
@@ -311,7 +306,6 @@ class Worker:
         self._closed = False
         """Whether the daemon has closed its end."""
         self.engine: LoadedEngine | None = None
-        self._runner: StepRunner | None = None
 
     def run(self) -> None:
         """Serve until the daemon closes its end.  Blocks.  Closes the socket and the engine."""
@@ -339,7 +333,7 @@ class Worker:
             self._send(LoadFailed(error.reason, error.remedy, error.is_about_memory))
             return
         self._send(engine.describe())
-        self._runner = runner = StepRunner(engine)
+        runner = StepRunner(engine)
         while True:
             if not self._steps:  # otherwise the socket was read when the last step was complete
                 self._read(wait=True)
@@ -415,8 +409,6 @@ class Worker:
     def computing(self, wait_s: float) -> None:
         """See ``messages.StepCallbacks``."""
         self._flush()
-        if self._runner is not None:
-            self._runner.prepare_next()
         if wait_s and not self._steps:
             select.select([self._sock], [], [], wait_s)
         self._read()

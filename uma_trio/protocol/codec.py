@@ -36,6 +36,11 @@ from uma_trio.protocol.requests import Cancel, Generate, without_effect
 ERROR_LINE: Final = b"error: "
 """How an error begins in the newline protocol."""
 
+IN_THE_MIDDLE: Final = (
+    Token, Reasoning, Inserted, PrefillProgress, LoadProgress, Forecast, Fork, ControllerOutput, Backtrack
+)  # fmt: skip
+"""Events of a request that are not its last one.  A tuple, because it is asked for each token."""
+
 Mode = Literal["auto", "json", "cbor", "newline"]
 
 
@@ -159,20 +164,8 @@ class ServerCodec:
         encoding, answers = self._pending.get(event.id, (self._latest, 0))
         if isinstance(event, Fork) and answers:
             self._pending[event.id] = encoding, answers + 1
-        in_the_middle = isinstance(
-            event,
-            Token
-            | Reasoning
-            | Inserted
-            | PrefillProgress
-            | LoadProgress
-            | Forecast
-            | Fork
-            | ControllerOutput
-            | Backtrack,
-        )
         fields = messages.to_fields(event)
-        if not in_the_middle and not (
+        if not isinstance(event, IN_THE_MIDDLE) and not (
             isinstance(event, Transcript | TokenList | Embeddings | Controllers) and event.more
         ):
             self._pending.pop(event.id, None)

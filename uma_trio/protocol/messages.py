@@ -205,10 +205,10 @@ def parse_event(fields: dict[str, Any]) -> Event:
     cls = _EVENT_TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
         return UnknownEvent(fields)
-    if cls is Token and len(fields) == 3:  # spelled out, because this runs once a token
-        id, text = fields.get("id"), fields.get("text")
-        if type(id) is str and type(text) is str:
-            return Token(id=id, text=text)
+    if cls is Token and len(fields) == 4:  # spelled out, because this runs once a token
+        id, text, token_id = fields.get("id"), fields.get("text"), fields.get("token_id")
+        if type(id) is str and type(text) is str and type(token_id) is int:
+            return Token(id=id, text=text, token_id=token_id)
     if cls is Metrics:  # the snapshot's fields stand in the payload itself
         snapshot = {key: value for key, value in fields.items() if key not in ("event", "id", "warnings")}
         return Metrics(snapshot=snapshot, id=fields.get("id"))

@@ -18,24 +18,28 @@ _MAX_GROUP = 64
 """Most logits in a group when the search for candidates looks at the maxima of groups."""
 
 _LOWEST = np.finfo(np.float32).min
+_LEAST = np.finfo(np.float32).tiny
 
 _PADDING = np.uint64(0xFF80_0000_0000_0000)
 """Sort key of id 0 with logit -inf, whose weight is 0."""
 
 
-def relative_weights(logits: Floats, max_logits: Floats, temperatures: Doubles) -> Floats:
+def relative_weights(
+    logits: Floats, max_logits: Floats, temperatures: Doubles | None = None, out: Floats | None = None
+) -> Floats:
     """Return the weights of all tokens, (rows, n_vocab), each in [0, 1].
 
     Args:
         logits: (rows, n_vocab).
         max_logits: (rows,) the largest logit of each row.
-        temperatures: (rows,), above 0.
+        temperatures: (rows,), above 0; without them all are 1.
+        out: where to write the weights.
     """
-    weights: Floats = logits - max_logits[:, np.newaxis]
-    # At a smaller temperature every token but the best has weight 0, and the best would have 0 / 0 = NaN.
-    divisors = np.maximum(temperatures, np.finfo(np.float32).tiny).astype(np.float32)
+    weights: Floats = np.subtract(logits, max_logits[:, np.newaxis], out=out)
     with np.errstate(over="ignore", under="ignore"):
-        weights /= divisors[:, np.newaxis]
+        if temperatures is not None:
+            # At a smaller temperature every token but the best has weight 0, and the best would have 0 / 0 = NaN.
+            weights /= np.maximum(temperatures, _LEAST).astype(np.float32)[:, np.newaxis]
         return np.exp(weights, out=weights)
 
 

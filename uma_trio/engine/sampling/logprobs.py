@@ -31,7 +31,7 @@ def compute_logprobs(
         return results
     if len(usable) < len(logits):
         logits, max_logits = logits[usable], max_logits[usable]
-    weights = relative_weights(logits, max_logits, np.ones(len(logits)))
+    weights = relative_weights(logits, max_logits)
     # Summed row by row, as in the sampler: the sum of a row must not depend on the other rows.
     norms = max_logits.astype(np.float64) + np.log([row.sum(dtype=np.float64) for row in weights])
     sampled = (logits[np.arange(len(logits)), tokens[usable]] - norms).tolist()

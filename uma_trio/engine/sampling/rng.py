@@ -1,21 +1,25 @@
 """Counter-based random numbers: a function of seed and step, without state.
 
 There is no generator to save or restore.  A request draws the same numbers in any batch, and a session that is restored
-from disk continues with the numbers that it would have drawn.
+from disk continues with the numbers that it would have drawn.  A step needs few of them, so they are plain integers: numpy
+takes as long for one as for a hundred.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_GAMMA: Final = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio, rounded to an odd number: its multiples visit every 64-bit number."""
+_BITS: Final = 2**64 - 1
 
 
-def uniforms(seeds: Sequence[int], steps: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+def uniforms(seeds: Iterable[int], steps: Iterable[int]) -> npt.NDArray[np.float64]:
     """Return one number in [0, 1), with 53 random bits, for each pair of seed and step.
 
     Args:
@@ -26,13 +30,18 @@ def uniforms(seeds: Sequence[int], steps: Sequence[int] | npt.NDArray[np.integer
     whose n-th output can be computed directly.  Seeds are mixed once more, since neighbouring seeds would otherwise
     give shifted copies of one sequence.
     """
-    start = _mix(np.array(seeds, dtype=np.uint64) + _GAMMA)
-    bits = _mix(start + (np.asarray(steps).astype(np.uint64) + np.uint64(1)) * _GAMMA)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    bits = [_mix(_start(seed) + (step + 1) * _GAMMA) >> 11 for seed, step in zip(seeds, steps, strict=True)]
+    return np.array(bits, np.float64) * 2.0**-53
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix the bits: a bijection in which every output bit depends on every input bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+@functools.lru_cache(1024)
+def _start(seed: int) -> int:
+    return _mix(seed + _GAMMA)
+
+
+def _mix(x: int) -> int:
+    """Mix the lowest 64 bits: a bijection in which every output bit depends on every input bit."""
+    x &= _BITS
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _BITS
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _BITS
+    return x ^ (x >> 31)

@@ -14,7 +14,6 @@ reason for this order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -35,24 +34,18 @@ from uma_trio.engine.sampling.candidates import (
 )
 from uma_trio.engine.sampling.dry import Breakers, apply_dry
 from uma_trio.engine.sampling.logit_ops import apply_biases, apply_masks, apply_penalties
+from uma_trio.engine.sampling.plan import Filters, Plan
 from uma_trio.engine.sampling.rng import uniforms
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams
-
-TOP_P_CANDIDATES: Final = 256
-"""How many candidates are sorted for top-p without top-k.  Most distributions need far fewer."""
-
-MAX_SORTED_TOP_K: Final = 512
-"""A row with a larger top-k is filtered separately, without sorting the tokens that it keeps."""
 
 _BYTES_AT_ONCE = 1 << 21
 """Logits that are drawn from together, in bytes.  With fewer, threads that sample other rows wait for Python more than they compute;
 what is computed of more leaves the cache."""
 
-MAX_XTC_THRESHOLD: Final = 0.5
-"""Above it no two tokens have so much, so there is nothing to exclude."""
-
 _XTC_STREAM: Final = 0x5DEECE66D1CE4E5B
 """Makes the seed of a second sequence of random numbers."""
+
+_GREEDY: Final = SamplingParams()
 
 _GROUP = 64
 
@@ -64,12 +57,13 @@ Mask: TypeAlias = npt.NDArray[np.integer] | None
 def sample(
     logits: Floats,
     params: Sequence[SamplingParams],
-    steps: Sequence[int] | npt.NDArray[np.integer],
+    steps: Sequence[int],
     masks: Sequence[Mask] | None = None,
     biases: Sequence[Bias | None] | None = None,
     pasts: Sequence[Past | None] | None = None,
     breakers: Sequence[Breakers | None] | None = None,
     mus: dict[int, float] | None = None,
+    plan: Plan | None = None,
 ) -> npt.NDArray[np.int32]:
     """Sample one token for each row.
 
@@ -82,36 +76,31 @@ def sample(
         pasts: for each row the tokens that its penalties need; ``None`` for a row without penalties.
         breakers: for each row with DRY what ends a repetition.
         mus: gets ``SamplingParams.mu`` for the next draw, for each row that mirostat has drawn.
+        plan: of ``params``, if it is there already.
 
     ``None`` in place of ``masks``, ``biases``, ``pasts`` or ``breakers`` stands for ``None`` in every row.
 
     Returns:
         (rows,) token ids in [0, n_vocab), or ``NO_TOKEN``.  Among equal logits the lower id counts as more likely.
     """
-    logits = _apply_logit_ops(logits, params, masks, biases, pasts, breakers)
+    n_vocab = logits.shape[1]
+    plan = plan or Plan(params, n_vocab)
+    logits = _apply_logit_ops(logits, params, plan, masks, biases, pasts, breakers)
     tokens = logits.argmax(axis=1)
     max_logits = logits[np.arange(len(logits)), tokens]
     usable = np.isfinite(max_logits)  # argmax returns a NaN or +inf if the row has one
-    tokens[~usable] = NO_TOKEN
-    drawn = [row for row, p in enumerate(params) if not p.greedy and usable[row]]
-    if drawn:
-        seeds, steps = [params[row].seed for row in drawn], np.asarray(steps)[drawn]
-        randoms, chances = uniforms(seeds, steps), _chances([params[row] for row in drawn], steps)
+    if not usable.all():
+        tokens[~usable] = NO_TOKEN
+        plan = Plan([p if is_usable else _GREEDY for p, is_usable in zip(params, usable, strict=True)], n_vocab)
+    if drawn := plan.drawn:
+        steps = [steps[row] for row in drawn]
         if len(drawn) < len(logits):
             logits, max_logits = logits[drawn], max_logits[drawn]
-        tokens[drawn], found = _draw(logits, max_logits, [params[row] for row in drawn], randoms, chances)
+        tokens[drawn], found = _draw(logits, max_logits, plan, uniforms(plan.seeds, steps), _chances(plan, steps))
         if mus is not None:
             mus.update({drawn[row]: mu for row, mu in found.items()})
     chosen: npt.NDArray[np.int32] = tokens.astype(np.int32)
     return chosen
-
-
-def copied_rows(params: Sequence[SamplingParams], n_vocab: int) -> int:
-    """Return how many rows of logits ``sample`` copies for these parameters.  It reads the other rows in place."""
-    drawn = [p for p in params if not p.greedy]
-    unfiltered = sum([_is_unfiltered(p, n_vocab) for p in drawn])
-    gathers = len(drawn) < len(params) or 0 < unfiltered < len(drawn)
-    return len(drawn) if gathers else 0
 
 
 def distribution(
@@ -134,15 +123,16 @@ def distribution(
         Token ids and their probabilities, most likely first.  No probability is 0, and they sum up to 1.  Both
         arrays are empty where ``sample`` returns ``NO_TOKEN``.
     """
-    rows = _apply_logit_ops(logits[np.newaxis], [params], [mask], [bias], [past], [breakers])
+    plan = Plan([params], len(logits))
+    rows = _apply_logit_ops(logits[np.newaxis], [params], plan, [mask], [bias], [past], [breakers])
     max_logits = rows.max(axis=1)
     if not np.isfinite(max_logits[0]):
         return np.empty(0, np.int64), np.empty(0)
-    if _is_unfiltered(params, len(logits)):
+    if plan.unfiltered:
         ids = np.arange(len(logits))
         sums = relative_weights(rows, max_logits, np.array([params.temperature]))[0].cumsum(dtype=np.float64)
     else:
-        ((_, ids, sums),) = _filter(rows, max_logits, [params], _chances([params], np.array([step])))
+        ((_, ids, sums),) = _filter(rows, max_logits, plan.filters, _chances(plan, [step]))
     probabilities = np.diff(sums, prepend=0.0) / sums[-1]
     ids, probabilities = ids[probabilities > 0], probabilities[probabilities > 0]
     order = np.lexsort((ids, -rows[0, ids]))
@@ -152,6 +142,7 @@ def distribution(
 def _apply_logit_ops(
     logits: Floats,
     params: Sequence[SamplingParams],
+    plan: Plan,
     masks: Sequence[Mask] | None,
     biases: Sequence[Bias | None] | None,
     pasts: Sequence[Past | None] | None,
@@ -160,8 +151,7 @@ def _apply_logit_ops(
     has_masks, has_biases, has_pasts = (
         given is not None and any(one is not None for one in given) for given in (masks, biases, pasts)
     )
-    cuts = [row for row, p in enumerate(params) if p.top_n_sigma and not (p.greedy or p.mirostat)]
-    if not (has_masks or has_biases or has_pasts or cuts):
+    if not (has_masks or has_biases or has_pasts or plan.cuts):
         return logits
     if not logits.flags.writeable:
         logits = logits.copy()
@@ -174,83 +164,64 @@ def _apply_logit_ops(
                 apply_dry(logits[row], params[row], past.tokens, found)
     if has_masks and masks is not None:  # last, so that a mask wins over any bias or penalty, even over NaN
         apply_masks(logits, masks)
-    for row in cuts:
+    for row in plan.cuts:
         cut_by_deviation(logits[row], params[row].top_n_sigma)
     return logits
 
 
-def _is_unfiltered(params: SamplingParams, n_vocab: int) -> bool:
-    is_off = params.top_p == params.typical_p == 1
-    is_off = is_off and params.min_p == params.xtc_probability == params.dynatemp_range == params.mirostat == 0
-    return is_off and not 0 < params.top_k < n_vocab
-
-
-def _chances(params: Sequence[SamplingParams], steps: npt.NDArray[np.integer]) -> Doubles:
+def _chances(plan: Plan, steps: Sequence[int]) -> Doubles:
     """A random number in [0, 1) for each row with XTC, independent of that of the draw; 1 for the others."""
-    chances = np.ones(len(params))
-    rows = [row for row, p in enumerate(params) if p.xtc_probability and p.xtc_threshold <= MAX_XTC_THRESHOLD]
-    if rows:
-        chances[rows] = uniforms([params[row].seed ^ _XTC_STREAM for row in rows], steps[rows])
+    chances = np.ones(len(plan.params))
+    if rows := plan.with_xtc:
+        chances[rows] = uniforms([plan.seeds[row] ^ _XTC_STREAM for row in rows], [steps[row] for row in rows])
     return chances
 
 
 def _draw(
-    logits: Floats, max_logits: Floats, params: Sequence[SamplingParams], randoms: Doubles, chances: Doubles
+    logits: Floats, max_logits: Floats, plan: Plan, randoms: Doubles, chances: Doubles
 ) -> tuple[Ints, dict[int, float]]:
     """A token for each row, and the next state of mirostat for each row that has it."""
     mus: dict[int, float] = {}
-    n_vocab = logits.shape[1]
     tokens = np.empty(len(logits), np.int64)
-    unfiltered = [row for row, p in enumerate(params) if _is_unfiltered(p, n_vocab)]
-    at_once = max(1, _BYTES_AT_ONCE // (n_vocab * logits.itemsize))
-    for start in range(0, len(unfiltered), at_once):
-        some = unfiltered[start : start + at_once]
-        temperatures = np.array([params[row].temperature for row in some])
+    at_once = max(1, _BYTES_AT_ONCE // (logits.shape[1] * logits.itemsize))
+    for start in range(0, len(plan.unfiltered), at_once):
+        some, temperatures = plan.unfiltered[start : start + at_once], plan.temperatures[start : start + at_once]
         # consecutive rows are not copied
         rows = slice(some[0], some[-1] + 1) if some[-1] - some[0] == len(some) - 1 else some
         tokens[rows] = _draw_unfiltered(logits[rows], max_logits[rows], temperatures, randoms[rows])
-    filtered = [row for row, p in enumerate(params) if not _is_unfiltered(p, n_vocab)]
-    if filtered:
-        if unfiltered:
+    if filtered := plan.filtered:
+        if plan.unfiltered:
             logits, max_logits = logits[filtered], max_logits[filtered]
-        for row, ids, sums in _filter(logits, max_logits, [params[row] for row in filtered], chances[filtered]):
+        for row, ids, sums in _filter(logits, max_logits, plan.filters, chances[filtered]):
             target = randoms[filtered[row]] * sums[-1]
             # The first sum above the target: never that of a token with weight 0.
             place = min(int(sums.searchsorted(target, side="right")), len(sums) - 1)
             tokens[filtered[row]] = ids[place]
-            if (p := params[filtered[row]]).mirostat:
+            if (p := plan.filters.params[row]).mirostat:
                 weight = sums[place] - (sums[place - 1] if place else 0.0)
                 mus[filtered[row]] = p.next_mu(weight / sums[-1])
     return tokens, mus
 
 
-def _filter(
-    logits: Floats, max_logits: Floats, params: Sequence[SamplingParams], chances: Doubles
-) -> list[tuple[int, Ints, Doubles]]:
+def _filter(logits: Floats, max_logits: Floats, filters: Filters, chances: Doubles) -> list[tuple[int, Ints, Doubles]]:
     """Apply the filters: for each row its number, the remaining ids, and the running sums of their weights.
 
     There are three code paths.  Which one a row takes depends on that row alone.
     """
     n_vocab = logits.shape[1]
-    top_k = np.array([p.top_k if p.top_k < n_vocab else 0 for p in params])
-    min_log_weights = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
+    top_k, min_log_weights, temperatures = filters.top_k, filters.min_log_weights, filters.temperatures
     results: list[tuple[int, Ints, Doubles]] = []
 
-    is_typical = np.array([p.typical_p < 1 for p in params])
-    separately = ((top_k > MAX_SORTED_TOP_K) | (is_typical & (top_k == 0))).tolist()
-    totals = np.full(len(params), np.inf)
-    needs_total = [row for row, p in enumerate(params) if top_k[row] == 0 and p.top_p < 1]
-    if needs_total:
-        weights = relative_weights(logits[needs_total], max_logits[needs_total], np.ones(len(needs_total)))
+    totals = np.full(len(top_k), np.inf)
+    if needs_total := filters.needs_total:
+        weights = relative_weights(logits[needs_total], max_logits[needs_total])
         # Row by row: a sum over a matrix may add a row's numbers in an order that depends on the other rows.
         totals[needs_total] = [row.sum(dtype=np.float64) for row in weights]
 
-    counts = np.where(top_k == 0, min(TOP_P_CANDIDATES, n_vocab), np.minimum(top_k, MAX_SORTED_TOP_K))
-    all_ids, all_log_weights = top_candidates(logits, max_logits, counts)
-    all_sums = _sums(all_log_weights)
-    temperatures = np.array([p.temperature for p in params])
+    all_ids, all_log_weights = top_candidates(logits, max_logits, filters.counts)
+    all_sums, counts = _sums(all_log_weights), filters.counts.tolist()
     all_tempered = all_sums if (temperatures == 1).all() else _sums(all_log_weights, temperatures[:, np.newaxis])
-    for row, p in enumerate(params):
+    for row, p in enumerate(filters.params):
         if p.mirostat:
             weights = relative_weights(logits[row : row + 1], max_logits[row : row + 1], temperatures[row : row + 1])[0]
             ids = unsurprising(weights, p.surprise_limit)
@@ -260,9 +231,9 @@ def _filter(
         goal = p.top_p * (totals[row] if top_k[row] == 0 else sums[-1])
         # Whether the limit of top-p or of min-p lies within the sorted candidates.
         is_limited = sums[-1] >= goal or log_weights[-1] < min_log_weights[row]
-        if separately[row] or (top_k[row] == 0 and not is_limited and counts[row] < n_vocab):
+        if filters.are_large[row] or (top_k[row] == 0 and not is_limited and counts[row] < n_vocab):
             ids = kept_tokens(
-                logits[row], float(max_logits[row]), int(top_k[row]), p.typical_p, p.top_p, min_log_weights[row]
+                logits[row], float(max_logits[row]), top_k[row], p.typical_p, p.top_p, min_log_weights[row]
             )
             results.append((row, *_weigh(ids, logits[row, ids] - max_logits[row], p, chances[row])))
             continue
@@ -310,23 +281,24 @@ def _sums(log_weights: Floats | Doubles, temperature: float | Doubles = 1.0) -> 
     return sums
 
 
-def _draw_unfiltered(logits: Floats, max_logits: Floats, temperatures: Doubles, randoms: Doubles) -> Ints:
+def _draw_unfiltered(logits: Floats, max_logits: Floats, temperatures: Doubles, randoms: Doubles) -> list[int]:
     """Draw from whole rows: first a group of tokens by its weight, then a token of the group."""
     rows, n_vocab = logits.shape
     size = min(_GROUP, n_vocab)
     n_groups = -(-n_vocab // size)
-    weights = relative_weights(logits, max_logits, temperatures)
-    if n_vocab % size:
-        weights = np.pad(weights, [(0, 0), (0, size * n_groups - n_vocab)])
+    weights = np.empty((rows, size * n_groups), np.float32)
+    weights[:, n_vocab:] = 0
+    relative_weights(logits, max_logits, temperatures, out=weights[:, :n_vocab])
     grouped = weights.reshape(rows, size, n_groups)
-    row = np.arange(rows)
-    sums = grouped.sum(axis=1).cumsum(axis=1, dtype=np.float64)
-    target = randoms * sums[:, -1]
-    group = np.minimum((sums <= target[:, np.newaxis]).sum(axis=1), n_groups - 1)
-    before = np.where(group > 0, sums[row, group - 1], 0.0)
-    inside = grouped[row, :, group].astype(np.float64).cumsum(axis=1)
-    place = (inside <= (target - before)[:, np.newaxis]).sum(axis=1)
-    # Rounding can put the target at the very end: then take the last token with any weight.
-    last = (inside < inside[:, -1:]).sum(axis=1)
-    chosen: Ints = np.minimum(place, last) * n_groups + group
+    all_sums = grouped.sum(axis=1).cumsum(axis=1, dtype=np.float64)
+    chosen = []
+    for row, (sums, random) in enumerate(zip(all_sums, randoms.tolist(), strict=True)):
+        target = random * float(sums[-1])
+        group = min(int(sums.searchsorted(target, side="right")), n_groups - 1)
+        before = float(sums[group - 1]) if group else 0.0
+        inside = grouped[row, :, group].cumsum(dtype=np.float64)
+        place = int(inside.searchsorted(target - before, side="right"))
+        # Rounding can put the target at the very end: then take the last token with any weight.
+        last = int(inside.searchsorted(inside[-1]))
+        chosen.append(min(place, last) * n_groups + group)
     return chosen

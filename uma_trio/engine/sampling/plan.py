@@ -1,0 +1,79 @@
+"""What the parameters of rows say about how they are sampled.  Streams that go on have equal parameters in every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from uma_trio.engine_link.sampling import SamplingParams
+
+TOP_P_CANDIDATES: Final = 256
+"""How many candidates are sorted for top-p without top-k.  Most distributions need far fewer."""
+
+MAX_SORTED_TOP_K: Final = 512
+"""A row with a larger top-k is filtered separately, without sorting the tokens that it keeps."""
+
+MAX_XTC_THRESHOLD: Final = 0.5
+"""Above it no two tokens have so much, so there is nothing to exclude."""
+
+
+class Plan:
+    """Which rows need what.
+
+    Args:
+        params: one a row.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams], n_vocab: int) -> None:
+        self.drawn = [row for row, p in enumerate(params) if not p.greedy]
+        """Rows with a random draw.  What follows is about these rows alone, and counts only them."""
+        self.cuts = [row for row in self.drawn if params[row].top_n_sigma and not params[row].mirostat]
+        """Rows with top-n-sigma, counted among all rows."""
+        self.params = [params[row] for row in self.drawn]
+        self.seeds = [p.seed for p in self.params]
+        self.unfiltered = [row for row, p in enumerate(self.params) if is_unfiltered(p, n_vocab)]
+        """Rows that are drawn from the whole vocabulary."""
+        self.temperatures = np.array([self.params[row].temperature for row in self.unfiltered])
+        """Temperatures of the unfiltered rows."""
+        self.filtered = [row for row, p in enumerate(self.params) if not is_unfiltered(p, n_vocab)]
+        self.filters = Filters([self.params[row] for row in self.filtered], n_vocab)
+        self.with_xtc = [
+            row for row, p in enumerate(self.params) if p.xtc_probability and p.xtc_threshold <= MAX_XTC_THRESHOLD
+        ]
+        gathers = len(self.drawn) < len(params) or (self.unfiltered and self.filtered)
+        self.copied_rows = len(self.drawn) if gathers else 0
+        """Rows of logits that are copied; the others are read in place."""
+
+
+class Filters:
+    """Filters of rows from which only some tokens can be drawn; lists and arrays have one element a row.
+
+    Args:
+        params: one a row.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams], n_vocab: int) -> None:
+        self.params = params
+        self.top_k = [p.top_k if p.top_k < n_vocab else 0 for p in params]
+        """0 is off."""
+        self.min_log_weights = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
+        """Logarithm of the smallest weight that min-p keeps."""
+        self.are_large = [
+            k > MAX_SORTED_TOP_K or (k == 0 and p.typical_p < 1) for k, p in zip(self.top_k, params, strict=True)
+        ]
+        """Whether so many tokens may be kept that they are not sorted."""
+        self.needs_total = [row for row, p in enumerate(params) if self.top_k[row] == 0 and p.top_p < 1]
+        """Rows of which the sum of all weights is needed."""
+        self.counts = np.array([min(k, MAX_SORTED_TOP_K) or min(TOP_P_CANDIDATES, n_vocab) for k in self.top_k], int)
+        """How many candidates are sorted."""
+        self.temperatures = np.array([p.temperature for p in params])
+
+
+def is_unfiltered(params: SamplingParams, n_vocab: int) -> bool:
+    """Whether any token can be drawn."""
+    is_off = params.top_p == params.typical_p == 1
+    is_off = is_off and params.min_p == params.xtc_probability == params.dynatemp_range == params.mirostat == 0
+    return is_off and not 0 < params.top_k < n_vocab
