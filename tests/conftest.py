@@ -38,7 +38,7 @@ import trio
 
 from tests.support import profile
 from tests.support.cpu_time import CpuTime
-from tests.support.forked import TITLE
+from tests.support.forked import TITLE, Forked, can_fork
 from tests.support.run import RUN_VARIABLE, SETTINGS_OF_DAEMONS, one_authority, run_folder
 
 EXIT_S = 60.0
@@ -84,6 +84,13 @@ def same_order_of_tasks(request: pytest.FixtureRequest) -> None:
     """Seed what trio shuffles with, as hypothesis does: there is no public way to it."""
     if not profile.is_thorough():
         trio._core._run._r.seed(request.node.nodeid)
+
+
+@pytest.fixture
+def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines and runtimes of controllers that a test starts without a daemon begin in forks, as a daemon's do."""
+    if can_fork({}):
+        monkeypatch.setattr("subprocess.Popen", Forked)
 
 
 @pytest.hookimpl(trylast=True)

@@ -20,6 +20,7 @@ import posix_ipc
 import pytest
 
 from tests.support.aici_client import ADMIN, PATIENCE_S, ROOT, Engine
+from tests.support.commands import run_command
 from tests.support.profile import sampled, thorough
 from tests.support.wat_controllers import MID, POST, PRE, controller, printing, returning
 
@@ -790,7 +791,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from tests.support.aici_client import Engine
-engine = Engine(Path({str(tmp_path)!r}))
+engine = Engine(Path({str(tmp_path)!r}), forks=False)
 engine.shake_hands()
 print(engine.process.pid, engine.prefix, flush=True)
 time.sleep(600)
@@ -809,9 +810,7 @@ time.sleep(600)
 
 def test_command_lines_that_are_refused(tmp_path: Path) -> None:
     def run(*flags: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "uma_trio", "aicirt", *flags]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        return run_command(["aicirt", *flags], os.environ, folder=tmp_path)
 
     found = run()
     assert (found.returncode, found.stdout.strip()) == (1, "missing --server")
@@ -833,9 +832,7 @@ def test_another_size_is_refused(tmp_path: Path) -> None:
     memory = posix_ipc.SharedMemory(f"{name}cmd-shm", posix_ipc.O_CREX, size=4096)
     memory.close_fd()
     try:
-        command = [sys.executable, "-m", "uma_trio", "aicirt", "--server", "--name", name]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        found = run_command(["aicirt", "--server", "--name", name], os.environ, folder=tmp_path)
         assert found.returncode == 1
         assert "the same sizes" in found.stderr
     finally:
@@ -846,11 +843,7 @@ def test_another_size_is_refused(tmp_path: Path) -> None:
 
 def test_tools(tmp_path: Path) -> None:
     (tmp_path / "a.wasm").write_bytes(FREE)
-    command = [sys.executable, "-m", "uma_trio", "aicirt"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     flags = ["--module", "a.wasm", "--save-tokenizer=trie"]
-    found = subprocess.run(
-        [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    found = run_command(["aicirt", *flags], os.environ, folder=tmp_path)
     assert (found.returncode, found.stdout.strip()) == (0, hashlib.sha256(FREE).hexdigest()), found.stderr
     assert (tmp_path / "trie").read_bytes()[:4] == bytes.fromhex("D36F8B55")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.aici_client import ADMIN, Engine
 from tests.support.hostile_wasm import with_custom_section
-from tests.support.profile import is_thorough, sampled, thorough
+from tests.support.profile import sampled, thorough
 from tests.support.small_disk import fill, make_read_only, small_disk
 from tests.support.wasm_compiler import killing_the_compiler
 from tests.support.wat_controllers import controller
@@ -26,8 +26,8 @@ ALICE = {"user": "alice", "is_admin": False}
 
 
 @contextlib.contextmanager
-def runtime(folder: Path, *flags: str) -> Iterator[Engine]:
-    with contextlib.closing(Engine(folder, *flags, json_mb=4)) as made:
+def runtime(folder: Path, *flags: str, forks: bool = True) -> Iterator[Engine]:
+    with contextlib.closing(Engine(folder, *flags, json_mb=4, forks=forks)) as made:
         made.shake_hands()
         yield made
 
@@ -47,7 +47,7 @@ def upload(engine: Engine, wasm: bytes, auth: object = ADMIN) -> dict[str, Any]:
 
 @pytest.mark.thorough
 def test_a_controller_that_comes_with_uma_trio_survives_its_compiler(tmp_path: Path) -> None:
-    with runtime(tmp_path) as engine:
+    with runtime(tmp_path, forks=False) as engine:
         with killing_the_compiler(engine.process.pid):
             answer = start(engine, "jsctrl")
         assert (answer["type"], answer["is_user_error"]) == ("error", False)
@@ -58,7 +58,7 @@ def test_a_controller_that_comes_with_uma_trio_survives_its_compiler(tmp_path: P
 
 @pytest.mark.thorough
 def test_a_compilation_whose_process_was_killed_is_tried_again(tmp_path: Path) -> None:
-    with runtime(tmp_path) as engine, killing_the_compiler(engine.process.pid, times=1):
+    with runtime(tmp_path, forks=False) as engine, killing_the_compiler(engine.process.pid, times=1):
         assert start(engine, "jsctrl")["type"] == "ok"
 
 
@@ -86,10 +86,7 @@ def test_a_stored_module_whose_compiler_is_killed_is_still_there(tmp_path: Path)
 
 
 def check_that_shipped_controllers_run(engine: Engine) -> None:
-    """The quick profile leaves out the large one: each folder of modules compiles it again."""
     for name in shipped():
-        if name == "jsctrl" and not is_thorough():
-            continue
         assert start(engine, name)["type"] == "ok"
     assert {each["tag"] for each in ask(engine, "get_tags")["data"]["tags"]} >= {*shipped()}
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.gateway.conftest import Gateway
 from tests.support.commands import invoke
+from tests.support.forked import WITH_COMPILER
 from tests.support.hostile_wasm import with_custom_section
 from tests.support.real_daemon import Daemon, missing, real_daemon
 from tests.support.small_disk import fill, small_disk
@@ -39,9 +40,9 @@ def keys(tmp_path: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Daemon]:
+def serving(folder: Path, *flags: str, **options: Any) -> Iterator[Daemon]:
     own = ("--http", "0", "--http-keys", str(folder / "keys.yaml"), "--state-dir", str(folder / "state"))
-    with real_daemon(*own, "--threads", "1", *flags) as daemon:
+    with real_daemon(*own, "--threads", "1", *flags, **options) as daemon:
         yield daemon
 
 
@@ -96,7 +97,7 @@ def test_tenants_and_their_modules(tmp_path: Path, keys: dict[str, str]) -> None
 
 @pytest.mark.thorough
 def test_the_compiler_is_killed(tmp_path: Path, keys: dict[str, str]) -> None:
-    with serving(tmp_path) as daemon, clients(daemon, keys) as (alice, bob, _):
+    with serving(tmp_path, environment=WITH_COMPILER) as daemon, clients(daemon, keys) as (alice, bob, _):
         with killing_the_compiler(daemon.pid):
             killed = run(alice, "jsctrl", PROGRAM)
         assert killed.status_code == 503

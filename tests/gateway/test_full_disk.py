@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.gateway.conftest import Gateway
+from tests.support.commands import invoke
 from tests.support.real_daemon import Canary, missing, real_daemon
 from uma_trio.gateway.usage import read_usage
 
@@ -20,8 +19,7 @@ def test_usage_on_a_full_disk(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
     file = tmp_path / "keys.yaml"
-    command = [sys.executable, "-m", "uma_trio", "keys", "create", "a", "--quota", "1000000/month", "--file", str(file)]
-    key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+    key = invoke("keys", "create", "a", "--quota", "1000000/month", "--file", file).stdout.split()[-1]
     flags = ("--http", "0", "--http-keys", str(file), "--state-dir", str(tmp_path / "state"))
     with real_daemon(*flags, folder=tmp_path) as daemon:
         gateway = Gateway.of(daemon)

@@ -7,7 +7,6 @@ import os
 import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import trustme
 
 from tests.gateway.conftest import Gateway, Raw
+from tests.support.commands import run_command
 from tests.support.profile import sampled
 from tests.support.real_daemon import Canary, missing, real_daemon
 
@@ -41,9 +41,8 @@ def post(gateway: Gateway, **headers: str) -> httpx.Response:
 
 def serve(folder: Path, *flags: object) -> subprocess.CompletedProcess[str]:
     """Run a daemon that cannot start."""
-    command = [sys.executable, "-m", "uma_trio", "serve", "--socket", str(folder / "s"), *map(str, flags)]
     environment = {**os.environ, "XDG_CONFIG_HOME": str(folder / "config")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    return run_command(["serve", "--socket", folder / "s", *flags], environment)
 
 
 def code_of(answer: httpx.Response) -> str:

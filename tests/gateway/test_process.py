@@ -8,8 +8,6 @@ import os
 import resource
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ import psutil
 import pytest
 
 from tests.gateway.conftest import Gateway, Raw
+from tests.support.commands import run_process
 from tests.support.forked import WITH_STANDBY
 from tests.support.profile import amount, sampled, thorough
 from tests.support.real_daemon import Canary, missing, real_daemon
@@ -228,8 +227,7 @@ def test_the_gateway_ends_with_the_daemon_also_after_a_kill() -> None:
 
 def test_an_address_in_use_is_refused_before_the_model_is_loaded(gateway: Gateway, tmp_path: Path) -> None:
     address = gateway.url.removeprefix("http://")
-    command = [sys.executable, "-m", "uma_trio", "serve", "--socket", str(tmp_path / "s"), "--http", address]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    found = run_process("serve", "--socket", tmp_path / "s", "--http", address)
     assert found.returncode == 1
     assert "address already in use; choose another --http" in found.stderr
 

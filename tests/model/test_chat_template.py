@@ -12,6 +12,8 @@ from uma_trio.daemon.engines.link import ProcessLauncher
 from uma_trio.daemon.prompts import open_prompts
 from uma_trio.models.packaged import EMBEDDED
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "echo": True}
 
 

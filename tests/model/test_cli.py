@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from tests.support.commands import environment, invoke, run_process
+from tests.support.commands import environment, invoke, run_command, run_process
 from tests.support.real_daemon import ROOT, missing
 from uma_trio.protocol.framing import frame
 
@@ -389,14 +389,7 @@ def test_serve_suggests_the_nearest_key_and_variable(tmp_path):
     file = tmp_path / "uma.yaml"
     file.write_text("model:\n  treads: 3\n")
     assert "did you mean threads?" in invoke("serve", "--config", file).stderr
-    found = subprocess.run(
-        [sys.executable, "-m", "uma_trio", "serve"],
-        cwd=ROOT,
-        env=environment(UMA_MAX_CONECTIONS="3"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    found = run_command(["serve"], environment(UMA_MAX_CONECTIONS="3"))
     assert (found.returncode, "did you mean UMA_MAX_CONNECTIONS?" in found.stderr) == (2, True)
 
 

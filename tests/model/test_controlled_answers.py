@@ -30,6 +30,8 @@ from uma_trio.protocol.events import Eos
 from uma_trio.protocol.requests import Generate
 from uma_trio.tokenizer.tokenizer import open_vocabulary
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SHARED = 600
 """Tokens that the forks share."""
 

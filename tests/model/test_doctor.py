@@ -18,6 +18,8 @@ from uma_trio.cli.doctor import command, environment, probe
 from uma_trio.cli.doctor import daemon as daemon_checks
 from uma_trio.models.packaged import EMBEDDED
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @pytest.fixture
 def examine(library, tmp_path, monkeypatch):

@@ -31,6 +31,8 @@ from uma_trio.models.packaged import EMBEDDED
 from uma_trio.protocol.requests import Constraint
 from uma_trio.tokenizer.tokenizer import open_vocabulary
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SETTINGS = config.Model(ctx=4096, parallel=4, batch_tokens=64, threads=1, layout_trial_s=0)
 
 

@@ -33,6 +33,8 @@ from uma_trio.engine_link.messages import EngineDied, LoadError, Start
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.packaged import EMBEDDED
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 MIB = 1 << 20
 SHAPES = ("2x64", "tiny-swa", "tiny-hybrid")
 

@@ -6,8 +6,6 @@ import contextlib
 import resource
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,6 +13,7 @@ import pytest
 
 from tests.fuzz.mutate_gguf import Gguf
 from tests.support import hostile
+from tests.support.commands import run_process
 from tests.support.real_daemon import Canary, real_daemon
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.tokenizer.vocabulary import vocabulary
@@ -318,13 +317,7 @@ def test_a_model_file_that_would_abort_llama_cpp_is_refused(library, tmp_path):
     model.pair("llama.block_count").value = 2690366077
     path = tmp_path / "deadly.gguf"
     path.write_bytes(model.to_bytes())
-    done = subprocess.run(
-        [sys.executable, "-m", "uma_trio", "serve", "--model", path, "--socket", tmp_path / "uma.sock"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_process("serve", "--model", path, "--socket", tmp_path / "uma.sock")
     assert done.returncode > 0
     assert "it claims 2690366077 layers, not 1 to 512" in done.stderr
     assert "GGML_ASSERT" not in done.stderr

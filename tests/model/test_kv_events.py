@@ -6,6 +6,7 @@ import json
 import random
 
 import numpy as np
+import pytest
 import trio
 
 from tests.support.asking import Client
@@ -21,6 +22,8 @@ from uma_trio.engine_link.messages import Start
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Generate
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 async def test_a_subscriber_knows_what_a_real_engine_holds(library: None) -> None:

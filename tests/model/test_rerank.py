@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 
 import httpx
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 import trio
 
 from tests.model.test_encoders import CTX, QUANT, WORDS, reference, texts
+from tests.support.commands import run_process
 from tests.support.gguf_files import STRING, pair, text, with_pairs
 from tests.support.llama_server import llama_server
 from tests.support.random_models import random_model
@@ -144,9 +143,8 @@ def test_a_model_that_generates_says_what_is_needed(daemon):
     daemon.settled()
 
 
-def cli(daemon, *arguments, **options):
-    command = [sys.executable, "-m", "uma_trio", "rerank", "--socket", str(daemon.socket), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+def cli(daemon, *arguments, stdin=""):
+    return run_process("rerank", "--socket", daemon.socket, *arguments, stdin=stdin)
 
 
 def test_the_command(reranker, tmp_path):
@@ -159,7 +157,7 @@ def test_the_command(reranker, tmp_path):
     best = asked(reranker, lambda client: client.rerank(QUERY, documents)).results
     assert [text for _, text in lines] == [" ".join(documents[each.index].split()) for each in best]
     assert [float(score) for score, _ in lines] == [pytest.approx(each.score, abs=1e-3) for each in best]
-    ended = cli(reranker, "--json", "-n", "1", QUERY, "-f", "-", input="\n".join(documents))
+    ended = cli(reranker, "--json", "-n", "1", QUERY, "-f", "-", stdin="\n".join(documents))
     [line] = ended.stdout.splitlines()
     found = json.loads(line)
     assert (found["index"], found["document"]) == (best[0].index, documents[best[0].index])

@@ -28,6 +28,7 @@ from uma_trio.tokenizer.vocabulary import vocabulary
 
 pytestmark = [
     pytest.mark.skipif(real_daemon.missing() is not None, reason=str(real_daemon.missing())),
+    pytest.mark.usefixtures("forked_children"),
 ]
 
 ADMIN = Auth("tests", is_admin=True)

@@ -16,7 +16,6 @@ import os
 import platform
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,8 @@ from typing import Any
 
 import numpy as np
 import posix_ipc
+
+from tests.support.forked import UMA_TRIO, Forked, can_fork
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60
@@ -127,10 +128,18 @@ class Engine:
         flags: more flags of the runtime.
         folder: its working directory, where it keeps modules.
         form: ``=`` for ``--flag=value``, otherwise two words.
+        forks: whether the runtime may start in a fork, which ends with this process.
     """
 
     def __init__(
-        self, folder: Path, *flags: str, futex: bool = False, json_mb: int = 1, bin_mb: int = 4, form: str = "="
+        self,
+        folder: Path,
+        *flags: str,
+        futex: bool = False,
+        json_mb: int = 1,
+        bin_mb: int = 4,
+        form: str = "=",
+        forks: bool = True,
     ) -> None:
         self.prefix = f"/at{os.getpid()}-{next(_numbers)}-"
         size = json_mb << 20
@@ -147,18 +156,8 @@ class Engine:
             for name, value in values.items()
             for word in ([f"--{name}={value}"] if form == "=" else [f"--{name}", str(value)])
         ]
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "uma_trio",
-                "aicirt",
-                *words,
-                *(["--futex"] if futex else []),
-                "--server",
-                *PATIENT,
-                *flags,
-            ],
+        self.process = (Forked if forks and can_fork({}) else subprocess.Popen)(
+            [*UMA_TRIO, "aicirt", *words, *(["--futex"] if futex else []), "--server", *PATIENT, *flags],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from click.testing import CliRunner
 
@@ -37,10 +38,10 @@ def run_process(*arguments: object, stdin: str = "") -> subprocess.CompletedProc
 
 
 def run_command(
-    arguments: Sequence[object], variables: Mapping[str, str], *, stdin: str = ""
+    arguments: Sequence[object], variables: Mapping[str, str], *, stdin: str = "", folder: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """As ``run_process``, with these variables alone."""
     if can_fork({}):
-        return run_forked(arguments, ROOT, variables, stdin=stdin)
+        return run_forked(arguments, folder, variables, stdin=stdin)
     command = [*UMA_TRIO, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=variables, input=stdin, text=True, capture_output=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=variables, input=stdin, text=True, capture_output=True, timeout=60)

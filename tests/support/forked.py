@@ -7,8 +7,9 @@ this process adopts the command, so it is its parent as always.  A daemon has a 
 daemon has threads: for its engines, gateways and runtimes of controllers.
 
 A daemon learns what ticks cost from its ticks: it measures nothing before the first client comes, which takes longer than
-most tests.  Its gateway has no standby without ``WITH_STANDBY`` in the environment.  What reads the environment while it
-is imported, as ``huggingface_hub`` does, is not among the imports.
+most tests.  Its gateway has no standby without ``WITH_STANDBY`` in the environment.  The controllers that come with
+uma-trio are compiled once in a run, by the first runtime that needs them, but for one with ``WITH_COMPILER``.  What reads the
+environment while it is imported, as ``huggingface_hub`` does, is not among the imports.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import importlib
 import inspect
 import json
@@ -37,6 +39,8 @@ from typing import Any, Final, NoReturn
 
 import setproctitle
 
+from tests.support.run import locked, run_folder
+
 ROOT: Final = Path(__file__).parents[2]
 UMA_TRIO: Final = (sys.executable, "-m", "uma_trio")
 FORKED: Final = {"uma_trio": "run", "uma_trio.engine": "main", "uma_trio.gateway": "main"}
@@ -44,8 +48,10 @@ FORKED: Final = {"uma_trio": "run", "uma_trio.engine": "main", "uma_trio.gateway
 PRELOADED: Final = (
     *(f"uma_trio.{name}.__main__" for name in ("engine", "gateway")),
     *(f"uma_trio.aici.runtime.{name}" for name in ("command", "server")),
-    *(f"uma_trio.cli.{name}" for name in ("aicirt", "ask", "chat", "controllers", "keys", "metrics", "models", "pull")),
-    *(f"uma_trio.cli.{name}" for name in ("run", "serve", "sessions", "tokenize")),
+    *(f"uma_trio.cli.{name}" for name in ("aicirt", "ask", "chat", "chat_loop", "controllers", "keys", "metrics")),
+    "uma_trio.cli.metrics_view",
+    *(f"uma_trio.cli.{name}" for name in ("model_option", "models", "pull", "run", "run_trio", "serve", "sessions")),
+    "uma_trio.cli.tokenize",
     *(f"uma_trio.daemon.{name}" for name in ("logs", "server")),
     *(f"uma_trio.engine.{name}" for name in ("open_fitted", "worker")),
     "uma_trio.gateway.process",
@@ -59,6 +65,8 @@ MESSAGE_BYTES: Final = 1 << 20
 MAX_FDS: Final = 16
 WITH_STANDBY: Final = {"PYTEST_UMA_TRIO_STANDBY": "1"}
 """A standby is another process that imports all of the gateway, some seconds after each start."""
+WITH_COMPILER: Final = {"PYTEST_UMA_TRIO_COMPILER": "1"}
+"""To compile the largest controller of ours takes some seconds."""
 
 Run = Callable[[], object]
 
@@ -284,6 +292,8 @@ def _become(
         return _server.fork_server() or _daemon
     if arguments[:1] == [SERVE_PROGRAMS]:
         return serve_programs
+    if arguments[:1] == ["aicirt"] and not WITH_COMPILER.items() <= environment.items():
+        _compile_once()
     run: Run = getattr(module, FORKED[name])
     return run
 
@@ -307,6 +317,26 @@ def _daemon() -> None:
         gateway_process.FIRST_STANDBY_S = math.inf  # type: ignore[misc]
     subprocess.Popen = Forked  # type: ignore[misc]
     run()
+
+
+def _compile_once() -> None:
+    """Keep the machine code of our controllers in the folder of the run."""
+    from uma_trio.aici.runtime.host import WasmHost
+
+    compile_anew = WasmHost.compile
+
+    def compile(self: WasmHost, wasm: bytes, *, is_ours: bool = False) -> bytes:
+        if not is_ours:
+            return compile_anew(self, wasm)
+        path = run_folder() / f"{hashlib.sha256(wasm).hexdigest()}.elf"
+        with locked("compiler"):
+            if not path.exists():
+                begun = path.with_suffix(".begun")
+                begun.write_bytes(compile_anew(self, wasm, is_ours=True))
+                begun.rename(path)
+        return path.read_bytes()
+
+    WasmHost.compile = compile  # type: ignore[method-assign]
 
 
 def _end(run: Run) -> NoReturn:
