@@ -39,6 +39,7 @@ import trio
 from tests.support import profile
 from tests.support.cpu_time import CpuTime
 from tests.support.forked import TITLE, Forked, can_fork
+from tests.support.rewriting import rewrite_share
 from tests.support.run import RUN_VARIABLE, SETTINGS_OF_DAEMONS, one_authority, run_folder
 
 EXIT_S = 60.0
@@ -65,6 +66,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     profile.choose(config.getoption("--profile"))
     config.pluginmanager.register(CpuTime())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Begin with the own share of a work that all processes of the run have."""
+    if is_worker:
+        name, count = (os.environ[f"PYTEST_XDIST_WORKER{each}"] for each in ("", "_COUNT"))
+        rewrite_share(session.config, int(name.removeprefix("gw")), int(count))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
