@@ -6,6 +6,7 @@ replaced, each with the word to use.
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import tokenize
@@ -164,14 +165,11 @@ def in_prose(text: str, file: Path, line: int) -> Iterator[Finding]:
             yield Finding(file, at(match), " ".join(re.sub("# ", "", match[0]).split()), use)
 
 
-def in_identifier(name: str, file: Path, line: int) -> Iterator[Finding]:
-    """Replaced names, and replaced words as parts of a name."""
-    if name in NAMES:
-        yield Finding(file, line, name, NAMES[name])
-        return
-    parts = [part for part in PART.findall(name) if WORD.fullmatch(part)]
-    if parts:
-        yield Finding(file, line, name, use_for(parts[0]))
+@functools.cache
+def use_for_identifier(name: str) -> str | None:
+    """What to use for a replaced name, or for one with a replaced word as a part."""
+    parts = (part for part in PART.findall(name) if WORD.fullmatch(part))
+    return NAMES.get(name) or next(map(use_for, parts), None)
 
 
 def use_for(word: str) -> str:
@@ -192,7 +190,8 @@ def in_source(file: Path, source: str) -> Iterator[Finding]:
             comment.append(token.string)
             ends = token.start[0]
         elif token.type == tokenize.NAME:
-            yield from in_identifier(token.string, file, token.start[0])
+            if (use := use_for_identifier(token.string)) is not None:
+                yield Finding(file, token.start[0], token.string, use)
             if before in (".", "def") and token.string in ATTRIBUTES:
                 yield Finding(file, token.start[0], token.string, ATTRIBUTES[token.string])
         elif tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE"):

@@ -1,6 +1,6 @@
 """How much a run of the tests tries: ``pytest`` is quick, ``pytest --profile thorough`` searches long.
 
-CI runs ``pytest --profile whole``: the amounts of the quick profile, and the tests that it leaves out.
+CI runs the quick profile.  ``pytest --profile whole`` has its amounts, and also the tests that it leaves out.
 
 The numbers of both stand next to each test that repeats something:
 

@@ -30,7 +30,10 @@ PAUSE_S, BURST_S = 0.02, 0.2
 
 
 class Screen(pyte.Screen):
-    """A screen that keeps the lines that scroll away: ``pyte.HistoryScreen`` is four times as slow."""
+    """A screen that keeps the lines that scroll away: ``pyte.HistoryScreen`` is four times as slow.
+
+    It is read as it is: pyte's ``display`` measures the width of each character.  The cell behind a wide one is empty.
+    """
 
     def __init__(self, columns: int, lines: int) -> None:
         self.above: list[str] = []
@@ -38,9 +41,16 @@ class Screen(pyte.Screen):
 
     def index(self) -> None:
         if self.cursor.y == self.lines - 1:
-            top = self.buffer[0]
-            self.above.append("".join(top[x].data for x in range(self.columns)).rstrip())
+            self.above.append(self._text_of(0))
         super().index()
+
+    @property
+    def display(self) -> list[str]:
+        return [self._text_of(y) for y in range(self.lines)]
+
+    def _text_of(self, y: int) -> str:
+        line = self.buffer[y]
+        return "".join([line[x].data if x in line else " " for x in range(self.columns)]).rstrip()
 
 
 class Terminal:
@@ -54,6 +64,7 @@ class Terminal:
         self.screen.write_process_input = self.type  # pyte answers programs that ask where the cursor is
         self._stream = pyte.ByteStream(self.screen)
         self._master = master
+        self._text: str | None = None
 
     @property
     def keyboard(self) -> int:
@@ -63,7 +74,9 @@ class Terminal:
     @property
     def text(self) -> str:
         """What is on the screen."""
-        return "\n".join(line.rstrip() for line in self.screen.display)
+        if self._text is None:
+            self._text = "\n".join(self.screen.display)
+        return self._text
 
     @property
     def scrollback(self) -> str:
@@ -76,6 +89,7 @@ class Terminal:
     def resize(self, columns: int, lines: int) -> None:
         """Change the size of the terminal; the kernel notifies the command."""
         self.screen.resize(lines, columns)
+        self._text = None
         _set_size(self._master, columns, lines)
 
     def draw(self, timeout_s: float) -> bool:
@@ -88,6 +102,7 @@ class Terminal:
                 return False
             self.written += data
             self._stream.feed(data)
+            self._text = None
             if time.monotonic() > until:
                 break
             timeout_s = PAUSE_S
