@@ -142,6 +142,8 @@ FIELDS: Final = tuple(field.name for field in attrs.fields(Generate))
 OpenStream = Callable[[sockets.socket], Awaitable[anyio.abc.ByteStream]]
 Messages = Sequence[Mapping[str, Any]]
 AnswerEvent = TypeVar("AnswerEvent", bound=ServerEvent)
+Part = TypeVar("Part", AnswerList, Controllers, Embeddings, SessionList, TokenList, Transcript)
+"""Events of which an answer may have several: all but the last one have ``more``."""
 
 
 class ServerError(ClientError):
@@ -326,8 +328,8 @@ class Client:
         Raises:
             ServerError: it comes after the events before it have been yielded.
         """
-        query = self._on_behalf({"type": "attach", "id": id, "after": after, **fields})
-        async with contextlib.aclosing(self._batches(_Request(query, id))) as batches:
+        query = _Request(self._query({"type": "attach", "after": after, **fields}), id)
+        async with contextlib.aclosing(self._batches(query)) as batches:
             async for batch in batches:
                 yield batch
 
@@ -339,9 +341,7 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.
         """
-        events = [await self._ask({"type": "answers", "action": action, **fields}, AnswerList)]
-        while events[-1].more:
-            events.append(await self._expect(AnswerList))
+        events = await self._ask_all({"type": "answers", "action": action, **fields}, AnswerList)
         return [answer for event in events for answer in event.answers]
 
     async def steer(self, request_id: str, **changes: Any) -> Steered:
@@ -360,28 +360,14 @@ class Client:
         """
         return await self._ask({"type": "explain", "request_id": request_id, **fields}, Explanation)
 
-    def _on_behalf(self, query: Mapping[str, Any]) -> dict[str, Any]:
-        """The query with the principal of the connection, unless it names one."""
-        return dict(query) if self._principal is None else {"principal": self._principal, **query}
-
     async def sessions(self, action: str = "list", **fields: Any) -> list[SessionInfo]:
         """List, describe, close or fork sessions; ``fields`` are those of a session query in docs/PROTOCOL-REFERENCE.md.
 
         Raises:
             ServerError: the daemon answered with an error.
         """
-        await self.send(self._on_behalf({"type": "sessions", "action": action, **fields}))
-        found: list[SessionInfo] = []
-        while True:
-            match event := await self.receive():
-                case SessionList():
-                    found += event.sessions
-                    if not event.more:
-                        return found
-                case Failure():
-                    raise ServerError(event)
-                case _:
-                    raise BrokenProtocol(f"expected a list of sessions, got {event!r}")
+        events = await self._ask_all({"type": "sessions", "action": action, **fields}, SessionList)
+        return [session for event in events for session in event.sessions]
 
     async def transcript(self, session_id: str, **fields: Any) -> Transcript:
         """Return the whole content of a session; ``fields`` are those of a session query in docs/PROTOCOL-REFERENCE.md.
@@ -389,16 +375,8 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.
         """
-        await self.send(self._on_behalf({"type": "sessions", "action": "read", "session_id": session_id, **fields}))
-        parts: list[Transcript] = []
-        while not parts or parts[-1].more:
-            match event := await self.receive():
-                case Transcript():
-                    parts.append(event)
-                case Failure():
-                    raise ServerError(event)
-                case _:
-                    raise BrokenProtocol(f"expected a transcript, got {event!r}")
+        query = {"type": "sessions", "action": "read", "session_id": session_id, **fields}
+        parts = await self._ask_all(query, Transcript)
         messages = [message for part in parts for message in part.messages]
         text = None if parts[0].text is None else "".join(part.text or "" for part in parts)
         return attrs.evolve(parts[-1], messages=messages, text=text)
@@ -434,7 +412,7 @@ class Client:
             ServerError: the daemon answered with an error.
         """
         given = {"text": text} if messages is None else {"messages": messages}
-        return await self._ask_for_tokens({"type": "tokenize", **given, **fields})
+        return TokenList.joined(await self._ask_all({"type": "tokenize", **given, **fields}, TokenList))
 
     async def detokenize(self, tokens: Sequence[int], **fields: Any) -> str:
         """Return the text of ``tokens``; ``fields`` are those of a tokenize query in docs/PROTOCOL-REFERENCE.md.
@@ -442,14 +420,8 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.
         """
-        answer = await self._ask_for_tokens({"type": "tokenize", "tokens": [*tokens], **fields})
-        return answer.text or ""
-
-    async def _ask_for_tokens(self, query: Mapping[str, Any]) -> TokenList:
-        events = [await self._ask(query, TokenList)]
-        while events[-1].more:
-            events.append(await self._expect(TokenList))
-        return TokenList.joined(events)
+        found = await self._ask_all({"type": "tokenize", "tokens": [*tokens], **fields}, TokenList)
+        return TokenList.joined(found).text or ""
 
     async def models(self, **fields: Any) -> list[ModelDescription]:
         """Return what the daemon serves, the default model first; ``fields`` are those of a models query.
@@ -489,12 +461,8 @@ class Client:
             BrokenProtocol: the connection ended before the answer, or the request was cancelled.
         """
         texts = [text if isinstance(text, str | list) else [*text] for text in input]
-        answer = await self._ask({"type": "embed", "input": texts, **fields}, Embeddings)
-        found = [*answer.embeddings]
-        while answer.more:
-            answer = await self._expect(Embeddings)
-            found += answer.embeddings
-        return attrs.evolve(answer, embeddings=found)
+        events = await self._ask_all({"type": "embed", "input": texts, **fields}, Embeddings)
+        return attrs.evolve(events[-1], embeddings=[each for event in events for each in event.embeddings])
 
     async def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> Ranking:
         """Rank documents by how well they answer ``query``, and return them with their scores, the best one first.
@@ -517,12 +485,8 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.
         """
-        answer = await self._ask({"type": "controllers", **fields}, Controllers)
-        tags = [*(answer.tags or ())]
-        while answer.more:
-            answer = await self._expect(Controllers)
-            tags += answer.tags or ()
-        return tags
+        events = await self._ask_all({"type": "controllers", **fields}, Controllers)
+        return [tag for event in events for tag in event.tags or ()]
 
     async def controller_modules(self, **fields: Any) -> list[ControllerModule]:
         """Return the client's modules, also those without a tag, the most recently used first; an administrator gets all.
@@ -533,12 +497,8 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.
         """
-        answer = await self._ask({"type": "controllers", "action": "modules", **fields}, Controllers)
-        modules = [*(answer.modules or ())]
-        while answer.more:
-            answer = await self._expect(Controllers)
-            modules += answer.modules or ()
-        return modules
+        events = await self._ask_all({"type": "controllers", "action": "modules", **fields}, Controllers)
+        return [module for event in events for module in event.modules or ()]
 
     async def delete_controller(
         self, module_id: str | None = None, tags: Sequence[str] | None = None, **fields: Any
@@ -588,10 +548,20 @@ class Client:
 
     async def _ask(self, query: Mapping[str, Any], expected: type[AnswerEvent]) -> AnswerEvent:
         """Send a query that is answered with one event, and return that."""
-        query = self._on_behalf(query)
         with contextlib.suppress(BrokenProtocol):  # a daemon that closed the connection may have sent the reason
-            await self.send(query)
+            await self.send(self._query(query))
         return await self._expect(expected)
+
+    async def _ask_all(self, query: Mapping[str, Any], expected: type[Part]) -> list[Part]:
+        """Send a query whose answer may come in several events, and return these."""
+        events = [await self._ask(query, expected)]
+        while events[-1].more:
+            events.append(await self._expect(expected))
+        return events
+
+    def _query(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The query of these fields without those that are ``None``, with the connection's principal if it names none."""
+        return {name: value for name, value in {"principal": self._principal, **fields}.items() if value is not None}
 
     async def _expect(self, expected: type[AnswerEvent]) -> AnswerEvent:
         """Wait for the next event, which is an ``expected`` one or an error."""

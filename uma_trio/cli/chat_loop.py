@@ -577,9 +577,8 @@ class Chat:
 
     async def _description(self) -> ModelDescription:
         """The model that answers."""
-        name = self._fields.get("model")
         async with connected(self._socket) as client:
-            return (await client.models(**({} if name is None else {"model": name})))[0]
+            return (await client.models(model=self._fields.get("model")))[0]
 
     async def _metrics(self) -> dict[str, Any]:
         async with connected(self._socket) as client:

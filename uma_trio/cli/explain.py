@@ -43,7 +43,7 @@ def command(id: str, model: str | None, as_json: bool, socket: str | None) -> No
 
     async def ask() -> Explanation:
         async with open_client(socket) as client:
-            return await client.explain(id, **({} if model is None else {"model": model}))
+            return await client.explain(id, model=model)
 
     with reporting_errors("explain", socket):
         from uma_trio.cli.run_trio import run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -84,13 +84,13 @@ def list_(context: click.Context, as_json: bool, model: str | None, socket: str 
 @click.pass_context
 def describe(context: click.Context, session_id: str, as_json: bool, model: str | None, socket: str | None) -> None:
     """Show how long a session is, when it was used, and whether it is on disk."""
-    of_model = _of(context, model)
+    model = model or context.obj[2]
     (session,) = _run(
         context,
         socket,
-        lambda client: client.sessions("describe", session_id=session_id, **of_model),
+        lambda client: client.sessions("describe", session_id=session_id, model=model),
         session_id,
-        of_model,
+        model,
     )
     if as_json or context.obj[0]:
         _print([session], as_json=True)
@@ -117,8 +117,8 @@ def show(context: click.Context, session_id: str, as_json: bool, model: str | No
       uma-trio sessions show trip
       uma-trio sessions show trip --json | jq -r ".messages[-1].content"
     """
-    of_model = _of(context, model)
-    found = _run(context, socket, lambda client: client.transcript(session_id, **of_model), session_id, of_model)
+    model = model or context.obj[2]
+    found = _run(context, socket, lambda client: client.transcript(session_id, model=model), session_id, model)
     session = found.session
     if as_json or context.obj[0]:
         import attrs
@@ -163,8 +163,8 @@ def export(context: click.Context, session_id: str, file: Path | None, model: st
 
     if file is not None and file.suffix.lower() not in (".json", *MARKDOWN):
         raise click.UsageError(f"{file.name} must end in .json or .md, which says the format")
-    of_model = _of(context, model)
-    found = _run(context, socket, lambda client: client.transcript(session_id, **of_model), session_id, of_model)
+    model = model or context.obj[2]
+    found = _run(context, socket, lambda client: client.transcript(session_id, model=model), session_id, model)
     if file is None or file.suffix.lower() not in MARKDOWN:
         content = _content(found)
         text = json.dumps({"prompt": content["text"]} if "text" in content else content, ensure_ascii=False, indent=2)
@@ -189,9 +189,8 @@ def fork(
     context: click.Context, session_id: str, new_id: str, as_json: bool, model: str | None, socket: str | None
 ) -> None:
     """Copy the session NAME to NEW_NAME; both continue independently."""
-    of_model = _of(context, model)
-    fields = {"session_id": session_id, "new_id": new_id, **of_model}
-    found = _run(context, socket, lambda client: client.sessions("fork", **fields), session_id, of_model)
+    fields = {"session_id": session_id, "new_id": new_id, "model": model or context.obj[2]}
+    found = _run(context, socket, lambda client: client.sessions("fork", **fields), session_id, fields["model"])
     _print(found, as_json or context.obj[0])
 
 
@@ -220,11 +219,11 @@ def close(
     """
     if close_all == bool(session_ids):
         raise click.UsageError("give the names of sessions, or --all")
-    of_model = _of(context, model)
-    to_close = [(name, of_model) for name in session_ids]
+    model = model or context.obj[2]
+    to_close = [(name, model) for name in session_ids]
     if close_all:
-        found = _run(context, socket, lambda client: _by_model(client, of_model.get("model")))
-        to_close = [(each.session_id, {"model": name}) for name, sessions in found.items() for each in sessions]
+        found = _run(context, socket, lambda client: _by_model(client, model))
+        to_close = [(each.session_id, name) for name, sessions in found.items() for each in sessions]
         if to_close and not yes:
             _confirm(f"Close {len(to_close):,} sessions? Their messages are deleted.")
     json_wanted = as_json or context.obj[0]
@@ -235,7 +234,7 @@ def close(
 
         for name, of_model in to_close:
             try:
-                closed = await client.sessions("close", session_id=name, keep_alive=True, **of_model)
+                closed = await client.sessions("close", session_id=name, model=of_model, keep_alive=True)
             except ServerError as error:
                 failures.append(f"{error}{await _similar(client, name, of_model)}")
                 continue
@@ -268,15 +267,8 @@ def _fail(message: str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
-def _of(context: click.Context, model: str | None) -> dict[str, str]:
-    """The field of a query that says whose sessions are meant; none for those of the daemon's first model."""
-    name = model or context.obj[2]
-    return {} if name is None else {"model": name}
-
-
 def _list(context: click.Context, as_json: bool, model: str | None, socket: str | None) -> None:
-    chosen = _of(context, model).get("model")
-    found = _run(context, socket, lambda client: _by_model(client, chosen))
+    found = _run(context, socket, lambda client: _by_model(client, model or context.obj[2]))
     if as_json:
         for name, sessions in found.items():
             _print(sessions, as_json=True, model=name)
@@ -327,13 +319,13 @@ def _run(
     socket: str | None,
     work: Callable[[Client], Awaitable[T]],
     name: str | None = None,
-    of_model: Mapping[str, str] | None = None,
+    model: str | None = None,
 ) -> T:
     """Connect to the daemon and run ``work``.  Its errors end the program.
 
     Args:
         name: the session that ``work`` is about; if it does not exist, the error names similar ones.
-        of_model: what ``_of`` says of it.
+        model: whose session it is; ``None`` for the daemon's first.
     """
     from uma_trio.cli.run_trio import run
     from uma_trio.client import ServerError, open_client
@@ -346,7 +338,7 @@ def _run(
 
     async def similar() -> str:
         async with open_client(path) as client:
-            return await _similar(client, name, of_model or {})
+            return await _similar(client, name, model)
 
     with reporting_errors("sessions", path):
         run(say_which_daemon, "sessions", path)
@@ -358,14 +350,14 @@ def _run(
             raise
 
 
-async def _similar(client: Client, name: str | None, of_model: Mapping[str, str]) -> str:
+async def _similar(client: Client, name: str | None, model: str | None) -> str:
     """The end of an error: which models have a session ``name``, or which sessions have a name like it; or nothing."""
     import difflib
 
-    names = [session.session_id for session in await client.sessions(keep_alive=True, **of_model)]
+    names = [session.session_id for session in await client.sessions(model=model, keep_alive=True)]
     if name is None or name in names:
         return ""
-    others = await models_with_session(client, name, of_model.get("model"))
+    others = await models_with_session(client, name, model)
     if others:
         return f"; there is one of the model {' and of '.join(others)}: add --model {others[0]}"
     similar = [repr(found) for found in difflib.get_close_matches(name, names, cutoff=0.7)]

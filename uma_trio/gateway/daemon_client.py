@@ -84,9 +84,9 @@ class Daemon:
         return self.slo is not None
 
     @property
-    def principal(self) -> dict[str, str]:
-        """The field ``principal`` for a query of the client; empty for the user who runs the daemon."""
-        return {} if self.account is None else {"principal": self.account.tenant.principal.name}
+    def principal(self) -> str | None:
+        """Whose requests they are; ``None``: those of the user who runs the daemon."""
+        return None if self.account is None else self.account.tenant.principal.name
 
     def charging(self, account: Account | None) -> Daemon:
         """The same daemon, with requests on behalf of somebody."""
@@ -100,8 +100,7 @@ class Daemon:
             HttpError: the daemon cannot be reached, or what was done with the connection failed.
         """
         try:
-            principal = self.principal.get("principal")
-            async with open_client(self.socket, open_stream=_open_stream(), principal=principal) as client:
+            async with open_client(self.socket, open_stream=_open_stream(), principal=self.principal) as client:
                 yield client
         except ClientError as error:
             raise from_client_error(error) from None
@@ -117,7 +116,7 @@ class Daemon:
         async with self.connect() as client:
             for name in names:
                 if self.peers is not None:
-                    await self.peers.bring(client, Session(name, model, self.principal.get("principal")))
+                    await self.peers.bring(client, Session(name, model, self.principal))
             yield client
 
     @contextlib.asynccontextmanager

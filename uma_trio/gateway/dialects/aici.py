@@ -132,7 +132,8 @@ async def set_tags(call: Call) -> Response:
 
 async def list_modules(call: Call) -> Response:
     """The client's controllers, also those without a tag; for an administrator all, or those of ``owner``."""
-    modules = await call.ask(lambda client: client.controller_modules(**_owner(call), **_on_behalf(call)), counts=True)
+    owner = call.request.query_params.get("owner")
+    modules = await call.ask(lambda client: client.controller_modules(owner=owner, **_on_behalf(call)), counts=True)
     return json_response({"controllers": [{**attrs.asdict(each), "used_at": round(each.used_at)} for each in modules]})
 
 
@@ -148,22 +149,15 @@ async def delete_tag(call: Call) -> Response:
 
 
 async def _deleted(call: Call, **names: Any) -> Response:
-    deleted = await call.ask(
-        lambda client: client.delete_controller(**names, **_owner(call), **_on_behalf(call)), counts=True
-    )
+    names |= {"owner": call.request.query_params.get("owner"), **_on_behalf(call)}
+    deleted = await call.ask(lambda client: client.delete_controller(**names), counts=True)
     return json_response({"deleted": deleted})
-
-
-def _owner(call: Call) -> dict[str, str]:
-    """The field that says whose controllers are meant."""
-    owner = call.request.query_params.get("owner")
-    return {} if owner is None else {"owner": owner}
 
 
 def _on_behalf(call: Call) -> dict[str, Any]:
     """The fields of a query that say who asks."""
-    if principal := call.daemon.principal:
-        return {**principal, "principal_is_admin": is_admin(call.request.scope)}
+    if (principal := call.daemon.principal) is not None:
+        return {"principal": principal, "principal_is_admin": is_admin(call.request.scope)}
     return {"principal": UNKNOWN_PRINCIPAL} if call.is_unknown else {}
 
 

@@ -114,7 +114,7 @@ async def tokenize(call: Call) -> Response:
     else:
         given = request.add_special_tokens if request.add_special is None else request.add_special
         add_special = request.content is None if given is None else given
-        fields = {"add_special": add_special, "parse_special": request.parse_special, **_model(request.model)}
+        fields = {"add_special": add_special, "parse_special": request.parse_special, "model": request.model}
         fields["with_bytes"] = request.with_pieces
         found = await call.ask(lambda client: client.tokenize(text, **fields), counts=True)
     tokens: list[Any] = found.tokens
@@ -142,7 +142,7 @@ class DetokenizeRequest(msgspec.Struct):
 async def detokenize(call: Call) -> Response:
     """The text of tokens: ``content`` for clients of llama-server, ``prompt`` for those of vLLM."""
     request, warnings = await call.read(DetokenizeRequest)
-    text = await call.ask(lambda client: client.detokenize(request.tokens, **_model(request.model)), counts=True)
+    text = await call.ask(lambda client: client.detokenize(request.tokens, model=request.model), counts=True)
     return json_response({"content": text, "prompt": text}, warnings=warnings)
 
 
@@ -178,12 +178,8 @@ async def _rendered(
         chat_template_kwargs=request.chat_template_kwargs,
     )
     given = (await call.daemon.pictures.fetched({"messages": given}))["messages"]
-    fields = {**template, **({"tools": offered} if offered else {}), **_model(request.model)}
+    fields = {**template, "tools": offered, "model": request.model}
     return await call.ask(lambda client: client.tokenize(messages=given, **fields), counts=True)
-
-
-def _model(name: str | None) -> dict[str, Any]:
-    return {} if name is None else {"model": name}
 
 
 ENDPOINTS = (

@@ -95,9 +95,8 @@ async def steer(call: Call) -> Response:
 
 async def explain(call: Call) -> Response:
     """Why tokens of the prompt of the request ``id`` of the same client were computed again."""
-    given = call.request.query_params
-    fields = {"model": given["model"]} if "model" in given else {}
-    found = await call.ask(lambda client: client.explain(call.request.path_params["id"], **fields), counts=True)
+    name, model = call.request.path_params["id"], call.request.query_params.get("model")
+    found = await call.ask(lambda client: client.explain(name, model=model), counts=True)
     return json_response(_without_names(to_fields(found)))
 
 
@@ -155,11 +154,6 @@ class Events:
         return sse(fields, event=name)
 
 
-def given_fields(request: msgspec.Struct) -> dict[str, Any]:
-    """The fields that are not null."""
-    return {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
-
-
 class TokenizeRequest(msgspec.Struct):
     """Text to tokens, or tokens to text."""
 
@@ -175,8 +169,7 @@ async def tokenize(call: Call) -> Response:
     request, warnings = await call.read(TokenizeRequest)
     if (request.text is None) == (request.tokens is None):
         raise invalid("give exactly one of text and tokens")
-    fields = given_fields(request)
-    found = await call.ask(lambda client: client.tokenize(fields.pop("text", None), **fields), counts=True)
+    found = await call.ask(lambda client: client.tokenize(**msgspec.structs.asdict(request)), counts=True)
     body = {"tokens": found.tokens, "offsets": found.offsets, "text": found.text}
     body = {name: value for name, value in body.items() if value is not None}
     return json_response(body, warnings=warnings)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from uma_trio.errors import AnswerNotFound, SessionBusy
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
-from uma_trio.gateway.dialects.starling import OF_THE_CONNECTION, STARLING, Events, given_fields, read_request
+from uma_trio.gateway.dialects.starling import OF_THE_CONNECTION, STARLING, Events, read_request
 from uma_trio.gateway.dialects.starling_shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -51,8 +51,8 @@ async def list_sessions(call: Call) -> Response:
     The parameter ``model`` says of which model, and ``contains`` what their title or a message contains.
     """
     given = call.request.query_params
-    fields = {name: given[name] for name in ("model", "contains") if name in given}
-    found = await call.ask(lambda client: client.sessions(**fields))
+    model, text = given.get("model"), given.get("contains")
+    found = await call.ask(lambda client: client.sessions(model=model, contains=text))
     return json_response({"sessions": found})
 
 
@@ -60,7 +60,7 @@ async def read_session(call: Call) -> Response:
     """What a session contains: the messages of a chat, or the text of plain prompts and their answers."""
     request, warnings = await call.read(SessionRequest)
     async with call.daemon.sessions_at_hand(request.model, request.session_id) as client:
-        found = await client.transcript(**given_fields(request))
+        found = await client.transcript(**msgspec.structs.asdict(request))
     content = {"messages": found.messages} if found.text is None else {"text": found.text}
     return json_response({"session": found.session, **content}, warnings=warnings)
 
@@ -97,7 +97,7 @@ async def _changed(call: Call, action: str, request: SessionRequest, *new_ids: s
     """
     call.count_request()
     async with call.daemon.sessions_at_hand(request.model, request.session_id, *new_ids) as client:
-        return await client.sessions(action, **given_fields(request))
+        return await client.sessions(action, **msgspec.structs.asdict(request))
 
 
 # -- answers that go on --

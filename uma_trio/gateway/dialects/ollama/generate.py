@@ -134,9 +134,7 @@ async def _loaded(call: Call, request: Common, empty: dict[str, Any], warnings: 
     reason = "load"
     if UNLOADS.fullmatch(str(request.keep_alive)):
         if is_only_user(call.request.scope):
-            model = await call.unless_disconnected(
-                call.ask(lambda client: client.manage_model("release", model.name, **call.daemon.principal))
-            )
+            model = await call.unless_disconnected(call.ask(lambda client: client.manage_model("release", model.name)))
         reason = "unload" if model.state == "unloaded" else "stop"
     elif model.state != "ready":
         await call.unless_disconnected(call.ask(lambda client: client.tokenize("", model=model.name)))

@@ -113,7 +113,7 @@ async def delete(call: Call) -> Response:
     except HttpError as error:
         if error.status != STATUSES["loaded"]:
             raise
-        await call.ask(lambda client: client.manage_model("release", name, **call.daemon.principal))
+        await call.ask(lambda client: client.manage_model("release", name))
         await _all(_run(call, action="delete", model=name, in_use=await _files_in_use(call)))
     return Response()
 

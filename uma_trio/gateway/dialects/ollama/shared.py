@@ -253,6 +253,4 @@ async def find_model(call: Call, name: str | None) -> ModelDescription:
     Raises:
         HttpError: there is no such model.
     """
-    wanted = model_name(name)
-    named = {} if wanted is None else {"model": wanted}
-    return (await call.ask(lambda client: client.models(**named)))[0]
+    return (await call.ask(lambda client: client.models(model=model_name(name))))[0]

@@ -141,9 +141,8 @@ def _messages(found: Transcript) -> Messages:
 
 async def _transcript(call: Call, session: str, model: str | None) -> Transcript | None:
     """The content of a session; ``None`` if there is none."""
-    named = {} if model is None else {"model": model}
     try:
-        return await call.ask(lambda client: client.transcript(session, **named))
+        return await call.ask(lambda client: client.transcript(session, model=model))
     except HttpError as error:
         if error.code != SessionNotFound.code:
             raise
@@ -152,8 +151,7 @@ async def _transcript(call: Call, session: str, model: str | None) -> Transcript
 
 async def fork(call: Call, source: str, name: str, model: str | None) -> None:
     """Let the session ``name`` begin as ``source``: its tokens need not be computed again."""
-    named = {} if model is None else {"model": model}
-    await call.ask(lambda client: client.sessions("fork", session_id=source, new_id=name, **named))
+    await call.ask(lambda client: client.sessions("fork", session_id=source, new_id=name, model=model))
 
 
 async def _find(call: Call, id: str, *, parameter: str = "response_id") -> tuple[AnswerInfo, StoredHead]:
@@ -237,9 +235,8 @@ async def delete(call: Call) -> Response:
 
 async def _close(call: Call, session: str, model: str | None) -> bool:
     """Close a session; returns whether there was one."""
-    named = {} if model is None else {"model": model}
     try:
-        await call.ask(lambda client: client.sessions("close", session_id=session, **named))
+        await call.ask(lambda client: client.sessions("close", session_id=session, model=model))
     except HttpError as error:
         if error.code != SessionNotFound.code:
             raise
