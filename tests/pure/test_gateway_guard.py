@@ -22,6 +22,7 @@ from uma_trio.gateway.limits import WRONG_KEYS_PER_MINUTE, Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
 
 MAX_BODY = 100
+RAW, FILES = ("POST", "/raw"), ("POST", "/files")
 
 
 async def served(scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,10 +50,10 @@ def guard(tmp_path: Path) -> Guard:
         open_paths=frozenset({"/open"}),
         refuse=refuse,
         bodies=BodyLimits(MAX_BODY, timeout_s=10, setting="http_max_body_bytes"),
-        raw_bodies=BodyLimits(10 * MAX_BODY, timeout_s=10, setting="max_controller_bytes", are_json=False),
-        raw_paths=frozenset({"/raw"}),
-        streamed_bodies=BodyLimits(100 * MAX_BODY, timeout_s=10, setting="max_file_mb", are_json=False),
-        streamed=frozenset({("POST", "/files")}),
+        other_bodies={
+            RAW: BodyLimits(10 * MAX_BODY, timeout_s=10, setting="max_controller_bytes", are_json=False),
+            FILES: BodyLimits(100 * MAX_BODY, timeout_s=10, setting="max_file_mb", are_json=False, are_streamed=True),
+        },
     )
 
 
@@ -175,7 +176,7 @@ async def test_a_file_reaches_its_endpoint_in_parts_which_may_be_slow_but_not_to
 
     guard.app = received
     guard.open_paths |= {"/files"}
-    guard.streamed_bodies.max_bytes = 3 * PACE_BYTES
+    guard.other_bodies[FILES].max_bytes = 3 * PACE_BYTES
     many = [b"a" * (PACE_BYTES // 4)] * 12
     assert (await call(guard, "/files", parts=many)).status == 200
     assert arrived == many, "more than fits into a body that is read whole"
@@ -196,7 +197,7 @@ async def test_a_file_reaches_its_endpoint_in_parts_which_may_be_slow_but_not_to
 async def test_json_that_is_dear_to_decode_is_refused_before_all_of_it_has_arrived(
     guard: Guard, autojump_clock: trio.testing.MockClock
 ) -> None:
-    guard.bodies.max_bytes = guard.raw_bodies.max_bytes = 1 << 22
+    guard.bodies.max_bytes = guard.other_bodies[RAW].max_bytes = 1 << 22
     guard.open_paths |= {"/raw"}
     for parts, status, code in (
         ([b"[" + b"[]," * 10_000] * 7, 413, "E_PROTO_TOO_MANY_VALUES"),

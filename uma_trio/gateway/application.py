@@ -6,7 +6,7 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 import anyio
@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from uma_trio.config import MB, Config, Http
 from uma_trio.gateway import health, metrics, openapi, reference_page
@@ -51,7 +51,7 @@ from uma_trio.gateway.dialects.openai import transcriptions as openai_transcript
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
-from uma_trio.gateway.guard import Guard
+from uma_trio.gateway.guard import Guard, with_headers
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
@@ -154,14 +154,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
         open_paths=frozenset(endpoint.path for endpoint in endpoints if not endpoint.needs_key),
         refuse=_refuse,
         bodies=BodyLimits(config.http.max_body_bytes, config.limits.frame_timeout_s, "http_max_body_bytes"),
-        raw_bodies=BodyLimits(
-            config.limits.max_controller_bytes, config.limits.frame_timeout_s, "max_controller_bytes", are_json=False
-        ),
-        raw_paths=frozenset(endpoint.path for endpoint in endpoints if endpoint.raw_body is not None),
-        streamed_bodies=BodyLimits(
-            config.files.max_file_mb * MB + MAX_FORM_BYTES, config.limits.frame_timeout_s, "max_file_mb", are_json=False
-        ),
-        streamed=frozenset((endpoint.method, endpoint.path) for endpoint in endpoints if endpoint.form is not None),
+        other_bodies=_other_bodies(config, endpoints),
         large_work=large_work,
         drain_notice_s=config.limits.drain_notice_s,
     )
@@ -178,6 +171,19 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     dialects = {(endpoint.method, endpoint.path): endpoint.dialect.name for endpoint in endpoints}
     logs, tracer = config.http.access_log, _tracer(config.http)
     return ResponseHeaders(RequestLogger(guard, http_metrics, dialects, logs=logs, tracer=tracer)), read_again, drain
+
+
+def _other_bodies(config: Config, endpoints: Sequence[Endpoint]) -> dict[tuple[str, str], BodyLimits]:
+    """The limits of bodies that are not JSON, by method and path."""
+    timeout_s = config.limits.frame_timeout_s
+    binary = BodyLimits(config.limits.max_controller_bytes, timeout_s, "max_controller_bytes", are_json=False)
+    max_bytes = config.files.max_file_mb * MB + MAX_FORM_BYTES
+    forms = BodyLimits(max_bytes, timeout_s, "max_file_mb", are_json=False, are_streamed=True)
+    return {
+        (each.method, each.path): binary if each.form is None else forms
+        for each in endpoints
+        if each.form is not None or each.raw_body is not None
+    }
 
 
 @contextlib.asynccontextmanager
@@ -219,14 +225,11 @@ class ResponseHeaders:
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = headers["request-id"] = request_id
-                headers.raw.extend(FOR_BROWSERS)
-            await send(message)
+        def add(headers: MutableHeaders) -> None:
+            headers["x-request-id"] = headers["request-id"] = request_id
+            headers.raw.extend(FOR_BROWSERS)
 
-        await self._app(scope, receive, send_with_headers)
+        await self._app(scope, receive, with_headers(send, add))
 
 
 async def _not_found(request: Request, _: Exception) -> Response:

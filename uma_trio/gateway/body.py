@@ -42,6 +42,8 @@ class BodyLimits:
     setting: str
     are_json: bool = True
     """Whether they are decoded."""
+    are_streamed: bool = False
+    """Whether their endpoints read them in parts."""
     incomplete_bytes: int = 0
     """Bytes in memory of bodies whose end has not arrived."""
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import ipaddress
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Final
 
 import anyio
@@ -68,8 +69,7 @@ class Guard:
 
     Args:
         open_paths: those that need no key.
-        raw_paths: those whose bodies are ``raw_bodies``.
-        streamed: methods and paths whose bodies are ``streamed_bodies``: their endpoints read them in parts.
+        bodies: limits of the bodies of all requests but those that ``other_bodies`` has, by method and path.
         refuse: makes the response for an error, in the form that the path's clients know.
     """
 
@@ -81,10 +81,7 @@ class Guard:
     open_paths: frozenset[str]
     refuse: Callable[[HttpError, Scope], Response]
     bodies: BodyLimits
-    raw_bodies: BodyLimits
-    raw_paths: frozenset[str]
-    streamed_bodies: BodyLimits
-    streamed: frozenset[tuple[str, str]]
+    other_bodies: Mapping[tuple[str, str], BodyLimits]
     drain_notice_s: float = 0.0
     """How long requests are served after ``drain``."""
     refuses_at: float = attrs.field(default=math.inf, init=False)
@@ -106,10 +103,9 @@ class Guard:
         state["n_tenants"] = None
         state["is_draining"] = self.is_draining
         if self.is_draining:
-            send = _closing(send)
-        is_streamed = (scope["method"], _path(scope)) in self.streamed
-        bodies = self.raw_bodies if _path(scope) in self.raw_paths else self.bodies
-        body = state["body"] = Body(self.streamed_bodies if is_streamed else bodies, headers, receive)
+            send = with_headers(send, _close)
+        bodies = self.other_bodies.get((scope["method"], _path(scope)), self.bodies)
+        body = state["body"] = Body(bodies, headers, receive)
         try:
             self._check_load(scope)
             _check_headers(scope)
@@ -119,11 +115,11 @@ class Guard:
                 return
             self._check_origin(headers, scope)
             if origin is not None:
-                send = _with_cors(send, origin)
+                send = with_headers(send, partial(_allow, origin))
             tenant = state["tenant"] = self._tenant_of(headers, scope)
             if tenant is not None:
-                send = self._with_rates(send, tenant)
-            content = b"" if is_streamed else await body.read()
+                send = with_headers(send, partial(self._add_rates, tenant))
+            content = b"" if bodies.are_streamed else await body.read()
         except HttpError as error:
             response = self.refuse(error, scope)
             if error.code == TooManyConnections.code or not await body.discard():
@@ -132,7 +128,7 @@ class Guard:
             return
         if content is not None:
             state["is_large"], state["large_work"] = len(content) > LARGE_BYTES, self.large_work
-            await self.app(scope, receive if is_streamed else replayed(content, receive), send)
+            await self.app(scope, receive if bodies.are_streamed else replayed(content, receive), send)
 
     @property
     def is_draining(self) -> bool:
@@ -200,15 +196,9 @@ class Guard:
         )
         return HttpError(429, "E_GATEWAY_KEY", message, retry_after_ms=retry_after_ms)
 
-    def _with_rates(self, send: Send, tenant: Tenant) -> Send:
-        async def send_with_rates(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in self.limiter.headers(tenant):
-                    headers[name] = value
-            await send(message)
-
-        return send_with_rates
+    def _add_rates(self, tenant: Tenant, headers: MutableHeaders) -> None:
+        for name, value in self.limiter.headers(tenant):
+            headers[name] = value
 
 
 def draining() -> HttpError:
@@ -217,13 +207,19 @@ def draining() -> HttpError:
     return HttpError(ShuttingDown.http_status, ShuttingDown.code, message, retry_after_ms=DRAINING_RETRY_MS)
 
 
-def _closing(send: Send) -> Send:
-    async def send_and_close(message: Message) -> None:
+def with_headers(send: Send, change: Callable[[MutableHeaders], None]) -> Send:
+    """A ``send`` that lets ``change`` see the headers of the response before they are sent."""
+
+    async def send_changed(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)["connection"] = "close"
+            change(MutableHeaders(scope=message))
         await send(message)
 
-    return send_and_close
+    return send_changed
+
+
+def _close(headers: MutableHeaders) -> None:
+    headers["connection"] = "close"
 
 
 def _path(scope: Scope) -> str:
@@ -311,16 +307,11 @@ def check_admin(scope: Scope) -> None:
         raise HttpError(403, "E_GATEWAY_ADMIN", message)
 
 
-def _with_cors(send: Send, origin: str) -> Send:
-    async def send_with_cors(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            headers["access-control-expose-headers"] = EXPOSED
-            headers.add_vary_header("origin")
-            headers.raw.append((ALLOW_ORIGIN, origin.encode("latin-1")))
-        await send(message)
-
-    return send_with_cors
+def _allow(origin: str, headers: MutableHeaders) -> None:
+    """Let a page of ``origin`` read the response."""
+    headers["access-control-expose-headers"] = EXPOSED
+    headers.add_vary_header("origin")
+    headers.raw.append((ALLOW_ORIGIN, origin.encode("latin-1")))
 
 
 def _preflight(headers: Headers, *, is_allowed: bool) -> Response:

@@ -79,7 +79,19 @@ async def health(call: Call) -> Response:
     return json_response({"status": "ok"})
 
 
-class TokenizeRequest(msgspec.Struct):
+class TemplateFields(msgspec.Struct, kw_only=True):
+    """How the chat template renders a chat."""
+
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    """Whether the chat ends with the beginning of an answer."""
+    continue_final_message: bool | None = None
+    """Whether it ends in the last message, which is the assistant's."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None
+
+
+class TokenizeRequest(TemplateFields, kw_only=True):
     """A text, or a chat."""
 
     content: str | None = None
@@ -87,13 +99,6 @@ class TokenizeRequest(msgspec.Struct):
     prompt: str | None = None
     """vLLM's."""
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    add_generation_prompt: bool | None = None
-    """Whether the tokens of a chat end with the beginning of an answer."""
-    continue_final_message: bool | None = None
-    """Whether they end in the last message, which is the assistant's."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    model: str | None = None
     add_special: bool | None = None
     """llama-server's; its default is ``False``."""
     add_special_tokens: bool | None = None
@@ -114,8 +119,12 @@ async def tokenize(call: Call) -> Response:
     else:
         given = request.add_special_tokens if request.add_special is None else request.add_special
         add_special = request.content is None if given is None else given
-        fields = {"add_special": add_special, "parse_special": request.parse_special, "model": request.model}
-        fields["with_bytes"] = request.with_pieces
+        fields: dict[str, Any] = {
+            "add_special": add_special,
+            "parse_special": request.parse_special,
+            "with_bytes": request.with_pieces,
+            "model": request.model,
+        }
         found = await call.ask(lambda client: client.tokenize(text, **fields), counts=True)
     tokens: list[Any] = found.tokens
     if found.bytes is not None:
@@ -146,17 +155,10 @@ async def detokenize(call: Call) -> Response:
     return json_response({"content": text, "prompt": text}, warnings=warnings)
 
 
-class TemplateRequest(msgspec.Struct):
+class TemplateRequest(TemplateFields, kw_only=True):
     """A chat."""
 
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    add_generation_prompt: bool | None = None
-    """Whether the text ends with the beginning of an answer."""
-    continue_final_message: bool | None = None
-    """Whether it ends in the last message, which is the assistant's."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    model: str | None = None
 
 
 async def apply_template(call: Call) -> Response:
@@ -166,9 +168,7 @@ async def apply_template(call: Call) -> Response:
     return json_response({"prompt": found.text or ""}, warnings=warnings)
 
 
-async def _rendered(
-    call: Call, request: TokenizeRequest | TemplateRequest, messages: list[Message], warnings: list[str]
-) -> TokenList:
+async def _rendered(call: Call, request: TemplateFields, messages: list[Message], warnings: list[str]) -> TokenList:
     given = without_noise(chat_messages(messages))
     offered = tool_fields(request.tools, None, warnings)["tools"]
     template = template_fields(
