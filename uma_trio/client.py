@@ -574,9 +574,9 @@ class Client:
                 return event
         raise BrokenProtocol(f"expected {expected.__name__}, got {event!r}")
 
-    async def metrics(self) -> dict[str, Any]:
-        """Return one snapshot, as docs/METRICS.md describes it.  The daemon closes the connection afterwards."""
-        return dict((await self._ask({"type": "metrics"}, Metrics)).snapshot)
+    async def metrics(self, **fields: Any) -> dict[str, Any]:
+        """Return one snapshot, as docs/METRICS.md describes it; ``fields`` are those of a metrics query."""
+        return dict((await self._ask({"type": "metrics", **fields}, Metrics)).snapshot)
 
     async def watch(self, **fields: Any) -> AsyncIterator[Activity]:
         """Yield what the daemon does, once every ``interval_ms``, until the daemon stops.

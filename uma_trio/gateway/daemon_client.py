@@ -16,14 +16,11 @@ from anyio.abc import UNIXSocketStream
 from anyio.streams.memory import MemoryObjectSendStream
 
 from uma_trio.client import (
-    BrokenProtocol,
     Client,
     ClientError,
     Embeddings,
     Eos,
     Event,
-    Failure,
-    Metrics,
     ModelDescription,
     OpenStream,
     PrefillProgress,
@@ -34,7 +31,7 @@ from uma_trio.client import (
     ToolCallDelta,
     open_client,
 )
-from uma_trio.gateway.charging import Account, charged
+from uma_trio.gateway.charging import Account, Charge, charged
 from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError, from_client_error
 from uma_trio.gateway.peers.messages import Session
 from uma_trio.gateway.peers.moving import Peers
@@ -120,6 +117,21 @@ class Daemon:
             yield client
 
     @contextlib.asynccontextmanager
+    async def _sending(
+        self, fields: Mapping[str, Any], *, is_streamed: bool
+    ) -> AsyncIterator[tuple[Client, Mapping[str, Any], Charge]]:
+        """A connection for a request, the request as it is to be sent, and what it costs.
+
+        Raises:
+            HttpError: a limit of the tenant refuses it, or as ``_connect_for``.
+        """
+        if self.slo is not None:
+            fields = {**fields, "slo": self.slo}
+        with charged(self.account, fields, is_streamed=is_streamed) as charge:
+            async with self._connect_for(charge.fields) as (client, request):
+                yield client, request, charge
+
+    @contextlib.asynccontextmanager
     async def _connect_for(self, fields: Mapping[str, Any]) -> AsyncIterator[tuple[Client, Mapping[str, Any]]]:
         """A connection for a request, and the request with its pictures.  Its session is here if a peer had it.  The request
         is without its session if that cannot be had and the request has the whole conversation.
@@ -149,11 +161,11 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, self._with_slo(fields), is_streamed=bool(fields.get("stream", True))) as charge:
-            async with self._connect_for(charge.fields) as (client, request):
-                async for batch in client.generate_batches(**request):
-                    charge.count(batch)
-                    yield batch
+        is_streamed = bool(fields.get("stream", True))
+        async with self._sending(fields, is_streamed=is_streamed) as (client, request, charge):
+            async for batch in client.generate_batches(**request):
+                charge.count(batch)
+                yield batch
 
     async def complete(self, fields: Mapping[str, Any]) -> list[Eos]:
         """Send a request without streaming, and return the last events of its answers by ``index``.
@@ -161,14 +173,10 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, self._with_slo(fields), is_streamed=False) as charge:
-            async with self._connect_for(charge.fields) as (client, request):
-                ends = await client.choices(**request)
-                charge.count(ends)
-                return ends
-
-    def _with_slo(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        return fields if self.slo is None else {**fields, "slo": self.slo}
+        async with self._sending(fields, is_streamed=False) as (client, request, charge):
+            ends = await client.choices(**request)
+            charge.count(ends)
+            return ends
 
     async def detach(self, fields: Mapping[str, Any]) -> None:
         """Send a request that the daemon answers on its own.
@@ -176,9 +184,8 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, self._with_slo(fields), is_streamed=False) as charge:
-            async with self._connect_for(charge.fields) as (client, request):
-                info = await client.detach(**request)
+        async with self._sending(fields, is_streamed=False) as (client, request, charge):
+            info = await client.detach(**request)
             self.unattended.keep(self, info, charge)
 
     async def attach(self, id: str) -> AsyncIterator[list[Event]]:
@@ -204,23 +211,22 @@ class Daemon:
             HttpError: the daemon cannot be reached or refuses.
         """
         has_ended = False
-        with charged(self.account, self._with_slo(fields), is_streamed=True) as charge:
-            async with self._connect_for(charge.fields) as (client, request):
-                info = await client.detach(**request, keep_alive=True)
-                try:
-                    async for batch in client.attach_batches(fields["id"]):
-                        charge.count(batch)
-                        has_ended = isinstance(batch[-1], Eos)
-                        yield batch
-                except ServerError:
-                    has_ended = True
-                    raise
-                finally:
-                    if not has_ended and goes_on:
-                        self.unattended.keep(self, info, charge)
-                    elif not has_ended:
-                        with anyio.move_on_after(TIMEOUT_S, shield=True):
-                            await self._cancel(fields["id"])
+        async with self._sending(fields, is_streamed=True) as (client, request, charge):
+            info = await client.detach(**request, keep_alive=True)
+            try:
+                async for batch in client.attach_batches(fields["id"]):
+                    charge.count(batch)
+                    has_ended = isinstance(batch[-1], Eos)
+                    yield batch
+            except ServerError:
+                has_ended = True
+                raise
+            finally:
+                if not has_ended and goes_on:
+                    self.unattended.keep(self, info, charge)
+                elif not has_ended:
+                    with anyio.move_on_after(TIMEOUT_S, shield=True):
+                        await self._cancel(fields["id"])
 
     async def _cancel(self, id: str) -> None:
         with contextlib.suppress(HttpError):
@@ -422,14 +428,9 @@ class Snapshots:
         found, self._open = self._open, None
         client, connection = found or await self._connect()
         try:
-            await client.send({"type": "metrics", "keep_alive": True})
-            match event := await client.receive():
-                case Metrics():
-                    self._open = client, connection
-                    return dict(event.snapshot)
-                case Failure():
-                    raise ServerError(event)
-            raise BrokenProtocol(f"expected metrics, got {event!r}")
+            snapshot = await client.metrics(keep_alive=True)
+            self._open = client, connection
+            return snapshot
         finally:
             if self._open is None:
                 with anyio.CancelScope(shield=True):
