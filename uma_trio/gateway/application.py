@@ -39,7 +39,7 @@ from uma_trio.gateway.dialects.ollama import embed as ollama_embed
 from uma_trio.gateway.dialects.ollama import generate as ollama_generate
 from uma_trio.gateway.dialects.ollama import library as ollama_library
 from uma_trio.gateway.dialects.ollama import models as ollama_models
-from uma_trio.gateway.dialects.ollama.shared import DIALECT as OLLAMA
+from uma_trio.gateway.dialects.ollama.shared import OLLAMA
 from uma_trio.gateway.dialects.openai import batches as openai_batches
 from uma_trio.gateway.dialects.openai import chat as openai_chat
 from uma_trio.gateway.dialects.openai import completions as openai_completions

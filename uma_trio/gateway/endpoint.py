@@ -15,7 +15,7 @@ from starlette.routing import Route
 from uma_trio.client import Client, Event
 from uma_trio.config import Config
 from uma_trio.errors import ModelNotFound
-from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, unless_disconnected
+from uma_trio.gateway.answer import EVENT_STREAM, JSON, Renderer, StreamedAnswer, json_response, unless_disconnected
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.errors import FieldNames, HttpError, field_renamer, invalid
@@ -60,6 +60,10 @@ class Dialect:
     name: str
     error_body: Callable[[HttpError, str], Any]
     """The body of an error, from the error and the id of the request: a text, or plain values for JSON."""
+    field_names: FieldNames = attrs.field(factory=dict)
+    """What fields of the daemon's requests are called, where that is something else.  Errors say it."""
+    stream_type: str = EVENT_STREAM
+    """Media type of streamed answers."""
 
     def refuse(self, error: HttpError, request_id: str) -> Response:
         """The response for an error."""
@@ -89,13 +93,13 @@ class Endpoint:
     hidden_fields: frozenset[str] = frozenset()
     """Fields of ``body`` that clients do not send."""
     field_names: FieldNames = attrs.field(factory=dict)
-    """What fields of the daemon's requests are called here, where that is something else.  Errors say it."""
-    media_types: tuple[str, ...] = ("application/json",)
-    """What an answer may be."""
+    """Further names of fields, or others than those of the dialect."""
     shapes: tuple[Any, ...] = ()
     """Types of an answer that is not streamed, one of which it has; empty if it may be anything."""
     event_shape: Any = None
     """Type of the JSON in an event, or in a line, of an answer that is streamed."""
+    media_types: tuple[str, ...] = attrs.Factory(lambda self: self._media_types(), takes_self=True)
+    """What an answer may be."""
     errors: tuple[int, ...] = COMMON_ERRORS
     """Statuses other than 200."""
     needs_key: bool = True
@@ -105,6 +109,10 @@ class Endpoint:
 
     needs_owner: bool = False
     """Only for clients who are known: by a key, or without tenants, because they are on this machine."""
+
+    def _media_types(self) -> tuple[str, ...]:
+        stream = () if self.event_shape is None else (self.dialect.stream_type,)
+        return stream if stream and not self.shapes else (JSON, *stream)
 
     def dialect_of(self, headers: Container[str]) -> Dialect:
         """The dialect of a request with these headers."""
@@ -302,7 +310,7 @@ class Call:
         """The response for an error, in the dialect's form."""
         self.record.error_code = error.code
         given: frozenset[str] = self.request.scope["state"].get("given", frozenset())
-        reworded = error.reworded(field_renamer(self.endpoint.field_names, given))
+        reworded = error.reworded(field_renamer({**self.dialect.field_names, **self.endpoint.field_names}, given))
         field = (reworded.parameter or "").partition("[")[0]
         if field in PROMPTS and field not in given:
             reworded.parameter = next((name for name in PROMPTS if name in given), None)

@@ -391,6 +391,5 @@ ENDPOINTS = (
         summary="Run a controller",
         body=RunRequest,
         field_names={"prompt": "controller_arg"},
-        media_types=(EVENT_STREAM,),
     ),
 )

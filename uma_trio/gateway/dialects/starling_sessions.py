@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.errors import AnswerNotFound, SessionBusy
-from uma_trio.gateway.answer import EVENT_STREAM, json_response
+from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.starling import OF_THE_CONNECTION, STARLING, Events, read_request
 from uma_trio.gateway.dialects.starling_shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
@@ -244,7 +244,6 @@ ENDPOINTS = (
         body=Generate,
         field_names={"stop_token_ids": ("stop_token_ids", "stop")},
         hidden_fields=OF_THE_CONNECTION,
-        media_types=(EVENT_STREAM,),
     ),
     _endpoint(
         path="/v1/session/follow",
@@ -252,7 +251,6 @@ ENDPOINTS = (
         event_shape=StarlingEvent,
         summary="The events of a running answer, from the first one on",
         body=SessionRequest,
-        media_types=(EVENT_STREAM,),
     ),
     _endpoint(
         path="/v1/session/stop",

@@ -9,11 +9,10 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.client import Eos
-from uma_trio.gateway.answer import EVENT_STREAM, json_response, sse
+from uma_trio.gateway.answer import json_response, sse
 from uma_trio.gateway.dialects.anthropic.shapes import AnswerMessage, MessageEvent, TokenCount
 from uma_trio.gateway.dialects.anthropic.shared import (
     ANTHROPIC,
-    FIELD_NAMES,
     Chat,
     ChatMessages,
     error_body,
@@ -219,8 +218,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         event_shape=MessageEvent,
         summary="The next message of a chat",
         body=MessagesRequest,
-        field_names=FIELD_NAMES,
-        media_types=("application/json", EVENT_STREAM),
     ),
     Endpoint(
         method="POST",
@@ -230,6 +227,5 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         shapes=(TokenCount,),
         summary="How many tokens a chat has",
         body=Chat,
-        field_names=FIELD_NAMES,
     ),
 )

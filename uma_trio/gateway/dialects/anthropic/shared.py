@@ -70,7 +70,7 @@ def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
     }
 
 
-ANTHROPIC: Final = Dialect("anthropic", error_body)
+ANTHROPIC: Final = Dialect("anthropic", error_body, FIELD_NAMES)
 
 
 class Block(msgspec.Struct, kw_only=True):

@@ -6,7 +6,7 @@ Source: the README of llama.cpp's server.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import attrs
 import msgspec
@@ -29,7 +29,6 @@ from uma_trio.gateway.dialects.openai import models as openai_models
 from uma_trio.gateway.dialects.openai import responses as openai_responses
 from uma_trio.gateway.dialects.openai.completions import MAX_PROMPTS
 from uma_trio.gateway.dialects.openai.shared import (
-    FIELD_NAMES,
     OPENAI,
     Sampling,
     adapters_of,
@@ -40,9 +39,6 @@ from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.requests import MAX_INFILL_FILES
-
-INFILL_NAMES: Final = {"infill": "input_prefix"}
-"""What the gap is called in errors."""
 
 
 class LlamaFields(Sampling, kw_only=True):
@@ -294,8 +290,6 @@ ENDPOINTS = (
             event_shape=LlamaAnswer,
             summary="Text that continues one prompt or several, in llama-server's own format",
             body=LlamaRequest,
-            field_names=FIELD_NAMES,
-            media_types=("application/json", EVENT_STREAM),
         )
         for path in ("/completion", "/completions")
     ),
@@ -308,8 +302,7 @@ ENDPOINTS = (
         event_shape=LlamaAnswer,
         summary="Text that fills a gap, in llama-server's own format",
         body=InfillRequest,
-        field_names={**FIELD_NAMES, **INFILL_NAMES},
-        media_types=("application/json", EVENT_STREAM),
+        field_names={"infill": "input_prefix"},
     ),
     *(
         attrs.evolve(endpoint, path=endpoint.path.removeprefix("/v1"))

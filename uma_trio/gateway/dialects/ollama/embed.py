@@ -12,7 +12,7 @@ from starlette.responses import Response
 from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import encoded_vectors, json_response
 from uma_trio.gateway.dialects.ollama.shapes import Embedded, EmbeddedOne
-from uma_trio.gateway.dialects.ollama.shared import DIALECT, model_name
+from uma_trio.gateway.dialects.ollama.shared import OLLAMA, model_name
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.protocol.requests import MAX_TEXTS
 
@@ -76,7 +76,7 @@ ENDPOINTS = (
     Endpoint(
         method="POST",
         path="/api/embed",
-        dialect=DIALECT,
+        dialect=OLLAMA,
         answer=embed,
         shapes=(Embedded,),
         summary="A vector for each text",
@@ -85,7 +85,7 @@ ENDPOINTS = (
     Endpoint(
         method="POST",
         path="/api/embeddings",
-        dialect=DIALECT,
+        dialect=OLLAMA,
         answer=embed_one,
         shapes=(EmbeddedOne,),
         summary="A vector for one text",

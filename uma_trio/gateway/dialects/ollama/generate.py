@@ -16,8 +16,7 @@ from uma_trio.gateway.answer import NDJSON, json_line, json_response
 from uma_trio.gateway.dialects.conversation import conversation_fields
 from uma_trio.gateway.dialects.ollama.shapes import ChatAnswer, Generated
 from uma_trio.gateway.dialects.ollama.shared import (
-    DIALECT,
-    FIELD_NAMES,
+    OLLAMA,
     Images,
     Message,
     Tool,
@@ -268,7 +267,7 @@ class _Lines:
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""
-        return json_line(DIALECT.error_body(error, self._request_id))
+        return json_line(OLLAMA.error_body(error, self._request_id))
 
     def end(self) -> bytes:
         """Nothing: the last line says that it is the last."""
@@ -279,25 +278,21 @@ ENDPOINTS = (
     Endpoint(
         method="POST",
         path="/api/chat",
-        dialect=DIALECT,
+        dialect=OLLAMA,
         answer=chat,
         shapes=(ChatAnswer,),
         event_shape=ChatAnswer,
         summary="The next message of a chat",
         body=ChatRequest,
-        field_names=FIELD_NAMES,
-        media_types=(NDJSON, "application/json"),
     ),
     Endpoint(
         method="POST",
         path="/api/generate",
-        dialect=DIALECT,
+        dialect=OLLAMA,
         answer=generate,
         shapes=(Generated,),
         event_shape=Generated,
         summary="The answer to a prompt",
         body=GenerateRequest,
-        field_names=FIELD_NAMES,
-        media_types=(NDJSON, "application/json"),
     ),
 )

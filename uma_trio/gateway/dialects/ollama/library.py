@@ -19,8 +19,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from uma_trio.gateway.answer import JSON, NDJSON, StreamedAnswer, encode, json_line, json_response
-from uma_trio.gateway.dialects.ollama.shared import DIALECT, model_name
+from uma_trio.gateway.answer import NDJSON, StreamedAnswer, encode, json_line, json_response
+from uma_trio.gateway.dialects.ollama.shared import OLLAMA, model_name
 from uma_trio.gateway.dialects.shapes import Warned
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
@@ -227,7 +227,7 @@ class _Lines:
 
     def fail(self, error: HttpError) -> bytes:
         """An error after the download has begun."""
-        return json_line(DIALECT.error_body(error, self._request_id))
+        return json_line(OLLAMA.error_body(error, self._request_id))
 
     def end(self) -> bytes:
         """The file has been compared with its hash, and installed."""
@@ -242,7 +242,7 @@ def _endpoint(method: str, path: str, answer: Any, body: type, summary: str, **o
     return Endpoint(
         method=method,
         path=path,
-        dialect=DIALECT,
+        dialect=OLLAMA,
         answer=answer,
         summary=summary,
         body=body,
@@ -260,7 +260,6 @@ ENDPOINTS = (
         "Download a model",
         shapes=(Status,),
         event_shape=Status,
-        media_types=(NDJSON, JSON),
     ),
     _endpoint("DELETE", "/api/delete", delete, DeleteRequest, "Delete a model, or a further name of one"),
     _endpoint("POST", "/api/copy", copy, CopyRequest, "Give a model a further name"),
@@ -272,6 +271,5 @@ ENDPOINTS = (
         "The same",
         shapes=(Status,),
         event_shape=Status,
-        media_types=(NDJSON, JSON),
     ),
 )

@@ -13,7 +13,7 @@ from uma_trio.gateway.dialects.ollama.shapes import ModelTags, Shown, Version
 from uma_trio.gateway.dialects.ollama.shared import (
     API_VERSION,
     CAPABILITIES,
-    DIALECT,
+    OLLAMA,
     details_of,
     digest_of,
     find_model,
@@ -105,16 +105,16 @@ ENDPOINTS = (
     Endpoint(
         method="GET",
         path="/api/version",
-        dialect=DIALECT,
+        dialect=OLLAMA,
         answer=version,
         shapes=(Version,),
         summary="The version of Ollama's API",
     ),
-    Endpoint(method="GET", path="/api/tags", dialect=DIALECT, answer=tags, shapes=(ModelTags,), summary="All models"),
+    Endpoint(method="GET", path="/api/tags", dialect=OLLAMA, answer=tags, shapes=(ModelTags,), summary="All models"),
     Endpoint(
         method="GET",
         path="/api/ps",
-        dialect=DIALECT,
+        dialect=OLLAMA,
         answer=running,
         shapes=(ModelTags,),
         summary="Models that are loaded",
@@ -122,7 +122,7 @@ ENDPOINTS = (
     Endpoint(
         method="POST",
         path="/api/show",
-        dialect=DIALECT,
+        dialect=OLLAMA,
         answer=show,
         shapes=(Shown,),
         summary="What is known about one model",

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.client import Eos
+from uma_trio.gateway.answer import NDJSON
 from uma_trio.gateway.dialects.contents import SEEING_ROLES, Picture, content_of
 from uma_trio.gateway.dialects.fields import names_of
 from uma_trio.gateway.endpoint import Call, Dialect, without_effect
@@ -58,7 +59,12 @@ OF_THE_DAEMON: Final = frozenset(
 )
 """Options that load a model in Ollama.  Here they belong to ``uma-trio serve``, so they have no effect."""
 
-DIALECT: Final = Dialect("ollama", lambda error, request_id: {"error": error.message, "request_id": request_id})
+OLLAMA: Final = Dialect(
+    "ollama",
+    lambda error, request_id: {"error": error.message, "request_id": request_id},
+    FIELD_NAMES,
+    stream_type=NDJSON,
+)
 
 
 Images = Annotated[list[str], Meta(max_length=MAX_PICTURES)]

@@ -16,7 +16,6 @@ from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry, describe, 
 from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_place
 from uma_trio.gateway.dialects.openai.shapes import ChatChunk, ChatCompletion, InputTokens
 from uma_trio.gateway.dialects.openai.shared import (
-    FIELD_NAMES,
     OPENAI,
     Message,
     Sampling,
@@ -253,8 +252,7 @@ ENDPOINTS = (
         event_shape=ChatChunk,
         summary="The next message of a chat",
         body=ChatRequest,
-        field_names={**FIELD_NAMES, **TOOL_NAMES},
-        media_types=("application/json", EVENT_STREAM),
+        field_names=TOOL_NAMES,
     ),
     Endpoint(
         method="POST",
@@ -264,6 +262,6 @@ ENDPOINTS = (
         shapes=(InputTokens,),
         summary="How many tokens a chat has",
         body=ChatRequest,
-        field_names={**FIELD_NAMES, **TOOL_NAMES},
+        field_names=TOOL_NAMES,
     ),
 )

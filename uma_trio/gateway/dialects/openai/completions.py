@@ -14,7 +14,6 @@ from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry, describe, 
 from uma_trio.gateway.dialects.llama.tokens import Tokens, Translation
 from uma_trio.gateway.dialects.openai.shapes import Completion
 from uma_trio.gateway.dialects.openai.shared import (
-    FIELD_NAMES,
     OPENAI,
     Sampling,
     adapters_of,
@@ -242,7 +241,5 @@ ENDPOINTS = (
         event_shape=Completion,
         summary="Text that continues one prompt or several",
         body=CompletionRequest,
-        field_names=FIELD_NAMES,
-        media_types=("application/json", EVENT_STREAM),
     ),
 )

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from uma_trio.gateway.answer import EVENT_STREAM, json_response
+from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.conversation import (
     NO_REASONING,
     conversation_fields,
@@ -28,7 +28,7 @@ from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constra
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
 from uma_trio.gateway.dialects.openai.shapes import InputTokens, ResponseEvent, ResponseObject
-from uma_trio.gateway.dialects.openai.shared import FIELD_NAMES, OPENAI
+from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
 from uma_trio.gateway.dialects.openai.stored_responses import StoredHead, earlier, fork, new_id
 from uma_trio.gateway.dialects.openai.tools import Function, tool_fields
@@ -361,8 +361,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         event_shape=ResponseEvent,
         summary="The next items of a conversation",
         body=ResponsesRequest,
-        field_names={**FIELD_NAMES, **names_of("responses")},
-        media_types=("application/json", EVENT_STREAM),
+        field_names=names_of("responses"),
     ),
     Endpoint(
         method="POST",
@@ -372,7 +371,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         shapes=(InputTokens,),
         summary="How many tokens a conversation has",
         body=Input,
-        field_names=FIELD_NAMES,
     ),
     *STORED_ENDPOINTS,
 )

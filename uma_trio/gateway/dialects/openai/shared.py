@@ -93,9 +93,6 @@ def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
     }
 
 
-OPENAI: Final = Dialect("openai", error_body)
-
-
 class ImageUrl(msgspec.Struct):
     """Where a picture is."""
 
@@ -172,6 +169,8 @@ FIELD_NAMES: Final = {
     "chat_template_kwargs": ("chat_template_kwargs", "reasoning_effort", "reasoning"),
 }
 """What fields of the socket protocol are called in requests of OpenAI's API, of vLLM and of llama-server."""
+
+OPENAI: Final = Dialect("openai", error_body, FIELD_NAMES)
 
 
 class Lora(msgspec.Struct):

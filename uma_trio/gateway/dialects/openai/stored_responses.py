@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from uma_trio.client import AnswerInfo, Transcript
 from uma_trio.errors import AnswerNotFound, SessionBusy, SessionNotFound
-from uma_trio.gateway.answer import EVENT_STREAM, json_response
+from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.llama.extras import Telemetry
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.shapes import (
@@ -298,7 +298,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         shapes=(ResponseObject,),
         event_shape=ResponseEvent,
         summary="A stored response",
-        media_types=("application/json", EVENT_STREAM),
     ),
     Endpoint(
         method="POST",
