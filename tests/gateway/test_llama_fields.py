@@ -15,7 +15,8 @@ from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import missing, real_daemon
 from uma_trio.cli import main
 from uma_trio.client import ModelDescription, PrefillProgress, Token
-from uma_trio.gateway.dialects.llama.extras import Telemetry, fingerprint_of, generation_settings
+from uma_trio.gateway.dialects.llama.extras import Extras, fingerprint_of, generation_settings
+from uma_trio.gateway.dialects.openai.shared import Sampling
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -142,14 +143,14 @@ def test_responses_have_telemetry_too(gateway: Gateway) -> None:
 
 def test_live_timings_follow_the_clock() -> None:
     times = iter([10.0, 10.5, 11.0, 11.25])
-    telemetry = Telemetry(progress=False, per_token=True, now=lambda: next(times))
-    first = telemetry.of(PrefillProgress(id="r", prefilled_tokens=4, prompt_tokens=10))["timings"]
+    extras = Extras(Sampling(stream=True, timings_per_token=True), now=lambda: next(times))
+    first = extras.of(PrefillProgress(id="r", prefilled_tokens=4, prompt_tokens=10))["timings"]
     assert (first["cache_n"], first["prompt_n"], first["prompt_ms"]) == (4, 0, 0)
-    second = telemetry.of(PrefillProgress(id="r", prefilled_tokens=10, prompt_tokens=10))["timings"]
+    second = extras.of(PrefillProgress(id="r", prefilled_tokens=10, prompt_tokens=10))["timings"]
     assert (second["cache_n"], second["prompt_n"], second["prompt_ms"]) == (4, 6, 500)
-    third = telemetry.of(Token(id="r", text="a"))["timings"]
+    third = extras.of(Token(id="r", text="a"))["timings"]
     assert (third["prompt_ms"], third["predicted_n"], third["predicted_ms"]) == (1000, 1, 0)
-    fourth = telemetry.of(Token(id="r", text="b"))["timings"]
+    fourth = extras.of(Token(id="r", text="b"))["timings"]
     assert (fourth["prompt_ms"], fourth["predicted_n"], fourth["predicted_ms"]) == (1000, 2, 250)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.gateway.conftest import Gateway
 from uma_trio.client import Eos, Timings, Token, ToolCall, ToolCallDelta, Usage
-from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry
+from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.chat import ChatChunks
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
@@ -25,7 +25,7 @@ def chat(gateway: Gateway, *messages: dict[str, object], **fields: object) -> op
 
 def chunks(*events: object) -> list[dict[str, object]]:
     """The data of a stream of these events."""
-    renderer = ChatChunks({"id": "c"}, "r", Extras(Telemetry()), n=1, usage=False, warnings=[])
+    renderer = ChatChunks({"id": "c"}, "r", Extras(), n=1, usage=False, warnings=[])
     written = renderer.begin() + b"".join(map(renderer.render, events)) + renderer.end()
     lines = [line.removeprefix(b"data: ") for line in written.split(b"\n") if line]
     assert lines.pop() == b"[DONE]"

@@ -11,7 +11,7 @@ import pytest
 from tests.support.answers import ANSWER, CALLS, eos
 from tests.support.cases import all_cases
 from uma_trio.client import Event, Token
-from uma_trio.gateway.dialects.llama.extras import Telemetry
+from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
 from uma_trio.gateway.errors import HttpError
@@ -130,7 +130,7 @@ def test_what_is_not_supported_is_refused_with_its_place(item: Fields, parameter
 
 
 def renderer(*, seals: bool = False) -> ResponseEvents:
-    return ResponseEvents({"id": "resp_1"}, "1", Telemetry(), custom_tools=frozenset({"apply_patch"}), seals=seals)
+    return ResponseEvents({"id": "resp_1"}, "1", Extras(), custom_tools=frozenset({"apply_patch"}), seals=seals)
 
 
 def rendered(*given: Event, seals: bool = False) -> list[Fields]:

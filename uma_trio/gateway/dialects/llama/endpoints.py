@@ -17,7 +17,7 @@ from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.llama.extras import (
     Description,
-    Telemetry,
+    Extras,
     fingerprint_of,
     generation_settings,
     probabilities_of,
@@ -130,7 +130,7 @@ async def _answer(
     adapters = await adapters_of(call, request)
     sampling = {**request.fields(), "logit_bias": bias}
     n = sampling.get("n") or 1
-    telemetry = Telemetry.of_request(request)
+    extras = Extras(request)
     requests = [
         call.for_daemon(
             **sampling,
@@ -138,7 +138,7 @@ async def _answer(
             **fields,
             logprobs=logprobs,
             constraint=request.constraint,
-            **telemetry.fields,
+            **extras.fields,
         )
         for fields in asked
     ]
@@ -151,7 +151,7 @@ async def _answer(
         probabilities=bool(request.n_probs),
     )
     if request.stream:
-        return call.stream(requests, LlamaEvents(description, telemetry, call.id))
+        return call.stream(requests, LlamaEvents(description, extras, call.id))
     ends: list[Eos] = await call.unless_disconnected(call.daemon.complete_all(requests))
     found = []
     for eos in ends:
@@ -181,9 +181,9 @@ class LlamaEvents:
     media_type = EVENT_STREAM
     keep_alive_frame = COMMENT
 
-    def __init__(self, description: Description, telemetry: Telemetry, request_id: str) -> None:
+    def __init__(self, description: Description, extras: Extras, request_id: str) -> None:
         self._description = description
-        self._telemetry = telemetry
+        self._extras = extras
         self._request_id = request_id
         self._held: dict[int, list[Token]] = {}
         self._has_new_line: set[int] = set()
@@ -194,7 +194,7 @@ class LlamaEvents:
 
     def render(self, event: Event) -> bytes:
         """One event for each that has something new."""
-        found = self._telemetry.of(event)
+        found = self._extras.of(event)
         match event:
             case Token():
                 return self._text(event, found)

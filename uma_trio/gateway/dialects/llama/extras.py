@@ -103,43 +103,34 @@ class _Answer:
 class Streamable(Protocol):
     """A request whose answer may be streamed."""
 
-    @property
-    def stream(self) -> bool | None:
-        """Whether it is."""
-
-    @property
-    def return_progress(self) -> bool:
-        """Whether the client wants to know how far the prefill is."""
-
-    @property
-    def timings_per_token(self) -> bool:
-        """Whether the client wants timings with each event."""
+    stream: bool | None
+    return_progress: bool
+    timings_per_token: bool
 
 
-class Telemetry:
-    """Follows a streamed answer, and says what its events have next to their text.
+class Extras:
+    """Follows an answer, and says what llama-server has next to its text.
 
     Args:
-        progress: whether the client wants to know how far the prefill is.
-        per_token: whether each event has timings, and not only the last one of an answer.
+        request: says how much of that the client wants; ``None``: only timings at the end.
+        description: for ``__verbose`` of OpenAI's API; ``None``: the client does not want it.
         now: a clock in seconds.
     """
 
     def __init__(
-        self, *, progress: bool = False, per_token: bool = False, now: Callable[[], float] = time.monotonic
+        self,
+        request: Streamable | None = None,
+        description: Description | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._progress = progress
-        self._per_token = per_token
+        streamed = request if request is not None and request.stream else None
+        self._progress = streamed is not None and streamed.return_progress
+        self._per_token = streamed is not None and streamed.timings_per_token
+        self._description = description
         self._now = now
         self._answers: dict[int, _Answer] = {}
-
-    @classmethod
-    def of_request(cls, request: Streamable) -> Telemetry:
-        """What a client wants to know."""
-        is_streamed = bool(request.stream)
-        return cls(
-            progress=is_streamed and request.return_progress, per_token=is_streamed and request.timings_per_token
-        )
+        self._texts: dict[int, list[str]] = {}
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -148,6 +139,8 @@ class Telemetry:
 
     def of(self, event: Event) -> dict[str, Any]:
         """The fields for ``event``: ``prompt_progress``, ``timings``, both or none."""
+        if self._description is not None and isinstance(event, Token):
+            self._texts.setdefault(event.index or 0, []).append(event.text)
         match event:
             case Eos():
                 return {"timings": timings(event.usage, event.timings)}
@@ -176,6 +169,15 @@ class Telemetry:
             }
         if self._per_token:
             found["timings"] = answer.timings(now)
+        return found
+
+    def at_end(self, ends: Sequence[Eos]) -> dict[str, Any]:
+        """The fields for all answers together: those of the first one."""
+        first = min(ends, key=lambda eos: eos.index or 0)
+        found = self.of(first)
+        if self._description is not None:
+            text = first.text or "".join(self._texts.get(first.index or 0, ()))
+            found["__verbose"] = self._description.of(first, text, [], has_new_line="\n" in text)
         return found
 
 
@@ -300,36 +302,3 @@ def probabilities_of(of: Logprobs) -> dict[str, Any]:
 
 def _probability(of: Logprob) -> dict[str, Any]:
     return {"id": of.token_id, "token": of.text, "bytes": of.bytes, "logprob": of.logprob}
-
-
-class Extras:
-    """What llama-server adds to an answer of OpenAI's API.
-
-    Args:
-        description: for ``__verbose``; ``None``: the client does not want it.
-    """
-
-    def __init__(self, telemetry: Telemetry, description: Description | None = None) -> None:
-        self._telemetry = telemetry
-        self._description = description
-        self._texts: dict[int, list[str]] = {}
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """What the request needs for it, in the socket protocol."""
-        return self._telemetry.fields
-
-    def of(self, event: Event) -> dict[str, Any]:
-        """The fields of a chunk for ``event``."""
-        if self._description is not None and isinstance(event, Token):
-            self._texts.setdefault(event.index or 0, []).append(event.text)
-        return self._telemetry.of(event)
-
-    def at_end(self, ends: Sequence[Eos]) -> dict[str, Any]:
-        """The fields for all answers together: those of the first one."""
-        first = min(ends, key=lambda eos: eos.index or 0)
-        found = self._telemetry.of(first)
-        if self._description is not None:
-            text = first.text or "".join(self._texts.get(first.index or 0, ()))
-            found["__verbose"] = self._description.of(first, text, [], has_new_line="\n" in text)
-        return found

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
-from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry, describe, head_of, rendered
+from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of, rendered
 from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_place
 from uma_trio.gateway.dialects.openai.shapes import ChatChunk, ChatCompletion, InputTokens
 from uma_trio.gateway.dialects.openai.shared import (
@@ -98,7 +98,7 @@ async def complete_chat(call: Call) -> Response:
         offered = {} if tools["tool_choice"] == "none" else {"tools": tools["tools"]}
         prompt = await rendered(call, model=request.model, messages=chat["messages"], **template, **offered)
         description = await describe(call, request, head, sampling, [prompt] * n)
-    extras = Extras(Telemetry.of_request(request), description)
+    extras = Extras(request, description)
     fields = call.for_daemon(
         **sampling,
         adapters=await adapters_of(call, request),

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
-from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry, describe, head_of
+from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of
 from uma_trio.gateway.dialects.llama.tokens import Tokens, Translation
 from uma_trio.gateway.dialects.openai.shapes import Completion
 from uma_trio.gateway.dialects.openai.shared import (
@@ -79,7 +79,7 @@ async def complete(call: Call) -> Response:
     if request.verbose or call.config.http.verbose:
         each = [prompt for prompt in prompts for _ in range(n)]
         description = await describe(call, request, head, sampling, each)
-    extras = Extras(Telemetry.of_request(request), description)
+    extras = Extras(request, description)
     requests = [
         call.for_daemon(
             **sampling,

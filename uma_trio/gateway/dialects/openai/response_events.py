@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 from uma_trio.client import Eos, Event, PrefillProgress
 from uma_trio.gateway.answer import COMMENT, sse
-from uma_trio.gateway.dialects.llama.extras import Telemetry
+from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.response_items import custom_input, seal
 from uma_trio.gateway.dialects.openai.shared import chat_logprobs, error_code
 from uma_trio.gateway.dialects.parts import Part, PartRenderer, parts_of
@@ -23,7 +23,7 @@ class ResponseEvents(PartRenderer):
 
     Args:
         head: fields of the response.
-        telemetry: further fields of events.
+        extras: further fields of events.
         custom_tools: names of the tools that take a text in place of arguments.
         seals: whether reasoning comes as ``encrypted_content`` too.
         after: events up to this number are not written, because the client has them.
@@ -36,7 +36,7 @@ class ResponseEvents(PartRenderer):
         self,
         head: dict[str, Any],
         request_id: str,
-        telemetry: Telemetry,
+        extras: Extras,
         *,
         custom_tools: frozenset[str],
         seals: bool,
@@ -46,9 +46,9 @@ class ResponseEvents(PartRenderer):
         super().__init__()
         self._head = head
         self._request_id = request_id
-        self._telemetry = telemetry
+        self._extras = extras
         self._more: dict[str, Any] = {}
-        """What the telemetry says of the event that is being written."""
+        """What ``extras`` say of the event that is being written."""
         self._custom_tools = custom_tools
         self._seals = seals
         self._after = after
@@ -67,7 +67,7 @@ class ResponseEvents(PartRenderer):
 
     def render(self, event: Event) -> bytes:
         """What the client gets for one event."""
-        self._more = self._telemetry.of(event)
+        self._more = self._extras.of(event)
         written = super().render(event)
         if isinstance(event, PrefillProgress) and self._more:
             return self._event("response.in_progress", response=self.response("in_progress"), **self._more)
@@ -121,7 +121,7 @@ class ResponseEvents(PartRenderer):
         """The whole response."""
         status = _status_of(eos)
         name = "incomplete" if status == "cancelled" else status
-        return self._event(f"response.{name}", response=self.response(status), **self._telemetry.of(eos))
+        return self._event(f"response.{name}", response=self.response(status), **self._extras.of(eos))
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""

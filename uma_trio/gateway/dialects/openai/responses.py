@@ -23,7 +23,7 @@ from uma_trio.gateway.dialects.conversation import (
     without_noise,
 )
 from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
-from uma_trio.gateway.dialects.llama.extras import Telemetry
+from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
@@ -113,7 +113,7 @@ class Input(msgspec.Struct, kw_only=True):
 class ResponsesRequest(Input, kw_only=True):
     """A request for the next items of a conversation."""
 
-    stream: bool = False
+    stream: bool | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
     session_id: str | None = None
@@ -147,7 +147,7 @@ async def respond(call: Call) -> Response:
     if _is_stored(request, named, is_row=call.daemon.is_background):
         return await _respond_stored(call, request, warnings)
     conversation = Conversation(request.instructions, request.input)
-    telemetry = Telemetry.of_request(request)
+    extras = Extras(request)
     fields, sampling = _fields(call, request, conversation, warnings)
     fields |= conversation_fields(
         conversation.messages,
@@ -155,9 +155,9 @@ async def respond(call: Call) -> Response:
         session_id=request.session_id,
         cache_key=request.prompt_cache_key,
     )
-    fields = call.for_daemon(**fields, **telemetry.fields)
+    fields = call.for_daemon(**fields, **extras.fields)
     head = _head(f"resp_{call.id}", request, await _model(call, request), sampling, warnings)
-    events = ResponseEvents(head, call.id, telemetry, custom_tools=_custom_tools(request), seals=_seals(request))
+    events = ResponseEvents(head, call.id, extras, custom_tools=_custom_tools(request), seals=_seals(request))
     if request.stream:
         return call.stream(fields, events)
     [eos] = await call.unless_disconnected(call.daemon.complete(fields))

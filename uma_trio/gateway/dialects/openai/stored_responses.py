@@ -18,7 +18,7 @@ from starlette.responses import Response
 from uma_trio.client import AnswerInfo, Transcript
 from uma_trio.errors import AnswerNotFound, SessionBusy, SessionNotFound
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.llama.extras import Telemetry
+from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.shapes import (
     ConversationObject,
@@ -58,12 +58,12 @@ class StoredHead(msgspec.Struct, kw_only=True):
         """The head as ``client_state`` of the daemon's answer."""
         return msgspec.json.encode(self).decode()
 
-    def events(self, telemetry: Telemetry | None = None, *, after: int = -1) -> ResponseEvents:
+    def events(self, *, after: int = -1) -> ResponseEvents:
         """Writes the response, from the event after number ``after`` on."""
         return ResponseEvents(
             self.head,
             self.id.removeprefix("resp_"),
-            telemetry or Telemetry(),
+            Extras(),
             custom_tools=frozenset(self.custom_tools),
             seals=self.seals,
             after=after,
