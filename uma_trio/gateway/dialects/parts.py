@@ -7,8 +7,8 @@ that is due; a dialect writes it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import attrs
 import msgspec
@@ -167,3 +167,18 @@ def logprobs_of(event: Token | Reasoning) -> Logprobs | None:
         logprob=event.logprob,
         top_logprobs=event.top_logprobs or [],
     )
+
+
+def logprobs_body(found: Sequence[Logprobs]) -> list[dict[str, Any]]:
+    """Log probabilities as the APIs of OpenAI and Ollama have them."""
+    return [
+        {
+            "token": each.text,
+            "logprob": each.logprob,
+            "bytes": each.bytes,
+            "top_logprobs": [
+                {"token": top.text, "logprob": top.logprob, "bytes": top.bytes} for top in each.top_logprobs
+            ],
+        }
+        for each in found
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import attrs
@@ -19,7 +19,6 @@ from uma_trio.gateway.dialects.ollama.shared import (
     OLLAMA,
     Images,
     Message,
-    Tool,
     chat_message,
     constraint_of,
     durations,
@@ -28,14 +27,14 @@ from uma_trio.gateway.dialects.ollama.shared import (
     model_name,
     ollama_name,
     option_fields,
-    tools_of,
     with_images,
 )
+from uma_trio.gateway.dialects.openai.tools import Tool, offered_tools
+from uma_trio.gateway.dialects.parts import logprobs_body, logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_only_user
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
-from uma_trio.protocol.events import Logprobs
 
 DONE_REASONS: Final = {"tool_calls": "stop", "cancelled": "stop", "error": "stop"}
 """Where the protocol's reason has no counterpart in Ollama's API."""
@@ -89,7 +88,7 @@ async def chat(call: Call) -> Response:
     request, warnings = await call.read(ChatRequest)
     if not request.messages:
         return await _loaded(call, request, {"message": {"role": "assistant", "content": ""}}, warnings)
-    tools, tool_warnings = tools_of(request.tools)
+    tools = offered_tools(request.tools or (), warnings)
     messages = [chat_message(index, message) for index, message in enumerate(request.messages)]
     conversation = conversation_fields(messages, call.request.headers, session_id=request.session_id)
     last = request.messages[-1]
@@ -98,10 +97,10 @@ async def chat(call: Call) -> Response:
         call,
         request,
         _chat,
-        [*warnings, *tool_warnings],
+        warnings,
         **conversation,
         continue_final_message=is_begun or None,
-        tools=tools,
+        tools=tools or None,
     )
 
 
@@ -201,27 +200,12 @@ def _generated(event: Event) -> dict[str, Any]:
 
 
 def _logprobs(event: Event) -> dict[str, Any]:
-    found: Sequence[Token | Reasoning | Logprobs]
     match event:
-        case Token(logprob=float()) | Reasoning(logprob=float()):
-            found = [event]
-        case Eos(logprobs=list(logprobs)):
-            found = logprobs
-        case _:
-            return {}
-    return {
-        "logprobs": [
-            {
-                "token": each.text,
-                "logprob": each.logprob,
-                "bytes": each.bytes,
-                "top_logprobs": [
-                    {"token": top.text, "logprob": top.logprob, "bytes": top.bytes} for top in each.top_logprobs or ()
-                ],
-            }
-            for each in found
-        ]
-    }
+        case Token() | Reasoning() if (one := logprobs_of(event)) is not None:
+            return {"logprobs": logprobs_body([one])}
+        case Eos(logprobs=list(found)):
+            return {"logprobs": logprobs_body(found)}
+    return {}
 
 
 def _without_thinking(shape: Shape) -> Shape:

@@ -17,6 +17,7 @@ from uma_trio.client import Eos
 from uma_trio.gateway.answer import NDJSON
 from uma_trio.gateway.dialects.contents import SEEING_ROLES, Picture, content_of
 from uma_trio.gateway.dialects.fields import names_of
+from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES
 from uma_trio.gateway.endpoint import Call, Dialect, without_effect
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import ModelDescription
@@ -48,9 +49,7 @@ FIELD_NAMES: Final = {
     "constraint": "format",
     "constraint.json_schema": "format",
     "logprobs": "top_logprobs",
-    "tools[].name": "tools[].function.name",
-    "tools[].description": "tools[].function.description",
-    "tools[].parameters": "tools[].function.parameters",
+    **TOOL_NAMES,
 }
 """What fields of the socket protocol are called in Ollama's API."""
 
@@ -95,21 +94,6 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-
-
-class ToolFunction(msgspec.Struct):
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(msgspec.Struct):
-    """Something that the model may call."""
-
-    function: ToolFunction | None = None
-    type: str = "function"
 
 
 def model_name(name: str | None) -> str | None:
@@ -214,25 +198,6 @@ def chat_message(index: int, message: Message) -> dict[str, Any]:
 def with_images(text: str, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
     """A content of the socket protocol.  Images come before the text, as in Ollama."""
     return content_of([*map(Picture, images), *([text] if text else [])], "") if images else text
-
-
-def tools_of(tools: list[Tool] | None) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """Tools of the socket protocol, and a warning for each that is not a function."""
-    found = []
-    warnings = []
-    for tool in tools or ():
-        if tool.function is None:
-            warnings.append(f"a tool of type {tool.type!r} is not known and had no effect")
-            continue
-        function = tool.function
-        found.append(
-            {
-                "name": function.name,
-                "description": function.description or "",
-                "parameters": function.parameters or {},
-            }
-        )
-    return found or None, warnings
 
 
 def durations(eos: Eos) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from uma_trio.gateway.dialects.openai.shared import (
     Message,
     Sampling,
     adapters_of,
-    chat_logprobs,
     chat_messages,
     error_body,
     finish_reason,
@@ -28,7 +27,7 @@ from uma_trio.gateway.dialects.openai.shared import (
     usage_body,
 )
 from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES, Tool, call_delta, tool_fields, whole_calls
-from uma_trio.gateway.dialects.parts import logprobs_of
+from uma_trio.gateway.dialects.parts import logprobs_body, logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
@@ -161,7 +160,7 @@ def _choice(eos: Eos) -> dict[str, Any]:
     return {
         "index": eos.index or 0,
         "message": message,
-        "logprobs": chat_logprobs(eos.logprobs) if eos.logprobs is not None else None,
+        "logprobs": {"content": logprobs_body(eos.logprobs)} if eos.logprobs is not None else None,
         "finish_reason": finish_reason(eos),
     }
 
@@ -234,7 +233,7 @@ class ChatChunks:
             return b""
         chunk = self._chunk(event.index or 0, {name: event.text})
         if (logprobs := logprobs_of(event)) is not None:
-            chunk["choices"][0]["logprobs"] = chat_logprobs([logprobs])
+            chunk["choices"][0]["logprobs"] = {"content": logprobs_body([logprobs])}
         return sse({**chunk, **more} if more else chunk)
 
     def _chunk(self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None) -> dict[str, Any]:

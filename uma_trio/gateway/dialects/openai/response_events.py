@@ -8,8 +8,8 @@ from uma_trio.client import Eos, Event, PrefillProgress
 from uma_trio.gateway.answer import COMMENT, sse
 from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.response_items import custom_input, seal
-from uma_trio.gateway.dialects.openai.shared import chat_logprobs, error_code
-from uma_trio.gateway.dialects.parts import Part, PartRenderer, parts_of
+from uma_trio.gateway.dialects.openai.shared import error_code
+from uma_trio.gateway.dialects.parts import Part, PartRenderer, logprobs_body, parts_of
 from uma_trio.gateway.errors import LOST, HttpError
 from uma_trio.protocol.events import Logprobs
 
@@ -90,7 +90,7 @@ class ResponseEvents(PartRenderer):
             case "reasoning":
                 return self._content_event("response.reasoning_text.delta", part, delta=text, **self._more)
             case "text":
-                found = _logprobs([logprobs] if logprobs is not None else [])
+                found = logprobs_body([logprobs] if logprobs is not None else [])
                 return self._content_event("response.output_text.delta", part, delta=text, logprobs=found, **self._more)
             case "call" if part.name in self._custom_tools:
                 return b""  # its input is known when its arguments are complete
@@ -105,7 +105,7 @@ class ResponseEvents(PartRenderer):
                 done = self._content_event("response.reasoning_text.done", part, text=part.text)
                 done += self._content_event("response.content_part.done", part, part=_reasoning_text(part))
             case "text":
-                found = _logprobs(part.logprobs)
+                found = logprobs_body(part.logprobs)
                 done = self._content_event("response.output_text.done", part, text=part.text, logprobs=found)
                 done += self._content_event("response.content_part.done", part, part=_output_text(part))
             case "call" if part.name in self._custom_tools:
@@ -211,12 +211,7 @@ def _reasoning_text(part: Part) -> dict[str, Any]:
 
 
 def _output_text(part: Part) -> dict[str, Any]:
-    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": _logprobs(part.logprobs)}
-
-
-def _logprobs(found: list[Logprobs]) -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = chat_logprobs(found)["content"]
-    return content
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs_body(part.logprobs)}
 
 
 def _usage(eos: Eos) -> dict[str, Any]:

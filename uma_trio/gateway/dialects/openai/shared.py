@@ -30,7 +30,6 @@ from uma_trio.gateway.endpoint import Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid, refused_json
 from uma_trio.gateway.limits import QUOTA
 from uma_trio.protocol.chat import MAX_MESSAGES
-from uma_trio.protocol.events import Logprobs
 from uma_trio.protocol.json_cost import JsonCost
 from uma_trio.protocol.messages import to_fields
 from uma_trio.protocol.requests import MAX_BIASES
@@ -402,20 +401,3 @@ def usage_body(*ends: Eos) -> dict[str, Any]:
 def finish_reason(eos: Eos) -> str:
     """Why an answer ended, in OpenAI's words."""
     return FINISH_REASONS.get(eos.reason, eos.reason)
-
-
-def chat_logprobs(found: list[Logprobs]) -> dict[str, Any]:
-    """Log probabilities of a chat completion."""
-    return {
-        "content": [
-            {
-                "token": each.text,
-                "logprob": each.logprob,
-                "bytes": each.bytes,
-                "top_logprobs": [
-                    {"token": top.text, "logprob": top.logprob, "bytes": top.bytes} for top in each.top_logprobs
-                ],
-            }
-            for each in found
-        ]
-    }

@@ -46,7 +46,7 @@ def tool_fields(
     Raises:
         HttpError: the choice is not possible.
     """
-    offered = _offered(tools or (), warnings)
+    offered = offered_tools(tools or (), warnings)
     if isinstance(choice, dict):
         allowed, choice = _choice(choice)
         if allowed is not None:
@@ -56,7 +56,7 @@ def tool_fields(
     return {"tools": offered or None, "tool_choice": choice}
 
 
-def _offered(tools: Sequence[Tool], warnings: list[str]) -> list[dict[str, Any]]:
+def offered_tools(tools: Sequence[Tool], warnings: list[str]) -> list[dict[str, Any]]:
     """Tools of the socket protocol; adds a warning for each that is skipped."""
     found = []
     for index, tool in enumerate(tools):
