@@ -10,7 +10,7 @@ import click
 
 from uma_trio.cli.client_options import reporting_errors, socket_option
 from uma_trio.cli.exits import INCOMPLETE, OK, SERVER_ERROR
-from uma_trio.cli.stdio import note
+from uma_trio.cli.stdio import note, print_table
 
 
 @click.command("attach")
@@ -102,7 +102,5 @@ async def _describe(id: str | None, action: str | None, as_json: bool, socket: s
     elif not found:
         note("there are no detached answers; uma-trio ask --detach begins one")
     else:
-        from uma_trio.cli.models import print_table
-
         print_table([("ID", "STATE", "EVENTS", "BEGUN"), *map(row, found)])
     return OK

@@ -11,6 +11,7 @@ import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import FAILED, INTERRUPTED
+from uma_trio.cli.stdio import fail
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -54,22 +55,17 @@ def command(file: Path, output: Path | None, errors: Path | None, at_a_time: int
         with reporting_errors("batch", socket):
             n_failed = run(until_interrupted, lambda: _answer_all(file, output, errors, at_a_time, socket))
     except RowsError as error:
-        _fail(f"{file}: {error}")
+        fail("batch", f"{file}: {error}")
     except Busy:
-        _fail(f"another uma-trio batch writes to {output}")
+        fail("batch", f"another uma-trio batch writes to {output}")
     except OSError as error:
-        _fail(f"{error.filename or output}: {error.strerror}")
+        fail("batch", f"{error.filename or output}: {error.strerror}")
     except Interrupted:
         click.echo("stopped; the same command goes on with the rows that are left", err=True)
         sys.exit(INTERRUPTED)
     if n_failed:
         click.echo(f"errors of rows: {errors}", err=True)
         sys.exit(FAILED)
-
-
-def _fail(message: str) -> None:
-    click.echo(f"uma-trio batch: {message}", err=True)
-    sys.exit(FAILED)
 
 
 async def _answer_all(file: Path, output: Path, errors: Path, at_a_time: int | None, socket: str | None) -> int:

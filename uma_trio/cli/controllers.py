@@ -17,6 +17,7 @@ import click
 from uma_trio.cli import SuggestingGroup
 from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
+from uma_trio.cli.stdio import print_table
 from uma_trio.files import read_bytes
 
 if TYPE_CHECKING:
@@ -348,7 +349,7 @@ def _print(tags: Sequence[ControllerTag], as_json: bool) -> None:
         (each.tag, each.module_id[:SHOWN_ID_CHARACTERS], _kib(each.wasm_size), _when(each.updated_at), each.updated_by)
         for each in tags
     ]
-    _print_table(rows)
+    print_table(rows)
 
 
 def _print_modules(modules: Sequence[ControllerModule], as_json: bool) -> None:
@@ -369,15 +370,7 @@ def _print_modules(modules: Sequence[ControllerModule], as_json: bool) -> None:
         )
         for each in modules
     ]
-    _print_table(rows)
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print columns; the last one may be of any width."""
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]) - 1)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        click.echo("  ".join([*cells, row[-1]]).rstrip())
+    print_table(rows)
 
 
 def _kib(size: int) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from uma_trio.cli import SuggestingGroup
+from uma_trio.cli.stdio import fail, print_table
 
 if TYPE_CHECKING:
     from uma_trio.gateway.tenants import Tenant
@@ -113,10 +113,7 @@ def list_(file: Path | None, as_json: bool) -> None:
     if not tenants:
         click.echo("no tenants yet; make a key with: uma-trio keys create NAME")
         return
-    rows = [("TENANT", "KEYS", "WEIGHT", "LIMITS"), *(_row(tenant, used) for tenant in tenants.values())]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
+    print_table([("TENANT", "KEYS", "WEIGHT", "LIMITS"), *(_row(tenant, used) for tenant in tenants.values())])
 
 
 @command.command()
@@ -142,7 +139,10 @@ def revoke(names: tuple[str, ...], file: Path | None) -> None:
             for name in names:
                 found = without_keys(tenants, name)
                 if not found and name not in tenants:
-                    _fail(f"{name} is neither a tenant nor the id of a key in {path}; uma-trio keys list shows them")
+                    fail(
+                        "keys",
+                        f"{name} is neither a tenant nor the id of a key in {path}; uma-trio keys list shows them",
+                    )
                 done += found
         is_last = bool(done) and not any(tenant.keys for tenant in tenants.values())
     for key_id in done:
@@ -211,11 +211,6 @@ def _about_earlier_keys(tenant: Tenant) -> str:
     return f"{tenant.name} had {keys} already; all of them work.  uma-trio keys revoke ID revokes one."
 
 
-def _fail(message: str) -> NoReturn:
-    click.echo(f"uma-trio keys: {message}", err=True)
-    sys.exit(1)
-
-
 @contextlib.contextmanager
 def _reporting() -> Iterator[None]:
     """End the program with one line if the file or a name is not valid."""
@@ -226,4 +221,4 @@ def _reporting() -> Iterator[None]:
     try:
         yield
     except (ConfigError, KeyFileError, TenantsError) as error:
-        _fail(str(error))
+        fail("keys", str(error))

@@ -18,6 +18,7 @@ import click
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import model_name
 from uma_trio.cli.exits import SERVER_ERROR
+from uma_trio.cli.stdio import print_table
 
 if TYPE_CHECKING:
     import trio
@@ -96,7 +97,6 @@ def command(
 
 def _show_all(urls: Sequence[str], key_file: Path | None, as_json: bool) -> None:
     from uma_trio.cli.metrics_all import ask_all, table
-    from uma_trio.cli.models import print_table
     from uma_trio.cli.run_trio import run
     from uma_trio.files import read_text
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from uma_trio.cli import SuggestingGroup
 from uma_trio.cli.client_options import DEFAULT_SOCKET
 from uma_trio.cli.completion import model_name
+from uma_trio.cli.stdio import fail, print_table
 
 if TYPE_CHECKING:
     from uma_trio.hub.environment import ModelLocations
@@ -160,18 +160,18 @@ def remove(model: str, yes: bool) -> None:
             if not yes:
                 click.confirm(f"Delete the unfinished download of {name}, {format_bytes(here)}?", abort=True, err=True)
             if not folder.discard(name):
-                _fail(f"{name} is being downloaded; stop that first")
+                fail("models", f"{name} is being downloaded; stop that first")
             click.echo(f"removed what was here of {name}", err=True)
             return
         aliases = aliases_of(found, models, places)
         if found.origin == "the package":
             known = f"; uma-trio models alias --remove {aliases[0]} forgets the alias" if aliases else ""
-            _fail(f"{found.name} comes with the package, and goes with it{known}")
+            fail("models", f"{found.name} comes with the package, and goes with it{known}")
         if found.origin != "uma-trio":
             how = HOW_TO_REMOVE[found.origin].format(name=found.name, place=found.name_without_quantization)
-            _fail(f"{found.name} belongs to {found.origin}; remove it with: {how}")
+            fail("models", f"{found.name} belongs to {found.origin}; remove it with: {how}")
         if {found.served_name, *aliases} & {*_served()}:
-            _fail(f"a daemon serves {found.name}; stop it first, or: uma-trio models unload {found.name}")
+            fail("models", f"a daemon serves {found.name}; stop it first, or: uma-trio models unload {found.name}")
         what = f"{found.name}, {format_bytes(found.size_bytes)}"
         names = f" and the alias{'es' if len(aliases) > 1 else ''} {', '.join(aliases)}" if aliases else ""
         if not yes:
@@ -213,7 +213,7 @@ def alias(name: str | None, model: str | None, removing: bool, as_json: bool) ->
         if removing:
             with folder.editing_aliases() as aliases:
                 if aliases.pop(name, None) is None:
-                    _fail(f"there is no alias {name}; uma-trio models alias lists them")
+                    fail("models", f"there is no alias {name}; uma-trio models alias lists them")
             return
         if model is None:
             raise click.UsageError("give the model that this name stands for, or --remove")
@@ -361,11 +361,11 @@ def _manage(action: str, model: str, socket: Path | None) -> None:
     try:
         [answer] = query(path, {"type": "models", "action": action, "model": model}, timeout_s=MANAGE_S)
     except ClientError as error:
-        _fail(str(error))
+        fail("models", str(error))
     except TimeoutError:
-        _fail(f"the daemon has not done it after {MANAGE_S:g} s; it goes on with it")
+        fail("models", f"the daemon has not done it after {MANAGE_S:g} s; it goes on with it")
     if answer["event"] == "error":
-        _fail(f"{answer['code']}: {answer['message']}")
+        fail("models", f"{answer['code']}: {answer['message']}")
     for found in answer["models"]:
         took = f", {found['memory_bytes'] / 1e6:,.0f} MB" if found.get("memory_bytes") else ""
         click.echo(f"{found['name']} is {found['state']}{took}", err=True)
@@ -418,21 +418,9 @@ def _print_aliases(aliases: dict[str, str], as_json: bool) -> None:
         print_table([("ALIAS", "MODEL"), *aliases.items()])
 
 
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows, the first with the headings, in columns."""
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
 def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _fail(message: str) -> NoReturn:
-    click.echo(f"uma-trio models: {message}", err=True)
-    sys.exit(1)
 
 
 @contextlib.contextmanager
@@ -444,6 +432,6 @@ def _reporting() -> Iterator[None]:
     try:
         yield
     except (ErrorWithRemedy, ConfigError) as error:
-        _fail(str(error))
+        fail("models", str(error))
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}")
+        fail("models", f"{error.filename}: {error.strerror}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from uma_trio.cli import SuggestingGroup
+from uma_trio.cli.exits import SERVER_ERROR
+from uma_trio.cli.stdio import fail
 from uma_trio.files import read_bytes
 
 MAX_LOG_BYTES: Final = 2 << 30
@@ -101,16 +103,15 @@ def explain(files: tuple[Path, ...], number: int | None, as_json: bool) -> None:
     """
     run, which = _run(files, number)
     if not run.ticks:
-        _fail(f"run {which['run']} has no ticks: the daemon has computed nothing yet, or nothing is written yet")
+        fail(
+            "perf",
+            f"run {which['run']} has no ticks: the daemon has computed nothing yet, or nothing is written yet",
+            SERVER_ERROR,
+        )
     from uma_trio.telemetry.perf_causes import explain as explained
 
     found = {**which, "model": run.header.model, **explained(run)}
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(_causes(found)))
-
-
-def _fail(message: str) -> NoReturn:
-    click.echo(f"uma-trio perf: {message}", err=True)
-    raise SystemExit(2)
 
 
 def _run(files: Sequence[Path], number: int | None) -> tuple[Run, dict[str, int]]:
@@ -118,7 +119,11 @@ def _run(files: Sequence[Path], number: int | None) -> tuple[Run, dict[str, int]
     runs = read_logs(files)
     number = len(runs) if number is None else number
     if not 1 <= number <= len(runs):
-        _fail(f"--run must be a number from 1 to {len(runs)}, the number of runs in the log; not {number}")
+        fail(
+            "perf",
+            f"--run must be a number from 1 to {len(runs)}, the number of runs in the log; not {number}",
+            SERVER_ERROR,
+        )
     return runs[number - 1], {"run": number, "runs_in_log": len(runs)}
 
 
@@ -130,11 +135,15 @@ def read_logs(files: Sequence[Path]) -> list[Run]:
     try:
         return decode(*[_content(file) for file in files])
     except FileNotFoundError as error:
-        _fail(f"{error.filename} does not exist; uma-trio serve --perf-log {error.filename} writes it")
+        fail(
+            "perf",
+            f"{error.filename} does not exist; uma-trio serve --perf-log {error.filename} writes it",
+            SERVER_ERROR,
+        )
     except OSError as error:
-        _fail(f"cannot read {error.filename or names}: {error.strerror}")
+        fail("perf", f"cannot read {error.filename or names}: {error.strerror}", SERVER_ERROR)
     except NotAPerfLog as error:
-        _fail(f"cannot read {names} as a perf log: {error}")
+        fail("perf", f"cannot read {names} as a perf log: {error}", SERVER_ERROR)
 
 
 def _content(file: Path) -> bytes:
@@ -151,11 +160,11 @@ def _plot(run: Run, target: Path) -> None:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        _fail("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        fail("perf", "--plot needs matplotlib, which is not installed: pip install matplotlib", SERVER_ERROR)
     try:
         draw(run).savefig(target, dpi=110)
     except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
-        _fail(f"cannot write {target}: {getattr(error, 'strerror', None) or error}")
+        fail("perf", f"cannot write {target}: {getattr(error, 'strerror', None) or error}", SERVER_ERROR)
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 
 from uma_trio.cli.client_options import reporting_errors, socket_option
-from uma_trio.cli.exits import FAILED
+from uma_trio.cli.stdio import fail, print_table
 
 ANSWER_S: Final = 5.0
 """How long the daemon may take to answer."""
@@ -47,8 +47,7 @@ def command(as_json: bool, socket: str | None) -> None:
             [found] = query(path, {"type": "models"}, timeout_s=ANSWER_S)
             [metrics] = query(path, {"type": "metrics"}, timeout_s=ANSWER_S)
         except TimeoutError:
-            click.echo(f"uma-trio ps: the daemon at {path} does not answer", err=True)
-            sys.exit(FAILED)
+            fail("ps", f"the daemon at {path} does not answer")
     shown = rows(found["models"], metrics)
     if as_json:
         click.echo(json.dumps(shown))
@@ -66,8 +65,6 @@ def _print(found: Sequence[tuple[str, ...]]) -> None:
     """Print a table; on a terminal that is too narrow for it, a list for each model."""
     widths = [max(map(len, column)) for column in zip(HEADINGS, *found, strict=True)]
     if not sys.stdout.isatty() or sum(widths) + 2 * len(widths) <= shutil.get_terminal_size().columns:
-        from uma_trio.cli.models import print_table
-
         print_table([HEADINGS, *found])
         return
     for number, row in enumerate(found):

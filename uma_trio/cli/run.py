@@ -10,9 +10,9 @@ import click
 
 from uma_trio.cli.client_options import reporting_errors, socket_option
 from uma_trio.cli.completion import model_file
-from uma_trio.cli.exits import FAILED, INTERRUPTED
+from uma_trio.cli.exits import INTERRUPTED
 from uma_trio.cli.request_options import OPTIONS_BUT_MODEL
-from uma_trio.cli.stdio import note
+from uma_trio.cli.stdio import fail, note
 
 if TYPE_CHECKING:
     from uma_trio.hub.locate import LocatedModel
@@ -117,8 +117,7 @@ def _located(model: str, *, offline: bool) -> LocatedModel:
         with explained(found.path):
             check_gguf(found.path)
     except (ErrorWithRemedy, ConfigError) as error:
-        click.echo(f"uma-trio run: {error}", err=True)
-        sys.exit(FAILED)
+        fail("run", str(error))
     except Interrupted:
         click.echo(f"stopped; uma-trio run {model} goes on with the download", err=True)
         sys.exit(INTERRUPTED)

@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem, ShellComplete
 
 from uma_trio.cli import SuggestingGroup
 from uma_trio.cli.exits import FAILED
+from uma_trio.cli.stdio import fail
 
 if TYPE_CHECKING:
     from uma_trio.cli.service_units import Manager, Service
@@ -84,8 +85,7 @@ def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
         _print_commands(commands)
         return
     if (missing := _missing(manager)) is not None:
-        click.echo(f"uma-trio service: nothing was installed: {missing}", err=True)
-        sys.exit(FAILED)
+        fail("service", f"nothing was installed: {missing}")
     if now and not any(before.values()) and can_connect(service.socket):
         raise click.UsageError(f"a daemon serves on {service.socket} already; stop it, and install the service again")
     for path, text in files.items():
@@ -149,8 +149,7 @@ def status() -> None:
         click.echo(f"not installed: there is no {missing[0]}; uma-trio service install writes it")
         sys.exit(FAILED)
     if (reason := _missing(manager)) is not None:
-        click.echo(f"uma-trio service: the service is installed and cannot run: {reason}", err=True)
-        sys.exit(FAILED)
+        fail("service", f"the service is installed and cannot run: {reason}")
     found = _output(manager.status())
     click.echo(found.stdout or found.stderr, nl=False)
     sys.exit(0 if manager.is_running(found.stdout) else FAILED)

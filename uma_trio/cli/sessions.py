@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -15,6 +15,8 @@ from uma_trio.cli import SuggestingGroup
 from uma_trio.cli.answer import call_line
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import model_name, session_name
+from uma_trio.cli.exits import SERVER_ERROR
+from uma_trio.cli.stdio import fail, print_table
 
 if TYPE_CHECKING:
     from uma_trio.client import Client, SessionInfo, Transcript
@@ -177,7 +179,7 @@ def export(context: click.Context, session_id: str, file: Path | None, model: st
     try:
         replace_text(file, text + "\n")
     except OSError as error:
-        _fail(f"cannot write {file}: {error.strerror}")
+        fail("sessions", f"cannot write {file}: {error.strerror}", SERVER_ERROR)
 
 
 @command.command(short_help="Copy a session; both continue independently.")
@@ -250,7 +252,7 @@ def close(
     for failure in failures[:-1]:
         click.echo(f"uma-trio sessions: {failure}", err=True)
     if failures:
-        _fail(failures[-1])
+        fail("sessions", failures[-1], SERVER_ERROR)
 
 
 def _confirm(question: str) -> None:
@@ -260,11 +262,6 @@ def _confirm(question: str) -> None:
         if sys.stdin.isatty():
             raise
         raise click.UsageError("nobody confirmed; to close all sessions without a question, add --yes") from None
-
-
-def _fail(message: str, code: int = 2) -> NoReturn:
-    click.echo(f"uma-trio sessions: {message}", err=True)
-    sys.exit(code)
 
 
 def _list(context: click.Context, as_json: bool, model: str | None, socket: str | None) -> None:
@@ -346,7 +343,7 @@ def _run(
             return run(connected)
         except ServerError as error:
             if error.code == "E_SESSION_NOT_FOUND" and (hint := run(similar)):
-                _fail(f"{error}{hint}")
+                fail("sessions", f"{error}{hint}", SERVER_ERROR)
             raise
 
 
@@ -394,24 +391,15 @@ def _print_table(found: Sequence[tuple[str | None, SessionInfo]], *, n_models: i
     if not found:
         click.echo('no sessions yet; begin one with: uma-trio ask --session NAME "..."')
         return
-    from rich.cells import cell_len, set_cell_size
-
     rows = [("SESSION", "MODEL", "TURNS", "TOKENS", "LAST USED", "STATE")]
     rows += [
         (_shown(s.session_id), model or "", f"{s.turns:,}", f"{s.tokens:,}", _when(s.used_at), _state(s))
         for model, s in found
     ]
-    widths = [max(cell_len(row[n]) for row in rows) for n in range(6)]
-    for name, model, turns, tokens, used, state in rows:
-        cells = [
-            set_cell_size(name, widths[0]),
-            *([set_cell_size(model, widths[1])] if n_models > 1 else []),
-            turns.rjust(widths[2]),
-            tokens.rjust(widths[3]),
-            used.ljust(widths[4]),
-            state,
-        ]
-        click.echo("  ".join(cells).rstrip())
+    if n_models > 1:
+        print_table(rows, right=(2, 3))
+    else:
+        print_table([(name, *rest) for name, _, *rest in rows], right=(1, 2))
 
 
 def _shown(text: str, keep: str = "") -> str:

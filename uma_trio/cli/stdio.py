@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from typing import Final
+from collections.abc import Container, Sequence
+from typing import Final, NoReturn
 
 import click
+
+from uma_trio.cli.exits import FAILED
 
 MAX_BYTES: Final = 64 << 20
 """The highest possible ``max_prompt_bytes``.  More, such as ``/dev/zero``, is refused."""
@@ -58,6 +61,27 @@ def note(text: str, colour: str | None = None) -> None:
 def report(text: str) -> None:
     """Tell the user of an error, in the same way but not dim."""
     click.echo(_fitted(text), err=True)
+
+
+def fail(command: str, reason: str, code: int = FAILED) -> NoReturn:
+    """End the program with one line that says which command failed, and why."""
+    report(f"uma-trio {command}: {reason}")
+    sys.exit(code)
+
+
+def print_table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> None:
+    """Print rows, the first with the headings, in columns.
+
+    Args:
+        right: numbers of the columns whose cells are aligned at the right.
+    """
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        padded = [(cell, " " * (width - cell_len(cell))) for cell, width in zip(row, widths, strict=True)]
+        cells = [padding + cell if n in right else cell + padding for n, (cell, padding) in enumerate(padded)]
+        click.echo("  ".join(cells).rstrip())
 
 
 def _fitted(text: str) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from typing import Final
 
 import click
 
 from uma_trio.cli.client_options import reporting_errors, socket_option
-from uma_trio.cli.exits import FAILED
+from uma_trio.cli.stdio import fail
 
 ANSWER_S: Final = 5.0
 """How long the daemon may take to say which process it is."""
@@ -39,13 +38,11 @@ def command(model: str | None, no_wait: bool, socket: str | None) -> None:
         try:
             [answer] = query(path, {"type": "metrics"}, timeout_s=ANSWER_S)
         except TimeoutError:
-            click.echo(f"uma-trio stop: the daemon at {path} does not answer", err=True)
-            sys.exit(FAILED)
+            fail("stop", f"the daemon at {path} does not answer")
     pid = answer["pid"]
     try:
         os.kill(pid, signal.SIGTERM)
     except OSError as error:  # it runs elsewhere, as in a container, or for another user
-        click.echo(f"uma-trio stop: cannot stop the process {pid}: {error.strerror}", err=True)
-        sys.exit(FAILED)
+        fail("stop", f"cannot stop the process {pid}: {error.strerror}")
     while not no_wait and is_locked(path):
         time.sleep(POLL_S)

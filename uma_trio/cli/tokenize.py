@@ -14,7 +14,7 @@ import click
 
 from uma_trio.cli.client_options import DEFAULT_SOCKET
 from uma_trio.cli.completion import model_file
-from uma_trio.cli.stdio import read_stdin, to_text
+from uma_trio.cli.stdio import fail, read_stdin, to_text
 
 if TYPE_CHECKING:
     from uma_trio.tokenizer.tokenizer import Tokenizer
@@ -142,8 +142,7 @@ def _ask(socket: str | None, model: str | None, **fields: Any) -> dict[str, Any]
     if answer.get("code") in (PromptTooLarge.code, FrameTooLarge.code):  # the file has no such limit
         return None
     if answer["event"] == "error":
-        click.echo(f"uma-trio tokenize: {answer['code']}: {answer['message']}", err=True)
-        sys.exit(1)
+        fail("tokenize", f"{answer['code']}: {answer['message']}")
     return answer
 
 
@@ -163,11 +162,9 @@ def _tokenizer(model: str | None, llama_dir: Path | None) -> Iterator[Tokenizer]
             yield tokenizer
     except NotInstalled as error:
         hint = "; a model that the daemon was given by its path has no other name here: give its path" if model else ""
-        click.echo(f"uma-trio tokenize: {error}{hint}", err=True)
-        sys.exit(1)
+        fail("tokenize", f"{error}{hint}")
     except (ModelError, HubError, ConfigError, InvalidTokenId) as error:
-        click.echo(f"uma-trio tokenize: {error}", err=True)
-        sys.exit(1)
+        fail("tokenize", str(error))
 
 
 def _rows(answer: dict[str, Any]) -> list[Row]:
