@@ -6,10 +6,10 @@ import contextlib
 import difflib
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import click
 import trio
@@ -21,7 +21,7 @@ from uma_trio.cli.chat_settings import BadSetting, changed, described
 from uma_trio.cli.client_options import HINTS, say_which_daemon
 from uma_trio.cli.content import Kind, dropped_file, picture_part
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
-from uma_trio.cli.generation import connected, generate
+from uma_trio.cli.generation import asked, generate
 from uma_trio.cli.keyboard import hidden_keys
 from uma_trio.cli.progress import load_with_progress
 from uma_trio.cli.run_trio import run
@@ -29,12 +29,12 @@ from uma_trio.cli.shown_answer import ShownAnswer
 from uma_trio.cli.stdio import note
 from uma_trio.cli.type_ahead import CHANGES, change_of
 from uma_trio.client import (
+    Client,
     ClientError,
     Eos,
     ModelDescription,
     NoServer,
     ServerError,
-    Transcript,
 )
 from uma_trio.files import read_text, replace_text
 from uma_trio.protocol.parameters import MAX_SEED
@@ -81,6 +81,7 @@ CHAT_HINTS: Final = {
     "E_LIMIT_PROMPT_TOO_LARGE": "the conversation has become too long for this daemon: /new begins another one",
 }
 
+T = TypeVar("T")
 
 RETRY_TEMPERATURE: Final = 0.8
 """What the first /retry has where answers are greedy; llama-server's and Ollama's default."""
@@ -167,7 +168,7 @@ class Chat:
 
     def _greet(self) -> None:
         run(say_which_daemon, "chat", self._socket, None)
-        snapshot = run(self._metrics)
+        snapshot = self._metrics()
         self._restarts = _restarts(snapshot)
         if self._is_terminal:
             note(f"{self._fields.get('model') or snapshot['model']}; /help lists the commands")
@@ -226,7 +227,7 @@ class Chat:
     def _open_session(self, name: str) -> None:
         """Load what the daemon knows of a session, and show its last turn."""
         try:
-            found = run(self._transcript, name)
+            found = self._query(lambda client: client.transcript(name, model=self._fields.get("model")))
         except ServerError as error:
             if error.code != "E_SESSION_NOT_FOUND":
                 raise
@@ -260,8 +261,8 @@ class Chat:
     def _model(self, name: str) -> None:
         try:
             if not name:
-                current = run(self._description).name
-                for model in run(self._models):
+                current = self._description().name
+                for model in self._query(lambda client: client.models()):
                     if "completion" in model.capabilities:
                         note(f"{'*' if model.name == current else ' '} {model.name}  {model.state}")
                 return
@@ -305,7 +306,7 @@ class Chat:
 
     def _show(self, _: str) -> None:
         try:
-            description = run(self._description)
+            description = self._description()
         except ClientError as error:
             self._fail(error)
             return
@@ -520,8 +521,7 @@ class Chat:
         if "message" in change and self._input.keeps:
             return False  # it was typed after a command that waits
         try:
-            async with connected(self._socket) as client:
-                await client.steer(request_id, **change)
+            await asked(self._socket, lambda client: client.steer(request_id, **change))
         except ClientError as error:
             if isinstance(error, ServerError) and error.code != "E_ANSWER_NOT_FOUND":
                 shown.notify(f"{error}", colour="red")
@@ -550,7 +550,7 @@ class Chat:
         if eos.session is not None and eos.session.turns == 1:
             warn_if_in_memory(eos)
         try:
-            restarts = _restarts(run(self._metrics))
+            restarts = _restarts(self._metrics())
         except ClientError:
             return  # the next turn tells
         if restarts > self._restarts:
@@ -571,22 +571,15 @@ class Chat:
 
     # -- queries --------------------------------------------------------------------------------
 
-    async def _models(self) -> list[ModelDescription]:
-        async with connected(self._socket) as client:
-            return await client.models()
+    def _query(self, question: Callable[[Client], Awaitable[T]]) -> T:
+        return run(asked, self._socket, question)
 
-    async def _description(self) -> ModelDescription:
+    def _description(self) -> ModelDescription:
         """The model that answers."""
-        async with connected(self._socket) as client:
-            return (await client.models(model=self._fields.get("model")))[0]
+        return self._query(lambda client: client.models(model=self._fields.get("model")))[0]
 
-    async def _metrics(self) -> dict[str, Any]:
-        async with connected(self._socket) as client:
-            return await client.metrics()
-
-    async def _transcript(self, name: str) -> Transcript:
-        async with connected(self._socket) as client:
-            return await client.transcript(name, model=self._fields.get("model"))
+    def _metrics(self) -> dict[str, Any]:
+        return self._query(lambda client: client.metrics())
 
 
 def _problem(line: str) -> str | None:

@@ -154,16 +154,15 @@ def rm(names: tuple[str, ...], owner: str | None, as_json: bool, socket: str | N
       uma-trio controllers rm mine
       uma-trio controllers rm 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
     """
-    fields = {} if owner is None else {"owner": owner}
 
     async def do(client: Client) -> list[str]:
         deleted = []
         tags = [name for name in names if not MODULE_ID.fullmatch(name)]
         if tags:
-            deleted += await client.delete_controller(tags=tags, keep_alive=True, **fields)
+            deleted += await client.delete_controller(tags=tags, keep_alive=True, owner=owner)
         for name in dict.fromkeys(names):
             if MODULE_ID.fullmatch(name):
-                deleted += await client.delete_controller(name, keep_alive=True, **fields)
+                deleted += await client.delete_controller(name, keep_alive=True, owner=owner)
         return deleted
 
     for name in _run(socket, do):
@@ -265,10 +264,9 @@ async def _say_if_runtime_starts(socket: str | None, wait_s: float | None) -> No
     """On a terminal, or with ``--verbose``: say on stderr that the first controller waits for its runtime."""
     if not sys.stderr.isatty() and not is_verbose():
         return
-    from uma_trio.cli.generation import connected
+    from uma_trio.cli.generation import asked
 
-    async with connected(socket, wait_s=wait_s) as client:
-        controllers = (await client.metrics()).get("controllers")
+    controllers = (await asked(socket, lambda client: client.metrics(), wait_s=wait_s)).get("controllers")
     if controllers is not None and controllers.get("pid") is None:
         text = "the runtime of controllers starts now, which takes some seconds the first time"
         click.secho(text, err=True, dim=True)
@@ -321,16 +319,12 @@ def _text_of(file: Path) -> str:
 
 def _run(socket: str | None, do: Callable[[Client], Awaitable[T]]) -> T:
     """Ask the daemon, on one connection."""
-    from uma_trio.cli.generation import connected
+    from uma_trio.cli.generation import asked
     from uma_trio.cli.run_trio import run as run_trio
 
-    async def ask() -> T:
-        await say_which_daemon("controllers", socket)
-        async with connected(socket) as client:
-            return await do(client)
-
     with reporting_errors("controllers", socket):
-        return run_trio(ask)
+        run_trio(say_which_daemon, "controllers", socket)
+        return run_trio(asked, socket, do)
     raise AssertionError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -38,17 +39,12 @@ def command(id: str, model: str | None, as_json: bool, socket: str | None) -> No
 
     ID is the id of the request, over HTTP the x-request-id of its response.  The daemon knows the last ones.
     """
-    from uma_trio.client import open_client
+    from uma_trio.cli.generation import asked
+    from uma_trio.cli.run_trio import run
     from uma_trio.protocol.messages import to_fields
 
-    async def ask() -> Explanation:
-        async with open_client(socket) as client:
-            return await client.explain(id, model=model)
-
     with reporting_errors("explain", socket):
-        from uma_trio.cli.run_trio import run
-
-        found = run(ask)
+        found = run(partial(asked, socket, wait_s=0), lambda client: client.explain(id, model=model))
     if as_json:
         import json
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
@@ -15,12 +15,20 @@ from uma_trio.cli.progress import ProgressBar
 from uma_trio.cli.stdio import note
 from uma_trio.client import Client, Eos, Event, open_client
 
+T = TypeVar("T")
+
 
 def connected(
     socket: str | None, *, wait_s: float | None = None, **options: Any
 ) -> AbstractAsyncContextManager[Client]:
     """``open_client``, which by default waits for a daemon that loads and then says so."""
     return open_client(socket, wait_s=wait_s, on_loading=_say_that_it_loads, **options)
+
+
+async def asked(socket: str | None, question: Callable[[Client], Awaitable[T]], **options: Any) -> T:
+    """The answer to a question, on a connection of its own; ``options`` are those of ``connected``."""
+    async with connected(socket, **options) as client:
+        return await question(client)
 
 
 async def generate(

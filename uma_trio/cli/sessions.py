@@ -6,6 +6,7 @@ import datetime
 import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -324,25 +325,20 @@ def _run(
         name: the session that ``work`` is about; if it does not exist, the error names similar ones.
         model: whose session it is; ``None`` for the daemon's first.
     """
+    from uma_trio.cli.generation import asked
     from uma_trio.cli.run_trio import run
-    from uma_trio.client import ServerError, open_client
+    from uma_trio.client import ServerError
 
     path = socket or context.obj[1]
-
-    async def connected() -> T:
-        async with open_client(path) as client:
-            return await work(client)
-
-    async def similar() -> str:
-        async with open_client(path) as client:
-            return await _similar(client, name, model)
-
+    at_once = partial(asked, path, wait_s=0)
     with reporting_errors("sessions", path):
         run(say_which_daemon, "sessions", path)
         try:
-            return run(connected)
+            return run(at_once, work)
         except ServerError as error:
-            if error.code == "E_SESSION_NOT_FOUND" and (hint := run(similar)):
+            if error.code == "E_SESSION_NOT_FOUND" and (
+                hint := run(at_once, lambda client: _similar(client, name, model))
+            ):
                 fail("sessions", f"{error}{hint}", SERVER_ERROR)
             raise
 
