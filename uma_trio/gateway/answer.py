@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import HttpError, client_left
 from uma_trio.processes.large_work import LargeWork
 
 T = TypeVar("T")
@@ -190,20 +190,26 @@ class StreamedAnswer(Response, Generic[Item]):
                 await self._write(send, self._renderer.keep_alive_frame)
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
-    """The result of ``work``; ``None`` if the client left meanwhile, which cancels it."""
-    result: T | None = None
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of ``work``.
+
+    Raises:
+        HttpError: the client left meanwhile, which cancels ``work``; or what ``work`` raises.
+    """
+    results: list[T] = []
     failure: HttpError | None = None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
         try:
-            result = await work
+            results.append(await work)
         except HttpError as error:  # leaving the group with it would wrap it
             failure = error
         tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
-    return result
+    if not results:
+        raise client_left()
+    return results[0]
 
 
 async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
 from uma_trio.errors import InvalidJson, TooManyValues
-from uma_trio.gateway.errors import HttpError, invalid, refused_json
+from uma_trio.gateway.errors import HttpError, client_left, invalid, refused_json
 from uma_trio.protocol.json_cost import SLICE_BYTES, JsonCost
 
 MAX_INCOMPLETE: Final = 8
@@ -108,7 +108,7 @@ class Body:
                 message = f"{PACE_BYTES:,} bytes of the body did not arrive within {self._bodies.timeout_s:g} s"
                 raise HttpError(408, "E_GATEWAY_BODY_TIMEOUT", message)
             if part is None:
-                raise HttpError(499, "E_GATEWAY_CLIENT_LEFT", "the client closed the connection")
+                raise client_left()
             size += len(part)
             if size > self._bodies.max_bytes:
                 raise self._too_large()

@@ -41,6 +41,7 @@ UNKNOWN_PRINCIPAL: Final = "http"
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
+Item = TypeVar("Item")
 
 
 def without_effect(names: Sequence[str], kind: str, known: Iterable[str] = ()) -> list[str]:
@@ -51,6 +52,25 @@ def without_effect(names: Sequence[str], kind: str, known: Iterable[str] = ()) -
     ]
     more = len(names) - len(found)
     return [*found, f"{more} more of them are not known"] if more else found
+
+
+def converted(fields: Mapping[str, Any], cls: type[T], kind: str, *, strict: bool = True) -> tuple[T, list[str]]:
+    """``fields`` as a ``cls``, and a warning for each that ``cls`` does not have.
+
+    Args:
+        kind: what a field is called.
+        strict: texts do not stand for numbers.
+
+    Raises:
+        HttpError: one is of the wrong type or out of bounds.
+    """
+    try:
+        found = msgspec.convert(fields, cls, strict=strict, str_keys=True)
+    except msgspec.ValidationError as error:
+        wrong = explain(error, cls, fields)
+        raise invalid(wrong.message, parameter=wrong.field) from None
+    known = set(cls.__struct_encode_fields__)
+    return found, without_effect([name for name in fields if name not in known], kind, known)
 
 
 @attrs.frozen
@@ -191,14 +211,16 @@ class Call:
             HttpError: it is not JSON, or a field is of the wrong type or out of bounds.
         """
         fields = await self.read_fields()
-        try:
-            async with self.part():
-                body = msgspec.convert(fields, cls, str_keys=True)
-        except msgspec.ValidationError as error:
-            wrong = explain(error, cls, fields)
-            raise invalid(wrong.message, parameter=wrong.field) from None
-        known = set(cls.__struct_encode_fields__)
-        return body, without_effect([name for name in fields if name not in known], "parameter", known)
+        async with self.part():
+            return converted(fields, cls, "parameter")
+
+    def query(self, cls: type[T]) -> T:
+        """The parameters of the query string; of those that are there twice, the last one.
+
+        Raises:
+            HttpError: one is of the wrong type or out of bounds.
+        """
+        return converted(dict(self.request.query_params), cls, "parameter", strict=False)[0]
 
     async def read_fields(self) -> Mapping[str, Any]:
         """The body as plain values.
@@ -276,11 +298,11 @@ class Call:
 
     def stream_events(
         self,
-        events: AsyncIterator[list[Event]],
-        renderer: Renderer[Event],
+        events: AsyncIterator[list[Item]],
+        renderer: Renderer[Item],
         late_headers: Callable[[], Mapping[str, str]] = dict,
     ) -> Response:
-        """Send events of the daemon to the client as they come.
+        """Send events to the client as they come.
 
         Args:
             late_headers: gives headers when the response begins.
@@ -293,15 +315,13 @@ class Call:
             late_headers=late_headers,
         )
 
-    async def unless_disconnected(self, work: Awaitable[Any]) -> Any:
+    async def unless_disconnected(self, work: Awaitable[R]) -> R:
         """The result of ``work``, which is cancelled when the client leaves.
 
         Raises:
             HttpError: the client has left, with status 499; or what ``work`` raises.
         """
         found = await unless_disconnected(self.request.receive, work)
-        if found is None:
-            raise HttpError(499, "E_GATEWAY_CLIENT_LEFT", "the client closed the connection")
         if isinstance(found, list):
             self.record.note(found)
         return found

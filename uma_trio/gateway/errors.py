@@ -104,6 +104,11 @@ def invalid(message: str, *, parameter: str | None = None) -> HttpError:
     return HttpError(400, "E_PROTO_BAD_REQUEST", message, parameter=parameter)
 
 
+def client_left() -> HttpError:
+    """The error for a request whose client has closed the connection."""
+    return HttpError(499, "E_GATEWAY_CLIENT_LEFT", "the client closed the connection")
+
+
 def refused_json(error: TooManyValues | InvalidJson, *, parameter: str | None = None) -> HttpError:
     """The error for JSON that would take too long to decode, or is nested too deeply."""
     if isinstance(error, InvalidJson):

@@ -12,7 +12,7 @@ from typing import Final
 from starlette.responses import Response
 
 from uma_trio.client import Activity, Event
-from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, StreamedAnswer, sse
+from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, sse
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.dialects.starling import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -112,12 +112,8 @@ async def watch(call: Call) -> Response:
     if not text.isascii() or not text.isdigit():
         raise invalid("interval_ms must be a whole number", parameter="interval_ms")
     name = call.request.query_params.get("model")
-    return StreamedAnswer(
-        _events(call.daemon, int(text), None if name is None else (await call.daemon.model(name)).name),
-        _Events(),
-        refuse=call.refuse,
-        keep_alive_s=call.config.http.keep_alive_s,
-    )
+    model = None if name is None else (await call.daemon.model(name)).name
+    return call.stream_events(_events(call.daemon, int(text), model), _Events())
 
 
 async def _events(daemon: Daemon, interval_ms: int, model: str | None) -> AsyncIterator[list[Event]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import attrs
 import prometheus_client
@@ -18,12 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.gateway.tenants import Tenant
 from uma_trio.protocol.events import Eos
-from uma_trio.protocol.messages import Event
 
 log = structlog.get_logger("uma_trio.gateway")
 access_log = structlog.get_logger("uma_trio.gateway.access")
 
 STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")
+Item = TypeVar("Item")
+
 NO_ROUTE: Final = "other"
 """Route of requests that no endpoint answers: paths come from outside."""
 
@@ -65,7 +66,7 @@ class RequestRecord:
         """Keep the last events of answers."""
         self.ends += [EndOfAnswer(event, time.time_ns()) for event in events if isinstance(event, Eos)]
 
-    async def watch(self, events: AsyncIterator[list[Event]]) -> AsyncIterator[list[Event]]:
+    async def watch(self, events: AsyncIterator[list[Item]]) -> AsyncIterator[list[Item]]:
         """Pass ``events`` on, and note them."""
         async with aclosing(events) as batches:  # type: ignore[type-var]
             async for batch in batches:

@@ -9,9 +9,8 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.body import Body
-from uma_trio.gateway.endpoint import Call, without_effect
+from uma_trio.gateway.endpoint import Call, converted
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.protocol.field_errors import explain
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -100,14 +99,7 @@ class Form:
         Raises:
             HttpError: a field is of the wrong type or out of bounds.
         """
-        fields = {**self.fields, FILE: self.filename}
-        try:
-            found = msgspec.convert(fields, cls, strict=False)
-        except msgspec.ValidationError as error:
-            wrong = explain(error, cls, fields)
-            raise invalid(wrong.message, parameter=wrong.field) from None
-        known = set(cls.__struct_encode_fields__)
-        return found, without_effect([name for name in fields if name not in known], "field", known)
+        return converted({**self.fields, FILE: self.filename}, cls, "field", strict=False)
 
     def _callbacks(self) -> MultipartCallbacks:
         return {

@@ -13,8 +13,7 @@ from uma_trio.client import open_client
 from uma_trio.config import Config
 from uma_trio.gateway.batches.results import RowFile
 from uma_trio.gateway.batches.row_caller import RowCaller
-from uma_trio.gateway.batches.rows import Row, RowResult
-from uma_trio.gateway.batches.run import Later, Run
+from uma_trio.gateway.batches.run import Run
 from uma_trio.gateway.batches.service import reader_of
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.processes.large_work import LargeWork
@@ -51,15 +50,12 @@ async def answer_file(
     caller = RowCaller.of(endpoints, config, LargeWork(anyio.Lock(), anyio.sleep))
     with RowFile(output) as answers, RowFile(errors) as refusals:
 
-        async def answer(row: Row) -> RowResult | Later:
-            return await caller.answer(row)
-
         async def written() -> None:
             progress(contents.rows, len(answers.custom_ids), len(refusals.custom_ids))
 
         rows = (row for _, row in reader.read(file))
         await written()
-        await Run(rows, answers, refusals, answer, anyio.CapacityLimiter(at_a_time), at_a_time, written).run()
+        await Run(rows, answers, refusals, caller.answer, anyio.CapacityLimiter(at_a_time), at_a_time, written).run()
         if not refusals.n_bytes:
             os.unlink(errors)
         return len(refusals.custom_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -137,6 +137,7 @@ def unusable(error: Exception) -> HttpError:
     return HttpError(503, "E_GATEWAY_STORAGE", "files cannot be kept now; the daemon's log has the reason")
 
 
-def query_fields(call: Call) -> dict[str, Any]:
-    """The fields of a query string; of those that are there twice, the last one."""
-    return dict(call.request.query_params)
+def page_of(items: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """A list of files or batches, as OpenAI's API has it."""
+    first_id, last_id = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return {"object": "list", "data": items, "first_id": first_id, "last_id": last_id, "has_more": has_more}

@@ -30,7 +30,7 @@ from uma_trio.client import (
     PrefillProgress,
     Token,
 )
-from uma_trio.gateway.answer import EVENT_STREAM, StreamedAnswer, json_response, sse
+from uma_trio.gateway.answer import EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
 from uma_trio.gateway.endpoint import UNKNOWN_PRINCIPAL, Call, Dialect, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
@@ -200,12 +200,7 @@ async def run(call: Call) -> Response:
         raise invalid("controller_arg must be a prompt if there is no controller", parameter="controller_arg")
     name = request.model or (await call.daemon.model()).name
     renderer = RunRenderer(name, has_controller=request.controller != NO_CONTROLLER)
-    return StreamedAnswer(
-        _whole_batches(call.record.watch(call.daemon.generate(fields))),
-        renderer,
-        refuse=call.refuse,
-        keep_alive_s=call.config.http.keep_alive_s,
-    )
+    return call.stream_events(_whole_batches(call.record.watch(call.daemon.generate(fields))), renderer)
 
 
 async def _whole_batches(batches: AsyncIterator[list[Event]]) -> AsyncIterator[list[list[Event]]]:

@@ -136,8 +136,7 @@ async def rank_for_cohere(call: Call) -> Response:
 
 async def _ranked(call: Call, request: RerankRequest, texts: list[str]) -> client.Ranking:
     fields = call.for_daemon(query=request.query, documents=texts, top_n=request.top_n, model=request.model)
-    found: client.Ranking = await call.unless_disconnected(call.daemon.rerank(fields))
-    return found
+    return await call.unless_disconnected(call.daemon.rerank(fields))
 
 
 def _documents(request: RerankRequest) -> list[str]:

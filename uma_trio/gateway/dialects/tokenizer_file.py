@@ -86,7 +86,7 @@ async def tokenizer_file(call: Call) -> Response:
         raise HttpError(501, "E_GATEWAY_NO_FILE", "the gateway runs as another user than the daemon, so it has no file")
     library = call.config.model.llama_dir
     work = FILES.of(model.path, model, None if library is None else str(library))
-    found: _File = await call.unless_disconnected(work)
+    found = await call.unless_disconnected(work)
     if found.reason:
         raise HttpError(501, "E_GATEWAY_NO_FILE", f"{model.name} has no tokenizer.json: {found.reason}")
     headers = {"ETag": found.tag, "Cache-Control": "no-cache"}

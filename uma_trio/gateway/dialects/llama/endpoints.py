@@ -152,7 +152,7 @@ async def _answer(
     )
     if request.stream:
         return call.stream(requests, LlamaEvents(description, extras, call.id))
-    ends: list[Eos] = await call.unless_disconnected(call.daemon.complete_all(requests))
+    ends = await call.unless_disconnected(call.daemon.complete_all(requests))
     found = []
     for eos in ends:
         text, tokens = eos.text or "", [each.token_id for each in eos.logprobs or ()]

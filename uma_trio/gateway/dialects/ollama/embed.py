@@ -68,8 +68,7 @@ async def embed_one(call: Call) -> Response:
 
 async def _embeddings(call: Call, model: str, texts: list[str], *, dimensions: int | None = None) -> Embeddings:
     fields = call.for_daemon(input=texts, model=model_name(model), dimensions=dimensions)
-    found: Embeddings = await call.unless_disconnected(call.daemon.embed(fields))
-    return found
+    return await call.unless_disconnected(call.daemon.embed(fields))
 
 
 ENDPOINTS = (

@@ -19,7 +19,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from uma_trio.gateway.answer import NDJSON, StreamedAnswer, encode, json_line, json_response
+from uma_trio.gateway.answer import NDJSON, encode, json_line, json_response
 from uma_trio.gateway.dialects.ollama.shared import OLLAMA, model_name
 from uma_trio.gateway.dialects.shapes import Warned
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -98,8 +98,7 @@ async def pull(call: Call) -> Response:
     name = _required(request.model or request.name)
     lines = _run(call, action="pull", model=name)
     if request.stream:
-        renderer = _Lines(call.id, name)
-        return StreamedAnswer(lines, renderer, refuse=call.refuse, keep_alive_s=call.config.http.keep_alive_s)
+        return call.stream_events(lines, _Lines(call.id, name))
     await call.unless_disconnected(_all(lines))
     return json_response({"status": "success"}, warnings=warnings)
 
@@ -193,11 +192,10 @@ async def _run(call: Call, **task: Any) -> AsyncIterator[list[Mapping[str, Any]]
             await process.aclose()
 
 
-async def _all(lines: AsyncIterator[list[Mapping[str, Any]]]) -> bool:
+async def _all(lines: AsyncIterator[list[Mapping[str, Any]]]) -> None:
     async with aclosing(lines) as found:  # type: ignore[type-var]
         async for _ in found:
             """Progress, for which nobody waits."""
-    return True
 
 
 class _Lines:

@@ -11,14 +11,13 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.batches.service import kept, owner_of, query_fields, service_of
+from uma_trio.gateway.batches.service import kept, owner_of, page_of, service_of
 from uma_trio.gateway.batches.store import OPEN, Batch, new_id
 from uma_trio.gateway.dialects.openai.files import KEPT_S
 from uma_trio.gateway.dialects.openai.shapes import BatchObject, BatchPage
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.protocol.field_errors import explain
 
 WINDOW: Final = re.compile(r"([1-9][0-9]{0,4})([mhd])", re.ASCII)
 UNITS_S: Final = {"m": 60, "h": 3600, "d": 86_400}
@@ -60,8 +59,7 @@ async def create(call: Call) -> Response:
     """Answer the rows of a file, in the class ``background``."""
     request, warnings = await call.read(BatchRequest)
     service, owner = service_of(call), owner_of(call)
-    if call.daemon.account is not None:
-        call.daemon.account.count_request()
+    call.count_request()
     window_s = _window_s(request.completion_window)
     file = await kept(service.store.file, owner, request.input_file_id)
     if file is None:
@@ -97,17 +95,11 @@ async def create(call: Call) -> Response:
 
 async def list_batches(call: Call) -> Response:
     """The batches of the client, the newest one first."""
-    fields = query_fields(call)
-    try:
-        query = msgspec.convert(fields, BatchQuery, strict=False)
-    except msgspec.ValidationError as error:
-        wrong = explain(error, BatchQuery, fields)
-        raise invalid(wrong.message, parameter=wrong.field) from None
+    query = call.query(BatchQuery)
     if query.after is not None:
         await _found(call, query.after)
     found, has_more = await kept(service_of(call).store.batches, owner_of(call), after=query.after, limit=query.limit)
-    ids = {"first_id": found[0].id, "last_id": found[-1].id} if found else {"first_id": None, "last_id": None}
-    return json_response({"object": "list", "data": [_batch(each) for each in found], **ids, "has_more": has_more})
+    return json_response(page_of([_batch(each) for each in found], has_more=has_more))
 
 
 async def retrieve(call: Call) -> Response:

@@ -96,7 +96,7 @@ async def complete(call: Call) -> Response:
     if request.stream:
         renderer = TextChunks(head, call.id, extras, n=n, usage=request.includes_usage, warnings=warnings)
         return call.stream(requests, renderer)
-    ends: list[Eos] = await call.unless_disconnected(call.daemon.complete_all(requests))
+    ends = await call.unless_disconnected(call.daemon.complete_all(requests))
     choices = [
         {
             "text": eos.text or "",

@@ -10,7 +10,6 @@ from typing import Any, Final, Literal
 import msgspec
 from starlette.responses import Response
 
-from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import encoded_vectors, json_response
 from uma_trio.gateway.dialects.llama.tokens import Translation
 from uma_trio.gateway.dialects.openai.shapes import EmbeddingList
@@ -43,7 +42,7 @@ async def embed(call: Call) -> Response:
         model=request.model,
         dimensions=request.dimensions,
     )
-    found: Embeddings = await call.unless_disconnected(call.daemon.embed(fields))
+    found = await call.unless_disconnected(call.daemon.embed(fields))
     vectors = await encoded_vectors(
         call.large_work, found.embeddings, list if request.encoding_format == "float" else in_base64
     )

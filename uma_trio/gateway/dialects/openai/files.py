@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, Response
 from uma_trio.config import MB
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.batches.rows import Contents, RowReader, RowsError
-from uma_trio.gateway.batches.service import kept, owner_of, query_fields, service_of, unusable
+from uma_trio.gateway.batches.service import kept, owner_of, page_of, service_of, unusable
 from uma_trio.gateway.batches.store import StoredFile, new_id
 from uma_trio.gateway.body import Body
 from uma_trio.gateway.dialects.openai.shapes import DeletedFile, File, FilePage
@@ -26,7 +26,6 @@ from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid, try_again_in
 from uma_trio.gateway.upload import Form, with_body
-from uma_trio.protocol.field_errors import explain
 
 MAX_UPLOADS: Final = 4
 """Files that a tenant uploads at a time."""
@@ -68,8 +67,7 @@ async def upload(call: Call) -> Response:
 
 async def _received(call: Call, body: Body) -> Response:
     service, owner = service_of(call), owner_of(call)
-    if call.daemon.account is not None:
-        call.daemon.account.count_request()
+    call.count_request()
     if service.uploads[owner] >= MAX_UPLOADS:
         message = f"{MAX_UPLOADS} files of yours arrive already; {try_again_in(UPLOAD_RETRY_MS)}"
         raise HttpError(429, "E_GATEWAY_BUSY", message, retry_after_ms=UPLOAD_RETRY_MS)
@@ -141,12 +139,7 @@ def _removed(path: Path) -> Iterator[None]:
 
 async def list_files(call: Call) -> Response:
     """The files of the client, the newest one first."""
-    fields = query_fields(call)
-    try:
-        query = msgspec.convert(fields, FileQuery, strict=False)
-    except msgspec.ValidationError as error:
-        wrong = explain(error, FileQuery, fields)
-        raise invalid(wrong.message, parameter=wrong.field) from None
+    query = call.query(FileQuery)
     service, owner = service_of(call), owner_of(call)
     if query.after is not None:
         await _found(call, query.after)
@@ -158,8 +151,7 @@ async def list_files(call: Call) -> Response:
         limit=query.limit,
         newest_first=query.order == "desc",
     )
-    ids = {"first_id": files[0].id, "last_id": files[-1].id} if files else {"first_id": None, "last_id": None}
-    return json_response({"object": "list", "data": [_file(each) for each in files], **ids, "has_more": has_more})
+    return json_response(page_of([_file(each) for each in files], has_more=has_more))
 
 
 async def retrieve(call: Call) -> Response:
