@@ -84,7 +84,7 @@ class ModuleStore:
         self._shipped = ShippedModules(shipped, host, folder / "shipped")
         self._shared = TagFiles(folder / "shared")
         self._lock = threading.Lock()
-        self._of_module: weakref.WeakValueDictionary[tuple[str, str], _ModuleLock] = weakref.WeakValueDictionary()
+        self._of_module: weakref.WeakValueDictionary[tuple[str, str], threading.Lock] = weakref.WeakValueDictionary()
         self._change_lock = threading.Lock()
         """Held while the folder changes, with the file ``lock``."""
         self._loaded: OrderedDict[tuple[str, str], Module] = OrderedDict()
@@ -355,13 +355,13 @@ class ModuleStore:
             CannotCompile: another thread compiles it, for longer than ``TURN_SECONDS``.
         """
         with self._lock:
-            found = self._of_module.setdefault((files.owner, module_id), _ModuleLock())
-        if not found.lock.acquire(timeout=TURN_SECONDS):
+            found = self._of_module.setdefault((files.owner, module_id), threading.Lock())
+        if not found.acquire(timeout=TURN_SECONDS):
             raise CannotCompile(f"module {module_id} is being compiled; try again later")
         try:
             yield
         finally:
-            found.lock.release()
+            found.release()
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -414,8 +414,3 @@ def _names_in(folder: Path) -> list[str]:
         return [name for name in os.listdir(folder) if not name.endswith(".tmp")]
     except OSError:
         return []
-
-
-@attrs.define(eq=False)
-class _ModuleLock:
-    lock: threading.Lock = attrs.field(factory=threading.Lock)
