@@ -59,7 +59,7 @@ async def _take_over(call: Call, peers: Peers, offer: PeerQuestion) -> None:
 
 async def _answer(call: Call, question: PeerQuestion) -> tuple[bytes, str]:
     """The body of an answer, and its media type."""
-    of: dict[str, Any] = question.of_session
+    of: dict[str, Any] = {"model": question.model, "principal": question.principal}
     match question.action:
         case "ask":
             of |= {"peer": question.node, "content": question.content}

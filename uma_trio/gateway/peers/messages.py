@@ -52,11 +52,6 @@ class PeerQuestion(msgspec.Struct):
     kind: FileKind = "turns"
     offset: Annotated[int, Meta(ge=0, le=1 << 46)] = 0
 
-    @property
-    def of_session(self) -> dict[str, Any]:
-        """The fields that name the session in a query of the socket."""
-        return {name: value for name in ("model", "principal") if (value := getattr(self, name)) is not None}
-
 
 class PeerAnswer(msgspec.Struct):
     """What the daemon says of the lease."""
@@ -92,5 +87,4 @@ class Session:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of a query that name the session, next to its id."""
-        found = {"model": self.model, "principal": self.principal}
-        return {name: value for name, value in found.items() if value is not None}
+        return {"model": self.model, "principal": self.principal}
