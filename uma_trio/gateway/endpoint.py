@@ -101,7 +101,7 @@ class Endpoint:
     path: str
     dialect: Dialect
     answer: Callable[[Call], Awaitable[Response]]
-    summary: str
+    """Its docstring is the endpoint's in the OpenAPI document, the first sentence as the summary."""
     body: type | None = None
     """What a request contains, as JSON."""
     dialects: Mapping[str, Dialect] = attrs.field(factory=dict)

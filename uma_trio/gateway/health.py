@@ -80,7 +80,6 @@ ENDPOINTS = (
         dialect=STARLING,
         answer=healthz,
         shapes=(Healthy,),
-        summary="Whether the gateway is up",
         needs_key=False,
     ),
     Endpoint(
@@ -89,7 +88,6 @@ ENDPOINTS = (
         dialect=STARLING,
         answer=readyz,
         shapes=(Readiness,),
-        summary="Whether the daemon could serve another request; 503 if not",
         needs_key=False,
     ),
 )

@@ -149,7 +149,7 @@ def errors_by_code(snapshot: Snapshot) -> Counter[str]:
 
 
 async def metrics(call: Call) -> Response:
-    """All metrics.  Never waits for the model; without a daemon ``uma_up`` is 0."""
+    """All metrics, in the format of Prometheus.  Never waits for the model; without a daemon ``uma_up`` is 0."""
     try:
         snapshot = await call.daemon.metrics()
     except HttpError:
@@ -172,7 +172,6 @@ ENDPOINTS = (
         path="/metrics",
         dialect=OPENAI,
         answer=metrics,
-        summary="Metrics in the format of Prometheus",
         media_types=("text/plain",),
     ),
 )

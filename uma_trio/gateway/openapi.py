@@ -81,11 +81,12 @@ def template_of(path: str) -> str:
 
 def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     content = {media_type: _answer(endpoint, media_type, schema_of) for media_type in endpoint.media_types}
+    summary, _, description = (inspect.getdoc(endpoint.answer) or "").partition(".")
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{endpoint.method.lower()}{endpoint.path}").rstrip("_"),
         "tags": [endpoint.dialect.name],
-        "summary": endpoint.summary,
-        "description": inspect.getdoc(endpoint.answer) or "",
+        "summary": summary,
+        "description": description.strip(),
         "responses": {"200": {"description": "The answer", "content": content}},
     }
     names = [part[1:-1] for part in template_of(endpoint.path).split("/") if part.startswith("{")]
@@ -146,6 +147,5 @@ def endpoint_of(endpoints: Iterable[Endpoint]) -> Endpoint:
         path="/openapi.json",
         dialect=STARLING,
         answer=openapi,
-        summary="The OpenAPI document of the gateway",
     )
     return found

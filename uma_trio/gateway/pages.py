@@ -56,6 +56,7 @@ def _serving(content: bytes, media_type: str) -> Callable[[Call], Awaitable[Resp
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
     async def page(call: Call) -> Response:
+        """A file of a page."""
         headers = {**HEADERS, "ETag": tag}
         if call.request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
@@ -84,7 +85,6 @@ def _endpoint(name: str, path: str, content: bytes) -> Endpoint:
         path=path,
         dialect=STARLING,
         answer=_serving(content, MEDIA_TYPES[name.rpartition(".")[2]]),
-        summary="A file of a page",
         needs_key=False,
     )
 
@@ -104,9 +104,10 @@ PAGES: Final = (*_files("/", FOLDER, "/dashboard"), *_files("/chat", CHAT, "/cha
 
 
 async def watch(call: Call) -> Response:
-    """Events named ``watch``, once every ``interval_ms``: 250 by default, 50 to 60000.  Fields: docs/PROTOCOL-REFERENCE.md.
+    """What the daemon does, again and again: metrics, ticks, requests, KV cache, sessions.
 
-    The parameter ``model`` names the model to watch.
+    Events are named ``watch``, and come once every ``interval_ms``: 250 by default, 50 to 60000.  Their fields are those of
+    docs/PROTOCOL-REFERENCE.md.  The parameter ``model`` names the model to watch.
     """
     text = call.request.query_params.get("interval_ms", "250")
     if not text.isascii() or not text.isdigit():
@@ -154,7 +155,6 @@ WATCH: Final = Endpoint(
     path="/v1/watch",
     dialect=STARLING,
     answer=watch,
-    summary="What the daemon does, again and again: metrics, ticks, requests, KV cache, sessions",
     media_types=(EVENT_STREAM,),
     needs_admin=True,
 )

@@ -144,7 +144,7 @@ async def delete_module(call: Call) -> Response:
 
 
 async def delete_tag(call: Call) -> Response:
-    """Delete a name."""
+    """Delete a name of a controller."""
     return await _deleted(call, tags=[call.request.path_params["tag"]])
 
 
@@ -333,7 +333,6 @@ ENDPOINTS = (
         dialect=AICI,
         answer=upload,
         shapes=(Uploaded,),
-        summary="Store a controller",
         raw_body="application/wasm",
     ),
     Endpoint(
@@ -342,7 +341,6 @@ ENDPOINTS = (
         dialect=AICI,
         answer=list_modules,
         shapes=(ControllerList,),
-        summary="Stored controllers, also those without a name",
     ),
     Endpoint(
         method="GET",
@@ -350,7 +348,6 @@ ENDPOINTS = (
         dialect=AICI,
         answer=list_tags,
         shapes=(TagList,),
-        summary="The names of controllers",
     ),
     Endpoint(
         method="POST",
@@ -358,7 +355,6 @@ ENDPOINTS = (
         dialect=AICI,
         answer=set_tags,
         shapes=(TagList,),
-        summary="Give a controller names",
         body=TagRequest,
     ),
     Endpoint(
@@ -367,7 +363,6 @@ ENDPOINTS = (
         dialect=AICI,
         answer=delete_module,
         shapes=(Deleted,),
-        summary="Delete a controller and its names",
     ),
     Endpoint(
         method="DELETE",
@@ -375,7 +370,6 @@ ENDPOINTS = (
         dialect=AICI,
         answer=delete_tag,
         shapes=(Deleted,),
-        summary="Delete a name of a controller",
     ),
     Endpoint(
         method="POST",
@@ -383,7 +377,6 @@ ENDPOINTS = (
         dialect=AICI,
         answer=run,
         event_shape=RunEvent,
-        summary="Run a controller",
         body=RunRequest,
         field_names={"prompt": "controller_arg"},
     ),

@@ -189,7 +189,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=health,
         shapes=(Health,),
-        summary="Whether the daemon answers",
         needs_key=False,
     ),
     Endpoint(
@@ -198,7 +197,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=health,
         shapes=(Health,),
-        summary="The same",
         needs_key=False,
     ),
     Endpoint(
@@ -207,7 +205,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=tokenize,
         shapes=(Tokens,),
-        summary="The tokens of a text or of a chat",
         body=TokenizeRequest,
         field_names={"text": ("content", "prompt"), **TOOL_NAMES},
     ),
@@ -217,7 +214,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=detokenize,
         shapes=(Detokenized,),
-        summary="The text of tokens",
         body=DetokenizeRequest,
     ),
     Endpoint(
@@ -226,7 +222,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=apply_template,
         shapes=(Rendered,),
-        summary="A chat as the text that the model sees",
         body=TemplateRequest,
         field_names=TOOL_NAMES,
     ),

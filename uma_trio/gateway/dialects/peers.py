@@ -94,7 +94,6 @@ ENDPOINTS = (
         path=PATH,
         dialect=STARLING,
         answer=answer_peer,
-        summary="For other daemons: who has a session, and its files",
         body=PeerQuestion,
         shapes=(PeerAnswer,),
         media_types=(JSON, "application/octet-stream"),

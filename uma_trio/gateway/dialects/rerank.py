@@ -122,7 +122,7 @@ async def rank(call: Call) -> Response:
 
 
 async def rank_for_cohere(call: Call) -> Response:
-    """The same in the form of Cohere's second API."""
+    """Rank documents, in the form of Cohere's second API."""
     request, warnings = await call.read(RerankRequest)
     texts = _documents(request)
     found = await _ranked(call, request, texts)
@@ -168,7 +168,6 @@ ENDPOINTS = (
             dialect=OPENAI,
             answer=rank,
             shapes=(Ranking, list[RankedIndex]),
-            summary="Documents by how well they answer a query",
             body=RerankRequest,
             field_names={"documents": ("documents", "texts")},
         )
@@ -180,7 +179,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=rank_for_cohere,
         shapes=(CohereRanking,),
-        summary="The same for clients of Cohere",
         body=RerankRequest,
     ),
 )

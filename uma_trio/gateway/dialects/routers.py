@@ -151,7 +151,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=loads,
         shapes=(Loads,),
-        summary="How busy the daemon is, as routers ask SGLang",
     ),
     Endpoint(
         method="GET",
@@ -159,7 +158,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=version,
         shapes=(Version,),
-        summary="The version of the server, as vLLM says it",
         needs_key=False,
     ),
     *(
@@ -169,7 +167,6 @@ ENDPOINTS = (
             dialect=OPENAI,
             answer=server_info,
             shapes=(ServerInfo,),
-            summary="What the server can take at a time, as SGLang says it",
         )
         for path in ("/get_server_info", "/server_info")
     ),

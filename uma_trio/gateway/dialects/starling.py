@@ -183,7 +183,6 @@ ENDPOINTS = (
         answer=generate,
         shapes=(Answer,),
         event_shape=StarlingEvent,
-        summary="Text that continues a prompt or answers a chat",
         body=Generate,
         field_names={"stop_token_ids": ("stop_token_ids", "stop")},
         hidden_fields=OF_THE_CONNECTION,
@@ -195,7 +194,6 @@ ENDPOINTS = (
         dialect=STARLING,
         answer=tokenize,
         shapes=(Tokenized,),
-        summary="Tokens of a text, or the text of tokens",
         body=TokenizeRequest,
     ),
     Endpoint(
@@ -205,7 +203,6 @@ ENDPOINTS = (
         needs_owner=True,
         answer=steer,
         shapes=(SteeredAnswer,),
-        summary="Change a running request: append text, end its reasoning, bound or stop it",
         body=SteerQuery,
         hidden_fields=OF_THE_PATH,
     ),
@@ -216,6 +213,5 @@ ENDPOINTS = (
         needs_owner=True,
         answer=explain,
         shapes=(ExplainedPrompt,),
-        summary="Why tokens of a request's prompt were computed again",
     ),
 )

@@ -101,6 +101,5 @@ ENDPOINTS = (
         path="/tokenizer.json",
         dialect=OPENAI,
         answer=tokenizer_file,
-        summary="The vocabulary of a model, for Hugging Face's tokenizers",
     ),
 )

@@ -216,7 +216,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         answer=answer_messages,
         shapes=(AnswerMessage,),
         event_shape=MessageEvent,
-        summary="The next message of a chat",
         body=MessagesRequest,
     ),
     Endpoint(
@@ -225,7 +224,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         dialect=ANTHROPIC,
         answer=count_tokens,
         shapes=(TokenCount,),
-        summary="How many tokens a chat has",
         body=Chat,
     ),
 )

@@ -288,7 +288,6 @@ ENDPOINTS = (
             answer=complete_as_llama_server,
             shapes=(LlamaAnswer, list[LlamaAnswer]),
             event_shape=LlamaAnswer,
-            summary="Text that continues one prompt or several, in llama-server's own format",
             body=LlamaRequest,
         )
         for path in ("/completion", "/completions")
@@ -300,7 +299,6 @@ ENDPOINTS = (
         answer=fill_as_llama_server,
         shapes=(LlamaAnswer,),
         event_shape=LlamaAnswer,
-        summary="Text that fills a gap, in llama-server's own format",
         body=InfillRequest,
         field_names={"infill": "input_prefix"},
     ),
@@ -314,7 +312,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=lora_adapters,
         shapes=(list[LoraAdapter],),
-        summary="The LoRA adapters of the model",
     ),
     Endpoint(
         method="GET",
@@ -322,7 +319,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=props,
         shapes=(Props,),
-        summary="llama-server's description of itself",
     ),
     Endpoint(
         method="GET",
@@ -330,6 +326,5 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=slots,
         shapes=(list[SlotInfo],),
-        summary="How many answers are generated at a time, and how many are of the client",
     ),
 )

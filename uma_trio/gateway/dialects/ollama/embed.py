@@ -78,7 +78,6 @@ ENDPOINTS = (
         dialect=OLLAMA,
         answer=embed,
         shapes=(Embedded,),
-        summary="A vector for each text",
         body=EmbedRequest,
     ),
     Endpoint(
@@ -87,7 +86,6 @@ ENDPOINTS = (
         dialect=OLLAMA,
         answer=embed_one,
         shapes=(EmbeddedOne,),
-        summary="A vector for one text",
         body=EmbeddingRequest,
         field_names={"input": "prompt"},
     ),

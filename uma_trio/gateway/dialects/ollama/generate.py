@@ -266,7 +266,6 @@ ENDPOINTS = (
         answer=chat,
         shapes=(ChatAnswer,),
         event_shape=ChatAnswer,
-        summary="The next message of a chat",
         body=ChatRequest,
     ),
     Endpoint(
@@ -276,7 +275,6 @@ ENDPOINTS = (
         answer=generate,
         shapes=(Generated,),
         event_shape=Generated,
-        summary="The answer to a prompt",
         body=GenerateRequest,
     ),
 )

@@ -11,6 +11,7 @@ import os
 import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final
 
 import anyio
@@ -236,37 +237,24 @@ def _line(**fields: Any) -> bytes:
     return json_line(fields)
 
 
-def _endpoint(method: str, path: str, answer: Any, body: type, summary: str, **options: Any) -> Endpoint:
-    return Endpoint(
-        method=method,
-        path=path,
-        dialect=OLLAMA,
-        answer=answer,
-        summary=summary,
-        body=body,
-        needs_admin=True,
-        **options,
-    )
-
+_endpoint: Final = partial(Endpoint, dialect=OLLAMA, needs_admin=True)
 
 ENDPOINTS = (
     _endpoint(
-        "POST",
-        "/api/pull",
-        pull,
-        PullRequest,
-        "Download a model",
+        method="POST",
+        path="/api/pull",
+        answer=pull,
+        body=PullRequest,
         shapes=(Status,),
         event_shape=Status,
     ),
-    _endpoint("DELETE", "/api/delete", delete, DeleteRequest, "Delete a model, or a further name of one"),
-    _endpoint("POST", "/api/copy", copy, CopyRequest, "Give a model a further name"),
+    _endpoint(method="DELETE", path="/api/delete", answer=delete, body=DeleteRequest),
+    _endpoint(method="POST", path="/api/copy", answer=copy, body=CopyRequest),
     _endpoint(
-        "POST",
-        "/api/create",
-        create,
-        CreateRequest,
-        "The same",
+        method="POST",
+        path="/api/create",
+        answer=create,
+        body=CreateRequest,
         shapes=(Status,),
         event_shape=Status,
     ),

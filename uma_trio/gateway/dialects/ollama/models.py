@@ -108,16 +108,14 @@ ENDPOINTS = (
         dialect=OLLAMA,
         answer=version,
         shapes=(Version,),
-        summary="The version of Ollama's API",
     ),
-    Endpoint(method="GET", path="/api/tags", dialect=OLLAMA, answer=tags, shapes=(ModelTags,), summary="All models"),
+    Endpoint(method="GET", path="/api/tags", dialect=OLLAMA, answer=tags, shapes=(ModelTags,)),
     Endpoint(
         method="GET",
         path="/api/ps",
         dialect=OLLAMA,
         answer=running,
         shapes=(ModelTags,),
-        summary="Models that are loaded",
     ),
     Endpoint(
         method="POST",
@@ -125,7 +123,6 @@ ENDPOINTS = (
         dialect=OLLAMA,
         answer=show,
         shapes=(Shown,),
-        summary="What is known about one model",
         body=ShowRequest,
     ),
 )

@@ -164,7 +164,6 @@ ENDPOINTS: Final = (
         dialect=OPENAI,
         answer=create,
         shapes=(BatchObject,),
-        summary="Answer the requests of a file",
         body=BatchRequest,
     ),
     Endpoint(
@@ -173,7 +172,6 @@ ENDPOINTS: Final = (
         dialect=OPENAI,
         answer=list_batches,
         shapes=(BatchPage,),
-        summary="The batches of the client",
     ),
     Endpoint(
         method="GET",
@@ -181,7 +179,6 @@ ENDPOINTS: Final = (
         dialect=OPENAI,
         answer=retrieve,
         shapes=(BatchObject,),
-        summary="One batch",
     ),
     Endpoint(
         method="POST",
@@ -189,6 +186,5 @@ ENDPOINTS: Final = (
         dialect=OPENAI,
         answer=cancel,
         shapes=(BatchObject,),
-        summary="Cancel a batch",
     ),
 )

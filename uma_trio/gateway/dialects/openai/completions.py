@@ -239,7 +239,6 @@ ENDPOINTS = (
         answer=complete,
         shapes=(Completion,),
         event_shape=Completion,
-        summary="Text that continues one prompt or several",
         body=CompletionRequest,
     ),
 )

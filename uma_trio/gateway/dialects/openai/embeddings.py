@@ -67,7 +67,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=embed,
         shapes=(EmbeddingList,),
-        summary="A vector for each text",
         body=EmbeddingRequest,
     ),
 )

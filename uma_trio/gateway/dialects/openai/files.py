@@ -208,7 +208,6 @@ ENDPOINTS: Final = (
         dialect=OPENAI,
         answer=upload,
         shapes=(File,),
-        summary="Upload a file of requests",
         form=UploadedFile,
     ),
     Endpoint(
@@ -217,23 +216,20 @@ ENDPOINTS: Final = (
         dialect=OPENAI,
         answer=list_files,
         shapes=(FilePage,),
-        summary="The files of the client",
     ),
-    Endpoint(method="GET", path="/v1/files/{id}", dialect=OPENAI, answer=retrieve, shapes=(File,), summary="One file"),
+    Endpoint(method="GET", path="/v1/files/{id}", dialect=OPENAI, answer=retrieve, shapes=(File,)),
     Endpoint(
         method="DELETE",
         path="/v1/files/{id}",
         dialect=OPENAI,
         answer=delete,
         shapes=(DeletedFile,),
-        summary="Delete a file",
     ),
     Endpoint(
         method="GET",
         path="/v1/files/{id}/content",
         dialect=OPENAI,
         answer=content,
-        summary="The content of a file",
         media_types=("application/jsonl",),
     ),
 )

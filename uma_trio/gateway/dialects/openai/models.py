@@ -119,7 +119,6 @@ ENDPOINTS = (
         dialects=OTHERS,
         answer=list_models,
         shapes=(ModelPage, ModelInfoPage),
-        summary="The models that are served",
     ),
     Endpoint(
         method="GET",
@@ -128,7 +127,6 @@ ENDPOINTS = (
         dialects=OTHERS,
         answer=retrieve_model,
         shapes=(Model, ModelInfo),
-        summary="One model",
     ),
     *(
         Endpoint(
@@ -137,14 +135,9 @@ ENDPOINTS = (
             dialect=OPENAI,
             answer=answer,
             shapes=(ManagedModel,),
-            summary=summary,
             body=ModelRequest,
             needs_admin=True,
         )
-        for action, answer, summary in (
-            ("load", load, "Load a model"),
-            ("unload", unload, "Unload a model when its requests have ended"),
-            ("reload", reload, "Load a model again; no request is dropped"),
-        )
+        for action, answer in (("load", load), ("unload", unload), ("reload", reload))
     ),
 )

@@ -297,7 +297,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         answer=retrieve,
         shapes=(ResponseObject,),
         event_shape=ResponseEvent,
-        summary="A stored response",
     ),
     Endpoint(
         method="POST",
@@ -305,7 +304,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         dialect=OPENAI,
         answer=cancel,
         shapes=(ResponseObject,),
-        summary="Cancel a response",
     ),
     Endpoint(
         method="DELETE",
@@ -313,7 +311,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         dialect=OPENAI,
         answer=delete,
         shapes=(DeletedObject,),
-        summary="Delete a response",
     ),
     Endpoint(
         method="POST",
@@ -321,7 +318,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         dialect=OPENAI,
         answer=create_conversation,
         shapes=(ConversationObject,),
-        summary="A new conversation",
         body=ConversationRequest,
     ),
     Endpoint(
@@ -330,7 +326,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         dialect=OPENAI,
         answer=retrieve_conversation,
         shapes=(ConversationObject,),
-        summary="A conversation",
     ),
     Endpoint(
         method="DELETE",
@@ -338,6 +333,5 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         dialect=OPENAI,
         answer=delete_conversation,
         shapes=(DeletedObject,),
-        summary="Delete a conversation",
     ),
 )

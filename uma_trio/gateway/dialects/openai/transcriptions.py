@@ -101,7 +101,6 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=transcribe,
         shapes=(Transcription,),
-        summary="Write down the words that are spoken in a file",
         form=TranscriptionForm,
         media_types=("application/json", "text/plain"),
     ),
