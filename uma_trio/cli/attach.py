@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from datetime import datetime
 from typing import Any
 
 import click
 
 from uma_trio.cli.client_options import reporting_errors, socket_option
 from uma_trio.cli.exits import INCOMPLETE, OK, SERVER_ERROR
-from uma_trio.cli.stdio import note, print_table
+from uma_trio.cli.stdio import note, print_table, when
 
 
 @click.command("attach")
@@ -94,8 +93,7 @@ async def _describe(id: str | None, action: str | None, as_json: bool, socket: s
         return OK
 
     def row(each: AnswerInfo) -> tuple[str, ...]:
-        began = datetime.fromtimestamp(each.created_at).strftime("%Y-%m-%d %H:%M:%S")
-        return each.answer_id, each.state, str(each.events), began
+        return each.answer_id, each.state, str(each.events), when(each.created_at)
 
     if id is not None:
         note(f"{id} is deleted" if action == "delete" else f"{id} is {found[0].state}")

@@ -10,7 +10,7 @@ from typing import Any, Final
 import click
 
 from uma_trio.cli.exits import check_arguments
-from uma_trio.cli.request_options import OPTIONS_BUT_MODEL, fields_of
+from uma_trio.cli.request_options import fields_of, options_but_model
 from uma_trio.protocol.answers import ModelDescription
 
 ELSEWHERE: Final = {"session": "/session NAME", "model": "/model NAME"}
@@ -32,11 +32,10 @@ class BadSetting(Exception):
 
 
 @click.command("set")
+@options_but_model
 def _options() -> None: ...
 
 
-for _option in reversed(OPTIONS_BUT_MODEL):
-    _options = _option(_options)
 check_arguments(_options)
 PARAMETERS: Final = {
     spelled.removeprefix("--"): parameter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -17,7 +16,7 @@ import click
 from uma_trio.cli import SuggestingGroup
 from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
-from uma_trio.cli.stdio import print_table
+from uma_trio.cli.stdio import print_table, when
 from uma_trio.files import read_bytes
 
 if TYPE_CHECKING:
@@ -340,7 +339,13 @@ def _print(tags: Sequence[ControllerTag], as_json: bool) -> None:
         return
     rows = [("TAG", "MODULE", "SIZE", "SET", "BY")]
     rows += [
-        (each.tag, each.module_id[:SHOWN_ID_CHARACTERS], _kib(each.wasm_size), _when(each.updated_at), each.updated_by)
+        (
+            each.tag,
+            each.module_id[:SHOWN_ID_CHARACTERS],
+            _kib(each.wasm_size),
+            when(each.updated_at) if each.updated_at else "-",
+            each.updated_by,
+        )
         for each in tags
     ]
     print_table(rows)
@@ -359,7 +364,13 @@ def _print_modules(modules: Sequence[ControllerModule], as_json: bool) -> None:
     rows = [("MODULE", "OWNER", "SIZE", "CODE", "USED", "TAGS")]
     rows += [
         (
-            *(each.module_id, each.owner, _kib(each.wasm_size), _kib(each.compiled_size), _when(each.used_at)),
+            *(
+                each.module_id,
+                each.owner,
+                _kib(each.wasm_size),
+                _kib(each.compiled_size),
+                when(each.used_at) if each.used_at else "-",
+            ),
             ", ".join(each.tags),
         )
         for each in modules
@@ -369,7 +380,3 @@ def _print_modules(modules: Sequence[ControllerModule], as_json: bool) -> None:
 
 def _kib(size: int) -> str:
     return f"{-(-size // 1024):,} KiB"
-
-
-def _when(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"

@@ -44,7 +44,12 @@ def fields_of(options: dict[str, Any]) -> dict[str, Any]:
 
 def request_options(command: Command) -> Command:
     """Add the options that every command has that sends requests for text."""
-    for option in reversed(OPTIONS):
+    return _MODEL(options_but_model(command))
+
+
+def options_but_model(command: Command) -> Command:
+    """Add them without ``--model``."""
+    for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
@@ -188,7 +193,7 @@ def _tools(file: Path) -> list[dict[str, Any]]:
     return [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
 
 
-OPTIONS_BUT_MODEL: Final = (
+_OPTIONS: Final = (
     click.option(
         "--adapter",
         multiple=True,
@@ -238,12 +243,8 @@ OPTIONS_BUT_MODEL: Final = (
         help="Print the model's reasoning on stderr, in front of the answer.  [default: on a terminal]",
     ),
 )
-OPTIONS: Final = (
-    click.option(
-        "--model",
-        shell_complete=model_name,
-        help="Name of the model that answers. One that is installed and not loaded is loaded.  [default: the daemon's "
-        "first]",
-    ),
-    *OPTIONS_BUT_MODEL,
+_MODEL: Final = click.option(
+    "--model",
+    shell_complete=model_name,
+    help="Name of the model that answers. One that is installed and not loaded is loaded.  [default: the daemon's first]",
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import click
 
@@ -14,9 +14,6 @@ from uma_trio.cli.client_options import reporting_errors, say_which_daemon, sock
 from uma_trio.cli.completion import model_name
 from uma_trio.cli.stdio import MAX_BYTES, read_stdin, to_text
 from uma_trio.files import read_bytes
-
-if TYPE_CHECKING:
-    from uma_trio.client import Ranking
 
 SHOWN_CHARS: Final = 100
 """Length of a document on a terminal."""
@@ -59,9 +56,13 @@ def command(
     texts = [*documents, *_lines(file)]
     if not texts:
         raise click.UsageError("no documents: give them as arguments, or one on each line of --file")
-    fields: dict[str, Any] = {"top_n": top_n, "model": model}
+    from uma_trio.cli.generation import asked
+    from uma_trio.cli.run_trio import run
+
     with reporting_errors("rerank", socket):
-        found = _rank(query, texts, socket, {name: value for name, value in fields.items() if value is not None})
+        run(say_which_daemon, "rerank", socket)
+        question = partial(asked, socket, wait_s=0)
+        found = run(question, lambda client: client.rerank(query, texts, top_n=top_n, model=model))
     for each in found.results:
         text = texts[each.index]
         if as_json:
@@ -69,18 +70,6 @@ def command(
             click.echo(json.dumps(line, ensure_ascii=False))
         else:
             click.echo(f"{each.score:>9.4f}  {_shown(text)}")
-
-
-def _rank(query: str, texts: Sequence[str], socket: str | None, fields: dict[str, Any]) -> Ranking:
-    from uma_trio.cli.run_trio import run
-    from uma_trio.client import open_client
-
-    async def ranked() -> Ranking:
-        await say_which_daemon("rerank", socket)
-        async with open_client(socket) as client:
-            return await client.rerank(query, texts, **fields)
-
-    return run(ranked)
 
 
 def _lines(file: Path | None) -> list[str]:

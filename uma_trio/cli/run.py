@@ -11,17 +11,11 @@ import click
 from uma_trio.cli.client_options import reporting_errors, socket_option
 from uma_trio.cli.completion import model_file
 from uma_trio.cli.exits import INTERRUPTED
-from uma_trio.cli.request_options import OPTIONS_BUT_MODEL
+from uma_trio.cli.request_options import options_but_model
 from uma_trio.cli.stdio import fail, note
 
 if TYPE_CHECKING:
     from uma_trio.hub.locate import LocatedModel
-
-
-def _request_options(command: Any) -> Any:
-    for option in reversed(OPTIONS_BUT_MODEL):
-        command = option(command)
-    return command
 
 
 @click.command("run")
@@ -30,7 +24,7 @@ def _request_options(command: Any) -> Any:
 @click.option("--keep", is_flag=True, help="Leave the daemon running. uma-trio stop ends it.")
 @click.option("--offline", is_flag=True, help="Download nothing: the model must be here.")
 @click.option("--http", metavar="[HOST:]PORT", help="A daemon that is started also serves HTTP there.")
-@_request_options
+@options_but_model
 @click.option("--plain", is_flag=True, help="Show answers as they are, without rendering Markdown.")
 @click.option("--stats", is_flag=True, help="With PROMPT: print usage and timings to stderr at the end.")
 @socket_option()

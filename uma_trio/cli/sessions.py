@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +16,7 @@ from uma_trio.cli.answer import call_line
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import model_name, session_name
 from uma_trio.cli.exits import SERVER_ERROR
-from uma_trio.cli.stdio import fail, print_table
+from uma_trio.cli.stdio import fail, print_table, when
 
 if TYPE_CHECKING:
     from uma_trio.client import Client, SessionInfo, Transcript
@@ -102,8 +101,8 @@ def describe(context: click.Context, session_id: str, as_json: bool, model: str 
         ("session", _shown(session.session_id)),
         ("turns", f"{session.turns:,} (answered requests)"),
         ("tokens", f"{session.tokens:,} (the beginning of its next prompt)"),
-        ("begun", _when(session.created_at)),
-        ("last used", _when(session.used_at)),
+        ("begun", when(session.created_at)),
+        ("last used", when(session.used_at)),
         ("state", _state(session)),
     ):
         click.echo(f"{name:<11}{value}")
@@ -130,7 +129,7 @@ def show(context: click.Context, session_id: str, as_json: bool, model: str | No
         return
     click.secho(
         f"{_shown(session.session_id)}: {session.turns:,} turns, {session.tokens:,} tokens, begun "
-        f"{_when(session.created_at)}, last used {_when(session.used_at)}",
+        f"{when(session.created_at)}, last used {when(session.used_at)}",
         bold=True,
     )
     for message in found.messages:
@@ -389,7 +388,7 @@ def _print_table(found: Sequence[tuple[str | None, SessionInfo]], *, n_models: i
         return
     rows = [("SESSION", "MODEL", "TURNS", "TOKENS", "LAST USED", "STATE")]
     rows += [
-        (_shown(s.session_id), model or "", f"{s.turns:,}", f"{s.tokens:,}", _when(s.used_at), _state(s))
+        (_shown(s.session_id), model or "", f"{s.turns:,}", f"{s.tokens:,}", when(s.used_at), _state(s))
         for model, s in found
     ]
     if n_models > 1:
@@ -401,13 +400,6 @@ def _print_table(found: Sequence[tuple[str | None, SessionInfo]], *, n_models: i
 def _shown(text: str, keep: str = "") -> str:
     """Replace control characters except ``keep``: a client can put anything into a text, such as terminal escapes."""
     return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _when(seconds: float) -> str:
-    try:
-        return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):  # no time that a calendar has
-        return "unknown"
 
 
 def _state(session: SessionInfo) -> str:

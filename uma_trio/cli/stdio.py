@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shutil
 import sys
 import textwrap
@@ -82,6 +83,14 @@ def print_table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> No
         padded = [(cell, " " * (width - cell_len(cell))) for cell, width in zip(row, widths, strict=True)]
         cells = [padding + cell if n in right else cell + padding for n, (cell, padding) in enumerate(padded)]
         click.echo("  ".join(cells).rstrip())
+
+
+def when(seconds: float) -> str:
+    """A moment, in the time of this machine."""
+    try:
+        return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # no time that a calendar has
+        return "unknown"
 
 
 def _fitted(text: str) -> str:
