@@ -74,20 +74,6 @@ def _readiness(checks: list[dict[str, object]], headers: dict[str, str] | None =
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="GET",
-        path="/healthz",
-        dialect=STARLING,
-        answer=healthz,
-        shapes=(Healthy,),
-        needs_key=False,
-    ),
-    Endpoint(
-        method="GET",
-        path="/readyz",
-        dialect=STARLING,
-        answer=readyz,
-        shapes=(Readiness,),
-        needs_key=False,
-    ),
+    Endpoint(method="GET", path="/healthz", dialect=STARLING, answer=healthz, shapes=(Healthy,), needs_key=False),
+    Endpoint(method="GET", path="/readyz", dialect=STARLING, answer=readyz, shapes=(Readiness,), needs_key=False),
 )

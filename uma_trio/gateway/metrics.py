@@ -166,12 +166,4 @@ async def metrics(call: Call) -> Response:
     return response
 
 
-ENDPOINTS = (
-    Endpoint(
-        method="GET",
-        path="/metrics",
-        dialect=OPENAI,
-        answer=metrics,
-        media_types=("text/plain",),
-    ),
-)
+ENDPOINTS = (Endpoint(method="GET", path="/metrics", dialect=OPENAI, answer=metrics, media_types=("text/plain",)),)

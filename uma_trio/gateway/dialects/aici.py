@@ -335,20 +335,8 @@ ENDPOINTS = (
         shapes=(Uploaded,),
         raw_body="application/wasm",
     ),
-    Endpoint(
-        method="GET",
-        path="/v1/controllers",
-        dialect=AICI,
-        answer=list_modules,
-        shapes=(ControllerList,),
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/controllers/tags",
-        dialect=AICI,
-        answer=list_tags,
-        shapes=(TagList,),
-    ),
+    Endpoint(method="GET", path="/v1/controllers", dialect=AICI, answer=list_modules, shapes=(ControllerList,)),
+    Endpoint(method="GET", path="/v1/controllers/tags", dialect=AICI, answer=list_tags, shapes=(TagList,)),
     Endpoint(
         method="POST",
         path="/v1/controllers/tags",
@@ -364,13 +352,7 @@ ENDPOINTS = (
         answer=delete_module,
         shapes=(Deleted,),
     ),
-    Endpoint(
-        method="DELETE",
-        path="/v1/controllers/tags/{tag}",
-        dialect=AICI,
-        answer=delete_tag,
-        shapes=(Deleted,),
-    ),
+    Endpoint(method="DELETE", path="/v1/controllers/tags/{tag}", dialect=AICI, answer=delete_tag, shapes=(Deleted,)),
     Endpoint(
         method="POST",
         path="/v1/run",

@@ -183,22 +183,8 @@ async def _rendered(call: Call, request: TemplateFields, messages: list[Message]
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="GET",
-        path="/health",
-        dialect=OPENAI,
-        answer=health,
-        shapes=(Health,),
-        needs_key=False,
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/health",
-        dialect=OPENAI,
-        answer=health,
-        shapes=(Health,),
-        needs_key=False,
-    ),
+    Endpoint(method="GET", path="/health", dialect=OPENAI, answer=health, shapes=(Health,), needs_key=False),
+    Endpoint(method="GET", path="/v1/health", dialect=OPENAI, answer=health, shapes=(Health,), needs_key=False),
     Endpoint(
         method="POST",
         path="/tokenize",

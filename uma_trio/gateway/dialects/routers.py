@@ -145,21 +145,8 @@ async def server_info(call: Call) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="GET",
-        path="/v1/loads",
-        dialect=OPENAI,
-        answer=loads,
-        shapes=(Loads,),
-    ),
-    Endpoint(
-        method="GET",
-        path="/version",
-        dialect=OPENAI,
-        answer=version,
-        shapes=(Version,),
-        needs_key=False,
-    ),
+    Endpoint(method="GET", path="/v1/loads", dialect=OPENAI, answer=loads, shapes=(Loads,)),
+    Endpoint(method="GET", path="/version", dialect=OPENAI, answer=version, shapes=(Version,), needs_key=False),
     *(
         Endpoint(
             method="GET",

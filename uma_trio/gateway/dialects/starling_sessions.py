@@ -201,36 +201,11 @@ class _KeptEvents(Events):
 _endpoint: Final = partial(Endpoint, method="POST", dialect=STARLING, needs_owner=True)
 
 ENDPOINTS = (
-    _endpoint(
-        method="GET",
-        path="/v1/sessions",
-        answer=list_sessions,
-        shapes=(SessionPage,),
-    ),
-    _endpoint(
-        path="/v1/session/read",
-        answer=read_session,
-        shapes=(SessionContent,),
-        body=SessionRequest,
-    ),
-    _endpoint(
-        path="/v1/session/fork",
-        answer=fork_session,
-        shapes=(OneSession,),
-        body=ForkRequest,
-    ),
-    _endpoint(
-        path="/v1/session/rename",
-        answer=rename_session,
-        shapes=(OneSession,),
-        body=RenameRequest,
-    ),
-    _endpoint(
-        path="/v1/session/close",
-        answer=close_session,
-        shapes=(Closed,),
-        body=SessionRequest,
-    ),
+    _endpoint(method="GET", path="/v1/sessions", answer=list_sessions, shapes=(SessionPage,)),
+    _endpoint(path="/v1/session/read", answer=read_session, shapes=(SessionContent,), body=SessionRequest),
+    _endpoint(path="/v1/session/fork", answer=fork_session, shapes=(OneSession,), body=ForkRequest),
+    _endpoint(path="/v1/session/rename", answer=rename_session, shapes=(OneSession,), body=RenameRequest),
+    _endpoint(path="/v1/session/close", answer=close_session, shapes=(Closed,), body=SessionRequest),
     _endpoint(
         path="/v1/session/answer",
         answer=begin_answer,
@@ -239,16 +214,6 @@ ENDPOINTS = (
         field_names={"stop_token_ids": ("stop_token_ids", "stop")},
         hidden_fields=OF_THE_CONNECTION,
     ),
-    _endpoint(
-        path="/v1/session/follow",
-        answer=follow_answer,
-        event_shape=StarlingEvent,
-        body=SessionRequest,
-    ),
-    _endpoint(
-        path="/v1/session/stop",
-        answer=stop_answer,
-        shapes=(Stopped,),
-        body=SessionRequest,
-    ),
+    _endpoint(path="/v1/session/follow", answer=follow_answer, event_shape=StarlingEvent, body=SessionRequest),
+    _endpoint(path="/v1/session/stop", answer=stop_answer, shapes=(Stopped,), body=SessionRequest),
 )

@@ -95,11 +95,4 @@ async def tokenizer_file(call: Call) -> Response:
     return Response(found.content, headers=headers, media_type=JSON)
 
 
-ENDPOINTS = (
-    Endpoint(
-        method="GET",
-        path="/tokenizer.json",
-        dialect=OPENAI,
-        answer=tokenizer_file,
-    ),
-)
+ENDPOINTS = (Endpoint(method="GET", path="/tokenizer.json", dialect=OPENAI, answer=tokenizer_file),)

@@ -306,25 +306,7 @@ ENDPOINTS = (
         attrs.evolve(endpoint, path=endpoint.path.removeprefix("/v1"))
         for endpoint in (*openai_chat.ENDPOINTS, *openai_models.ENDPOINTS, *openai_responses.ENDPOINTS)
     ),
-    Endpoint(
-        method="GET",
-        path="/lora-adapters",
-        dialect=OPENAI,
-        answer=lora_adapters,
-        shapes=(list[LoraAdapter],),
-    ),
-    Endpoint(
-        method="GET",
-        path="/props",
-        dialect=OPENAI,
-        answer=props,
-        shapes=(Props,),
-    ),
-    Endpoint(
-        method="GET",
-        path="/slots",
-        dialect=OPENAI,
-        answer=slots,
-        shapes=(list[SlotInfo],),
-    ),
+    Endpoint(method="GET", path="/lora-adapters", dialect=OPENAI, answer=lora_adapters, shapes=(list[LoraAdapter],)),
+    Endpoint(method="GET", path="/props", dialect=OPENAI, answer=props, shapes=(Props,)),
+    Endpoint(method="GET", path="/slots", dialect=OPENAI, answer=slots, shapes=(list[SlotInfo],)),
 )

@@ -72,14 +72,7 @@ async def _embeddings(call: Call, model: str, texts: list[str], *, dimensions: i
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/api/embed",
-        dialect=OLLAMA,
-        answer=embed,
-        shapes=(Embedded,),
-        body=EmbedRequest,
-    ),
+    Endpoint(method="POST", path="/api/embed", dialect=OLLAMA, answer=embed, shapes=(Embedded,), body=EmbedRequest),
     Endpoint(
         method="POST",
         path="/api/embeddings",

@@ -240,14 +240,7 @@ def _line(**fields: Any) -> bytes:
 _endpoint: Final = partial(Endpoint, dialect=OLLAMA, needs_admin=True)
 
 ENDPOINTS = (
-    _endpoint(
-        method="POST",
-        path="/api/pull",
-        answer=pull,
-        body=PullRequest,
-        shapes=(Status,),
-        event_shape=Status,
-    ),
+    _endpoint(method="POST", path="/api/pull", answer=pull, body=PullRequest, shapes=(Status,), event_shape=Status),
     _endpoint(method="DELETE", path="/api/delete", answer=delete, body=DeleteRequest),
     _endpoint(method="POST", path="/api/copy", answer=copy, body=CopyRequest),
     _endpoint(

@@ -102,27 +102,8 @@ async def show(call: Call) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="GET",
-        path="/api/version",
-        dialect=OLLAMA,
-        answer=version,
-        shapes=(Version,),
-    ),
+    Endpoint(method="GET", path="/api/version", dialect=OLLAMA, answer=version, shapes=(Version,)),
     Endpoint(method="GET", path="/api/tags", dialect=OLLAMA, answer=tags, shapes=(ModelTags,)),
-    Endpoint(
-        method="GET",
-        path="/api/ps",
-        dialect=OLLAMA,
-        answer=running,
-        shapes=(ModelTags,),
-    ),
-    Endpoint(
-        method="POST",
-        path="/api/show",
-        dialect=OLLAMA,
-        answer=show,
-        shapes=(Shown,),
-        body=ShowRequest,
-    ),
+    Endpoint(method="GET", path="/api/ps", dialect=OLLAMA, answer=running, shapes=(ModelTags,)),
+    Endpoint(method="POST", path="/api/show", dialect=OLLAMA, answer=show, shapes=(Shown,), body=ShowRequest),
 )

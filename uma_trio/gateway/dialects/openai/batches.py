@@ -166,25 +166,7 @@ ENDPOINTS: Final = (
         shapes=(BatchObject,),
         body=BatchRequest,
     ),
-    Endpoint(
-        method="GET",
-        path="/v1/batches",
-        dialect=OPENAI,
-        answer=list_batches,
-        shapes=(BatchPage,),
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/batches/{id}",
-        dialect=OPENAI,
-        answer=retrieve,
-        shapes=(BatchObject,),
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/batches/{id}/cancel",
-        dialect=OPENAI,
-        answer=cancel,
-        shapes=(BatchObject,),
-    ),
+    Endpoint(method="GET", path="/v1/batches", dialect=OPENAI, answer=list_batches, shapes=(BatchPage,)),
+    Endpoint(method="GET", path="/v1/batches/{id}", dialect=OPENAI, answer=retrieve, shapes=(BatchObject,)),
+    Endpoint(method="POST", path="/v1/batches/{id}/cancel", dialect=OPENAI, answer=cancel, shapes=(BatchObject,)),
 )

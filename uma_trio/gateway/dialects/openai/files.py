@@ -202,29 +202,10 @@ def _file(file: StoredFile) -> dict[str, Any]:
 
 
 ENDPOINTS: Final = (
-    Endpoint(
-        method="POST",
-        path="/v1/files",
-        dialect=OPENAI,
-        answer=upload,
-        shapes=(File,),
-        form=UploadedFile,
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/files",
-        dialect=OPENAI,
-        answer=list_files,
-        shapes=(FilePage,),
-    ),
+    Endpoint(method="POST", path="/v1/files", dialect=OPENAI, answer=upload, shapes=(File,), form=UploadedFile),
+    Endpoint(method="GET", path="/v1/files", dialect=OPENAI, answer=list_files, shapes=(FilePage,)),
     Endpoint(method="GET", path="/v1/files/{id}", dialect=OPENAI, answer=retrieve, shapes=(File,)),
-    Endpoint(
-        method="DELETE",
-        path="/v1/files/{id}",
-        dialect=OPENAI,
-        answer=delete,
-        shapes=(DeletedFile,),
-    ),
+    Endpoint(method="DELETE", path="/v1/files/{id}", dialect=OPENAI, answer=delete, shapes=(DeletedFile,)),
     Endpoint(
         method="GET",
         path="/v1/files/{id}/content",

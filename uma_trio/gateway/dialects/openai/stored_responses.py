@@ -298,20 +298,8 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         shapes=(ResponseObject,),
         event_shape=ResponseEvent,
     ),
-    Endpoint(
-        method="POST",
-        path="/v1/responses/{id}/cancel",
-        dialect=OPENAI,
-        answer=cancel,
-        shapes=(ResponseObject,),
-    ),
-    Endpoint(
-        method="DELETE",
-        path="/v1/responses/{id}",
-        dialect=OPENAI,
-        answer=delete,
-        shapes=(DeletedObject,),
-    ),
+    Endpoint(method="POST", path="/v1/responses/{id}/cancel", dialect=OPENAI, answer=cancel, shapes=(ResponseObject,)),
+    Endpoint(method="DELETE", path="/v1/responses/{id}", dialect=OPENAI, answer=delete, shapes=(DeletedObject,)),
     Endpoint(
         method="POST",
         path="/v1/conversations",
