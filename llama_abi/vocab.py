@@ -228,7 +228,7 @@ class Vocab:
             n = self._c.llama_token_to_piece(pointer, token, buffer, -n, 0, special)
         return ctypes.string_at(buffer, n)
 
-    def detokenize(self, tokens: Iterable[int] | Tokens, *, special: bool = False) -> bytes:
+    def detokenize(self, tokens: Iterable[int] | Tokens) -> bytes:
         """The text of ``tokens`` with llama.cpp's clean-ups, which may remove a leading space.
 
         For a stream use ``token_to_bytes``: appending a token never changes the bytes before it.
@@ -243,7 +243,7 @@ class Vocab:
         while True:
             buffer = ctypes.create_string_buffer(size)
             with self._in_use() as pointer:
-                n = self._c.llama_detokenize(pointer, _int32s(ids), len(ids), buffer, size, False, special)
+                n = self._c.llama_detokenize(pointer, _int32s(ids), len(ids), buffer, size, False, False)
             if n >= 0:
                 return buffer.raw[:n]
             size = -n

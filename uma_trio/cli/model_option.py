@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from uma_trio.hub.locate import LocatedModel
 
 
-def places_of(config: Config, environment: Mapping[str, str] = os.environ) -> ModelLocations:
+def places_of(config: Config) -> ModelLocations:
     """Where models are, by the settings and the environment.
 
     Raises:
@@ -23,7 +23,7 @@ def places_of(config: Config, environment: Mapping[str, str] = os.environ) -> Mo
     """
     from uma_trio.hub.environment import find_model_locations
 
-    return find_model_locations(environment, config.model.models_dir, is_offline=config.model.offline)
+    return find_model_locations(os.environ, config.model.models_dir, is_offline=config.model.offline)
 
 
 def model_locations_of_environment() -> ModelLocations:

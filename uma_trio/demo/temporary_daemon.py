@@ -18,6 +18,8 @@ from uma_trio.connect import NoServer, can_connect
 from uma_trio.processes.interpreter import package_environment, python_module
 
 POLL_S: Final = 0.02
+START_S: Final = 120.0
+"""How long a daemon may take to accept connections."""
 LOG_TAIL: Final = 2000
 
 
@@ -34,13 +36,13 @@ class TemporaryDaemon:
 
 
 @contextlib.asynccontextmanager
-async def temporary_daemon(flags: Sequence[str] = (), *, timeout_s: float = 120.0) -> AsyncIterator[TemporaryDaemon]:
+async def temporary_daemon(flags: Sequence[str] = ()) -> AsyncIterator[TemporaryDaemon]:
     """Run ``uma-trio serve`` with ``flags``; entered when it accepts connections.
 
     Leaving the block stops the daemon and removes its files.
 
     Raises:
-        DaemonStartError: the daemon exited, or was not ready after ``timeout_s`` seconds.
+        DaemonStartError: the daemon exited, or was not ready after ``START_S``.
     """
     with tempfile.TemporaryDirectory(prefix="uma-") as folder:
         path, log = Path(folder, "uma.sock"), Path(folder, "log")
@@ -55,14 +57,14 @@ async def temporary_daemon(flags: Sequence[str] = (), *, timeout_s: float = 120.
                     )
                 )
                 try:
-                    await _ready(process, path, log, timeout_s)
+                    await _ready(process, path, log)
                     yield TemporaryDaemon(path, process.pid)
                 finally:
                     nursery.cancel_scope.cancel()
 
 
-async def _ready(process: trio.Process, path: Path, log: Path, timeout_s: float) -> None:
-    with trio.move_on_after(timeout_s):
+async def _ready(process: trio.Process, path: Path, log: Path) -> None:
+    with trio.move_on_after(START_S):
         while process.returncode is None:
             if can_connect(path):
                 return
@@ -71,7 +73,7 @@ async def _ready(process: trio.Process, path: Path, log: Path, timeout_s: float)
     ended = process.returncode is not None
     output = await trio.Path(log).read_text(errors="replace")
     raise DaemonStartError(
-        f"the daemon {'exited while starting' if ended else f'was not ready after {timeout_s:g} s'}: "
+        f"the daemon {'exited while starting' if ended else f'was not ready after {START_S:g} s'}: "
         f"{output.strip()[-LOG_TAIL:] or 'it printed nothing'}",
         "uma-trio doctor looks for the reason",
     )

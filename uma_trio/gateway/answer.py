@@ -130,10 +130,9 @@ class StreamedAnswer(Response, Generic[Item]):
         *,
         refuse: Callable[[HttpError], Response],
         keep_alive_s: float,
-        headers: Mapping[str, str] | None = None,
         late_headers: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        super().__init__(None, 200, {**NOT_BUFFERED, **(headers or {})}, renderer.media_type)
+        super().__init__(None, 200, dict(NOT_BUFFERED), renderer.media_type)
         del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
         self._events = events
         self._renderer = renderer

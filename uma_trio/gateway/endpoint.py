@@ -27,9 +27,6 @@ from uma_trio.gateway.tenants import Tenant
 from uma_trio.processes.large_work import LargeWork
 from uma_trio.protocol.field_errors import MAX_NAMED, did_you_mean, explain
 
-COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
-"""Statuses that any endpoint may answer with."""
-
 MAX_FIELDS: Final = 1024
 """Fields of a body, known ones and others."""
 
@@ -120,8 +117,6 @@ class Endpoint:
     """Type of the JSON in an event, or in a line, of an answer that is streamed."""
     media_types: tuple[str, ...] = attrs.Factory(lambda self: self._media_types(), takes_self=True)
     """What an answer may be."""
-    errors: tuple[int, ...] = COMMON_ERRORS
-    """Statuses other than 200."""
     needs_key: bool = True
     """Whether a gateway with tenants asks for a key.  Paths of endpoints that need none have no parameters."""
     needs_admin: bool = False

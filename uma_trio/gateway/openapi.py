@@ -18,6 +18,9 @@ from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.upload import MEDIA_TYPE as FORM
 
+ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
+"""Statuses that any endpoint may answer with."""
+
 REFERENCE: Final = "#/components/schemas/{name}"
 
 
@@ -104,7 +107,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
         operation["requestBody"] = {"required": True, "content": {FORM: {"schema": schema_of[endpoint.form]}}}
     body = endpoint.dialect.error_body(HttpError(500, "", ""), "")
     error = {"text/plain" if isinstance(body, str) else JSON: {"schema": _shape(body)}}
-    for status in endpoint.errors:
+    for status in ERRORS:
         operation["responses"][str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     return operation
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Final
 
 import attrs
@@ -26,12 +25,10 @@ class WaitingControllers:
 
     Args:
         expire_s: how long a controller waits at most.
-        clock: seconds that only grow.
     """
 
-    def __init__(self, expire_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, expire_s: float) -> None:
         self._expire_s = expire_s
-        self._clock = clock
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting] = {}
 
@@ -44,7 +41,7 @@ class WaitingControllers:
         """Add a controller; one that waits for the same request is closed."""
         with self._lock:
             before = self._waiting.pop(req_id, None)
-            self._waiting[req_id] = _Waiting(controller, self._clock())
+            self._waiting[req_id] = _Waiting(controller, time.monotonic())
         if before is not None:
             before.controller.close()
 
@@ -56,7 +53,7 @@ class WaitingControllers:
 
     def expire(self) -> None:
         """Close controllers that have waited too long, or that have lost their memory."""
-        oldest = self._clock() - self._expire_s
+        oldest = time.monotonic() - self._expire_s
         with self._lock:
             gone = [
                 req_id for req_id, each in self._waiting.items() if each.since < oldest or each.controller.is_evicted
