@@ -61,7 +61,7 @@ from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.request_logger import HttpMetrics, RequestLogger, Tracer, log
 from uma_trio.gateway.unattended import Unattended
-from uma_trio.gateway.upload import MAX_FORM_BYTES
+from uma_trio.gateway.upload import MAX_FORM_BYTES, Arriving
 from uma_trio.gateway.usage import UsageFile, usage_path
 from uma_trio.processes.large_work import LargeWork
 
@@ -144,7 +144,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     app.state.http_metrics = http_metrics = HttpMetrics()
     app.state.batches = batches
     app.state.peers = daemon.peers
-    app.state.sounds = openai_transcriptions.Arriving()
+    app.state.sounds = Arriving(openai_transcriptions.MAX_ARRIVING, "files of sound")
     guard = Guard(
         app,
         tenants=tenants,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -10,7 +12,7 @@ from starlette.responses import Response
 
 from uma_trio.gateway.body import Body
 from uma_trio.gateway.endpoint import Call, converted
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import HttpError, invalid, try_again_in
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -21,6 +23,7 @@ MAX_FIELD_BYTES: Final = 4096
 """The largest part that is not the file."""
 MAX_FORM_BYTES: Final = 128 * 1024
 """What a body may have besides the file."""
+RETRY_MS: Final = 1000
 FILE: Final = "file"
 """Name of the part that is the file."""
 
@@ -37,6 +40,38 @@ async def with_body(call: Call, answer: Callable[[Call, Body], Awaitable[Respons
         if not await body.discard():
             response.headers["connection"] = "close"
         return response
+
+
+class Arriving:
+    """Counts files that arrive.
+
+    Args:
+        most: at a time, of one owner.
+        what: what they are called.
+    """
+
+    def __init__(self, most: int, what: str) -> None:
+        self._most = most
+        self._what = what
+        self._n: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def one(self, owner: str = "") -> Iterator[None]:
+        """Another one arrives, until the end of the context.
+
+        Raises:
+            HttpError: too many do.
+        """
+        if self._n[owner] >= self._most:
+            message = f"{self._most} {self._what} arrive already; {try_again_in(RETRY_MS)}"
+            raise HttpError(429, "E_GATEWAY_BUSY", message, retry_after_ms=RETRY_MS)
+        self._n[owner] += 1
+        try:
+            yield
+        finally:
+            self._n[owner] -= 1
+            if not self._n[owner]:
+                del self._n[owner]
 
 
 class Form:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -25,8 +24,12 @@ from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.request_logger import log
+from uma_trio.gateway.upload import Arriving
 from uma_trio.processes.large_work import LargeWork
 from uma_trio.protocol.address import socket_path
+
+MAX_UPLOADS: Final = 4
+"""Files that an owner uploads at a time."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,8 +42,7 @@ class BatchService:
     store: Store
     reader: RowReader
     worker: Worker
-    uploads: Counter[str] = attrs.field(factory=Counter)
-    """Files that arrive now, by owner."""
+    uploads: Arriving = attrs.field(factory=lambda: Arriving(MAX_UPLOADS, "files of yours"))
     _working: anyio.CancelScope | None = attrs.field(default=None, init=False)
 
     @classmethod

@@ -74,6 +74,12 @@ def without_noise(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
     return cleaned
 
 
+def continues(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is a text of the assistant, which the answer continues."""
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and bool(last["content"]) and not last.get("tool_calls")
+
+
 NO_REASONING: Final = "none"
 """The effort of a model that does not reason."""
 

@@ -172,7 +172,7 @@ async def _rendered(call: Call, request: TemplateFields, messages: list[Message]
     given = without_noise(chat_messages(messages))
     offered = tool_fields(request.tools, None, warnings)["tools"]
     template = template_fields(
-        messages,
+        given,
         continue_final_message=request.continue_final_message,
         add_generation_prompt=request.add_generation_prompt,
         chat_template_kwargs=request.chat_template_kwargs,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token
 from uma_trio.gateway.answer import NDJSON, json_line, json_response
-from uma_trio.gateway.dialects.conversation import conversation_fields
+from uma_trio.gateway.dialects.conversation import continues, conversation_fields
 from uma_trio.gateway.dialects.ollama.shapes import ChatAnswer, Generated
 from uma_trio.gateway.dialects.ollama.shared import (
     OLLAMA,
@@ -91,15 +91,13 @@ async def chat(call: Call) -> Response:
     tools = offered_tools(request.tools or (), warnings)
     messages = [chat_message(index, message) for index, message in enumerate(request.messages)]
     conversation = conversation_fields(messages, call.request.headers, session_id=request.session_id)
-    last = request.messages[-1]
-    is_begun = last.role == "assistant" and bool(last.content) and not last.tool_calls  # Ollama continues it
     return await _answer(
         call,
         request,
         _chat,
         warnings,
         **conversation,
-        continue_final_message=is_begun or None,
+        continue_final_message=continues(messages) or None,  # as in Ollama
         tools=tools or None,
     )
 

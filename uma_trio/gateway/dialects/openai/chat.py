@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -63,11 +63,10 @@ class ChatRequest(Sampling, kw_only=True):
             found["reasoning_budget"] = 0
         return found
 
-    @property
-    def template_fields(self) -> dict[str, Any]:
+    def template_fields(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """See ``openai.template_fields``."""
         return template_fields(
-            self.messages,
+            messages,
             continue_final_message=self.continue_final_message,
             add_generation_prompt=self.add_generation_prompt,
             chat_template_kwargs=self.template_kwargs,
@@ -87,7 +86,7 @@ async def complete_chat(call: Call) -> Response:
         session_id=request.session_id,
         cache_key=request.prompt_cache_key if n == 1 else None,
     )
-    template = request.template_fields
+    template = request.template_fields(chat["messages"])
     tools = tool_fields(request.tools, request.tool_choice, warnings)
     place = last_place(call.request.headers) if request.is_resumable else None
     name = call.id if place is None else place.answer_id
@@ -133,7 +132,7 @@ async def count_input(call: Call) -> Response:
         model=request.model,
         messages=messages,
         tools=None if tools["tool_choice"] == "none" else tools["tools"],
-        **request.template_fields,
+        **request.template_fields(messages),
     )
     found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields), counts=True))
     body = {"object": "response.input_tokens", "input_tokens": len(found.tokens)}

@@ -24,12 +24,9 @@ from uma_trio.gateway.body import Body
 from uma_trio.gateway.dialects.openai.shapes import DeletedFile, File, FilePage
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import HttpError, invalid, try_again_in
+from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.upload import Form, with_body
 
-MAX_UPLOADS: Final = 4
-"""Files that a tenant uploads at a time."""
-UPLOAD_RETRY_MS: Final = 1000
 MAX_NAME: Final = 255
 """Characters of a file's name."""
 
@@ -68,14 +65,10 @@ async def upload(call: Call) -> Response:
 async def _received(call: Call, body: Body) -> Response:
     service, owner = service_of(call), owner_of(call)
     call.count_request()
-    if service.uploads[owner] >= MAX_UPLOADS:
-        message = f"{MAX_UPLOADS} files of yours arrive already; {try_again_in(UPLOAD_RETRY_MS)}"
-        raise HttpError(429, "E_GATEWAY_BUSY", message, retry_after_ms=UPLOAD_RETRY_MS)
-    await kept(service.store.check_room, owner)
-    file_id = new_id("file-")
-    path = await kept(service.store.upload_path, file_id)
-    service.uploads[owner] += 1
-    try:
+    with service.uploads.one(owner):
+        await kept(service.store.check_room, owner)
+        file_id = new_id("file-")
+        path = await kept(service.store.upload_path, file_id)
         with _removed(path):
             form = await _written(call, body, path)
             fields, warnings = _checked(form)
@@ -93,10 +86,6 @@ async def _received(call: Call, body: Body) -> Response:
                 rows=contents.rows,
             )
             await kept(service.store.add_file, file)
-    finally:
-        service.uploads[owner] -= 1
-        if not service.uploads[owner]:
-            del service.uploads[owner]
     return json_response(_file(file), warnings=warnings)
 
 

@@ -5,7 +5,7 @@ Source: the OpenAI API reference; vLLM's and llama-server's names for parameters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -24,6 +24,7 @@ from uma_trio.errors import (
     TooManyValues,
 )
 from uma_trio.gateway.dialects.contents import SEEING_ROLES, Picture, content_of, picture_of_url
+from uma_trio.gateway.dialects.conversation import continues
 from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
 from uma_trio.gateway.dialects.openai.constraints import CONSTRAINT_NAMES, Constrained
 from uma_trio.gateway.endpoint import Call, Dialect
@@ -291,7 +292,7 @@ def _chat_message(index: int, message: Message, cost: JsonCost) -> dict[str, Any
 
 
 def template_fields(
-    messages: Sequence[Message],
+    messages: Sequence[Mapping[str, Any]],
     *,
     continue_final_message: bool | None,
     add_generation_prompt: bool | None,
@@ -311,9 +312,7 @@ def template_fields(
             parameter="continue_final_message",
         )
     if continue_final_message is None and not add_generation_prompt:
-        last = messages[-1] if messages else None
-        is_text = last is not None and bool(last.content) and not (last.tool_calls or last.function_call)
-        continue_final_message = is_text and last is not None and last.role == "assistant"
+        continue_final_message = continues(messages)
     given = {
         "continue_final_message": continue_final_message or None,
         "add_generation_prompt": add_generation_prompt,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from typing import Annotated, Final, Literal
 
-import attrs
 import msgspec
 from msgspec import Meta
 from starlette.responses import PlainTextResponse, Response
@@ -16,8 +15,7 @@ from uma_trio.gateway.dialects.contents import Picture, content_of
 from uma_trio.gateway.dialects.openai.shapes import Transcription
 from uma_trio.gateway.dialects.openai.shared import OPENAI, usage_body
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import HttpError, try_again_in
-from uma_trio.gateway.upload import Form, with_body
+from uma_trio.gateway.upload import Arriving, Form, with_body
 
 QUESTION: Final = "Transcribe this audio."
 IN_LANGUAGE: Final = "Transcribe this audio, which is in the language {language}."
@@ -25,23 +23,6 @@ IN_LANGUAGE: Final = "Transcribe this audio, which is in the language {language}
 
 MAX_ARRIVING: Final = 8
 """Files that arrive at a time, from all clients: they are in memory."""
-RETRY_MS: Final = 1000
-
-
-@attrs.define
-class Arriving:
-    """Counts the files that arrive."""
-
-    n: int = 0
-
-    def __enter__(self) -> None:
-        if self.n >= MAX_ARRIVING:
-            message = f"{MAX_ARRIVING} files of sound arrive already; {try_again_in(RETRY_MS)}"
-            raise HttpError(429, "E_GATEWAY_BUSY", message, retry_after_ms=RETRY_MS)
-        self.n += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.n -= 1
 
 
 class TranscriptionForm(msgspec.Struct, kw_only=True):
@@ -71,7 +52,7 @@ async def _transcribed(call: Call, body: Body) -> Response:
 
     form = Form(write, call.config.http.max_body_bytes * 3 // 4, "http_max_body_bytes")
     arriving: Arriving = call.request.app.state.sounds
-    with arriving:
+    with arriving.one():
         await form.receive(body.parts(), call.request.headers.get("content-type", ""))
     wanted, warnings = form.fields_as(TranscriptionForm)
     question = IN_LANGUAGE.format(language=wanted.language) if wanted.language else QUESTION
