@@ -34,7 +34,7 @@ class Process:
 PROCESSES: Final = {
     "daemon": Process(
         "cli.serve daemon.server daemon.logs",
-        f"{SHARED} {MODEL} aici.controllers aici_link.* cli.completion cli.exits cli.serve daemon.* encoder.* hub.* telemetry.*",
+        f"{SHARED} {MODEL} aici.controllers aici_link.* cli.completion cli.exits cli.serve cli.stdio daemon.* encoder.* hub.* telemetry.*",
         no_modules="encoder.__main__ grammar.__main__ daemon.prompts.template_worker",
         no_libraries="anyio click.testing gguf llguidance wasmtime",
     ),

@@ -18,6 +18,7 @@ from click.shell_completion import CompletionItem
 
 from uma_trio import config
 from uma_trio.cli.completion import model_file
+from uma_trio.cli.stdio import fail
 from uma_trio.config import Config, ConfigError, Setting
 
 if TYPE_CHECKING:
@@ -174,8 +175,8 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
     if print_config:
         click.echo(config.to_yaml(settings), nl=False)
         return
-    if not _can_serve_http(settings):
-        sys.exit(1)
+    if settings.http.listen is not None:
+        _check_http(settings)
 
     def read_again() -> Config:
         from uma_trio.cli.model_option import located
@@ -185,19 +186,15 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
     sys.exit(_serve(_located(settings), read_again))
 
 
-def _can_serve_http(settings: Config) -> bool:
-    """Whether there is no HTTP, or its settings are safe and work.  Otherwise prints the reason."""
-    if settings.http.listen is None:
-        return True
+def _check_http(settings: Config) -> None:
+    """End the program if the settings of HTTP are not safe, or do not work."""
     from uma_trio.errors import ErrorWithRemedy
     from uma_trio.gateway import startup
 
     try:
         startup.check_http_settings(settings)
     except ErrorWithRemedy as error:
-        click.echo(f"uma-trio serve: {error}", err=True)
-        return False
-    return True
+        fail("serve", str(error))
 
 
 def _located(settings: Config) -> Config:
@@ -210,8 +207,7 @@ def _located(settings: Config) -> Config:
     try:
         return located(settings, may_pull=True)
     except (HubError, ConfigError) as error:
-        click.echo(f"uma-trio serve: {error}", err=True)
-        sys.exit(1)
+        fail("serve", str(error))
     except Interrupted:
         click.echo("stopped; the next start resumes the download", err=True)
         sys.exit(INTERRUPTED)
@@ -258,8 +254,7 @@ def _serve_with(engine: EngineProcess | None, settings: Config, read_again: Call
             return 0 if run(serve) else 1
         except (listener.SocketPathError, HttpAddressError, KvEventsError, ModelError, ModelUnavailable) as error:
             logs.flush()
-            click.echo(f"uma-trio serve: {error}", err=True)
-            return 1
+            fail("serve", str(error))
 
 
 class _Hint:
@@ -270,7 +265,6 @@ class _Hint:
 
     def started(self, value: object = None) -> None:
         """See ``trio.TaskStatus``."""
-        from uma_trio.cli import COMMANDS
         from uma_trio.daemon import logs
         from uma_trio.protocol.address import SOCKET_VARIABLE, default_socket_path
 
@@ -280,10 +274,8 @@ class _Hint:
         is_default = self._path == default_socket_path(elsewhere)
         socket = "" if is_default else f" --socket {shlex.quote(os.path.abspath(self._path))}"
         logs.flush()
-        chat = f"uma-trio chat{socket}   or   " if "chat" in COMMANDS else ""
-        click.echo(
-            f'\nNow, in another terminal:   {chat}uma-trio ask{socket} "What is the capital of France?"\n', err=True
-        )
+        commands = f'uma-trio chat{socket}   or   uma-trio ask{socket} "What is the capital of France?"'
+        click.echo(f"\nNow, in another terminal:   {commands}\n", err=True)
 
 
 @contextlib.contextmanager
