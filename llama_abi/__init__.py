@@ -24,7 +24,6 @@ from llama_abi.model import Model
 from llama_abi.mtmd import Bitmap, MediaPiece, Projector, TextPiece
 from llama_abi.options import ContextOptions
 from llama_abi.placement import SPLIT_MODES, Placement
-from llama_abi.samplers import SamplerChain
 from llama_abi.stamp import Stamp
 from llama_abi.vocab import FimTokens, TokenAttr, Tokens, Vocab
 
@@ -53,7 +52,6 @@ __all__ = [
     "Model",
     "Placement",
     "Projector",
-    "SamplerChain",
     "StackedAdapters",
     "StackedPart",
     "StaleLogits",

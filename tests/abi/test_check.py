@@ -16,6 +16,7 @@ from llama_abi.declarations import Declarations, prototypes
 from llama_abi.functions import FUNCTIONS
 from llama_abi.mtmd_declarations import MTMD_FUNCTIONS
 from llama_abi.types import C
+from tests.support import samplers
 
 PACKAGE = Path(__file__).parents[2] / "llama_abi"
 
@@ -156,7 +157,7 @@ def test_missing_symbols_are_all_reported_at_once() -> None:
 
 def test_every_declared_function_is_used() -> None:
     used = set()
-    for path in PACKAGE.glob("*.py"):
+    for path in (*PACKAGE.glob("*.py"), Path(samplers.__file__)):
         used |= set(re.findall(r"\b(?:_?c|_?mtmd|_?library|found)\.((?:llama|ggml|mtmd)_\w+)", path.read_text()))
     declared = {prototype.name for prototype in prototypes(FUNCTIONS + MTMD_FUNCTIONS)}
     assert declared - used == set(), "declared and unused"

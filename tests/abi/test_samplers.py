@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from llama_abi import Batch, Context, HandleClosed, Library, LlamaError, SamplerChain
+from llama_abi import Batch, Context, HandleClosed, Library, LlamaError
+from tests.support.samplers import SamplerChain
 
 LOGITS = np.array([1.0, 3.0, 2.0, -4.0, 0.5], np.float32)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import llama_abi
+from tests.support.samplers import SamplerChain
 from uma_trio import models
 from uma_trio.engine.llama import breakers_of
 from uma_trio.engine.sampling.sampler import distribution
@@ -51,7 +52,7 @@ def test_logits(model: llama_abi.Model, text: str, fields: dict[str, float], bre
     tokens = tokenizer.encode(text, add_special=False)
     params = SamplingParams(**{"temperature": 1.0, "dry_multiplier": 0.8, **fields})
     logits = np.random.default_rng(len(text)).standard_normal(tokenizer.n_tokens).astype(np.float32)
-    with llama_abi.SamplerChain(model.library) as chain:
+    with SamplerChain(model.library) as chain:
         chain.add_dry(
             model.vocab,
             multiplier=params.dry_multiplier,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import llama_abi
+from tests.support.samplers import SamplerChain
 from uma_trio.engine.sampling.sampler import distribution, sample
 from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
 
@@ -29,7 +30,7 @@ def chain_of(library, params, n_vocab=0, counted=(), window=()):
         counted: the tokens that the frequency and presence penalties count.
         window: the tokens of the repetition penalty.
     """
-    chain = llama_abi.SamplerChain(library)
+    chain = SamplerChain(library)
     if window or counted:
         assert not (window and counted) or window == counted, "llama.cpp has one window for all"
         past = window or counted
@@ -186,7 +187,7 @@ def test_all_operations_together(library, window, filters, n_vocab):
     edited = logits.copy()  # llama.cpp's logit-bias sampler adds as well
     edited[bias.ids] += bias.values
     edited[mask] = -np.inf
-    with llama_abi.SamplerChain(library) as first:
+    with SamplerChain(library) as first:
         first.add_penalties(n_vocab, last_n=window, repeat=params.repetition_penalty)
         for token in (*prompt, *answer):
             first.accept(token)
@@ -214,7 +215,7 @@ def test_all_operations_together(library, window, filters, n_vocab):
 def test_mirostat_keeps_the_same_tokens_draw_after_draw(library, params, deviation):
     """Each draw is llama.cpp's, so that both go on from the same token."""
     n_vocab = 32_000
-    with llama_abi.SamplerChain(library) as chain:
+    with SamplerChain(library) as chain:
         chain.add_temp(params.temperature)
         chain.add_mirostat_v2(seed=1, tau=params.mirostat_tau, eta=params.mirostat_eta)
         kept = set()

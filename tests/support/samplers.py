@@ -1,4 +1,4 @@
-"""llama.cpp's samplers, as a reference for tests.
+"""llama.cpp's samplers, as a reference.
 
 Serving does not use them: sampling all rows of a step at once in numpy is several times faster.
 """
@@ -43,25 +43,25 @@ class SamplerChain(Handle):
         """Keep the ``k`` likeliest tokens; 0 or less keeps all."""
         return self._add(self._c.llama_sampler_init_top_k(max(-1, min(k, 2**31 - 1))))
 
-    def add_top_p(self, p: float, *, min_keep: int = 1) -> Self:
+    def add_top_p(self, p: float) -> Self:
         """Keep the smallest set of likeliest tokens whose probabilities reach ``p``."""
-        return self._add(self._c.llama_sampler_init_top_p(p, max(min_keep, 0)))
+        return self._add(self._c.llama_sampler_init_top_p(p, 1))
 
-    def add_min_p(self, p: float, *, min_keep: int = 1) -> Self:
+    def add_min_p(self, p: float) -> Self:
         """Keep tokens that are at least ``p`` times as likely as the likeliest."""
-        return self._add(self._c.llama_sampler_init_min_p(p, max(min_keep, 0)))
+        return self._add(self._c.llama_sampler_init_min_p(p, 1))
 
     def add_top_n_sigma(self, n: float) -> Self:
         """Keep tokens whose logit is at most ``n`` standard deviations below the largest one; 0 keeps all."""
         return self._add(self._c.llama_sampler_init_top_n_sigma(n))
 
-    def add_typical_p(self, p: float, *, min_keep: int = 1) -> Self:
+    def add_typical_p(self, p: float) -> Self:
         """Keep the tokens whose surprise is nearest to the expected one, until their probabilities exceed ``p``."""
-        return self._add(self._c.llama_sampler_init_typical(p, max(min_keep, 0)))
+        return self._add(self._c.llama_sampler_init_typical(p, 1))
 
-    def add_xtc(self, probability: float, threshold: float, *, seed: int = 0, min_keep: int = 1) -> Self:
+    def add_xtc(self, probability: float, threshold: float) -> Self:
         """With this ``probability``, exclude all tokens that have at least ``threshold``, but the least likely of them."""
-        return self._add(self._c.llama_sampler_init_xtc(probability, threshold, max(min_keep, 0), seed & UINT32_MAX))
+        return self._add(self._c.llama_sampler_init_xtc(probability, threshold, 1, 0))
 
     def add_temp(self, temperature: float, *, range: float = 0.0, exponent: float = 1.0) -> Self:
         """Divide the logits by ``temperature``. At 0 or less only the likeliest token is kept.
