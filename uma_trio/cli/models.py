@@ -176,11 +176,7 @@ def remove(model: str, yes: bool) -> None:
         names = f" and the alias{'es' if len(aliases) > 1 else ''} {', '.join(aliases)}" if aliases else ""
         if not yes:
             click.confirm(f"Delete {what}, in {found.path.parent}{names}?", abort=True, err=True)
-        folder.remove(found)
-        if aliases:
-            with folder.editing_aliases() as kept:
-                for each in aliases:
-                    kept.pop(each, None)
+        folder.remove(found, aliases)
         click.echo(f"removed {what}{names}", err=True)
 
 

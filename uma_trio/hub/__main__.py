@@ -141,11 +141,7 @@ def delete(task: Task) -> None:
         raise HubError(f"{found.name} is kept by {found.origin}", "remove it there")
     if any(str(file.resolve()) in task.in_use for file in found.files):
         raise InUse(f"{found.name} is loaded", "unload it first: uma-trio models unload")
-    others = aliases_of(found, models, places)
-    folder.remove(found)
-    with folder.editing_aliases() as aliases:
-        for each in others:
-            aliases.pop(each, None)
+    folder.remove(found, aliases_of(found, models, places))
 
 
 def copy(task: Task) -> None:

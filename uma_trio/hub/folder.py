@@ -192,10 +192,11 @@ class ModelFolder:
 
     # -- removal --------------------------------------------------------------------------------
 
-    def remove(self, model: InstalledModel) -> None:
-        """Delete the files of a model, a projector that came with it, and folders that become empty.  Blocks.
+    def remove(self, model: InstalledModel, aliases: Sequence[str]) -> None:
+        """Delete the files of a model, its aliases, a projector that came with it, and folders that become empty.  Blocks.
 
         Raises:
+            HubError: the aliases cannot be written.
             OSError: it cannot be deleted.
         """
         manifest_path(model.path).unlink(missing_ok=True)
@@ -204,6 +205,10 @@ class ModelFolder:
         for folder in {file.parent for file in model.files}:
             self._remove_projectors(folder)
             self._remove_empty(folder)
+        if aliases:
+            with self.editing_aliases() as kept:
+                for each in aliases:
+                    kept.pop(each, None)
 
     def _remove_projectors(self, folder: Path) -> None:
         """Delete projectors that were downloaded, unless a model is left next to them."""
