@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,6 @@ from uma_trio.cli.exits import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
     from uma_trio.hub.environment import ModelLocations
-    from uma_trio.hub.errors import NotInstalled
     from uma_trio.hub.folder import InstalledModel
 
 
@@ -81,18 +82,14 @@ def _pull(text: str, sha256: str | None, places: ModelLocations, *, quiet: bool)
     from uma_trio.engine_link.load_errors import explained
     from uma_trio.hub.errors import NotInstalled
     from uma_trio.hub.locate import find_here, resolve
-    from uma_trio.hub.names import EXAMPLES, HubReference, ShortName, UrlReference
+    from uma_trio.hub.names import EXAMPLES, HubReference, UrlReference
     from uma_trio.hub.pull import Puller
     from uma_trio.models.gguf_check import check_gguf
 
     reference, _ = resolve(text, places)
     if not isinstance(reference, HubReference | UrlReference) or places.is_offline:
-        try:
+        with suggesting(text, places):
             located = find_here(text, places)
-        except NotInstalled as error:
-            if places.is_offline or not isinstance(reference, ShortName):
-                raise
-            raise with_suggestions(error, text, places) from None
         if not located.path.exists():
             raise NotInstalled(f"there is no file {located.path}", EXAMPLES)
         with explained(located.path):
@@ -114,26 +111,34 @@ def _pull(text: str, sha256: str | None, places: ModelLocations, *, quiet: bool)
     }
 
 
-def with_suggestions(error: NotInstalled, text: str, places: ModelLocations) -> NotInstalled:
-    """The error for a name without an owner that is not here, with what the hub has for it.  Asks the hub."""
-    from uma_trio.cli.pull_view import View
-    from uma_trio.cli.run_trio import run
+@contextlib.contextmanager
+def suggesting(text: str, places: ModelLocations) -> Iterator[None]:
+    """Let the error for a name without an owner that is not here say what the hub has for it.  Asks the hub."""
     from uma_trio.hub.errors import HubError, NotInstalled
-    from uma_trio.hub.names import EXAMPLES
-    from uma_trio.hub.pull import Puller
+    from uma_trio.hub.locate import resolve
+    from uma_trio.hub.names import EXAMPLES, ShortName
 
-    if ":" in text:
-        hint = (
-            f"names without an owner, such as those of Ollama, are not downloaded: get it with ollama pull {text}, "
-            "after which uma-trio uses it where it is"
-        )
-        return NotInstalled(error.reason, f"{hint}; or {EXAMPLES}")
     try:
-        found = run(Puller(places, View()).suggest, text)
-    except HubError as unreachable:
-        return NotInstalled(f"{error.reason}, and {unreachable.reason}", unreachable.remedy)
-    there = f"the hub has {', '.join(found)}; take one of them" if found else f"{error.remedy}; {EXAMPLES}"
-    return NotInstalled(error.reason, there)
+        yield
+    except NotInstalled as error:
+        if places.is_offline or not isinstance(resolve(text, places)[0], ShortName):
+            raise
+        from uma_trio.cli.pull_view import View
+        from uma_trio.cli.run_trio import run
+        from uma_trio.hub.pull import Puller
+
+        if ":" in text:
+            hint = (
+                f"names without an owner, such as those of Ollama, are not downloaded: get it with ollama pull {text}, "
+                "after which uma-trio uses it where it is"
+            )
+            raise NotInstalled(error.reason, f"{hint}; or {EXAMPLES}") from None
+        try:
+            found = run(Puller(places, View()).suggest, text)
+        except HubError as unreachable:
+            raise NotInstalled(f"{error.reason}, and {unreachable.reason}", unreachable.remedy) from None
+        there = f"the hub has {', '.join(found)}; take one of them" if found else f"{error.remedy}; {EXAMPLES}"
+        raise NotInstalled(error.reason, there) from None
 
 
 def _print(found: dict[str, Any], as_json: bool) -> None:

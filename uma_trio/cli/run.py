@@ -89,25 +89,18 @@ def _located(model: str, *, offline: bool) -> LocatedModel:
     import attrs
 
     from uma_trio.cli.model_option import locate, model_locations_of_environment
-    from uma_trio.cli.pull import with_suggestions
+    from uma_trio.cli.pull import suggesting
     from uma_trio.cli.run_trio import Interrupted
     from uma_trio.config import ConfigError
     from uma_trio.engine_link.load_errors import explained
     from uma_trio.errors import ErrorWithRemedy
-    from uma_trio.hub.errors import NotInstalled
-    from uma_trio.hub.locate import resolve
-    from uma_trio.hub.names import ShortName
     from uma_trio.models.gguf_check import check_gguf
 
     try:
         places = model_locations_of_environment()
         places = attrs.evolve(places, is_offline=places.is_offline or offline)
-        try:
+        with suggesting(model, places):
             found = locate(model, places, may_pull=True)
-        except NotInstalled as error:
-            if places.is_offline or not isinstance(resolve(model, places)[0], ShortName):
-                raise
-            raise with_suggestions(error, model, places) from None
         with explained(found.path):
             check_gguf(found.path)
     except (ErrorWithRemedy, ConfigError) as error:
