@@ -572,7 +572,8 @@ class Chat:
     # -- queries --------------------------------------------------------------------------------
 
     def _query(self, question: Callable[[Client], Awaitable[T]]) -> T:
-        return run(asked, self._socket, question)
+        found: T = run(asked, self._socket, question)
+        return found
 
     def _description(self) -> ModelDescription:
         """The model that answers."""

@@ -323,8 +323,8 @@ def _run(socket: str | None, do: Callable[[Client], Awaitable[T]]) -> T:
 
     with reporting_errors("controllers", socket):
         run_trio(say_which_daemon, "controllers", socket)
-        return run_trio(asked, socket, do)
-    raise AssertionError
+        found: T = run_trio(asked, socket, do)
+    return found
 
 
 def _print(tags: Sequence[ControllerTag], as_json: bool) -> None:

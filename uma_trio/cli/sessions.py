@@ -333,7 +333,8 @@ def _run(
     with reporting_errors("sessions", path):
         run(say_which_daemon, "sessions", path)
         try:
-            return run(at_once, work)
+            found: T = run(at_once, work)
+            return found
         except ServerError as error:
             if error.code == "E_SESSION_NOT_FOUND" and (
                 hint := run(at_once, lambda client: _similar(client, name, model))
