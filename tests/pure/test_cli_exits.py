@@ -170,6 +170,6 @@ def test_an_error_names_the_daemon_and_the_remedy(
 
 @all_cases("seconds", [1e300, -1e300, float("nan"), float("inf"), 1e17])
 def test_a_time_that_no_calendar_has_is_unknown(seconds: float) -> None:
-    from uma_trio.cli.sessions import _when
+    from uma_trio.cli.stdio import when
 
-    assert _when(seconds) == "unknown"
+    assert when(seconds) == "unknown"
