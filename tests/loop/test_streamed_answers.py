@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Timings, ToolCall, ToolCallDelta, Usage
 from uma_trio.gateway.answer import COMMENT, StreamedAnswer
-from uma_trio.gateway.dialects.llama.extras import Extras, Telemetry
+from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.chat import ChatChunks
 from uma_trio.gateway.errors import HttpError
 
@@ -31,7 +31,7 @@ async def sent(events: AsyncIterator[list[Event]]) -> list[tuple[float, bytes]]:
     def refuse(error: HttpError) -> Response:
         raise error
 
-    renderer = ChatChunks({"id": "c"}, "r", Extras(Telemetry()), n=1, usage=False, warnings=[])
+    renderer = ChatChunks({"id": "c"}, "r", Extras(), n=1, usage=False, warnings=[])
     answer = StreamedAnswer(events, renderer, refuse=refuse, keep_alive_s=KEEP_ALIVE_S)
     await answer({"type": "http"}, receive, send)
     return found
