@@ -26,13 +26,23 @@ from uma_trio.protocol.answers import HealthCheck, ModelDescription
 LOAD_S = 10.0
 
 
+class FakeScheduler:
+    n_threads = 4
+
+    async def wait_idle(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def set_threads(self, n_threads: int) -> None:
+        self.n_threads = n_threads
+
+
 class FakeService:
     """A service without an engine: it serves while ``run`` does."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
         self.running = self.saved = False
-        self.computes_with = self.n_threads
+        self.scheduler = FakeScheduler()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         self.running = True
@@ -42,18 +52,12 @@ class FakeService:
         finally:
             self.running = False
 
-    async def wait_idle(self) -> None:
-        await trio.lowlevel.checkpoint()
-
     async def save_everything(self) -> None:
         await trio.lowlevel.checkpoint()
         assert self.running
         self.saved = True
 
     n_threads = 4
-
-    def set_threads(self, n_threads: int) -> None:
-        self.computes_with = n_threads
 
     def drain(self) -> None: ...
     def stop(self) -> None: ...
@@ -608,7 +612,7 @@ async def test_models_with_requests_share_the_threads(autojump_clock) -> None:
     specs = [spec_of("a"), *[spec_of(name, at_start=True) for name in "bcd"]]
 
     def threads() -> dict[str, int]:
-        return {opened.service.name: opened.service.computes_with for opened in opener.loaded}
+        return {opened.service.name: opened.service.scheduler.n_threads for opened in opener.loaded}
 
     async with registry(*specs, opener=opener) as models, trio.open_nursery() as nursery:
         nursery.start_soon(hold, models, "a", 10)
@@ -636,7 +640,7 @@ async def test_models_whose_threads_fit_next_to_each_other_keep_them(autojump_cl
         for name in "ab":
             nursery.start_soon(hold, models, name, 20)
         await trio.sleep(15)
-        assert [opened.service.computes_with for opened in opener.loaded] == [4, 4]
+        assert [opened.service.scheduler.n_threads for opened in opener.loaded] == [4, 4]
 
 
 async def test_steady_requests_of_others_keep_no_model_out(autojump_clock) -> None:

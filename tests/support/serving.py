@@ -213,8 +213,8 @@ class Serving:
         with trio.fail_after(1000):
             while list(self.scheduler.sequences()) or self.server.snapshot()["connections"]:
                 await trio.sleep(0.01)
-            await self.service.wait_idle()
-        self.service.check_integrity()
+            await self.service.scheduler.wait_idle()
+        self.service.scheduler.check_integrity()
         kv = self.scheduler.cache.statistics()
         assert (kv.sequences, kv.cells_reserved, kv.cells_used) == (0, 0, 0)
         assert self.engine.used_cells() == self.scheduler.cache.held()

@@ -82,7 +82,7 @@ class ModelRequest:
     def wake(self) -> None:
         """The sink has room again."""
         if self._service is not None:
-            self._service.wake()
+            self._service.scheduler.wake()
 
     async def run(self) -> None:
         """Serve the request until its last event has gone to the sink.

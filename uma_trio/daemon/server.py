@@ -222,7 +222,7 @@ class Server:
             return None
         error = TooManyConnections(f"{len(self._connections)} connections are open")
         default = self.models.loaded()
-        error.retry_after_ms = None if default is None else default.retry_after_ms()
+        error.retry_after_ms = None if default is None else default.scheduler.retry_after_ms()
         return error
 
     def _may_connect(self, sock: socket.socket) -> bool:

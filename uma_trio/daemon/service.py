@@ -1,7 +1,7 @@
-"""What a door sees of one model: a service that answers requests.
+"""What a door sees of one model: its scheduler, its sessions and its prompts, and what takes several of them.
 
-A door translates between its language and these calls.  ``uma_trio.daemon.registry`` has the services by the names of
-their models, and ``uma_trio.daemon.requests`` what a service does for one request.
+``uma_trio.daemon.registry`` has the services by the names of their models, and ``uma_trio.daemon.requests`` what a
+service does for one request.
 """
 
 from __future__ import annotations
@@ -41,19 +41,12 @@ from uma_trio.protocol.answers import (
     Capability,
     HealthCheck,
     ModelDescription,
-    SequenceInfo,
-    SessionInfo,
-    SessionList,
     Steered,
-    TokenList,
-    Transcript,
     bare_name,
 )
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
-from uma_trio.protocol.lease import LeaseQuery, SessionLease, SessionOffer
-from uma_trio.protocol.queries import SessionQuery, SteerQuery, TokenizeQuery
+from uma_trio.protocol.queries import SteerQuery
 from uma_trio.protocol.requests import AdapterChoice, Constraint, Embed, Generate, Rerank
-from uma_trio.protocol.usage import Explanation
 from uma_trio.telemetry.perf_records import PerfSink
 
 AnyRequest = TypeVar("AnyRequest", bound=Generate | Embed | Rerank)
@@ -86,8 +79,6 @@ class ModelService:
         config = attrs.evolve(config, sampling=Sampling(**self._defaults))
         self.limits = config.limits
         self.prompts: PromptMaker = model.prompts
-        self.has_chat_template = model.prompts.chat is not None
-        """Whether requests can have ``messages``."""
         self.runtime: ControllerRuntime | None = runtime
         """Runs controllers; ``None``: this daemon runs none."""
         self.scheduler = Scheduler(
@@ -137,36 +128,6 @@ class ModelService:
                 grammar = await self._in_thread(grammars.compile, shape)
         return grammar
 
-    async def answer_lease(self, query: LeaseQuery, principal: Principal, owner: object) -> SessionLease:
-        """Ask about or change the lease of a session.
-
-        Args:
-            owner: claims end with ``release_claims`` of it.
-
-        Raises:
-            SessionError: it is not possible.
-        """
-        return await self.sessions.hand_over.answer(query, principal.name, owner)
-
-    def next_offer(self) -> SessionOffer | None:
-        """The next session that another daemon may take over, each once; ``None`` without one."""
-        session = self.sessions.hand_over.next_offer()
-        if session is None:
-            return None
-        return SessionOffer(session_id=session.name, principal=session.principal, model=self.name)
-
-    def release_claims(self, owner: object) -> None:
-        """End all claims of ``owner``."""
-        self.sessions.hand_over.release(owner)
-
-    async def answer_sessions(self, query: SessionQuery, principal: Principal) -> Iterable[SessionList | Transcript]:
-        """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.
-
-        Raises:
-            SessionError: it cannot be done.
-        """
-        return await self.sessions.answer_query(query, principal.name)
-
     async def answer_controllers(
         self, query: ControllersQuery, wasm: bytes | bytearray | None, principal: Principal, *, is_admin: bool
     ) -> Iterable[Controllers]:
@@ -182,14 +143,6 @@ class ModelService:
         if self.runtime is None:
             raise ControllerUnavailable("this daemon runs no controllers")
         return await library.answer(self.runtime, query, wasm, library.auth_of(principal, is_admin=is_admin))
-
-    async def tokenize(self, query: TokenizeQuery, principal: str) -> TokenList:
-        """Tokens of a text or of a chat, or the text of tokens.
-
-        Raises:
-            UmaError: it cannot be done; see ``PromptMaker.tokenize``.
-        """
-        return await self.prompts.tokenize(query, principal=principal)
 
     def answers_of(self, request_id: str, principal: str) -> list[Sequence]:
         """The unfinished answers of a request of ``principal``, with or without a connection."""
@@ -228,21 +181,14 @@ class ModelService:
             await sequence.log.kept(steering.change)
         return steered
 
-    def explain(self, request_id: str, principal: str) -> Explanation:
-        """Why tokens of the prompt of a request of ``principal`` were computed again.
-
-        Raises:
-            AnswerNotFound: nothing is known of it.
-        """
-        return self.scheduler.explain(request_id, principal)
-
     def description(self) -> ModelDescription:
         """What a client may want to know of the model."""
         info, model = self._model.info, self._model
+        has_chat = self.prompts.chat is not None
         capabilities: dict[Capability, bool] = {
             "completion": info.purpose == "generate",
-            "chat": self.has_chat_template,
-            "tools": self.has_chat_template,
+            "chat": has_chat,
+            "tools": has_chat,
             "reasoning": self.prompts.reasoning is not None,
             "infill": self.prompts.infill is not None,
             "vision": not isinstance(self.prompts.pictures, str) and self.prompts.pictures.sees,
@@ -305,18 +251,10 @@ class ModelService:
         if journal is not None:
             await self.sessions.open(journal)
 
-    def wake(self) -> None:
-        """A sink has room again."""
-        self.scheduler.wake()
-
     def drain(self) -> None:
         """Accept no more requests; those that were accepted go on."""
         self.is_draining = True
         self.scheduler.close()
-
-    async def wait_idle(self) -> None:
-        """Wait until no request is left."""
-        await self.scheduler.wait_idle()
 
     async def save_everything(self) -> None:
         """Bring sessions and their KV states to disk.  ``run`` must be running."""
@@ -328,13 +266,9 @@ class ModelService:
         """Compute threads that the model has where no other model computes."""
         return self._model.info.n_threads
 
-    def set_threads(self, n_threads: int) -> None:
-        """Compute with this many threads from the next step on, because other models compute as well."""
-        self.scheduler.set_threads(n_threads)
-
     def keep_learned_costs(self) -> None:
         """Keep what was learned of the engine's speed for the next start.  Blocks briefly."""
-        self.set_threads(self.n_threads)
+        self.scheduler.set_threads(self.n_threads)
         save_costs(self._model.cost_name, self.scheduler.timings.cost)
 
     def stop(self) -> None:
@@ -394,18 +328,6 @@ class ModelService:
         finally:
             sinks.remove(sink)
 
-    def sequences(self) -> list[SequenceInfo]:
-        """What the KV cache holds.  Never waits for a step."""
-        return self.scheduler.describe_sequences()
-
-    def latest_sessions(self, n: int) -> list[SessionInfo]:
-        """The ``n`` most recently used sessions of all principals, in that order."""
-        return self.sessions.latest(n)
-
-    def retry_after_ms(self) -> int | None:
-        """When a request that was refused may be sent again, if that can be estimated."""
-        return self.scheduler.retry_after_ms()
-
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics.  Never waits for a step."""
         return {
@@ -415,10 +337,6 @@ class ModelService:
             "devices": {each.device: each.snapshot() for each in self._model.devices.memory},
             **({} if isinstance(self.prompts.pictures, str) else {"pictures": self.prompts.pictures.snapshot()}),
         }
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the bookkeeping adds up."""
-        self.scheduler.check_integrity()
 
 
 def quantization(description: str) -> str | None:

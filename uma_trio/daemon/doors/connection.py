@@ -163,7 +163,7 @@ class Connection:
         finally:
             self._upload.drop()
             for service in self._claimed_at:
-                service.release_claims(self)
+                service.sessions.hand_over.release(self)
             self._held.close()
 
     def leave(self) -> None:
@@ -294,7 +294,7 @@ class Connection:
                 events = [self._owner.health(query.id)]
             case SessionQuery():
                 async with models.use(query.model, principal.name, session=True) as service:
-                    await self._send_each(await service.answer_sessions(query, principal))
+                    await self._send_each(await service.sessions.answer_query(query, principal.name))
                 return
             case LeaseQuery() | OfferQuery() if self._principal.name != OWN_PRINCIPAL:
                 raise BadRequest("only the user who runs the daemon may move sessions")
@@ -303,7 +303,7 @@ class Connection:
             case LeaseQuery():
                 async with models.use(query.model, principal.name, session=True) as service:
                     self._claimed_at.add(service)
-                    events = [await service.answer_lease(query, principal, self)]
+                    events = [await service.sessions.hand_over.answer(query, principal.name, self)]
             case AnswersQuery():
                 events = await self._owner.detached.answer_query(query, principal.name)
             case SteerQuery():
@@ -311,12 +311,12 @@ class Connection:
                 events = [await service.steer(sequence, query)]
             case ExplainQuery():
                 async with models.use(query.model, principal.name) as service:
-                    events = [attrs.evolve(service.explain(query.request_id, principal.name), id=query.id)]
+                    events = [attrs.evolve(service.scheduler.explain(query.request_id, principal.name), id=query.id)]
             case Generate():
                 events = [AnswerList(answers=[await self._owner.detached.begin(query, principal)], id=query.id)]
             case TokenizeQuery():
                 async with models.use(query.model, principal.name) as service:
-                    events = (await service.tokenize(query, principal.name)).divided()
+                    events = (await service.prompts.tokenize(query, principal=principal.name)).divided()
             case ControllersQuery():
                 wasm = None
                 if query.action == "upload" and (wasm := self._upload.add(query)) is None:

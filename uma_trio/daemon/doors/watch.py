@@ -79,8 +79,8 @@ class Watch:
                 name: value for name, value in self._daemon.snapshot(self.request.model).items() if value is not None
             },
             checks=self._daemon.health(None).checks,
-            sequences=[] if service is None else service.sequences(),
-            sessions=[] if service is None else service.latest_sessions(MAX_SESSIONS),
+            sequences=[] if service is None else service.scheduler.describe_sequences(),
+            sessions=[] if service is None else service.sessions.latest(MAX_SESSIONS),
             records=records,
             dropped_records=dropped,
             id=self.request.id,

@@ -91,7 +91,7 @@ class Unloader:
 
     async def _close_when_unused(self, model: Model, instance: Instance) -> None:
         await instance.wait_unused()
-        await instance.service.wait_idle()
+        await instance.service.scheduler.wait_idle()
         with trio.move_on_after(self._save_s):
             await instance.service.save_everything()
         instance.scope.cancel()

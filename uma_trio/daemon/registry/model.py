@@ -158,7 +158,7 @@ class Instance:
         """Compute with this many threads."""
         if n_threads != self.n_threads:
             self.n_threads = n_threads
-            self.service.set_threads(n_threads)
+            self.service.scheduler.set_threads(n_threads)
 
     async def wait_unused(self) -> None:
         """Wait until it has no lease."""

@@ -137,8 +137,9 @@ class ModelRegistry:
     def next_offer(self) -> SessionOffer | None:
         """The next session of any loaded model that another daemon may take over, each once; ``None`` without one."""
         for instance in self._catalog.instances():
-            if (found := instance.service.next_offer()) is not None:
-                return found
+            service = instance.service
+            if (session := service.sessions.hand_over.next_offer()) is not None:
+                return SessionOffer(session_id=session.name, principal=session.principal, model=service.name)
         return None
 
     def stop(self) -> None:
@@ -150,7 +151,7 @@ class ModelRegistry:
     async def wait_idle(self) -> None:
         """Wait until no model has a request."""
         for instance in self._catalog.instances():
-            await instance.service.wait_idle()
+            await instance.service.scheduler.wait_idle()
 
     async def save_everything(self) -> None:
         """Bring the sessions and their KV states to disk."""
