@@ -59,7 +59,7 @@ from uma_trio.daemon.scheduling.row_curve import PrefillCurves, RowCurve
 from uma_trio.daemon.scheduling.view import Priority, SequenceView
 from uma_trio.demo.recording import percentile
 from uma_trio.engine_link.attention import Attention, AttentionScan
-from uma_trio.engine_link.messages import TokenIds
+from uma_trio.engine_link.tokens import TokenIds
 
 HOST_MS = 0.3
 """Time between two ticks that the daemon spends on the CPU."""

@@ -38,7 +38,7 @@ from uma_trio.daemon.kv_events.blocks import BlockIndex
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.kv_ops import CopyPrefix, DropCheckpoint, KvOp, SaveCheckpoint, Truncate
 from uma_trio.engine_link.media import PLACEHOLDER, before_picture
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS
+from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS
 
 ADAPTERS = {"": NO_ADAPTERS, "x": AdapterSet(((0, 1.0),), "x"), "y": AdapterSet(((0, 0.5),), "y")}
 

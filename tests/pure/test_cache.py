@@ -28,7 +28,7 @@ from tests.support.kv_cache import (
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import MAX_IDLE_FRACTION
 from uma_trio.engine_link.kv_ops import CopyPrefix, DropCheckpoint, KvOp, LoadState, SaveCheckpoint, SaveState, Truncate
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS
+from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS
 
 # -- reservation ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from uma_trio.daemon.prompts.difference import Difference, difference
-from uma_trio.engine_link.prefix import common_prefix
+from uma_trio.engine_link.tokens import common_prefix
 
 QUESTION = "Which mountain is the highest one of Switzerland, and who was there first?"
 

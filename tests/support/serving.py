@@ -34,7 +34,8 @@ from uma_trio.daemon.store.answer_folder import AnswerFolder
 from uma_trio.daemon.store.journal import Journal
 from uma_trio.daemon.store.state_folder import StateFolder
 from uma_trio.engine_link.devices import Devices
-from uma_trio.engine_link.messages import ModelInfo, PromptPart, TokenIds
+from uma_trio.engine_link.messages import ModelInfo, PromptPart
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.grammar.checker import LocalChecker
 from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.models.markers import ReasoningMarkers

@@ -13,8 +13,8 @@ import trio
 
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.store.state_folder import StateDraft, StateFileError, StateReader
-from uma_trio.engine_link.prefix import Tokens
 from uma_trio.engine_link.state_pages import PAGE_BYTES, hash_of
+from uma_trio.engine_link.tokens import TokenIds
 
 
 async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -105,7 +105,7 @@ class MemoryDraft:
     fd: int
     offset: int = 0
 
-    def finish(self, tokens: Tokens, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> SavedState:
+    def finish(self, tokens: TokenIds, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> SavedState:
         data = os.pread(self.fd, n_bytes, 0)
         self.abandon()
         if self.files.fails_late:

@@ -18,8 +18,8 @@ import numpy as np
 import llama_abi
 from uma_trio.engine.fit import DRAFT_BATCH
 from uma_trio.engine_link.messages import Draft, Drafted, DraftInput
-from uma_trio.engine_link.prefix import common_list_prefix
 from uma_trio.engine_link.row_counts import row_counts
+from uma_trio.engine_link.tokens import common_list_prefix
 
 TRIAL_CALLS: Final = 8
 """Calls of one token that are measured at the start, for each number of threads.  The fastest counts."""

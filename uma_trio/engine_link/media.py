@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from uma_trio.engine_link.tokens import TokenIds
+
 PLACEHOLDER: Final = 1 << 30
 """Ids from here on are no tokens of any vocabulary: they stand for rows."""
 STANDING: Final = PLACEHOLDER + PLACEHOLDER // 2
@@ -44,7 +46,7 @@ class MediaRows(msgspec.Struct, array_like=True, gc=False):
         return np.frombuffer(data, np.float32).reshape(self.n, width)
 
 
-def standing_runs(tokens: npt.NDArray[np.int32], start: int = 0) -> list[tuple[int, int]]:
+def standing_runs(tokens: TokenIds, start: int = 0) -> list[tuple[int, int]]:
     """The runs of rows that take no position: where each begins, and its length.
 
     Args:
@@ -55,7 +57,7 @@ def standing_runs(tokens: npt.NDArray[np.int32], start: int = 0) -> list[tuple[i
     return [(start + begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def before_picture(tokens: npt.NDArray[np.int32], length: int) -> int:
+def before_picture(tokens: TokenIds, length: int) -> int:
     """``length``, or where the picture begins that would be cut there."""
     if not 0 < length < len(tokens) or tokens[length - 1] < PLACEHOLDER or tokens[length] < PLACEHOLDER:
         return length

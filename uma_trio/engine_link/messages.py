@@ -17,7 +17,6 @@ from typing import Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 import attrs
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.engine_link.adapters import Scales
@@ -33,9 +32,6 @@ from uma_trio.engine_link.sampling import Bias, Past, SamplingParams, TokenLogpr
 from uma_trio.errors import ErrorWithRemedy
 from uma_trio.models.purpose import Purpose
 from uma_trio.models.sizes import ModelSizes
-
-TokenIds: TypeAlias = npt.NDArray[np.int32]
-"""Token ids, ``[n]``."""
 
 DROPPED: Final = -2
 """In place of a sampled token: the sequence had ended in the step before, so the engine left it out."""

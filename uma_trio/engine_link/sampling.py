@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.protocol.parameters import PARAMETERS, SamplingValues
 
 Floats: TypeAlias = npt.NDArray[np.float32]
-Tokens: TypeAlias = npt.NDArray[np.int32]
 
 NO_TOKEN: Final = -1
 """The token id of a row whose logits are no distribution: one is NaN or +inf, or all are -inf."""
@@ -89,7 +89,7 @@ class SamplingParams(_Values):
 class Bias(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """Numbers to add to the logits of some tokens.  The arrays must not be changed."""
 
-    ids: Tokens
+    ids: TokenIds
     """(n,) token ids in [0, n_vocab), without duplicates."""
     values: Floats
     """(n,) what to add to the logit of each."""
@@ -98,7 +98,7 @@ class Bias(msgspec.Struct, frozen=True, array_like=True, eq=False):
 class Past(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """The tokens before a draw, as far as penalties need them."""
 
-    tokens: Tokens
+    tokens: TokenIds
     """(n,) token ids in [0, n_vocab): the end of the prompt, then the whole answer so far."""
     n_prompt: int
     """How many of them belong to the prompt."""

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 import llama_abi
 from llama_abi import TokenAttr
-from uma_trio.engine_link.messages import LoadError, PromptPart, TokenIds
+from uma_trio.engine_link.messages import LoadError, PromptPart
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.tokenizer.alignment import Spelling, align
 

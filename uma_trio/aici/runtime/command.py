@@ -27,7 +27,7 @@ from uma_trio.aici.runtime.server import Server
 from uma_trio.aici_link.channel import Channels, Layout
 from uma_trio.aici_link.futex import continue_when_parent_ends
 from uma_trio.aici_link.shared_memory import remove_stale
-from uma_trio.engine_link.messages import TokenIds
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.files import read_bytes
 from uma_trio.hub.environment import find_model_locations
 from uma_trio.hub.errors import HubError

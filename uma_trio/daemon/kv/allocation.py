@@ -8,7 +8,7 @@ import attrs
 
 from uma_trio.daemon.kv.checkpoints import Checkpoints
 from uma_trio.engine_link.adapters import AdapterSet
-from uma_trio.engine_link.prefix import Tokens
+from uma_trio.engine_link.tokens import TokenIds
 
 
 @attrs.define(eq=False)
@@ -59,7 +59,7 @@ class Allocation:
     """What the tokens are computed with; only requests with the same adapters share them."""
     rank: int
     """Scheduling class, 0 first.  A request never waits for an allocation of a higher rank."""
-    tokens: Tokens
+    tokens: TokenIds
     """The prompt while busy, with the first text of a controller; all tokens that the cache holds while idle."""
     reserved: int
     """Cells, those that it shares with forks included."""

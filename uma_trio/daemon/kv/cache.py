@@ -29,7 +29,7 @@ from uma_trio.daemon.kv.prefix_sharing import Match, PrefixSharing
 from uma_trio.daemon.kv.truncation import Truncation
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.kv_ops import KvOp, Truncate
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens, common_prefix
+from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds, common_prefix
 
 NOTHING_ALIKE: Final = Comparison(0)
 
@@ -154,7 +154,7 @@ class KvCache:
 
     def allocate(
         self,
-        prompt: Tokens,
+        prompt: TokenIds,
         cells: int,
         *,
         principal: str = "",
@@ -219,7 +219,7 @@ class KvCache:
         return self._take_over(allocation, idle, n_shared)
 
     def reusable(
-        self, prompt: Tokens, cells: int, *, principal: str, adapters: AdapterSet, rank: int, private: bool
+        self, prompt: TokenIds, cells: int, *, principal: str, adapters: AdapterSet, rank: int, private: bool
     ) -> int:
         """Tokens of ``prompt`` that ``allocate`` would not have computed now; its arguments."""
         allocation = Allocation(principal, adapters, rank, prompt, cells, private or not self._reuse)
@@ -255,7 +255,7 @@ class KvCache:
         allocation.awaits_state = True
         return Placement(allocation, 0, waits=True, saved=state)
 
-    def share_prefix(self, allocation: Allocation, tokens: Tokens) -> None:
+    def share_prefix(self, allocation: Allocation, tokens: TokenIds) -> None:
         """Let a running sequence that holds nothing yet begin with a prefix of ``tokens`` that another one has.
 
         For tokens that have become known after ``allocate``: the first text of a controller.  From now on others may
@@ -365,7 +365,7 @@ class KvCache:
         """Whether the request of ``allocation`` still runs, and holds ``n_tokens``."""
         return self._pool.has(allocation) and not allocation.is_idle and allocation.n_tokens == n_tokens
 
-    def release(self, allocation: Allocation, tokens: Tokens | None = None, *, at: float = 0.0) -> None:
+    def release(self, allocation: Allocation, tokens: TokenIds | None = None, *, at: float = 0.0) -> None:
         """End a request.
 
         If a submitted step still feeds the sequence, ``advance`` to the length after that step first.  Otherwise the

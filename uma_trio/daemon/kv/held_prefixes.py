@@ -9,7 +9,7 @@ import attrs
 
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.offload_index import OffloadIndex, SavedState
-from uma_trio.engine_link.prefix import Tokens
+from uma_trio.engine_link.tokens import TokenIds
 
 
 @attrs.frozen(eq=False)
@@ -21,7 +21,7 @@ class HeldPrefix:
     principal: str
     adapters: str
     """``AdapterSet.key``."""
-    tokens: Tokens
+    tokens: TokenIds
     """``[n]``; never changed, only replaced."""
     length: int
     """Tokens of these that are there."""

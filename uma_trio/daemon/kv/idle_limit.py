@@ -27,7 +27,7 @@ import attrs
 
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.engine_link.adapters import AdapterSet
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens, common_prefix
+from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds, common_prefix
 
 MAX_IDLE_FRACTION: Final = 0.25
 """Maximum fraction of a unified cache that idle allocations may hold."""
@@ -50,7 +50,7 @@ class Ghost:
 
     principal: str
     adapters: AdapterSet
-    tokens: Tokens
+    tokens: TokenIds
     used_at: int
     """``IdleLimit.n_rows`` when a request last used the tokens."""
 
@@ -145,7 +145,7 @@ class IdleLimit:
             if expected > most:
                 self._ghosts.remove(best)
 
-    def forget(self, tokens: Tokens, principal: str) -> None:
+    def forget(self, tokens: TokenIds, principal: str) -> None:
         """Forget the ghosts of ``principal`` with which ``tokens`` begin."""
         self._ghosts = [
             ghost

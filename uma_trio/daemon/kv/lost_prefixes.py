@@ -10,7 +10,7 @@ import attrs
 
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.engine_link.adapters import AdapterSet
-from uma_trio.engine_link.prefix import Tokens, common_prefix
+from uma_trio.engine_link.tokens import TokenIds, common_prefix
 
 MAX_LOST: Final = 64
 """Sequences that are remembered."""
@@ -27,7 +27,7 @@ request that begins alike went on from a part of them; the engine was started ag
 class LostPrefix:
     """The tokens of a sequence that the KV cache had, and no longer has."""
 
-    tokens: Tokens
+    tokens: TokenIds
     principal: str
     adapters: AdapterSet
     cause: Cause
@@ -42,7 +42,7 @@ class Comparison:
 
     n_common: int
     """Tokens of the longest common prefix with ``earlier``."""
-    earlier: Tokens | None = None
+    earlier: TokenIds | None = None
     """The tokens that have the longest prefix in common with the prompt, there or lost; ``None``: none begins alike."""
     lost: LostPrefix | None = None
     """Set if these tokens are lost."""
@@ -74,7 +74,7 @@ class LostPrefixes:
         while len(self._lost) > MAX_LOST or self._n_tokens > MAX_LOST_TOKENS:
             self._n_tokens -= len(self._lost.popleft().tokens)
 
-    def compare(self, allocation: Allocation, nearest: Tokens | None, n_common: int) -> Comparison:
+    def compare(self, allocation: Allocation, nearest: TokenIds | None, n_common: int) -> Comparison:
         """How the prompt of ``allocation`` compares with the tokens that are there and those that are lost.
 
         Args:
@@ -89,7 +89,7 @@ class LostPrefixes:
         earlier = nearest if found is None else found.tokens
         return Comparison(n_common, earlier if n_common else None, found)
 
-    def forget(self, tokens: Tokens, principal: str) -> None:
+    def forget(self, tokens: TokenIds, principal: str) -> None:
         """Forget what belongs to ``principal`` and is a prefix of ``tokens``."""
         kept = [
             lost

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 import attrs
 
 from uma_trio.daemon.kv.checkpoints import MIN_SPACING
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens, common_prefix
+from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds, common_prefix
 
 
 @attrs.frozen(eq=False)
@@ -20,7 +20,7 @@ class SavedState:
     name: str
     principal: str
     """Owner; only the owner's requests load the state."""
-    tokens: Tokens
+    tokens: TokenIds
     """Tokens in the state."""
     n_bytes: int
     """Size of the state and its checkpoints."""
@@ -115,7 +115,7 @@ class OffloadIndex:
             self.discard(name)
 
     def find(
-        self, prompt: Tokens, *, principal: str, max_tokens: int, adapters: str = ""
+        self, prompt: TokenIds, *, principal: str, max_tokens: int, adapters: str = ""
     ) -> tuple[SavedState | None, int]:
         """Find the state with the longest usable prefix of ``prompt``.
 
@@ -142,7 +142,7 @@ class OffloadIndex:
         """Names of all states for which ``needed(state)`` is false."""
         return [state.name for state in self._states.values() if not needed(state)]
 
-    def prefixes_of(self, tokens: Tokens, *, principal: str, needed: Callable[[Tokens], bool]) -> list[str]:
+    def prefixes_of(self, tokens: TokenIds, *, principal: str, needed: Callable[[TokenIds], bool]) -> list[str]:
         """Names of the states whose tokens are a prefix of ``tokens``, except those that are needed.
 
         Args:
@@ -154,9 +154,9 @@ class OffloadIndex:
             if common_prefix(state.tokens, tokens) == len(state.tokens) and not needed(state.tokens)
         ]
 
-    def _candidates(self, principal: str, tokens: Tokens) -> Iterable[SavedState]:
+    def _candidates(self, principal: str, tokens: TokenIds) -> Iterable[SavedState]:
         return self._by_prefix.get(_prefix_key(principal, tokens), {}).values()
 
 
-def _prefix_key(principal: str, tokens: Tokens) -> tuple[str, bytes]:
+def _prefix_key(principal: str, tokens: TokenIds) -> tuple[str, bytes]:
     return principal, tokens[:MIN_SHARED_TOKENS].tobytes()

@@ -17,7 +17,7 @@ from uma_trio.daemon.kv.offload_index import OffloadIndex, SavedState
 from uma_trio.daemon.kv.pool import Pool
 from uma_trio.daemon.kv.truncation import Truncation
 from uma_trio.engine_link.kv_ops import MAX_CHECKPOINTS
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens, common_prefix
+from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds, common_prefix
 
 
 class OffloadPlanner:
@@ -51,7 +51,7 @@ class OffloadPlanner:
             chosen = unsaved[0]
         return chosen
 
-    def unsaved_of(self, tokens: Tokens, *, principal: str) -> list[Allocation]:
+    def unsaved_of(self, tokens: TokenIds, *, principal: str) -> list[Allocation]:
         """The idle allocations with a beginning of ``tokens`` that have yet to be saved."""
         return [
             each
@@ -104,7 +104,7 @@ class OffloadPlanner:
         self._saving.discard(allocation)
         allocation.save_settled = True
 
-    def forget(self, tokens: Tokens, *, principal: str, needed: Callable[[Tokens], bool]) -> list[str]:
+    def forget(self, tokens: TokenIds, *, principal: str, needed: Callable[[TokenIds], bool]) -> list[str]:
         """Remove idle allocations and saved states whose tokens are a prefix of ``tokens``.
 
         Args:

@@ -15,7 +15,7 @@ from uma_trio.daemon.kv.checkpoints import Checkpoint, CheckpointIds, least_usef
 from uma_trio.daemon.kv.idle_limit import MAX_IDLE_FRACTION, IdleLimit, excess
 from uma_trio.daemon.kv.lost_prefixes import Cause, LostPrefixes
 from uma_trio.engine_link.kv_ops import DropCheckpoint, KvOp, SaveCheckpoint, Truncate
-from uma_trio.engine_link.prefix import Tokens
+from uma_trio.engine_link.tokens import TokenIds
 
 LOW_ROOM_FRACTION: Final = 0.125
 """The pool is low when less than this fraction of its sequences or cells is free.  Idle allocations are then saved
@@ -92,7 +92,7 @@ class Pool:
         self.allocations[allocation.seq_id] = allocation
         self.reserved += allocation.own_cells
 
-    def make_idle(self, allocation: Allocation, tokens: Tokens, at: float) -> None:
+    def make_idle(self, allocation: Allocation, tokens: TokenIds, at: float) -> None:
         """Keep ``allocation``, whose request ended at time ``at`` and which holds ``tokens``, while there is room."""
         self.reserved += len(tokens) - allocation.reserved
         allocation.tokens, allocation.reserved, allocation.is_idle, allocation.leader = tokens, len(tokens), True, None

@@ -18,7 +18,7 @@ from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.pool import Pool
 from uma_trio.daemon.kv.truncation import Truncation
 from uma_trio.engine_link.kv_ops import CopyPrefix
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens, common_prefix
+from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds, common_prefix
 
 
 class Match(NamedTuple):
@@ -30,7 +30,7 @@ class Match(NamedTuple):
     """Tokens that the request can get from ``source``, now or later."""
     n_in_common: int
     """Longest common prefix with any sequence, including tokens that cannot be reused."""
-    nearest: Tokens | None
+    nearest: TokenIds | None
     """The tokens of that sequence; of several, the one that became idle last."""
 
 

@@ -15,7 +15,7 @@ import xxhash
 
 from uma_trio.daemon.kv.held_prefixes import HeldPrefix
 from uma_trio.daemon.kv_events.wire import BLOCK_TOKENS, AllBlocksCleared, BlockRemoved, BlockStored, Event, Medium
-from uma_trio.engine_link.prefix import Tokens, common_prefix
+from uma_trio.engine_link.tokens import TokenIds, common_prefix
 
 HASHES_AT_ONCE: Final = 64
 """Blocks between two calls of ``pause``: hashing them holds the GIL for about 0.1 ms."""
@@ -30,7 +30,7 @@ class _Chain:
 
     medium: Medium
     root: Root
-    tokens: Tokens
+    tokens: TokenIds
     hashes: list[int]
 
 

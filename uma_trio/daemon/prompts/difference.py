@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import attrs
 
-from uma_trio.engine_link.prefix import Tokens
+from uma_trio.engine_link.tokens import TokenIds
 
 ChangeKind = Literal["number", "date", "tools_order", "tools", "template", "text", "shorter"]
 """What has changed: digits only; digits of a date or a time; the order of the tools; which tools there are, or how they
@@ -58,8 +58,8 @@ class Difference:
 
 
 def difference(
-    prompt: Tokens,
-    earlier: Tokens,
+    prompt: TokenIds,
+    earlier: TokenIds,
     n_common: int,
     spell: Spell,
     *,

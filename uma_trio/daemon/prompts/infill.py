@@ -12,7 +12,8 @@ from typing import Final
 import attrs
 import numpy as np
 
-from uma_trio.engine_link.messages import ModelInfo, PromptPart, TokenIds
+from uma_trio.engine_link.messages import ModelInfo, PromptPart
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.protocol.requests import Infill
 from uma_trio.tokenizer.tokenizer import Tokenizer
 

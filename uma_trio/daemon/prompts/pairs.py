@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from uma_trio.daemon.prompts.control_tokens import ControlTokens
-from uma_trio.engine_link.messages import TokenIds
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.tokenizer.tokenizer import Tokenizer
 
 TEMPLATE_KEY: Final = "tokenizer.chat_template.rerank"

@@ -24,7 +24,8 @@ from uma_trio.daemon.prompts.pictures import Pictures
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport, call_ids, template_chat
 from uma_trio.encoder.encoded import EncodedMedia
 from uma_trio.engine_link.media import PLACEHOLDER
-from uma_trio.engine_link.messages import ModelInfo, PromptPart, TokenIds
+from uma_trio.engine_link.messages import ModelInfo, PromptPart
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.errors import (
     BadRequest,
     ContextTooSmall,

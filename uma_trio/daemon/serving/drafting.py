@@ -16,7 +16,7 @@ from uma_trio.daemon.serving.new_tokens import NewTokens
 from uma_trio.daemon.serving.sequence import DraftState, Sequence
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, StepRow, drafts_by_sequence
 from uma_trio.engine_link.messages import Drafted, DraftInput, ModelInfo, StepOutput
-from uma_trio.engine_link.prefix import common_list_prefix
+from uma_trio.engine_link.tokens import common_list_prefix
 
 log = structlog.get_logger("uma_trio.serving")
 

@@ -19,7 +19,8 @@ import trio
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.serving.sequence import EventSink
 from uma_trio.engine_link.adapters import Scales
-from uma_trio.engine_link.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput, ModelInfo, StepOutput, TokenIds
+from uma_trio.engine_link.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput, ModelInfo, StepOutput
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.errors import DecodeFailed, QueueFull, UmaError
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import HealthCheck

@@ -13,7 +13,7 @@ from uma_trio.daemon.kv.lost_prefixes import Comparison
 from uma_trio.daemon.prompts.difference import difference
 from uma_trio.daemon.serving import sequence as sequences
 from uma_trio.engine_link.media import PLACEHOLDER
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens, common_prefix
+from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds, common_prefix
 from uma_trio.errors import AnswerNotFound
 from uma_trio.protocol.usage import Change, Explanation, Loss, Reason
 
@@ -33,7 +33,7 @@ class Prefilled:
 
     request_id: str
     principal: str
-    tokens: Tokens
+    tokens: TokenIds
     text: str
     roles: Sequence[str]
     messages: Sequence[str]
@@ -68,7 +68,7 @@ class Explainer:
         while len(self._kept) > MAX_KEPT or self._n_chars > MAX_KEPT_CHARS:
             self._n_chars -= len(self._kept.popleft().text)
 
-    def forget(self, tokens: Tokens, principal: str) -> None:
+    def forget(self, tokens: TokenIds, principal: str) -> None:
         """Forget the prompts of ``principal`` that are a prefix of ``tokens``."""
         kept = [
             each
@@ -141,7 +141,7 @@ class Explainer:
             ),
         )
 
-    def _change(self, found: Prefilled, earlier: Tokens) -> Change:
+    def _change(self, found: Prefilled, earlier: TokenIds) -> Change:
         difference_ = difference(
             found.tokens,
             earlier,

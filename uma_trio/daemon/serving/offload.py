@@ -34,7 +34,7 @@ from uma_trio.daemon.store.state_format import StoredState
 from uma_trio.engine_link.kv_ops import LoadState, MeasureState, SaveState
 from uma_trio.engine_link.media import standing_runs
 from uma_trio.engine_link.messages import StepOutput
-from uma_trio.engine_link.prefix import MIN_SHARED_TOKENS, Tokens
+from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds
 from uma_trio.telemetry.measures import snapshot_of
 from uma_trio.telemetry.metrics import OffloadMetrics
 
@@ -74,7 +74,7 @@ class StateDraft(Protocol):
     def offset(self) -> int:
         """Byte of the file at which the state begins."""
 
-    def finish(self, tokens: Tokens, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> Any:
+    def finish(self, tokens: TokenIds, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> Any:
         """Make it durable; the result has a ``name``."""
 
     def abandon(self) -> None: ...
@@ -219,7 +219,7 @@ class Offloader:
             return False
         return self._timings.prefill_ms(n_tokens) > MIN_PARKED_MS
 
-    def park(self, allocation: Allocation, tokens: Tokens) -> None:
+    def park(self, allocation: Allocation, tokens: TokenIds) -> None:
         """Copy ``tokens``, which are all that ``allocation`` holds, into memory; ``take_parked`` reports the end.
 
         No step may compute the sequence meanwhile.
@@ -338,7 +338,7 @@ class Offloader:
         self._look.set()
         await self._everything_saved.wait()
 
-    def forget(self, tokens: Tokens, *, principal: str, needed: Callable[[Tokens], bool]) -> None:
+    def forget(self, tokens: TokenIds, *, principal: str, needed: Callable[[TokenIds], bool]) -> None:
         """Drop what was kept of a session, in the KV cache and on disk.  ``run`` must be running.
 
         Args:
@@ -347,7 +347,7 @@ class Offloader:
         self._remove_soon(self._planner.forget(tokens, principal=principal, needed=needed))
         self._wake()
 
-    async def file_of(self, tokens: Tokens, principal: str) -> Path | None:
+    async def file_of(self, tokens: TokenIds, principal: str) -> Path | None:
         """The file with the KV cache of a session, which is saved first if that is worth it; ``None`` if there is none.
 
         Waits ``SAVE_TIMEOUT_S`` at most.  ``run`` must be running.
@@ -507,7 +507,7 @@ class Offloader:
         self._saved.set()
         self._saved = trio.Event()
 
-    async def _park(self, allocation: Allocation, tokens: Tokens) -> None:
+    async def _park(self, allocation: Allocation, tokens: TokenIds) -> None:
         state = None
         try:
             state = await self._copy_to_memory(allocation, tokens)
@@ -517,7 +517,7 @@ class Offloader:
             self._parked.append((allocation, state))
             self._wake()
 
-    async def _copy_to_memory(self, allocation: Allocation, tokens: Tokens) -> SavedState | None:
+    async def _copy_to_memory(self, allocation: Allocation, tokens: TokenIds) -> SavedState | None:
         """A copy of what ``allocation`` holds; ``None`` if that changes meanwhile.
 
         Raises:

@@ -23,7 +23,8 @@ from uma_trio.daemon.scheduling.view import Priority
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.engine_link.attention import AttentionScan
-from uma_trio.engine_link.messages import ModelInfo, TokenIds
+from uma_trio.engine_link.messages import ModelInfo
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.errors import KvFull, QueueFull
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.telemetry.metrics import Telemetry

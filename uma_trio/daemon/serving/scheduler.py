@@ -62,7 +62,8 @@ from uma_trio.daemon.serving.step import (
     complete_step,
 )
 from uma_trio.daemon.store.memory_states import MemoryStates
-from uma_trio.engine_link.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput, TokenIds
+from uma_trio.engine_link.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.errors import (
     AnswerNotFound,
     BadRequest,

@@ -31,8 +31,9 @@ from uma_trio.daemon.serving.token_history import TokenHistory
 from uma_trio.daemon.store.answer_log import Change
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.grammar_state import GrammarState
-from uma_trio.engine_link.messages import SampleRequest, StepInput, TokenIds
+from uma_trio.engine_link.messages import SampleRequest, StepInput
 from uma_trio.engine_link.sampling import Bias, SamplingParams
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.grammar.compiler import Grammar
 from uma_trio.principal import Principal
 from uma_trio.protocol.chat import ToolCall

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from uma_trio.engine_link.prefix import Tokens
 from uma_trio.engine_link.sampling import Past, SamplingParams
+from uma_trio.engine_link.tokens import TokenIds
 
 
 class TokenHistory:
@@ -23,7 +23,7 @@ class TokenHistory:
         max_tokens: how many tokens can follow the prompt.
     """
 
-    def __init__(self, prompt: Tokens, params: SamplingParams, max_tokens: int) -> None:
+    def __init__(self, prompt: TokenIds, params: SamplingParams, max_tokens: int) -> None:
         self._n_prompt = min(len(prompt), max(params.repetition_window, params.dry_window))
         self._tokens = np.zeros(self._n_prompt + max_tokens, np.int32)
         self._tokens[: self._n_prompt] = prompt[len(prompt) - self._n_prompt :]

@@ -24,7 +24,7 @@ from uma_trio.daemon.sessions.trimming import drop_oldest
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.journal_format import SessionKey
 from uma_trio.engine_link.media import PLACEHOLDER
-from uma_trio.engine_link.prefix import Tokens, common_prefix
+from uma_trio.engine_link.tokens import TokenIds, common_prefix
 from uma_trio.errors import BadRequest, SessionElsewhere
 from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
 from uma_trio.protocol.chat import ChatMessage
@@ -346,7 +346,7 @@ class Sessions:
         self._table.record_turn(session, self._clock(), self._monotonic())
         await self._write(session)
 
-    def _history_tokens(self, turn: SessionTurn, answer: Answer) -> Tokens:
+    def _history_tokens(self, turn: SessionTurn, answer: Answer) -> TokenIds:
         """Tokens of the answer, ``[n]``, without its end token and without a stop string."""
         tokens = answer.tokens
         if answer.assembler.matched is not None:
@@ -435,7 +435,7 @@ class Sessions:
                 self._failed()
                 log.warning("a closed session is still on disk", session=session.name, reason=str(error))
 
-    def _forget(self, tokens: Tokens, principal: str) -> None:
+    def _forget(self, tokens: TokenIds, principal: str) -> None:
         """Drop the KV states of ``tokens``, except for prefixes that other sessions of ``principal`` begin with."""
         self._scheduler.forget(tokens, principal)
         self._scheduler.offloader.forget(

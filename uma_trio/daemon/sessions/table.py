@@ -13,7 +13,7 @@ import trio
 
 from uma_trio.daemon.sessions.titles import own_title
 from uma_trio.daemon.store.journal_format import SessionKey, SessionRecord
-from uma_trio.engine_link.prefix import Tokens, common_prefix
+from uma_trio.engine_link.tokens import TokenIds, common_prefix
 from uma_trio.errors import SessionBusy, SessionElsewhere, SessionExists, SessionNotFound
 from uma_trio.principal import UNIX_USER
 from uma_trio.protocol.answers import SessionInfo, SessionList, Transcript
@@ -28,7 +28,7 @@ MESSAGE_CHARS: Final = 256
 """What a message without content counts for."""
 
 
-def no_tokens() -> Tokens:
+def no_tokens() -> TokenIds:
     """An empty history."""
     return np.empty(0, dtype=np.int32)
 
@@ -55,7 +55,7 @@ class Session:
     """Time of its latest answer, or of the fork that made it."""
     unused_since: float = 0.0
     """The same on the monotonic clock.  Expiry counts from it, because somebody may set the other clock."""
-    tokens: Tokens = attrs.field(factory=no_tokens)
+    tokens: TokenIds = attrs.field(factory=no_tokens)
     """The history in tokens, ``[n]``: the beginning of the next prompt."""
     messages: Sequence[ChatMessage] = ()
     """The history of a chat as messages; empty for a session of plain prompts."""
@@ -302,7 +302,7 @@ class SessionTable:
             found += _of_those_with_most([session for session in idle if session not in late], excess)
         return found
 
-    def any_begins_with(self, tokens: Tokens, *, principal: str) -> bool:
+    def any_begins_with(self, tokens: TokenIds, *, principal: str) -> bool:
         """Whether the history of a session of ``principal`` begins with ``tokens``."""
         return any(
             session.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from uma_trio.engine_link.media import PLACEHOLDER
-
-Tokens: TypeAlias = npt.NDArray[np.int32]
+from uma_trio.engine_link.tokens import TokenIds
 
 MAX_TOKENS: Final = 1 << 24
 """Most tokens of one sequence: sixteen times the longest context of any published model."""
@@ -55,7 +54,7 @@ def encode_tokens(tokens: npt.ArrayLike) -> bytes:
     return array.astype("<i4").tobytes()
 
 
-def decode_tokens(data: bytes | bytearray | memoryview) -> Tokens:
+def decode_tokens(data: bytes | bytearray | memoryview) -> TokenIds:
     """Decodes token ids into a read-only copy, int32 ``[n_tokens]``.
 
     Raises:

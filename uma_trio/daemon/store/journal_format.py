@@ -21,13 +21,12 @@ from uma_trio.daemon.store.encoding import (
     MAX_TOKENS,
     TOKEN_BYTES,
     DamagedFile,
-    Tokens,
     decode_tokens,
     encode_principal,
     encode_tokens,
 )
 from uma_trio.daemon.store.records import HEAD, intact_records, record
-from uma_trio.engine_link.prefix import common_prefix
+from uma_trio.engine_link.tokens import TokenIds, common_prefix
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.lease import OWN, Lease
 
@@ -69,7 +68,7 @@ class SessionRecord:
     used_at: float
     n_turns: int
     """Includes the turns that were copied by a fork."""
-    tokens: Tokens
+    tokens: TokenIds
     """What remains of all turns, int32 ``[n]``."""
     messages: tuple[ChatMessage, ...] = ()
     title: str = ""

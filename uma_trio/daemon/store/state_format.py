@@ -37,12 +37,12 @@ from uma_trio.daemon.store.encoding import (
     TOKEN_BYTES,
     DamagedFile,
     ForeignFile,
-    Tokens,
     decode_tokens,
     encode_principal,
     encode_tokens,
 )
 from uma_trio.engine_link.state_pages import HASH_BYTES, hash_of, n_pages
+from uma_trio.engine_link.tokens import TokenIds
 
 MAGIC: Final = b"UMASTATE"
 VERSION: Final = 2
@@ -65,7 +65,7 @@ class StoredState:
 
     name: str
     """Name in the ``StateFolder``: 32 hexadecimal digits."""
-    tokens: Tokens
+    tokens: TokenIds
     """Tokens of the sequence, int32 ``[n_tokens]``, read-only."""
     n_bytes: int
     """Size of the state."""

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.engine_link.sampling import Bias, Floats, Past, SamplingParams, Tokens
+from uma_trio.engine_link.sampling import Bias, Floats, Past, SamplingParams
+from uma_trio.engine_link.tokens import TokenIds
 
 Ints = npt.NDArray[np.int64]
 
@@ -44,7 +45,7 @@ def apply_penalties(logits: Floats, params: Sequence[SamplingParams], pasts: Seq
 
 
 def _apply_repetition_penalty(
-    logits: Floats, params: Sequence[SamplingParams], windows: Sequence[tuple[int, Tokens]]
+    logits: Floats, params: Sequence[SamplingParams], windows: Sequence[tuple[int, TokenIds]]
 ) -> None:
     indices = rows, _ = _indices(windows)
     penalties = _float32([p.repetition_penalty for p in params])[rows]
@@ -56,7 +57,7 @@ def _apply_repetition_penalty(
 
 
 def _apply_count_penalties(
-    logits: Floats, params: Sequence[SamplingParams], answers: Sequence[tuple[int, Tokens]]
+    logits: Floats, params: Sequence[SamplingParams], answers: Sequence[tuple[int, TokenIds]]
 ) -> None:
     n_vocab = logits.shape[1]
     rows, ids = _indices(answers)

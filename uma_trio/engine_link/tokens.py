@@ -1,4 +1,4 @@
-"""The common prefix of two runs of tokens."""
+"""Runs of token ids, and their common prefix."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Tokens: TypeAlias = npt.NDArray[np.int32]
+TokenIds: TypeAlias = npt.NDArray[np.int32]
 """``[n]`` token ids."""
 
 MIN_SHARED_TOKENS: Final = 16
 """Shorter common prefixes are computed again instead of shared."""
 
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
+def common_prefix(a: TokenIds, b: TokenIds) -> int:
     """Number of leading tokens that ``a`` and ``b`` have in common."""
     n = min(len(a), len(b))
     if n == 0 or a[0] != b[0]:
