@@ -8,7 +8,6 @@ All functions block on the disk.  Each file is written by one thread at a time.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +20,6 @@ from uma_trio.daemon.store.folder import (
     TEMPORARY_SUFFIX,
     PrivateFolder,
     StoreError,
-    read_up_to,
     sync,
     write_all,
 )
@@ -93,15 +91,10 @@ class AnswerFolder:
         Raises:
             AnswerFolderError: it cannot be written.
         """
-        name = _name(key)
-        descriptor = self._folder.open(name, write=True)
-        try:
-            with self._folder.os_errors("write", name):
-                write_all(descriptor, data, at)
-                if durable:
-                    sync(descriptor)
-        finally:
-            os.close(descriptor)
+        with self._folder.opened("write", _name(key), write=True) as descriptor:
+            write_all(descriptor, data, at)
+            if durable:
+                sync(descriptor)
 
     def read(self, key: SessionKey) -> AnswerLog:
         """Read an answer.
@@ -109,7 +102,7 @@ class AnswerFolder:
         Raises:
             AnswerFolderError, DamagedFile: it cannot be read.
         """
-        return decode(self._read(_name(key)))[0]
+        return decode(self._folder.read(_name(key), MAX_FILE_BYTES))[0]
 
     def remove(self, key: SessionKey) -> None:
         """Remove an answer durably.  Removing a missing one is a no-op.
@@ -121,29 +114,13 @@ class AnswerFolder:
         self._folder.sync()
 
     def _load(self, name: str) -> StoredAnswer:
-        data = self._read(name)
+        data = self._folder.read(name, MAX_FILE_BYTES)
         log, n_bytes = decode(data)
         if name != _name(log.key):
             raise DamagedFile("it is another answer under this name")
         if n_bytes < len(data):
-            descriptor = self._folder.open(name, write=True)
-            try:
-                with self._folder.os_errors("cut", name):
-                    os.ftruncate(descriptor, n_bytes)
-            finally:
-                os.close(descriptor)
+            self._folder.cut(name, n_bytes)
         return StoredAnswer(log, n_bytes)
-
-    def _read(self, name: str) -> bytearray:
-        descriptor = self._folder.open(name)
-        try:
-            with self._folder.os_errors("read", name):
-                size = os.fstat(descriptor).st_size
-                if size > MAX_FILE_BYTES:
-                    raise DamagedFile(f"it has {size} bytes; an answer has at most {MAX_FILE_BYTES}")
-                return read_up_to(descriptor, size, 0)
-        finally:
-            os.close(descriptor)
 
 
 def _name(key: SessionKey) -> str:

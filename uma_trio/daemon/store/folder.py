@@ -20,6 +20,7 @@ from typing import Final
 
 import attrs
 
+from uma_trio.daemon.store.encoding import DamagedFile
 from uma_trio.files import sync_folder
 
 LOCK: Final = "lock"
@@ -186,6 +187,35 @@ class PrivateFolder:
             os.close(descriptor)
             raise self._error(f"{self.path / name} is not opened: it is {refused}")
         return descriptor
+
+    @contextlib.contextmanager
+    def opened(self, action: str, name: str, *, write: bool = False) -> Iterator[int]:
+        """Opens a file as ``open`` does, and closes it at the end; errors in between say ``action``."""
+        descriptor = self.open(name, write=write)
+        try:
+            with self.os_errors(action, name):
+                yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str, most: int) -> bytearray:
+        """Reads a whole file.
+
+        Raises:
+            DamagedFile: it has more than ``most`` bytes.
+            StoreError: as ``open``.
+        """
+        with self.opened("read", name) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > most:
+                raise DamagedFile(f"it has {size} bytes; such a file has at most {most}")
+            return read_up_to(descriptor, size, 0)
+
+    def cut(self, name: str, size: int) -> None:
+        """Removes what follows the first ``size`` bytes of a file, durably."""
+        with self.opened("cut", name, write=True) as descriptor:
+            os.ftruncate(descriptor, size)
+            sync(descriptor)
 
     def create(self, name: str) -> int:
         """Creates an empty file that only this user can read; returns a writable descriptor."""

@@ -29,7 +29,6 @@ from uma_trio.daemon.store.folder import (
     FileInfo,
     PrivateFolder,
     StoreError,
-    read_up_to,
     sync,
     write_all,
 )
@@ -313,36 +312,16 @@ class Journal:
         Raises:
             JournalError, DamagedFile: the file cannot be used.
         """
-        data = self._read(name)
+        data = self._folder.read(name, MAX_FILE_BYTES)
         content = decode(data)
         session = content.session
         entry = _Entry(session.key, file_stem(session.key), session, session, content.n_bytes)
         if name != entry.name:
             raise DamagedFile("it is the file of another session under this name")
         if content.n_bytes < len(data):
-            self._cut(name, content.n_bytes)
+            self._folder.cut(name, content.n_bytes)
             self._report(name, f"cut off {len(data) - content.n_bytes} bytes after the last intact record")
         return entry
-
-    def _read(self, name: str) -> bytearray:
-        descriptor = self._folder.open(name)
-        try:
-            with self._folder.os_errors("read", name):
-                size = os.fstat(descriptor).st_size
-                if size > MAX_FILE_BYTES:
-                    raise DamagedFile(f"it has {size} bytes; a session file has at most {MAX_FILE_BYTES}")
-                return read_up_to(descriptor, size, 0)
-        finally:
-            os.close(descriptor)
-
-    def _cut(self, name: str, size: int) -> None:
-        descriptor = self._folder.open(name, write=True)
-        try:
-            with self._folder.os_errors("cut", name):
-                os.ftruncate(descriptor, size)
-                sync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def _report(self, name: str, problem: str) -> None:
         self.problems.append(f"{name}: {problem}")

@@ -112,14 +112,9 @@ class PictureFolder:
         if size is None:
             return None
         try:
-            descriptor = self._folder.open(name)
-            try:
-                with self._folder.os_errors("read", name):
-                    data = read_up_to(descriptor, min(size, self.max_bytes), 0)
-                    found = decode(key, data)
-                    os.utime(descriptor)
-            finally:
-                os.close(descriptor)
+            with self._folder.opened("read", name) as descriptor:
+                found = decode(key, read_up_to(descriptor, min(size, self.max_bytes), 0))
+                os.utime(descriptor)
         except (PictureFileError, DamagedFile) as error:
             self._drop(name)
             if isinstance(error, DamagedFile):
