@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 import trio
 
@@ -21,8 +19,6 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.profile import thorough
 from tests.support.state_files import MemoryFiles
 from uma_trio.daemon.kv.checkpoints import TOKENS_AFTER_LAST
-from uma_trio.daemon.serving.offload import saved_state
-from uma_trio.daemon.store.state_format import StoredState
 from uma_trio.engine_link.kv_ops import SaveCheckpoint
 from uma_trio.engine_link.messages import EngineDied, EngineError
 
@@ -203,18 +199,3 @@ async def test_a_request_that_is_cancelled_while_its_state_is_loaded_leaves_no_c
         client = await harness.answer(prompt, 8)
         assert is_right(client)
         await harness.clean()
-
-
-def stored(checkpoints: Any) -> StoredState:
-    """A file of 30 tokens and 100 bytes, with this list of checkpoints."""
-    tokens = np.arange(30, dtype=np.int32)
-    return StoredState("a", tokens, 100, 200, "uid:0", 0.0, {"checkpoints": checkpoints})
-
-
-@pytest.mark.parametrize(
-    "listed", [7, [7], [[1, 2, 3]], [["1", 2]], [[20, 5], [10, 5]], [[0, 5]], [[31, 5]], [[5, 0]], [[5, 100]], {"5": 6}]
-)
-def test_a_files_list_of_checkpoints_is_validated(listed):
-    assert saved_state(stored([[10, 5], [30, 5]])).checkpoints == ((10, 5), (30, 5))
-    with pytest.raises(ValueError, match="checkpoints"):
-        saved_state(stored(listed))

@@ -28,7 +28,6 @@ from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.kv.checkpoints import TOKENS_AFTER_LAST
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.timings import StepTimings
-from uma_trio.daemon.serving.offload import saved_state
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.store.state_folder import StateFolder
 from uma_trio.engine.llama import LlamaEngine
@@ -121,7 +120,7 @@ async def asking(kv_unified: str, states: Path | None = None) -> AsyncIterator[A
                 settings(offload_after_s=1e8),
             )
             if files is not None:
-                scheduler.offloader.open(files, map(saved_state, files.scan()))
+                scheduler.offloader.open(files, files.scan())
             await nursery.start(scheduler.run)
             yield Asking(scheduler, engine)
             await scheduler.wait_idle()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 
 from tests.support.crashes import crash_everywhere
 from tests.support.state_files import content_of, fill
+from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile
 from uma_trio.daemon.store.folder import QUARANTINE_SUFFIX
 from uma_trio.daemon.store.state_folder import (
@@ -40,8 +42,8 @@ from uma_trio.daemon.store.state_format import (
     MAX_EXTRA_BYTES,
     PAYLOAD_AT,
     Header,
-    StoredState,
     decode_header,
+    decode_tail,
     encode_header,
     fingerprint_of,
 )
@@ -70,18 +72,17 @@ def folder(path: Path) -> Iterator[StateFolder]:
     states.close()
 
 
-def save(folder: StateFolder, content: bytes = b"a state", *, tokens: Any = (1, 2, 3), **more: Any) -> StoredState:
+def save(folder: StateFolder, content: bytes = b"a state", *, tokens: Any = (1, 2, 3), **more: Any) -> SavedState:
     draft = folder.begin(len(content))
     fill(draft, content)
     return check_listed(folder, draft.finish(np.array(tokens, np.int32), **{"principal": "uid:1000"} | more))
 
 
-def check_listed(folder: StateFolder, state: StoredState) -> StoredState:
+def check_listed(folder: StateFolder, state: SavedState) -> SavedState:
     """Checks that the next ``scan`` lists the same state that ``finish`` returned."""
     [found] = [each for each in folder.scan() if each.name == state.name]
     assert found.tokens.tolist() == state.tokens.tolist()
     assert attrs.astuple(found, filter=not_tokens) == attrs.astuple(state, filter=not_tokens)
-    assert os.stat(folder._folder.path / (state.name + SUFFIX)).st_size == state.file_bytes
     return state
 
 
@@ -93,8 +94,12 @@ def content(folder: StateFolder, name: str) -> bytes:
     return content_of(folder.open(name))
 
 
-def path_of(path: Path, state: StoredState) -> Path:
+def path_of(path: Path, state: SavedState) -> Path:
     return path / (state.name + SUFFIX)
+
+
+def file_bytes(folder: StateFolder, state: SavedState) -> int:
+    return folder.path_of(state.name).stat().st_size
 
 
 def quarantined(path: Path) -> list[str]:
@@ -110,15 +115,15 @@ def quarantined(path: Path) -> list[str]:
 )
 def test_a_state_survives_a_restart(path: Path, folder: StateFolder, n_bytes: int) -> None:
     data = np.random.default_rng(n_bytes).bytes(n_bytes)
-    state = save(
-        folder, data, tokens=range(70), principal="é" * 64, extra={"model": "m", "parts": [1, None, {"a": 0.5}]}
-    )
+    more = {"checkpoints": ((10, 1),) if n_bytes > 1 else (), "adapters": "é*0x1p-1"}
+    state = save(folder, data, tokens=range(70), principal="é" * 64, **more)
     assert content(folder, state.name) == data
     folder.close()
     again = opened(path)
     [found] = again.scan()
     assert again.problems == []
-    assert (found.principal, found.extra, found.tokens.tolist()) == ("é" * 64, state.extra, list(range(70)))
+    assert (found.principal, found.tokens.tolist()) == ("é" * 64, list(range(70)))
+    assert {"checkpoints": found.checkpoints, "adapters": found.adapters} == more
     assert content(again, found.name) == data
     again.close()
 
@@ -126,10 +131,10 @@ def test_a_state_survives_a_restart(path: Path, folder: StateFolder, n_bytes: in
 def test_a_state_can_be_smaller_than_its_draft_and_its_sequence_empty(folder: StateFolder) -> None:
     draft = folder.begin(3 * PAGE_BYTES)
     fill(draft, b"x" * (PAGE_BYTES + 5))
-    state = check_listed(folder, draft.finish([], principal="uid:0", n_bytes=PAGE_BYTES + 5))
+    state = check_listed(folder, draft.finish(np.empty(0, np.int32), principal="uid:0", n_bytes=PAGE_BYTES + 5))
     assert content(folder, state.name) == b"x" * (PAGE_BYTES + 5)
     assert state.tokens.tolist() == []
-    assert folder.used_bytes == state.file_bytes < PAYLOAD_AT + PAGE_BYTES + 200
+    assert folder.used_bytes == file_bytes(folder, state) < PAYLOAD_AT + PAGE_BYTES + 200
 
 
 def test_a_new_draft_has_its_full_size_and_contains_zeros(folder: StateFolder) -> None:
@@ -194,7 +199,7 @@ def test_another_process_can_write_and_read_through_descriptors(path: Path, fold
     in_another_process(
         "memory = mmap.mmap(fd, size, offset=offset)\nmemory[:] = sys.stdin.buffer.read()", draft, len(data), data
     )
-    state = check_listed(folder, draft.finish([1], principal="p", n_bytes=len(data)))
+    state = check_listed(folder, draft.finish(np.array([1], np.int32), principal="p", n_bytes=len(data)))
     with contextlib.closing(folder.open(state.name)) as reader:
         assert reader.state.n_bytes == len(data)
         read = "memory = mmap.mmap(fd, size, offset=offset, prot=mmap.PROT_READ)\nsys.stdout.buffer.write(memory)"
@@ -265,11 +270,8 @@ def test_the_next_scan_removes_the_file_of_a_dropped_draft(path: Path, folder: S
         ([1], {"principal": ""}),
         ([1], {"principal": "é" * (MAX_PRINCIPAL_BYTES // 2) + "e"}),
         ([1], {"principal": "\ud800"}),
-        ([1], {"extra": {"a": "x" * MAX_EXTRA_BYTES}}),
-        ([1], {"extra": {"a": object()}}),
-        ([1], {"extra": {"a": float("nan")}}),
-        ([1], {"extra": {"a": "\ud800"}}),
-        ([1], {"extra": {1: (2,)}}),
+        ([1], {"adapters": "x" * MAX_EXTRA_BYTES}),
+        ([1], {"adapters": "\ud800"}),
     ],
 )
 def test_invalid_arguments_of_finish_are_rejected_and_leave_no_file(
@@ -458,7 +460,7 @@ def test_a_removed_folder_is_created_again(path: Path, folder: StateFolder) -> N
     with pytest.raises(StateFileError, match="it was removed while the daemon was running"):
         folder.open(state.name)
     later = save(folder, b"later")
-    assert folder.used_bytes == later.file_bytes
+    assert folder.used_bytes == file_bytes(folder, later)
     assert state.name not in folder
     with pytest.raises(StateFileError, match=f"in use by process {os.getpid()}"):
         opened(path)
@@ -505,7 +507,7 @@ def test_links_pipes_and_unrelated_files_are_ignored(path: Path, folder: StateFo
     (path / "link.tmp").symlink_to(outside)
     assert [found.name for found in folder.scan()] == [state.name]
     assert sorted(line.split(":")[0] for line in folder.problems) == sorted([*names.values(), "README", "link.tmp"])
-    assert folder.used_bytes == state.file_bytes
+    assert folder.used_bytes == file_bytes(folder, state)
     for kind in "abc":
         with pytest.raises(StateFileError):
             folder.open(kind * 32)
@@ -591,7 +593,7 @@ def sample() -> Iterator[tuple[StateFolder, Path, bytes]]:
         path = Path(where, "s")
         folder = opened(path)
         folder.scan()
-        state = save(folder, SAMPLE, tokens=range(40), extra={"a": 1})
+        state = save(folder, SAMPLE, tokens=range(40), adapters="a")
         file = path_of(path, state)
         yield folder, file, file.read_bytes()
         folder.close()
@@ -683,14 +685,15 @@ def test_quarantined_files_count_and_are_evicted_first(tmp_path: Path) -> None:
     folder = opened(path, max_bytes=3 * MIB)
     folder.scan()
     old, damaged = save(folder, b"o" * MIB), save(folder, b"d" * MIB)
+    used = folder.used_bytes
     data = bytearray(path_of(path, damaged).read_bytes())
     data[-1] ^= 1
     path_of(path, damaged).write_bytes(data)
     assert [state.name for state in folder.scan()] == [old.name]
-    assert folder.used_bytes == old.file_bytes + damaged.file_bytes
+    assert folder.used_bytes == used == file_bytes(folder, old) + len(data)
     assert [state.name for state in folder.scan()] == [old.name]
     assert folder.problems == [], "a problem is reported once"
-    assert folder.used_bytes == old.file_bytes + damaged.file_bytes
+    assert folder.used_bytes == used
     new = save(folder, b"n" * MIB)
     assert old.name in folder
     assert new.name in folder
@@ -705,7 +708,7 @@ def test_states_of_another_model_stay_until_room_is_needed(path: Path, folder: S
     assert other.scan() == []
     assert other.problems == [f"{theirs.name}{SUFFIX}: ignored, it is from another model, library or layout"]
     assert quarantined(path) == []
-    assert other.used_bytes == theirs.file_bytes
+    assert other.used_bytes == file_bytes(other, theirs)
     with pytest.raises(StateFileError, match="from another model"):
         other.open(theirs.name)
     ours = save(other, b"o")
@@ -719,6 +722,22 @@ def test_states_of_another_model_stay_until_room_is_needed(path: Path, folder: S
     assert not path_of(path, theirs).exists(), "the least recently used"
     assert ours.name in other
     other.close()
+
+
+def tail_with(checkpoints: Any) -> tuple[bytes, Header]:
+    """The tail of a file of 30 tokens and 100 bytes, with this list of checkpoints."""
+    extra = msgspec.json.encode({"checkpoints": checkpoints})
+    tail = np.arange(30, dtype="<i4").tobytes() + extra + bytes(HASH_BYTES)
+    return tail, Header("0" * 32, "p", 0.0, 100, 30, len(extra), hash_of(tail))
+
+
+@pytest.mark.parametrize(
+    "listed", [7, [7], [[1, 2, 3]], [["1", 2]], [[20, 5], [10, 5]], [[0, 5]], [[31, 5]], [[5, 0]], [[5, 100]], {"5": 6}]
+)
+def test_a_files_list_of_checkpoints_is_validated(listed: Any) -> None:
+    assert decode_tail(*tail_with([[10, 5], [30, 5]]))[0].checkpoints == ((10, 5), (30, 5))
+    with pytest.raises(DamagedFile, match="metadata"):
+        decode_tail(*tail_with(listed))
 
 
 # -- arbitrary content with valid hashes ---------------------------------------------------------------

@@ -27,7 +27,7 @@ from uma_trio.daemon.registry import ModelRegistry, ModelSpec, Needs
 from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.daemon.server import Server
 from uma_trio.daemon.service import ModelService
-from uma_trio.daemon.serving.offload import InThread, StateFiles, saved_state
+from uma_trio.daemon.serving.offload import InThread, StateFiles
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.storage import Storage
 from uma_trio.daemon.store.answer_folder import AnswerFolder
@@ -242,7 +242,7 @@ def remembering(
         if files is None:
             files = found = StateFolder(folder / "states", max_bytes=1 << 30, fingerprint="fake")
             stack.callback(found.close)
-            states = [saved_state(stored) for stored in found.scan()]
+            states = found.scan()
         yield Storage(journal, files, states)
 
 

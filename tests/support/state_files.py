@@ -105,14 +105,21 @@ class MemoryDraft:
     fd: int
     offset: int = 0
 
-    def finish(self, tokens: TokenIds, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> SavedState:
+    def finish(
+        self,
+        tokens: TokenIds,
+        *,
+        principal: str,
+        n_bytes: int,
+        checkpoints: tuple[tuple[int, int], ...],
+        adapters: str,
+    ) -> SavedState:
         data = os.pread(self.fd, n_bytes, 0)
         self.abandon()
         if self.files.fails_late:
             raise StateFileError("the disk failed")
-        checkpoints = tuple((length, size) for length, size in extra.get("checkpoints", []))
         name = f"state {next(self.files._names)}"
-        saved = SavedState(name, principal, np.array(tokens), n_bytes, checkpoints, extra.get("adapters", ""))
+        saved = SavedState(name, principal, np.array(tokens), n_bytes, checkpoints, adapters)
         self.files.states[saved.name] = (saved, data)
         return saved
 

@@ -7,7 +7,7 @@ Storage is optional: if the folder cannot be used, the daemon logs the reason an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,12 +18,11 @@ import structlog
 from uma_trio.config import MB, Config
 from uma_trio.daemon.engines.loaded import LoadedModel
 from uma_trio.daemon.kv.offload_index import SavedState
-from uma_trio.daemon.serving.offload import StateFiles, saved_state
+from uma_trio.daemon.serving.offload import StateFiles
 from uma_trio.daemon.store.answer_folder import AnswerFolder, AnswerFolderError
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder
 from uma_trio.daemon.store.state_folder import StateFileError, StateFolder
-from uma_trio.daemon.store.state_format import StoredState
 from uma_trio.models.fingerprint import model_fingerprint
 from uma_trio.models.packaged import model_path
 
@@ -85,7 +84,7 @@ def open_storage(config: Config, model: LoadedModel, name: str) -> Iterator[Stor
                     readers=min(MAX_READERS, model.info.spare_cores),
                 )
                 stack.callback(files.close)
-                states = [*_usable(files.scan())]
+                states = files.scan()
                 for problem in files.problems:
                     log.warning("a saved state cannot be used", reason=problem)
             except StateFileError as error:
@@ -111,11 +110,3 @@ def open_answers(config: Config) -> Iterator[AnswerFolder | None]:
         return
     with contextlib.closing(folder):
         yield folder
-
-
-def _usable(states: Iterable[StoredState]) -> Iterator[SavedState]:
-    for state in states:
-        try:
-            yield saved_state(state)
-        except ValueError as error:
-            log.warning("a saved state cannot be used", reason=f"{state.name}: {error}")

@@ -11,6 +11,7 @@ Idle sequences of sessions go to a folder.  A sequence that loses its place to a
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import attrs
-import msgspec
 import structlog
 import trio
 
@@ -30,7 +30,6 @@ from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import SequenceView
 from uma_trio.daemon.store.memory_states import MemoryStates
 from uma_trio.daemon.store.state_folder import StateFileError
-from uma_trio.daemon.store.state_format import StoredState
 from uma_trio.engine_link.kv_ops import LoadState, MeasureState, SaveState
 from uma_trio.engine_link.media import standing_runs
 from uma_trio.engine_link.messages import StepOutput
@@ -74,8 +73,16 @@ class StateDraft(Protocol):
     def offset(self) -> int:
         """Byte of the file at which the state begins."""
 
-    def finish(self, tokens: TokenIds, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> Any:
-        """Make it durable; the result has a ``name``."""
+    def finish(
+        self,
+        tokens: TokenIds,
+        *,
+        principal: str,
+        n_bytes: int,
+        checkpoints: tuple[tuple[int, int], ...],
+        adapters: str,
+    ) -> SavedState:
+        """Make it durable."""
 
     def abandon(self) -> None: ...
 
@@ -107,7 +114,7 @@ class StateFiles(Protocol):
     def path_of(self, name: str) -> Path:
         """Where a state is.  Does not block."""
 
-    def adopt(self, path: Path, principal: str) -> StoredState:
+    def adopt(self, path: Path, principal: str) -> SavedState:
         """Copy a file that another daemon has saved, for ``principal``."""
 
     def __contains__(self, name: str) -> bool:
@@ -367,8 +374,8 @@ class Offloader:
         if self._files is None:
             return
         try:
-            state = saved_state(await self._in_thread(self._files.adopt, path, principal))
-        except (StateFileError, ValueError) as error:
+            state: SavedState = await self._in_thread(self._files.adopt, path, principal)
+        except StateFileError as error:
             log.info("the KV cache of a session from another daemon is not used", reason=str(error))
             return
         for name in self._planner.index.add(state):
@@ -457,7 +464,7 @@ class Offloader:
                     self._planner.cancel_save(allocation)
                 return
             assert self._nursery is not None
-            lengths = [[checkpoint.length, size] for checkpoint, size in kept]
+            lengths = tuple([(checkpoint.length, size) for checkpoint, size in kept])
             self._nursery.start_soon(self._finish, saved, draft, lengths)
             finishing = True
         finally:
@@ -474,27 +481,26 @@ class Offloader:
             self._end(transfer)
         return transfer
 
-    async def _finish(self, transfer: Transfer, draft: StateDraft, checkpoints: list[list[int]]) -> None:
+    async def _finish(self, transfer: Transfer, draft: StateDraft, checkpoints: tuple[tuple[int, int], ...]) -> None:
         """Turn what was copied into a file that lasts."""
         assert self._files is not None
         allocation, n_bytes = transfer.allocation, transfer.n_bytes
-        extra: dict[str, Any] = {"checkpoints": checkpoints} if checkpoints else {}
-        if allocation.adapters.key:
-            extra["adapters"] = allocation.adapters.key
+        finish = functools.partial(
+            draft.finish,
+            allocation.tokens,
+            principal=allocation.principal,
+            n_bytes=n_bytes,
+            checkpoints=checkpoints,
+            adapters=allocation.adapters.key,
+        )
         try:
-            written = await self._in_thread(
-                lambda: draft.finish(allocation.tokens, principal=allocation.principal, n_bytes=n_bytes, extra=extra)
-            )
+            state: SavedState = await self._in_thread(finish)
         except StateFileError as error:
             self._fail(allocation, error)
         else:
             self.metrics.record_saved(n_bytes)
             files, index = self._files, self._planner.index
             index.retain(lambda name: name in files)
-            sizes = tuple([(length, size) for length, size in checkpoints])
-            state = SavedState(
-                written.name, allocation.principal, allocation.tokens, n_bytes, sizes, allocation.adapters.key
-            )
             for name in self._planner.saved(allocation, state):
                 await self._remove(name)
             self._wake()
@@ -629,24 +635,3 @@ class Offloader:
         for name in names:
             assert self._nursery is not None
             self._nursery.start_soon(self._remove, name)
-
-
-def saved_state(stored: StoredState) -> SavedState:
-    """What a file holds, as the KV cache's offload index wants it.
-
-    Raises:
-        ValueError: the file's adapters or its list of checkpoints are not possible.
-    """
-    listed = stored.extra.get("checkpoints", [])
-    try:
-        checkpoints = msgspec.convert(listed, tuple[tuple[int, int], ...])
-        adapters = msgspec.convert(stored.extra.get("adapters", ""), str)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"its checkpoints or adapters are {str(stored.extra)[:100]}") from error
-    lengths = [0, *(length for length, _ in checkpoints), len(stored.tokens) + 1]
-    sizes = [n_bytes for _, n_bytes in checkpoints]
-    if sorted(set(lengths)) != lengths or min([1, *sizes]) < 1 or sum(sizes) >= stored.n_bytes:
-        raise ValueError(
-            f"its checkpoints are {str(listed)[:100]}, of {len(stored.tokens)} tokens in {stored.n_bytes} bytes"
-        )
-    return SavedState(stored.name, stored.principal, stored.tokens, stored.n_bytes, checkpoints, adapters)

@@ -20,11 +20,11 @@ import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import attrs
-import numpy.typing as npt
 
+from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.store.encoding import DamagedFile, ForeignFile
 from uma_trio.daemon.store.folder import (
     QUARANTINE_SUFFIX,
@@ -39,13 +39,13 @@ from uma_trio.daemon.store.folder import (
 from uma_trio.daemon.store.state_format import (
     NAME_BYTES,
     PAYLOAD_AT,
-    StoredState,
     decode_header,
     decode_tail,
     encode,
     fingerprint_of,
 )
 from uma_trio.engine_link.state_pages import HASH_BYTES, PAGE_BYTES, hash_of, n_pages
+from uma_trio.engine_link.tokens import TokenIds
 
 SUFFIX: Final = ".state"
 
@@ -111,7 +111,7 @@ class StateFolder:
 
     # -- inventory ------------------------------------------------------------------------------
 
-    def scan(self) -> list[StoredState]:
+    def scan(self) -> list[SavedState]:
         """Lists all usable states, least recently used first.  Reads their metadata, but not the states.
 
         Also cleans up: removes unfinished files and quarantines damaged ones.  Foreign files, and everything that is
@@ -244,29 +244,19 @@ class StateFolder:
                 raise
             del evicted[0]
 
-    def _complete(
-        self, draft: StateDraft, n_bytes: int, tokens: npt.ArrayLike, principal: str, extra: Any
-    ) -> StoredState:
+    def _complete(self, draft: StateDraft, state: SavedState) -> None:
         """Adds the metadata, makes the file durable and gives it its final name."""
-        fd, now = draft.fd, time.time_ns()
+        fd, now, n_bytes = draft.fd, time.time_ns(), state.n_bytes
         if not 0 < n_bytes <= draft.n_bytes:
             raise StateFileError(f"{n_bytes} bytes do not fit a draft of {draft.n_bytes}")
         try:
             with self._folder.os_errors("read", draft.file_name):
                 hashes = _hash_pages(fd, n_bytes, self.readers)
-            state, header, tail = encode(
-                name=draft.name,
-                fingerprint=self._fingerprint,
-                tokens=tokens,
-                principal=principal,
-                saved_at=now / 1e9,
-                extra=extra,
-                n_bytes=n_bytes,
-                page_hashes=hashes,
-            )
+            header, tail = encode(state, fingerprint=self._fingerprint, saved_at=now / 1e9, page_hashes=hashes)
         except (ValueError, DamagedFile) as error:
             raise StateFileError(f"{self._folder.path / draft.file_name} cannot be finished: {error}") from None
-        self._reserve(draft, state.file_bytes)
+        file_bytes = PAYLOAD_AT + n_bytes + len(tail)
+        self._reserve(draft, file_bytes)
         with self._folder.os_errors("write", draft.file_name):
             _write_metadata(fd, header, tail, PAYLOAD_AT + n_bytes, now)
         name = draft.name + SUFFIX
@@ -279,8 +269,7 @@ class StateFolder:
         with self._lock:
             self._drafts.discard(draft)
             draft.reserved = 0
-            self._files[name] = _File(state.file_bytes, usable=True)
-        return state
+            self._files[name] = _File(file_bytes, usable=True)
 
     def _discard(self, draft: StateDraft) -> None:
         with self._lock:
@@ -328,18 +317,14 @@ class StateFolder:
             self.touch(name)
         return StateReader(fd, state, b"".join(hashes))
 
-    def _read_metadata(self, fd: int, name: str) -> tuple[StoredState, list[bytes]]:
+    def _read_metadata(self, fd: int, name: str) -> tuple[SavedState, list[bytes]]:
         size = os.fstat(fd).st_size
         header = decode_header(read_up_to(fd, min(size, PAYLOAD_AT), 0), name, size, self._fingerprint)
         return decode_tail(read_up_to(fd, header.tail_bytes, header.tail_at), header)
 
-    def _inspect(self, file: str) -> StoredState:
-        fd = self._folder.open(file)
-        try:
-            with self._folder.os_errors("read", file):
-                return self._read_metadata(fd, file.removesuffix(SUFFIX))[0]
-        finally:
-            os.close(fd)
+    def _inspect(self, file: str) -> SavedState:
+        with self._folder.opened("read", file) as fd:
+            return self._read_metadata(fd, file.removesuffix(SUFFIX))[0]
 
     def _quarantine(self, file: str) -> None:
         with self._lock:
@@ -359,7 +344,7 @@ class StateFolder:
         """Returns where a state is."""
         return self._folder.path / self._file_name(name)
 
-    def adopt(self, path: Path, principal: str) -> StoredState:
+    def adopt(self, path: Path, principal: str) -> SavedState:
         """Copies the file of another folder, after verifying every byte of it.  Blocks on the disk.
 
         Args:
@@ -389,7 +374,9 @@ class StateFolder:
             except BaseException:
                 draft.abandon()
                 raise
-            return draft.finish(state.tokens, principal=principal, extra=dict(state.extra))
+            return draft.finish(
+                state.tokens, principal=principal, checkpoints=state.checkpoints, adapters=state.adapters
+            )
         finally:
             os.close(fd)
 
@@ -466,29 +453,31 @@ class StateDraft(_OpenState):
 
     def finish(
         self,
-        tokens: npt.ArrayLike,
+        tokens: TokenIds,
         *,
         principal: str,
         n_bytes: int | None = None,
-        extra: dict[str, Any] | None = None,
-    ) -> StoredState:
+        checkpoints: tuple[tuple[int, int], ...] = (),
+        adapters: str = "",
+    ) -> SavedState:
         """Makes the state durable under its name.  Reads and hashes the whole file, and blocks on the disk.
 
         The draft is closed in any case; if an error is raised, its file is removed.
 
         Args:
-            tokens: tokens of the sequence, shape ``[n_tokens]``.
+            tokens: tokens of the sequence, shape ``[n_tokens]``, which do not change later.
             principal: owner of the sequence, 1 to 128 bytes of UTF-8.
             n_bytes: bytes that were written; the size of the draft by default.
-            extra: additional metadata of JSON values, at most 64 KiB.
+            checkpoints, adapters: see ``SavedState``.
 
         Raises:
             StateFileError: there is no room, the disk fails, or an argument is invalid.
         """
+        size = self.n_bytes if n_bytes is None else n_bytes
+        state = SavedState(self.name, principal, tokens, size, checkpoints, adapters)
         try:
-            return self._folder._complete(
-                self, self.n_bytes if n_bytes is None else n_bytes, tokens, principal, extra or {}
-            )
+            self._folder._complete(self, state)
+            return state
         finally:
             self.abandon()
 
@@ -510,7 +499,7 @@ class StateReader(_OpenState):
     from the disk again.
     """
 
-    def __init__(self, fd: int, state: StoredState, hashes: bytes) -> None:
+    def __init__(self, fd: int, state: SavedState, hashes: bytes) -> None:
         super().__init__()
         self.state = state
         self.hashes = hashes

@@ -6,7 +6,7 @@
     0           PAYLOAD_AT          header: FIELDS, zeros, hash of all that
     PAYLOAD_AT  n_bytes             the state as llama.cpp serialised it
     ...         4 * n_tokens        token ids, int32
-    ...         extra_bytes         extra metadata, a JSON object
+    ...         extra_bytes         Extra, as JSON
     ...         HASH_BYTES a page   hash of each PAGE_BYTES of the state
 
 All numbers are little-endian.  Every hash is XXH3-128.  The tail is everything after the state.  The header's hash
@@ -25,12 +25,12 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import msgspec
-import numpy.typing as npt
 
+from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.store.encoding import (
     MAX_PRINCIPAL_BYTES,
     MAX_TOKENS,
@@ -42,7 +42,6 @@ from uma_trio.daemon.store.encoding import (
     encode_tokens,
 )
 from uma_trio.engine_link.state_pages import HASH_BYTES, hash_of, n_pages
-from uma_trio.engine_link.tokens import TokenIds
 
 MAGIC: Final = b"UMASTATE"
 VERSION: Final = 2
@@ -59,24 +58,15 @@ FIELDS: Final = struct.Struct(f"<8sI4x16s32s{MAX_PRINCIPAL_BYTES + 1}p7xdQII16s"
 """Magic, version, name, fingerprint, principal, saved_at, n_bytes, n_tokens, extra_bytes, hash of the tail."""
 
 
-@attrs.frozen(eq=False)
-class StoredState:
-    """A saved sequence state, as its file describes it."""
+class Extra(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The extra metadata."""
 
-    name: str
-    """Name in the ``StateFolder``: 32 hexadecimal digits."""
-    tokens: TokenIds
-    """Tokens of the sequence, int32 ``[n_tokens]``, read-only."""
-    n_bytes: int
-    """Size of the state."""
-    file_bytes: int
-    """Size of the whole file."""
-    principal: str
-    """Owner of the sequence."""
-    saved_at: float
-    """Seconds since 1970."""
-    extra: dict[str, Any]
-    """Additional metadata, made of JSON values."""
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    """As in ``SavedState``, like the field after it."""
+    adapters: str = ""
+
+
+_EXTRA: Final = msgspec.json.Decoder(Extra)  # as in journal_format
 
 
 @attrs.frozen
@@ -111,38 +101,24 @@ def fingerprint_of(text: bytes | str) -> bytes:
 
 
 def encode(
-    *,
-    name: str,
-    fingerprint: bytes,
-    tokens: npt.ArrayLike,
-    principal: str,
-    saved_at: float,
-    extra: dict[str, Any],
-    n_bytes: int,
-    page_hashes: Sequence[bytes],
-) -> tuple[StoredState, bytes, bytes]:
-    """Encodes all of a file but the state itself.
+    state: SavedState, *, fingerprint: bytes, saved_at: float, page_hashes: Sequence[bytes]
+) -> tuple[bytes, bytes]:
+    """Encodes all of a file but the state itself: its first ``PAYLOAD_AT`` bytes, and the tail that follows the state.
 
-    Returns:
-        The description of the file, its first ``PAYLOAD_AT`` bytes, and the tail that follows the state.
+    Args:
+        saved_at: seconds since 1970.
 
     Raises:
         ValueError: the tokens, the principal or the extra metadata cannot be stored.
     """
-    token_bytes, extra_json = encode_tokens(tokens), encode_extra(extra)
-    tail = b"".join([token_bytes, extra_json, *page_hashes])
+    token_bytes = encode_tokens(state.tokens)
+    extra = msgspec.json.encode(Extra(state.checkpoints, state.adapters))
+    if len(extra) > MAX_EXTRA_BYTES:
+        raise ValueError(f"the extra metadata exceed {MAX_EXTRA_BYTES} bytes")
+    tail = b"".join([token_bytes, extra, *page_hashes])
     n_tokens = len(token_bytes) // TOKEN_BYTES
-    header = Header(name, principal, saved_at, n_bytes, n_tokens, len(extra_json), hash_of(tail))
-    state = StoredState(
-        name=name,
-        tokens=decode_tokens(token_bytes),
-        n_bytes=n_bytes,
-        file_bytes=header.file_bytes,
-        principal=principal,
-        saved_at=saved_at,
-        extra=extra,
-    )
-    return state, encode_header(header, fingerprint), tail
+    header = Header(state.name, state.principal, saved_at, state.n_bytes, n_tokens, len(extra), hash_of(tail))
+    return encode_header(header, fingerprint), tail
 
 
 def encode_header(header: Header, fingerprint: bytes) -> bytes:
@@ -201,11 +177,11 @@ def decode_header(data: bytes | bytearray, name: str, file_bytes: int, fingerpri
     return header
 
 
-def decode_tail(data: bytes | bytearray, header: Header) -> tuple[StoredState, list[bytes]]:
+def decode_tail(data: bytes | bytearray, header: Header) -> tuple[SavedState, list[bytes]]:
     """Decodes and verifies the tail; returns the description of the state and the hashes of its pages.
 
     Raises:
-        DamagedFile: the tail is cut off or altered.
+        DamagedFile: the tail is cut off or altered, or its content is not possible.
     """
     if len(data) != header.tail_bytes or hash_of(data) != header.tail_hash:
         raise DamagedFile("its tokens or hashes were altered")
@@ -213,43 +189,26 @@ def decode_tail(data: bytes | bytearray, header: Header) -> tuple[StoredState, l
     tokens, rest = view[: TOKEN_BYTES * header.n_tokens], view[TOKEN_BYTES * header.n_tokens :]
     extra, hashes = rest[: header.extra_bytes], bytes(rest[header.extra_bytes :])
     try:
-        state = StoredState(
+        found = _EXTRA.decode(extra)
+        state = SavedState(
             name=header.name,
+            principal=header.principal,
             tokens=decode_tokens(tokens),
             n_bytes=header.n_bytes,
-            file_bytes=header.file_bytes,
-            principal=header.principal,
-            saved_at=header.saved_at,
-            extra=decode_extra(extra),
+            checkpoints=found.checkpoints,
+            adapters=found.adapters,
         )
-    except ValueError as error:
+        check_checkpoints(state)
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise DamagedFile(f"its metadata is invalid: {error}") from None
     return state, [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
 
 
-def encode_extra(extra: dict[str, Any]) -> bytes:
-    """Encodes the extra metadata as JSON.
-
-    Raises:
-        ValueError: it has more than ``MAX_EXTRA_BYTES``, or does not survive the way to JSON and back.
-    """
-    try:
-        data = msgspec.json.encode(extra)
-        decoded = msgspec.json.decode(data, type=dict[str, Any])
-    except (TypeError, msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"extra cannot be encoded: {error}") from None
-    if len(data) > MAX_EXTRA_BYTES or decoded != extra:
-        raise ValueError(f"extra exceeds {MAX_EXTRA_BYTES} bytes or is not made of JSON values")
-    return data
-
-
-def decode_extra(data: bytes | memoryview) -> dict[str, Any]:
-    """Decodes the extra metadata.
-
-    Raises:
-        ValueError: it is not a JSON object.
-    """
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"extra is not a JSON object: {error}") from None
+def check_checkpoints(state: SavedState) -> None:
+    """Raises ``ValueError`` unless the checkpoints can be those of such a state."""
+    lengths = [0, *(length for length, _ in state.checkpoints), len(state.tokens) + 1]
+    sizes = [n_bytes for _, n_bytes in state.checkpoints]
+    if sorted(set(lengths)) != lengths or min([1, *sizes]) < 1 or sum(sizes) >= state.n_bytes:
+        raise ValueError(
+            f"its checkpoints are {str(state.checkpoints)[:100]}, of {len(state.tokens)} tokens in {state.n_bytes} bytes"
+        )
