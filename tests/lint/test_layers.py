@@ -54,7 +54,7 @@ EXCEPTIONS = {
     "config/values.py": {"pathlib"},
     "config/sources.py": {"pathlib", "yaml"},  # it reads its own file
     "protocol/address.py": {"os", "pathlib"},  # one rule for the socket's path, for the daemon and its clients
-    "protocol/peer.py": {"socket", "sys"},  # likewise for the user at the other end
+    "protocol/peer.py": {"os", "socket", "sys"},  # likewise for the user at the other end
     "telemetry/perf_records.py": {"gzip", "zlib"},  # used on bytes in memory
 }
 

@@ -16,12 +16,12 @@ from tests.support.serving import serving
 from uma_trio.client import BrokenProtocol, Eos, Failure, Metrics, ServerError, Token, open_client
 from uma_trio.daemon import server
 from uma_trio.daemon.doors import connection, listener
-from uma_trio.daemon.doors.peers import OWN_PRINCIPAL
 from uma_trio.engine_link.messages import EngineDied
 from uma_trio.principal import Principal
 from uma_trio.processes.large_work import LargeWork
 from uma_trio.protocol import framing
 from uma_trio.protocol.codec import ClientCodec
+from uma_trio.protocol.peer import OWN_PRINCIPAL
 
 PROMPT = [byte + 100 for byte in b"hello"]
 

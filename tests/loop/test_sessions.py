@@ -19,7 +19,6 @@ from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import at_once
 from uma_trio.client import Eos, PrefillProgress, ServerError, Token, Transcript
 from uma_trio.daemon.doors import connection
-from uma_trio.daemon.doors.peers import OWN_PRINCIPAL
 from uma_trio.daemon.sessions import table
 from uma_trio.daemon.sessions.sessions import LONGEST_RETRY_S, SWEEP_S
 from uma_trio.daemon.sessions.table import PART_CHARS, PART_SESSIONS
@@ -27,6 +26,7 @@ from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.journal_format import SPARE_BYTES, SessionRecord
 from uma_trio.principal import Principal
 from uma_trio.protocol.chat import ChatMessage
+from uma_trio.protocol.peer import OWN_PRINCIPAL
 
 NEVER = 1e8
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from uma_trio.daemon.doors.frame_room import FREE_BYTES, LEAST_FRAMES, FrameRoom, HeldFrames, room_bytes
-from uma_trio.daemon.doors.peers import OWN_PRINCIPAL
 from uma_trio.errors import QueueFull
+from uma_trio.protocol.peer import OWN_PRINCIPAL
 
 MIB = 1 << 20
 

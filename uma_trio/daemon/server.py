@@ -34,7 +34,6 @@ from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors import listener
 from uma_trio.daemon.doors.connection import Connection
 from uma_trio.daemon.doors.frame_room import FrameRoom, room_bytes
-from uma_trio.daemon.doors.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.daemon.doors.uploads import Uploads
 from uma_trio.daemon.engines.link import Launcher, ProcessLauncher, ThreadLauncher
 from uma_trio.daemon.engines.process import EngineProcess
@@ -52,6 +51,7 @@ from uma_trio.protocol.answers import Health, HealthCheck
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.events import Failure
 from uma_trio.protocol.lease import OfferQuery, SessionOffer
+from uma_trio.protocol.peer import OWN_PRINCIPAL, principal_of
 
 log = structlog.get_logger("uma_trio.daemon")
 

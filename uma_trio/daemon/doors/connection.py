@@ -16,7 +16,6 @@ from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors.attachment import Attachment
 from uma_trio.daemon.doors.frame_room import FrameRoom, HeldFrames
 from uma_trio.daemon.doors.outbox import Outbox
-from uma_trio.daemon.doors.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.daemon.doors.uploads import Upload, Uploads
 from uma_trio.daemon.doors.watch import Watch
 from uma_trio.daemon.registry import ModelRegistry
@@ -40,6 +39,7 @@ from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.events import Failure
 from uma_trio.protocol.lease import LeaseQuery, OfferQuery, SessionOffer
 from uma_trio.protocol.messages import ClientMessage, Query, Request, ServerEvent
+from uma_trio.protocol.peer import OWN_PRINCIPAL, principal_of
 from uma_trio.protocol.queries import (
     AnswersQuery,
     AttachQuery,

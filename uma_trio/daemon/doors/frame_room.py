@@ -8,8 +8,8 @@ from typing import Final
 import attrs
 import psutil
 
-from uma_trio.daemon.doors.peers import OWN_PRINCIPAL
 from uma_trio.errors import QueueFull
+from uma_trio.protocol.peer import OWN_PRINCIPAL
 
 FREE_BYTES: Final = 2 << 20
 """A frame up to this size needs no room: ``max_connections`` bounds how many there are."""
