@@ -39,9 +39,7 @@ class SlowOffloader:
 
 
 def hand_over(table: SessionTable, offloader: SlowOffloader, write: Any) -> HandOver:
-    return HandOver(
-        table, "model", offloader, 100, write, None, trio.to_thread.run_sync, trio.current_time, trio.current_time
-    )
+    return HandOver(table, "model", offloader, 100, write, None, trio.to_thread.run_sync)
 
 
 async def test_a_request_that_comes_while_a_session_arrives_waits_until_it_is_here(tmp_path):

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -818,7 +819,7 @@ async def test_the_list_of_sessions_is_the_same_after_a_restart(autojump_clock, 
     times = itertools.count(time.time(), 0.125)
     with remembering(tmp_path) as storage:
         async with serving(storage=storage, offload=False) as harness:
-            harness.service.sessions._clock = lambda: next(times)
+            monkeypatch.setattr("uma_trio.daemon.sessions.sessions.time", SimpleNamespace(time=lambda: next(times)))
             await run_turns(harness, "a", "once", " upon", " a time")
             await query(harness, "fork", session_id="a", new_id="b")
             await ask(harness, "b", " there was")
@@ -1014,7 +1015,6 @@ async def test_sessions_expire_unless_they_are_busy(autojump_clock, monkeypatch)
     monkeypatch.setattr("uma_trio.daemon.sessions.sessions.SWEEP_S", 1.0)
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000.0)
     async with serving(slow, session_ttl_s=5, request_timeout_s=1000) as harness:
-        harness.service.sessions._monotonic = trio.current_time
         await run_turns(harness, "a", "hello", n=2)
         events = await ask(harness, "b", "hello", 20)
         assert events[-1].reason == "length"
@@ -1035,7 +1035,6 @@ async def test_nothing_expires_when_somebody_sets_the_clock(autojump_clock, tmp_
             await run_turns(harness, "since the start", "hello")
             set_to = time.time() + years * 365 * 86400
             monkeypatch.setattr(time, "time", lambda: set_to)
-            harness.service.sessions._clock = time.time
             await trio.sleep(2 * SWEEP_S)
             assert await names(harness) == ["since the start", "before the start"]
             assert 0 <= harness.server.snapshot()["uptime_s"] < 1000
@@ -1054,7 +1053,6 @@ async def test_a_session_that_is_used_while_others_expire_stays(autojump_clock, 
     monkeypatch.setattr("uma_trio.daemon.sessions.sessions.SWEEP_S", 10.0)
     with remembering(tmp_path) as storage:
         async with serving(storage=storage, in_thread=slow_disk, session_ttl_s=5, offload=False) as harness:
-            harness.service.sessions._monotonic = trio.current_time
             await run_turns(harness, "a", "hello")
             said = await run_turns(harness, "b", "hello")
             await closing.wait()

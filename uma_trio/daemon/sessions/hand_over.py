@@ -7,12 +7,14 @@ The gateway talks to the other daemons; here is what must be on disk before it d
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import structlog
+import trio
 
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.sessions.table import Session, SessionTable, no_tokens
@@ -37,7 +39,6 @@ class HandOver:
         offloader: has the KV caches of sessions.
         write: makes a session durable; logs a failure, and tries again later.
         forget: drops the KV states of a session that is about to be gone.
-        clock, monotonic: seconds, as in ``Sessions``.
     """
 
     _table: SessionTable
@@ -47,8 +48,6 @@ class HandOver:
     _write: Callable[[Session], Awaitable[None]]
     _forget: Callable[[Session], None]
     _in_thread: Callable[..., Awaitable[Any]]
-    _clock: Callable[[], float]
-    _monotonic: Callable[[], float]
     journal: Journal | None = None
     """Without one, sessions stay where they are."""
     _node: str = attrs.field(factory=lambda: secrets.token_hex(8), init=False)
@@ -214,8 +213,8 @@ class HandOver:
             raise NotHandedOver("the copy has tokens that this model does not have", field="turns")
         self._own_claim(key, owner)
         record = attrs.evolve(record, key=key, lease=Lease(query.epoch))
-        session = Session.from_record(record, self._clock(), self._monotonic())
-        session.unused_since, session.turns_on_disk = self._monotonic(), 0
+        session = Session.from_record(record, time.time(), trio.current_time())
+        session.unused_since, session.turns_on_disk = trio.current_time(), 0
         session.busy = True
         self._arriving.add(key)
         self._table.add(session)

@@ -147,8 +147,6 @@ class Sessions:
 
     Args:
         content: identifies the model.
-        clock: returns seconds since 1970.
-        monotonic: a clock that nobody can set.
         in_thread: runs a blocking call.
     """
 
@@ -159,8 +157,6 @@ class Sessions:
         prompts: PromptMaker,
         *,
         content: str = "",
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
         in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     ) -> None:
         self._limits = config.limits
@@ -170,8 +166,6 @@ class Sessions:
         self._scheduler = scheduler
         self._prompts = prompts
         self._journal: Journal | None = None
-        self._clock = clock
-        self._monotonic = monotonic
         self._in_thread = in_thread
         self.hand_over = HandOver(
             self._table,
@@ -181,8 +175,6 @@ class Sessions:
             self._write,
             lambda session: self._forget(session.tokens, session.principal),
             in_thread,
-            clock,
-            monotonic,
         )
         """Moves sessions between daemons."""
         self._has_peers = bool(config.http.peers)
@@ -209,7 +201,7 @@ class Sessions:
             if len(known) and not 0 <= known.min() <= known.max() < n_vocab:
                 log.warning("skipped a session with tokens that the model does not have", session=record.key.id)
                 continue
-            self._table.add(Session.from_record(record, self._clock(), self._monotonic()))
+            self._table.add(Session.from_record(record, time.time(), trio.current_time()))
         for problem in journal.problems:
             log.warning("a session's file is damaged", reason=problem)
         self._scheduler.offloader.keep(
@@ -257,7 +249,7 @@ class Sessions:
         assert request.session_id is not None
         key = SessionKey(principal, request.session_id)
         lease = self._lease_of(key, "session_id", may_ask=not request.detached)
-        session = self._table.begin(principal, request.session_id, self._clock(), lease)
+        session = self._table.begin(principal, request.session_id, time.time(), lease)
         try:
             _check(session, request)
             session.asked, session.title_keeper = request.messages or (), title_keeper
@@ -343,7 +335,7 @@ class Sessions:
         session.messages = ()
         if turn.request.messages is not None:
             session.messages = (*turn.history, *turn.messages)
-        self._table.record_turn(session, self._clock(), self._monotonic())
+        self._table.record_turn(session, time.time(), trio.current_time())
         await self._write(session)
 
     def _history_tokens(self, turn: SessionTurn, answer: Answer) -> TokenIds:
@@ -420,7 +412,7 @@ class Sessions:
 
     async def _fork(self, principal: str, name: str, new_name: str) -> Session:
         lease = self._lease_of(SessionKey(principal, new_name), "new_id")
-        session = self._table.fork(principal, name, new_name, self._clock(), self._monotonic(), lease)
+        session = self._table.fork(principal, name, new_name, time.time(), trio.current_time(), lease)
         await self._write(session)
         return session
 
@@ -464,7 +456,7 @@ class Sessions:
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
     async def _close_expired(self) -> None:
-        while expired := self._table.expired(self._monotonic()):  # closing one takes time, so look again
+        while expired := self._table.expired(trio.current_time()):  # closing one takes time, so look again
             session = expired[0]
             log.info("closed an expired session", session=session.name, used_at=session.used_at)
             await self._close(session)
