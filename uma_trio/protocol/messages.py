@@ -19,7 +19,8 @@ Source: docs/PROTOCOL.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -176,6 +177,27 @@ _EVENT_NAMES: Final = {
 _EVENT_TYPES: Final[Mapping[str, type[ServerEvent]]] = {name: cls for cls, name in _EVENT_NAMES.items()}
 
 
+_PARSERS: Final[Mapping[str, Callable[[dict[str, Any]], ClientMessage]]] = {
+    "generate": parse_generate,
+    "embed": partial(convert, cls=Embed),
+    "rerank": partial(convert, cls=Rerank),
+    "attach": partial(convert, cls=AttachQuery),
+    "answers": parse_answers_query,
+    "steer": parse_steer_query,
+    "explain": partial(convert, cls=ExplainQuery),
+    "sessions": parse_session_query,
+    "lease": partial(convert, cls=LeaseQuery),
+    "offer": partial(convert, cls=OfferQuery),
+    "tokenize": parse_tokenize_query,
+    "models": parse_models_query,
+    "health": partial(convert, cls=HealthQuery),
+    "metrics": partial(convert, cls=MetricsQuery),
+    "watch": partial(convert, cls=WatchQuery),
+    "controllers": parse_controllers_query,
+}
+"""By the ``type`` of a message; one without a type is a ``generate``."""
+
+
 def parse(fields: dict[str, Any]) -> ClientMessage:
     """Convert the decoded payload of a client's message.
 
@@ -224,43 +246,11 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         if event != "cancel":
             raise BadRequest("the only event that a client may send is 'cancel'", field="event")
         return convert(fields, Cancel)
-    if kind == "metrics":
-        return convert(fields, MetricsQuery)
-    if kind == "sessions":
-        return parse_session_query(fields)
-    if kind == "lease":
-        return convert(fields, LeaseQuery)
-    if kind == "offer":
-        return convert(fields, OfferQuery)
-    if kind == "answers":
-        return parse_answers_query(fields)
-    if kind == "steer":
-        return parse_steer_query(fields)
-    if kind == "explain":
-        return convert(fields, ExplainQuery)
-    if kind == "attach":
-        return convert(fields, AttachQuery)
-    if kind == "tokenize":
-        return parse_tokenize_query(fields)
-    if kind == "models":
-        return parse_models_query(fields)
-    if kind == "health":
-        return convert(fields, HealthQuery)
-    if kind == "embed":
-        return convert(fields, Embed)
-    if kind == "rerank":
-        return convert(fields, Rerank)
-    if kind == "watch":
-        return convert(fields, WatchQuery)
-    if kind == "controllers":
-        return parse_controllers_query(fields)
-    if kind not in (None, "generate"):
-        raise BadRequest(
-            "type must be 'generate', 'embed', 'rerank', 'attach', 'answers', 'steer', 'explain', 'sessions', 'lease', 'tokenize', 'models', "
-            "'health', 'metrics', 'watch' or 'controllers'",
-            field="type",
-        )
-    return parse_generate(fields)
+    kind = "generate" if kind is None else kind
+    parser = _PARSERS.get(kind) if isinstance(kind, str) else None
+    if parser is None:
+        raise BadRequest(f"type must be one of {', '.join(map(repr, _PARSERS))}", field="type")
+    return parser(fields)
 
 
 def to_fields(event: ServerEvent) -> dict[str, Any]:
