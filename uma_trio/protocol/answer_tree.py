@@ -37,11 +37,6 @@ class ControlledAnswer:
         """Whether no event of it follows."""
         return self.eos is not None or self.failure is not None
 
-    @property
-    def own_text(self) -> str:
-        """The text after the fork; the whole text of an answer that has removed more than that."""
-        return self.text[min(self.forked_at, len(self.text)) :]
-
     def __str__(self) -> str:
         return self.text
 

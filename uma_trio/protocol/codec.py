@@ -36,6 +36,9 @@ from uma_trio.protocol.requests import Cancel, Generate, without_effect
 ERROR_LINE: Final = b"error: "
 """How an error begins in the newline protocol."""
 
+MAX_EVENT_BYTES: Final = 64 << 20
+"""Largest frame that a client takes."""
+
 IN_THE_MIDDLE: Final = (
     Token, Reasoning, Inserted, PrefillProgress, LoadProgress, Forecast, Fork, ControllerOutput, Backtrack
 )  # fmt: skip
@@ -179,8 +182,8 @@ class ServerCodec:
 class ClientCodec:
     """The client's end of the framed protocol: sends plain fields, receives typed events."""
 
-    def __init__(self, encoding: Encoding = Encoding.JSON, *, max_frame_bytes: int = 64 << 20) -> None:
-        self._frames = framing.FrameReader(max_frame_bytes=max_frame_bytes)
+    def __init__(self, encoding: Encoding = Encoding.JSON) -> None:
+        self._frames = framing.FrameReader(max_frame_bytes=MAX_EVENT_BYTES)
         self._encoding = encoding
 
     def receive_data(self, data: bytes) -> None:

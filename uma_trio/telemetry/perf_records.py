@@ -202,9 +202,9 @@ class RecentRecords:
         origin_s: the moment that times of the records count from.
     """
 
-    def __init__(self, origin_s: float, size: int = MAX_RECENT) -> None:
+    def __init__(self, origin_s: float) -> None:
         self._origin_s = origin_s
-        self._records: deque[TickRecord | RequestRecord] = deque(maxlen=size)
+        self._records: deque[TickRecord | RequestRecord] = deque(maxlen=MAX_RECENT)
         self._dropped = 0
 
     def write(self, record: TickRecord | RequestRecord) -> None:
