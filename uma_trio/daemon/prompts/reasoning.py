@@ -11,22 +11,16 @@ from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.models.markers import ReasoningMarkers
 
 
-@attrs.frozen
-class ReasoningFormat:
-    """Markers as a template spells them; the fields are those of ``ReasoningMarkers``."""
+@attrs.frozen(kw_only=True)
+class ReasoningFormat(ReasoningMarkers):
+    """Markers as a template spells them: ``make_markers`` makes those that output is searched for."""
 
     signs: tuple[str, ...]
     """A template that has one of these is of this format."""
-    begin: tuple[str, ...]
-    end: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
-    repeats: bool = False
-    closed_by: str = ""
-    """``""`` is the first of ``end``."""
 
 
 def _pair(begin: str, end: str, *, dropped: tuple[str, ...] = (), signs: tuple[str, ...] = ()) -> ReasoningFormat:
-    return ReasoningFormat(signs or (begin, end), (begin,), (end,), dropped)
+    return ReasoningFormat(signs=signs or (begin, end), begin=(begin,), end=(end,), dropped=dropped)
 
 
 FORMATS: Final = (
