@@ -42,9 +42,10 @@ class Placement:
     n_cached: int
     """Prompt tokens that the sequence already holds, or will when the next operations have run."""
     waits: bool = False
-    """The request must not start yet: it waits for ``KvCache.followed``, or, if ``saved`` is set, for ``restored``."""
+    """The request must not start yet: it waits for ``KvCache.followed``, or, if ``saved`` is set, for
+    ``OffloadPlanner.restored``."""
     saved: SavedState | None = None
-    """Load this state into the sequence, then call ``KvCache.restored``."""
+    """Load this state into the sequence, then call ``OffloadPlanner.restored``."""
     comparison: Comparison = NOTHING_ALIKE
     """How the prompt compares with what the cache has, and has lost."""
 
@@ -127,11 +128,6 @@ class KvCache:
         self._cell_map = CellMap(n_cells)
 
     @property
-    def largest(self) -> int:
-        """Maximum number of cells that a request can reserve in an empty cache."""
-        return self._pool.largest
-
-    @property
     def n_sequences(self) -> int:
         """Sequences that can run at a time."""
         return self._pool.n_sequences
@@ -182,10 +178,10 @@ class KvCache:
             ``None`` if there is no room now.
 
         Raises:
-            ValueError: ``cells`` exceeds ``largest``, so there will never be room.
+            ValueError: an empty cache has fewer ``cells`` for a sequence, so there will never be room.
         """
-        if not 0 < cells <= self.largest:
-            raise ValueError(f"cannot reserve {cells} cells; a sequence has 1 to {self.largest}")
+        if not 0 < cells <= self._pool.largest:
+            raise ValueError(f"cannot reserve {cells} cells; a sequence has 1 to {self._pool.largest}")
         allocation = Allocation(principal, adapters, rank, prompt, cells, private or not self._reuse, durable)
         match = self._sharing.find(allocation)
         placement = self._allocate(allocation, match, parked)
@@ -416,10 +412,6 @@ class KvCache:
             stalled: ids of sequences that do not advance; nobody waits for them.
         """
         return self._sharing.followed(stalled)
-
-    def restored(self, allocation: Allocation, state: SavedState | None) -> bool:
-        """Record the end of loading a state; see ``OffloadPlanner.restored``."""
-        return self.offload.restored(allocation, state)
 
     # -- operations for the engine --------------------------------------------------------------
 

@@ -208,7 +208,7 @@ class RunningSet:
             in_flight: the sequences that a step in flight computes.
         """
         for allocation, state in self._offloader.take_swapped_in():
-            if self.cache.restored(allocation, state):
+            if self.cache.offload.restored(allocation, state):
                 self._start_prefill(self._sequences[allocation], allocation.n_tokens)
         decodes, prefills, stalled = [], [], []
         for allocation in sorted(self._sequences, key=lambda allocation: allocation.seq_id):
