@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 import trio
 
-from uma_trio.daemon.aici import library
+from uma_trio.aici_link.messages import Auth
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.service import ModelService
@@ -243,7 +243,7 @@ class Generation(ModelRequest):
             controller,
             self.request.controller_arg,
             prompt.tokens.tolist(),
-            library.auth_of(self._principal, is_admin=False),
+            Auth(self._principal.name),
         )
         await self._stream(service, prompt, self._sink, ControlledRequest(name=name, generation=generation))
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import attrs
 import trio
 
+from uma_trio.aici_link.messages import Auth
 from uma_trio.config import MB, Config, Sampling
 from uma_trio.daemon.aici import library
 from uma_trio.daemon.aici.exchange import ControllerRuntime
@@ -142,7 +143,7 @@ class ModelService:
         """
         if self.runtime is None:
             raise ControllerUnavailable("this daemon runs no controllers")
-        return await library.answer(self.runtime, query, wasm, library.auth_of(principal, is_admin=is_admin))
+        return await library.answer(self.runtime, query, wasm, Auth(principal.name, is_admin))
 
     def answers_of(self, request_id: str, principal: str) -> list[Sequence]:
         """The unfinished answers of a request of ``principal``, with or without a connection."""

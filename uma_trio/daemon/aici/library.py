@@ -9,18 +9,12 @@ import msgspec
 
 from uma_trio.aici_link.messages import Auth, Removal, RemoveModule, RemoveTags
 from uma_trio.daemon.aici.exchange import ControllerRuntime
-from uma_trio.principal import Principal
 from uma_trio.protocol.controllers import ControllerModule, Controllers, ControllersQuery, ControllerTag
 
 T = TypeVar("T")
 
 PER_EVENT: Final = 128
 """Tags or modules."""
-
-
-def auth_of(principal: Principal, *, is_admin: bool) -> Auth:
-    """Who asks, in the runtime's words."""
-    return Auth(principal.name, is_admin)
 
 
 async def answer(

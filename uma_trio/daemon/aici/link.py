@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +33,13 @@ from uma_trio.aici_link.messages import (
     VocabularySize,
     decode_answer,
     encode_request,
+    readable_error,
     rid_of_answer,
 )
 from uma_trio.aici_link.shared_memory import new_prefix
 from uma_trio.config import Aici
 from uma_trio.engine_link.masks import ITEM_BYTES, MaskFile
-from uma_trio.errors import ControllerUnavailable
+from uma_trio.errors import ControllerFailed, ControllerNotFound, ControllerUnavailable
 from uma_trio.processes.child_process import ChildProcess
 from uma_trio.processes.interpreter import package_environment, python_module
 from uma_trio.processes.parent_process import LOG_VARIABLE
@@ -62,6 +64,9 @@ SIDE_S: Final = 60.0
 """Longest time of a call on the side channel, on top of the limits for controllers; a module may have to be compiled."""
 
 MIN_JSON_MIB: Final = 8
+
+NO_MODULE: Final = re.compile(r"(tag|module) \S+ not found|invalid module_id|gh:|No such file")
+"""How a runtime says that it has no such module."""
 
 
 @attrs.frozen
@@ -327,7 +332,7 @@ class RuntimeLink:
         auth: Auth | None,
         limit_s: float = 0.0,
         late: Callable[[], None] | None = None,
-    ) -> Ok[T] | Error:
+    ) -> T:
         """Ask on the side channel, and wait for the answer.
 
         Args:
@@ -335,7 +340,9 @@ class RuntimeLink:
             late: called with an answer that comes after the caller was cancelled.
 
         Raises:
-            ControllerUnavailable: the runtime has ended, hangs or answers nonsense.
+            ControllerNotFound: there is no such module or tag.
+            ControllerFailed: the runtime refuses it, and says why.
+            ControllerUnavailable: the runtime has ended, hangs, fails or answers nonsense.
         """
         rid = f"r{next(self._rids)}"
         answers: list[bytes] = []
@@ -367,9 +374,13 @@ class RuntimeLink:
             found = decode_answer(answers[0], kind)
         except BadMessage as error:
             raise ControllerUnavailable(f"the runtime of controllers: {error}") from None
-        if not isinstance(found, Ok | Error):
+        if isinstance(found, Ok):
+            return found.data
+        if isinstance(found, Error) and NO_MODULE.match(found.error):
+            raise ControllerNotFound(found.error, field="controller")
+        if not isinstance(found, Error) or not found.is_user_error:
             raise ControllerUnavailable(f"the runtime of controllers: {found.error}")
-        return found
+        raise ControllerFailed(readable_error(found.error))
 
     async def _send_side(self, request: SideRequest, rid: str, auth: Auth | None) -> None:
         """Send it as soon as the runtime has taken the message before; gives up if the runtime ends.

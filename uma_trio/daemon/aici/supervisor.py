@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
@@ -14,7 +13,6 @@ from uma_trio.aici.controllers import NAMES, shipped
 from uma_trio.aici_link.messages import (
     Auth,
     Empty,
-    Error,
     GetModules,
     GetTags,
     Instantiate,
@@ -25,7 +23,6 @@ from uma_trio.aici_link.messages import (
     ModuleInfo,
     ModuleList,
     ModuleRecord,
-    Ok,
     PostOp,
     PostPreAnswer,
     PostPreProcess,
@@ -33,10 +30,8 @@ from uma_trio.aici_link.messages import (
     Removal,
     Removed,
     SetTags,
-    SideRequest,
     TagInfo,
     TagList,
-    readable_error,
 )
 from uma_trio.aici_link.shared_memory import remove_stale
 from uma_trio.daemon.aici.exchange import AnswerCheck, Exchange, MidResults, PostPreResults
@@ -58,8 +53,6 @@ PATIENCE_S: Final = 2.0
 
 US: Final = Auth("uma-trio", is_admin=True)
 """Who tags the controllers that come with uma-trio."""
-
-NO_MODULE: Final = re.compile(r"(tag|module) \S+ not found|invalid module_id|gh:|No such file")
 
 
 class SupervisedRuntime:
@@ -148,10 +141,10 @@ class SupervisedRuntime:
         """
         wasm = (await trio.to_thread.run_sync(shipped))[name]
         module_id = hashlib.sha256(wasm).hexdigest()
-        tags = (await _ask(link, GetTags(), TagList, US)).tags
+        tags = (await link.call(GetTags(), TagList, US)).tags
         if not any((info.tag, info.module_id) == (name, module_id) for info in tags):
-            info = await _ask(link, MakeModule(wasm), ModuleInfo, US)
-            await _ask(link, SetTags(info.module_id, [name]), TagList, US)
+            info = await link.call(MakeModule(wasm), ModuleInfo, US)
+            await link.call(SetTags(info.module_id, [name]), TagList, US)
         self._missing.discard(name)
 
     def _began(self, link: RuntimeLink) -> None:
@@ -224,12 +217,12 @@ class SupervisedRuntime:
         if module in self._missing:
             await self._add_shipped(link, module)
         request = Instantiate(req_id, [*prompt], module, argument)
-        await _ask(link, request, Empty, auth, self._start.settings.init_ms / 1e3, late)
+        await link.call(request, Empty, auth, self._start.settings.init_ms / 1e3, late)
         return generation
 
     async def make_module(self, wasm: bytes | bytearray, auth: Auth | None = None) -> ModuleInfo:
         """See ``ControllerRuntime``."""
-        return await _ask(await self._running(), MakeModule(cast(bytes, wasm)), ModuleInfo, auth)
+        return await (await self._running()).call(MakeModule(cast(bytes, wasm)), ModuleInfo, auth)
 
     async def set_tags(self, module_id: str, tags: Sequence[str], auth: Auth | None = None) -> list[TagInfo]:
         """See ``ControllerRuntime``.  The tags of controllers that come with uma-trio stay theirs."""
@@ -237,19 +230,19 @@ class SupervisedRuntime:
             raise ControllerFailed(
                 f"{taken[0]} is a controller that comes with uma-trio; choose another tag", field="tags"
             )
-        return (await _ask(await self._running(), SetTags(module_id, [*tags]), TagList, auth)).tags
+        return (await (await self._running()).call(SetTags(module_id, [*tags]), TagList, auth)).tags
 
     async def get_tags(self, auth: Auth | None = None) -> list[TagInfo]:
         """See ``ControllerRuntime``."""
-        return (await _ask(await self._running(), GetTags(), TagList, auth)).tags
+        return (await (await self._running()).call(GetTags(), TagList, auth)).tags
 
     async def get_modules(self, owner: str | None = None, auth: Auth | None = None) -> list[ModuleRecord]:
         """See ``ControllerRuntime``."""
-        return (await _ask(await self._running(), GetModules(owner), ModuleList, auth)).modules
+        return (await (await self._running()).call(GetModules(owner), ModuleList, auth)).modules
 
     async def remove(self, removal: Removal, auth: Auth | None = None) -> list[str]:
         """See ``ControllerRuntime``."""
-        return (await _ask(await self._running(), removal, Removed, auth)).names
+        return (await (await self._running()).call(removal, Removed, auth)).names
 
     async def _running(self) -> RuntimeLink:
         """The runtime, which is started if there is none.
@@ -270,21 +263,3 @@ class SupervisedRuntime:
         """Numbers for the metrics."""
         usage = self._link.usage() if self._link is not None else {}
         return {"pid": self._link.pid if self._link else None, "restarts_total": self.restarts, **usage}
-
-
-async def _ask(
-    link: RuntimeLink,
-    request: SideRequest,
-    kind: type[T],
-    auth: Auth | None,
-    limit_s: float = 0.0,
-    late: Callable[[], None] | None = None,
-) -> T:
-    found: Ok[T] | Error = await link.call(request, kind, auth, limit_s, late)
-    if isinstance(found, Ok):
-        return found.data
-    if NO_MODULE.match(found.error):
-        raise ControllerNotFound(found.error, field="controller")
-    if not found.is_user_error:
-        raise ControllerUnavailable(f"the runtime of controllers: {found.error}")
-    raise ControllerFailed(readable_error(found.error))
