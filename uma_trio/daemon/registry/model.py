@@ -123,8 +123,6 @@ class Instance:
         """Requests of sessions can be served."""
         self.closed = trio.Event()
         """Set when its engine has ended."""
-        self.n_threads = opened.service.n_threads
-        """What it computes with now."""
         self.n_leases = 0
         self.users: set[str] = set()
         """Names of the principals that have used it."""
@@ -153,12 +151,6 @@ class Instance:
         self.changed.set()
         self.changed = trio.Event()
         self._on_change()
-
-    def set_threads(self, n_threads: int) -> None:
-        """Compute with this many threads."""
-        if n_threads != self.n_threads:
-            self.n_threads = n_threads
-            self.service.scheduler.set_threads(n_threads)
 
     async def wait_unused(self) -> None:
         """Wait until it has no lease."""

@@ -14,6 +14,7 @@ import trio
 
 from uma_trio.daemon.registry.catalog import Catalog
 from uma_trio.daemon.registry.model import Instance
+from uma_trio.daemon.serving.scheduler import Scheduler
 
 RISE_S: Final = 0.25
 """How long other models must have had no request before a model computes with more threads."""
@@ -36,19 +37,19 @@ def adjust(instances: Sequence[Instance], total: int) -> float:
         total: threads of all together.
     """
     shares = _shares(instances, total)
-    for instance, n_threads in shares:
-        if n_threads < instance.n_threads:
-            instance.set_threads(n_threads)
-    return RISE_S if any(n_threads > instance.n_threads for instance, n_threads in shares) else math.inf
+    for scheduler, n_threads in shares:
+        if n_threads < scheduler.n_threads:
+            scheduler.set_threads(n_threads)
+    return RISE_S if any(n_threads > scheduler.n_threads for scheduler, n_threads in shares) else math.inf
 
 
 def raise_shares(instances: Sequence[Instance], total: int) -> None:
     """Give each model its whole share."""
-    for instance, n_threads in _shares(instances, total):
-        instance.set_threads(n_threads)
+    for scheduler, n_threads in _shares(instances, total):
+        scheduler.set_threads(n_threads)
 
 
-def _shares(instances: Sequence[Instance], total: int) -> list[tuple[Instance, int]]:
+def _shares(instances: Sequence[Instance], total: int) -> list[tuple[Scheduler, int]]:
     """Threads of the models that have requests; for each of the others, what it would have with one."""
     busy = [instance for instance in instances if instance.n_leases]
     wanted = sum([instance.service.n_threads for instance in busy])
@@ -56,5 +57,5 @@ def _shares(instances: Sequence[Instance], total: int) -> list[tuple[Instance, i
     for instance in instances:
         own = instance.service.n_threads
         together = wanted if instance in busy else wanted + own
-        shares.append((instance, own if together <= total else max(1, own * total // together)))
+        shares.append((instance.service.scheduler, own if together <= total else max(1, own * total // together)))
     return shares

@@ -451,9 +451,14 @@ class Scheduler:
         step.revoked = True
         self._engine.link.revoke(step.number)
 
+    @property
+    def n_threads(self) -> int:
+        """Threads that steps are computed with."""
+        return self._engine.n_threads
+
     def set_threads(self, n_threads: int) -> None:
         """Have steps computed with this many threads, because other engines compute as well."""
-        before = self._engine.n_threads
+        before = self.n_threads
         if n_threads != before:
             self._engine.set_threads(n_threads)
             self.timings.change_threads(before, n_threads)
