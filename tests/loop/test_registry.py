@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from uma_trio import config
-from uma_trio.daemon.registry import ModelRegistry, ModelSpec, Needs, RegistryLimits
+from uma_trio.daemon.registry import ModelRegistry, ModelSpec, Needs
 from uma_trio.errors import (
     ErrorWithRemedy,
     ModelLoading,
@@ -173,7 +173,7 @@ async def registry(
 ) -> AsyncIterator[ModelRegistry]:
     default, *others = specs
     specs = (attrs.evolve(default, at_start=loads_default), *others)
-    models = ModelRegistry(specs, opener, RegistryLimits(**limits), owner)
+    models = ModelRegistry(specs, opener, config.load(flags=limits), owner)
     async with models.running():
         assert await models.start(None, lambda: True)
         yield models
@@ -244,7 +244,7 @@ async def test_names_aliases_and_endings(autojump_clock) -> None:
 
 async def test_the_queue_of_a_model_that_loads_is_bounded(autojump_clock) -> None:
     async with (
-        registry(spec_of("a"), spec_of("b"), opener=FakeOpener(), max_waiting=2) as models,
+        registry(spec_of("a"), spec_of("b"), opener=FakeOpener(), max_queue=2) as models,
         trio.open_nursery() as nursery,
     ):
         nursery.start_soon(hold, models, "b", 0)
@@ -257,7 +257,7 @@ async def test_the_queue_of_a_model_that_loads_is_bounded(autojump_clock) -> Non
 
 
 async def test_a_request_waits_for_a_bounded_time_and_the_load_goes_on(autojump_clock) -> None:
-    async with registry(spec_of("a"), spec_of("b"), opener=FakeOpener(), wait_s=6) as models:
+    async with registry(spec_of("a"), spec_of("b"), opener=FakeOpener(), load_wait_s=6) as models:
         with pytest.raises(ModelLoading, match="not ready within 6 s: 50% of it are loaded") as caught:
             await hold(models, "b", 0)
         assert caught.value.retry_after_ms
@@ -378,7 +378,7 @@ async def test_a_reload_that_fails_leaves_the_old_copy(autojump_clock) -> None:
 async def test_the_idle_model_that_was_used_least_recently_makes_room(autojump_clock) -> None:
     opener = FakeOpener(budget=250)
     specs = [spec_of("a", pinned=True), *[spec_of(name) for name in "bcd"]]
-    async with registry(*specs, opener=opener, max_loaded=3) as models:
+    async with registry(*specs, opener=opener, max_loaded_models=3) as models:
         opener.budget_bytes = 350
         await hold(models, "b", 0)
         await trio.sleep(1)
@@ -599,7 +599,7 @@ async def test_who_waits_learns_that_the_daemon_stops(autojump_clock) -> None:
 async def test_models_with_the_same_sessions_open_them_one_after_the_other(autojump_clock) -> None:
     opener = FakeOpener()
     opener.storage = {"a": "same", "b": "same"}
-    async with registry(spec_of("a"), spec_of("b"), opener=opener, wait_s=20) as models:
+    async with registry(spec_of("a"), spec_of("b"), opener=opener, load_wait_s=20) as models:
         assert await hold(models, "b", 0) == 2
         with pytest.raises(ModelLoading):
             await hold(models, "b", 0, session=True)
@@ -646,7 +646,7 @@ async def test_models_whose_threads_fit_next_to_each_other_keep_them(autojump_cl
 async def test_steady_requests_of_others_keep_no_model_out(autojump_clock) -> None:
     opener = FakeOpener(budget=250)
     async with (
-        registry(spec_of("a"), spec_of("b", at_start=True), spec_of("c"), opener=opener, wait_s=200) as models,
+        registry(spec_of("a"), spec_of("b", at_start=True), spec_of("c"), opener=opener, load_wait_s=200) as models,
         trio.open_nursery() as nursery,
     ):
         served = dict.fromkeys("abc", 0)

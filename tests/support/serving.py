@@ -291,7 +291,7 @@ async def serving(
             spelled=spelled or {},
         )
         service = ModelService(chosen, model, in_thread=in_thread)
-        models = ModelRegistry([ModelSpec(name=service.name, config=chosen)], OneModel(service, storage))
+        models = ModelRegistry([ModelSpec(name=service.name, config=chosen)], OneModel(service, storage), chosen)
         server = Server(chosen, models, detached=DetachedAnswers(chosen, models, answers, in_thread=in_thread))
         with listener.claimed(path):
             sock = listener.bind(path, backlog=16)

@@ -18,7 +18,7 @@ from uma_trio.daemon.engines.link import Launcher
 from uma_trio.daemon.engines.loaded import LoadedModel, open_model
 from uma_trio.daemon.kv_events.publisher import KvEventPublisher
 from uma_trio.daemon.perf_log import PerfLog, perf_log
-from uma_trio.daemon.registry import ModelSpec, Needs, RegistryLimits
+from uma_trio.daemon.registry import ModelSpec, Needs
 from uma_trio.daemon.registry.outline import ModelOutline, read_outline
 from uma_trio.daemon.service import ModelService
 from uma_trio.daemon.storage import open_storage, state_dir, storage_name
@@ -70,16 +70,6 @@ def _loads_at_start(config: Config, number: int, entry: ModelEntry) -> bool:
     """Whether the daemon loads a model of the list before it serves.  The default one is, whatever its entry says."""
     is_wanted = config.loading.load == "start" and (entry.load == "start" or number == 0)
     return is_wanted or entry.model_class == "pinned"
-
-
-def limits_of(config: Config) -> RegistryLimits:
-    """What all models may have together."""
-    return RegistryLimits(
-        max_loaded=config.loading.max_loaded_models,
-        max_waiting=config.limits.max_queue,
-        wait_s=config.loading.load_wait_s,
-        save_s=config.limits.drain_timeout_s,
-    )
 
 
 def _spec(config: Config, name: str | None) -> ModelSpec:

@@ -39,7 +39,7 @@ from uma_trio.daemon.engines.link import Launcher, ProcessLauncher, ThreadLaunch
 from uma_trio.daemon.engines.process import EngineProcess
 from uma_trio.daemon.gateway_process import Gateway, listening
 from uma_trio.daemon.kv_events.publisher import kv_events
-from uma_trio.daemon.loading import CurrentPerfLog, Opener, limits_of, specs_of
+from uma_trio.daemon.loading import CurrentPerfLog, Opener, specs_of
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.storage import open_answers
@@ -324,7 +324,7 @@ async def serve(
             specs = specs_of(config)
             places = find_model_locations(os.environ, config.model.models_dir, is_offline=True)
             opener = Opener(config, make_launcher(config, process, engine_process), specs[0].name, places, publisher)
-            models = ModelRegistry(specs, opener, limits_of(config), owner=OWN_PRINCIPAL)
+            models = ModelRegistry(specs, opener, config, owner=OWN_PRINCIPAL)
             async with models.running():
                 # a signal after the last look at should_load; from here on, the server is there when the next one is handled
                 if await models.start(on_progress, handler.should_load) and handler.should_load():

@@ -18,6 +18,7 @@ import attrs
 import structlog
 import trio
 
+from uma_trio.config import Config
 from uma_trio.daemon.registry import sharing
 from uma_trio.daemon.registry.catalog import Catalog
 from uma_trio.daemon.registry.loader import Loader, Unloader
@@ -47,33 +48,18 @@ OnWait = Callable[[str, ModelState, float], None]
 """Gets the name and the state of a model that a request waits for, and the loaded share in [0, 1]."""
 
 
-@attrs.frozen(kw_only=True)
-class RegistryLimits:
-    """What all models may have together."""
-
-    max_loaded: int = 0
-    """0: any number."""
-    max_waiting: int = 256
-    """Requests that wait for one model."""
-    wait_s: float = 600.0
-    """How long a request waits."""
-    save_s: float = 30.0
-    """How long a model that is unloaded may take to save its sessions' states."""
-
-
 class ModelRegistry:
     """The models by name.  The first one is the default.
 
     Args:
         specs: those that are configured.
         opener: loads them, and finds others.
+        config: says what all models may have together.
         owner: name of the principal that runs the daemon.
     """
 
-    def __init__(
-        self, specs: Iterable[ModelSpec], opener: ModelOpener, limits: RegistryLimits | None = None, owner: str = ""
-    ) -> None:
-        self._limits = limits or RegistryLimits()
+    def __init__(self, specs: Iterable[ModelSpec], opener: ModelOpener, config: Config, owner: str = "") -> None:
+        self._config = config
         self._opener = opener
         self._catalog = Catalog(specs, opener, owner)
         self._loader: Loader
@@ -86,8 +72,9 @@ class ModelRegistry:
     async def running(self) -> AsyncIterator[None]:
         """Models can be loaded until the end of the context, which ends all engines at once."""
         async with trio.open_nursery() as nursery:
-            self._unloader = Unloader(self._catalog, nursery, self._limits.save_s)
-            self._loader = Loader(self._catalog, self._opener, self._unloader, nursery, self._limits.max_loaded)
+            self._unloader = Unloader(self._catalog, nursery, self._config.limits.drain_timeout_s)
+            max_loaded = self._config.loading.max_loaded_models
+            self._loader = Loader(self._catalog, self._opener, self._unloader, nursery, max_loaded)
             nursery.start_soon(sharing.share_threads, self._catalog, self._opener.n_threads)
             try:
                 yield
@@ -198,14 +185,15 @@ class ModelRegistry:
         return None if model.instance is None else model.instance.service
 
     async def _wait_for(self, model: Model, *, session: bool, on_wait: OnWait | None) -> Instance:
-        if model.n_waiting >= self._limits.max_waiting:
+        if model.n_waiting >= self._config.limits.max_queue:
             error = QueueFull(f"{model.n_waiting} requests wait for the model {model.name} to be loaded")
             error.retry_after_ms = RETRY_MS
             raise error
         reported: tuple[ModelState, float] | None = None
+        wait_s = self._config.loading.load_wait_s
         model.n_waiting += 1
         try:
-            with trio.move_on_after(self._limits.wait_s):
+            with trio.move_on_after(wait_s):
                 while True:
                     instance = model.instance
                     if self._draining:
@@ -225,9 +213,7 @@ class ModelRegistry:
                         raise _unavailable(model, attempt.cause)
         finally:
             model.n_waiting -= 1
-        late = ModelLoading(
-            f"the model {model.name} was not ready within {self._limits.wait_s:g} s: {self._why(model)}"
-        )
+        late = ModelLoading(f"the model {model.name} was not ready within {wait_s:g} s: {self._why(model)}")
         late.retry_after_ms = RETRY_MS
         raise late
 
