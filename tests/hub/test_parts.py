@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import attrs
 import gguf
 import pytest
 
@@ -41,8 +42,7 @@ def test_all_parts_are_checked(parts: list[Path], tmp_path: Path) -> None:
     whole = check_gguf(EMBEDDED)
     assert [part.name for part in parts] == [f"Tiny-Q8_0-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     found = check_gguf(parts[0])
-    assert (found.split_count, found.n_tensors, found.n_vocab) == (3, whole.n_tensors, whole.n_vocab)
-    assert found.sizes == whole.sizes, "memory is counted over all parts"
+    assert attrs.evolve(found, size_bytes=0) == attrs.evolve(whole, size_bytes=0), "memory is counted over all parts"
     assert found.size_bytes == sum(part.stat().st_size for part in parts)
     copies = [Path(shutil.copy(part, tmp_path)) for part in parts]
     with pytest.raises(GgufError, match=r"it is part 2 of 3; give the first one: Tiny-Q8_0-00001-of-00003.gguf"):

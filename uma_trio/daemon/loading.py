@@ -180,7 +180,7 @@ class Opener:
         """See ``registry.ModelOpener``."""
         settings = spec.config.model
         if room_bytes:
-            settings = with_less_context(settings, room_bytes - (await self._outline(spec)).size_bytes)
+            settings = with_less_context(settings, room_bytes - (await self._outline(spec)).summary.size_bytes)
         config = attrs.evolve(spec.config, model=settings)
         async with open_model(config, self._launcher, on_progress, go_on) as model:
             if model is None:
@@ -232,24 +232,25 @@ class Opener:
     async def describe(self, spec: ModelSpec) -> ModelDescription:
         """See ``registry.ModelOpener``."""
         outline, settings = await self._outline(spec), spec.config.model
-        parallel = settings.parallel if outline.purpose == "generate" else 1
+        summary = outline.summary
+        parallel = settings.parallel if summary.purpose == "generate" else 1
         capabilities: dict[Purpose, list[Capability]] = {
-            "generate": ["completion", "chat", "tools"] if outline.has_template else ["completion"],
+            "generate": ["completion", "chat", "tools"] if summary.has_template else ["completion"],
             "embed": ["embedding"],
             "rank": ["rerank"],
         }
         return ModelDescription(
             name=spec.name,
-            description=outline.architecture,
-            architecture=outline.architecture,
+            description=summary.architecture,
+            architecture=summary.architecture,
             quantization=quantization_of(str(model_path(settings.model))) or None,
-            size_bytes=outline.size_bytes,
-            n_parameters=outline.n_parameters,
+            size_bytes=summary.size_bytes,
+            n_parameters=summary.n_parameters,
             context=outline.context(settings) * parallel,
             context_per_request=outline.context(settings),
             parallel=parallel,
-            capabilities=capabilities[outline.purpose],
-            embedding_length=outline.n_embd,
+            capabilities=capabilities[summary.purpose],
+            embedding_length=0 if summary.sizes is None else summary.sizes.n_embd,
             created_at=outline.written_at,
             state="unloaded",
         )
@@ -295,7 +296,7 @@ class Opener:
 
 def _served_models(places: ModelLocations) -> list[LocatedModel]:
     """The models of this machine that can be served: no adapters, no damaged files.  Blocks."""
-    return [each for each in installed_models(places) if read_outline(each.path).size_bytes]
+    return [each for each in installed_models(places) if read_outline(each.path).summary.size_bytes]
 
 
 def with_less_context(settings: Model, kv_bytes: int) -> Model:

@@ -99,24 +99,21 @@ FLOAT_ONLY = (
 class GgufSummary:
     """The facts of a header that are of use before the model is loaded."""
 
-    version: int
-    architecture: str
+    architecture: str = ""
     """``""`` where the file has none."""
-    name: str
-    """``""`` where the file has none."""
-    n_tensors: int
-    n_kv: int
-    size_bytes: int
+    n_tensors: int = 0
+    n_parameters: int = 0
+    size_bytes: int = 0
     """Size of all files."""
-    context_length: int | None
+    context_length: int | None = None
     """Tokens of context that the model was trained with."""
-    n_vocab: int | None
+    n_vocab: int | None = None
     """Items of ``tokenizer.ggml.tokens``."""
-    split_count: int
-    """Files that the model consists of; 1 for a model in one file."""
-    purpose: Purpose
+    has_template: bool = False
+    """There is a chat template."""
+    purpose: Purpose = "generate"
     """What the model is for."""
-    sizes: ModelSizes | None
+    sizes: ModelSizes | None = None
     """How much memory the model needs; ``None`` for a vocabulary."""
 
 
@@ -179,15 +176,13 @@ def _check(paths: Sequence[Path], header: GgufHeader, *, vocab_only: bool) -> Gg
     context = header.values.get(f"{architecture}.context_length")
     purpose = _purpose(header)
     return GgufSummary(
-        version=header.version,
         architecture=architecture,
-        name=header.text("general.name"),
         n_tensors=len(header.tensors),
-        n_kv=header.n_kv,
+        n_parameters=sum([math.prod(tensor.shape) for tensor in header.tensors]),
         size_bytes=size,
         context_length=context if isinstance(context, int) else None,
         n_vocab=header.count("tokenizer.ggml.tokens"),
-        split_count=header.n_parts,
+        has_template="tokenizer.chat_template" in header.values,
         purpose=purpose,
         sizes=None if vocab_only else sizes_of(header, generates=purpose == "generate"),
     )

@@ -118,7 +118,7 @@ class GgufHeader:
         """Tensors in the order of the file."""
         self._kinds: dict[str, int] = {}
         self._arrays: dict[str, _Array] = {}
-        self.version = self._read_version()
+        self._check_version()
         n_tensors, n_kv = self._unpack("QQ", "the counts of tensors and of key-value pairs")
         # The smallest pair is a key of one byte and a value of one; the smallest tensor has one dimension.
         self._check_count(n_kv, MAX_PAIRS, 8 + 1 + 4 + 1, "key-value pairs")
@@ -128,11 +128,6 @@ class GgufHeader:
         if n_tensors == 0 and not vocab_only and self.n_parts == 1:
             raise GgufError("it has no tensors: it is a vocabulary, and not a model", "give a whole model")
         self._read_tensors(n_tensors)
-
-    @property
-    def n_kv(self) -> int:
-        """Number of key-value pairs."""
-        return len(self.values) + len(self._arrays)
 
     @property
     def n_parts(self) -> int:
@@ -187,7 +182,7 @@ class GgufHeader:
             found.append(data[start:at])
         return found
 
-    def _read_version(self) -> int:
+    def _check_version(self) -> None:
         magic = self._data[:4]
         if magic != b"GGUF":
             if self._data.startswith(b"version https://git-lfs"):
@@ -202,8 +197,6 @@ class GgufHeader:
             raise GgufError("it is a big-endian GGUF and this machine is not", "get the little-endian one")
         if version not in (2, 3):
             raise GgufError(f"it is GGUF version {version}; only 2 and 3 are supported", "convert the model again")
-        assert isinstance(version, int)
-        return version
 
     def _read_pair(self) -> None:
         key = self._read_string(MAX_KEY_BYTES, "a key")
