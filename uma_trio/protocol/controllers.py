@@ -17,7 +17,7 @@ from msgspec import Meta
 from uma_trio.errors import BadRequest
 from uma_trio.protocol.chat import check_json
 from uma_trio.protocol.field_errors import convert
-from uma_trio.protocol.types import Name
+from uma_trio.protocol.types import Name, Question
 
 MAX_ARG_BYTES: Final = 256 * 1024
 """Size of ``controller_arg`` as JSON: the largest program that a controller interprets."""
@@ -52,7 +52,7 @@ def is_tag(text: str) -> bool:
 
 
 @attrs.frozen(kw_only=True)
-class ControllersQuery:
+class ControllersQuery(Question):
     """Uploads, tags, lists or deletes controllers."""
 
     action: Literal["list", "modules", "upload", "tag", "delete"] = "list"
@@ -71,12 +71,9 @@ class ControllersQuery:
     """For ``modules`` and ``delete``, by an administrator: whose modules and tags these are."""
     model: Name | None = None
     """The model whose controllers these are; ``None``: the daemon's first."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
-    """Principal on whose behalf the client asks.  This and the next one are for the user that runs the daemon."""
     principal_is_admin: bool = False
-    """Whether the principal is an administrator.  The user that runs the daemon is one, if it names no principal."""
+    """Whether the principal is an administrator.  The user that runs the daemon is one, if it names no
+    principal, and only that user may set this."""
 
 
 @attrs.frozen(kw_only=True)

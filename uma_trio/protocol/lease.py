@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import attrs
 from msgspec import Meta
 
-from uma_trio.protocol.types import Name
+from uma_trio.protocol.types import Name, Question
 
 MAX_EPOCH: Final = (1 << 53) - 1
 
@@ -97,7 +97,7 @@ class SessionLease:
 
 
 @attrs.frozen(kw_only=True)
-class LeaseQuery:
+class LeaseQuery(Question):
     """Asks about or changes the lease of a session.  Only for the user who runs the daemon: the gateway asks for peers.
 
     ===========  ===================================================================================================
@@ -128,22 +128,14 @@ class LeaseQuery:
     """Path of the copy with the KV cache, if there is one (``accept``)."""
     model: Name | None = None
     """The model whose session this is; ``None``: the daemon's first."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
-    """Principal whose session this is."""
 
 
 @attrs.frozen(kw_only=True)
-class OfferQuery:
+class OfferQuery(Question):
     """Asks a daemon that stops for a session that another one may take over.  Only for the user who runs the daemon."""
 
     end: bool = False
     """No more are wanted, so the daemon need not wait."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
-    """Not used: the sessions of all principals are offered."""
 
 
 @attrs.frozen(kw_only=True)

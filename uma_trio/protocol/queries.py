@@ -20,22 +20,16 @@ from uma_trio.protocol.chat import (
 )
 from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.parameters import MAX_INT32
-from uma_trio.protocol.types import MAX_TITLE, Name, Title, TokenIds
-
-"""Characters of a session's title, and of a text to look for."""
+from uma_trio.protocol.types import MAX_TITLE, Name, Question, Title, TokenIds
 
 
 @attrs.frozen(kw_only=True)
-class MetricsQuery:
-    """Asks for one metrics snapshot.  The daemon closes the connection afterwards unless ``keep_alive`` is set."""
-
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
+class MetricsQuery(Question):
+    """Asks for one metrics snapshot."""
 
 
 @attrs.frozen(kw_only=True)
-class SessionQuery:
+class SessionQuery(Question):
     """Lists, describes, reads, closes, forks or renames sessions of the principal."""
 
     action: Literal["list", "describe", "read", "close", "fork", "rename"] = "list"
@@ -49,14 +43,10 @@ class SessionQuery:
     """List only sessions with this text in their title or in a message, in any case; for ``list`` alone."""
     model: Name | None = None
     """The model whose sessions these are; ``None``: the daemon's first."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
-    """Principal whose sessions these are.  Honoured only from the user that runs the daemon."""
 
 
 @attrs.frozen(kw_only=True)
-class AnswersQuery:
+class AnswersQuery(Question):
     """Lists, describes, cancels or deletes detached answers of the principal."""
 
     action: Literal["list", "read", "cancel", "delete"] = "list"
@@ -64,14 +54,10 @@ class AnswersQuery:
     """The answer to act on, by the ``id`` of its request; set for every action except ``list``."""
     with_messages: bool = False
     """Report the messages of its request."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
-    """Principal whose answers these are.  Honoured only from the user that runs the daemon."""
 
 
 @attrs.frozen(kw_only=True)
-class AttachQuery:
+class AttachQuery(Question):
     """Asks for the events of a detached answer, those to come as well.  Takes the place of a request.
 
     The events have the ``id`` of the answer.  A ``Cancel`` of it ends the attachment and not the answer.
@@ -80,8 +66,6 @@ class AttachQuery:
     id: Name
     after: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
     """Send events with higher numbers only, and the last one in any case."""
-    keep_alive: bool = False
-    principal: Name | None = None
 
 
 MAX_STEER_CHARS: Final = 8192
@@ -89,7 +73,7 @@ MAX_STEER_CHARS: Final = 8192
 
 
 @attrs.frozen(kw_only=True)
-class SteerQuery:
+class SteerQuery(Question):
     """Changes a running answer of the principal.  At least one of the five changes is set."""
 
     request_id: Name
@@ -104,28 +88,20 @@ class SteerQuery:
     """Tokens that the answer may have in all; never more than the request has room for."""
     stop: Literal["now", "sentence"] | None = None
     """End the answer at once, or at the end of its sentence."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
-    """Principal whose request it is.  Honoured only from the user that runs the daemon."""
 
 
 @attrs.frozen(kw_only=True)
-class ExplainQuery:
+class ExplainQuery(Question):
     """Asks which tokens of a prompt were computed although an earlier prompt began alike, and why."""
 
     request_id: Name
     """The ``id`` of a request of the principal that runs, or that is one of the last ones that ended."""
     model: Name | None = None
     """The model that answered; ``None``: the daemon's first."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
-    """Principal whose request it is.  Honoured only from the user that runs the daemon."""
 
 
 @attrs.frozen(kw_only=True)
-class TokenizeQuery:
+class TokenizeQuery(Question):
     """Asks for the tokens of a text or of a chat, or for the text of tokens.  Exactly one of the three is set."""
 
     text: str | None = None
@@ -145,13 +121,10 @@ class TokenizeQuery:
     """Whether text that spells a control token becomes that token, and whether control tokens become text."""
     with_bytes: bool = False
     """Report the bytes of each token of ``text``, and where they are in its UTF-8."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
 
 
 @attrs.frozen(kw_only=True)
-class ModelsQuery:
+class ModelsQuery(Question):
     """Asks which models are served, or changes what is loaded.  Only the user that runs the daemon may do so.
 
     ``release`` unloads a model only if nobody but the principal has used it since it was loaded.
@@ -161,32 +134,21 @@ class ModelsQuery:
     """The answer to the others comes when it is done, and has the one model."""
     model: Name | None = None
     """The model to act on, by any of its names.  ``list`` without it lists all."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
 
 
 @attrs.frozen(kw_only=True)
-class HealthQuery:
+class HealthQuery(Question):
     """Asks whether the daemon can serve another request now."""
 
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
-
 
 @attrs.frozen(kw_only=True)
-class WatchQuery:
+class WatchQuery(Question):
     """Asks what the daemon does, again and again until the client leaves or cancels it.  Takes the place of a request."""
 
     interval_ms: Annotated[int, Meta(ge=50, le=60_000)] = 250
     """Time between two events."""
     model: Name | None = None
     """The model to watch; ``None``: the daemon's first."""
-    id: Name | None = None
-    """Also the ``id`` of the ``Cancel`` that ends it."""
-    keep_alive: bool = False
-    principal: Name | None = None
 
 
 def parse_session_query(fields: dict[str, Any]) -> SessionQuery:

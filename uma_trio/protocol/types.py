@@ -1,10 +1,11 @@
-"""Types of fields that messages of several modules have, with their bounds."""
+"""Types of fields, and fields, that messages of several modules have, with their bounds."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Final, TypeGuard
 
+import attrs
 from msgspec import Meta
 
 from uma_trio.protocol.parameters import MAX_INT32
@@ -36,3 +37,14 @@ def is_name(value: object) -> TypeGuard[str]:
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 20)]
 PromptTokens = Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 20)]
+
+
+@attrs.frozen(kw_only=True)
+class Question:
+    """What every query has."""
+
+    id: Name | None = None
+    keep_alive: bool = False
+    """Otherwise the daemon closes the connection after the answer."""
+    principal: Name | None = None
+    """On whose behalf the client asks.  Honoured only from the user that runs the daemon."""
