@@ -29,7 +29,7 @@ from uma_trio.protocol.chat import (
 from uma_trio.protocol.controllers import check_controller
 from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.parameters import MAX_INT32, ROWS, Field, Parameter, PlainFields, with_fields
-from uma_trio.protocol.types import Name, PromptTokens, TokenId
+from uma_trio.protocol.types import Name, PromptTokens, Question, TokenId
 
 Priority = Literal["interactive", "normal", "background"]
 MAX_METADATA_BYTES: Final = 16 * 1024
@@ -194,41 +194,33 @@ class Generate(PlainFields):
 
 
 @attrs.frozen(kw_only=True)
-class Embed:
+class PoolingRequest(Question):
+    """What requests for embeddings and to rank have; its fields are as in ``Generate``."""
+
+    model: Name | None = None
+    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_REQUEST_ADAPTERS)] = attrs.field(factory=list)
+    principal_weight: PrincipalWeight = 1.0
+    principal_max_requests: PrincipalLimit | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Embed(PoolingRequest):
     """A request for the embeddings of texts."""
 
     input: Annotated[list[str | PromptTokens], Meta(min_length=1, max_length=MAX_TEXTS)]
     """Texts, or their tokens."""
-    model: Name | None = None
-    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_REQUEST_ADAPTERS)] = attrs.field(factory=list)
-    """This field and the one before are as in ``Generate``."""
     dimensions: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     """Return only this many dimensions of each embedding, with length 1 again."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
-    principal_weight: PrincipalWeight = 1.0
-    principal_max_requests: PrincipalLimit | None = None
-    """This field and the two before are as in ``Generate``."""
 
 
 @attrs.frozen(kw_only=True)
-class Rerank:
+class Rerank(PoolingRequest):
     """A request to rank documents by how well they answer a query."""
 
     query: Annotated[str, Meta(min_length=1)]
     documents: Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
     top_n: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     """Return only this many of the best documents."""
-    model: Name | None = None
-    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_REQUEST_ADAPTERS)] = attrs.field(factory=list)
-    """This field and the one before are as in ``Generate``."""
-    id: Name | None = None
-    keep_alive: bool = False
-    principal: Name | None = None
-    principal_weight: PrincipalWeight = 1.0
-    principal_max_requests: PrincipalLimit | None = None
-    """This field and the two before are as in ``Generate``."""
 
 
 @attrs.frozen(kw_only=True)
