@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from uma_trio.daemon.prompts.difference import Difference, difference
+from uma_trio.daemon.prompts.difference import difference
 from uma_trio.engine_link.tokens import common_prefix
+from uma_trio.protocol.usage import Change
 
 QUESTION = "Which mountain is the highest one of Switzerland, and who was there first?"
 
@@ -26,7 +27,7 @@ def chat(*messages: str, head: str = "") -> str:
     return head + "".join([f"<|turn|>{message}<|end|>\n" for message in messages])
 
 
-def compare(was: str, now: str, messages: Sequence[str] = (), tools: Sequence[str] = ()) -> Difference:
+def compare(was: str, now: str, messages: Sequence[str] = (), tools: Sequence[str] = ()) -> Change:
     a, b = tokens(now), tokens(was)
     return difference(a, b, common_prefix(a, b), spell, text=now, messages=messages, tools=tools)
 

@@ -14,11 +14,21 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Amount = Annotated[float, Meta(ge=0, le=2**53)]
 
 
+ChangeKind = Literal["number", "date", "tools_order", "tools", "template", "text", "shorter"]
+"""What has changed: digits only; digits of a date or a time; the order of the tools; which tools there are, or how they
+are described; text that is no message's, such as a variable of the template; any other text; the prompt ends where the earlier
+one goes on."""
+
+LossCause = Literal["room", "limit", "continued", "engine"]
+"""Why tokens left the KV cache: another request needed their place; idle sequences had more than their share of the cells;
+another request that begins alike went on from a part of them; the engine was started again."""
+
+
 @attrs.frozen(kw_only=True)
 class Change:
     """The first difference of a prompt to an earlier one."""
 
-    kind: Literal["number", "date", "tools_order", "tools", "template", "text", "shorter"]
+    kind: ChangeKind
     before: str
     """Text in front of it, which both have."""
     was: str
@@ -34,7 +44,7 @@ class Change:
 class Loss:
     """Why tokens are no longer in the KV cache."""
 
-    cause: Literal["room", "limit", "continued", "engine"]
+    cause: LossCause
     ago_ms: Count
     """How long before the explanation that was."""
     claimant: Literal["you", "another"] | None = None

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Final
 
 import attrs
 
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.engine_link.adapters import AdapterSet
 from uma_trio.engine_link.tokens import TokenIds, common_prefix
+from uma_trio.protocol.usage import LossCause
 
 MAX_LOST: Final = 64
 """Sequences that are remembered."""
 
 MAX_LOST_TOKENS: Final = 1 << 20
 """Their tokens together."""
-
-Cause = Literal["room", "limit", "continued", "engine"]
-"""Why tokens left: another request needed their place; idle sequences had more than their share of the cells; another
-request that begins alike went on from a part of them; the engine was started again."""
 
 
 @attrs.frozen(eq=False)
@@ -30,7 +27,7 @@ class LostPrefix:
     tokens: TokenIds
     principal: str
     adapters: AdapterSet
-    cause: Cause
+    cause: LossCause
     claimant: str | None
     """The principal of the request that needed the place, if one did."""
     at: float
@@ -63,7 +60,7 @@ class LostPrefixes:
     def __len__(self) -> int:
         return len(self._lost)
 
-    def remember(self, allocation: Allocation, cause: Cause, claimant: str | None = None) -> None:
+    def remember(self, allocation: Allocation, cause: LossCause, claimant: str | None = None) -> None:
         """Remember the tokens of ``allocation``, which the cache loses; the oldest ones go if there are too many."""
         tokens = allocation.tokens
         if allocation.is_forgotten or len(tokens) > MAX_LOST_TOKENS:

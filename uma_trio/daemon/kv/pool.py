@@ -13,9 +13,10 @@ from typing import Final
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.checkpoints import Checkpoint, CheckpointIds, least_useful
 from uma_trio.daemon.kv.idle_limit import MAX_IDLE_FRACTION, IdleLimit, excess
-from uma_trio.daemon.kv.lost_prefixes import Cause, LostPrefixes
+from uma_trio.daemon.kv.lost_prefixes import LostPrefixes
 from uma_trio.engine_link.kv_ops import DropCheckpoint, KvOp, SaveCheckpoint, Truncate
 from uma_trio.engine_link.tokens import TokenIds
+from uma_trio.protocol.usage import LossCause
 
 LOW_ROOM_FRACTION: Final = 0.125
 """The pool is low when less than this fraction of its sequences or cells is free.  Idle allocations are then saved
@@ -229,7 +230,9 @@ class Pool:
             self.evict_each(victims, "room", principal)
         return not unsaved
 
-    def evict_each(self, victims: Collection[Allocation], cause: Cause = "limit", principal: str | None = None) -> None:
+    def evict_each(
+        self, victims: Collection[Allocation], cause: LossCause = "limit", principal: str | None = None
+    ) -> None:
         """Evict ``victims``, without those that must be saved; ``principal`` needs their place, if somebody does."""
         for allocation in victims:
             if allocation.needs_save:

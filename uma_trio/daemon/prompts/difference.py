@@ -8,16 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
-
-import attrs
+from typing import Final
 
 from uma_trio.engine_link.tokens import TokenIds
-
-ChangeKind = Literal["number", "date", "tools_order", "tools", "template", "text", "shorter"]
-"""What has changed: digits only; digits of a date or a time; the order of the tools; which tools there are, or how they
-are described; text that is no message's, such as a variable of the template; any other text; the prompt ends where the earlier
-one goes on."""
+from uma_trio.protocol.usage import Change, ChangeKind
 
 AROUND: Final = 24
 """Tokens before the difference that are spelled out."""
@@ -43,20 +37,6 @@ Spell = Callable[[Sequence[int]], str]
 """The text of tokens, control tokens spelled out."""
 
 
-@attrs.frozen(kw_only=True)
-class Difference:
-    """The first difference of a prompt to an earlier one."""
-
-    kind: ChangeKind
-    before: str
-    """Text in front of it, which both have."""
-    was: str
-    now: str
-    """What the earlier prompt and this one have there, until they become alike again; whole words, cut after ``SHOWN``."""
-    message_index: int | None = None
-    """The message that differs; ``None``: none, or it is not known which."""
-
-
 def difference(
     prompt: TokenIds,
     earlier: TokenIds,
@@ -66,7 +46,7 @@ def difference(
     text: str = "",
     messages: Sequence[str] = (),
     tools: Sequence[str] = (),
-) -> Difference:
+) -> Change:
     """The first difference of ``prompt`` to ``earlier``, which has the first ``n_common`` tokens in common with it.
 
     Args:
@@ -75,7 +55,7 @@ def difference(
         tools: their names, in order.
     """
     a, b = prompt[n_common : n_common + WINDOW].tolist(), earlier[n_common : n_common + WINDOW].tolist()
-    n_now, n_was = _change(a, b)
+    n_now, n_was = _lengths(a, b)
     before = spell(prompt[max(0, n_common - AROUND) : n_common].tolist())
     now, was, after = spell(a[:n_now]), spell(b[:n_was]), spell(a[n_now : n_now + RUN])
     head = re.search(rf"{WORD}\Z", before)
@@ -87,9 +67,9 @@ def difference(
     if not a:
         kind = "shorter"
     elif messages and at is not None and index is None:
-        change = _tools(text, at, tools, lambda: spell(earlier[: WINDOW * 64].tolist()))
-        kind = change or (kind if kind != "text" else "template")
-    return Difference(
+        of_tools = _tools(text, at, tools, lambda: spell(earlier[: WINDOW * 64].tolist()))
+        kind = of_tools or (kind if kind != "text" else "template")
+    return Change(
         kind=kind,
         before=before[: len(before) - len(first)][-SHOWN:],
         was=(first + was + last)[:SHOWN],
@@ -98,7 +78,7 @@ def difference(
     )
 
 
-def _change(a: Sequence[int], b: Sequence[int]) -> tuple[int, int]:
+def _lengths(a: Sequence[int], b: Sequence[int]) -> tuple[int, int]:
     """How many of the first tokens of ``a`` stand for how many of ``b``, before both go on alike; all if they never do."""
     places: dict[tuple[int, ...], int] = {}
     for at in range(len(b) - RUN, -1, -1):

@@ -142,7 +142,7 @@ class Explainer:
         )
 
     def _change(self, found: Prefilled, earlier: TokenIds) -> Change:
-        difference_ = difference(
+        change = difference(
             found.tokens,
             earlier,
             found.comparison.n_common,
@@ -151,15 +151,8 @@ class Explainer:
             messages=found.messages,
             tools=found.tools,
         )
-        index = difference_.message_index
-        return Change(
-            kind=difference_.kind,
-            before=difference_.before,
-            was=difference_.was,
-            now=difference_.now,
-            message_index=index,
-            role=None if index is None else found.roles[index],
-        )
+        index = change.message_index
+        return change if index is None else attrs.evolve(change, role=found.roles[index])
 
     def _spell(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, without the rows of pictures."""
