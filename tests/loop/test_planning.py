@@ -57,7 +57,7 @@ class Planning:
         offloader = Offloader(self.cache, self.timings, lambda: None, after_s=1.0)
         telemetry = Telemetry()
         self.running = RunningSet(self.cache, offloader, telemetry)
-        self.waiting = WaitingQueue(self.cache, self.running, self.info, max_length=100)
+        self.waiting = WaitingQueue(self.cache, self.running, max_length=100)
         self.embeddings = EmbeddingQueue(self.info, 100, lambda principal: None)
         self.bisection: CrashBisection[Sequence] = CrashBisection()
         self.planner = StepPlanner(

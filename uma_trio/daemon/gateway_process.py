@@ -209,7 +209,7 @@ class Gateway:
         self._is_ending = True
         self._sock.close()
         if self._process is not None:
-            self._process.ask_to_end()
+            self._process.send_signal(signal.SIGTERM)
 
     async def wait_end(self) -> None:
         """After ``end``: wait until the last answers are on their way to the clients, for ``END_S`` at most."""

@@ -173,10 +173,6 @@ class ChildProcess:
         with contextlib.suppress(OSError, ValueError):  # it has ended, or is closed: ``wait`` says why
             os.write(self._popen.stdin.fileno(), b"\n")
 
-    def ask_to_end(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, if it has not ended."""
         if self._popen.returncode is None:

@@ -127,16 +127,16 @@ class Transfer:
 
     allocation: Allocation
     op: MeasureState | SaveState | LoadState
-    n_bytes: int
-    asked_at: float
-    checkpoints: Checkpoints
-    """The allocation's, when the transfer was asked for."""
+    n_bytes: int = 0
+    checkpoints: Checkpoints = ()
+    """The allocation's, when the transfer was asked for; none of one that is parked."""
     state: SavedState | None = None
     """The one that is loaded."""
     parks: bool = False
     """Whether the copy parks a sequence or brings it back: others wait, and computing it again would take longer."""
     n_tokens: int = 0
     """Number of tokens of a sequence that is parked."""
+    asked_at: float = attrs.field(factory=trio.current_time)
     done: trio.Event = attrs.field(factory=trio.Event)
     refused: str | None = "the cells were needed before"
     """Why it did not take place; ``None`` if it did."""
@@ -424,15 +424,8 @@ class Offloader:
         finishing = False
         try:
             checkpoints = allocation.checkpoints
-            measured = await self._run_transfer(
-                Transfer(
-                    allocation,
-                    MeasureState(allocation.seq_id, tuple([checkpoint.id for checkpoint in checkpoints])),
-                    0,
-                    trio.current_time(),
-                    checkpoints,
-                )
-            )
+            measure = MeasureState(allocation.seq_id, tuple([checkpoint.id for checkpoint in checkpoints]))
+            measured = await self._run_transfer(Transfer(allocation, measure, checkpoints=checkpoints))
             if measured.refused is not None:
                 self._planner.cancel_save(allocation)
                 return
@@ -455,7 +448,7 @@ class Offloader:
                 measured.sizes[0],
                 tuple([(checkpoint.id, size) for checkpoint, size in kept]),
             )
-            saved = await self._run_transfer(Transfer(allocation, op, n_bytes, trio.current_time(), checkpoints))
+            saved = await self._run_transfer(Transfer(allocation, op, n_bytes, checkpoints))
             if saved.refused is not None:
                 await self._in_thread(draft.abandon)
                 if self._is_unchanged(allocation, checkpoints):
@@ -533,16 +526,14 @@ class Offloader:
         n, (known, n_bytes) = len(tokens), self._measured
         if not known / 2 <= n <= known:  # fewer tokens never take more bytes, and a request waits
             measure = MeasureState(allocation.seq_id)
-            measured = await self._run_transfer(
-                Transfer(allocation, measure, 0, trio.current_time(), (), n_tokens=n, parks=True)
-            )
+            measured = await self._run_transfer(Transfer(allocation, measure, n_tokens=n, parks=True))
             if measured.refused is not None:
                 return None
             [n_bytes] = measured.sizes
             self._measured = n, n_bytes
         draft = await self._in_thread(self._memory.begin, n_bytes)
         op = SaveState(allocation.seq_id, draft.fd, 0, n_bytes)
-        saved = Transfer(allocation, op, n_bytes, trio.current_time(), (), n_tokens=n, parks=True)
+        saved = Transfer(allocation, op, n_bytes, n_tokens=n, parks=True)
         await self._run_transfer(saved)
         if saved.refused is not None or not self._makes_sense(saved):
             await self._remove(draft.name)
@@ -578,9 +569,7 @@ class Offloader:
                 standing=tuple(standing_runs(state.tokens)),
                 hashes=reader.hashes,
             )
-            await self._run_transfer(
-                Transfer(allocation, op, state.n_bytes, trio.current_time(), allocation.checkpoints, state, is_parked)
-            )
+            await self._run_transfer(Transfer(allocation, op, state.n_bytes, allocation.checkpoints, state, is_parked))
             self._wake()
         finally:
             await self._in_thread(reader.close)

@@ -472,10 +472,9 @@ class WaitingQueue:
         max_length: more are refused, unless their principal has less than its share of the queue.
     """
 
-    def __init__(self, cache: KvCache, running: RunningSet, info: ModelInfo, max_length: int) -> None:
+    def __init__(self, cache: KvCache, running: RunningSet, max_length: int) -> None:
         self._cache = cache
         self._running = running
-        self._n_sequences = info.n_seq_max
         self._max_length = max_length
         self._sequences: list[Sequence] = []
         self._claimant: Sequence | None = None
@@ -497,8 +496,10 @@ class WaitingQueue:
     def health(self) -> list[HealthCheck]:
         """Whether another request may wait, if it must, and whether those that wait do so for KV cells."""
         n_waiting, kv = len(self._candidates), self._cache.statistics()
-        full = n_waiting >= self._max_length and (n_waiting > 0 or kv.sequences >= self._n_sequences)
-        short = n_waiting > 0 and kv.sequences < self._n_sequences  # a sequence is free, so cells are what is missing
+        full = n_waiting >= self._max_length and (n_waiting > 0 or kv.sequences >= self._cache.n_sequences)
+        short = (
+            n_waiting > 0 and kv.sequences < self._cache.n_sequences
+        )  # a sequence is free, so cells are what is missing
         return [
             HealthCheck(name="queue", ok=not full, reason=f"{n_waiting} of {self._max_length} requests wait"),
             HealthCheck(name="memory", ok=not short, reason=describe_cells(kv)),
@@ -648,14 +649,12 @@ class WaitingQueue:
         return preempted
 
     def _full(self) -> QueueFull | KvFull:
-        """The error for a request that cannot even wait, with the time at which it may be sent again."""
+        """The error for a request that cannot even wait."""
         waiting = f"{len(self._sequences)} requests wait already"
         kv = self._cache.statistics()
-        if kv.sequences < self._n_sequences:  # a sequence is free, so cells are what is missing
-            error: QueueFull | KvFull = KvFull(f"{describe_cells(kv)}; {waiting}")
-        else:
-            error = QueueFull(waiting)
-        return error
+        if kv.sequences < self._cache.n_sequences:  # a sequence is free, so cells are what is missing
+            return KvFull(f"{describe_cells(kv)}; {waiting}")
+        return QueueFull(waiting)
 
 
 def _rank(sequence: Sequence, now: float, service: Service, *, holds_place: bool) -> tuple[bool, bool, float, int]:

@@ -133,7 +133,7 @@ class Scheduler:
             memory=MemoryStates(config.scheduling.preempted_max_mb * MB, free_memory_bytes),
         )
         self._running = RunningSet(self.cache, self.offloader, self.telemetry)
-        self._waiting = WaitingQueue(self.cache, self._running, self.info, config.limits.max_queue)
+        self._waiting = WaitingQueue(self.cache, self._running, config.limits.max_queue)
         self._forecaster = Forecaster(
             running=self._running,
             waiting=self._waiting,
