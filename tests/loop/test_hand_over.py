@@ -70,7 +70,7 @@ async def test_a_request_that_comes_while_a_session_arrives_waits_until_it_is_he
 
 async def test_a_request_that_comes_while_a_session_is_saved_for_a_peer_keeps_it():
     table, offloader = SessionTable(max_sessions=9, ttl_s=60), SlowOffloader()
-    session = Session("unix:1", "s", 0, 0, tokens=np.arange(40, dtype=np.int32), turns=1, turns_on_disk=1)
+    session = Session(SessionKey("unix:1", "s"), 0, 0, tokens=np.arange(40, dtype=np.int32), turns=1, turns_on_disk=1)
     table.add(session)
     written = []
 

@@ -24,7 +24,7 @@ from uma_trio.daemon.sessions import table
 from uma_trio.daemon.sessions.sessions import LONGEST_RETRY_S, SWEEP_S
 from uma_trio.daemon.sessions.table import PART_CHARS, PART_SESSIONS
 from uma_trio.daemon.store.journal import Journal, JournalError
-from uma_trio.daemon.store.journal_format import SPARE_BYTES, SessionRecord
+from uma_trio.daemon.store.journal_format import SPARE_BYTES, SessionKey, SessionRecord
 from uma_trio.principal import Principal
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.peer import OWN_PRINCIPAL
@@ -522,7 +522,7 @@ async def test_a_list_of_any_length_reaches_a_client_that_reads_it_later(autojum
     async with serving() as harness, harness.client() as client:
         stored, now = harness.service.sessions._table, time.time()
         for n in range(9000):
-            session = stored.begin(OWN_PRINCIPAL, f"session {n}", now)
+            session = stored.begin(SessionKey(OWN_PRINCIPAL, f"session {n}"), now)
             stored.record_turn(session, now, time.monotonic())
             stored.end(session)
         await client.send({"type": "sessions", "keep_alive": True})
@@ -561,7 +561,7 @@ async def test_all_clients_together_have_one_event_of_an_answer_made_in_each_tur
     async with serving() as harness, contextlib.AsyncExitStack() as connections:
         stored, now = harness.service.sessions._table, time.time()
         for n in range(10 * PART_SESSIONS):
-            stored.record_turn(stored.begin(OWN_PRINCIPAL, f"session {n}", now), now, time.monotonic())
+            stored.record_turn(stored.begin(SessionKey(OWN_PRINCIPAL, f"session {n}"), now), now, time.monotonic())
         clients = [await connections.enter_async_context(harness.client()) for _ in range(20)]
         count(harness.server, "snapshot")
         count(connection.Outbox, "send")

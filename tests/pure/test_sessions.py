@@ -19,6 +19,7 @@ from uma_trio.daemon.sessions import Session, SessionTable
 from uma_trio.daemon.sessions.table import MESSAGE_CHARS, PART_CHARS, transcript
 from uma_trio.daemon.sessions.titles import own_title
 from uma_trio.daemon.sessions.trimming import drop_oldest
+from uma_trio.daemon.store.journal_format import SessionKey
 from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.errors import BadRequest, SessionBusy, SessionExists, SessionNotFound
 from uma_trio.protocol.answers import SessionInfo
@@ -36,7 +37,7 @@ NEW_YEAR = 1.75e9
 
 def answered(table: SessionTable, name: str, at: float, *, principal: str = ALICE) -> Session:
     """The session ``name`` with one more turn."""
-    session = table.begin(principal, name, at)
+    session = table.begin(SessionKey(principal, name), at)
     session.tokens = np.append(session.tokens, np.int32(len(name)))
     table.record_turn(session, NEW_YEAR + at, at)
     table.end(session)
@@ -48,9 +49,9 @@ def test_the_least_recently_used_sessions_expire_and_a_busy_one_never() -> None:
     for at, name in enumerate("abcd"):
         answered(table, name, at)
     answered(table, "a", 10)
-    table.begin(ALICE, "b", 11)
-    assert [session.name for session in table.expired(12)] == ["c", "d"]
-    assert [session.name for session in table.of(ALICE)] == ["a", "d", "c", "b"]
+    table.begin(SessionKey(ALICE, "b"), 11)
+    assert [session.key.id for session in table.expired(12)] == ["c", "d"]
+    assert [session.key.id for session in table.of(ALICE)] == ["a", "d", "c", "b"]
     assert table.of(BOB) == []
 
 
@@ -81,7 +82,7 @@ def test_many_sessions_of_one_principal_do_not_displace_those_of_another() -> No
         answered(table, name, at, principal=BOB)
     for at, name in enumerate("cdefgh"):
         answered(table, name, 10 + at)
-    assert [session.name for session in table.expired(20)] == ["c", "d", "e", "f"]
+    assert [session.key.id for session in table.expired(20)] == ["c", "d", "e", "f"]
 
 
 def test_sessions_that_are_unused_for_too_long_expire() -> None:
@@ -89,7 +90,7 @@ def test_sessions_that_are_unused_for_too_long_expire() -> None:
     answered(table, "old", 0)
     answered(table, "new", 4)
     assert table.expired(5) == []
-    assert [session.name for session in table.expired(5.1)] == ["old"]
+    assert [session.key.id for session in table.expired(5.1)] == ["old"]
 
 
 @all_cases(("used_ago", "expires_in"), [(0, 5), (4, 1), (-1e8, 5)])
@@ -104,29 +105,29 @@ def test_how_long_a_session_was_unused_at_the_start_of_the_daemon_counts(used_ag
 
 def test_one_request_at_a_time_and_names_belong_to_their_principal() -> None:
     table = SessionTable(max_sessions=10, ttl_s=5)
-    table.begin(ALICE, "a", 0)
+    table.begin(SessionKey(ALICE, "a"), 0)
     with pytest.raises(SessionBusy):
-        table.begin(ALICE, "a", 0)
-    other = table.begin(BOB, "a", 0)
+        table.begin(SessionKey(ALICE, "a"), 0)
+    other = table.begin(SessionKey(BOB, "a"), 0)
     with pytest.raises(SessionBusy):
         table.remove(other)
     table.end(other)
     with pytest.raises(SessionNotFound):
-        table.get(BOB, "a")
+        table.get(SessionKey(BOB, "a"))
 
 
 def test_a_fork_needs_a_session_with_turns_and_a_free_name() -> None:
     table = SessionTable(max_sessions=10, ttl_s=5)
-    begun = table.begin(ALICE, "begun", 0)
+    begun = table.begin(SessionKey(ALICE, "begun"), 0)
     with pytest.raises(SessionNotFound):
-        table.fork(ALICE, "begun", "b", 0, 0)
+        table.fork(begun, SessionKey(ALICE, "b"), 0, 0)
     table.end(begun)
     source = answered(table, "a", 0)
-    forked = table.fork(ALICE, "a", "b", 1, 1)
+    forked = table.fork(source, SessionKey(ALICE, "b"), 1, 1)
     assert forked.tokens is source.tokens
     assert not forked.durable
     with pytest.raises(SessionExists):
-        table.fork(ALICE, "a", "b", 1, 1)
+        table.fork(source, SessionKey(ALICE, "b"), 1, 1)
     assert table.any_begins_with(source.tokens, principal=ALICE)
     assert not table.any_begins_with(source.tokens, principal=BOB)
 

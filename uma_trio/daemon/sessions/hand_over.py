@@ -168,7 +168,7 @@ class HandOver:
         self._check_idle(session)
         session.lease.changed(query.seen, query.epoch, query.peer)
         if session.is_here:
-            await self._offloader.file_of(session.tokens, session.principal)
+            await self._offloader.file_of(session.tokens, session.key.principal)
             self._check_idle(session)  # that takes time, and its requests go first
         session.lease = session.lease.changed(query.seen, query.epoch, query.peer)
         session.busy = True
@@ -176,21 +176,21 @@ class HandOver:
             await self._write(session)  # if that fails nobody gets it, and nobody writes it: it can be taken back
         finally:
             session.busy = False
-        log.info("gave a session away", session=session.name, to=query.peer, epoch=query.epoch)
+        log.info("gave a session away", session=session.key.id, to=query.peer, epoch=query.epoch)
         return await self._files(session, query.epoch)
 
     def _check_idle(self, session: Session) -> None:
         if self._is_used(session) or not session.turns or self._table.find(session.key) is not session:
-            raise SessionBusy(f"session {session.name!r} is answering", field="session_id")
+            raise SessionBusy(f"session {session.key.id!r} is answering", field="session_id")
 
     async def _files(self, session: Session, epoch: int) -> Sequence[SessionFile]:
         """What the daemon that gets the session copies.  The files do not change any more."""
         path = None if self.journal is None else self.journal.path_of(session.key)
         if session.is_here or session.is_gone or session.lease.epoch != epoch:
-            raise NotHandedOver(f"session {session.name!r} was not given with the epoch {epoch}", field="epoch")
+            raise NotHandedOver(f"session {session.key.id!r} was not given with the epoch {epoch}", field="epoch")
         if path is None or not session.durable:
-            raise NotHandedOver(f"session {session.name!r} is not on disk: try again", field="session_id")
-        found = [("turns", path), ("state", await self._offloader.file_of(session.tokens, session.principal))]
+            raise NotHandedOver(f"session {session.key.id!r} is not on disk: try again", field="session_id")
+        found = [("turns", path), ("state", await self._offloader.file_of(session.tokens, session.key.principal))]
         return [
             SessionFile(kind="turns" if kind == "turns" else "state", path=str(each), n_bytes=n_bytes)
             for kind, each in found
@@ -239,7 +239,7 @@ class HandOver:
             try:
                 await self._in_thread(self.journal.remove, session.key)
             except JournalError as error:
-                log.warning("a session that was given away is still on disk", session=session.name, reason=str(error))
+                log.warning("a session that was given away is still on disk", session=session.key.id, reason=str(error))
                 return
         await self._write(session)
 

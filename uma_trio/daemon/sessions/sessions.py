@@ -173,7 +173,7 @@ class Sessions:
             scheduler.offloader,
             scheduler.info.n_vocab,
             self._write,
-            lambda session: self._forget(session.tokens, session.principal),
+            lambda session: self._forget(session.tokens, session.key.principal),
             in_thread,
         )
         """Moves sessions between daemons."""
@@ -249,7 +249,7 @@ class Sessions:
         assert request.session_id is not None
         key = SessionKey(principal, request.session_id)
         lease = self._lease_of(key, "session_id", may_ask=not request.detached)
-        session = self._table.begin(principal, request.session_id, time.time(), lease)
+        session = self._table.begin(key, time.time(), lease)
         try:
             _check(session, request)
             session.asked, session.title_keeper = request.messages or (), title_keeper
@@ -286,9 +286,9 @@ class Sessions:
         """
         if request.history == "replace":
             past = None if request.messages is None else History(session.tokens)
-            return await self._prompts.make(request, past, principal=session.principal), ()
+            return await self._prompts.make(request, past, principal=session.key.principal), ()
         history = session.messages[: len(session.messages) - request.drop_messages]
-        prompt = await self._prompts.make(request, History(session.tokens, history), principal=session.principal)
+        prompt = await self._prompts.make(request, History(session.tokens, history), principal=session.key.principal)
         info, limits, n_whole = self._scheduler.info, self._limits, len(prompt.tokens)
         n_drop = surplus_tokens(n_whole, request, info, limits)
         if request.messages is None or not n_drop:
@@ -304,7 +304,9 @@ class Sessions:
             if len(shorter) == len(history):
                 break
             history = shorter
-            prompt = await self._prompts.make(request, History(session.tokens, history), principal=session.principal)
+            prompt = await self._prompts.make(
+                request, History(session.tokens, history), principal=session.key.principal
+            )
         return attrs.evolve(prompt, dropped=n_whole - len(prompt.tokens)), history
 
     async def end(self, turn: SessionTurn, answer: Answer | None) -> ServerEvent | None:
@@ -331,7 +333,7 @@ class Sessions:
         before = session.tokens
         session.tokens = np.concatenate([answer.prompt.tokens, self._history_tokens(turn, answer)])
         if common_prefix(before, session.tokens) < len(before):  # the chat was rendered differently, or lost messages
-            self._forget(before, session.principal)
+            self._forget(before, session.key.principal)
         session.messages = ()
         if turn.request.messages is not None:
             session.messages = (*turn.history, *turn.messages)
@@ -361,12 +363,12 @@ class Sessions:
             record = session.record
             try:
                 if await self._in_thread(self._journal.write, record):
-                    log.warning("a session's file was missing or cut; it was written again", session=session.name)
+                    log.warning("a session's file was missing or cut; it was written again", session=session.key.id)
                 session.turns_on_disk = record.n_turns
             except JournalError as error:
                 session.turns_on_disk = 0
                 self._failed()
-                log.warning("a session is not on disk; it stays in memory", session=session.name, reason=str(error))
+                log.warning("a session is not on disk; it stays in memory", session=session.key.id, reason=str(error))
 
     # -- queries --------------------------------------------------------------------------------
 
@@ -382,17 +384,15 @@ class Sessions:
                 sessions = await self._in_thread(containing, sessions, query.contains)
             return session_list(sessions, query.id)
         assert query.session_id is not None
+        session = self._table.get(SessionKey(principal, query.session_id))
         if query.action == "fork":
-            assert query.new_id is not None
-            session = await self._fork(principal, query.session_id, query.new_id)
-        else:
-            session = self._table.get(principal, query.session_id)
-            if query.action == "read":
-                return await self._read(session, query.id)
-            if query.action == "close":
-                await self._close(session)
-            if query.action == "rename":
-                await self._rename(session, query.title or "")
+            session = await self._fork(session, SessionKey(principal, query.new_id or ""))
+        if query.action == "read":
+            return await self._read(session, query.id)
+        if query.action == "close":
+            await self._close(session)
+        if query.action == "rename":
+            await self._rename(session, query.title or "")
         return [SessionList(sessions=[session.info], id=query.id)]
 
     async def _read(self, session: Session, id: str | None) -> Iterable[Transcript]:
@@ -410,22 +410,22 @@ class Sessions:
         elif session.title_keeper is not None:
             await session.title_keeper.rename(title)
 
-    async def _fork(self, principal: str, name: str, new_name: str) -> Session:
-        lease = self._lease_of(SessionKey(principal, new_name), "new_id")
-        session = self._table.fork(principal, name, new_name, time.time(), trio.current_time(), lease)
+    async def _fork(self, source: Session, key: SessionKey) -> Session:
+        lease = self._lease_of(key, "new_id")
+        session = self._table.fork(source, key, time.time(), trio.current_time(), lease)
         await self._write(session)
         return session
 
     async def _close(self, session: Session) -> None:
         self._table.remove(session)
-        self._forget(session.tokens, session.principal)
+        self._forget(session.tokens, session.key.principal)
         if self._journal is not None:
             try:
                 async with session.writing:
                     await self._in_thread(self._journal.remove, session.key)
             except JournalError as error:
                 self._failed()
-                log.warning("a closed session is still on disk", session=session.name, reason=str(error))
+                log.warning("a closed session is still on disk", session=session.key.id, reason=str(error))
 
     def _forget(self, tokens: TokenIds, principal: str) -> None:
         """Drop the KV states of ``tokens``, except for prefixes that other sessions of ``principal`` begin with."""
@@ -458,7 +458,7 @@ class Sessions:
     async def _close_expired(self) -> None:
         while expired := self._table.expired(trio.current_time()):  # closing one takes time, so look again
             session = expired[0]
-            log.info("closed an expired session", session=session.name, used_at=session.used_at)
+            log.info("closed an expired session", session=session.key.id, used_at=session.used_at)
             await self._close(session)
 
     async def repair(self) -> bool:
@@ -523,17 +523,17 @@ def _check(session: Session, request: Generate) -> None:
     if session.turns and (request.messages is not None) != bool(session.messages):
         began, sent = ("messages", "a prompt") if session.messages else ("a prompt", "messages")
         raise BadRequest(
-            f"session {session.name!r} began with {began} and cannot continue with {sent}: send {began}, or use another "
+            f"session {session.key.id!r} began with {began} and cannot continue with {sent}: send {began}, or use another "
             "session",
             field="session_id",
         )
     if request.drop_messages > len(session.messages):
         raise BadRequest(
-            f"session {session.name!r} has {len(session.messages)} messages; drop_messages is {request.drop_messages}",
+            f"session {session.key.id!r} has {len(session.messages)} messages; drop_messages is {request.drop_messages}",
             field="drop_messages",
         )
     if len(session.messages) + len(request.messages or ()) >= MAX_MESSAGES:
         raise BadRequest(
-            f"session {session.name!r} has {len(session.messages)} messages; a session has at most {MAX_MESSAGES}",
+            f"session {session.key.id!r} has {len(session.messages)} messages; a session has at most {MAX_MESSAGES}",
             field="messages",
         )

@@ -46,10 +46,7 @@ class TitleKeeper(Protocol):
 class Session:
     """One conversation after its latest answer.  Times are seconds since 1970."""
 
-    principal: str
-    """Name of its owner."""
-    name: str
-    """Its ``session_id``, unique for each principal."""
+    key: SessionKey
     created_at: float
     used_at: float
     """Time of its latest answer, or of the fork that made it."""
@@ -86,10 +83,6 @@ class Session:
         return not self.is_here and not len(self.tokens)
 
     @property
-    def key(self) -> SessionKey:
-        return SessionKey(self.principal, self.name)
-
-    @property
     def durable(self) -> bool:
         """Whether all turns are on disk."""
         return self.turns_on_disk == self.turns > 0
@@ -112,8 +105,7 @@ class Session:
     def from_record(cls, record: SessionRecord, now: float, monotonic: float) -> Session:
         """The session that the journal has stored as ``record``.  One from the future counts as just used."""
         return cls(
-            principal=record.key.principal,
-            name=record.key.id,
+            key=record.key,
             created_at=record.created_at,
             used_at=record.used_at,
             unused_since=monotonic - max(0.0, now - record.used_at),
@@ -129,7 +121,7 @@ class Session:
     def info(self) -> SessionInfo:
         """The session as clients see it."""
         return SessionInfo(
-            session_id=self.name,
+            session_id=self.key.id,
             turns=self.turns,
             tokens=len(self.tokens),
             durable=self.durable,
@@ -187,7 +179,7 @@ class SessionTable:
         return [
             session
             for session in reversed(self._sessions.values())
-            if session.principal == principal and not session.is_gone
+            if session.key.principal == principal and not session.is_gone
         ]
 
     def latest(self, n: int) -> list[Session]:
@@ -198,21 +190,21 @@ class SessionTable:
         """Return a session; ``None`` if it does not exist."""
         return self._sessions.get(key)
 
-    def get(self, principal: str, name: str) -> Session:
-        """Return a session of ``principal``.
+    def get(self, key: SessionKey) -> Session:
+        """Return a session.
 
         Raises:
-            SessionNotFound: ``principal`` has no session of this name.
+            SessionNotFound: it does not exist.
             SessionElsewhere: another daemon has it.
         """
-        session = self._sessions.get(SessionKey(principal, name))
+        session = self._sessions.get(key)
         if session is None:
-            raise SessionNotFound(f"there is no session {name!r}", field="session_id")
+            raise SessionNotFound(f"there is no session {key.id!r}", field="session_id")
         if not session.is_here:
             raise _elsewhere(session)
         return session
 
-    def begin(self, principal: str, name: str, now: float, lease: Lease = OWN) -> Session:
+    def begin(self, key: SessionKey, now: float, lease: Lease = OWN) -> Session:
         """Mark a session as busy with a request, and create it if it does not exist.  ``end`` must follow.
 
         Args:
@@ -222,15 +214,14 @@ class SessionTable:
             SessionBusy: another request of the session is running.
             SessionElsewhere: another daemon has it.
         """
-        session = self._sessions.get(SessionKey(principal, name))
+        session = self._sessions.get(key)
         if session is None:
-            session = Session(principal, name, now, now, lease=lease)
-            self._sessions[session.key] = session
+            session = self._sessions[key] = Session(key, now, now, lease=lease)
         if not session.is_here:
             raise _elsewhere(session)
         if session.busy:
             raise SessionBusy(
-                f"session {name!r} is answering; wait for its eos, or fork it to ask several things at once",
+                f"session {key.id!r} is answering; wait for its eos, or fork it to ask several things at once",
                 field="session_id",
             )
         session.busy = True
@@ -249,25 +240,24 @@ class SessionTable:
         if not session.turns:
             self._sessions.pop(session.key, None)
 
-    def fork(
-        self, principal: str, name: str, new_name: str, now: float, monotonic: float, lease: Lease = OWN
-    ) -> Session:
-        """Copy session ``name`` to ``new_name``, which has this ``lease``.
+    def fork(self, source: Session, new_key: SessionKey, now: float, monotonic: float, lease: Lease = OWN) -> Session:
+        """Copy ``source`` to ``new_key``, which has this ``lease``.
 
         Raises:
-            SessionNotFound: there is no session ``name``, or it has no turns yet.
-            SessionExists: there is a session ``new_name`` already.
+            SessionNotFound: it has no turns yet.
+            SessionExists: there is such a session already.
         """
-        source = self.get(principal, name)
         if not source.turns:
-            raise SessionNotFound(f"session {name!r} has no answer yet that a fork could continue", field="session_id")
-        if SessionKey(principal, new_name) in self._sessions:
+            raise SessionNotFound(
+                f"session {source.key.id!r} has no answer yet that a fork could continue", field="session_id"
+            )
+        if new_key in self._sessions:
             raise SessionExists(
-                f"there is a session {new_name!r} already; choose another name, or close it", field="new_id"
+                f"there is a session {new_key.id!r} already; choose another name, or close it", field="new_id"
             )
         forked = attrs.evolve(
             source,
-            name=new_name,
+            key=new_key,
             created_at=now,
             used_at=now,
             unused_since=monotonic,
@@ -285,7 +275,7 @@ class SessionTable:
             SessionBusy: a request of the session is running.
         """
         if session.busy:
-            raise SessionBusy(f"session {session.name!r} is answering; cancel its request first", field="session_id")
+            raise SessionBusy(f"session {session.key.id!r} is answering; cancel its request first", field="session_id")
         self._sessions.pop(session.key, None)
 
     def expired(self, monotonic: float) -> list[Session]:
@@ -305,7 +295,7 @@ class SessionTable:
     def any_begins_with(self, tokens: TokenIds, *, principal: str) -> bool:
         """Whether the history of a session of ``principal`` begins with ``tokens``."""
         return any(
-            session.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)
+            session.key.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)
             for session in self._sessions.values()
         )
 
@@ -314,14 +304,16 @@ def _of_those_with_most(idle: Sequence[Session], n: int) -> list[Session]:
     """``n`` of ``idle``, or all: the first ones of the principals that have the most, one after another."""
     by_principal: dict[str, list[Session]] = {}
     for session in reversed(idle):
-        by_principal.setdefault(session.principal, []).append(session)
+        by_principal.setdefault(session.key.principal, []).append(session)
     return [max(by_principal.values(), key=len).pop() for _ in range(min(n, len(idle)))]
 
 
 def _elsewhere(session: Session) -> SessionElsewhere:
-    is_own = session.principal.startswith(UNIX_USER)  # tenants need not know where the daemons are
+    is_own = session.key.principal.startswith(UNIX_USER)  # tenants need not know where the daemons are
     place = session.lease.given_to if is_own else "another daemon"
-    return SessionElsewhere(f"session {session.name!r} is at {place}: ask there, or here over HTTP", field="session_id")
+    return SessionElsewhere(
+        f"session {session.key.id!r} is at {place}: ask there, or here over HTTP", field="session_id"
+    )
 
 
 def session_list(sessions: Sequence[Session], id: str | None) -> Iterator[SessionList]:
