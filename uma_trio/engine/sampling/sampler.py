@@ -203,6 +203,7 @@ def _draw(
     return tokens, mus
 
 
+@np.errstate(over="ignore", under="ignore")
 def _filter(logits: Floats, max_logits: Floats, filters: Filters, chances: Doubles) -> list[tuple[int, Ints, Doubles]]:
     """Apply the filters: for each row its number, the remaining ids, and the running sums of their weights.
 
@@ -275,9 +276,8 @@ def _weigh(ids: Ints, log_weights: Floats | Doubles, params: SamplingParams, cha
 
 def _sums(log_weights: Floats | Doubles, temperature: float | Doubles = 1.0) -> Doubles:
     """The running sums of weights at a temperature, so that a draw is one binary search."""
-    with np.errstate(over="ignore", under="ignore"):
-        # At a smaller temperature every token but the best has weight 0, and the best would have 0 / 0 = NaN.
-        sums: Doubles = np.exp(log_weights / np.maximum(temperature, _LEAST)).cumsum(axis=-1, dtype=np.float64)
+    # At a smaller temperature every token but the best has weight 0, and the best would have 0 / 0 = NaN.
+    sums: Doubles = np.exp(log_weights / np.maximum(temperature, _LEAST)).cumsum(axis=-1, dtype=np.float64)
     return sums
 
 
@@ -291,14 +291,13 @@ def _draw_unfiltered(logits: Floats, max_logits: Floats, temperatures: Doubles, 
     relative_weights(logits, max_logits, temperatures, out=weights[:, :n_vocab])
     grouped = weights.reshape(rows, size, n_groups)
     all_sums = grouped.sum(axis=1).cumsum(axis=1, dtype=np.float64)
+    targets = (randoms * all_sums[:, -1]).tolist()
     chosen = []
-    for row, (sums, random) in enumerate(zip(all_sums, randoms.tolist(), strict=True)):
-        target = random * float(sums[-1])
-        group = min(int(sums.searchsorted(target, side="right")), n_groups - 1)
-        before = float(sums[group - 1]) if group else 0.0
-        inside = grouped[row, :, group].cumsum(dtype=np.float64)
-        place = int(inside.searchsorted(target - before, side="right"))
-        # Rounding can put the target at the very end: then take the last token with any weight.
-        last = int(inside.searchsorted(inside[-1]))
-        chosen.append(min(place, last) * n_groups + group)
+    for each, sums, target in zip(grouped, all_sums, targets, strict=True):
+        group = min(int(sums.searchsorted(target, "right")), n_groups - 1)
+        inside = each[:, group].cumsum(dtype=np.float64)
+        place = int(inside.searchsorted(target - sums[group - 1] if group else target, "right"))
+        if place == size:  # rounding can put the target at the very end: then take the last token with any weight
+            place = int(inside.searchsorted(inside[-1]))
+        chosen.append(place * n_groups + group)
     return chosen
