@@ -16,6 +16,7 @@ import pytest
 import uma_trio
 from llama_abi import stamp as stamps
 from llama_abi.stamp import STAMP
+from tests.support.profile import sampled
 
 pytest.importorskip("hatchling", reason="the extra dev installs hatchling, which makes wheels: ./build_llama.sh --dev")
 MAKE = Path(__file__).parents[2] / "llama_abi" / "wheels" / "make.py"
@@ -84,7 +85,7 @@ def test_two_wheels_of_a_commit_are_equal(portable: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("date", ["", "yesterday", "0", "-1", "9" * 5000])
+@pytest.mark.parametrize("date", sampled(["yesterday", "", "0", "-1", "9" * 5000], 4))
 def test_a_date_that_no_wheel_can_have(portable: Path, tmp_path: Path, date: str) -> None:
     done = make(portable, tmp_path, SOURCE_DATE_EPOCH=date)
     assert done.returncode == 1

@@ -29,7 +29,7 @@ from uma_trio.aici.runtime.interface import ALLOWED, DISALLOWED, BadModule, Cont
 from uma_trio.aici.runtime.variables import Variables
 
 MAX_MEMORY: Final = 16
-EXAMPLES: Final = amount(quick=300, thorough=20_000)
+EXAMPLES: Final = amount(quick=100, thorough=20_000)
 
 MANY_THINGS: Final = controller(
     more="""

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from tests.fuzz import fuzz, generate
+from tests.support.profile import amount
 from tests.support.real_daemon import missing
 
 
@@ -22,7 +23,8 @@ def test_codecs(tmp_path):
 def test_socket(tmp_path):
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    assert fuzz.fuzz(cases=300, live=300, seed=1, folder=tmp_path).found == []
+    n = amount(quick=100, thorough=300)
+    assert fuzz.fuzz(cases=n, live=n, seed=1, folder=tmp_path).found == []
 
 
 def test_seed_and_number_determine_a_case():

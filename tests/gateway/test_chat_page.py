@@ -1260,7 +1260,7 @@ def test_the_page_is_small(gateway: Gateway, browser: Browser) -> None:
     page.close()
     assert sum(sizes.values()) < 200 * 1024
     urls = {"a page of one word": "data:text/html,word", "the page": f"{gateway.url}/chat"}
-    loads = [{name: load_ms(browser, url) for name, url in urls.items()} for _ in range(9)]
+    loads = [{name: load_ms(browser, url) for name, url in urls.items()} for _ in range(amount(quick=1, thorough=9))]
     print(f"{sum(sizes.values()):,} bytes")
     for name in urls:
         first, usable = (statistics.median(values) for values in zip(*(each[name] for each in loads), strict=True))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
-from tests.support.profile import sampled, thorough
+from tests.support.profile import amount, sampled, thorough
 from uma_trio.protocol.requests import Slo
 
 SLOW = 0.5
@@ -178,7 +178,7 @@ async def test_a_crash_next_to_a_copy_changes_no_text(autojump_clock, after_s) -
 async def test_those_that_lost_their_places_go_before_later_requests_of_their_principal(autojump_clock) -> None:
     """So a principal has no more copies than it had places."""
     async with asking(slow(2, 100_000)) as harness:
-        greedy = [harness.ask(long_prompt(2000, n), 60, principal="greedy", cache_prompt=False) for n in range(12)]
+        greedy = [harness.ask(long_prompt(2000, n), 60, principal="greedy", cache_prompt=False) for n in range(8)]
         await trio.sleep(0.5)
         while not all(each.sequence.done.is_set() for each in greedy):
             await visit(harness)
@@ -187,7 +187,7 @@ async def test_those_that_lost_their_places_go_before_later_requests_of_their_pr
         await harness.clean()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=amount(quick=8, thorough=200), deadline=None)
 @given(
     requests=st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(1, 1200), st.integers(1, 60), st.booleans()),

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.perf_runs import HEADER
+from tests.support.profile import amount
 from tests.support.serving import settings
 from uma_trio.daemon import perf_log as writer
 from uma_trio.daemon.perf_log import PerfLog, PerfLogError, perf_log
@@ -347,7 +348,7 @@ def test_a_hanging_disk_does_not_block_close(path: Path) -> None:
 
 
 def test_concurrent_close_while_records_are_written(path: Path) -> None:
-    for _ in range(20):
+    for _ in range(amount(quick=5, thorough=20)):
         log = PerfLog(path, HEADER, max_bytes=MIB)
         n_written = 0
 

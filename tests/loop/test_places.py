@@ -53,9 +53,9 @@ async def test_one_that_holds_nothing_gets_a_place_at_once(autojump_clock, optio
 
 async def test_two_principals_that_want_all_places_have_half_of_them_each(autojump_clock) -> None:
     async with asking(FakeEngine(n_seq_max=8, n_ctx=100_000)) as harness:
-        everybody = [harness.ask([n], 500 + 50 * n, principal="a") for n in range(14)]
+        everybody = [harness.ask([n], 300 + 25 * n, principal="a") for n in range(14)]
         await trio.sleep(0.5)
-        everybody += [harness.ask([n], 500 + 50 * n, principal="b") for n in range(14)]
+        everybody += [harness.ask([n], 300 + 25 * n, principal="b") for n in range(14)]
         await trio.sleep(1)
         held = []
         for _ in range(50):

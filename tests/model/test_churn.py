@@ -11,7 +11,7 @@ from tests.support.profile import amount
 from tests.support.real_daemon import Canary, real_daemon
 
 MIB = 1 << 20
-CLIENTS, THREADS = amount(quick=200, thorough=2000), 6
+CLIENTS, THREADS = amount(quick=100, thorough=2000), 6
 
 
 def leave_mid_frame(wire, rng):

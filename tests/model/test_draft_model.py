@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.draft_contract import *  # noqa: F403  (the tests)
 from tests.support.draft_contract import drafts_after
+from tests.support.profile import part
 from tests.support.random_adapters import two_adapters
 from tests.support.real_daemon import real_daemon
 from uma_trio import config
@@ -93,6 +94,7 @@ def test_a_daemon_with_a_draft_model(library):
         for text in questions
         for t in (0.0, 0.5, 1.0)
     ]
+    asked = [*part(asked, 4)]  # each question and each temperature once
     with real_daemon("--flash-attn", "on") as plain:
         expected = [plain.ask(**fields).ids for fields in asked]
     with real_daemon("--flash-attn", "on", "--draft-model", str(EMBEDDED)) as daemon:

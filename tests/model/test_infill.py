@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.gguf_files import U32, pair, with_pairs
 from tests.support.llama_server import llama_server
+from tests.support.profile import thorough
 from tests.support.random_models import random_model, vocabulary_file
 from tests.support.real_daemon import Daemon, real_daemon
 from uma_trio.daemon.prompts.infill import InfillFormat
@@ -111,20 +112,25 @@ def test_of_long_texts_what_is_next_to_the_gap_stays(tokenizer: Tokenizer) -> No
     assert len(tokens) > CTX - 64, "files fill the rest"
 
 
-@pytest.mark.parametrize("extra", [[], FILES])
-@pytest.mark.parametrize("begun", ["", "return"])
-def test_the_answer_is_that_of_llama_server(daemon: Daemon, model: Path, tmp_path: Path, extra, begun) -> None:
-    body = {**REQUEST, "input_extra": extra, "prompt": begun}
-    with llama_server(model, "-c", str(CTX), "-np", "1", "-fa", "off", log_file=tmp_path / "log") as theirs:
-        expected = httpx.post(f"{theirs}/infill", json=body, timeout=60).json()
-        long = {**body, "input_prefix": PREFIX * 400, "input_suffix": SUFFIX * 400}
-        expected_long = httpx.post(f"{theirs}/infill", json=long, timeout=60).json()
-    ours = daemon.http_url()
-    found = httpx.post(f"{ours}/infill", json=body, timeout=60).json()
-    found_long = httpx.post(f"{ours}/infill", json=long, timeout=60).json()
-    for one, other in ((found, expected), (found_long, expected_long)):
-        assert one["content"] == other["content"]
-        assert one["tokens_evaluated"] == other["tokens_evaluated"]
+@pytest.fixture(scope="module")
+def theirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log_file = tmp_path_factory.mktemp("llama-server") / "log"
+    with llama_server(model, "-c", str(CTX), "-np", "1", "-fa", "off", log_file=log_file) as url:
+        yield url
+
+
+LONG = {"input_prefix": PREFIX * 400, "input_suffix": SUFFIX * 400}
+
+
+@pytest.mark.parametrize(
+    ("extra", "begun", "long"),
+    [([], "", {}), (FILES, "return", {}), (FILES, "", LONG), thorough([], "return", LONG)],
+)
+def test_the_answer_is_that_of_llama_server(daemon: Daemon, theirs: str, extra, begun, long) -> None:
+    body = {**REQUEST, "input_extra": extra, "prompt": begun, **long}
+    expected, found = (httpx.post(f"{url}/infill", json=body, timeout=60).json() for url in (theirs, daemon.http_url()))
+    assert found["content"] == expected["content"]
+    assert found["tokens_evaluated"] == expected["tokens_evaluated"]
     assert found.keys() - {"model", "index", "prompt"} <= expected.keys()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.profile import sampled
 from tests.support.random_models import random_model
 from uma_trio import config
 
@@ -23,7 +24,7 @@ def measured(shape, **options):
 
 
 @pytest.mark.parametrize(("type_k", "type_v", "of_values"), [("f16", "f16", 2 * F16), ("q8_0", "q4_0", Q8 + Q4)])
-@pytest.mark.parametrize("shape", LAYERS_HEADS_WIDTH)
+@pytest.mark.parametrize("shape", sampled(LAYERS_HEADS_WIDTH, 2))
 def test_only_attention_layers_count(library, shape, type_k, type_v, of_values):
     from uma_trio.engine.llama import LlamaEngine
 

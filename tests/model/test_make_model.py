@@ -57,7 +57,7 @@ def test_impossible_shapes(bench, text):
         bench.parse_shape(text)
 
 
-@pytest.mark.parametrize("quant", ["q8_0", "q4_0", "q4_k", "f16"])
+@pytest.mark.parametrize("quant", sampled(["q8_0", "q4_0", "q4_k", "f16"], 2))
 def test_the_deviation_of_weights(bench, made, quant):
     reader = bench_script("gguf_file").Reader(made(quant))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -120,7 +120,7 @@ def test_without_a_vocabulary_it_says_what_to_run(tmp_path, bench):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("quant", ["q8_0", "q4_0", "q4_k", "f16"])
+@pytest.mark.parametrize("quant", sampled(["q8_0", "q4_0", "q4_k", "f16"], 2))
 def test_llama_cpp_computes_with_it(made, quant):
     try:
         library = llama_abi.load()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.llama_server import llama_server
 from tests.support.pictures import drawn, png
-from tests.support.profile import thorough
+from tests.support.profile import is_quick, thorough
 from tests.support.projectors import projector_file
 from tests.support.random_models import random_model
 from tests.support.real_daemon import ROOT, Daemon, real_daemon
@@ -39,7 +39,7 @@ def chats() -> dict[str, list[dict[str, Any]]]:
         "two": ["Look at this:", one, other, "What do blue and yellow make?"],
         "one": [one],
     }
-    if PHOTO.exists():
+    if PHOTO.exists() and not is_quick():
         found["photo"] = ["Say hello.", PHOTO.read_bytes(), " Now."]
     return contents("image", found)
 
@@ -51,7 +51,7 @@ def sound_chats() -> dict[str, list[dict[str, Any]]]:
         "another": [other, "What is the capital of France?"],
         "two": ["Listen:", one, other, "What do blue and yellow make?"],
     }
-    if SPEECH.exists():
+    if SPEECH.exists() and not is_quick():
         found["speech"] = ["Say hello.", SPEECH.read_bytes(), " Now."]
     return contents("audio", found)
 
