@@ -244,16 +244,19 @@ async def measure_cells(
                 for name in (ALONE, *names):
                     async with behind(name, n_daemons, environment, http) as (url, workers):
                         found, n_good = await _with_aiperf(generator, load, requests, tokenizer, url, goodput)
-                        prefilled = sum([await _prefilled(each, http) for each in workers])
+                        of_each = [await _prefilled(each, http) for each in workers]
+                    prefilled = sum(of_each)
                     ideal = ideal or prefilled
                     rows.append((
                         *(f"{load} {name}", cell(found.wall_s, 1), cell(found.requests_per_s, 2), cell(n_good, 2)),
                         *(cell(found.ttft_p99_ms, 0), cell(found.latency_p99_ms, 0), cell(prefilled, 0)),
-                        *(cell(min(1.0, ideal / prefilled), 3), cell(found.errors, 0)),
+                        *(cell(min(1.0, ideal / prefilled), 3), cell(len(workers) * max(of_each) / prefilled, 2)),
+                        cell(found.errors, 0),
                     ))  # fmt: skip
                     click.echo(rows[-1], err=True)
-    header = ("behind", "wall s", "req/s", "good/s", "TTFT p99", "latency p99", "prefilled", "affinity", "errors")
-    return table(header, rows)
+    header = ("behind", "wall s", "req/s", "good/s", "TTFT p99", "latency p99")
+    tokens = ("prefilled", "affinity", "busiest", "errors")
+    return table(header + tokens, rows)
 
 
 async def _with_aiperf(
@@ -302,7 +305,12 @@ def main(
     requests: int,
     goodput: str,
 ) -> None:
-    """Compare several daemons behind a router with one daemon."""
+    """Compare several daemons behind a router with one daemon.
+
+    \b
+    affinity   what one daemon prefills, as a share of what all daemons do
+    busiest    what the busiest daemon prefills against the mean of all; 1: they share evenly
+    """
     load = Load(
         conversations=conversations,
         clients=clients,
