@@ -77,10 +77,12 @@ from uma_trio.protocol.events import (
     UnknownEvent,
 )
 from uma_trio.protocol.field_errors import did_you_mean
+from uma_trio.protocol.framing import HEADER_BYTES
 from uma_trio.protocol.lease import SessionLease, SessionOffer
 from uma_trio.protocol.messages import Event, ServerEvent
 from uma_trio.protocol.payload import Encoding
 from uma_trio.protocol.requests import Generate
+from uma_trio.protocol.sealed_memory import can_pass, passed
 from uma_trio.protocol.usage import Explanation, FinishReason, Timings, Usage
 
 __all__ = [
@@ -182,21 +184,36 @@ class Client:
     """One connection to the daemon, opened with ``open_client``.  It runs one request at a time."""
 
     def __init__(
-        self, stream: anyio.abc.ByteStream, *, encoding: Encoding = Encoding.JSON, principal: str | None = None
+        self,
+        stream: anyio.abc.ByteStream,
+        *,
+        encoding: Encoding = Encoding.JSON,
+        principal: str | None = None,
+        passes_files: bool = False,
     ) -> None:
+        """
+        Args:
+            passes_files: whether the daemon takes descriptors from this process.
+        """
         self._stream = stream
+        self._passes_files = passes_files
         self._principal = principal
         self._codec = ClientCodec(encoding)
         self._ids = itertools.count(1)
 
     async def send(self, fields: Mapping[str, Any]) -> None:
-        """Send one message as it is.
+        """Send one message as it is; large ``data`` that is bytes as descriptors, if the daemon takes them.
 
         Raises:
             BrokenProtocol: the daemon closed the connection.
         """
         try:
-            await self._stream.send(self._codec.encode(dict(fields)))
+            with passed(fields, taken=self._passes_files) as (message, descriptors):
+                data = self._codec.encode(dict(message))
+                if descriptors and isinstance(self._stream, anyio.abc.UNIXSocketStream):
+                    await self._stream.send_fds(data[:HEADER_BYTES], descriptors)
+                    data = data[HEADER_BYTES:]
+                await self._stream.send(data)
         except anyio.BrokenResourceError:
             raise BrokenProtocol("the daemon closed the connection") from None
 
@@ -691,7 +708,8 @@ async def open_client(
     while isinstance(found := connector.attempt(anyio.current_time()), float):  # noqa: ASYNC110 - a process starts
         await anyio.sleep(found)
     async with await open_stream(found) as connection:
-        yield Client(connection, encoding=Encoding(encoding), principal=principal)
+        passes_files = isinstance(connection, anyio.abc.UNIXSocketStream) and can_pass(found)
+        yield Client(connection, encoding=Encoding(encoding), principal=principal, passes_files=passes_files)
 
 
 def ask(
@@ -788,6 +806,16 @@ def run(
     return tree
 
 
+def _send(sock: sockets.socket, codec: ClientCodec, fields: Mapping[str, Any]) -> None:
+    """``Client.send``, blocking."""
+    with passed(fields, taken=can_pass(sock)) as (message, descriptors):
+        data = codec.encode(dict(message))
+        if descriptors:
+            sockets.send_fds(sock, [data[:HEADER_BYTES]], descriptors)
+            data = data[HEADER_BYTES:]
+        sock.sendall(data)
+
+
 def _events(fields: Mapping[str, Any], socket: SocketPath | None, wait_s: float | None) -> Iterator[Event]:
     """Send a request and yield its events, blocking."""
     request = _Request(fields, "r1")
@@ -795,7 +823,7 @@ def _events(fields: Mapping[str, Any], socket: SocketPath | None, wait_s: float 
     with connect_blocking(socket, wait_s=wait_s, loading_timeout_s=LOADING_TIMEOUT_S) as sock:
         try:
             with contextlib.suppress(BrokenPipeError):  # a daemon that closed the connection may have sent the reason
-                sock.sendall(codec.encode(request.fields))
+                _send(sock, codec, request.fields)
             while not request.done:
                 while (event := codec.next_event()) is None and (data := sock.recv(READ_BYTES)):
                     codec.receive_data(data)

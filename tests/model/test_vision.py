@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import psutil
 import pytest
 
+import uma_trio
 from tests.support.commands import invoke
 from tests.support.pictures import bombs, drawn, gif, png, with_orientation
 from tests.support.projectors import N_ROWS, projector_file
 from tests.support.real_daemon import ROOT, Answer, Daemon, real_daemon
+from uma_trio.client import open_client
 from uma_trio.models.packaged import EMBEDDED
+from uma_trio.protocol import sealed_memory
 from uma_trio.protocol.framing import frame
 
 QUESTION = "What is this?"
@@ -160,6 +164,26 @@ def test_ask_and_chat_send_files(daemon: Daemon, tmp_path: Path) -> None:
     assert f"{without + N_ROWS} prompt + 4 tokens" in talked.stderr
     refused = invoke("ask", "--image", str(tmp_path / "none.png"), QUESTION, **socket)
     assert (refused.returncode, "cannot read the picture" in refused.stderr) == (2, True)
+
+
+@pytest.mark.skipif(not sealed_memory.EXISTS, reason="this system has no sealed memory; Linux has")
+def test_a_file_that_no_frame_has_room_for_comes_as_a_descriptor(daemon: Daemon, tmp_path: Path) -> None:
+    small = png(drawn(7))
+    expected = ask(daemon, user(picture(small), text(QUESTION)))
+    large = small + bytes(17 << 20)  # decoders ignore what follows
+    chat = user({"type": "image", "data": large}, text(QUESTION))
+    assert str(uma_trio.ask(chat, socket=daemon.socket, max_tokens=8, temperature=0)) == expected.text
+
+    async def asked() -> str | None:
+        async with open_client(daemon.socket, encoding="cbor") as client:
+            return (await client.complete(messages=chat, max_tokens=8, temperature=0)).text
+
+    for backend in ("asyncio", "trio"):
+        assert anyio.run(asked, backend=backend) == expected.text
+    (tmp_path / "large.png").write_bytes(large)
+    options = ("--no-stream", "--max-tokens", "8", "--temp", "0")
+    answer = invoke("ask", "--image", str(tmp_path / "large.png"), *options, QUESTION, UMA_SOCKET=str(daemon.socket))
+    assert answer.stdout.rstrip("\n") == expected.text.rstrip("\n"), answer.stderr
 
 
 @pytest.mark.thorough

@@ -51,6 +51,10 @@ class Codec(Protocol):
     """Interface of the server's codecs."""
 
     @property
+    def files(self) -> list[bytes]:
+        """Files that came as descriptors, in their order.  Messages take those that they name."""
+
+    @property
     def mid_message(self) -> bool:
         """Whether a message has arrived in part."""
 
@@ -103,6 +107,7 @@ class ServerCodec:
     queues_requests = False
 
     def __init__(self, mode: Literal["auto", "json", "cbor"], *, max_frame_bytes: int) -> None:
+        self.files: list[bytes] = []
         self._frames = framing.FrameReader(max_frame_bytes=max_frame_bytes)
         self._only = None if mode == "auto" else Encoding(mode)
         self._latest = self._only or Encoding.JSON
@@ -152,7 +157,7 @@ class ServerCodec:
             yield
         fields = payload.decode(found, encoding)
         yield
-        message = messages.parse(fields)
+        message = messages.parse(fields, self.files)
         if not isinstance(message, Cancel):
             answers = message.n if isinstance(message, Generate) else 1
             self._pending.setdefault(message.id, (encoding, answers))
@@ -228,6 +233,7 @@ class NewlineCodec:
     queues_requests = True
 
     def __init__(self, *, max_line_bytes: int, chat: bool = True) -> None:
+        self.files: list[bytes] = []  # no line can name one
         self._chat = chat
         self._buffer = bytearray()
         self._searched = 0

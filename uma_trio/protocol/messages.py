@@ -63,6 +63,7 @@ from uma_trio.protocol.events import (
 )
 from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.lease import LeaseQuery, OfferQuery, SessionLease, SessionOffer
+from uma_trio.protocol.passed_files import put_in
 from uma_trio.protocol.queries import (
     AnswersQuery,
     AttachQuery,
@@ -198,15 +199,19 @@ _PARSERS: Final[Mapping[str, Callable[[dict[str, Any]], ClientMessage]]] = {
 """By the ``type`` of a message; one without a type is a ``generate``."""
 
 
-def parse(fields: dict[str, Any]) -> ClientMessage:
+def parse(fields: dict[str, Any], files: list[bytes] | None = None) -> ClientMessage:
     """Convert the decoded payload of a client's message.
 
     Unknown fields are ignored, so that a newer client can talk to an older daemon.
+
+    Args:
+        files: those that came as descriptors.  The message takes what it names.
 
     Raises:
         BadRequest: names the field, and carries ``request_id`` if the payload has a usable one.
     """
     try:
+        put_in(fields, [] if files is None else files)
         return _parse(fields)
     except BadRequest as error:
         claimed = fields.get("id")

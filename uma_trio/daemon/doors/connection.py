@@ -16,6 +16,7 @@ from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors.attachment import Attachment
 from uma_trio.daemon.doors.frame_room import FrameRoom, HeldFrames
 from uma_trio.daemon.doors.outbox import Outbox
+from uma_trio.daemon.doors.passed_files import PassedFiles
 from uma_trio.daemon.doors.uploads import Upload, Uploads
 from uma_trio.daemon.doors.watch import Watch
 from uma_trio.daemon.registry import ModelRegistry
@@ -108,6 +109,7 @@ class Connection:
         self._principal = principal_of(sock)
         self.peer = self._principal.name
         """The Unix user at the other end."""
+        self._passed = PassedFiles(sock, codec.files, taken=self.peer == OWN_PRINCIPAL)
         self._log = log.bind(connection=name)
         self._outbox = Outbox(
             sock,
@@ -165,6 +167,7 @@ class Connection:
             for service in self._claimed_at:
                 service.sessions.hand_over.release(self)
             self._held.close()
+            self._passed.close()
 
     def leave(self) -> None:
         """End the connection as soon as no request is running, because the daemon stops.
@@ -185,6 +188,8 @@ class Connection:
             data = await self._receive()
             if data is None:
                 continue
+            if self._passed.arrived:
+                await self._owner.large_work.run(self._passed.reading(self._held.arrive))
             self._codec.receive_data(data)
             self._take_room()
             while (message := await self._next_message()) is not None:
@@ -199,18 +204,20 @@ class Connection:
                 self._held.handled(runs=self._running is not None and self._running is not running)
                 self._take_room()
                 await self._wait_for_reader()
+            if not self._codec.mid_message:
+                self._passed.check_all_taken()
             if not data:
                 await self._wait_for_hangup()
                 return
 
     def _take_room(self) -> None:
-        """Take room for the frame that arrives.  The codec refuses one that is larger than any may be.
+        """Take room for the frame that arrives and its files.  The codec refuses one that is larger than any may be.
 
         Raises:
             QueueFull: there is none.
         """
         if self._codec.arriving_bytes <= self._limits.max_frame_bytes:
-            self._held.arrive(self._codec.arriving_bytes)
+            self._held.arrive(self._codec.arriving_bytes + self._passed.n_bytes)
 
     async def _next_message(self) -> ClientMessage | None:
         """Decode the next message; a large one in pieces."""
@@ -227,7 +234,7 @@ class Connection:
             while True:
                 await trio.lowlevel.wait_readable(self._sock)
                 try:
-                    return self._sock.recv(READ_BYTES)
+                    return self._passed.receive(READ_BYTES)
                 except BlockingIOError:
                     continue
                 except OSError:  # reset by the peer
