@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
 from typing import Final
 
 import attrs
@@ -17,6 +18,7 @@ from uma_trio.daemon.prompts.control_tokens import PICTURE_CHARS
 from uma_trio.encoder.encoded import EncodedMedia, RowBlock, RowFile
 from uma_trio.engine_link.media import PLACEHOLDER, MediaRows
 from uma_trio.engine_link.messages import PromptPart
+from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.protocol.chat import ChatMessage, ContentPart
 
 SHOWN: Final = "<image>"
@@ -76,10 +78,20 @@ def cut_at_pictures(parts: Sequence[PromptPart]) -> tuple[list[list[PromptPart]]
     return groups, numbers
 
 
+def picture_numbers(text: str) -> list[int]:
+    """The numbers of the pictures in a rendered chat, in their order."""
+    return [ord(char) - PICTURE_CHARS[0] for char in _PICTURE.findall(text)]
+
+
+def with_pictures(texts: Sequence[str], numbers: Sequence[int]) -> str:
+    """A rendered chat of its texts, and of pictures between these."""
+    chars = [chr(PICTURE_CHARS[number]) for number in numbers[: len(texts) - 1]]
+    return "".join(chain.from_iterable(zip_longest(texts, chars, fillvalue="")))
+
+
 def has_all(parts: Sequence[PromptPart], n: int) -> bool:
     """Whether ``n`` pictures are in a rendered chat."""
-    found = {char for part in parts for char in _PICTURE.findall(part.text)} if n else ()
-    return len(found) == n
+    return not n or len({number for part in parts for number in picture_numbers(part.text)}) == n
 
 
 def shown(text: str) -> str:
@@ -111,6 +123,32 @@ def place(media: EncodedMedia, start: int) -> Iterator[PlacedRows]:
     for block in media.blocks:
         yield PlacedRows(start + places[first], block, media.rows, first)
         first += block.n
+
+
+def split_at_media(tokens: TokenIds, media: Sequence[EncodedMedia]) -> tuple[list[TokenIds], list[int]] | None:
+    """The tokens before, between and after the files in ``tokens``, and where each file begins.
+
+    Args:
+        media: files in their order, the first of which are in ``tokens``.
+
+    Returns:
+        ``None`` if other files are there.
+    """
+    texts: list[TokenIds] = []
+    starts: list[int] = []
+    at, places = 0, np.flatnonzero(tokens >= PLACEHOLDER)
+    for each in media:
+        left = places[np.searchsorted(places, at) :]
+        if not len(left):
+            break
+        start = int(left[0]) - int(np.argmax(each.tokens >= PLACEHOLDER))
+        if start < at or not np.array_equal(tokens[start : start + len(each.tokens)], each.tokens):
+            return None
+        texts.append(tokens[at:start])
+        starts.append(start)
+        at = start + len(each.tokens)
+    rest = tokens[at:]
+    return None if (rest >= PLACEHOLDER).any() else ([*texts, rest], starts)
 
 
 def rows_between(placed: Sequence[PlacedRows], start: int, end: int) -> list[MediaRows]:

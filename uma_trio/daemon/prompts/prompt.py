@@ -18,7 +18,17 @@ from uma_trio.daemon.prompts.chat import ChatTemplate
 from uma_trio.daemon.prompts.context import MIN_PROMPT_BYTES, SHORT_ANSWER, explain_context, more_context
 from uma_trio.daemon.prompts.fair_limiter import FairLimiter, in_thread
 from uma_trio.daemon.prompts.infill import InfillFormat
-from uma_trio.daemon.prompts.media import PlacedRows, cut_at_pictures, has_all, place, shown, take_pictures
+from uma_trio.daemon.prompts.media import (
+    PlacedRows,
+    cut_at_pictures,
+    has_all,
+    picture_numbers,
+    place,
+    shown,
+    split_at_media,
+    take_pictures,
+    with_pictures,
+)
 from uma_trio.daemon.prompts.pairs import PairFormat
 from uma_trio.daemon.prompts.pictures import Pictures
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport, call_ids, template_chat
@@ -94,11 +104,6 @@ class History:
     """Shape ``[n]``: all prompts and answers, or the last rendered chat with its answer."""
     messages: Sequence[ChatMessage] = ()
     """Empty in a session of prompts."""
-
-    @property
-    def has_pictures(self) -> bool:
-        """Whether some of ``tokens`` are rows of a picture."""
-        return len(self.tokens) > 0 and int(self.tokens.max()) >= PLACEHOLDER
 
 
 def check_prompt_size(request: Generate, limits: Limits) -> int:
@@ -310,15 +315,30 @@ class PromptMaker:
             return self._continue(past, [part])[0], request.prompt, ()
         parts = self._parts(request, encoded)
         text = "".join(part.text for part in parts)
-        if len(past) and history is not None and not history.has_pictures:
-            past_text = self.tokenizer.decode(past, special=True).removeprefix(
-                "" if text.startswith(self.tokenizer.bos) else self.tokenizer.bos
-            )
-            if text.startswith(past_text):  # keep the generated tokens: tokenizing their text may give others
-                tokens, media = self._continue(past, _drop_chars(len(past_text), parts), encoded)
-                return tokens, shown(text), media
+        past_text, placed = self._spelled(past, text, encoded)
+        if past_text and text.startswith(past_text):  # keep the generated tokens: tokenizing their text may give others
+            tokens, media = self._continue(past, _drop_chars(len(past_text), parts), encoded)
+            return tokens, shown(text), (*placed, *media)
         tokens, media = self._continue(past[:0], parts, encoded)
         return tokens, shown(text), media
+
+    def _spelled(self, past: TokenIds, text: str, encoded: Sequence[EncodedMedia]) -> tuple[str, list[PlacedRows]]:
+        """The text of ``past`` with a character for each picture, as ``text`` has it, and the rows in ``past``.
+
+        Empty if ``past`` has other pictures than ``text``.
+        """
+        numbers = picture_numbers(text) if encoded else []
+        found = split_at_media(past, [encoded[number] for number in numbers])
+        if found is None:
+            return "", []
+        tokens, starts = found
+        texts = [self.tokenizer.decode(each, special=True) for each in tokens]
+        if not text.startswith(self.tokenizer.bos):
+            texts[0] = texts[0].removeprefix(self.tokenizer.bos)
+        placed = [
+            rows for number, start in zip(numbers, starts, strict=False) for rows in place(encoded[number], start)
+        ]
+        return with_pictures(texts, numbers), placed
 
     def _continue(
         self, past: TokenIds, parts: Sequence[PromptPart], encoded: Sequence[EncodedMedia] = ()
