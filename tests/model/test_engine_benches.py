@@ -110,7 +110,7 @@ def test_host_time(library, tmp_path):
     assert [(row["streams"], row["temperature"]) for row in found] == [
         (streams, temperature) for temperature in ("0.0", "0.8") for streams in ("1", "2")
     ]
-    assert all(0 < float(row["gap_us"]) < float(row["host_us"]) for row in found)
+    assert all(0 < float(row["gap_p50_us"]) < float(row["host_p50_us"]) for row in found)
 
 
 def test_crowding(library, tmp_path):

@@ -11,15 +11,12 @@ import functools
 from collections.abc import Iterable
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 _GAMMA: Final = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio, rounded to an odd number: its multiples visit every 64-bit number."""
 _BITS: Final = 2**64 - 1
 
 
-def uniforms(seeds: Iterable[int], steps: Iterable[int]) -> npt.NDArray[np.float64]:
+def uniforms(seeds: Iterable[int], steps: Iterable[int]) -> list[float]:
     """Return one number in [0, 1), with 53 random bits, for each pair of seed and step.
 
     Args:
@@ -30,8 +27,8 @@ def uniforms(seeds: Iterable[int], steps: Iterable[int]) -> npt.NDArray[np.float
     whose n-th output can be computed directly.  Seeds are mixed once more, since neighbouring seeds would otherwise
     give shifted copies of one sequence.
     """
-    bits = [_mix(_start(seed) + (step + 1) * _GAMMA) >> 11 for seed, step in zip(seeds, steps, strict=True)]
-    return np.array(bits, np.float64) * 2.0**-53
+    pairs = zip(seeds, steps, strict=True)
+    return [(_mix(_start(seed) + (step + 1) * _GAMMA) >> 11) * 2.0**-53 for seed, step in pairs]
 
 
 @functools.lru_cache(1024)

@@ -14,6 +14,7 @@ reason for this order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -86,21 +87,25 @@ def sample(
     n_vocab = logits.shape[1]
     plan = plan or Plan(params, n_vocab)
     logits = _apply_logit_ops(logits, params, plan, masks, biases, pasts, breakers)
+    # A step is mostly one row or a few, and numpy's code has left the caches since the last one: each call takes long.
     tokens = logits.argmax(axis=1)
-    max_logits = logits[np.arange(len(logits)), tokens]
-    usable = np.isfinite(max_logits)  # argmax returns a NaN or +inf if the row has one
-    if not usable.all():
-        tokens[~usable] = NO_TOKEN
+    best = [float(logits[row, token]) for row, token in enumerate(tokens.tolist())]
+    if not all(map(math.isfinite, best)):  # argmax returns a NaN or +inf if the row has one
+        usable = [*map(math.isfinite, best)]
+        tokens[np.logical_not(usable)] = NO_TOKEN
         plan = Plan([p if is_usable else _GREEDY for p, is_usable in zip(params, usable, strict=True)], n_vocab)
     if drawn := plan.drawn:
         steps = [steps[row] for row in drawn]
+        max_logits = np.array([best[row] for row in drawn], np.float32)
         if len(drawn) < len(logits):
-            logits, max_logits = logits[drawn], max_logits[drawn]
-        tokens[drawn], found = _draw(logits, max_logits, plan, uniforms(plan.seeds, steps), _chances(plan, steps))
+            logits = logits[drawn]
+        chosen, found = _draw(logits, max_logits, plan, uniforms(plan.seeds, steps), _chances(plan, steps))
+        for row, token in zip(drawn, chosen, strict=True):
+            tokens[row] = token
         if mus is not None:
             mus.update({drawn[row]: mu for row, mu in found.items()})
-    chosen: npt.NDArray[np.int32] = tokens.astype(np.int32)
-    return chosen
+    sampled: npt.NDArray[np.int32] = tokens.astype(np.int32)
+    return sampled
 
 
 def distribution(
@@ -169,34 +174,36 @@ def _apply_logit_ops(
     return logits
 
 
-def _chances(plan: Plan, steps: Sequence[int]) -> Doubles:
+def _chances(plan: Plan, steps: Sequence[int]) -> list[float]:
     """A random number in [0, 1) for each row with XTC, independent of that of the draw; 1 for the others."""
-    chances = np.ones(len(plan.params))
-    if rows := plan.with_xtc:
-        chances[rows] = uniforms([plan.seeds[row] ^ _XTC_STREAM for row in rows], [steps[row] for row in rows])
+    chances = [1.0] * len(plan.params)
+    for row in plan.with_xtc:
+        [chances[row]] = uniforms([plan.seeds[row] ^ _XTC_STREAM], [steps[row]])
     return chances
 
 
 def _draw(
-    logits: Floats, max_logits: Floats, plan: Plan, randoms: Doubles, chances: Doubles
-) -> tuple[Ints, dict[int, float]]:
+    logits: Floats, max_logits: Floats, plan: Plan, randoms: Sequence[float], chances: Sequence[float]
+) -> tuple[list[int], dict[int, float]]:
     """A token for each row, and the next state of mirostat for each row that has it."""
     mus: dict[int, float] = {}
-    tokens = np.empty(len(logits), np.int64)
+    tokens = [NO_TOKEN] * len(logits)
     at_once = max(1, _BYTES_AT_ONCE // (logits.shape[1] * logits.itemsize))
     for start in range(0, len(plan.unfiltered), at_once):
         some, temperatures = plan.unfiltered[start : start + at_once], plan.temperatures[start : start + at_once]
         # consecutive rows are not copied
         rows = slice(some[0], some[-1] + 1) if some[-1] - some[0] == len(some) - 1 else some
-        tokens[rows] = _draw_unfiltered(logits[rows], max_logits[rows], temperatures, randoms[rows])
+        found = _draw_unfiltered(logits[rows], max_logits[rows], temperatures, [randoms[row] for row in some])
+        for row, token in zip(some, found, strict=True):
+            tokens[row] = token
     if filtered := plan.filtered:
         if plan.unfiltered:
             logits, max_logits = logits[filtered], max_logits[filtered]
-        for row, ids, sums in _filter(logits, max_logits, plan.filters, chances[filtered]):
+        for row, ids, sums in _filter(logits, max_logits, plan.filters, [chances[row] for row in filtered]):
             target = randoms[filtered[row]] * sums[-1]
             # The first sum above the target: never that of a token with weight 0.
             place = min(int(sums.searchsorted(target, side="right")), len(sums) - 1)
-            tokens[filtered[row]] = ids[place]
+            tokens[filtered[row]] = int(ids[place])
             if (p := plan.filters.params[row]).mirostat:
                 weight = sums[place] - (sums[place - 1] if place else 0.0)
                 mus[filtered[row]] = p.next_mu(weight / sums[-1])
@@ -204,7 +211,9 @@ def _draw(
 
 
 @np.errstate(over="ignore", under="ignore")
-def _filter(logits: Floats, max_logits: Floats, filters: Filters, chances: Doubles) -> list[tuple[int, Ints, Doubles]]:
+def _filter(
+    logits: Floats, max_logits: Floats, filters: Filters, chances: Sequence[float]
+) -> list[tuple[int, Ints, Doubles]]:
     """Apply the filters: for each row its number, the remaining ids, and the running sums of their weights.
 
     There are three code paths.  Which one a row takes depends on that row alone.
@@ -281,19 +290,20 @@ def _sums(log_weights: Floats | Doubles, temperature: float | Doubles = 1.0) -> 
     return sums
 
 
-def _draw_unfiltered(logits: Floats, max_logits: Floats, temperatures: Doubles, randoms: Doubles) -> list[int]:
+def _draw_unfiltered(logits: Floats, max_logits: Floats, temperatures: Doubles, randoms: Sequence[float]) -> list[int]:
     """Draw from whole rows: first a group of tokens by its weight, then a token of the group."""
     rows, n_vocab = logits.shape
     size = min(_GROUP, n_vocab)
     n_groups = -(-n_vocab // size)
     weights = np.empty((rows, size * n_groups), np.float32)
-    weights[:, n_vocab:] = 0
+    if n_vocab % size:
+        weights[:, n_vocab:] = 0
     relative_weights(logits, max_logits, temperatures, out=weights[:, :n_vocab])
     grouped = weights.reshape(rows, size, n_groups)
     all_sums = grouped.sum(axis=1).cumsum(axis=1, dtype=np.float64)
-    targets = (randoms * all_sums[:, -1]).tolist()
     chosen = []
-    for each, sums, target in zip(grouped, all_sums, targets, strict=True):
+    for each, sums, random in zip(grouped, all_sums, randoms, strict=True):
+        target = random * float(sums[-1])
         group = min(int(sums.searchsorted(target, "right")), n_groups - 1)
         inside = each[:, group].cumsum(dtype=np.float64)
         place = int(inside.searchsorted(target - sums[group - 1] if group else target, "right"))
