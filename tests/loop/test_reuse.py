@@ -13,7 +13,7 @@ import trio
 
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
-from tests.support.profile import sampled, thorough
+from tests.support.profile import amount, sampled, thorough
 from tests.support.serving import serving
 from uma_trio.engine_link.kv_ops import CopyPrefix, Truncate
 from uma_trio.engine_link.messages import EngineDied, EngineError
@@ -450,18 +450,19 @@ async def test_a_leader_whose_client_disconnects_is_cancelled(autojump_clock, un
 @pytest.mark.parametrize("failures", [thorough(0.0), 0.03], ids=["sound", "failing"])
 @pytest.mark.parametrize("can_truncate", sampled([True, False], 2), ids=["truncatable", "recurrent"])
 @LAYOUTS
-async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, can_truncate, failures):
+async def test_many_conversations_in_a_cache_for_a_few(autojump_clock, unified, can_truncate, failures):
     """Turns, edited turns, cancellations, clients that do not read, failing steps: no text is ever wrong."""
     rng = random.Random(5)
     model = engine(unified, n_ctx=3000 if unified else 6000, n_seq_max=6, can_truncate=can_truncate, checkpoints=0)
     system = SHARED[:200]
     ends: dict[str, int] = {}
+    n_conversations = amount(quick=80, thorough=200)
 
     async with asking(model, max_queue=300) as harness:
 
         async def converse(i: int) -> None:
             chat = [*system[: rng.choice([0, 60, 200])], *rng.choices(range(1, 900), k=rng.randint(1, 60))]
-            await trio.sleep(rng.random() * 15)
+            await trio.sleep(rng.random() * n_conversations / 13)
             for _ in range(rng.randint(1, 4)):
                 n = rng.randint(1, 30)
                 client = harness.ask(
@@ -493,10 +494,10 @@ async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, c
                     break
 
         async with trio.open_nursery() as nursery:
-            for i in range(200):
+            for i in range(n_conversations):
                 nursery.start_soon(converse, i)
-        assert ends["length"] > 250
-        assert ends["cancelled"] > 20
+        assert ends["length"] > 1.25 * n_conversations
+        assert ends["cancelled"] > n_conversations / 10
         assert (model.resets > 0) == bool(failures)
         # a request that is alone in two failed steps is blamed; failures come at random, so a few are
         assert ends.pop("E_RUNTIME_DECODE", 0) <= 6 * bool(failures), "only a request in two failed steps may fail"
