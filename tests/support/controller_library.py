@@ -13,7 +13,7 @@ from uma_trio.aici.runtime.interface import BadModule
 from uma_trio.aici.runtime.module_space import Space
 from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
 from uma_trio.aici_link.messages import Auth, ModuleInfo, ModuleRecord, Removal, RemoveModule, TagInfo
-from uma_trio.daemon.aici.supervisor import NO_MODULE
+from uma_trio.daemon.aici.link import NO_MODULE
 from uma_trio.errors import ControllerFailed, ControllerNotFound
 
 T = TypeVar("T")
