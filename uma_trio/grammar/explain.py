@@ -1,6 +1,6 @@
 """Says what is wrong with a constraint, in words of the client that sent it.
 
-llguidance speaks of a grammar that the client has not written: of its lines, its limits and its Rust types.
+llguidance's errors are about a grammar that the client has not written: they name its lines, its limits and Rust types.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 from uma_trio.grammar.calls import AnswerShape
 from uma_trio.grammar.regex import own_column, own_position, own_regex
 from uma_trio.protocol.field_errors import FieldError
-from uma_trio.protocol.requests import Constraint
+from uma_trio.protocol.requests import Constraint, constraint_kind
 from uma_trio.protocol.types import MAX_ERROR_CHARS
 
 TOO_COMPLEX: Final = "it is too complex; use fewer alternatives, optional parts and repetitions"
@@ -38,15 +38,14 @@ _REPLACED: Final[tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]] =
     (r"Failed to generate regex for .* range: min=(.*), max=(.*)", r"no range of numbers from \1 to \2 can be followed"),
     (r"(.*)lookarounds not supported yet; \w+ in regex .*", r"look-around and word boundaries (\\b) are not supported"),
     (r"(following special tokens are available: )(.*)", r"there are \2"),
+    *((r"Some\((.*?)\)", r"\1"), (r"\bNone\b", "any"), (r"\bf64\b", "number"), (r"json-schema:///", "")),
 )  # fmt: skip
-"""Errors of llguidance, and their replacements."""
+"""Errors of llguidance, and their replacements.  The last row is for types of Rust in other errors."""
 
-_RUST: Final = ((r"Some\((.*?)\)", r"\1"), (r"\bNone\b", "any"), (r"\bf64\b", "number"), (r"json-schema:///", ""))
+_MAPS_OF_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords with an object of schemas.  The client chose its keys, so none of them is a keyword."""
 
-_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose map has names of the client's as keys, and schemas as values."""
-
-_VALUES: Final = ("const", "enum", "default", "examples", "required")
+_WITHOUT_SCHEMAS: Final = ("const", "enum", "default", "examples", "required")
 """Keywords that hold no schemas."""
 
 
@@ -57,8 +56,7 @@ def explain(error: str) -> str:
 
 def explain_constraint(error: str, constraint: Constraint) -> FieldError:
     """``error`` of llguidance about ``constraint``, on one line."""
-    kinds = ("json_schema", "regex", "choice", "lark", "gbnf")
-    field = f"constraint.{next((name for name in kinds if getattr(constraint, name)), 'json_object')}"
+    field = f"constraint.{constraint_kind(constraint)}"
     if constraint.regex is not None and "lexer error" in error:
         return FieldError(field, f"{field}: it ends with a backslash that escapes nothing")
     return _field_error(field, _place(error, constraint), error)
@@ -68,7 +66,7 @@ def explain_shape(error: str, shape: AnswerShape) -> FieldError:
     """``error`` of llguidance about the grammar of an answer, on one line; names the tool if it can be found."""
     for n, tool in enumerate(shape.tools):
         place = _place(error, Constraint(json_schema=tool.parameters))
-        if place and (len(shape.tools) == 1 or (place.startswith(", ") and "regex" not in place)):
+        if place and (len(shape.tools) == 1 or "regex" not in place):
             return _field_error(f"tools[{n}].parameters", place, error)
     if shape.text is not None and (not shape.tools or _place(error, shape.text)):
         return explain_constraint(error, shape.text)
@@ -90,8 +88,6 @@ def _plain(error: str) -> str:
     text = re.sub(r'^invalid regex ".*" \(in regex\): ', "", text)
     for pattern, instead in _REPLACED:
         text = re.sub(pattern, instead, text, flags=re.DOTALL)
-    for pattern, instead in _RUST:
-        text = re.sub(pattern, instead, text)
     return text
 
 
@@ -114,7 +110,7 @@ def _place(error: str, constraint: Constraint) -> str:
             re.findall(r'"(.*?)"', found[1]) if (found := re.search(r"Unimplemented keys: \[(.*)\]", error)) else []
         )
         if keywords:
-            return next((f", {place}" for place in _places(constraint.json_schema, keywords[0]) if place), "")
+            return next((f", {place}" for place in _paths_of(constraint.json_schema, keywords[0]) if place), "")
     if constraint.lark is not None and (position := _POSITION.match(error)) is not None:
         line, column = int(position[1]), int(position[2])
         lines = constraint.lark.split("\n")
@@ -122,17 +118,17 @@ def _place(error: str, constraint: Constraint) -> str:
     return ""
 
 
-def _places(schema: Any, keyword: str, place: str = "") -> Iterator[str]:
-    """Where ``keyword`` stands in ``schema``: the keys that lead there."""
+def _paths_of(schema: Any, keyword: str, path: str = "") -> Iterator[str]:
+    """The path to each schema in ``schema`` that has ``keyword``, such as ``properties.name``."""
     if isinstance(schema, list):
         for n, each in enumerate(schema):
-            yield from _places(each, keyword, f"{place}[{n}]")
+            yield from _paths_of(each, keyword, f"{path}[{n}]")
     elif isinstance(schema, dict):
         if keyword in schema:
-            yield place
+            yield path
         for key, each in schema.items():
-            if key in _NAMED and isinstance(each, dict):
+            if key in _MAPS_OF_SCHEMAS and isinstance(each, dict):
                 for name, inner in each.items():
-                    yield from _places(inner, keyword, f"{place}.{key}.{name}".lstrip("."))
-            elif key not in _VALUES:
-                yield from _places(each, keyword, f"{place}.{key}".lstrip("."))
+                    yield from _paths_of(inner, keyword, f"{path}.{key}.{name}".lstrip("."))
+            elif key not in _WITHOUT_SCHEMAS:
+                yield from _paths_of(each, keyword, f"{path}.{key}".lstrip("."))

@@ -103,6 +103,25 @@ class Constraint:
         return any(each is not None for each in (self.lark, self.gbnf, self.after))
 
 
+CONSTRAINT_KINDS: Final = ("json_schema", "json_object", "regex", "lark", "gbnf", "choice")
+"""Fields of ``Constraint`` of which exactly one is set."""
+
+
+def constraint_kind(constraint: Constraint) -> str:
+    """The one of ``CONSTRAINT_KINDS`` that is set.
+
+    Raises:
+        BadRequest: none is, or several are.
+    """
+    given = [name for name in CONSTRAINT_KINDS if getattr(constraint, name) not in (None, False)]
+    if len(given) != 1:
+        raise BadRequest(
+            f"constraint must have exactly one of {', '.join(CONSTRAINT_KINDS)}; it has {', '.join(given) or 'none'}",
+            field="constraint",
+        )
+    return given[0]
+
+
 MAX_INFILL_FILES: Final = 256
 """Further files of a gap."""
 
@@ -319,13 +338,7 @@ def _conflicts_with_controller(request: Generate) -> list[str]:
 
 
 def _check_constraint(constraint: Constraint, *, ignore_eos: bool) -> None:
-    kinds = ("json_schema", "json_object", "regex", "lark", "gbnf", "choice")
-    given = [name for name in kinds if getattr(constraint, name) not in (None, False)]
-    if len(given) != 1:
-        raise BadRequest(
-            f"constraint must have exactly one of {', '.join(kinds)}; it has {', '.join(given) or 'none'}",
-            field="constraint",
-        )
+    constraint_kind(constraint)
     if ignore_eos:
         raise BadRequest(
             "ignore_eos does not go with constraint: an answer ends where the constraint allows no more",

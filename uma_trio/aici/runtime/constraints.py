@@ -17,12 +17,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from uma_trio.aici.runtime.guest import BLOB_CONSTRAINT, Fatal, Guest
 from uma_trio.aici.runtime.turns import OutOfTime
-from uma_trio.errors import InvalidConstraint
+from uma_trio.errors import BadRequest, InvalidConstraint
 from uma_trio.grammar.checker import SandboxedChecker
 from uma_trio.grammar.compiler import GrammarCompiler
 from uma_trio.grammar.explain import explain, explain_constraint
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
-from uma_trio.protocol.requests import Constraint
+from uma_trio.protocol.requests import Constraint, constraint_kind
 
 MAX_SOURCE_BYTES: Final = 256 << 10
 MAX_LIVE: Final = 16
@@ -30,15 +30,13 @@ MAX_LIVE: Final = 16
 MAX_TOKENS: Final = 1 << 16
 """Tokens of one ``constraint_advance``."""
 MAX_KEPT: Final = 32
-"""Compiled grammars that are kept for the next constraint of the same kind."""
+"""Compiled grammars that are kept.  The next constraint with one of them need not be compiled."""
 
 FAILED: Final = -1
 
-CONSTRAINT_KINDS: Final = ("json_schema", "json_object", "regex", "lark", "gbnf", "choice")
-
 
 class _Refused(Exception):
-    """The constraint cannot be used in this way; says why."""
+    """What the controller asks of a constraint is not possible; says why."""
 
 
 @attrs.define(eq=False)
@@ -79,12 +77,12 @@ class Constraints:
     def prepare(self) -> None:
         """Do what the first constraint needs, outside of the time of a controller.  Blocks for half a second once.
 
-        Errors are those of the first constraint as well, so they are ignored here.
+        Ignores errors: the first constraint meets them again, and reports them.
         """
         concurrent.futures.wait([self._submit(Constraint(choice=["a"]))])
 
     def close(self) -> None:
-        """End the threads, when what they do is done."""
+        """End the threads after the work that they have begun."""
         with self._lock:
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
@@ -100,7 +98,7 @@ class Constraints:
                 matcher = self._submit(constraint).result(max(0.0, guest.deadline - time.monotonic()))
             except concurrent.futures.TimeoutError:
                 raise OutOfTime("the constraint takes longer to compile than the call may take") from None
-        except (_Refused, InvalidConstraint) as error:
+        except (_Refused, BadRequest, InvalidConstraint) as error:
             return _report(guest, str(error))
         guest.n_constraints_made += 1
         guest.constraints[guest.n_constraints_made] = LiveConstraint(matcher)
@@ -149,19 +147,17 @@ class Constraints:
 
 
 def _parse(source: bytes) -> Constraint:
-    """
+    """Decode a constraint.
+
     Raises:
-        _Refused: it is not a valid constraint.
+        _Refused: it is not valid JSON, or has a wrong field.
+        BadRequest: it has not exactly one kind.
     """
     try:
         constraint = msgspec.json.decode(source, type=Constraint)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _Refused(f"not a valid constraint: {error}") from None
-    kinds = [name for name in CONSTRAINT_KINDS if getattr(constraint, name) not in (None, False)]
-    if len(kinds) != 1:
-        raise _Refused(
-            f"it must have exactly one of {', '.join(CONSTRAINT_KINDS)}; it has {', '.join(kinds) or 'none'}"
-        )
+    constraint_kind(constraint)
     return constraint
 
 
@@ -171,7 +167,7 @@ def _report(guest: Guest, error: str) -> int:
 
 
 def _reporting(function: Callable[..., int]) -> Callable[..., int]:
-    """``function`` with the constraint instead of its id, and its errors as the controller reads them."""
+    """A host function that takes a constraint's id, calls ``function`` with that constraint, and reports a refusal."""
 
     def call(guest: Guest, constraint: int, *arguments: int) -> int:
         live = guest.constraints.get(constraint)
