@@ -22,8 +22,8 @@ def command(**options: Any) -> None:
     Enter sends the message, and Alt-Enter (or a backslash before Enter) begins another line.  Ctrl-C cancels an answer;
     the partial answer stays in the conversation.  Ctrl-D ends the program.  /help lists more commands.
 
-    While the model answers, a message interrupts it, and /stop ends the answer after its sentence.  Commands that do not
-    change an answer wait for its end, as do messages that are sent after one of them.
+    While the model answers, a message interrupts it, and /stop, /answer and /say change the answer.  Any other command
+    waits for the end of the answer, and so do the messages after it.
 
     If stdin is not a terminal, each line of it is one message, and the first error ends the program.  Exit codes are
     those of uma-trio ask.

@@ -26,7 +26,7 @@ MANAGE_S: Final = 3600.0
 SERVED: Final = ("ready", "loading", "draining")
 """States of models that the daemon has in memory."""
 STATES: Final = {"ready": "served"}
-"""What the table says of a model of the daemon, where it is not the word of the protocol."""
+"""The table's words for states of the protocol, where they differ."""
 HOW_TO_REMOVE: Final = {
     "Ollama": "ollama rm {name}",
     "Hugging Face": "hf cache rm model/{place}",
@@ -43,8 +43,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(context: click.Context, as_json: bool) -> None:
     """List, show, remove and name the models of this machine, and load and unload those of the daemon.
 
-    Besides those that uma-trio pull downloaded, these are the models of Ollama, LM Studio and Hugging Face's libraries.
-    They are used where they are.  Without a subcommand, all models are listed.
+    Models of this machine are those that uma-trio pull downloaded, and those of Ollama, LM Studio and Hugging Face's
+    libraries, which stay where they are.  Without a subcommand, all are listed.
 
     \b
       uma-trio pull Qwen/Qwen3-0.6B-GGUF:Q8_0
@@ -138,7 +138,7 @@ def show(model: str, as_json: bool) -> None:
 def remove(model: str, yes: bool) -> None:
     """Delete the files of MODEL, which uma-trio downloaded, or an unfinished download.
 
-    Its aliases go with it.  Models that another program keeps are for that program to remove.
+    Also removes its aliases.  Remove a model of another program with that program.
     """
     with _reporting():
         from uma_trio.hub.errors import NotInstalled
@@ -153,15 +153,17 @@ def remove(model: str, yes: bool) -> None:
         try:
             found = find(reference, models, folder.aliases())
         except NotInstalled:
-            unfinished = {state.name.lower(): (state.name, here) for state, here in folder.unfinished()}
+            unfinished = {state.name.lower(): (state.name, n_bytes) for state, n_bytes in folder.unfinished()}
             if str(reference).lower() not in unfinished:
                 raise
-            name, here = unfinished[str(reference).lower()]
+            name, n_bytes = unfinished[str(reference).lower()]
             if not yes:
-                click.confirm(f"Delete the unfinished download of {name}, {format_bytes(here)}?", abort=True, err=True)
+                click.confirm(
+                    f"Delete the unfinished download of {name}, {format_bytes(n_bytes)}?", abort=True, err=True
+                )
             if not folder.discard(name):
                 fail("models", f"{name} is being downloaded; stop that first")
-            click.echo(f"removed what was here of {name}", err=True)
+            click.echo(f"removed the unfinished download of {name}", err=True)
             return
         aliases = aliases_of(found, models, places)
         if found.origin == "the package":
@@ -216,7 +218,7 @@ def alias(name: str | None, model: str | None, removing: bool, as_json: bool) ->
         check_alias(name)
         reference, other = resolve(model, places)
         if other is not None:
-            meaning = folder.aliases()[other]  # the same as the other alias, which may go
+            meaning = folder.aliases()[other]  # what the other alias stands for, since that one may be removed
         elif isinstance(reference, HubReference | UrlReference):
             meaning = model
         elif isinstance(reference, PathReference):
@@ -266,7 +268,7 @@ def _list(as_json: bool) -> None:
         models = _all(places)
         unfinished = ModelFolder(places.folder).unfinished()
         names = [aliases_of(model, models, places) for model in models]
-    daemon = _of_daemon()
+    daemon = _daemon_models()
     served = {name: model for model in daemon for name in (model["name"], *model["aliases"])}
     rows = [_describe(model, aliases, served) for model, aliases in zip(models, names, strict=True)]
     known = {name for model, aliases in zip(models, names, strict=True) for name in (model.served_name, *aliases)}
@@ -296,11 +298,11 @@ def _list(as_json: bool) -> None:
         print_table(table)
     if all(row["origin"] == "the package" for row in rows) and not unfinished:
         click.echo("download another model with: uma-trio pull Qwen/Qwen3-0.6B-GGUF", err=True)
-    for state, here in unfinished:
+    for state, n_bytes in unfinished:
         total = None if None in state.sizes else sum(each or 0 for each in state.sizes)
         of = "" if total is None else f" of {format_bytes(total)}"
         click.echo(
-            f"not complete: {state.name}, {format_bytes(here)}{of}; uma-trio pull {state.name} goes on", err=True
+            f"not complete: {state.name}, {format_bytes(n_bytes)}{of}; uma-trio pull {state.name} goes on", err=True
         )
 
 
@@ -333,7 +335,7 @@ def _describe(model: InstalledModel, aliases: Sequence[str], served: Mapping[str
 
 
 def _describe_served(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A model of the daemon that nobody keeps by a name: one that was given by its path."""
+    """A model of the daemon that is not listed on this machine: it was given by its path."""
     return {
         "name": model["name"],
         "size_bytes": model["size_bytes"],
@@ -359,7 +361,7 @@ def _manage(action: str, model: str, socket: Path | None) -> None:
     except ClientError as error:
         fail("models", str(error))
     except TimeoutError:
-        fail("models", f"the daemon has not done it after {MANAGE_S:g} s; it goes on with it")
+        fail("models", f"the daemon is not done after {MANAGE_S:g} s, and goes on")
     if answer["event"] == "error":
         fail("models", f"{answer['code']}: {answer['message']}")
     for found in answer["models"]:
@@ -369,11 +371,11 @@ def _manage(action: str, model: str, socket: Path | None) -> None:
 
 def _served() -> list[str]:
     """Names of the models that the daemon at the usual socket has in memory; none if none runs."""
-    loaded = [model for model in _of_daemon() if model["state"] in SERVED]
+    loaded = [model for model in _daemon_models() if model["state"] in SERVED]
     return [name for model in loaded for name in (model["name"], *model["aliases"])]
 
 
-def _of_daemon() -> list[dict[str, Any]]:
+def _daemon_models() -> list[dict[str, Any]]:
     """The models of the daemon at the usual socket; none if none runs."""
     from uma_trio.connect import ClientError, is_locked, query
     from uma_trio.protocol.address import socket_path

@@ -1,6 +1,6 @@
 """The daemon of ``uma-trio run``: found or started, and kept running for as long as a ``run`` needs it.
 
-Each ``run`` locks a file, and the daemon ends when nobody has that file locked (``uma_trio.daemon.users``).  The kernel
+Each ``run`` locks a file, and the daemon ends when nobody has that file locked (``uma_trio.daemon.unlocked``).  The kernel
 unlocks it when a ``run`` ends, whatever ended it.
 """
 
@@ -26,7 +26,7 @@ from uma_trio.processes.interpreter import package_environment, python_module
 POLL_S: Final = 0.05
 """How often to look whether a daemon that was started serves."""
 KEEP: Final = b"keep"
-"""See ``uma_trio.daemon.users``."""
+"""See ``uma_trio.daemon.unlocked``."""
 
 
 class NotStarted(ClientError):

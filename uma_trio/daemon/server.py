@@ -43,7 +43,7 @@ from uma_trio.daemon.loading import CurrentPerfLog, Opener, specs_of
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.storage import open_answers
-from uma_trio.daemon.users import stop_when_unlocked
+from uma_trio.daemon.unlocked import stop_when_unlocked
 from uma_trio.errors import BadRequest, ErrorWithRemedy, ShuttingDown, TooManyConnections, UmaError
 from uma_trio.hub.environment import find_model_locations
 from uma_trio.processes.large_work import LargeWork

@@ -45,7 +45,7 @@ class Interrupts:
         self.memory[self.offset(number)] = 1
 
     def close(self) -> None:
-        """Give the mapping back, once the engine has ended.  What is set afterwards reaches nobody."""
+        """Unmap the flags, once the engine has ended.  ``set`` and ``clear`` then have no effect."""
         if isinstance(self.memory, mmap.mmap):
             self.memory.close()
             self.memory = bytearray(N_STEPS * FLAG_BYTES)

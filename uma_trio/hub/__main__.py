@@ -27,15 +27,15 @@ from uma_trio.hub.names import EXAMPLES, HubReference, PathReference, UrlReferen
 from uma_trio.hub.pull import Puller
 
 PROGRESS_S: Final = 0.2
-"""Between two lines about one file."""
+"""Least time between two lines about one file."""
 
 
 class InUse(HubError):
-    """A model that is loaded is not deleted."""
+    """The model to delete is loaded."""
 
 
 KINDS: Final[dict[type[Exception], str]] = {NotInstalled: "missing", InUse: "loaded"}
-"""What the gateway answers differently; all others are ``other``."""
+"""``kind`` of the errors that the gateway answers in their own ways; that of all others is ``other``."""
 
 
 class Task(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +50,7 @@ class Task(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where downloaded models are."""
     is_offline: bool = False
     in_use: list[str] = []
-    """Files of models that are loaded, which stay."""
+    """Files of models that are loaded; they are not deleted."""
 
 
 def say(**fields: Any) -> None:
@@ -64,20 +64,20 @@ class Lines(PullReporter):
 
     def __init__(self) -> None:
         self._said_at: dict[int, float] = {}
-        self._names: dict[str, int] = {}
-        """What is downloaded, and the number of its first file."""
+        self._first_numbers: dict[str, int] = {}
+        """The number of the first file of each download."""
         self._n_files = 0
 
     def start(self, name: str, sizes: Sequence[int | None]) -> None:
         """See ``PullReporter``."""
-        if name not in self._names:
-            self._names[name] = self._n_files
+        if name not in self._first_numbers:
+            self._first_numbers[name] = self._n_files
             self._n_files += len(sizes)
 
     def progress(self, number: int, done: int, size: int | None) -> None:
         """See ``PullReporter``."""
         now = time.monotonic()
-        number += max(self._names.values())
+        number += max(self._first_numbers.values())  # counted from the first file of the download that began last
         if done == size or now - self._said_at.get(number, -PROGRESS_S) >= PROGRESS_S:
             self._said_at[number] = now
             say(number=number, completed=done, total=size)
@@ -91,8 +91,8 @@ def _places(task: Task) -> ModelLocations:
     return find_model_locations(os.environ, task.folder, is_offline=task.is_offline)
 
 
-def _named(task: Task, places: ModelLocations) -> HubReference | UrlReference | None:
-    """What the task's model is, if it is one of the hub; ``None``: a model of this machine.
+def _hub_reference(task: Task, places: ModelLocations) -> HubReference | UrlReference | None:
+    """The place of the task's model in the hub; ``None`` if its name stands for a model of this machine.
 
     Raises:
         HubError: it is a path or a URL, or not a name.
@@ -110,7 +110,7 @@ def pull(task: Task) -> None:
         HubError: it is not here, and cannot be downloaded.
     """
     places = _places(task)
-    reference = _named(task, places)
+    reference = _hub_reference(task, places)
     if reference is None:
         try:
             find_installed(task.model, places)
@@ -133,7 +133,7 @@ def delete(task: Task) -> None:
     with folder.editing_aliases() as aliases:
         if aliases.pop(next((each for each in aliases if each.lower() == task.model.lower()), ""), None) is not None:
             return
-    _named(task, places)
+    _hub_reference(task, places)  # refuses a path
     models = all_models(places)
     reference, _ = resolve(task.model, places)
     found = find(reference, models, folder.aliases())
@@ -152,7 +152,7 @@ def copy(task: Task) -> None:
     """
     places = _places(task)
     check_alias(task.new_name)
-    _named(task, places)
+    _hub_reference(task, places)  # refuses a path
     find_installed(task.model, places)
     with ModelFolder(places.folder).editing_aliases() as aliases:
         aliases[task.new_name] = aliases.get(task.model, task.model)

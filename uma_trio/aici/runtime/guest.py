@@ -1,4 +1,4 @@
-"""What the functions that a module imports work on: one instance's memory and logs, what it was given and returns."""
+"""One instance of a controller's module, as the host functions see it: its memory, logs, blobs and result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class Stopped(Exception):
 
 
 class GuestMemory:
-    """The linear memory of one instance.  Every access is checked, and finds it anew: it moves when it grows."""
+    """The linear memory of one instance.
+
+    Every access checks the bounds, and asks for the address again: the memory moves when it grows.
+    """
 
     def __init__(self, store: wasmtime.Store, memory: wasmtime.Memory) -> None:
         self._store = store
@@ -71,7 +74,7 @@ class GuestMemory:
         """Become equal to the memory of another instance of the same module.
 
         Raises:
-            wasmtime.WasmtimeError: there is no memory.
+            wasmtime.WasmtimeError: the memory cannot grow.
         """
         n_bytes = other.n_bytes
         n_more = (n_bytes - self.n_bytes) // PAGE_BYTES
@@ -103,7 +106,8 @@ class LogBuffer:
         """Append ``text``.
 
         Args:
-            n_before: bytes that stood before ``text`` and were left out, because it has ``MAX_LOG_BYTES`` without them.
+            n_before: bytes that the controller wrote before ``text`` and the caller left out, since ``text`` alone has
+                ``MAX_LOG_BYTES``.
         """
         excess = len(self._text) + n_before + len(text) - MAX_LOG_BYTES
         if excess <= 0:
@@ -137,7 +141,7 @@ class Guest:
     instance_memory: GuestMemory | None = None
     """Set when the module is instantiated, before it runs."""
     panic: wasmtime.Func | None = None
-    """What the controller wants to be called when it has made a fatal error."""
+    """The controller's function that is called after a fatal error."""
     sequence_id: int = UNASSIGNED
     row: Row | None = None
     """Biases of the call in flight; ``None`` outside ``mid_process``."""
@@ -182,7 +186,7 @@ class Guest:
             self.row_is_written = True
 
     def fail(self, error: BaseException) -> None:
-        """Note why a function of the host stops the call.  A fatal error is logged, and the controller may add to that."""
+        """Note why a function of the host stops the call.  Logs a fatal error, and lets ``panic`` log more."""
         if self.failure is not None:  # inside ``panic``
             return
         self.failure = error

@@ -22,9 +22,9 @@ class Picture:
     """A picture or sound of a message."""
 
     base64: str = ""
-    """Its file.  The daemon checks it."""
+    """Its file, unless it has a ``url``.  The daemon checks it."""
     url: str | None = None
-    """Where its file is, if it is not here; see ``PictureUrls``."""
+    """Where the gateway fetches its file, if the request has a URL in place of it; see ``PictureUrls``."""
     parameter: str = ""
     """The field of the body that has the URL."""
     type: Literal["image", "audio"] = "image"
@@ -42,11 +42,17 @@ def picture_of_url(url: str, parameter: str) -> Picture:
     scheme = url[:_HEAD_CHARS].partition(":")[0].lower()
     if scheme in ("http", "https"):
         return Picture(url=url, parameter=parameter)
-    raise invalid("this is no data URL: send the file itself, as data:image/png;base64,...", parameter=parameter)
+    raise invalid(
+        "this is no data URL, and none of http or https: send the file itself, as data:image/png;base64,...",
+        parameter=parameter,
+    )
 
 
 class ToFetch(dict[str, Any]):
-    """A part of a content whose file has to be fetched.  A type of its own: no client can send one."""
+    """A part of a content whose file the gateway still has to fetch.
+
+    The type says so, and not a key: a client can send any key.
+    """
 
 
 def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[str, Any]]:
