@@ -196,6 +196,21 @@ async def test_the_process_ends_when_it_is_idle_and_the_next_picture_starts_it(
         assert len(other.tokens) == 16
 
 
+async def test_where_memory_is_short_the_process_starts_with_the_first_picture_that_there_is_room_for(
+    projector: Projector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others, picture = children(), Picture(png(drawn(1)), "")
+    with open_pictures(attrs.evolve(projector, max_tokens=100), max_whole=64, waits=True) as pictures:
+        assert (pictures.sees, pictures.hears, children()) == (True, False, others)
+        with monkeypatch.context() as short:
+            short.setattr(module, "free_memory_bytes", lambda swap: 100 << 20)
+            with pytest.raises(ModelUnavailable, match=r"it takes 25\d MiB, and 100 MiB are free"):
+                await pictures.encode([picture], principal="a")
+            assert children() == others
+        [found] = await pictures.encode([picture], principal="a")
+        assert len(found.tokens) == 16
+
+
 async def test_what_is_kept_and_what_a_request_may_have_is_bounded(
     projector: Projector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

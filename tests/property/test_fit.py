@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import attrs
@@ -322,8 +323,29 @@ def test_the_projector_needs_room_where_pictures_are_encoded():
         alone = fit(a_model(), settings, memories(64 * GIB, gpus), compute)
         found = fit(a_model(), settings, memories(64 * GIB, gpus), compute, companions=see)
         assert found.needs[at] - alone.needs[at] == see.projector_bytes
-    with pytest.raises(DoesNotFit):
-        fit(a_model(), settings, memories(5 * GIB, []), compute, companions=Companions(projector_bytes=3 * GIB))
+
+
+def test_the_encoder_of_pictures_waits_before_the_context_is_of_no_use():
+    """With less and less memory; and a model that does not fit alone is refused with its own numbers."""
+    see, seen = Companions(projector_bytes=900 * MIB), []
+    for free in range(20 * GIB, 0, -256 * MIB):
+        try:
+            found = fit(a_model(), config.Model(), memories(free, []), compute, companions=see)
+        except DoesNotFit as error:
+            with pytest.raises(DoesNotFit, match=re.escape(str(error))):
+                fit(a_model(), config.Model(), memories(free, []), compute)
+            break
+        alone = fit(a_model(), config.Model(), memories(free, []), compute)
+        if found.encoder_waits:
+            assert (found.settings, found.needs) == (alone.settings, alone.needs)
+            assert found.gave_up == (*alone.gave_up, "the encoder of pictures, which starts with the first one")
+        else:
+            assert found.settings.ctx // found.settings.parallel >= FLOOR_TOKENS
+        if not seen or seen[-1] != (found.encoder_waits, "ctx" in found.why):
+            seen.append((found.encoder_waits, "ctx" in found.why))
+    assert seen[:2] == [(False, False), (False, True)]
+    assert [waits for waits, _ in seen] == sorted([waits for waits, _ in seen]), "it never comes back"
+    assert seen[-1] == (True, True)
 
 
 def test_a_draft_model_that_does_not_fit_is_refused_with_its_model():

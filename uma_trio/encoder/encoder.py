@@ -27,8 +27,11 @@ import numpy.typing as npt
 from llama_abi.stamp import Stamp, library_directory
 from uma_trio.encoder.encoded import EncodedMedia, RowBlock, RowFile, memory_folder, placeholders
 from uma_trio.encoder.refusals import Refused, TooManyRows
+from uma_trio.engine_link.devices import size
 from uma_trio.errors import ModelUnavailable
+from uma_trio.models.projector import encodes, encoding_bytes
 from uma_trio.processes.interpreter import python_module
+from uma_trio.processes.machine import free_memory_bytes
 from uma_trio.processes.sandbox import CannotStart, Interrupted, NoAnswer, Sandbox
 
 ANSWER_SECONDS: Final = 120.0
@@ -60,6 +63,11 @@ class Abilities:
     sees: bool
     hears: bool
 
+    @classmethod
+    def of(cls, projector: Projector) -> Abilities:
+        """What the file says, which libmtmd need not be able to use."""
+        return cls(*encodes(projector.path))
+
 
 def library_version(llama_dir: Path | None) -> str:
     """Which llama.cpp the library in ``llama_dir``, or the default one, was built of."""
@@ -80,6 +88,7 @@ class SandboxedEncoder:
     """
 
     def __init__(self, projector: Projector, fingerprint: str) -> None:
+        self._projector = projector
         self._fingerprint = fingerprint.encode()
         self._folder = Path(tempfile.mkdtemp(prefix="uma-media-", dir=memory_folder()))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -110,8 +119,10 @@ class SandboxedEncoder:
             Refused: it is no picture or sound that the projector takes, it is too large or damaged, or the child died
                 of it.
             TooManyRows: it would have more than ``max_tokens``.
-            ModelUnavailable: the child does not start, or somebody has ended it twice.
+            ModelUnavailable: the child does not start, there is no memory for it, or somebody has ended it twice.
         """
+        if not self._sandbox.is_running:
+            self._check_memory()
         with self._files() as (given, made):
             given.write_bytes(data)
             try:
@@ -139,6 +150,23 @@ class SandboxedEncoder:
             else:
                 parts.append(part)
         return EncodedMedia(np.concatenate(parts), rows, blocks)
+
+    def _check_memory(self) -> None:
+        """
+        Raises:
+            ModelUnavailable: a new process would have too little.
+        """
+        if self._projector.use_gpu:  # only the driver knows
+            return
+        try:
+            needed, free = encoding_bytes(self._projector.path), free_memory_bytes(swap=False)
+        except OSError:  # the file has gone: the process will say so
+            return
+        if free < needed:
+            raise ModelUnavailable(
+                f"there is no memory for the encoder of pictures now: it takes {size(needed)}, and {size(free)} are free; "
+                "end other programs and send the request again, or start uma-trio serve with a smaller --ctx or projector"
+            )
 
     @contextlib.contextmanager
     def _files(self) -> Iterator[tuple[Path, Path]]:

@@ -9,7 +9,8 @@ What the user has set is kept.  What is left to choose is given up in this order
 2. KV cache in Q8_0 in place of F16, where flash attention is allowed
 3. tokens of a batch
 4. layers on the GPU; without any layer there, the GPU is not used at all
-5. context of a request, down to ``LEAST_TOKENS``
+5. the encoder of pictures next to the model: it starts with the first picture, if there is memory then
+6. context of a request, down to ``LEAST_TOKENS``
 """
 
 from __future__ import annotations
@@ -106,6 +107,13 @@ class Companions:
     """Weights of all adapters, which go where the model's layers are."""
     projector_bytes: int = 0
     """What encoding pictures takes, in a process of its own: on the first GPU if the model has layers on one."""
+    encoder_waits: bool = False
+    """The encoder of pictures has no room next to the model."""
+
+    @property
+    def without_encoder(self) -> Companions:
+        """What is loaded if the encoder of pictures waits for the first of them."""
+        return attrs.evolve(self, projector_bytes=0, encoder_waits=self.encoder_waits or self.projector_bytes > 0)
 
 
 NO_COMPANIONS: Final = Companions()
@@ -145,6 +153,8 @@ class Fit:
     memories: tuple[Memory, ...]
     gave_up: tuple[str, ...] = ()
     """What there was no room for, in words."""
+    encoder_waits: bool = False
+    """The encoder of pictures starts with the first of them."""
 
     @property
     def choice(self) -> str:
@@ -204,7 +214,7 @@ def fit(
     found = search.best()
     if found is not None:
         return found
-    raise _refusal(search)
+    raise _refusal(search.without_encoder)
 
 
 def place_layers(n_layers: int, gpu_layers: int, shares: Sequence[float]) -> list[int]:
@@ -288,12 +298,20 @@ class _Search:
     def _first(self) -> Fit | None:
         """The first choice that fits, in the order of giving up."""
         *stages, last = self._stages()
-        for each in (stages, [last]):
+        attempts = [(self, stages), (self.without_encoder, [last])]
+        if self.companions.projector_bytes:
+            attempts.insert(1, (self.without_encoder, stages))
+        for search, each in attempts:
             for n_gpu in self._gpu_layers():
                 for stage in each:
-                    if (found := self._fitting(stage, n_gpu)) is not None:
+                    if (found := search._fitting(stage, n_gpu)) is not None:
                         return found
         return None
+
+    @property
+    def without_encoder(self) -> _Search:
+        """The same search without the encoder of pictures next to the model."""
+        return attrs.evolve(self, companions=self.companions.without_encoder)
 
     def _stages(self) -> Iterator[_Stage]:
         wanted, plain = self.wanted, with_defaults(self.wanted)
@@ -386,6 +404,7 @@ class _Search:
             needs=needs,
             memories=self.memories,
             gave_up=tuple(self._gave_up(settings, n_gpu)),
+            encoder_waits=self.companions.encoder_waits,
         )
 
     def _gpu_setting(self, n_gpu: int) -> int:
@@ -474,6 +493,8 @@ class _Search:
             yield f"batches of {plain.batch_tokens} tokens"
         if n_gpu < max(self._gpu_layers()):
             yield "all layers on the GPU"
+        if self.companions.encoder_waits:
+            yield "the encoder of pictures, which starts with the first one"
 
 
 def _without_gpus(settings: config.Model) -> config.Model:

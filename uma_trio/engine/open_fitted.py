@@ -43,6 +43,7 @@ from uma_trio.engine.pooling import PoolingEngine
 from uma_trio.engine_link.defaults import SHARES
 from uma_trio.engine_link.messages import NO_MEMORY, EngineError, FitReport, LoadError, Start
 from uma_trio.models.fingerprint import model_fingerprint
+from uma_trio.models.projector import encoding_bytes
 from uma_trio.models.sizes import ModelSizes
 from uma_trio.processes.machine import anonymous_bytes, free_memory_bytes
 
@@ -57,8 +58,6 @@ WEIGHT_OF_NEW: Final = 0.5
 LOAD_ERRORS: Final = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall, ContextTooLarge, PlacementError)
 """What opening an engine raises: about the model, or about the library."""
 
-ENCODING_BYTES: Final = 256 << 20
-"""What the encoder of pictures takes besides the projector's weights: a large picture, and compute buffers."""
 RAM: Final = "RAM"
 
 
@@ -115,7 +114,7 @@ def open_fitted(start: Start, on_progress: Callable[[float], bool] | None = None
         saved_layouts.save_corrections(name, learned | corrections, start.cache_dir)
     predicted = {each.name: need for each, need in zip(found.memories, found.needs, strict=True)}
     free = {each.name: each.free_bytes for each in found.memories}
-    engine.fit = FitReport(found.choice, found.why, free, predicted, taken)
+    engine.fit = FitReport(found.choice, found.why, free, predicted, taken, found.encoder_waits)
     return engine
 
 
@@ -192,7 +191,7 @@ def choose(
     companions = Companions(
         draft=start.draft_sizes,
         adapter_bytes=sum([file.size_bytes for file in start.adapters]),
-        projector_bytes=0 if start.projector is None else start.projector.stat().st_size + ENCODING_BYTES,
+        projector_bytes=0 if start.projector is None else encoding_bytes(start.projector),
     )
     fitted = functools.partial(
         fit,

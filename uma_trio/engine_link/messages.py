@@ -460,6 +460,8 @@ class FitReport(msgspec.Struct, frozen=True):
     """Bytes that the model was expected to take."""
     taken: dict[str, int] = {}
     """Bytes that were taken when it was loaded; of the machine's memory only what no file backs."""
+    encoder_waits: bool = False
+    """There was no room for the encoder of pictures next to the model, so it starts with the first of them."""
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):

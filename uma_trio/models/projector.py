@@ -11,6 +11,8 @@ from uma_trio.models.gguf_header import GgufError, GgufHeader, read_header
 PATTERN: Final = "mmproj*.gguf"
 """Names of projectors, as llama.cpp's converter makes them."""
 ARCHITECTURE: Final = "clip"
+ENCODING_BYTES: Final = 256 << 20
+"""What encoding takes besides the projector's weights."""
 
 
 def check_projector(path: Path, model: Path) -> int:
@@ -29,6 +31,26 @@ def check_projector(path: Path, model: Path) -> int:
             "give the mmproj file that was made with the model",
         )
     return header.size_bytes
+
+
+def encoding_bytes(path: Path) -> int:
+    """Memory that encoding with a projector takes: its weights, a large picture, and compute buffers.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return path.stat().st_size + ENCODING_BYTES
+
+
+def encodes(path: Path) -> tuple[bool, bool]:
+    """Whether a projector has an encoder for pictures, and one for sound, as its file says.
+
+    Raises:
+        GgufError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    values = read_header(path).values
+    return values.get("clip.has_vision_encoder") is True, values.get("clip.has_audio_encoder") is True
 
 
 def find_projector(model: Path, others: Iterable[Path] = ()) -> Path | None:

@@ -91,6 +91,11 @@ class Sandbox:
         self._started_with: Mapping[str, Any] = {}
         weakref.finalize(self, self._child.stop)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process now."""
+        return self._child.is_running
+
     def start(self) -> Mapping[str, Any]:
         """Start the process, unless it runs; returns what it has answered to its setup.
 

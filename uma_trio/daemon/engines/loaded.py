@@ -29,7 +29,7 @@ from uma_trio.daemon.prompts.prompt import PromptMaker
 from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.encoder.encoder import Projector
 from uma_trio.engine_link.defaults import SHARES
-from uma_trio.engine_link.devices import Devices
+from uma_trio.engine_link.devices import Devices, size
 from uma_trio.engine_link.load_errors import explained
 from uma_trio.engine_link.messages import FitReport, LayoutReport, LoadError, ModelInfo, Ready, Start
 from uma_trio.grammar.checker import SandboxedChecker
@@ -39,9 +39,10 @@ from uma_trio.hub.caches import ollama_projectors
 from uma_trio.models.fingerprint import model_fingerprint
 from uma_trio.models.gguf_check import GgufError, GgufSummary, check_gguf
 from uma_trio.models.packaged import model_path
-from uma_trio.models.projector import check_projector, find_projector
+from uma_trio.models.projector import check_projector, encoding_bytes, find_projector
 from uma_trio.models.purpose import IN_WORDS
 from uma_trio.models.sampling_defaults import recommended
+from uma_trio.processes.machine import machine_memory_bytes
 from uma_trio.processes.sandbox import CannotStart, Ended
 from uma_trio.tokenizer.tokenizer import open_vocabulary
 
@@ -258,16 +259,29 @@ def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> P
         max_tokens=ready.info.max_request_tokens,
         llama_dir=settings.llama_dir,
     )
+    waits = ready.fit is not None and ready.fit.encoder_waits
     try:
-        opening = open_pictures(projector, ready.info.n_ubatch)
+        if waits and not projector.use_gpu:
+            _check_ever_fits(path)
+        opening = open_pictures(projector, ready.info.n_ubatch, waits=waits)
         pictures = stack.enter_context(opening)
     except (CannotStart, Ended) as error:
         if settings.mmproj is not None:
             raise GgufError(f"the projector {path} cannot be used: {error}", "leave out mmproj") from None
         log.warning("the model cannot see pictures", projector=str(path), reason=str(error))
         return str(error)
-    log.info("the model sees pictures", projector=str(path))
+    log.info("the model sees pictures", projector=str(path), encoder="starts with the first one" if waits else None)
     return pictures
+
+
+def _check_ever_fits(projector: Path) -> None:
+    """
+    Raises:
+        CannotStart: encoding takes more memory than the machine has.
+    """
+    needed, total = encoding_bytes(projector), machine_memory_bytes()
+    if needed > total:
+        raise CannotStart(f"encoding takes {size(needed)}, and this machine has {size(total)} of memory")
 
 
 async def _costs(link: EngineLink, start: Start) -> tuple[str, CostModel]:

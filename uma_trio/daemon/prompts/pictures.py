@@ -20,7 +20,7 @@ from uma_trio.daemon.prompts.fair_limiter import FairLimiter, in_thread
 from uma_trio.daemon.prompts.media import Picture
 from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder
 from uma_trio.encoder.encoded import EncodedMedia
-from uma_trio.encoder.encoder import Projector, SandboxedEncoder, library_version
+from uma_trio.encoder.encoder import Abilities, Projector, SandboxedEncoder, library_version
 from uma_trio.encoder.refusals import Refused, TooManyRows
 from uma_trio.errors import BadRequest, ContextTooSmall, NoHearing, NoVision
 from uma_trio.models.fingerprint import model_fingerprint
@@ -214,11 +214,12 @@ class Pictures:
 
 
 @contextlib.contextmanager
-def open_pictures(projector: Projector, max_whole: int) -> Iterator[Pictures]:
+def open_pictures(projector: Projector, max_whole: int, *, waits: bool = False) -> Iterator[Pictures]:
     """What encodes with ``projector``, in a process that ends with the context.  Blocks while it starts.
 
     Args:
         max_whole: see ``Pictures``.
+        waits: the process starts with the first picture, because memory is short.
 
     Raises:
         CannotStart, Ended: the process does not start, or cannot use the projector.
@@ -226,5 +227,5 @@ def open_pictures(projector: Projector, max_whole: int) -> Iterator[Pictures]:
     """
     encoder = SandboxedEncoder(projector, model_fingerprint(projector.path, library_version(projector.llama_dir)))
     with contextlib.closing(encoder):
-        able = encoder.start()
+        able = Abilities.of(projector) if waits else encoder.start()
         yield Pictures(encoder, projector.max_tokens, max_whole, able.sees, able.hears)
