@@ -239,7 +239,8 @@ class Scheduler:
                 self._forecaster.arrived(sequence)
         if sequences[0].priority is not Priority.BACKGROUND:
             self._interrupt()
-        if any(each in self._running for each in sequences) or self._planner.preempts_at <= trio.current_time():
+        has_place = any(each in self._running for each in sequences) or self._running.room().has_spare
+        if has_place or self._planner.preempts_at <= trio.current_time():
             self.wake()
         else:  # without a place it is in no step
             self._wake.set()
