@@ -159,7 +159,7 @@ def test_a_photo_of_eight_mebibytes_needs_no_setting(openai_client: openai.OpenA
 
 def test_a_picture_that_is_too_large_for_a_request_has_a_fitting_hint(daemon: Daemon, tmp_path: Path) -> None:
     file = tmp_path / "huge.png"
-    file.write_bytes(PICTURE + bytes(17 << 20))
-    asked = invoke("ask", "--image", str(file), QUESTION, UMA_SOCKET=str(daemon.socket))
+    file.write_bytes(PICTURE + bytes(31 << 20))  # two go as descriptors, and no frame has room for the third
+    asked = invoke("ask", *["--image", str(file)] * 3, QUESTION, UMA_SOCKET=str(daemon.socket))
     assert "smaller pictures" in asked.stderr
     assert "--max-frame-bytes" in asked.stderr

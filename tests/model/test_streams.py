@@ -234,7 +234,7 @@ def test_a_chunked_prefill_gives_the_same_text(library, daemon):
     assert all(answer.last["usage"]["prompt_tokens"] > 500 for answer in whole)
     with real_daemon("--parallel", "8", "--batch-tokens", "32", "--prefill-burst-tokens", "16") as small:
         chunked = [small.ask(**request) for request in requests]
-        assert small.metrics()["decode_calls_total"] > 2 * 500 / 32
+        assert small.metrics()["decode_calls_total"] > len(requests) * 500 / 32
     assert [answer.text for answer in chunked] == [answer.text for answer in whole]
 
 

@@ -76,7 +76,7 @@ def test_a_killed_process_loses_nothing_that_it_reported(tmp_path: Path) -> None
             assert states.problems == []
             assert not reported or reported[-1] in found
             for name, state in found.items():
-                assert state.tokens.tolist() == tokens_of(state.extra["number"]).tolist()
+                assert state.tokens.tolist() == tokens_of(int(state.adapters)).tolist()
                 assert content_of(states.open(name)) == state_of(state.tokens)
             on_disk = sum(path.stat().st_size for path in (tmp_path / "states").glob("*.state"))
             assert states.used_bytes == on_disk <= states.max_bytes
