@@ -1,8 +1,8 @@
 """Files in memory that nobody can change any more: what a client passes to the daemon as a descriptor.
 
 A descriptor could be of anything: a pipe without a writer, a device without an end, a file of a network that does not
-answer, or one that shrinks while it is read.  Sealed memory is none of these.  It has a size that stays, reading it waits
-for nobody, and whoever has the descriptor may read it.
+answer, or one that shrinks while it is read.  Sealed memory is none of these.  Its size stays the same, a read of it never
+blocks, and every process that has the descriptor may read it.
 
 Source: memfd_create(2), fcntl(2), "File Sealing".
 """

@@ -18,7 +18,8 @@ _MAX_GROUP = 64
 """Most logits in a group when the search for candidates looks at the maxima of groups."""
 
 _LOWEST = np.finfo(np.float32).min
-_LEAST = np.finfo(np.float32).tiny
+LEAST_TEMPERATURE = np.finfo(np.float32).tiny
+"""At a smaller one every token but the best has weight 0, and the best would have 0 / 0 = NaN."""
 
 
 def relative_weights(
@@ -30,13 +31,12 @@ def relative_weights(
         logits: (rows, n_vocab).
         max_logits: (rows,) the largest logit of each row.
         temperatures: (rows,), above 0; without them all are 1.
-        out: where to write the weights.
+        out: (rows, n_vocab), where the weights are written; without it they get an array of their own.
     """
     weights: Floats = np.subtract(logits, max_logits[:, np.newaxis], out=out)
     with np.errstate(over="ignore", under="ignore"):
         if temperatures is not None:
-            # At a smaller temperature every token but the best has weight 0, and the best would have 0 / 0 = NaN.
-            weights /= np.maximum(temperatures, _LEAST).astype(np.float32)[:, np.newaxis]
+            weights /= np.maximum(temperatures, LEAST_TEMPERATURE).astype(np.float32)[:, np.newaxis]
         return np.exp(weights, out=weights)
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio.engine.sampling.candidates import (
+    LEAST_TEMPERATURE,
     Doubles,
     Floats,
     Ints,
@@ -50,7 +51,6 @@ _GREEDY: Final = SamplingParams()
 
 _GROUP = 64
 
-_LEAST = np.finfo(np.float32).tiny
 
 Mask: TypeAlias = npt.NDArray[np.integer] | None
 
@@ -285,8 +285,7 @@ def _weigh(ids: Ints, log_weights: Floats | Doubles, params: SamplingParams, cha
 
 def _sums(log_weights: Floats | Doubles, temperature: float | Doubles = 1.0) -> Doubles:
     """The running sums of weights at a temperature, so that a draw is one binary search."""
-    # At a smaller temperature every token but the best has weight 0, and the best would have 0 / 0 = NaN.
-    sums: Doubles = np.exp(log_weights / np.maximum(temperature, _LEAST)).cumsum(axis=-1, dtype=np.float64)
+    sums: Doubles = np.exp(log_weights / np.maximum(temperature, LEAST_TEMPERATURE)).cumsum(axis=-1, dtype=np.float64)
     return sums
 
 
