@@ -141,7 +141,7 @@ async def test_saved_states_belong_to_their_adapters(autojump_clock):
     """Also after a restart, by what the files contain and not by their names."""
     files = MemoryFiles()
     async with asking(engine(), files, offload_after_s=0) as harness:
-        await harness.answer(SHARED, durable=True, adapters=[choice("a")])
+        await harness.answer(SHARED, session_id="s", adapters=[choice("a")])
         await harness.scheduler.offloader.save_everything()
     assert len(files.scan()) == 1
     async with asking(engine(), files) as harness:

@@ -161,9 +161,9 @@ async def test_many_requests_with_cancellations_and_failures(autojump_clock, uni
 async def test_checkpoints_are_saved_and_loaded_with_a_state(autojump_clock, unified):
     files = MemoryFiles()
     async with asking(engine_of(unified), files, offload_after_s=1e8) as harness:
-        first = await harness.answer(tokens_of(1), N_TOKENS, durable=True)
+        first = await harness.answer(tokens_of(1), N_TOKENS, session_id="s")
         turn = [*tokens_of(1), *first.tokens, *tokens_of(2, 100)]
-        await harness.answer(turn, N_TOKENS, durable=True)
+        await harness.answer(turn, N_TOKENS, session_id="s")
         with trio.fail_after(100):
             await harness.scheduler.offloader.save_everything()
         assert len(files.states) == 1
@@ -184,7 +184,7 @@ async def test_checkpoints_are_saved_and_loaded_with_a_state(autojump_clock, uni
 async def test_a_request_that_is_cancelled_while_its_state_is_loaded_leaves_no_checkpoints(autojump_clock):
     files = MemoryFiles()
     async with asking(engine_of(True), files, offload_after_s=1e8) as harness:
-        first = await harness.answer(tokens_of(1), N_TOKENS, durable=True)
+        first = await harness.answer(tokens_of(1), N_TOKENS, session_id="s")
         with trio.fail_after(100):
             await harness.scheduler.offloader.save_everything()
     prompt = [*tokens_of(1), *first.tokens, 5]

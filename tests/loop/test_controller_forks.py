@@ -25,6 +25,7 @@ from tests.support.state_files import MemoryFiles
 from tests.support.steering import START, Client, Steering, steering
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.serving.controllers import forking
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Failure
 from uma_trio.protocol.requests import Generate
@@ -263,9 +264,9 @@ async def test_a_fork_waits_for_cells_of_a_cancelled_answer(autojump_clock):
 async def test_a_fork_waits_for_cells_that_are_saved_first(autojump_clock):
     """Nobody runs who could make room, but what an ended session has left is on its way to a file."""
     async with steering(PROGRAMS, FakeEngine(n_ctx=1000), files=MemoryFiles(), offload_after_s=1000) as harness:
-        request = Generate(id="session", prompt="", max_tokens=400)
+        request = Generate(id="session", prompt="", max_tokens=400, session_id="s")
         prompt = Prompt(np.asarray(LONG, np.int32), "")
-        durable = harness.scheduler.submit(request, prompt, Client(), Principal("uid:0"), durable=True)
+        durable = harness.scheduler.submit(PreparedRequest(request, prompt, Client(), Principal("uid:0")))
         await harness.done(durable)
         assert harness.scheduler.cache.statistics().cached_cells > 600
         client = await run(harness, SMALL, 200)

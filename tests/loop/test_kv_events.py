@@ -39,7 +39,7 @@ async def random_work(harness: Harness, chance: random.Random, *, n: int) -> Non
         prompt = [*old[: chance.randint(0, len(old))], *chance.choices(range(1, 800), k=chance.choice([1, 30, 200]))]
         if len(prompt) < 700:
             who, durable = chance.choice(["uid:0", "uid:0", "uid:1"]), chance.random() < 0.5
-            client = harness.ask(prompt, chance.choice([1, 8, 60]), principal=who, durable=durable)
+            client = harness.ask(prompt, chance.choice([1, 8, 60]), principal=who, session_id="s" if durable else None)
             clients.append(client)
             stories.append(prompt)
         await trio.sleep(chance.choice([0, 0, 0.02, 0.5, 7]))
@@ -80,7 +80,7 @@ async def test_a_subscriber_knows_what_the_prefix_index_holds(autojump_clock, un
 async def test_an_engine_that_dies_leaves_the_saved_states_alone(autojump_clock):
     with publishing_to() as (publisher, subscriber):
         async with published(publisher) as harness:
-            await harness.answer(range(1, 200), 8, durable=True)
+            await harness.answer(range(1, 200), 8, session_id="s")
             await trio.sleep(30)
             both = held_by(harness.scheduler.cache)
             assert {medium for medium, _, _ in both} == {"GPU", "DISK"}

@@ -44,7 +44,7 @@ def ops_of(harness: Harness, kind: type) -> list[Any]:
 
 async def answered(harness: Harness, seed: int, n_tokens: int = 8, **fields: object) -> list[int]:
     """Serve a durable request; returns its prompt and answer."""
-    client = await harness.answer(tokens_of(seed), n_tokens, durable=True, **fields)
+    client = await harness.answer(tokens_of(seed), n_tokens, session_id="s", **fields)
     assert is_right(client)
     return [*client.prompt, *client.tokens]
 
@@ -67,7 +67,7 @@ async def test_an_evicted_sequence_is_loaded_again(autojump_clock, unified):
         assert len(files.states) >= 9
         for n, tokens in enumerate(said):
             before = harness.computed
-            client = await harness.answer([*tokens, 900 + n], 8, durable=True)
+            client = await harness.answer([*tokens, 900 + n], 8, session_id="s")
             assert is_right(client)
             assert client.cached == len(tokens) - 1
             assert harness.computed - before == 2
@@ -115,7 +115,7 @@ async def test_a_sequence_that_is_idle_for_long_enough_is_saved_without_need(aut
         assert not files.states
         await trio.sleep(3)
         assert [saved.tokens.tolist() for saved in files.scan()] == [tokens[:-1]]
-        client = await harness.answer([*tokens, 900], 8, durable=True)
+        client = await harness.answer([*tokens, 900], 8, session_id="s")
         assert is_right(client)
         assert not ops_of(harness, LoadState), "the sequence is still in the cache"
         await trio.sleep(30)
@@ -146,7 +146,7 @@ async def test_a_sequence_that_cannot_be_saved_is_computed_again(autojump_clock,
     async with asking(small(), files, offload_after_s=NEVER) as harness:
         said = [await answered(harness, n) for n in range(8)]
         for n, tokens in enumerate(said):
-            assert is_right(await harness.answer([*tokens, 900 + n], 8, durable=True))
+            assert is_right(await harness.answer([*tokens, 900 + n], 8, session_id="s"))
         assert not files.states
         found = harness.scheduler.snapshot()["kv_offload"]
         assert found["save_failed_total"] >= 5
@@ -177,7 +177,7 @@ async def test_an_altered_state_is_found_once(autojump_clock, n):
     async with asking(small(n_seq_max=6), files, offload_after_s=NEVER) as harness:
         said = [[*tokens_of(seed, n), *expected_continuation(tokens_of(seed, n), 8)] for seed in range(3)]
         for tokens in said:
-            await harness.answer(tokens[:n], 8, durable=True)
+            await harness.answer(tokens[:n], 8, session_id="s")
         with trio.fail_after(100):
             await harness.scheduler.offloader.save_everything()
         assert len(files.states) == 3
@@ -206,7 +206,7 @@ async def test_requests_are_cancelled_while_their_altered_states_are_loaded(auto
     async with asking(small(n_seq_max=6), files, offload_after_s=NEVER) as harness:
         said = [[*tokens_of(seed, 600), *expected_continuation(tokens_of(seed, 600), 8)] for seed in range(6)]
         for tokens in said:
-            await harness.answer(tokens[:600], 8, durable=True)
+            await harness.answer(tokens[:600], 8, session_id="s")
         with trio.fail_after(100):
             await harness.scheduler.offloader.save_everything()
     files.altered = True
@@ -292,7 +292,7 @@ async def test_copies_do_not_make_streams_late(autojump_clock):
     files = MemoryFiles()
     engine = FakeEngine(n_ctx=65_536, n_seq_max=3)
     async with asking(engine, files, offload_after_s=NEVER) as harness:
-        first = await harness.answer(tokens_of(1, 20_000), 8, durable=True)
+        first = await harness.answer(tokens_of(1, 20_000), 8, session_id="s")
         n_bytes = 20_000 * STATE_BYTES
         for _ in range(50):
             harness.scheduler.timings.record_copy("save", n_bytes, 200.0)
@@ -392,7 +392,7 @@ async def test_many_conversations_with_cells_for_a_few(autojump_clock):
             for at in sorted(rng.uniform(0, duration_s) for _ in range(3)):
                 await trio.sleep_until(began + at)
                 prompt = [*said, *tokens_of(1000 + n, rng.randint(16, 30))]
-                client = await harness.answer(prompt, 6, durable=True)
+                client = await harness.answer(prompt, 6, session_id="s")
                 assert is_right(client)
                 assert client.reason == "length"
                 said = [*prompt, *client.tokens]

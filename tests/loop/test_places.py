@@ -208,7 +208,7 @@ async def test_sessions_that_lose_their_places_are_saved_as_ever(autojump_clock)
 
     files = MemoryFiles()
     async with asking(FakeEngine(n_seq_max=2, n_ctx=4000), files) as harness:
-        held = [harness.ask([n] * 300, 300, principal="a", durable=True) for n in range(2)]
+        held = [harness.ask([n] * 300, 300, principal="a", session_id="s") for n in range(2)]
         await trio.sleep(0.6)
         client = harness.ask([9], 3, principal="b")
         assert await first_token(harness, client) < 2

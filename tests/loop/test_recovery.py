@@ -256,10 +256,10 @@ async def test_a_crash_during_a_copy_of_a_state_loses_no_session(autojump_clock)
     files = MemoryFiles()
     engine = FakeEngine(n_ctx=1024, n_seq_max=2, unified=False)
     async with asking(engine, files, offload_after_s=0.0) as harness:
-        first = await harness.answer([7] * 200, 5, durable=True)
+        first = await harness.answer([7] * 200, 5, session_id="s")
         kill(harness)
         await trio.sleep(5)
-        again = await harness.answer([7] * 200 + first.tokens + [8], 5, durable=True)
+        again = await harness.answer([7] * 200 + first.tokens + [8], 5, session_id="s")
         assert again.tokens == expected_continuation([7] * 200 + first.tokens + [8], 5)
         await trio.sleep(5)
         assert files.states

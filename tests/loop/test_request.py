@@ -15,6 +15,7 @@ import trio
 from tests.support.asking import Client, asking
 from tests.support.fake_engine import EOG, N_VOCAB, FakeEngine, expected_continuation, expected_score
 from tests.support.serving import token_to_bytes
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.errors import BadRequest
@@ -201,7 +202,7 @@ async def test_the_prompt_is_echoed_in_front_of_the_answer(autojump_clock, name)
             client = Client(list(PROMPT))
             prompt = attrs.evolve((await harness.answer(PROMPT, 1)).sequence.prompt, text="the prompt: ")
             request = Generate(id="e", prompt="", max_tokens=5, stream=stream, logprobs=0, **{name: True})
-            [client.sequence] = harness.scheduler.submit(request, prompt, client, ANONYMOUS)
+            [client.sequence] = harness.scheduler.submit(PreparedRequest(request, prompt, client, ANONYMOUS))
             await harness.ended(client)
             text = client.text if stream else client.last.text
             assert text == "the prompt: " + "".join(f"{token} " for token in expected(5))

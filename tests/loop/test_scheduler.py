@@ -17,6 +17,7 @@ from tests.support.serving import settings, token_to_bytes
 from uma_trio import errors
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.serving.planning import MAX_DELAY_MS
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.principal import Principal
@@ -60,9 +61,8 @@ class Harness:
 
     def ask(self, prompt: list[int], sink: Collector, n: int = 8, **fields: Any) -> Answer:
         request = Generate(id=fields.pop("id", "r"), prompt="", max_tokens=n, **fields)
-        return self.scheduler.submit(request, Prompt(np.asarray(prompt, dtype=np.int32), "the prompt"), sink, ANYBODY)[
-            0
-        ]
+        tokens = Prompt(np.asarray(prompt, dtype=np.int32), "the prompt")
+        return self.scheduler.submit(PreparedRequest(request, tokens, sink, ANYBODY))[0]
 
     async def clean(self) -> None:
         with trio.fail_after(1000):

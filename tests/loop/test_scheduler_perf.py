@@ -16,6 +16,7 @@ from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.perf_runs import HEADER
 from tests.support.serving import settings, token_to_bytes
 from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.principal import ANONYMOUS, Principal
@@ -64,7 +65,7 @@ def ask(
 ) -> Answer:
     tokens = np.arange(n_prompt, dtype=np.int32) + 100 * len(name)
     request = Generate(id=name, prompt="", max_tokens=n_tokens, **fields)
-    [answer] = scheduler.submit(request, Prompt(tokens, ""), NullClient(), Principal(principal))
+    [answer] = scheduler.submit(PreparedRequest(request, Prompt(tokens, ""), NullClient(), Principal(principal)))
     return answer
 
 
@@ -182,7 +183,7 @@ async def test_time_while_the_client_does_not_read_is_not_a_gap(autojump_clock):
         sink = NullClient()
         tokens = np.arange(10, dtype=np.int32)
         request = Generate(id="a", prompt="", max_tokens=20)
-        [sequence] = scheduler.submit(request, Prompt(tokens, ""), sink, ANONYMOUS)
+        [sequence] = scheduler.submit(PreparedRequest(request, Prompt(tokens, ""), sink, ANONYMOUS))
         await trio.sleep(0.04)
         sink.has_room = False
         await trio.sleep(60)
@@ -209,7 +210,8 @@ async def test_time_without_a_reader_is_not_idle(autojump_clock):
     async with recorded(speculation=False) as (scheduler, records):
         sink = NullClient()
         request = Generate(id="a", prompt="", max_tokens=20)
-        [sequence] = scheduler.submit(request, Prompt(np.arange(10, dtype=np.int32), ""), sink, ANONYMOUS)
+        tokens = Prompt(np.arange(10, dtype=np.int32), "")
+        [sequence] = scheduler.submit(PreparedRequest(request, tokens, sink, ANONYMOUS))
         await trio.sleep(0.04)
         sink.has_room = False
         await trio.sleep(60)

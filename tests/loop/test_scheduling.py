@@ -18,6 +18,7 @@ from tests.support.serving import settings, token_to_bytes
 from uma_trio import errors
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.policy import LATE_PREFILL_SHARE
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.principal import Principal
@@ -73,7 +74,9 @@ class Harness:
         request = Generate(id=str(self.n), prompt="", max_tokens=n, slo=slo or Slo(), stream=stream, **fields)
         tokens = np.arange(prompt, dtype=np.int32) % 900 + 1
         [answer] = self.scheduler.submit(
-            request, Prompt(tokens, ""), client or Client(), Principal(principal), deadline_at=deadline_at
+            PreparedRequest(
+                request, Prompt(tokens, ""), client or Client(), Principal(principal), deadline_at=deadline_at
+            )
         )
         return answer
 

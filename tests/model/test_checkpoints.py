@@ -28,6 +28,7 @@ from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.kv.checkpoints import TOKENS_AFTER_LAST
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.store.state_folder import StateFolder
 from uma_trio.engine.llama import LlamaEngine
@@ -69,12 +70,12 @@ class Asking:
     scheduler: Scheduler
     engine: LlamaEngine
 
-    async def __call__(self, prompt: Sequence[int], n: int = 80, *, durable: bool = False, **fields: Any) -> Client:
+    async def __call__(self, prompt: Sequence[int], n: int = 80, **fields: Any) -> Client:
         """Send one request and wait for its end."""
         client = Client(list(prompt))
         request = Generate(id="1", prompt="", max_tokens=n, temperature=0.0, ignore_eos=True, **fields)
         tokens = Prompt(np.asarray(prompt, dtype=np.int32), "")
-        [client.sequence] = self.scheduler.submit(request, tokens, client, Principal("uid:0"), durable=durable)
+        [client.sequence] = self.scheduler.submit(PreparedRequest(request, tokens, client, Principal("uid:0")))
         with trio.fail_after(60):
             await client.sequence.done.wait()
         return client
@@ -217,11 +218,11 @@ async def test_a_prefix_of_successive_requests_gets_a_checkpoint_at_its_end(libr
 async def test_saved_checkpoints_are_usable_after_a_restart(library: None, kv_unified: str, tmp_path: Path) -> None:
     async with asking(kv_unified, tmp_path) as ask:
         story = words(1, 200)
-        story += (await ask(story, durable=True)).tokens
+        story += (await ask(story, session_id="story")).tokens
         ended = len(story) - 1
         story += words(2, 100)
         prompt = list(story)
-        story += (await ask(story, durable=True)).tokens
+        story += (await ask(story, session_id="story")).tokens
         questions = {
             len(story) - 1: [*story, 500],
             len(prompt) - TOKENS_AFTER_LAST: prompt,

@@ -22,6 +22,7 @@ from uma_trio.daemon.engines.link import ProcessLauncher
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.engine_link.messages import Start
 from uma_trio.models.packaged import EMBEDDED
@@ -65,11 +66,13 @@ class Real:
         client, name = Client(), f"r{len(self.runtime.calls)}"
         generation = await self.runtime.instantiate(name, "program", script, self.start)
         sequences = self.scheduler.submit(
-            Generate(id=name, controller="program", max_tokens=n, temperature=0.0, stream=False, logprobs=2),
-            Prompt(np.array(self.start, np.int32), ""),
-            client,
-            Principal("uid:0"),
-            controlled=ControlledRequest(name=name, generation=generation),
+            PreparedRequest(
+                Generate(id=name, controller="program", max_tokens=n, temperature=0.0, stream=False, logprobs=2),
+                Prompt(np.array(self.start, np.int32), ""),
+                client,
+                Principal("uid:0"),
+                controlled=ControlledRequest(name=name, generation=generation),
+            )
         )
         with trio.fail_after(60):
             for sequence in sequences:
@@ -81,7 +84,9 @@ class Real:
         """The answer to a prompt, without a controller."""
         client = Client()
         request = Generate(id="plain", prompt="", max_tokens=n, temperature=0.0, stream=False, logprobs=2)
-        [sequence] = self.scheduler.submit(request, Prompt(np.array(prompt, np.int32), ""), client, Principal("uid:0"))
+        [sequence] = self.scheduler.submit(
+            PreparedRequest(request, Prompt(np.array(prompt, np.int32), ""), client, Principal("uid:0"))
+        )
         with trio.fail_after(60):
             await sequence.done.wait()
         last: Eos = client.ends[0]

@@ -29,6 +29,7 @@ from uma_trio.daemon.engines.link import ThreadLauncher
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.engine_link.interrupts import Interrupts, new_file
 from uma_trio.engine_link.kv_ops import CopyPrefix, SaveState, Truncate
@@ -459,7 +460,7 @@ async def test_streams_between_which_others_end(
                     id=str(n), prompt="", max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **fields
                 )
                 prompt = Prompt(np.asarray(prompts[n], np.int32), "")
-                [client.sequence] = scheduler.submit(request, prompt, client, Principal("uid:0"))
+                [client.sequence] = scheduler.submit(PreparedRequest(request, prompt, client, Principal("uid:0")))
                 clients.append(client)
             with trio.fail_after(60):
                 for client in clients:

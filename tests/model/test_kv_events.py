@@ -17,6 +17,7 @@ from uma_trio import config
 from uma_trio.daemon.engines.link import ProcessLauncher
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.engine_link.messages import Start
 from uma_trio.models.packaged import EMBEDDED
@@ -49,7 +50,9 @@ async def test_a_subscriber_knows_what_a_real_engine_holds(library: None) -> Non
                     client = Client(prompt)
                     request = Generate(id=str(n), prompt="", max_tokens=16, ignore_eos=True)
                     tokens = Prompt(np.asarray(prompt, dtype=np.int32), "")
-                    [client.sequence] = scheduler.submit(request, tokens, client, Principal(f"uid:{n % 3}"))
+                    [client.sequence] = scheduler.submit(
+                        PreparedRequest(request, tokens, client, Principal(f"uid:{n % 3}"))
+                    )
                     clients.append(client)
                     match n % 8:
                         case 3:

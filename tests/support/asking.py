@@ -17,6 +17,7 @@ from uma_trio.daemon.answer.budget import ReasoningLimit
 from uma_trio.daemon.prompts.media import PlacedRows
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.serving.offload import InThread
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.daemon.store.answer_log import Change
@@ -96,7 +97,6 @@ class Harness:
         n: int = 8,
         *,
         principal: str = "uid:0",
-        durable: bool = False,
         limit: ReasoningLimit | None = None,
         media: Sequence[PlacedRows] = (),
         log: Log | None = None,
@@ -114,7 +114,7 @@ class Harness:
         request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
         tokens = Prompt(np.asarray(prompt, dtype=np.int32), "", limit=limit, media=tuple(media))
         [client.sequence] = self.scheduler.submit(
-            request, tokens, client, Principal(principal), durable=durable, log=log
+            PreparedRequest(request, tokens, client, Principal(principal), log=log)
         )
         return client
 

@@ -16,6 +16,7 @@ from tests.support.serving import settings, token_to_bytes
 from tests.support.state_files import MemoryFiles, at_once
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
+from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.principal import Principal
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Fork
@@ -99,17 +100,20 @@ class Steering:
         generation = await self.runtime.instantiate(name, module, argument, [START])
         request = Generate(id=name, controller=module, max_tokens=n, **fields)
         return self.scheduler.submit(
-            request,
-            Prompt(np.array([START], np.int32), ""),
-            client,
-            principal,
-            controlled=ControlledRequest(name=name, generation=generation),
+            PreparedRequest(
+                request,
+                Prompt(np.array([START], np.int32), ""),
+                client,
+                principal,
+                controlled=ControlledRequest(name=name, generation=generation),
+            )
         )
 
     def ask(self, prompt: list[int], client: Client, n: int = 20, **fields: Any) -> Any:
         """Begin an answer without a controller."""
         request = Generate(id=fields.pop("id", "plain"), prompt="", max_tokens=n, **fields)
-        return self.scheduler.submit(request, Prompt(np.asarray(prompt, np.int32), ""), client, Principal("uid:0"))[0]
+        tokens = Prompt(np.asarray(prompt, np.int32), "")
+        return self.scheduler.submit(PreparedRequest(request, tokens, client, Principal("uid:0")))[0]
 
     async def done(self, *requests: Any) -> None:
         """Wait for the ends of all sequences of ``requests``, also of those that fork meanwhile."""

@@ -19,7 +19,7 @@ from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.service import ModelService
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.embedding import PendingEmbeddings, cancelled
-from uma_trio.daemon.serving.request import check_generates, check_pooling
+from uma_trio.daemon.serving.request import PreparedRequest, check_generates, check_pooling
 from uma_trio.daemon.serving.sequence import EventSink, Sequence, State, TokenLog
 from uma_trio.daemon.serving.stats import log_request
 from uma_trio.daemon.sessions import SessionTurn, TitleKeeper
@@ -252,17 +252,18 @@ class Generation(ModelRequest):
     ) -> None:
         shape = _answer_shape(self.request, prompt)
         grammar = None if shape is None else await service.compile(shape, self._principal)
-        scheduler, durable = service.scheduler, self.request.session_id is not None
+        scheduler = service.scheduler
         sequences = scheduler.submit(
-            self.request,
-            prompt,
-            sink,
-            self._principal,
-            grammar=grammar,
-            controlled=controlled,
-            durable=durable,
-            log=self.record,
-            deadline_at=self._deadline_at,
+            PreparedRequest(
+                request=self.request,
+                prompt=prompt,
+                sink=sink,
+                principal=self._principal,
+                grammar=grammar,
+                controlled=controlled,
+                log=self.record,
+                deadline_at=self._deadline_at,
+            )
         )
         if self.record is not None and sequences[0].state is State.WAITING:
             self.record.pause()

@@ -5,16 +5,19 @@ Everything here happens before any work, and every refusal has the numbers.
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import Final
 
+import attrs
 import numpy as np
 import trio
 
 from uma_trio.config import Config
 from uma_trio.daemon.prompts.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.daemon.scheduling.view import Priority
-from uma_trio.daemon.serving.sequence import EventSink, Sampling, Sequence
+from uma_trio.daemon.serving.controllers.state import ControlledRequest
+from uma_trio.daemon.serving.sequence import EventSink, Sampling, Sequence, TokenLog
 from uma_trio.daemon.serving.token_history import TokenHistory
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet, adapter_set
 from uma_trio.engine_link.messages import ModelInfo
@@ -27,30 +30,38 @@ from uma_trio.protocol.parameters import given
 from uma_trio.protocol.requests import BANNED, Embed, Generate, Rerank, Slo
 
 
-def admit(
-    request: Generate,
-    prompt: Prompt,
-    sink: EventSink,
-    principal: Principal,
-    info: ModelInfo,
-    config: Config,
-    *,
-    grammar: Grammar | None,
-    durable: bool,
-) -> list[Sequence]:
+@attrs.frozen(eq=False)
+class PreparedRequest:
+    """A request for text with all that is needed to serve it: prompt, constraint and controller are made."""
+
+    request: Generate
+    prompt: Prompt
+    sink: EventSink
+    """Where its events go."""
+    principal: Principal
+    grammar: Grammar | None = None
+    """Allows what its constraint allows."""
+    controlled: ControlledRequest | None = None
+    """Under which the runtime has its controller."""
+    log: TokenLog | None = None
+    """Keeps the tokens of the only answer, which begins with those that it has.  Their events are sent again."""
+    deadline_at: float = math.inf
+    """When it is to be complete, on trio's clock."""
+
+
+def admit(prepared: PreparedRequest, info: ModelInfo, config: Config, *, saves_states: bool = False) -> list[Sequence]:
     """The sequences of a request that has just arrived: one for each of its ``n`` answers.
 
     Args:
-        grammar: of the request's constraint.
-        durable: what the sequence leaves in the KV cache is saved before its cells go.
+        saves_states: what a session leaves in the KV cache is saved before its cells go.
 
     Raises:
         BadRequest: the prompt is empty, a token id is not in the vocabulary, or an adapter is named twice.
         AdapterNotFound: the model has no such adapter.
         PromptTooLarge, MaxTokensTooLarge, ContextTooSmall: more than the server or the model can serve.
     """
-    limits = config.limits
-    prompt = fit_prompt(prompt, request, info, limits)
+    request, limits = prepared.request, config.limits
+    prompt = fit_prompt(prepared.prompt, request, info, limits)
     max_tokens = tokens_to_generate(request, len(prompt.tokens), info, limits)
     _check_token_ids(request, info)
     adapters = adapters_of(request, info)
@@ -66,18 +77,21 @@ def admit(
             index=index if request.n > 1 else None,
             prompt=prompt,
             max_tokens=max_tokens,
-            sampling=_sampling(request, params[index], prompt, max_tokens, info, grammar),
+            sampling=_sampling(request, params[index], prompt, max_tokens, info, prepared.grammar),
             end_ids=frozenset((*info.eog_ids, *request.stop_token_ids)),
-            sink=sink,
-            principal=principal,
+            sink=prepared.sink,
+            principal=prepared.principal,
             priority=Priority[request.slo.priority.upper()],
             adapters=adapters,
             arrived_at=now,
+            deadline_at=prepared.deadline_at,
             due_at=now + _target_ttft_ms(request.slo, config) / 1e3,
             grace_s=max(0.0, config.scheduling.target_ttft_ms - _target_ttft_ms(request.slo, config)) / 1e3,
             target_itl_ms=_target_itl_ms(request, config),
             max_rows=info.max_rows,
-            durable=durable,
+            durable=saves_states and request.session_id is not None,
+            log=prepared.log,
+            exact_rows=0 if prepared.log is None else info.exact_rows,
         )
         for index in range(request.n)
     ]

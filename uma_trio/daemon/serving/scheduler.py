@@ -10,7 +10,6 @@ Source: docs/ARCHITECTURE.md, "A tick".
 from __future__ import annotations
 
 import functools
-import math
 from collections import abc
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -22,7 +21,6 @@ import trio
 from uma_trio.config import MB, Config
 from uma_trio.daemon.aici.exchange import ControllerRuntime
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
-from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.daemon.scheduling.lost_time import LostTime
@@ -50,8 +48,8 @@ from uma_trio.daemon.serving.offload import InThread, Offloader
 from uma_trio.daemon.serving.output import send_prompt, send_tokens
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner, delays_requests
 from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
-from uma_trio.daemon.serving.request import adapters_of, admit
-from uma_trio.daemon.serving.sequence import EventSink, Sequence, State, TokenLog
+from uma_trio.daemon.serving.request import PreparedRequest, adapters_of, admit
+from uma_trio.daemon.serving.sequence import EventSink, Sequence, State
 from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
 from uma_trio.daemon.serving.steering import Steering, called_already
 from uma_trio.daemon.serving.step import (
@@ -75,13 +73,12 @@ from uma_trio.errors import (
     TooManyRequests,
     UmaError,
 )
-from uma_trio.grammar.compiler import Grammar
 from uma_trio.principal import Principal
 from uma_trio.processes.energy import EnergyMeter
 from uma_trio.processes.machine import free_memory_bytes
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.protocol.events import Failure
-from uma_trio.protocol.requests import Embed, Generate, Rerank
+from uma_trio.protocol.requests import Embed, Rerank
 from uma_trio.protocol.usage import Explanation, FinishReason
 from uma_trio.telemetry.perf_records import PerfSink
 
@@ -183,30 +180,11 @@ class Scheduler:
 
     # -- called from outside, between ticks -----------------------------------------------------
 
-    def submit(
-        self,
-        request: Generate,
-        prompt: Prompt,
-        sink: EventSink,
-        principal: Principal,
-        *,
-        grammar: Grammar | None = None,
-        controlled: ControlledRequest | None = None,
-        durable: bool = False,
-        log: TokenLog | None = None,
-        deadline_at: float = math.inf,
-    ) -> abc.Sequence[Sequence]:
+    def submit(self, prepared: PreparedRequest) -> abc.Sequence[Sequence]:
         """Accept a request: all of its answers or none.
 
-        Its events go to ``sink``.  ``sequence.done`` is set after the last event of each answer.
-
-        Args:
-            grammar: of its constraint.
-            controlled: under which the runtime has its controller.
-            durable: what it leaves in the KV cache is saved before it goes.
-            log: keeps the tokens of the only answer, which begins with those that it has.  Their events are sent again.
-            deadline_at: when it is to be complete, on trio's clock.  If the forecast says that it will not be, it ends with
-                ``DeadlineMissed``, mostly before this returns.
+        ``sequence.done`` is set after the last event of each answer.  If the forecast says that it will not be complete at
+        its deadline, it ends with ``DeadlineMissed``, mostly before this returns.
 
         Returns:
             ``request.n`` sequences.  All but the first share the prompt that the first one computes.  With a controller
@@ -217,11 +195,9 @@ class Scheduler:
             QueueFull, KvFull, TooManyRequests: too many wait already.
             ShuttingDown, ModelUnavailable: the scheduler accepts no requests.
         """
-        durable = durable and self.offloader.saves
+        request, controlled = prepared.request, prepared.controlled
         try:
-            sequences, known = self._enter(
-                request, prompt, sink, principal, grammar, controlled, durable=durable, log=log
-            )
+            sequences, known = self._enter(prepared)
         except UmaError:
             if controlled is not None:
                 self._act(self._controllers.drop_unused(controlled))
@@ -231,8 +207,6 @@ class Scheduler:
                 send_prompt(sequence)
         if known is not None:
             self._replay(known)
-        for sequence in sequences:
-            sequence.deadline_at = deadline_at
         self._report_forecasts()
         for sequence in sequences:
             if sequence.state is not State.FINISHED:
@@ -258,29 +232,16 @@ class Scheduler:
         else:
             self._planner.begin_speculation(known.sequence)
 
-    def _enter(
-        self,
-        request: Generate,
-        prompt: Prompt,
-        sink: EventSink,
-        principal: Principal,
-        grammar: Grammar | None,
-        controlled: ControlledRequest | None,
-        *,
-        durable: bool,
-        log: TokenLog | None,
-    ) -> tuple[list[Sequence], NewTokens | None]:
-        """Accept a request.  Returns its sequences, and what ``log`` knows of the first one, if it knows something."""
+    def _enter(self, prepared: PreparedRequest) -> tuple[list[Sequence], NewTokens | None]:
+        """Accept a request.  Returns its sequences, and what its log knows of the first one, if it knows something."""
         if self._refusal is not None:
             raise self._refusal
-        self._check_limit(principal, request.n)
-        if controlled is not None:
-            self._controllers.check(controlled)
-        sequences = admit(request, prompt, sink, principal, self.info, self._config, grammar=grammar, durable=durable)
-        known = None
-        if log is not None:
-            sequences[0].log, sequences[0].exact_rows = log, self.info.exact_rows
-            known = append_known(sequences[0], log, self._token_to_bytes) if log.known else None
+        principal, log = prepared.principal, prepared.log
+        self._check_limit(principal, prepared.request.n)
+        if prepared.controlled is not None:
+            self._controllers.check(prepared.controlled)
+        sequences = admit(prepared, self.info, self._config, saves_states=self.offloader.saves)
+        known = append_known(sequences[0], log, self._token_to_bytes) if log is not None and log.known else None
         self._planner.arrived(principal)
         try:
             self._waiting.enter(sequences)
@@ -288,7 +249,7 @@ class Scheduler:
             self.wake()  # some of the answers may have had a place
             refusal.retry_after_ms = self.retry_after_ms()
             raise
-        if controlled is None:  # a controller may refuse each token, so it is asked one at a time
+        if prepared.controlled is None:  # a controller may refuse each token, so it is asked one at a time
             for sequence in sequences:
                 self._planner.begin_drafts(sequence)
         return sequences, known
