@@ -182,7 +182,7 @@ async def test_those_that_lost_their_places_go_before_later_requests_of_their_pr
         await trio.sleep(0.5)
         while not all(each.sequence.done.is_set() for each in greedy):
             await visit(harness)
-            assert sum(each.sequence.parked is not None for each in greedy) <= 2
+            assert sum(each.sequence.place.parked is not None for each in greedy) <= 2
         assert all(right(each) for each in greedy)
         await harness.clean()
 

@@ -124,7 +124,7 @@ def test_stop_strings_count_in_the_answer_only(sizes: list[int]) -> None:
 @given(st.text("<think>/ aE", max_size=30), SIZES, st.lists(st.text("Ea<", min_size=1, max_size=3), max_size=2))
 def test_without_markers_it_is_a_text_assembler(text: str, sizes: list[int], stop: list[str]) -> None:
     assembler = TextAssembler(stop)
-    expected = assembler.feed(text.encode()) + assembler.finish()
+    expected = (assembler.feed(0, text.encode()) + assembler.finish()).text
     assert split(text, sizes, ReasoningMarkers(begin=("B",), end=("E",)), stop=stop) == (
         "",
         expected,
@@ -140,7 +140,7 @@ def test_the_output_up_to_a_stop_string(sizes: list[int], before: str) -> None:
         assembler.feed(-1, data[:size])
         data = data[size:]
     assembler.finish()
-    assert assembler.output == before + "text "
+    assert assembler.output("") == before + "text "
 
 
 def test_tokens_of_reasoning_are_counted() -> None:

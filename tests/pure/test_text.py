@@ -19,8 +19,8 @@ def split(data: bytes, positions: list[int]) -> list[bytes]:
 
 def run(parts, stop=()):
     assembler = TextAssembler(stop)
-    emitted = [assembler.feed(part) for part in parts]
-    return [*emitted, assembler.finish()], assembler.matched
+    emitted = [assembler.feed(0, part).text for part in parts]
+    return [*emitted, assembler.finish().text], assembler.matched
 
 
 def reference(text, stop):
@@ -67,7 +67,7 @@ def test_nothing_is_held_back_longer_than_needed(text, stop):
     assembler = TextAssembler([stop])
     emitted = ""
     for n, character in enumerate(text, start=1):
-        emitted += assembler.feed(character.encode())
+        emitted += assembler.feed(0, character.encode()).text
         if assembler.matched:
             return
         held = text[len(emitted) : n]
@@ -89,28 +89,28 @@ def test_the_beginning_of_a_stop_string_is_emitted_if_the_rest_does_not_follow()
 
 def test_finish_emits_the_text_that_was_held_back():
     assembler = TextAssembler(["stop"])
-    assert assembler.feed(b"sto") == ""
-    assert assembler.finish() == "sto"
+    assert assembler.feed(0, b"sto").text == ""
+    assert assembler.finish().text == "sto"
 
 
 def test_a_character_in_two_tokens():
     assembler = TextAssembler()
-    assert assembler.feed(b"\xe2\x82") == ""
-    assert assembler.feed(b"\xac!") == "€!"
+    assert assembler.feed(0, b"\xe2\x82").text == ""
+    assert assembler.feed(0, b"\xac!").text == "€!"
 
 
 def test_an_incomplete_character_at_the_end():
     assembler = TextAssembler()
-    assert assembler.feed(b"ok \xf0\x9f") == "ok "
-    assert assembler.finish() == "�"
+    assert assembler.feed(0, b"ok \xf0\x9f").text == "ok "
+    assert assembler.finish().text == "�"
 
 
 def test_nothing_is_emitted_after_a_match():
     assembler = TextAssembler(["."])
-    assert assembler.feed(b"a.b") == "a"
+    assert assembler.feed(0, b"a.b").text == "a"
     assert assembler.matched == "."
-    assert assembler.feed(b"c") == ""
-    assert assembler.finish() == ""
+    assert assembler.feed(0, b"c").text == ""
+    assert assembler.finish().text == ""
 
 
 def test_an_empty_stop_string_is_an_error():
@@ -123,6 +123,6 @@ def test_the_work_is_linear_in_the_worst_case():
     n = 10_000
     assembler = TextAssembler(["a" * 2000 + "b"] + ["a" * length + "c" for length in range(1000, 1010)])
     with counted_steps() as steps:
-        emitted = "".join(assembler.feed(b"a") for _ in range(n)) + assembler.finish()
+        emitted = "".join(assembler.feed(0, b"a").text for _ in range(n)) + assembler.finish().text
     assert emitted == "a" * n
     assert steps.n < 40 * n

@@ -437,7 +437,7 @@ def test_the_output_up_to_a_stop_string() -> None:
             found, ids = assembler("hermes", stop=["STOP"])
             for token in tokens_of(f"{before}text STOP more", ids, itertools.repeat(size)):
                 found.feed(*token)
-            assert found.output == before + "text "
+            assert found.output("") == before + "text "
 
 
 PIECES = [

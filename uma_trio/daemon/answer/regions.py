@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import enum
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from uma_trio.daemon.answer.text import StringSearch
-from uma_trio.daemon.answer.tool_calls import CallDelta, CallReader, State, ToolCalling
+from uma_trio.daemon.answer.text import Split, StringSearch, TextAssembler
+from uma_trio.daemon.answer.tool_calls import CallReader, State, ToolCalling
 from uma_trio.models.markers import CONTROL_CHARS, OTHER_CONTROL, ReasoningMarkers, visible
-from uma_trio.protocol.chat import ToolCall
-
-
-class Split(NamedTuple):
-    """What is new of an output: reasoning, text of the answer, and calls, in this order."""
-
-    reasoning: str = ""
-    text: str = ""
-    calls: Sequence[CallDelta] = ()
-
-    def __add__(self, other: Split) -> Split:  # type: ignore[override]
-        return Split(self.reasoning + other.reasoning, self.text + other.text, [*self.calls, *other.calls])
 
 
 class _Region(enum.Enum):
@@ -33,8 +19,8 @@ class _Region(enum.Enum):
     CALLS = enum.auto()
 
 
-class RegionAssembler:
-    """Like ``TextAssembler``, for an output with reasoning, calls of tools, or both.
+class RegionAssembler(TextAssembler):
+    """Text of an output with reasoning, calls of tools, or both.
 
     Markers are part of neither text, nor are spaces around reasoning and calls.  Whatever may become a marker is held
     back, and turns into text if it does not.  Stop strings are looked for in the answer alone.  A call that is cut, or
@@ -57,6 +43,7 @@ class RegionAssembler:
         *,
         is_open: bool,
     ) -> None:
+        super().__init__(stop)
         calls = None if calling is None else calling.markers
         self._calling = calling
         self._begins_reasoning = () if reasoning is None else reasoning.begin
@@ -68,8 +55,6 @@ class RegionAssembler:
             **(reasoning.controls if reasoning is not None else {}),
             **(calls.controls if calls is not None else {}),
         }
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stop = StringSearch(stop)
         self._end = StringSearch(() if reasoning is None else reasoning.end)
         self._in_answer = StringSearch(
             (
@@ -92,17 +77,8 @@ class RegionAssembler:
         self._n_after_stop = 0
         self._reader: CallReader | None = None
         self._n_calls_begun = 0
-        self.calls: list[ToolCall] = []
-        """The complete calls."""
-        self.n_reasoning_tokens = 0
-        """Tokens of reasoning and its markers."""
         if is_open:
             self._begin_reasoning()
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that was found.  Neither it nor any later text is emitted."""
-        return self._stop.matched
 
     @property
     def has_ended(self) -> bool:
@@ -141,8 +117,7 @@ class RegionAssembler:
         is_near = self.is_undecided or self.in_calls or not all(map(_has_several_tokens, self._begins_reasoning))
         return 1 if is_near else 2
 
-    @property
-    def output(self) -> str:
+    def output(self, shown: str) -> str:
         """Reasoning, calls, markers that are text, and answer as they were generated, up to a stop string."""
         whole = "".join(self._parts)
         return whole[: len(whole) - self._n_after_stop]
@@ -305,6 +280,21 @@ class RegionAssembler:
         shown = text.rstrip()
         self._held = text[len(shown) :]
         return shown
+
+
+def make_assembler(
+    stops: Sequence[str], reasoning: ReasoningMarkers | None, calling: ToolCalling | None, *, is_open: bool
+) -> TextAssembler:
+    """The assembler that an answer needs.
+
+    Args:
+        reasoning: ``None``: the model marks no reasoning.
+        calling: ``None``: no tools can be called.
+        is_open: the prompt has begun the reasoning.
+    """
+    if reasoning is None and calling is None:
+        return TextAssembler(stops)
+    return RegionAssembler(stops, reasoning, calling, is_open=is_open)
 
 
 def _has_several_tokens(marker: str) -> bool:

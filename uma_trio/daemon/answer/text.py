@@ -5,8 +5,23 @@ from __future__ import annotations
 import codecs
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import attrs
+
+from uma_trio.daemon.answer.tool_calls import CallDelta
+from uma_trio.protocol.chat import ToolCall
+
+
+class Split(NamedTuple):
+    """What is new of an output: reasoning, text of the answer, and calls, in this order."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: Sequence[CallDelta] = ()
+
+    def __add__(self, other: Split) -> Split:  # type: ignore[override]
+        return Split(self.reasoning + other.reasoning, self.text + other.text, [*self.calls, *other.calls])
 
 
 @attrs.frozen
@@ -131,8 +146,8 @@ class TextAssembler:
     holds such text back until it is decided: at most one character, and the longest stop string less one character.
 
         assembler = TextAssembler(stop=["\\n\\n"])
-        for token_bytes in ...:
-            emit(assembler.feed(token_bytes))
+        for token, token_bytes in ...:
+            emit(assembler.feed(token, token_bytes))
             if assembler.matched is not None:
                 break
         emit(assembler.finish())
@@ -148,6 +163,10 @@ class TextAssembler:
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = StringSearch(stop)
+        self.calls: list[ToolCall] = []
+        """The complete calls."""
+        self.n_reasoning_tokens = 0
+        """Tokens of reasoning and its markers."""
 
     @property
     def matched(self) -> str | None:
@@ -159,15 +178,29 @@ class TextAssembler:
         """Whether nothing that follows is part of the answer."""
         return self.matched is not None
 
-    def feed(self, token_bytes: bytes) -> str:
-        """Append the bytes of one token, and return the text that can be emitted now, which may be empty."""
-        if self.matched is not None:
-            return ""
-        return self._stop.feed(self._decoder.decode(token_bytes))
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the output so far ends in reasoning."""
+        return False
 
-    def finish(self) -> str:
-        """Return the text that was held back, at the end of the output.  Incomplete bytes become U+FFFD."""
+    @property
+    def in_calls(self) -> bool:
+        """Whether the output so far ends in a region of calls."""
+        return False
+
+    def feed(self, token: int, token_bytes: bytes) -> Split:
+        """Append one token, and return what can be emitted now."""
         if self.matched is not None:
-            return ""
+            return Split()
+        return Split(text=self._stop.feed(self._decoder.decode(token_bytes)))
+
+    def finish(self) -> Split:
+        """Return what was held back, at the end of the output.  Incomplete bytes become U+FFFD."""
+        if self.matched is not None:
+            return Split()
         text = self._stop.feed(self._decoder.decode(b"", final=True))
-        return text if self.matched is not None else text + self._stop.finish()
+        return Split(text=text if self.matched is not None else text + self._stop.finish())
+
+    def output(self, shown: str) -> str:
+        """The output as it was generated, up to a stop string; ``shown`` is its text as a client has got it."""
+        return shown

@@ -91,7 +91,7 @@ def append_known(sequence: Sequence, log: TokenLog, token_to_bytes: TokenToBytes
     if new.reason is None and at_end_of_sentence(sequence, token_to_bytes):
         new.reason = "stop"
     sequence.n_replayed = len(new.tokens)
-    sequence.n_lost = sequence.n_known - 1
+    sequence.place.lose(sequence.n_known - 1)
     return new
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import abc, deque
+from collections import abc, defaultdict, deque
 from itertools import chain
 from typing import Final
 
@@ -58,6 +58,20 @@ MIN_SPAN_S: Final = 20.0
 """Fewer requests than that came at least within this time: a single burst says little of what comes next."""
 
 
+@attrs.define
+class _Known:
+    """What was predicted for one sequence."""
+
+    n_reusable: int | None = None
+    """Prompt tokens that it would have found in the KV cache when its forecast needed them first; ``None`` before."""
+    predicted: Prediction | None = None
+    """The last prediction, before the pace has corrected it."""
+    predicted_at: float = 0.0
+    """When that was."""
+    sent: Forecast | None = None
+    """The last forecast that its client got."""
+
+
 @attrs.define(eq=False, kw_only=True)
 class Forecaster:
     """Predicts when the sequences of one scheduler start and end."""
@@ -69,6 +83,8 @@ class Forecaster:
     _limits: Scheduling
     _lengths: AnswerLengths = attrs.field(factory=AnswerLengths, init=False)
     _retries: places.RetrySchedule = attrs.field(factory=places.RetrySchedule, init=False)
+    _known: defaultdict[Sequence, _Known] = attrs.field(factory=lambda: defaultdict(_Known), init=False)
+    """What was predicted for sequences that have not ended."""
     _arrived: deque[tuple[float, Load]] = attrs.field(factory=lambda: deque(maxlen=MAX_ARRIVALS), init=False)
     """When the last requests came, and what they were."""
     _mean: Load = attrs.field(default=SMALLEST, init=False)
@@ -100,7 +116,8 @@ class Forecaster:
         """Learn from an answer that has ended: how long answers are, and how accurate predictions are."""
         ended_itself = not isinstance(reason, UmaError) and reason not in ("length", "cancelled")
         self._lengths.record(len(sequence.tokens), ended_itself=ended_itself)
-        predicted, at = sequence.predicted, sequence.predicted_at
+        known = self._known.pop(sequence, _Known())
+        predicted, at = known.predicted, known.predicted_at
         if predicted is None or sequence.first_token_at is None or sequence.ended_at is None:
             return
         if predicted.queue_position:
@@ -133,25 +150,29 @@ class Forecaster:
         Returns:
             New sequences that will miss their deadlines, each with the error that says so.
         """
-        asking = [each for each in chain(self._running, self._waiting) if _may_ask(each)]
+        asking = {
+            each: known for each in chain(self._running, self._waiting) if (known := self._asks(each)) is not None
+        }
         if not asking:
             return []
         now = trio.current_time()
         is_update = now >= self._reported_at + UPDATE_S
-        if now < self._may_at or not (is_update or any(each.predicted is None for each in asking)):
+        if now < self._may_at or not (is_update or any(known.predicted is None for known in asking.values())):
             return []
         if is_update:
             self._reported_at = now
         predictions, late = self._predict(service), []
-        for sequence in asking if is_update else [each for each in asking if each.predicted is None]:
+        for sequence, known in asking.items():
+            if known.predicted is not None and not is_update:
+                continue
             found = predictions[sequence]
-            error = _missed(sequence, found, self._pace, now) if sequence.predicted is None else None
+            error = _missed(sequence, found, self._pace, now) if known.predicted is None else None
             if error is not None:
                 late.append((sequence, error))
             elif sequence.request.forecast:
-                _send(sequence, found, self._pace, now)
+                _send(sequence, known, found, self._pace, now)
             else:
-                sequence.predicted, sequence.predicted_at = found, now
+                known.predicted, known.predicted_at = found, now
         took_s = trio.current_time() - now
         self._may_at = max(self._may_at, now - SAVED_S) + took_s / MAX_SHARE
         return late
@@ -168,6 +189,27 @@ class Forecaster:
             self._room_until = trio.current_time() + (trio.current_time() - now) / MAX_SHARE
         room_s, interval_s = (1e-3 * self._pace * ms for ms in self._room)
         return round(1e3 * self._retries.wait_s(now, room_s, interval_s))
+
+    def _asks(self, sequence: Sequence) -> _Known | None:
+        """What is known of ``sequence`` if it needs a forecast and has not started, otherwise ``None``.
+
+        One that has a place needs only one forecast, as does a deadline.
+        """
+        if sequence.tokens or sequence.state is State.FINISHED:
+            return None
+        known, wants = self._known[sequence], sequence.request.forecast
+        if known.predicted is None:
+            needs = wants or sequence.deadline_at < math.inf
+        else:
+            needs = wants and known.predicted.queue_position > 0
+        return known if needs else None
+
+    def _reusable(self, sequence: Sequence) -> int:
+        """Tokens of ``sequence``, which waits, that are expected to be in the KV cache when it gets a place."""
+        known = self._known[sequence]
+        if known.n_reusable is None:
+            known.n_reusable = self._running.reusable(sequence)
+        return known.n_reusable
 
     def _predict(self, service: Service) -> dict[Sequence, Prediction]:
         running, waiting = [*self._running], self._waiting.in_order(service)
@@ -196,9 +238,7 @@ class Forecaster:
         is_over = sequence.state is State.FINISHED
         n_left = max(1, sequence.max_tokens - n_tokens)
         n_expected = n_left if sequence.request.ignore_eos else self._lengths.expected(n_tokens, n_left)
-        if allocation is None and sequence.n_expected is None:
-            sequence.n_expected = self._running.reusable(sequence)
-        n_there = sequence.n_expected or 0 if allocation is None else allocation.n_tokens
+        n_there = self._reusable(sequence) if allocation is None else allocation.n_tokens
         return Load(
             prefill_tokens=0 if decodes else max(1, sequence.n_known - n_there),
             answer_tokens=1 if is_over else n_expected,
@@ -207,15 +247,6 @@ class Forecaster:
             due_ms=1e3 * (sequence.due_at - trio.current_time()),
             target_itl_ms=sequence.target_itl_ms,
         )
-
-
-def _may_ask(sequence: Sequence) -> bool:
-    """Whether it needs a forecast and has not started; one that has a place needs only one, as does a deadline."""
-    if sequence.tokens or sequence.state is State.FINISHED:
-        return False
-    if sequence.predicted is None:
-        return sequence.request.forecast or sequence.deadline_at < math.inf
-    return sequence.request.forecast and sequence.predicted.queue_position > 0
 
 
 def _missed(sequence: Sequence, found: Prediction, pace: float, now: float) -> DeadlineMissed | None:
@@ -237,18 +268,18 @@ def _missed(sequence: Sequence, found: Prediction, pace: float, now: float) -> D
     return error
 
 
-def _send(sequence: Sequence, found: Prediction, pace: float, now: float) -> None:
-    last, start_ms = sequence.forecast, pace * found.start_ms
+def _send(sequence: Sequence, known: _Known, found: Prediction, pace: float, now: float) -> None:
+    last, start_ms = known.sent, pace * found.start_ms
     if last is not None and last.queue_position == found.queue_position:
-        moved_ms = abs(start_ms - last.start_ms + 1e3 * (now - sequence.predicted_at))
+        moved_ms = abs(start_ms - last.start_ms + 1e3 * (now - known.predicted_at))
         if moved_ms < max(LEAST_MS, MUCH * start_ms):
             return
-    sequence.predicted, sequence.predicted_at = found, now
-    sequence.forecast = Forecast(
+    known.predicted, known.predicted_at = found, now
+    known.sent = Forecast(
         id=sequence.request.id,
         queue_position=found.queue_position,
         start_ms=round(start_ms, 1),
         end_ms=round(pace * found.end_ms, 1),
         index=sequence.index,
     )
-    sequence.sink.send(sequence.forecast)
+    sequence.sink.send(known.sent)

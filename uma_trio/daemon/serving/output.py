@@ -9,11 +9,10 @@ from typing import Any, Final
 import msgspec
 
 from uma_trio.aici_link.messages import SequenceResult
-from uma_trio.daemon.answer.regions import Split
-from uma_trio.daemon.answer.text import TextAssembler
+from uma_trio.daemon.answer.text import Split, TextAssembler
 from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
 from uma_trio.daemon.serving.sequence import Sequence
-from uma_trio.engine_link.sampling import TokenLogprobs
+from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.errors import UmaError
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, StorageWrite
 from uma_trio.protocol.events import Inserted, Logprob, Logprobs, Reasoning, Token, ToolCallDelta
@@ -33,7 +32,7 @@ def send_prompt(sequence: Sequence) -> None:
         event = Token(id=sequence.request.id, text=sequence.prompt.text, echo=True, index=sequence.index)
         sequence.sink.send(event)
     else:
-        sequence.texts.append(sequence.prompt.text)
+        sequence.text.texts.append(sequence.prompt.text)
 
 
 def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
@@ -61,10 +60,11 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
         score = new.scores[n - 1] if new.scores else None
         last = new.reason is not None and n == len(new.tokens)
         _send_token(sequence, token, score, token_to_bytes, last=last)
-        if sequence.assembler.matched is not None:
+        assembler = sequence.text.assembler
+        if assembler.matched is not None:
             sequence.cut_at_stop(new.n_before + n, token_to_bytes)
             return "stop"
-        if sequence.assembler.has_ended:
+        if assembler.has_ended:
             del sequence.tokens[new.n_before + n :]
             return "stop"
     return new.reason
@@ -72,8 +72,7 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
 
 def _end_message(sequence: Sequence) -> None:
     """Send what was held back of the text so far: a message of the user follows."""
-    rest = sequence.assembler.finish()
-    split = Split(text=rest) if isinstance(rest, str) else rest
+    split = sequence.text.assembler.finish()
     if split.reasoning:
         sequence.sink.send(Reasoning(id=sequence.request.id, text=split.reasoning, index=sequence.index))
     if split.text:
@@ -82,24 +81,23 @@ def _end_message(sequence: Sequence) -> None:
 
 def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
     """Send what was removed, then new tokens: an event for each, also for tokens without text."""
-    sequence, request = new.sequence, new.sequence.request
+    sequence, request, shown = new.sequence, new.sequence.request, new.sequence.text
     assert sequence.index is not None
-    assert isinstance(sequence.assembler, TextAssembler)
     if new.n_removed:
-        removed = "".join(sequence.texts[new.n_before :])
-        del sequence.texts[new.n_before :], sequence.logprobs[new.n_before :]
-        sequence.assembler = assembler_after(sequence.tokens[: new.n_before], token_to_bytes)
+        removed = "".join(shown.texts[new.n_before :])
+        del shown.texts[new.n_before :], shown.logprobs[new.n_before :]
+        shown.assembler = assembler_after(sequence.tokens[: new.n_before], token_to_bytes)
         if request.stream:
             sequence.sink.send(Backtrack(id=request.id, index=sequence.index, tokens=new.n_removed, text=removed))
     for n, token in enumerate(new.tokens):
-        text = "" if token in sequence.end_ids else sequence.assembler.feed(token_to_bytes(token))
+        text = "" if token in sequence.end_ids else shown.assembler.feed(token, token_to_bytes(token)).text
         if new.reason is not None and n == len(new.tokens) - 1:
-            text += sequence.assembler.finish()
-        sequence.texts.append(text)
+            text += shown.assembler.finish().text
+        shown.texts.append(text)
         score = new.scores[n] if new.scores else None
         logprobs = None if score is None else _logprobs(token, score, token_to_bytes)
         if not request.stream:
-            sequence.logprobs.append(logprobs)
+            shown.logprobs.append(logprobs)
         elif new.by_controller:
             sequence.sink.send(Token(id=request.id, text=text, token_id=token, index=sequence.index, inserted=True))
         else:
@@ -115,18 +113,17 @@ def assembler_after(tokens: abc.Sequence[int], token_to_bytes: TokenToBytes) -> 
         if sum(map(len, tail)) >= MAX_CHARACTER_BYTES:
             break
     assembler = TextAssembler()
-    assembler.feed(b"".join(reversed(tail)))
+    assembler.feed(NO_TOKEN, b"".join(reversed(tail)))
     return assembler
 
 
 def send_rest(sequence: Sequence) -> None:
     """Send what is left of the text of an answer that its controller has ended: bytes that are no whole character."""
-    assert isinstance(sequence.assembler, TextAssembler)
-    text = sequence.assembler.finish()
+    text = sequence.text.assembler.finish().text
     if text and sequence.request.stream:
         sequence.sink.send(Token(id=sequence.request.id, text=text, index=sequence.index))
     elif text:
-        sequence.texts.append(text)
+        sequence.text.texts.append(text)
 
 
 def send_controller_output(sequence: Sequence, result: SequenceResult[Any]) -> None:
@@ -191,21 +188,14 @@ def _send_token(
     Args:
         last: nothing follows, so text that was held back is sent as well.
     """
-    is_end = token in sequence.end_ids
-    assembler = sequence.assembler
-    is_reasoning = is_call = False
-    if isinstance(assembler, TextAssembler):
-        text = "" if is_end else assembler.feed(token_to_bytes(token))
-        if last and assembler.matched is None:
-            text += assembler.finish()
-        split = Split(text=text)
-    else:
-        was_call = assembler.in_calls
-        split = Split() if is_end else assembler.feed(token, token_to_bytes(token))
-        if last:
-            split += assembler.finish()
-        is_reasoning = not split.text and (bool(split.reasoning) or assembler.in_reasoning)
-        is_call = not split.text and not split.reasoning and (bool(split.calls) or was_call or assembler.in_calls)
+    is_end, shown = token in sequence.end_ids, sequence.text
+    assembler = shown.assembler
+    was_call = assembler.in_calls
+    split = Split() if is_end else assembler.feed(token, token_to_bytes(token))
+    if last:
+        split += assembler.finish()
+    is_reasoning = not split.text and (bool(split.reasoning) or assembler.in_reasoning)
+    is_call = not split.text and not split.reasoning and (bool(split.calls) or was_call or assembler.in_calls)
     if is_end and not any(split):
         return
     logprobs = None if score is None else _logprobs(token, score, token_to_bytes)
@@ -215,10 +205,10 @@ def _send_token(
         for delta in split.calls:
             sequence.sink.send(ToolCallDelta(id=sequence.request.id, index=sequence.index, **delta._asdict()))
         return
-    sequence.texts.append(split.text)
-    sequence.reasoning_texts.append(split.reasoning)
+    shown.texts.append(split.text)
+    shown.reasoning_texts.append(split.reasoning)
     if logprobs is not None:
-        sequence.logprobs.append(logprobs)
+        shown.logprobs.append(logprobs)
 
 
 def _send_events(

@@ -90,35 +90,36 @@ class RunningSet:
         """Reserve all the cells that ``sequence`` can need, if there are as many."""
         if self._is_behind_forks(sequence) or self._is_left_to_others(sequence):
             return False
+        place = sequence.place
         placement = self.cache.allocate(
             _known_tokens(sequence),
             sequence.max_cells,
             durable=sequence.durable,
-            parked=sequence.parked,
+            parked=place.parked,
             **_sharing_of(sequence),
         )
         if placement is None:
             self._offloader.check_for_work()  # something may have to be saved to make room
             return False
         sequence.allocation = allocation = placement.allocation
-        sequence.state, sequence.placed_at = State.PREFILL, trio.current_time()
-        sequence.regained_at, sequence.has_gained = None, False
-        if sequence.was_preempted:
-            sequence.due_at = sequence.placed_at + sequence.target_itl_ms / 1e3
+        sequence.state = State.PREFILL
+        place.begin(trio.current_time())
+        if place.was_preempted:
+            sequence.due_at = place.placed_at + sequence.target_itl_ms / 1e3
         if sequence.admitted_at is None:
-            sequence.admitted_at = sequence.placed_at
+            sequence.admitted_at = place.placed_at
             self._telemetry.record_admission(1e3 * (sequence.admitted_at - sequence.arrived_at))
         self._sequences[allocation] = sequence
         if sequence.log is not None:
             sequence.log.attempt()
-        if not sequence.was_preempted:
+        if not place.was_preempted:
             sequence.comparison = placement.comparison
         if not placement.waits:
             self._start_prefill(sequence, placement.n_cached)
         if placement.saved is not None:
             self._offloader.swap_in(allocation, placement.saved)
-        if placement.saved is sequence.parked:
-            sequence.parked = None  # goes when it is loaded
+        if placement.saved is place.parked:
+            place.parked = None  # goes when it is loaded
         self.unpark(sequence)
         return True
 
@@ -175,7 +176,8 @@ class RunningSet:
     def begin_forks(self, forks: abc.Sequence[Sequence], allocations: abc.Sequence[Allocation]) -> None:
         """Let ``forks`` run, in the places that were allocated for them."""
         for fork, allocation in zip(forks, allocations, strict=True):
-            fork.allocation, fork.placed_at = allocation, trio.current_time()
+            fork.allocation = allocation
+            fork.place.begin(trio.current_time())
             self._sequences[allocation] = fork
             fork.go_on()
 
@@ -215,17 +217,18 @@ class RunningSet:
             sequence = self._sequences[allocation]
             if sequence.state is State.FINISHED:
                 continue
-            if sequence.n_computed >= sequence.n_lost:
-                sequence.note_progress(trio.current_time(), has_gained=sequence.n_computed > sequence.n_lost)
+            place = sequence.place
+            if sequence.n_computed >= place.n_lost:
+                place.note_progress(trio.current_time(), has_gained=sequence.n_computed > place.n_lost)
             if allocation in self._leaving:
                 stalled.append(allocation.seq_id)
                 continue
             has_room = sequence.sink.has_room
             if not has_room and sequence not in in_flight:  # its next token was not held up yet
                 sequence.paused = True
-                sequence.stalled_at = min(sequence.stalled_at, trio.current_time())
+                place.stalled_at = min(place.stalled_at, trio.current_time())
             else:
-                sequence.stalled_at = math.inf
+                place.stalled_at = math.inf
             if sequence.control is not None:
                 goes_on = sequence in in_flight and has_room and sequence.control.may_run_ahead
                 if not goes_on and not self._is_ready(sequence):
@@ -253,7 +256,7 @@ class RunningSet:
 
     def _start_prefill(self, sequence: Sequence, n_cached: int) -> None:
         """``sequence`` need not compute its first ``n_cached`` tokens."""
-        if not sequence.was_preempted:  # what it has computed itself is no reuse
+        if not sequence.place.was_preempted:  # what it has computed itself is no reuse
             sequence.n_cached = min(n_cached, len(sequence.prompt.tokens)) if sequence.n_replayed else n_cached
             self._telemetry.record_prefix_reuse(sequence.n_cached)
         sequence.report_prefill(n_cached)
@@ -282,8 +285,10 @@ class RunningSet:
         """
         if self._leaving:
             return [], math.inf
-        stalled = min([each for each in self if _is_stalled(each)], key=lambda each: each.stalled_at, default=None)
-        found = ([stalled], stalled.stalled_at + PREEMPT_AFTER_S) if stalled is not None else ([], math.inf)
+        stalled = min(
+            [each for each in self if _is_stalled(each)], key=lambda each: each.place.stalled_at, default=None
+        )
+        found = ([stalled], stalled.place.stalled_at + PREEMPT_AFTER_S) if stalled is not None else ([], math.inf)
         is_background = sequence.priority is Priority.BACKGROUND
         if all(
             each.principal.name == sequence.principal.name
@@ -326,7 +331,7 @@ class RunningSet:
                 cells=allocation.own_cells,
                 n_tokens=allocation.n_tokens,
                 service=service.counter(each.principal.name),
-                turn_ends_s=each.turn_ends_at,
+                turn_ends_s=each.place.turn_ends_at(is_suspended=each.is_suspended),
                 can_yield=each.can_yield,
             )
             for allocation, each in self._sequences.items()
@@ -381,19 +386,18 @@ class RunningSet:
 
     def _preempt(self, sequence: Sequence, copied: SavedState | None) -> None:
         assert sequence.allocation is not None
-        sequence.n_lost = max(sequence.n_lost, sequence.n_computed)
-        sequence.parked, sequence.was_preempted = copied, True
+        sequence.place.end(trio.current_time(), sequence.n_computed, copied)
         if copied is not None:
             sequence.allocation.durable = False  # nobody waits for a second copy on disk
         self.release(sequence, keep=True)
-        sequence.state, sequence.queued_at, sequence.stalled_at = State.WAITING, trio.current_time(), math.inf
+        sequence.state = State.WAITING
         self._telemetry.preemptions_total += 1
 
     def unpark(self, sequence: Sequence) -> None:
         """Drop the copy of what ``sequence`` held, if there is one."""
-        if sequence.parked is not None:
-            self._offloader.unpark(sequence.parked)
-            sequence.parked = None
+        if sequence.place.parked is not None:
+            self._offloader.unpark(sequence.place.parked)
+            sequence.place.parked = None
 
     def describe(self) -> list[SequenceInfo]:
         """What the KV cache holds, by sequence id."""
@@ -426,7 +430,7 @@ class RunningSet:
     def restart(self) -> None:
         """The KV cache is lost: all sequences are prefilled again from their tokens."""
         for sequence in self:
-            sequence.n_lost = max(sequence.n_lost, sequence.n_computed)
+            sequence.place.lose(sequence.n_computed)
         self.cache.clear(lost=True)
         for sequence in self:
             sequence.n_cached = 0
@@ -458,7 +462,7 @@ def _known_tokens(sequence: Sequence) -> TokenIds:
 
 def _is_stalled(sequence: Sequence) -> bool:
     is_plain = sequence.state is State.DECODE and sequence.control is None
-    return is_plain and sequence.stalled_at < math.inf and not sequence.sink.has_room
+    return is_plain and sequence.place.stalled_at < math.inf and not sequence.sink.has_room
 
 
 class WaitingQueue:
@@ -658,7 +662,7 @@ class WaitingQueue:
 
 
 def _rank(sequence: Sequence, now: float, service: Service, *, holds_place: bool) -> tuple[bool, bool, float, int]:
-    waited_s = now - sequence.queued_at
+    waited_s = now - sequence.place.queued_at
     return fairness.rank(sequence.priority, sequence.principal.name, waited_s, service, holds_place=holds_place)
 
 

@@ -747,9 +747,9 @@ class Scheduler:
             sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
         else:
             self._energy.divide(sequence.ended_at)
-            if sequence.request.explain:
-                sequence.explanation = self._explainer.of(sequence, self.timings.cost.prefill_token_ms)
-            sequence.sink.send(sequence.eos(reason, sequence.ended_at))
+            explain = sequence.request.explain
+            explanation = self._explainer.of(sequence, self.timings.cost.prefill_token_ms) if explain else None
+            sequence.sink.send(sequence.eos(reason, sequence.ended_at, explanation))
         self._explainer.ended(sequence, self.timings.cost.prefill_token_ms)
         self._stats.record_end(sequence, reason, sequence.ended_at)
         self._forecaster.ended(sequence, reason)

@@ -14,14 +14,13 @@ import numpy as np
 import trio
 
 from uma_trio.daemon.answer.budget import ReasoningBudget
-from uma_trio.daemon.answer.regions import RegionAssembler
+from uma_trio.daemon.answer.regions import make_assembler
 from uma_trio.daemon.answer.text import TextAssembler
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.lost_prefixes import Comparison
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.prompts.media import rows_between, whole_part
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.scheduling.forecast import Prediction
 from uma_trio.daemon.scheduling.places import MIN_TURN_S
 from uma_trio.daemon.scheduling.view import Priority, SequenceView
 from uma_trio.daemon.serving.controllers.state import Control, Phase
@@ -36,8 +35,7 @@ from uma_trio.engine_link.sampling import Bias, SamplingParams
 from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.grammar.compiler import Grammar
 from uma_trio.principal import Principal
-from uma_trio.protocol.chat import ToolCall
-from uma_trio.protocol.events import Eos, Forecast, Logprobs, PrefillProgress
+from uma_trio.protocol.events import Eos, Logprobs, PrefillProgress
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
 from uma_trio.protocol.usage import Explanation, FinishReason, Timings, Usage
@@ -122,6 +120,90 @@ class Sampling:
     """Allows some tokens only."""
 
 
+@attrs.define(eq=False)
+class AnswerText:
+    """The text of one answer so far.  What was streamed is not kept."""
+
+    assembler: TextAssembler
+    """Makes text of the tokens that follow."""
+    texts: list[str] = attrs.field(factory=list)
+    """Text that was not streamed.  With a controller it has one element for each token."""
+    reasoning_texts: list[str] = attrs.field(factory=list)
+    """Reasoning that was not streamed."""
+    logprobs: list[Logprobs | None] = attrs.field(factory=list)
+    """Log-probabilities that were not streamed.  With a controller one for each token, ``None`` if there is none."""
+    n_before_message: int = 0
+    """Tokens before the text that answers the last message of the user: those up to an inserted message."""
+    _n_reasoning_before: int = attrs.field(default=0, init=False)
+    """Tokens of reasoning among them."""
+
+    def answer_message(self, n_before: int, assembler: TextAssembler) -> None:
+        """A message of the user was inserted: the text begins anew after the first ``n_before`` tokens."""
+        self._n_reasoning_before = self.n_reasoning_tokens
+        self.n_before_message, self.assembler = n_before, assembler
+
+    @property
+    def n_reasoning_tokens(self) -> int:
+        """Tokens of reasoning and its markers."""
+        return self._n_reasoning_before + self.assembler.n_reasoning_tokens
+
+
+@attrs.define
+class PlaceState:
+    """How a sequence stands with its place in the KV cache.  ``RunningSet`` changes it."""
+
+    queued_at: float
+    """Since when it has been waiting for a place, if it is: its arrival, or the time at which it lost its place."""
+    placed_at: float = -math.inf
+    """When it got its place."""
+    stalled_at: float = math.inf
+    """Since when its client has not read; infinite if it reads, or if a step in flight computes its next token."""
+    was_preempted: bool = False
+    """It has lost its place once.  What it finds in the KV cache then is its own."""
+    n_lost: int = 0
+    """Tokens that were in the KV cache when it lost its place, or when the engine or the daemon died."""
+    parked: SavedState | None = None
+    """A copy of them."""
+    regained_at: float | None = None
+    """When the KV cache had again what was lost."""
+    has_gained: bool = False
+    """Whether it has more than before it got this place: more in the KV cache, or a new token."""
+
+    def begin(self, now: float) -> None:
+        """It has got a place."""
+        self.placed_at, self.regained_at, self.has_gained = now, None, False
+
+    def end(self, now: float, n_computed: int, copied: SavedState | None) -> None:
+        """It has lost its place to another one, with ``n_computed`` tokens."""
+        self.lose(n_computed)
+        self.queued_at, self.stalled_at, self.was_preempted, self.parked = now, math.inf, True, copied
+
+    def lose(self, n_computed: int) -> None:
+        """Its ``n_computed`` tokens in the KV cache are lost."""
+        self.n_lost = max(self.n_lost, n_computed)
+
+    def note_progress(self, now: float, *, has_gained: bool) -> None:
+        """Note that the KV cache has again what was lost; ``has_gained``: and more."""
+        if self.regained_at is None:
+            self.regained_at = now
+        self.has_gained = self.has_gained or has_gained
+
+    def turn_ends_at(self, *, is_suspended: bool) -> float:
+        """When it may lose the only place of its principal.
+
+        After it has lost its place once, its turn begins when the KV cache has again what was lost, and lasts as long as
+        that took.  So every turn gains something, and at least half of the time goes into new work.
+
+        Args:
+            is_suspended: it has no work.
+        """
+        if is_suspended or not self.was_preempted:
+            return self.placed_at + MIN_TURN_S
+        if self.regained_at is None or not self.has_gained:
+            return math.inf
+        return self.regained_at + max(MIN_TURN_S, self.regained_at - self.placed_at)
+
+
 @attrs.define
 class DraftState:
     """How the draft model serves one sequence."""
@@ -178,8 +260,6 @@ class Sequence:
     """Its place in the KV cache, which also counts the tokens there."""
     comparison: Comparison | None = None
     """How its prompt compares with what the KV cache had when it got its first place."""
-    n_expected: int | None = None
-    """Prompt tokens that it would have found in the KV cache when its forecast needed them first; ``None`` before."""
     n_cached: int = 0
     """Prompt tokens that did not have to be computed."""
     tokens: list[int] = attrs.field(factory=list)
@@ -196,14 +276,8 @@ class Sequence:
     """Tokens of the answer that were forced."""
     n_replayed: int = 0
     """Tokens of the answer that an earlier daemon has sampled."""
-    texts: list[str] = attrs.field(factory=list)
-    """Text that was not streamed."""
-    logprobs: list[Logprobs | None] = attrs.field(factory=list)
-    """Log-probabilities that were not streamed.  With a controller one for each token, ``None`` if there is none."""
-    reasoning_texts: list[str] = attrs.field(factory=list)
-    """Reasoning that was not streamed."""
-    assembler: TextAssembler | RegionAssembler = attrs.field(
-        default=attrs.Factory(lambda self: _assembler(self.request, self.prompt), takes_self=True)
+    text: AnswerText = attrs.field(
+        default=attrs.Factory(lambda self: AnswerText(self._assembler(self.prompt.opens_reasoning)), takes_self=True)
     )
     budget: ReasoningBudget | None = attrs.field(
         default=attrs.Factory(lambda self: _budget(self.prompt), takes_self=True)
@@ -215,10 +289,6 @@ class Sequence:
     """Tokens that it may have: ``max_tokens``, for which it has cells, or what its client has lowered that to."""
     stops_at_sentence: bool = False
     """It ends with its sentence."""
-    n_before_message: int = 0
-    """Tokens before the text that answers the last message of the user: those up to an inserted message."""
-    n_reasoning_before: int = 0
-    """Tokens of reasoning among them."""
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -227,22 +297,7 @@ class Sequence:
     """Time between tokens, for the perf log."""
     paused: bool = False
     """Its client did not read, so the time until its next token is not the server's."""
-    stalled_at: float = math.inf
-    """Since when its client has not read; infinite if it reads, or if a step in flight computes its next token."""
-    was_preempted: bool = False
-    """It has lost its place once.  What it finds in the KV cache then is its own."""
-    n_lost: int = 0
-    """Tokens that were in the KV cache when it lost its place, or when the engine or the daemon died."""
-    parked: SavedState | None = None
-    """A copy of them."""
-    placed_at: float = -math.inf
-    """When it got its place."""
-    regained_at: float | None = None
-    """When the KV cache had again what was lost."""
-    has_gained: bool = False
-    """Whether it has more than before it got this place: more in the KV cache, or a new token."""
-    queued_at: float = attrs.field(default=attrs.Factory(lambda self: self.arrived_at, takes_self=True))
-    """Since when it has been waiting for a place, if it is: its arrival, or the time at which it lost its place."""
+    place: PlaceState = attrs.field(default=attrs.Factory(lambda self: PlaceState(self.arrived_at), takes_self=True))
     keep_computed: bool = True
     """What it computed may be kept for others; not of one that failed."""
     cancelled_at: float | None = None
@@ -254,14 +309,6 @@ class Sequence:
     """Steps that have computed it alone, and together with others."""
     energy_j: float | None = None
     """What it has taken of the energy that the machine counts; ``None``: nobody counts."""
-    explanation: Explanation | None = None
-    """Why tokens of its prompt were computed again, if its request asks for that."""
-    forecast: Forecast | None = None
-    """The last forecast that its client got."""
-    predicted: Prediction | None = None
-    """The last prediction for it, before ``Forecaster`` has corrected it."""
-    predicted_at: float = 0.0
-    """When that was."""
     done: trio.Event = attrs.field(factory=trio.Event)
     """Set after the last event."""
 
@@ -332,7 +379,8 @@ class Sequence:
         n_prompt = len(self.prompt.tokens)
         if self.max_rows:
             return min(end, start + self.max_rows)
-        if not self.exact_rows or start >= self.n_lost or self.n_lost <= n_prompt:
+        n_lost = self.place.n_lost
+        if not self.exact_rows or start >= n_lost or n_lost <= n_prompt:
             return end
         return min(end, n_prompt if start < n_prompt else start + self.exact_rows)
 
@@ -397,24 +445,15 @@ class Sequence:
         return self.control is None or self.control.phase not in (Phase.AWAITING_MASK, Phase.MASK_READY)
 
     @property
-    def turn_ends_at(self) -> float:
-        """When it may lose the only place of its principal.
-
-        After it has lost its place once, its turn begins when the KV cache has again what was lost, and lasts as long as
-        that took.  So every turn gains something, and at least half of the time goes into new work.
-        """
-        is_suspended = self.control is not None and self.control.phase is Phase.SUSPENDED
-        if is_suspended or not self.was_preempted:
-            return self.placed_at + MIN_TURN_S
-        if self.regained_at is None or not self.has_gained:
-            return math.inf
-        return self.regained_at + max(MIN_TURN_S, self.regained_at - self.placed_at)
+    def is_suspended(self) -> bool:
+        """Its controller waits for others, so it has no work."""
+        return self.control is not None and self.control.phase is Phase.SUSPENDED
 
     @property
     def has_called(self) -> bool:
         """Whether the text that was sent ends in a call of a tool, or follows one."""
-        assembler = self.assembler
-        return isinstance(assembler, RegionAssembler) and (assembler.in_calls or bool(assembler.calls))
+        assembler = self.text.assembler
+        return assembler.in_calls or bool(assembler.calls)
 
     # -- what a step computes of it -------------------------------------------------------------
 
@@ -471,9 +510,10 @@ class Sequence:
 
     def answer_message(self, n_before: int, *, opens_reasoning: bool) -> None:
         """A message of the user was inserted: the text of the answer begins anew after the first ``n_before`` tokens."""
-        self.n_reasoning_before = self._n_reasoning_tokens or 0
-        self.n_before_message = n_before
-        self.assembler = _assembler(self.request, self.prompt, opens_reasoning=opens_reasoning)
+        self.text.answer_message(n_before, self._assembler(opens_reasoning))
+
+    def _assembler(self, opens_reasoning: bool) -> TextAssembler:
+        return make_assembler(self.request.stops, self.prompt.reasoning, self.prompt.calling, is_open=opens_reasoning)
 
     def go_on(self) -> None:
         """Set the state by how much is to be computed before the next token is sampled."""
@@ -481,7 +521,7 @@ class Sequence:
 
     def fork(self, index: int, control: Control, now: float) -> Sequence:
         """A copy of it, of which nothing is in the KV cache yet, as answer ``index``; random numbers are its own."""
-        sampling, own = self.sampling, self.index or 0
+        sampling, own, text = self.sampling, self.index or 0, self.text
         params = sampling.params.with_seed((sampling.params.seed - own + index) % 2**63)
         return Sequence(
             request=self.request,
@@ -502,9 +542,7 @@ class Sequence:
             index=index,
             control=control,
             tokens=list(self.tokens),
-            texts=list(self.texts),
-            logprobs=list(self.logprobs),
-            assembler=copy.deepcopy(self.assembler),
+            text=AnswerText(copy.deepcopy(text.assembler), list(text.texts), logprobs=list(text.logprobs)),
         )
 
     def cut_at_stop(self, n: int, token_to_bytes: Callable[[int], bytes]) -> None:
@@ -512,8 +550,8 @@ class Sequence:
         del self.tokens[n:]
         if self.request.session_id is None:
             return
-        assert self.assembler.matched is not None
-        stop, tail, shown = self.assembler.matched.encode(), token_to_bytes(self.tokens[-1]), n - 1
+        stop = (self.text.assembler.matched or "").encode()
+        tail, shown = token_to_bytes(self.tokens[-1]), n - 1
         most = len(tail) + 4 * len(stop)  # the stop string is in there, perhaps between bytes that are not valid text
         while shown and stop not in tail and len(tail) < most:
             shown -= 1
@@ -542,16 +580,10 @@ class Sequence:
             )
             self.sink.send(event)
 
-    def note_progress(self, now: float, *, has_gained: bool) -> None:
-        """Note that the KV cache has again what was lost; ``has_gained``: and more."""
-        if self.regained_at is None:
-            self.regained_at = now
-        self.has_gained = self.has_gained or has_gained
-
     def record_token_time(self, now: float, *, paused: bool) -> float | None:
         """Note that tokens came; returns the milliseconds since the ones before, if that time was the server's."""
         gap_ms = None
-        self.note_progress(now, has_gained=True)
+        self.place.note_progress(now, has_gained=True)
         if self.last_token_at is None:
             self.first_token_at = now
         elif not paused:
@@ -564,23 +596,19 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
+        reasoning = 0 if self.request.separate_reasoning else None
+        if self.prompt.reasoning is not None:
+            reasoning = self.text.n_reasoning_tokens
         return Usage(
             prompt_tokens=len(self.prompt.tokens),
             completion_tokens=len(self.tokens),
             cached_tokens=self.n_cached,
             dropped_tokens=self.prompt.dropped,
-            reasoning_tokens=self._n_reasoning_tokens,
+            reasoning_tokens=reasoning,
             sampled_tokens=None if self.control is None else self.control.n_sampled,
             inserted_tokens=None if self.control is None else self.control.n_inserted,
             energy_j=None if self.energy_j is None else round(self.energy_j, 3),
-            explanation=self.explanation,
         )
-
-    @property
-    def _n_reasoning_tokens(self) -> int | None:
-        if self.prompt.reasoning is not None and isinstance(self.assembler, RegionAssembler):
-            return self.n_reasoning_before + self.assembler.n_reasoning_tokens
-        return 0 if self.request.separate_reasoning else None
 
     def timings(self, now: float) -> Timings:
         """Durations until ``now``."""
@@ -596,47 +624,38 @@ class Sequence:
     @property
     def _has_ended_itself(self) -> bool:
         """Whether it ended where its grammar allows it: with one of the model's end tokens, or after its only call."""
-        if self.assembler.matched is None and self.assembler.has_ended:
+        assembler = self.text.assembler
+        if assembler.matched is None and assembler.has_ended:
             return True
         return (
             bool(self.tokens) and self.tokens[-1] in self.end_ids and self.tokens[-1] not in self.request.stop_token_ids
         )
 
-    @property
-    def tool_calls(self) -> list[ToolCall] | None:
-        """The complete calls, if there are some."""
-        return (self.assembler.calls or None) if isinstance(self.assembler, RegionAssembler) else None
+    def eos(self, reason: FinishReason, now: float, explanation: Explanation | None) -> Eos:
+        """The last event of a sequence that was served, wholly or in part.
 
-    def eos(self, reason: FinishReason, now: float) -> Eos:
-        """The last event of a sequence that was served, wholly or in part."""
-        params, calls = self.sampling.params, self.tool_calls
+        Args:
+            explanation: why tokens of its prompt were computed again, if its request asks for that.
+        """
+        params, text, assembler = self.sampling.params, self.text, self.text.assembler
         return Eos(
             id=self.request.id,
             index=self.index,
-            reason="tool_calls" if calls and reason == "stop" and self.assembler.matched is None else reason,
-            usage=self.usage,
+            reason="tool_calls" if assembler.calls and reason == "stop" and assembler.matched is None else reason,
+            usage=attrs.evolve(self.usage, explanation=explanation),
             timings=self.timings(now),
-            text=None if self.request.stream else "".join(self.texts),
-            reasoning="".join(self.reasoning_texts) or None,
-            tool_calls=calls,
+            text=None if self.request.stream else "".join(text.texts),
+            reasoning="".join(text.reasoning_texts) or None,
+            tool_calls=[*assembler.calls] or None,
             logprobs=None
             if self.request.stream or self.request.logprobs is None
-            else [each for each in self.logprobs if each is not None],
+            else [each for each in text.logprobs if each is not None],
             constraint_complete=None if self.sampling.grammar is None else self._has_ended_itself,
-            stop=self.assembler.matched,
+            stop=assembler.matched,
             waits_for=(self.control.waits_for or None) if reason == "deadlock" and self.control is not None else None,
             seed=None if params.greedy else params.seed,
             metadata=self.request.metadata,
         )
-
-
-def _assembler(
-    request: Generate, prompt: Prompt, *, opens_reasoning: bool | None = None
-) -> TextAssembler | RegionAssembler:
-    if prompt.reasoning is None and prompt.calling is None:
-        return TextAssembler(request.stops)
-    is_open = prompt.opens_reasoning if opens_reasoning is None else opens_reasoning
-    return RegionAssembler(request.stops, prompt.reasoning, prompt.calling, is_open=is_open)
 
 
 def _budget(prompt: Prompt) -> ReasoningBudget | None:

@@ -267,7 +267,7 @@ def backlog_of(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> int:
     was copied when it lost its place.
     """
     left = [each.n_known - each.n_computed for each in running if each.state is State.PREFILL]
-    return sum(left) + sum([each.n_known for each in waiting if each.parked is None])
+    return sum(left) + sum([each.n_known for each in waiting if each.place.parked is None])
 
 
 def adapters_in_use(

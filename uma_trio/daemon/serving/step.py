@@ -245,7 +245,7 @@ def build_step(
         prefill = sequence.prefill_input(start, chunk.n_tokens)
         calls[-1].inputs.append(prefill)
         end = start + chunk.n_tokens
-        n_recomputed = max(0, min(end, sequence.n_lost) - start)
+        n_recomputed = max(0, min(end, sequence.place.n_lost) - start)
         calls[-1].rows.append(StepRow(sequence, end, len(prefill.samples), n_recomputed=n_recomputed))
     step = Step(
         planned.ops,

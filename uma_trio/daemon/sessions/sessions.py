@@ -13,7 +13,6 @@ import structlog
 import trio
 
 from uma_trio.config import Config
-from uma_trio.daemon.answer.regions import RegionAssembler
 from uma_trio.daemon.prompts.prompt import History, Prompt, PromptMaker, prompt_room, surplus_tokens
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import EventSink
@@ -343,11 +342,9 @@ class Sessions:
     def _history_tokens(self, turn: SessionTurn, answer: Answer) -> TokenIds:
         """Tokens of the answer, ``[n]``, without its end token and without a stop string."""
         tokens = answer.tokens
-        if answer.assembler.matched is not None:
-            assembler = answer.assembler
-            output = assembler.output if isinstance(assembler, RegionAssembler) else turn.text
-            n = answer.n_before_message
-            rest = self._prompts.truncate_tokens(tokens[n:], output)
+        assembler, n = answer.text.assembler, answer.text.n_before_message
+        if assembler.matched is not None:
+            rest = self._prompts.truncate_tokens(tokens[n:], assembler.output(turn.text))
             return np.concatenate([np.asarray(tokens[:n], np.int32), rest])
         if tokens and tokens[-1] in answer.end_ids:
             tokens = tokens[:-1]
