@@ -84,6 +84,23 @@ def test_version_and_what_the_worker_takes(gateway: Gateway) -> None:
     assert (info["max_running_requests"], info["served_model_name"]) == (16, model["id"])
 
 
+def test_a_router_gets_the_tokens_that_a_request_would_prefill(gateway: Gateway) -> None:
+    """Also of a chat with tools, which ``/tokenize`` of vLLM leaves out, and of the first turn of a response."""
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+    given = {"model": "embedded", "temperature": 0, "max_tokens": 4}
+    chat = {**given, "messages": CHAT, "tools": [{"type": "function", "function": function}]}
+    response = {"model": "embedded", "input": CHAT, "tools": [{"type": "function", **function}]}
+    with gateway.http() as client:
+        plain, offered = (
+            client.post("/v1/chat/completions/render", json=body).raise_for_status().json()["token_ids"]
+            for body in ({**given, "messages": CHAT}, chat)
+        )
+        assert plain == client.post("/tokenize", json={"messages": CHAT}).json()["tokens"]
+        usage = client.post("/v1/chat/completions", json=chat).json()["usage"]
+        assert len(offered) == usage["prompt_tokens"] > len(plain)
+        assert client.post("/v1/responses/render", json=response).json() == {"token_ids": offered}
+
+
 def test_a_worker_that_drains_says_so_and_finishes_what_runs() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

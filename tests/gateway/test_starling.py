@@ -132,6 +132,7 @@ def test_every_endpoint_names_parameters_that_it_does_not_know(gateway: Gateway)
         "/v1/messages/count_tokens": chat,
         "/v1/responses/input_tokens": {"input": "Hi"},
         "/v1/chat/completions/input_tokens": chat,
+        "/v1/chat/completions/render": chat,
         "/v1/tokenize": {"text": "Hi"},
         "/tokenize": {"content": "Hi"},
         "/detokenize": {"tokens": [5]},

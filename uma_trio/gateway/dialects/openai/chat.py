@@ -14,7 +14,7 @@ from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
 from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of, rendered
 from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_place
-from uma_trio.gateway.dialects.openai.shapes import ChatChunk, ChatCompletion, InputTokens
+from uma_trio.gateway.dialects.openai.shapes import ChatChunk, ChatCompletion, InputTokens, PromptTokens
 from uma_trio.gateway.dialects.openai.shared import (
     OPENAI,
     Message,
@@ -125,6 +125,17 @@ async def complete_chat(call: Call) -> Response:
 
 async def count_input(call: Call) -> Response:
     """Count the tokens of a chat, as a request would prefill it."""
+    tokens, warnings = await _prompt(call)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)}, warnings=warnings)
+
+
+async def render(call: Call) -> Response:
+    """The tokens of a chat, as a request would prefill them."""
+    tokens, warnings = await _prompt(call)
+    return json_response({"token_ids": tokens}, warnings=warnings)
+
+
+async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     request, warnings = await call.read(ChatRequest)
     messages = without_noise(chat_messages(request.messages))
     tools = tool_fields(request.tools, request.tool_choice, warnings)
@@ -135,8 +146,7 @@ async def count_input(call: Call) -> Response:
         **request.template_fields(messages),
     )
     found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields), counts=True))
-    body = {"object": "response.input_tokens", "input_tokens": len(found.tokens)}
-    return json_response(body, warnings=warnings)
+    return found.tokens, warnings
 
 
 def _completion(head: dict[str, Any], ends: list[Eos], warnings: list[str]) -> dict[str, Any]:
@@ -257,6 +267,15 @@ ENDPOINTS = (
         dialect=OPENAI,
         answer=count_input,
         shapes=(InputTokens,),
+        body=ChatRequest,
+        field_names=TOOL_NAMES,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/chat/completions/render",
+        dialect=OPENAI,
+        answer=render,
+        shapes=(PromptTokens,),
         body=ChatRequest,
         field_names=TOOL_NAMES,
     ),

@@ -27,7 +27,7 @@ from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
-from uma_trio.gateway.dialects.openai.shapes import InputTokens, ResponseEvent, ResponseObject
+from uma_trio.gateway.dialects.openai.shapes import InputTokens, PromptTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
 from uma_trio.gateway.dialects.openai.stored_responses import StoredHead, earlier, fork, new_id
@@ -262,6 +262,17 @@ def _seals(request: ResponsesRequest) -> bool:
 
 async def count_input(call: Call) -> Response:
     """Count the tokens of a conversation, as a request would prefill it."""
+    tokens, warnings = await _prompt(call)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)}, warnings=warnings)
+
+
+async def render(call: Call) -> Response:
+    """The tokens of a conversation, as a request would prefill them."""
+    tokens, warnings = await _prompt(call)
+    return json_response({"token_ids": tokens}, warnings=warnings)
+
+
+async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     request, warnings = await call.read(Input)
     past = await earlier(call, request.previous_response_id, request.conversation, request.model)
     conversation = Conversation(request.instructions, request.input, () if past is None else past.messages)
@@ -271,8 +282,7 @@ async def count_input(call: Call) -> Response:
         model=request.model, messages=messages, tools=tools, chat_template_kwargs=request.template_kwargs
     )
     found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields)))
-    body = {"object": "response.input_tokens", "input_tokens": len(found.tokens)}
-    return json_response(body, warnings=[*warnings, *conversation.warnings])
+    return found.tokens, [*warnings, *conversation.warnings]
 
 
 def _check(request: ResponsesRequest, warnings: list[str]) -> None:
@@ -368,6 +378,14 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         dialect=OPENAI,
         answer=count_input,
         shapes=(InputTokens,),
+        body=Input,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses/render",
+        dialect=OPENAI,
+        answer=render,
+        shapes=(PromptTokens,),
         body=Input,
     ),
     *STORED_ENDPOINTS,

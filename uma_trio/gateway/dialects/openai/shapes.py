@@ -345,6 +345,12 @@ class InputTokens(Warned):
     input_tokens: int
 
 
+class PromptTokens(Warned):
+    """The tokens of a chat, as vLLM's render endpoints have them."""
+
+    token_ids: list[int]
+
+
 # -- files and batches ----------------------------------------------------------------------------------
 
 
