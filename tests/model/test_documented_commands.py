@@ -65,8 +65,6 @@ NOT_RUN = {
     ),
     r"echo .* \| nc -U lines\.sock": "needs nc, and the daemon of the line before it",
     r"smg launch .*|vllm-router .*": "needs a router; tests/gateway/test_recipes.py runs both",
-    r"VLLM_ROUTER_TOKENIZER=.*": "needs a router, which is a program of its own",
-    r"mkdir tokenizer; curl .*": "needs the gateway; tests/gateway/test_curl.py runs curl",
     r"curl .*": "needs the gateway; tests/gateway/test_curl.py runs it",
     r"(?s)(import|from) .*localhost:8080.*": "needs the gateway; tests/gateway/test_clients.py runs it",
     r"build/(recipes|routers)/bin/pip install .*": "installs what tests/gateway/test_recipes.py runs",
