@@ -227,6 +227,16 @@ def test_more_rows_than_the_context_has_are_refused_before_all_are_encoded(tmp_p
 
 
 @pytest.mark.thorough
+def test_where_memory_is_short_the_encoder_starts_with_the_first_picture(tmp_path: Path) -> None:
+    with real_daemon("--mmproj", str(projector_file(tmp_path)), "--memory-limit-mb", "200") as daemon:
+        [fit] = daemon.logged("fit")
+        assert "the encoder of pictures, which starts with the first one" in fit["why"]
+        assert "vision" in daemon.ask(type="models").last["models"][0]["capabilities"]
+        assert not encoders(daemon)
+        assert ask(daemon, user(picture(png(drawn(1))), text(QUESTION))).reason == "length"
+        assert len(encoders(daemon)) == 1
+
+
 def test_a_model_that_cannot_see_with_its_projector_claims_nothing(tmp_path: Path) -> None:
     """The claim, the list of models and the refusal agree from the start on, and the refusal says why."""
     unknown = projector_file(tmp_path, "gemma3").read_bytes().replace(b"gemma3", b"gemma9")
