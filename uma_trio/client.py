@@ -25,9 +25,18 @@ import contextlib
 import itertools
 import secrets
 import socket as sockets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
-from typing import Any, Final, Literal, TypeGuard, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import anyio
 import anyio.abc
@@ -142,6 +151,16 @@ LOADING_TIMEOUT_S: Final = 600.0
 FIELDS: Final = tuple(field.name for field in attrs.fields(Generate))
 """What a request can have."""
 OpenStream = Callable[[sockets.socket], Awaitable[anyio.abc.ByteStream]]
+
+
+@runtime_checkable
+class PassesFiles(Protocol):
+    """A stream that can send descriptors, such as those of Unix sockets."""
+
+    async def send_fds(self, message: bytes, fds: Collection[int]) -> None:
+        """Send ``message`` with descriptors."""
+
+
 Messages = Sequence[Mapping[str, Any]]
 AnswerEvent = TypeVar("AnswerEvent", bound=ServerEvent)
 Part = TypeVar("Part", AnswerList, Controllers, Embeddings, SessionList, TokenList, Transcript)
@@ -210,7 +229,7 @@ class Client:
         try:
             with passed(fields, taken=self._passes_files) as (message, descriptors):
                 data = self._codec.encode(dict(message))
-                if descriptors and isinstance(self._stream, anyio.abc.UNIXSocketStream):
+                if descriptors and isinstance(self._stream, PassesFiles):
                     await self._stream.send_fds(data[:HEADER_BYTES], descriptors)
                     data = data[HEADER_BYTES:]
                 await self._stream.send(data)
@@ -708,7 +727,7 @@ async def open_client(
     while isinstance(found := connector.attempt(anyio.current_time()), float):  # noqa: ASYNC110 - a process starts
         await anyio.sleep(found)
     async with await open_stream(found) as connection:
-        passes_files = isinstance(connection, anyio.abc.UNIXSocketStream) and can_pass(found)
+        passes_files = isinstance(connection, PassesFiles) and can_pass(found)
         yield Client(connection, encoding=Encoding(encoding), principal=principal, passes_files=passes_files)
 
 

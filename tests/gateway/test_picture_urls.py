@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ssl
 import subprocess
@@ -118,7 +117,7 @@ def test_pictures_are_fetched_and_the_rest_stays(urls: PictureUrls, server: tupl
     ]
     given = fields_of(*wanted)
     found = fetched(urls, given)
-    image = {"type": "image", "data": base64.b64encode(PICTURE).decode()}
+    image = {"type": "image", "data": PICTURE}
     assert found["messages"] == [given["messages"][0], {"role": "user", "content": [image] * 3 + [{"type": "text"}]}]
     assert set(server[0].hosts) == {place}
     assert "url" in given["messages"][1]["content"][0], "what was given is as it was"

@@ -17,18 +17,20 @@ from tests.support.commands import invoke
 from tests.support.pictures import drawn, png
 from tests.support.projectors import N_ROWS, projector_file
 from tests.support.real_daemon import Daemon, real_daemon
+from uma_trio.protocol import sealed_memory
 
 QUESTION = "What is the capital of France?"
 PICTURE = png(drawn(1))
 BASE64 = base64.b64encode(PICTURE).decode()
 DATA_URL = f"data:image/png;base64,{BASE64}"
 MODEL = "embedded"
+FRAME_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     projector = projector_file(tmp_path_factory.mktemp("projector"))
-    with real_daemon("--http", "0", "--mmproj", str(projector)) as found:
+    with real_daemon("--http", "0", "--mmproj", str(projector), "--max-frame-bytes", str(FRAME_BYTES)) as found:
         yield found
 
 
@@ -60,6 +62,20 @@ def test_the_openai_client(openai_client: openai.OpenAI, text_only: int) -> None
         model=MODEL, messages=question_of(DATA_URL), max_tokens=8, temperature=0, stream=True
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+@pytest.mark.skipif(not sealed_memory.EXISTS, reason="this system has no sealed memory; Linux has")
+def test_a_large_file_goes_to_the_daemon_as_a_descriptor(openai_client: openai.OpenAI, text_only: int) -> None:
+    large = base64.b64encode(PICTURE + bytes(FRAME_BYTES)).decode()  # decoders ignore what follows
+    for fields in ({"stream": False}, {"stream": True, "stream_options": {"include_usage": True}}):
+        found = openai_client.chat.completions.create(
+            model=MODEL, messages=question_of(f"data:image/png;base64,{large}"), max_tokens=1, **fields
+        )
+        usage = [each.usage for each in found][-1] if fields["stream"] else found.usage
+        assert usage.prompt_tokens == text_only + N_ROWS
+    with pytest.raises(openai.BadRequestError, match="data"):
+        broken = f"data:image/png;base64,{large[: FRAME_BYTES // 4]}?==="
+        openai_client.chat.completions.create(model=MODEL, messages=question_of(broken), max_tokens=1)
 
 
 def test_the_openai_client_with_responses(openai_client: openai.OpenAI, text_only: int) -> None:

@@ -8,7 +8,6 @@ words after the same time, so that nobody learns which names there are inside.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import socket
@@ -105,7 +104,7 @@ class PictureUrls:
         if not self.allowed:
             raise _refused(parts[0], "pictures are not fetched from other servers here", f"{SEND_IT}, or {ALLOW_IT}")
         fetches = self._fetches = self._fetches or anyio.CapacityLimiter(MAX_FETCHES)
-        files: dict[int, str] = {}
+        files: dict[int, bytes] = {}
         left = [self.max_bytes]
         own = self._own.setdefault(fields.get("principal"), anyio.CapacityLimiter(AT_A_TIME))
         failures = list[HttpError]()
@@ -113,7 +112,7 @@ class PictureUrls:
         async def fetch(part: Mapping[str, Any]) -> None:
             async with own, fetches:
                 try:
-                    files[id(part)] = base64.b64encode(await self._fetch(part, left)).decode()
+                    files[id(part)] = await self._fetch(part, left)
                 except HttpError as error:
                     failures.append(error)
                     tasks.cancel_scope.cancel()

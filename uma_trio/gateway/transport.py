@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 from collections import deque
+from collections.abc import Collection
 from typing import Final, cast
 
 import anyio
@@ -85,11 +86,30 @@ class DaemonStream(ByteStream, asyncio.Protocol):
         Raises:
             anyio.BrokenResourceError: the daemon closed the connection, and all that it sent was received.
         """
-        if self._ended:
-            if self._chunks:  # they say why
-                return
+        if self._can_send():
+            self._transport.write(item)
+
+    async def send_fds(self, message: bytes, fds: Collection[int]) -> None:
+        """Send some bytes with descriptors, before anything else of a request: the transport cannot send these.
+
+        Raises:
+            anyio.BrokenResourceError: as ``send``; or the daemon does not read what was sent before.
+        """
+        if self._can_send():
+            try:
+                socket.send_fds(self._sock, [message], [*fds])
+            except OSError:
+                raise anyio.BrokenResourceError from None
+
+    def _can_send(self) -> bool:
+        """Whether the connection is open.
+
+        Raises:
+            anyio.BrokenResourceError: see ``send``.
+        """
+        if self._ended and not self._chunks:  # otherwise they say why
             raise anyio.BrokenResourceError
-        self._transport.write(item)
+        return not self._ended
 
     async def send_eof(self) -> None:
         """Send no more."""

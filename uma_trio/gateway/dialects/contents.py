@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import attrs
+import msgspec
 
 from uma_trio.gateway.errors import invalid
+from uma_trio.protocol.passed_files import LEAST_BYTES
 
 SEEING_ROLES: Final = ("user", "tool", "function")
 """Roles of messages that may have pictures."""
@@ -21,8 +24,8 @@ _DATA_URL: Final = re.compile(r"data:[a-z0-9.+-]*/?[a-z0-9.+-]*(?:;[a-z0-9.=+-]+
 class Picture:
     """A picture or sound of a message."""
 
-    base64: str = ""
-    """Its file, unless it has a ``url``.  The daemon checks it."""
+    data: str | bytes = ""
+    """Its file, unless it has a ``url``: as base64 if the request has it so.  The daemon checks it."""
     url: str | None = None
     """Where the gateway fetches its file, if the request has a URL in place of it; see ``PictureUrls``."""
     parameter: str = ""
@@ -65,7 +68,7 @@ def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[
     for part in parts:
         if isinstance(part, Picture):
             if part.url is None:
-                content.append({"type": part.type, "data": part.base64})
+                content.append({"type": part.type, "data": _file(part.data)})
             else:
                 content.append(ToFetch(type=part.type, url=part.url, parameter=part.parameter))
         elif content and content[-1]["type"] == "text":
@@ -75,3 +78,11 @@ def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[
     if all(part["type"] == "text" for part in content):
         return content[0]["text"] if content else ""
     return content
+
+
+def _file(data: str | bytes) -> str | bytes:
+    """A large file as bytes, so that the daemon gets a descriptor of it.  What is no base64 stays: the daemon refuses it."""
+    if isinstance(data, str) and len(data) > LEAST_BYTES * 4 // 3:
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(data, bytes)
+    return data

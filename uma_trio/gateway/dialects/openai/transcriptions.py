@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -56,8 +55,7 @@ async def _transcribed(call: Call, body: Body) -> Response:
         await form.receive(body.parts(), call.request.headers.get("content-type", ""))
     wanted, warnings = form.fields_as(TranscriptionForm)
     question = IN_LANGUAGE.format(language=wanted.language) if wanted.language else QUESTION
-    async with call.part():
-        sound = Picture(base64.b64encode(data).decode(), type="audio")
+    sound = Picture(bytes(data), type="audio")
     words = [question, *([wanted.prompt] if wanted.prompt else [])]
     fields = call.for_daemon(
         model=wanted.model,
