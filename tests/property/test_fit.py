@@ -318,8 +318,8 @@ def test_what_is_loaded_with_a_model_needs_room_as_well():
 
 def test_the_projector_needs_room_where_pictures_are_encoded():
     see = Companions(projector_bytes=900 * MIB)
-    settings = config.Model(ctx=4096)
-    for gpus, at in (([8 * GIB], 1), ([], 0)):
+    for gpus, at, on_gpu in (([8 * GIB], 1, True), ([8 * GIB], 0, False), ([], 0, True)):
+        settings = config.Model(ctx=4096, mmproj_offload=on_gpu)
         alone = fit(a_model(), settings, memories(64 * GIB, gpus), compute)
         found = fit(a_model(), settings, memories(64 * GIB, gpus), compute, companions=see)
         assert found.needs[at] - alone.needs[at] == see.projector_bytes

@@ -109,6 +109,11 @@ class Model:
         ge=0,
         le=19,
     )
+    mmproj_offload: bool = setting(
+        True,
+        "Encode pictures and sound on the GPU, if the model has layers there. Otherwise on the CPU, with threads, so that the "
+        "encoder takes neither memory nor time of the GPU; first tokens about pictures come later.",
+    )
     chat_template: str | None = setting(
         None,
         "Chat template in place of the model's own: a Jinja file, or one of chatml, gemma, llama2, llama3, mistral, "

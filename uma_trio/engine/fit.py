@@ -106,7 +106,8 @@ class Companions:
     adapter_bytes: int = 0
     """Weights of all adapters, which go where the model's layers are."""
     projector_bytes: int = 0
-    """What encoding pictures takes, in a process of its own: on the first GPU if the model has layers on one."""
+    """What encoding pictures takes, in a process of its own: on the first GPU if the model has layers on one, unless
+    ``mmproj_offload`` is off."""
     encoder_waits: bool = False
     """The encoder of pictures has no room next to the model."""
 
@@ -467,7 +468,7 @@ class _Search:
         buffers = [*self.compute(settings, layout)]
         for gpu in placed[:-1]:
             found[gpu + 1] += math.ceil(self.companions.adapter_bytes / max(1, len(placed) - 1))
-        found[1 if max(placed) >= 0 else 0] += self.companions.projector_bytes
+        found[1 if settings.mmproj_offload and max(placed) >= 0 else 0] += self.companions.projector_bytes
         draft = self.companions.draft
         if draft is None:
             return buffers

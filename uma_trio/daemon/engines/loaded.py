@@ -253,7 +253,7 @@ def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> P
     projector = Projector(
         path,
         start.path,
-        use_gpu=bool(ready.devices.layers_on_gpu),
+        use_gpu=settings.mmproj_offload and bool(ready.devices.layers_on_gpu),
         n_threads=ready.info.n_threads,
         niceness=settings.mmproj_niceness,
         max_tokens=ready.info.max_request_tokens,
