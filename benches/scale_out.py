@@ -247,11 +247,13 @@ async def measure_cells(
                         of_each = [await _prefilled(each, http) for each in workers]
                     prefilled = sum(of_each)
                     ideal = ideal or prefilled
+                    affinity, busiest = None, None  # where no daemon has got a request
+                    if prefilled:
+                        affinity, busiest = min(1.0, ideal / prefilled), len(workers) * max(of_each) / prefilled
                     rows.append((
                         *(f"{load} {name}", cell(found.wall_s, 1), cell(found.requests_per_s, 2), cell(n_good, 2)),
                         *(cell(found.ttft_p99_ms, 0), cell(found.latency_p99_ms, 0), cell(prefilled, 0)),
-                        *(cell(min(1.0, ideal / prefilled), 3), cell(len(workers) * max(of_each) / prefilled, 2)),
-                        cell(found.errors, 0),
+                        *(cell(affinity, 3), cell(busiest, 2), cell(found.errors, 0)),
                     ))  # fmt: skip
                     click.echo(rows[-1], err=True)
     header = ("behind", "wall s", "req/s", "good/s", "TTFT p99", "latency p99")
