@@ -284,16 +284,14 @@ class Client:
                 for event in batch:
                     yield event
 
-    async def generate_batches(self, **fields: Any) -> AsyncGenerator[list[Event], None]:
+    def generate_batches(self, **fields: Any) -> AsyncGenerator[list[Event], None]:
         """Like ``generate``, but yields lists: all events that have arrived together.
 
         Raises:
             ServerError: the daemon answered with an error.  It comes after the events before it have been yielded.
         """
         _check_fields(fields)
-        async with contextlib.aclosing(self._batches(_Request(fields, f"r{next(self._ids)}"))) as batches:
-            async for batch in batches:
-                yield batch
+        return self._batches(_Request(fields, f"r{next(self._ids)}"))
 
     async def _batches(self, request: _Request) -> AsyncGenerator[list[Event], None]:
         with contextlib.suppress(BrokenProtocol):  # a daemon that closed the connection may have sent the reason
@@ -358,16 +356,14 @@ class Client:
                 for event in batch:
                     yield event
 
-    async def attach_batches(self, id: str, *, after: int = 0, **fields: Any) -> AsyncGenerator[list[Event], None]:
+    def attach_batches(self, id: str, *, after: int = 0, **fields: Any) -> AsyncGenerator[list[Event], None]:
         """Like ``attach``, but yields lists: all events that have arrived together.
 
         Raises:
             ServerError: it comes after the events before it have been yielded.
         """
         query = _Request(self._query({"type": "attach", "after": after, **fields}), id)
-        async with contextlib.aclosing(self._batches(query)) as batches:
-            async for batch in batches:
-                yield batch
+        return self._batches(query)
 
     async def answers(
         self, action: Literal["list", "read", "cancel", "delete"] = "list", **fields: Any

@@ -113,6 +113,16 @@ def test_host_time(library, tmp_path):
     assert all(0 < float(row["gap_p50_us"]) < float(row["host_p50_us"]) for row in found)
 
 
+def test_gateway_time(tmp_path):
+    out = tmp_path / "gateway.csv"
+    apis = "chat,completions,responses,messages,ollama,llama"
+    done = run("gateway_time.py", "--api", apis, "--streams", "2", "--steps", 10, "--csv", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(out)
+    assert [row["api"] for row in found] == apis.split(",")
+    assert all(float(row["step_p50_us"]) > 0 for row in found)
+
+
 def test_crowding(library, tmp_path):
     out = tmp_path / "crowding.csv"
     done = run("crowding.py", "--threads", 1, "--attack", "long", "--seconds", 2, "--csv", out)

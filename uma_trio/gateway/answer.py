@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from uma_trio.gateway.errors import HttpError, client_left
+from uma_trio.gateway.forecast import ForecastHeaders
 from uma_trio.processes.large_work import LargeWork
 
 T = TypeVar("T")
@@ -37,19 +39,42 @@ ESCAPED: Final = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\
 encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 
 
-def json_line(data: Any) -> bytes:
-    """``data`` as JSON that is one line for every client, with its end."""
+def json_text(data: Any) -> bytes:
+    """``data`` as JSON that is one line for every client."""
     found = encode(data)
-    for separator, escaped in ESCAPED.items():
-        if separator in found:
+    if not found.isascii():
+        for separator, escaped in ESCAPED.items():
             found = found.replace(separator, escaped)
-    return found + b"\n"
+    return found
+
+
+def json_line(data: Any) -> bytes:
+    """``json_text`` with the end of the line."""
+    return json_text(data) + b"\n"
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
     """A server-sent event whose data is JSON."""
     named = b"" if event is None else b"event: " + event.encode() + b"\n"
     return named + b"data: " + json_line(data) + b"\n"
+
+
+PLACE: Final = "\0text\0"
+
+
+class PreparedEvent:
+    """A server-sent event of which one text changes.  What is around the text is encoded once.
+
+    Args:
+        data: has ``PLACE`` where the text belongs.
+    """
+
+    def __init__(self, data: Any, event: str | None = None) -> None:
+        self._before, _, self._after = sse(data, event).rpartition(encode(PLACE))
+
+    def of(self, text: str) -> bytes:
+        """The event with ``text``."""
+        return self._before + json_text(text) + self._after
 
 
 def json_response(
@@ -120,7 +145,7 @@ class StreamedAnswer(Response, Generic[Item]):
     Args:
         events: from ``Daemon.generate``, or made of that.  It is closed when the client leaves, and that cancels the request.
         refuse: builds the response for an error before the first event.
-        late_headers: gives headers when the response begins.
+        forecasts: some of its events, which become headers.
     """
 
     def __init__(
@@ -130,7 +155,7 @@ class StreamedAnswer(Response, Generic[Item]):
         *,
         refuse: Callable[[HttpError], Response],
         keep_alive_s: float,
-        late_headers: Callable[[], Mapping[str, str]] = dict,
+        forecasts: ForecastHeaders | None = None,
     ) -> None:
         super().__init__(None, 200, dict(NOT_BUFFERED), renderer.media_type)
         del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
@@ -138,54 +163,67 @@ class StreamedAnswer(Response, Generic[Item]):
         self._renderer = renderer
         self._refuse = refuse
         self._keep_alive_s = keep_alive_s
-        self._late_headers = late_headers
+        self._forecasts = forecasts
+        self._send: Send
         self._has_begun = False
         self._written_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the answer until its end, or until the client leaves."""
-        refusal: Response | None = None
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
-            tasks.start_soon(self._keep_alive, send)
+        """Serve the answer until its end, or until the client leaves.
+
+        What is around the application only changes how a response begins, so pieces of the body go to the server directly.
+        """
+        self._send = scope["state"]["send"]
+        refusals: list[Response] = []
+
+        async def stream() -> None:  # in a task of its own, so that a token need not wake all that is around this
             async with aclosing(self._events) as events:  # type: ignore[type-var]
-                refusal = await self._stream(events, send)
+                refusals.extend(await self._stream(events, send))
             tasks.cancel_scope.cancel()
-        if refusal is not None:
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stream)
+            tasks.start_soon(self._keep_alive, send)
+            await _cancel_on_disconnect(receive, tasks.cancel_scope)
+        for refusal in refusals:
             await refusal(scope, receive, send)
 
-    async def _stream(self, events: AsyncIterator[list[Item]], send: Send) -> Response | None:
+    async def _stream(self, events: AsyncIterator[list[Item]], send: Send) -> list[Response]:
         render = self._renderer.render
         try:
             async for batch in events:
+                if self._forecasts is not None and not (batch := self._forecasts.kept(batch)):
+                    continue
                 data = b"".join([render(event) for event in batch])
                 if data or not self._has_begun:
                     await self._write(send, data)
             await self._write(send, self._renderer.end())
         except HttpError as error:
             if not self._has_begun:
-                return self._refuse(error)
+                return [self._refuse(error)]
             await self._write(send, self._renderer.fail(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return None
+        return []
 
     async def _write(self, send: Send, data: bytes) -> None:
-        self._written_at = anyio.current_time()
+        self._written_at = time.monotonic()
         if not self._has_begun:
             self._has_begun = True
-            self.headers.update(self._late_headers())
+            if self._forecasts is not None:
+                self.headers.update(self._forecasts.headers())
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             data = self._renderer.begin() + data
         if data:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _keep_alive(self, send: Send) -> None:
         if not self._renderer.keep_alive_frame:
             return
-        self._written_at = anyio.current_time()
+        self._written_at = time.monotonic()
         while True:
-            await anyio.sleep_until(self._written_at + self._keep_alive_s)
-            if anyio.current_time() - self._written_at >= self._keep_alive_s:
+            if (left_s := self._written_at + self._keep_alive_s - time.monotonic()) > 0:
+                await anyio.sleep(left_s)
+            else:
                 await self._write(send, self._renderer.keep_alive_frame)
 
 

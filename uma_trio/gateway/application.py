@@ -223,7 +223,7 @@ class ResponseHeaders:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, send=send)
 
         def add(headers: MutableHeaders) -> None:
             headers["x-request-id"] = headers["request-id"] = request_id

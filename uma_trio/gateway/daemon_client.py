@@ -36,6 +36,7 @@ from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError, fr
 from uma_trio.gateway.peers.messages import Session
 from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
+from uma_trio.gateway.request_logger import RequestRecord
 from uma_trio.gateway.transport import DaemonStream
 from uma_trio.gateway.unattended import Unattended
 
@@ -63,6 +64,8 @@ class Daemon:
     """``None`` is the default path."""
     account: Account | None = None
     """Who is charged for requests; ``None``: the user who runs the daemon, without limits."""
+    record: RequestRecord | None = None
+    """Keeps the last events of answers."""
     slo: Mapping[str, Any] | None = None
     """The field ``slo`` of all requests, which are rows of batches; ``None``: each request has its own."""
     peers: Peers | None = None
@@ -85,9 +88,15 @@ class Daemon:
         """Whose requests they are; ``None``: those of the user who runs the daemon."""
         return None if self.account is None else self.account.tenant.principal.name
 
-    def charging(self, account: Account | None) -> Daemon:
+    def charging(self, account: Account | None, record: RequestRecord | None = None) -> Daemon:
         """The same daemon, with requests on behalf of somebody."""
-        return attrs.evolve(self, account=account)
+        return attrs.evolve(self, account=account, record=record)
+
+    def _count(self, charge: Charge | None, events: Sequence[Event]) -> None:
+        if charge is not None:
+            charge.count(events)
+        if self.record is not None:
+            self.record.note(events)
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[Client]:
@@ -164,7 +173,7 @@ class Daemon:
         is_streamed = bool(fields.get("stream", True))
         async with self._sending(fields, is_streamed=is_streamed) as (client, request, charge):
             async for batch in client.generate_batches(**request):
-                charge.count(batch)
+                self._count(charge, batch)
                 yield batch
 
     async def complete(self, fields: Mapping[str, Any]) -> list[Eos]:
@@ -175,7 +184,7 @@ class Daemon:
         """
         async with self._sending(fields, is_streamed=False) as (client, request, charge):
             ends = await client.choices(**request)
-            charge.count(ends)
+            self._count(charge, ends)
             return ends
 
     async def detach(self, fields: Mapping[str, Any]) -> None:
@@ -199,6 +208,7 @@ class Daemon:
         async with self.connect() as client:
             yield []
             async for batch in client.attach_batches(id):
+                self._count(None, batch)
                 yield batch
 
     async def generate_stored(self, fields: Mapping[str, Any], *, goes_on: bool = False) -> AsyncIterator[list[Event]]:
@@ -215,7 +225,7 @@ class Daemon:
             info = await client.detach(**request, keep_alive=True)
             try:
                 async for batch in client.attach_batches(fields["id"]):
-                    charge.count(batch)
+                    self._count(charge, batch)
                     has_ended = isinstance(batch[-1], Eos)
                     yield batch
             except ServerError:

@@ -139,7 +139,7 @@ class Endpoint:
         async def serve(request: Request) -> Response:
             tenant: Tenant | None = request.scope["state"]["tenant"]
             account = None if tenant is None else Account(tenant, limiter, config.limits.default_max_tokens)
-            call = Call(self, request, config, daemon.charging(account))
+            call = Call(self, request, config, daemon.charging(account, request.scope["state"]["record"]))
             try:
                 if self.needs_admin:
                     check_admin(request.scope)
@@ -286,29 +286,23 @@ class Call:
     def stream(self, fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], renderer: Renderer[Event]) -> Response:
         """Send one request or several to the daemon, and the answers to the client while they are generated."""
         if isinstance(fields, Mapping):
-            found = ForecastHeaders(passes=bool(fields.get("forecast")))
-            events = found.watch(self.daemon.generate({**fields, "forecast": True}))
-            return self.stream_events(events, renderer, found.headers)
+            forecasts = ForecastHeaders(passes=bool(fields.get("forecast")))
+            return self.stream_events(self.daemon.generate({**fields, "forecast": True}), renderer, forecasts)
         return self.stream_events(self.daemon.generate_all(fields), renderer)
 
     def stream_events(
         self,
         events: AsyncIterator[list[Item]],
         renderer: Renderer[Item],
-        late_headers: Callable[[], Mapping[str, str]] = dict,
+        forecasts: ForecastHeaders | None = None,
     ) -> Response:
         """Send events to the client as they come.
 
         Args:
-            late_headers: gives headers when the response begins.
+            forecasts: become headers of the response.
         """
-        return StreamedAnswer(
-            self.record.watch(events),
-            renderer,
-            refuse=self.refuse,
-            keep_alive_s=self.config.http.keep_alive_s,
-            late_headers=late_headers,
-        )
+        keep_alive_s = self.config.http.keep_alive_s
+        return StreamedAnswer(events, renderer, refuse=self.refuse, keep_alive_s=keep_alive_s, forecasts=forecasts)
 
     async def unless_disconnected(self, work: Awaitable[R]) -> R:
         """The result of ``work``, which is cancelled when the client leaves.
@@ -316,10 +310,7 @@ class Call:
         Raises:
             HttpError: the client has left, with status 499; or what ``work`` raises.
         """
-        found = await unless_disconnected(self.request.receive, work)
-        if isinstance(found, list):
-            self.record.note(found)
-        return found
+        return await unless_disconnected(self.request.receive, work)
 
     def refuse(self, error: HttpError) -> Response:
         """The response for an error, in the dialect's form."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
-from typing import Final
+import time
+from collections.abc import Mapping
+from typing import Final, TypeVar
 
-import anyio
+from uma_trio.client import Forecast
 
-from uma_trio.client import Event, Forecast
+Item = TypeVar("Item")
 
 POSITION: Final = "x-uma-queue-position"
 ETA: Final = "x-uma-eta-ms"
@@ -26,20 +26,19 @@ class ForecastHeaders:
         self._latest: Forecast | None = None
         self._at = 0.0
 
-    async def watch(self, events: AsyncIterator[list[Event]]) -> AsyncIterator[list[Event]]:
-        """Pass ``events`` on, mostly without forecasts: the status of the response waits for the first other event."""
-        async with aclosing(events) as batches:  # type: ignore[type-var]
-            async for batch in batches:
-                for event in batch:
-                    if isinstance(event, Forecast):
-                        self._latest, self._at = event, anyio.current_time()
-                kept = [event for event in batch if self._passes or not isinstance(event, Forecast)]
-                if kept:
-                    yield kept
+    def kept(self, batch: list[Item]) -> list[Item]:
+        """``batch``, mostly without forecasts: the status of the response waits for the first other event."""
+        for event in batch:
+            if isinstance(event, Forecast):
+                self._latest, self._at = event, time.monotonic()
+                break
+        else:
+            return batch
+        return batch if self._passes else [event for event in batch if not isinstance(event, Forecast)]
 
     def headers(self) -> Mapping[str, str]:
         """The place in the queue, 0 for one that runs, and milliseconds from now to the end; none before a forecast."""
         if self._latest is None:
             return {}
-        eta_ms = self._latest.end_ms - 1e3 * (anyio.current_time() - self._at)
+        eta_ms = self._latest.end_ms - 1e3 * (time.monotonic() - self._at)
         return {POSITION: str(self._latest.queue_position), ETA: str(max(0, round(eta_ms)))}

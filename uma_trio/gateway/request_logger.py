@@ -6,9 +6,8 @@ Endpoints add what only they know to the request's ``RequestRecord``.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import aclosing
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Protocol
 
 import attrs
 import prometheus_client
@@ -23,7 +22,6 @@ log = structlog.get_logger("uma_trio.gateway")
 access_log = structlog.get_logger("uma_trio.gateway.access")
 
 STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")
-Item = TypeVar("Item")
 
 NO_ROUTE: Final = "other"
 """Route of requests that no endpoint answers: paths come from outside."""
@@ -64,14 +62,9 @@ class RequestRecord:
 
     def note(self, events: Iterable[object]) -> None:
         """Keep the last events of answers."""
-        self.ends += [EndOfAnswer(event, time.time_ns()) for event in events if isinstance(event, Eos)]
-
-    async def watch(self, events: AsyncIterator[list[Item]]) -> AsyncIterator[list[Item]]:
-        """Pass ``events`` on, and note them."""
-        async with aclosing(events) as batches:  # type: ignore[type-var]
-            async for batch in batches:
-                self.note(batch)
-                yield batch
+        for event in events:
+            if type(event) is Eos:
+                self.ends.append(EndOfAnswer(event, time.time_ns()))
 
 
 class HttpMetrics:

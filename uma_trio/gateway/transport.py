@@ -28,7 +28,8 @@ class DaemonStream(ByteStream, asyncio.Protocol):
         self._chunks: deque[bytes] = deque()
         self._n_bytes = 0
         self._ended = False
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_paused = False
 
     @classmethod
     async def open(cls, sock: socket.socket) -> DaemonStream:
@@ -43,18 +44,23 @@ class DaemonStream(ByteStream, asyncio.Protocol):
         self._chunks.append(data)
         self._n_bytes += len(data)
         if self._n_bytes > MAX_BUFFERED_BYTES and not self._transport.is_closing():
+            self._is_paused = True
             self._transport.pause_reading()
-        self._arrived.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None:
             self._read_the_rest()
         self._ended = True
-        self._arrived.set()
+        self._wake()
 
     def eof_received(self) -> None:
         self._ended = True
-        self._arrived.set()
+        self._wake()
 
     def _read_the_rest(self) -> None:
         """Read why the daemon closed the connection: after a failed write, asyncio reads no more."""
@@ -71,12 +77,13 @@ class DaemonStream(ByteStream, asyncio.Protocol):
         while not self._chunks:
             if self._ended:
                 raise anyio.EndOfStream
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         self._n_bytes = 0
-        if not self._ended:
+        if self._is_paused and not self._ended:
+            self._is_paused = False
             self._transport.resume_reading()
         return data
 

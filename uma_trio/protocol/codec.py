@@ -211,7 +211,7 @@ class ClientCodec:
             raise
         if found is None:
             return None
-        return messages.parse_event(payload.decode(found, payload.encoding_of(found)))
+        return messages.decode_event(found)
 
     def encode(self, fields: dict[str, Any]) -> bytes:
         """Serialize a message, given as plain fields."""

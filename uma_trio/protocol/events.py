@@ -34,9 +34,10 @@ class Logprobs(Logprob):
     """Most likely first."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class Generated:
-    """One generated token, with the text that became complete with it: a ``Token`` or ``Reasoning``.
+    """One generated token, with the text that became complete with it: a ``Token`` or ``Reasoning``.  Nobody changes it; it is
+    not frozen, because to make a frozen one takes four times as long.
 
     ``text`` holds whole characters only.  It is empty when the token ends inside a character, or inside something that
     may become a stop string.
@@ -79,7 +80,7 @@ class Generated:
         )
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class Token(Generated):
     """A token of the answer."""
 
@@ -89,7 +90,7 @@ class Token(Generated):
     """Whether the controller chose the token, not the model."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class Reasoning(Generated):
     """A token of the reasoning, which is not part of the answer; see ``Generate.separate_reasoning``."""
 

@@ -200,7 +200,7 @@ async def run(call: Call) -> Response:
         raise invalid("controller_arg must be a prompt if there is no controller", parameter="controller_arg")
     name = request.model or (await call.daemon.model()).name
     renderer = RunRenderer(name, has_controller=request.controller != NO_CONTROLLER)
-    return call.stream_events(_whole_batches(call.record.watch(call.daemon.generate(fields))), renderer)
+    return call.stream_events(_whole_batches(call.daemon.generate(fields)), renderer)
 
 
 async def _whole_batches(batches: AsyncIterator[list[Event]]) -> AsyncIterator[list[list[Event]]]:

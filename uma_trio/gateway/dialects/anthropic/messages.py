@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.client import Eos
-from uma_trio.gateway.answer import json_response, sse
+from uma_trio.gateway.answer import PLACE, PreparedEvent, json_response, sse
 from uma_trio.gateway.dialects.anthropic.shapes import AnswerMessage, MessageEvent, TokenCount
 from uma_trio.gateway.dialects.anthropic.shared import (
     ANTHROPIC,
@@ -153,6 +153,8 @@ class MessageEvents(PartRenderer):
         self._head = head
         self._request_id = request_id
         self._max_tokens = max_tokens
+        self._piece: PreparedEvent
+        """An event of the block that is written."""
 
     def begin(self) -> bytes:
         """The message without its content.  What of the prompt was in the KV cache is known at the end."""
@@ -170,22 +172,20 @@ class MessageEvents(PartRenderer):
         match part.kind:
             case "reasoning":
                 block: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
+                delta = {"type": "thinking_delta", "thinking": PLACE}
             case "text":
                 block = {"type": "text", "text": ""}
+                delta = {"type": "text_delta", "text": PLACE}
             case "call":
                 block = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+                delta = {"type": "input_json_delta", "partial_json": PLACE}
+        name = "content_block_delta"
+        self._piece = PreparedEvent({"type": name, "index": part.position, "delta": delta}, name)
         return _event("content_block_start", index=part.position, content_block=block)
 
     def added(self, part: Part, text: str, logprobs: Logprobs | None) -> bytes:
         """The next piece of a block."""
-        match part.kind:
-            case "reasoning":
-                delta = {"type": "thinking_delta", "thinking": text}
-            case "text":
-                delta = {"type": "text_delta", "text": text}
-            case "call":
-                delta = {"type": "input_json_delta", "partial_json": text}
-        return _event("content_block_delta", index=part.position, delta=delta)
+        return self._piece.of(text)
 
     def part_ended(self, part: Part) -> bytes:
         """The end of a block."""

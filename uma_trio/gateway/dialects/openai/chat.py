@@ -10,7 +10,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
-from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
+from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, PLACE, PreparedEvent, json_response, sse
 from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
 from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of, rendered
 from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_place
@@ -198,6 +198,7 @@ class ChatChunks:
         self._usage = usage
         self._warnings = warnings
         self._ends: list[Eos] = []
+        self._prepared: dict[tuple[int, str], PreparedEvent] = {}
 
     def begin(self) -> bytes:
         """The role of each answer."""
@@ -240,10 +241,15 @@ class ChatChunks:
     def _delta(self, event: Token | Reasoning, name: str, more: Mapping[str, Any]) -> bytes:
         if not event.text and event.logprob is None:
             return b""
-        chunk = self._chunk(event.index or 0, {name: event.text})
+        index = event.index or 0
+        if event.logprob is None and not more:
+            if (index, name) not in self._prepared:
+                self._prepared[index, name] = PreparedEvent(self._chunk(index, {name: PLACE}))
+            return self._prepared[index, name].of(event.text)
+        chunk = self._chunk(index, {name: event.text})
         if (logprobs := logprobs_of(event)) is not None:
             chunk["choices"][0]["logprobs"] = {"content": logprobs_body([logprobs])}
-        return sse({**chunk, **more} if more else chunk)
+        return sse({**chunk, **more})
 
     def _chunk(self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason}

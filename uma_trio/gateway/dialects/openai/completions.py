@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Token
-from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
+from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, PLACE, PreparedEvent, json_response, sse
 from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of
 from uma_trio.gateway.dialects.llama.tokens import Tokens, Translation
 from uma_trio.gateway.dialects.openai.shapes import Completion
@@ -181,6 +181,7 @@ class TextChunks:
         self._warnings = warnings
         self._ends: list[Eos] = []
         self._offsets: dict[int, int] = {}
+        self._prepared: dict[int, PreparedEvent] = {}
 
     def begin(self) -> bytes:
         """Nothing.  The warnings are in the first chunk: clients expect a choice in each."""
@@ -216,12 +217,16 @@ class TextChunks:
         if not event.text and event.logprob is None:
             return b""
         index = event.index or 0
+        if event.logprob is None and not more and not self._warnings:
+            if index not in self._prepared:
+                self._prepared[index] = PreparedEvent(self._chunk(index, PLACE))
+            return self._prepared[index].of(event.text)
         chunk = self._chunk(index, event.text)
         if (logprobs := logprobs_of(event)) is not None:
             offset = self._offsets.get(index, 0)
             chunk["choices"][0]["logprobs"] = _text_logprobs([logprobs], offset)
             self._offsets[index] = offset + len(event.text)
-        return sse({**chunk, **more} if more else chunk)
+        return sse({**chunk, **more})
 
     def _chunk(self, index: int, text: str, *, finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"text": text, "index": index, "logprobs": None, "finish_reason": finish_reason}

@@ -215,7 +215,7 @@ async def _respond_stored(call: Call, request: ResponsesRequest, warnings: list[
 
 async def _whole(call: Call, fields: Mapping[str, Any], events: ResponseEvents) -> dict[str, Any]:
     """The response to a stored request."""
-    async with aclosing(call.record.watch(call.daemon.generate_stored(fields))) as batches:  # type: ignore[type-var]
+    async with aclosing(call.daemon.generate_stored(fields)) as batches:  # type: ignore[type-var]
         async for batch in batches:
             for event in batch:
                 events.render(event)
