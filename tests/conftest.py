@@ -70,8 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Begin with the own share of a work that all processes of the run have."""
+    """Begin with the own share of a work that all processes of the run have.
+
+    The garbage collector would look at the thousands of tests again and again: they live to the end.
+    """
     if is_worker:
+        gc.disable()
         name, count = (os.environ[f"PYTEST_XDIST_WORKER{each}"] for each in ("", "_COUNT"))
         rewrite_share(session.config, int(name.removeprefix("gw")), int(count))
 
@@ -84,8 +88,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector the thousands of tests: they live to the end."""
+    """Let the garbage collector look at what comes after the tests alone."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
