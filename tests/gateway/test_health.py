@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
-import pytest
-
 from tests.gateway.conftest import Gateway
-from tests.support.real_daemon import missing, real_daemon
 from uma_trio.gateway.application import ENDPOINTS
 from uma_trio.gateway.openapi import template_of
 
@@ -21,24 +17,20 @@ def test_a_daemon_that_serves_is_ready(gateway: Gateway) -> None:
     assert {check["name"] for check in answer.json()["checks"]} >= {"daemon", "model", "engine", "queue", "memory"}
 
 
-def test_a_stopped_daemon_is_not_ready_and_the_gateway_is_up() -> None:
-    if (reason := missing()) is not None:
-        pytest.skip(reason)
-    with real_daemon("--http", "0") as daemon:
-        gateway = Gateway.of(daemon)
-        with gateway.http() as client:
-            os.kill(daemon.pid, signal.SIGSTOP)
-            try:
-                not_ready = client.get("/readyz")
-                up = client.get("/healthz")
-            finally:
-                os.kill(daemon.pid, signal.SIGCONT)
-            assert not_ready.status_code == 503
-            assert not_ready.json()["checks"] == [
-                {"name": "daemon", "ok": False, "reason": "the daemon did not answer within 2 s"}
-            ]
-            assert up.status_code == 200
-            assert client.get("/readyz").status_code == 200
+def test_a_stopped_daemon_is_not_ready_and_the_gateway_is_up(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        gateway.daemon.signal(signal.SIGSTOP)
+        try:
+            not_ready = client.get("/readyz")
+            up = client.get("/healthz")
+        finally:
+            gateway.daemon.signal(signal.SIGCONT)
+        assert not_ready.status_code == 503
+        assert not_ready.json()["checks"] == [
+            {"name": "daemon", "ok": False, "reason": "the daemon did not answer within 2 s"}
+        ]
+        assert up.status_code == 200
+        assert client.get("/readyz").status_code == 200
 
 
 def test_a_path_that_does_not_exist(gateway: Gateway) -> None:

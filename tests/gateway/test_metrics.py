@@ -91,22 +91,18 @@ def test_the_connection_for_metrics_is_opened_again_when_the_daemon_closed_it(wa
         watched.daemon.wait_until(lambda found: found["connections"] == 1, "only the connection that asks")
 
 
-def test_without_a_daemon_that_answers_the_gateway_says_so() -> None:
-    if (reason := missing()) is not None:
-        pytest.skip(reason)
-    with real_daemon("--http", "0") as daemon:
-        gateway = Gateway.of(daemon)
-        assert scraped(gateway)["uma_up"] == 1
-        daemon.signal(signal.SIGSTOP)
-        try:
-            while (found := scraped(gateway))["uma_up"]:
-                """A snapshot may be a tenth of a second old."""
-            assert not any(name.startswith("uma_tokens") for name in found)
-            assert found["uma_http_requests_in_flight"] == 1
-        finally:
-            daemon.signal(signal.SIGCONT)
-        while not scraped(gateway)["uma_up"]:
-            """The same."""
+def test_without_a_daemon_that_answers_the_gateway_says_so(watched: Gateway) -> None:
+    assert scraped(watched)["uma_up"] == 1
+    watched.daemon.signal(signal.SIGSTOP)
+    try:
+        while (found := scraped(watched))["uma_up"]:
+            """A snapshot may be a tenth of a second old."""
+        assert not any(name.startswith("uma_tokens") for name in found)
+        assert found["uma_http_requests_in_flight"] == 1
+    finally:
+        watched.daemon.signal(signal.SIGCONT)
+    while not scraped(watched)["uma_up"]:
+        """The same."""
 
 
 def test_each_request_has_a_line_in_the_log(watched: Gateway) -> None:

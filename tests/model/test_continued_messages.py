@@ -2,15 +2,7 @@
 
 import pytest
 
-from tests.support.real_daemon import real_daemon
-
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest.fixture(scope="module")
-def daemon(library, tmp_path_factory):
-    with real_daemon(folder=tmp_path_factory.mktemp("daemon")) as found:
-        yield found
 
 
 def begun(text):
@@ -41,3 +33,4 @@ def test_a_session_goes_on_after_a_continued_message(daemon):
     second = daemon.ask(messages=[{"role": "user", "content": "And of Italy?"}], session_id="trip", echo=True)
     assert f"The capital of{first.text}" in second.text
     assert second.last["usage"]["cached_tokens"] > first.last["usage"]["prompt_tokens"]
+    assert daemon.ask(type="sessions", action="close", session_id="trip").last["sessions"][0]["session_id"] == "trip"
