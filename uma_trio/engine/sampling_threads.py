@@ -16,11 +16,13 @@ from uma_trio.engine.sampling.plan import Plan
 from uma_trio.engine.sampling.sampler import Mask
 from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
 
-LOGITS_OF_A_THREAD: Final = 1 << 21
-"""To read these takes about 1 ms; to wake a thread takes up to half of that on a virtual machine."""
+LOGITS_OF_A_THREAD: Final = 1 << 20
+"""To find the best of these takes about 0.5 ms, since they are in no cache.  To wake a thread takes a tenth of that; up to as long
+on a virtual machine."""
 
-DRAW: Final = 8
-"""A draw takes so many times as long as finding the best token."""
+DRAW: Final = 4
+"""A draw counts as so many times finding the best token.  It takes twice as long, but with fewer rows in a thread the threads wait
+for each other."""
 
 MAX_THREADS: Final = 8
 """More threads wait for each other: what is not done by numpy, one at a time can do."""
@@ -83,7 +85,7 @@ class SamplingThreads:
 
     def _divide(self, params: Sequence[SamplingParams], n_vocab: int) -> None:
         work = sum([1 if each.greedy else DRAW for each in params])
-        n_parts = max(1, min(self._n_threads, work * n_vocab // LOGITS_OF_A_THREAD))
+        n_parts = max(1, min(self._n_threads, round(work * n_vocab / LOGITS_OF_A_THREAD)))
         ends = [len(params) * part // n_parts for part in range(n_parts + 1)]
         self._parts = [(rows, Plan(params[rows], n_vocab)) for rows in map(slice, ends, ends[1:])]
         self._params, self.copied_rows = params, sum([plan.copied_rows for _, plan in self._parts])
