@@ -184,6 +184,18 @@ class Batch:
         self.n_tokens = end
         return start
 
+    def go_on(self, tokens: Integers) -> None:
+        """Replace each token by the next one of its sequence. The batch has one token of each, from ``add_decodes``.
+
+        Raises:
+            LlamaError: there are not as many tokens as in the batch, or one is out of bounds. The batch is unchanged.
+        """
+        ids = _numbers(tokens, "token ids")
+        if len(ids) != self.n_tokens or self.n_embd:
+            raise LlamaError(f"{len(ids)} tokens do not go on with a batch of {self.n_tokens}")
+        self._columns[0][: len(ids)] = ids
+        self._pos[: len(ids)] += 1
+
     def _room(self, n: int, *, rows: bool = False) -> tuple[int, int]:
         if rows != bool(self.n_embd):
             raise LlamaError(f"this batch takes {'rows' if self.n_embd else 'tokens'}; another one is needed")

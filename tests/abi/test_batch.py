@@ -39,6 +39,18 @@ def test_one_token_for_each_of_several() -> None:
     assert batch.n_outputs == 4
 
 
+def test_the_next_token_of_each() -> None:
+    batch = Batch(8)
+    batch.add_decodes([5, 6], positions=[10, 20], seqs=[2, 3], logits=[True, False])
+    batch.go_on([7, 8])
+    batch.go_on(np.array([9, 1]))
+    assert content(batch) == [(9, 12, 2, 1), (1, 22, 3, 0)]
+    for tokens in ([1], [1, 2, 3], [1, -1], [1, 2**31]):
+        with pytest.raises(LlamaError):
+            batch.go_on(tokens)
+    assert content(batch) == [(9, 12, 2, 1), (1, 22, 3, 0)]
+
+
 def test_clear() -> None:
     batch = Batch(4)
     batch.add([1, 2, 3, 4], pos=0, seq=3, logits="all")

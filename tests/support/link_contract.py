@@ -35,8 +35,13 @@ from uma_trio.engine_link.sampling import NO_TOKEN, Past, SamplingParams
 GREEDY = SamplingParams()
 
 
-def prefill(seq_id: int, tokens: list[int], stop_ids: list[int] | None = None) -> StepInput:
-    return StepInput(seq_id, 0, tokens, [SampleRequest(GREEDY)], stop_ids or [])
+DRAWN = SamplingParams(temperature=1.0, seed=7)
+
+
+def prefill(
+    seq_id: int, tokens: list[int], stop_ids: list[int] | None = None, params: SamplingParams = GREEDY
+) -> StepInput:
+    return StepInput(seq_id, 0, tokens, [SampleRequest(params)], stop_ids or [])
 
 
 async def answers(link: EngineLink, n: int) -> list[object]:
@@ -49,13 +54,13 @@ async def answers(link: EngineLink, n: int) -> list[object]:
     return found
 
 
-async def alone(link: EngineLink, tokens: list[int], n: int) -> list[int]:
+async def alone(link: EngineLink, tokens: list[int], n: int, params: SamplingParams = GREEDY) -> list[int]:
     """The first ``n`` tokens after ``tokens``, one step at a time."""
-    output = await link.compute(Step([Truncate(0)], [[prefill(0, tokens)]]))
+    output = await link.compute(Step([Truncate(0)], [[prefill(0, tokens, params=params)]]))
     said = list(output.tokens)
     while len(said) < n:
         position = len(tokens) + len(said) - 1
-        step = Step((), [[StepInput(0, position, said[-1:], [SampleRequest(GREEDY, len(said))])]])
+        step = Step((), [[StepInput(0, position, said[-1:], [SampleRequest(params, len(said))])]])
         said += (await link.compute(step)).tokens
     await link.compute(Step([Truncate(0)]))
     return said
@@ -70,8 +75,9 @@ async def test_the_model_is_described(link):
 
 
 async def test_a_step_that_runs_ahead_gets_the_sampled_tokens(link, prompts):
-    expected = [await alone(link, prompt, 8) for prompt in prompts[:3]]
-    link.submit(Step((), [[prefill(seq, prompts[seq]) for seq in range(3)]], 1))
+    params = [GREEDY, DRAWN, GREEDY]
+    expected = [await alone(link, prompts[seq], 8, params[seq]) for seq in range(3)]
+    link.submit(Step((), [[prefill(seq, prompts[seq], params=params[seq]) for seq in range(3)]], 1))
     outputs: list[object] = []
     for n in range(1, 9):
         link.submit(Step((), [[0, 1, 2]], n + 1, n))
@@ -112,15 +118,17 @@ async def test_a_step_that_runs_ahead_of_another_than_the_last_is_revoked(link, 
 
 
 async def test_a_sequence_that_has_ended_is_dropped_and_the_others_go_on(link, prompts):
-    expected = [await alone(link, prompt, 3) for prompt in prompts[:2]]
+    expected = [await alone(link, prompt, 6) for prompt in prompts[:2]]
     stop = [expected[0][0]]
     link.submit(Step((), [[prefill(0, prompts[0], stop), prefill(1, prompts[1])]], 1))
-    link.submit(Step((), [[0, 1]], 2, 1))
-    link.submit(Step((), [[0, 1]], 3, 2))
-    first, second, third = await answers(link, 3)
-    assert first.tokens == (expected[0][0], expected[1][0])
-    assert second.tokens == (DROPPED, expected[1][1])
-    assert third.tokens == (DROPPED, expected[1][2])
+    for n in (2, 3):
+        link.submit(Step((), [[0, 1]], n, n - 1))
+    for n in (4, 5, 6):
+        link.submit(Step((), [[1]], n, n - 1))
+    found = await answers(link, 6)
+    assert found[0].tokens == (expected[0][0], expected[1][0])
+    assert [each.tokens for each in found[1:3]] == [(DROPPED, token) for token in expected[1][1:3]]
+    assert [each.tokens for each in found[3:]] == [(token,) for token in expected[1][3:]]
 
 
 async def test_a_step_of_which_all_inputs_are_dropped_computes_nothing(link, prompts):

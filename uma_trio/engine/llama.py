@@ -67,7 +67,6 @@ from uma_trio.engine_link.messages import (
     LayoutReport,
     ModelInfo,
     Ready,
-    SampleRequest,
     Step,
     StepCallbacks,
     StepInput,
@@ -128,7 +127,8 @@ class LlamaEngine:
         self.masks: Masks | None = None
         self._device_times: dict[bool, tuple[float, int]] = {}
         """Seconds that a GPU took for the last call that only decoded and for the last other one, and the rows of each."""
-        """How long the device computed after the latest ``llama_decode`` call had returned."""
+        self._last: Call | None = None
+        """The call of the last step, if the batch has its rows and no others."""
         self._positions = Positions()
         self.interrupts: Interrupts | None = None
         self._abort = llama_abi.AbortFlag()
@@ -414,17 +414,19 @@ class LlamaEngine:
         copied = 0
         decode_ms = -outcome.copied_ms - outcome.checkpoints_ms
         sample_ms = 0.0
-        calls = self._divided(step.calls)
+        last, self._last = self._last, None
+        repeated = last if step.repeats else None
+        calls = self._divided(step.calls) if repeated is None else step.calls
         unread: list[Sequence[StepInput]] = []
         """Calls that the device still computes."""
         launched = 0.0
-        for number, inputs in enumerate(calls, start=1):
-            inputs = self._positions.place(inputs)
-            samples = [sample for each in inputs for sample in each.samples]
-            wanted = _constrained(inputs)
+        for number, planned in enumerate(calls, start=1):
+            call = repeated or Call(self._positions.place(planned))
+            inputs, samples = call.inputs, call.samples
+            wanted = _constrained(inputs) if repeated is None else []
             # a CPU computes within the call, and a GPU after it: the device must not wait for the threads to begin
             pending = self._matchers.begin(wanted) if wanted and not self.is_async else None
-            came_back = self._launch(inputs)
+            came_back = self._launch(inputs) if repeated is None else self._launch_again(step.calls[0])
             launched = launched if unread else came_back
             unread.append(inputs)
             if self.is_async and not samples and number < len(calls):
@@ -433,9 +435,11 @@ class LlamaEngine:
                 pending = self._matchers.begin(wanted)
             self._wait(launched, unread, callbacks)
             unread.clear()
+            if len(calls) == 1 and self._can_repeat(call):
+                self._last = call
             decoded = time.perf_counter()
             masks = _Masks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
-            sampled, scored, next_mus = self._sample(samples, masks) if samples else ([], [], {})
+            sampled, scored, next_mus = self._sample(call, masks) if samples else ([], [], {})
             if samples:
                 copied += self._sampling.copied_rows + len(scored) - scored.count(None)
             if next_mus:
@@ -510,6 +514,16 @@ class LlamaEngine:
             raise EngineError("the model's memory cannot remove the last token of a sequence")
         return self._launched(code)
 
+    def _can_repeat(self, call: Call) -> bool:
+        """Whether the batch has a row for each input of ``call``, and no filler rows; and whether that would stay so."""
+        return self._batch.n_tokens == len(call.inputs) and not self._settings.reproducible
+
+    def _launch_again(self, inputs: Sequence[StepInput]) -> float:
+        """Call ``llama_decode`` with the next token of each row of the batch; returns when it came back."""
+        self._batch.go_on([each.tokens[0] for each in inputs])
+        self._adapters.apply_by_row(self._context, ((each.adapters, 1) for each in inputs))
+        return self._launched(self._context.decode(self._batch))
+
     def _launch_rows(self, each: StepInput) -> float:
         """Call ``llama_decode`` with rows of a picture or of sound; returns when it came back."""
         width = self._model.n_embd_inp
@@ -582,19 +596,15 @@ class LlamaEngine:
         rows = {} if ready is None else ready.rows
         return {at: rows.get(key) for at, key in late.items()}
 
-    def _sample(
-        self, samples: Sequence[SampleRequest], masks: _Masks
-    ) -> tuple[list[int], list[TokenLogprobs | None], dict[int, float]]:
-        """A token for each request, its log-probabilities where they are wanted, and what mirostat changes, by row.
+    def _sample(self, call: Call, masks: _Masks) -> tuple[list[int], list[TokenLogprobs | None], dict[int, float]]:
+        """A token for each sample of ``call``, its log-probabilities where they are wanted, and what mirostat changes, by row.
 
         There are no log-probabilities at all where nobody asks.
-
-        Args:
-            samples: not empty.
         """
+        samples, params = call.samples, call.params
         logits = self._context.logits(len(samples)).array
-        params, steps = [each.params for each in samples], [each.n_before for each in samples]
-        if self._are_plain(samples, masks):
+        steps = [each.n_before for each in samples]
+        if call.are_plain and masks.pending is None and not masks.shared:
             return self._sampling.sample(logits, params, steps).tolist(), [], {}
         with_logprobs = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
@@ -622,22 +632,6 @@ class LlamaEngine:
                 scores[row] = score
         tokens: list[int] = sampled.tolist()
         return tokens, scores, mus
-
-    @staticmethod
-    def _are_plain(samples: Sequence[SampleRequest], masks: _Masks) -> bool:
-        """Whether logits, parameters and random numbers are all that the tokens depend on, and all that is wanted is tokens."""
-        if masks.pending is not None or masks.shared:
-            return False
-        special = [
-            each
-            for each in samples
-            if each.banned is not None
-            or each.bias is not None
-            or each.past is not None
-            or each.logprobs is not None
-            or each.params.mirostat
-        ]
-        return not special
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
         if self._drafter is None:
@@ -677,6 +671,30 @@ class LlamaEngine:
 
     def close(self) -> None:
         self._owned.close()
+
+
+class Call:
+    """A call of ``llama_decode``, and what it samples.
+
+    Args:
+        inputs: at their positions.
+    """
+
+    def __init__(self, inputs: Sequence[StepInput]) -> None:
+        self.inputs = inputs
+        self.samples = [sample for each in inputs for sample in each.samples]
+        self.params = [each.params for each in self.samples]
+        self.are_plain = not [
+            each
+            for each in self.samples
+            if each.banned is not None
+            or each.bias is not None
+            or each.past is not None
+            or each.logprobs is not None
+            or each.params.mirostat
+        ]
+        """Whether logits, parameters and random numbers are all that the tokens depend on, masks aside, and all that is wanted
+        is tokens."""
 
 
 @attrs.define

@@ -1,7 +1,8 @@
 """The engine's side of the link: one loop that reads messages, computes steps and answers.
 
-The worker is single-threaded.  It reads the socket when it has nothing to compute, while a GPU computes, and between two
-steps.  So a ``Revoke`` takes effect until its step begins; a step that computes is ended by its flag (``Interrupts``).
+The worker is single-threaded.  It reads the socket when it has nothing to compute, while a GPU computes, and where a flag
+(``Interrupts``) says that the next step may have been revoked.  So a ``Revoke`` takes effect until its step begins; a step
+that computes is ended by its flag.
 
 Source: docs/design/engine-process.md.
 """
@@ -15,8 +16,8 @@ import os
 import select
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -25,9 +26,8 @@ import msgspec
 import numpy as np
 
 from uma_trio.engine_link.interrupts import Interrupts
-from uma_trio.engine_link.kv_ops import LoadState, SaveState, Truncate
+from uma_trio.engine_link.kv_ops import KvOp, LoadState, SaveState, Truncate
 from uma_trio.engine_link.masks import MaskFile, Masks
-from uma_trio.engine_link.media import MediaRows
 from uma_trio.engine_link.messages import (
     DROPPED,
     MAX_FDS,
@@ -98,6 +98,10 @@ class StepRunner:
         self._next: dict[int, StepInput] = {}
         """Sequence id -> its next input, if that depends on the last one and its token alone: one object, which each token
         changes.  For other sequences ``_sampled`` has what the next input is made of."""
+        self._calls: Sequence[Sequence[StepInput]] = ()
+        """The inputs of the last step, if all of them are in ``_next`` as the next ones; otherwise empty."""
+        self._ids: Sequence[Sequence[int]] = ()
+        """The sequence ids of ``_calls``."""
         self._last_number = 0
         """Number of the last step; 0 if it failed, or before the first one."""
 
@@ -118,9 +122,10 @@ class StepRunner:
             EngineError: the step failed, and it is unknown what the KV cache holds.
             StepInterrupted: its flag was set.  Steps that run ahead of it are stale.
         """
-        calls = self.inputs(step)
-        kept = [inputs for inputs in calls if inputs]
-        dropped = [*map(len, calls)] != [*map(len, step.calls)]
+        repeats = bool(self._calls) and step.calls == self._ids and not step.drafts
+        calls = self._calls if repeats else self.inputs(step)
+        kept = calls if repeats else [inputs for inputs in calls if inputs]
+        dropped = not repeats and [*map(len, calls)] != [*map(len, step.calls)]
         drafted = None
         if step.drafts:
             drafted = self._engine.draft(self._draft_inputs(step), step.min_draft_probability)
@@ -128,34 +133,37 @@ class StepRunner:
             kept = [[_with_drafts(each, drafts.get(each.seq_id, ())) for each in inputs] for inputs in kept]
         ops = [*self._rejected, *step.ops] if self._rejected else step.ops
         continued, self._next = self._next, {}
-        self._sampled, self._rejected, self._last_number = {}, [], 0
+        self._sampled, self._rejected, self._calls, self._last_number = {}, [], (), 0
         runnable: Step[StepInput] = Step(
             ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings
         )
         runnable.embedding_adapters, runnable.gives_way = step.embedding_adapters, step.gives_way
+        runnable.repeats = repeats
         output = self._engine.step(runnable, **options)
         if drafted is not None:
             output.drafted = drafted
             output.started_s -= drafted.ms / 1e3
         self._last_number, self._mus = step.number, dict(output.mus)
-        self._note([*chain.from_iterable(kept)], output.tokens, continued)
+        if self._note([*chain.from_iterable(kept)], output.tokens, continued):
+            self._calls = kept
+            self._ids = self._ids if repeats else [[each.seq_id for each in inputs] for inputs in kept]
         return self._with_dropped(step, kept, output) if dropped else output
 
-    def inputs(self, step: SubmittedStep) -> list[list[StepInput]]:
+    def inputs(self, step: SubmittedStep) -> Sequence[Sequence[StepInput]]:
         """The inputs of each call of ``step``, without sequences that ended in the step before."""
         return [
             [known for each in inputs if (known := each if isinstance(each, StepInput) else self._continue(each))]
             for inputs in step.calls
         ]
 
-    def _note(self, inputs: Sequence[StepInput], tokens: Sequence[int], continued: Mapping[int, StepInput]) -> None:
-        """Remember what the step has sampled.
+    def _note(self, inputs: Sequence[StepInput], tokens: Sequence[int], continued: Mapping[int, StepInput]) -> bool:
+        """Remember what the step has sampled; returns whether all inputs go on as they are.
 
         Args:
             inputs: of the step.
             continued: ``_next`` before the step.
         """
-        left = iter(tokens)
+        left, n_going_on = iter(tokens), 0
         for each in inputs:
             seq_id = each.seq_id
             if continued.get(seq_id) is each:
@@ -165,8 +173,10 @@ class StepRunner:
                     each.position += 1
                     each.tokens = (token,)
                     each.samples[0].n_before += 1
+                    n_going_on += 1
             elif each.samples:
                 self._note_one(each, [next(left) for _ in each.samples])
+        return n_going_on == len(inputs)
 
     def _note_one(self, each: StepInput, sampled: Sequence[int]) -> None:
         """Remember the tokens that ``each`` got: draft tokens up to the first rejected one, and the token after them.
@@ -219,7 +229,7 @@ class StepRunner:
         return found
 
     @staticmethod
-    def _with_dropped(step: SubmittedStep, kept: list[list[StepInput]], output: StepOutput) -> StepOutput:
+    def _with_dropped(step: SubmittedStep, kept: Sequence[Sequence[StepInput]], output: StepOutput) -> StepOutput:
         """``output`` of the inputs ``kept``, with ``DROPPED`` in the places of the other inputs of ``step``."""
         ran = {each.seq_id: len(each.samples) for inputs in kept for each in inputs}
         found = iter(zip(output.tokens, output.scores or [None] * len(output.tokens), strict=True))
@@ -229,11 +239,6 @@ class StepRunner:
             both += [next(found) for _ in range(ran[seq_id])] if seq_id in ran else [(DROPPED, None)]
         scores = [score for _, score in both] if output.scores else ()
         return msgspec.structs.replace(output, tokens=tuple([token for token, _ in both]), scores=scores)
-
-
-def _media_of(step: SubmittedStep) -> list[MediaRows]:
-    """What the step reads from files, in the order of their descriptors."""
-    return [rows for inputs in step.calls for each in inputs if isinstance(each, StepInput) for rows in each.media]
 
 
 def _end(each: StepInput, n: int) -> int:
@@ -273,7 +278,7 @@ def _with_drafts(each: StepInput, drafts: Sequence[int]) -> StepInput:
 
 
 def _decodes(step: SubmittedStep) -> tuple[int, ...]:
-    """The rows of each call of ``step``, if all of them decode one token of their sequence; otherwise empty."""
+    """The rows of each call of ``step``, if all of them go on with a sequence by one token; otherwise empty."""
     if [each for inputs in step.calls for each in inputs if isinstance(each, StepInput) and len(each.tokens) != 1]:
         return ()
     return tuple(map(len, step.calls))
@@ -292,6 +297,9 @@ class Worker:
         self._open_engine = open_engine
         self._decoder = Decoder("daemon")
         self._fds: deque[int] = deque()
+        """Received, and not yet taken by the message that they belong to."""
+        self._fds_of: defaultdict[int, list[int]] = defaultdict(list)
+        """Open descriptors of steps, by their numbers."""
         self._start: Start | None = None
         self._masks_ready: MasksReady | None = None
         """The latest message that late masks of a step are written."""
@@ -355,7 +363,7 @@ class Worker:
     def _compute(self, runner: StepRunner, engine: LoadedEngine, step: SubmittedStep) -> None:
         """Compute one step and answer.  After a failure the engine is reset, and the steps that wait are revoked."""
         if runner.is_stale(step):
-            self._close_fds_of([step])
+            self._close_fds_of(step)
             self._answer(Revoked(step.number))
             return
         decodes = _decodes(step)
@@ -370,15 +378,23 @@ class Worker:
         except EngineError as error:
             engine.reset()
             self._read(wait=False)
-            self._revoked += [Revoked(each.number) for each in self._steps]
-            self._close_fds_of(self._steps)
+            for each in self._steps:
+                self._revoked.append(Revoked(each.number))
+                self._close_fds_of(each)
             self._steps.clear()
             self._answer(StepFailed(step.number, str(error)))
             return
         finally:
-            self._close_fds_of([step])
-        self._read(wait=False)
+            self._close_fds_of(step)
+        if not self._steps or self._may_be_revoked(self._steps[0]):
+            self._read(wait=False)
         self._answer(output)
+
+    def _may_be_revoked(self, step: SubmittedStep) -> bool:
+        """Whether a ``Revoke`` of ``step`` may have been sent: the daemon sets its flag before.  To read the socket takes longer."""
+        assert self.engine is not None
+        flags = self.engine.interrupts
+        return flags is None or flags.is_set(step.number)
 
     def _answer(self, *before: FromEngine) -> None:
         """Send ``before``, and then ``Revoked`` for each withdrawn step whose turn has come, in one write.
@@ -449,15 +465,12 @@ class Worker:
     def _accept(self, message: FromDaemon) -> None:
         match message:
             case Step():
-                message.ops = [self._with_fd(op) for op in message.ops]
-                if self._fds:
-                    for rows in _media_of(message):
-                        rows.fd = self._fds.popleft()
+                self._take_fds(message)
                 self._steps.append(message)
             case Revoke():
                 for step in [step for step in self._steps if step.number == message.number]:
                     self._steps.remove(step)
-                    self._close_fds_of([step])
+                    self._close_fds_of(step)
                     self._revoked.append(Revoked(step.number))
             case Start():
                 self._start = message
@@ -495,17 +508,21 @@ class Worker:
         finally:
             os.close(file.fd)
 
-    def _with_fd(self, op: Any) -> Any:
-        """``op`` with the number that its file descriptor has in this process."""
-        if isinstance(op, SaveState | LoadState):
-            return msgspec.structs.replace(op, fd=self._fds.popleft())
-        return op
+    def _take_fds(self, step: SubmittedStep) -> None:
+        """Give each part of ``step`` that came with a file descriptor the number that this has here."""
+        step.ops = [self._with_fd(op, step.number) for op in step.ops]
+        if self._fds:
+            chunks = [each for inputs in step.calls for each in inputs if isinstance(each, StepInput)]
+            for rows in chain.from_iterable([each.media for each in chunks]):
+                rows.fd = self._take_fd(step.number)
 
-    @staticmethod
-    def _close_fds_of(steps: Iterable[SubmittedStep]) -> None:
-        for step in steps:
-            for op in step.ops:
-                if isinstance(op, SaveState | LoadState):
-                    os.close(op.fd)
-            for rows in _media_of(step):
-                os.close(rows.fd)
+    def _with_fd(self, op: KvOp, number: int) -> KvOp:
+        return msgspec.structs.replace(op, fd=self._take_fd(number)) if isinstance(op, SaveState | LoadState) else op
+
+    def _take_fd(self, number: int) -> int:
+        self._fds_of[number].append(self._fds.popleft())
+        return self._fds_of[number][-1]
+
+    def _close_fds_of(self, step: SubmittedStep) -> None:
+        for fd in self._fds_of.pop(step.number, ()):
+            os.close(fd)

@@ -44,6 +44,10 @@ class Interrupts:
         """End step ``number``."""
         self.memory[self.offset(number)] = 1
 
+    def is_set(self, number: int) -> bool:
+        """Whether step ``number`` is to end, or not to begin."""
+        return self.memory[self.offset(number)] != 0
+
     def close(self) -> None:
         """Unmap the flags, once the engine has ended.  ``set`` and ``clear`` then have no effect."""
         if isinstance(self.memory, mmap.mmap):

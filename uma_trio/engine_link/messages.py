@@ -372,6 +372,9 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     gives_way: bool = False
     """May be interrupted; see ``Interrupts``.  It has no texts to embed, no draft tokens and no copy of a state, and its
     sequences can be truncated."""
+    repeats: bool = False
+    """Set by the worker: the calls are those of the step before, and each input goes on with the token that it got there.  So an
+    engine may use what it has prepared for that step."""
 
 
 class DefineGrammar(msgspec.Struct, array_like=True, tag="grammar"):

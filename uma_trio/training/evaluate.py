@@ -7,7 +7,7 @@ records the margin between the best and the second logit.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio import config
-from uma_trio.engine.llama import LlamaEngine
+from uma_trio.engine.llama import Call, LlamaEngine
 from uma_trio.engine_link.kv_ops import Truncate
 from uma_trio.engine_link.messages import SampleRequest, Step, StepInput
 from uma_trio.engine_link.sampling import SamplingParams, TokenLogprobs
@@ -33,13 +33,10 @@ class WatchedEngine(LlamaEngine):
 
     margins: list[float]
 
-    def _sample(
-        self, samples: Sequence[SampleRequest], *late: Any
-    ) -> tuple[list[int], list[TokenLogprobs | None], dict[int, float]]:
-        if samples:
-            second, best = np.partition(self._context.logits(len(samples)).array, -2, axis=-1)[:, -2:].T
-            self.margins.extend((best - second).tolist())
-        return super()._sample(samples, *late)
+    def _sample(self, call: Call, *late: Any) -> tuple[list[int], list[TokenLogprobs | None], dict[int, float]]:
+        second, best = np.partition(self._context.logits(len(call.samples)).array, -2, axis=-1)[:, -2:].T
+        self.margins.extend((best - second).tolist())
+        return super()._sample(call, *late)
 
 
 @attrs.frozen
