@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from uma_trio.training.bpe import Pair, Tokenizer
 from uma_trio.training.chat import BOS, END, EOS, PAD, TEMPLATE
-from uma_trio.training.shape import Shape
+from uma_trio.training.shape import Shape, TowerShape
 
 DESCRIPTION = (
     "A demo and test model of about seven million parameters, trained on text that a script made. "
@@ -20,6 +20,7 @@ DESCRIPTION = (
 
 NAME = "uma-trio embedded"
 NAME_OF_DRAFT = "uma-trio embedded, draft model"
+NAME_OF_PROJECTOR = "uma-trio embedded, projector"
 
 
 def write_gguf(
@@ -93,3 +94,45 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, size: int) -> 
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
     writer.add_chat_template(TEMPLATE)
+
+
+def write_projector(path: Path, weights: Mapping[str, npt.NDArray[np.float32]], shape: TowerShape, n_embd: int) -> None:
+    """Write a projector of LLaVA's type: Q8_0 matrices, F16 patches, F32 for the rest.
+
+    All layers are computed: llama.cpp leaves out the last one of LLaVA's, unless the file names it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_type("mmproj")
+    writer.add_name(NAME_OF_PROJECTOR)
+    writer.add_license("MIT")
+    writer.add_string("clip.projector_type", "mlp")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_bool("clip.use_gelu", True)
+    numbers = {
+        "image_size": shape.side,
+        "patch_size": shape.patch,
+        "embedding_length": shape.width,
+        "feed_forward_length": shape.n_ff,
+        "projection_dim": n_embd,
+        "attention.head_count": shape.n_head,
+        "block_count": shape.n_layer,
+    }
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_array("clip.vision.feature_layer", [shape.n_layer])
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    writer.add_array("clip.vision.image_mean", [0.5] * 3)
+    writer.add_array("clip.vision.image_std", [0.5] * 3)
+    for name, weight in weights.items():
+        if name == "v.patch_embd.weight":
+            writer.add_tensor(name, weight.astype(np.float16))
+        elif weight.ndim == 2 and name != "v.position_embd.weight":
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -96,8 +96,11 @@ class Network(nn.Module):
             nn.init.zeros_(block.ffn_down.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        cos, sin = rotary(self.shape, ids.shape[1], ids.device)
-        x = self.token_embd(ids) * 1.0
+        return self.over(self.token_embd(ids) * 1.0)
+
+    def over(self, x: Tensor) -> Tensor:
+        """Hidden states over embeddings ``[batch, length, n_embd]``, which need not be those of tokens."""
+        cos, sin = rotary(self.shape, x.shape[1], x.device)
         for block in self.blk:
             x = block(x, cos, sin)
         normed: Tensor = self.output_norm(x)

@@ -31,6 +31,24 @@ class Shape:
         return self.n_vocab * self.n_embd + self.n_layer * layer + self.n_embd
 
 
+@attrs.frozen(kw_only=True)
+class TowerShape:
+    """Dimensions of a projector."""
+
+    side: int = 56
+    """Pixels of a picture, in width and in height."""
+    patch: int = 14
+    width: int = 128
+    n_layer: int = 4
+    n_head: int = 4
+    n_ff: int = 512
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of a picture: as many as patches."""
+        return int((self.side // self.patch) ** 2)
+
+
 SHIPPED = Shape()
 DRAFT = Shape(n_embd=192, n_layer=2, n_head=3, n_head_kv=1, n_ff=512)
 """The draft model of the embedded one, with the same vocabulary and context.  A step of a model so small is mostly
