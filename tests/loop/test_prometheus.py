@@ -54,8 +54,11 @@ async def _served_a_little(harness: Serving, client: Client) -> dict[str, Any]:
     for fields in ({"max_tokens": 1 << 30}, {"constraint": {"regex": "["}}):
         with pytest.raises(ServerError):
             await client.complete(prompt="a", keep_alive=True, **fields)
-    async for _ in client.generate(id="b", prompt="once", max_tokens=1000):
-        await client.cancel("b")
+    answer = client.generate(id="b", prompt="once", max_tokens=1000)
+    await anext(answer)
+    await client.cancel("b")
+    async for _ in answer:
+        """The daemon closes the connection after it."""
     found: dict[str, Any] = json.loads(json.dumps(harness.server.snapshot()))
     found["gateway"] = {"pid": 1, "restarts_total": 0, "rss_bytes": 1000, "cpu_s": 1.5}
     times = [f"{name}_{level}_ms" for name in ("post_pre", "mid") for level in ("p50", "p99")]

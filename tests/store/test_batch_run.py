@@ -46,12 +46,15 @@ async def run(folder: Path, answer: Answer, n: int = 12) -> tuple[list[str], lis
 
 
 async def test_rows_are_answered_some_at_a_time_and_not_again(tmp_path: Path) -> None:
-    running, most = Counter[str](), 0
+    running, most, all_run = Counter[str](), 0, trio.Event()
 
     async def answer(row: Row) -> RowResult:
         nonlocal most
         running["n"] += 1
         most = max(most, running["n"])
+        if most == AT_A_TIME:
+            all_run.set()
+        await all_run.wait()
         await trio.sleep(0.001)
         running["n"] -= 1
         running["sent"] += 1
