@@ -177,6 +177,8 @@ def test_verbose_names_the_daemon(run, daemon):
         ["metrics", "--verbose"],
         ["sessions", "-v"],
         ["sessions", "list", "-v"],
+        ["attach", "-v", "--json"],
+        ["ps", "-v"],
     ):
         found = run(*arguments)
         assert found.returncode == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from uma_trio.cli.client_options import reporting_errors, socket_option
+from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, OK, SERVER_ERROR
 from uma_trio.cli.stdio import note, print_table, when
 
@@ -49,6 +49,7 @@ def command(id: str | None, after: int, action: str | None, as_json: bool, stats
         raise click.UsageError("name the answer; uma-trio attach without options lists all")
     code = SERVER_ERROR
     with reporting_errors("attach", socket):
+        run(say_which_daemon, "attach", socket)
         if id is not None and action is None:
             code = run(_follow, id, after, as_json, stats, socket)
         else:

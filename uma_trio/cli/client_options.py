@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -108,9 +108,16 @@ async def say_which_daemon(command: str, socket: str | os.PathLike[str] | None, 
     if not is_verbose():
         return
     from uma_trio.client import open_client
-    from uma_trio.protocol.address import socket_path
 
     async with open_client(socket, wait_s=wait_s) as client:
-        snapshot = await client.metrics()
+        name_daemon(command, socket, await client.metrics())
+
+
+def name_daemon(command: str, socket: str | os.PathLike[str] | None, snapshot: Mapping[str, Any]) -> None:
+    """With ``--verbose``: print on stderr what the daemon is that has given this snapshot."""
+    if not is_verbose():
+        return
+    from uma_trio.protocol.address import socket_path
+
     known = [f"{name} {snapshot[name]}" for name in ("model", "pid", "version") if name in snapshot]
     click.echo(f"uma-trio {command}: the daemon at {socket_path(socket)}: {', '.join(known)}", err=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from uma_trio.cli.client_options import reporting_errors, socket_option
+from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 
 if TYPE_CHECKING:
     from uma_trio.client import Explanation
@@ -44,6 +44,7 @@ def command(id: str, model: str | None, as_json: bool, socket: str | None) -> No
     from uma_trio.protocol.messages import to_fields
 
     with reporting_errors("explain", socket):
+        run(say_which_daemon, "explain", socket)
         found = run(partial(asked, socket, wait_s=0), lambda client: client.explain(id, model=model))
     if as_json:
         import json

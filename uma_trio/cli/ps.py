@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import click
 
-from uma_trio.cli.client_options import reporting_errors, socket_option
+from uma_trio.cli.client_options import name_daemon, reporting_errors, socket_option
 from uma_trio.cli.stdio import fail, print_table
 
 ANSWER_S: Final = 5.0
@@ -48,6 +48,7 @@ def command(as_json: bool, socket: str | None) -> None:
             [metrics] = query(path, {"type": "metrics"}, timeout_s=ANSWER_S)
         except TimeoutError:
             fail("ps", f"the daemon at {path} does not answer")
+    name_daemon("ps", path, metrics)
     shown = rows(found["models"], metrics)
     if as_json:
         click.echo(json.dumps(shown))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from uma_trio.cli.client_options import reporting_errors, socket_option
+from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, OK, SERVER_ERROR
 from uma_trio.cli.perf import read_logs
 from uma_trio.cli.stdio import note
@@ -57,6 +57,7 @@ def command(id: str, logs: Sequence[Path], request: Path | None, socket: str | N
     if logged is None:
         _fail(f"{id!r} is not in the log, or without what a replay needs: serve with --perf-log-replay prompts")
     with reporting_errors("replay", socket):
+        run(say_which_daemon, "replay", socket)
         name = run(ask_again, _fields(logged, request), socket)
     again, until = find(read_logs(logs), name), time.monotonic() + WAIT_S
     while again is None and time.monotonic() < until:

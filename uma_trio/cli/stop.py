@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from uma_trio.cli.client_options import reporting_errors, socket_option
+from uma_trio.cli.client_options import name_daemon, reporting_errors, socket_option
 from uma_trio.cli.stdio import fail
 
 ANSWER_S: Final = 5.0
@@ -39,6 +39,7 @@ def command(model: str | None, no_wait: bool, socket: str | None) -> None:
             [answer] = query(path, {"type": "metrics"}, timeout_s=ANSWER_S)
         except TimeoutError:
             fail("stop", f"the daemon at {path} does not answer")
+    name_daemon("stop", path, answer)
     pid = answer["pid"]
     try:
         os.kill(pid, signal.SIGTERM)

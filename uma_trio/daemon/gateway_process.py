@@ -22,6 +22,7 @@ import structlog
 import trio
 
 from uma_trio.config import Config
+from uma_trio.processes.backoff import Backoff
 from uma_trio.processes.child_process import ChildProcess
 from uma_trio.protocol.address import InvalidAddress, http_address
 
@@ -30,9 +31,6 @@ log = structlog.get_logger("uma_trio.daemon")
 MODULE: Final = "uma_trio.gateway"
 STEADY_S: Final = 10.0
 """A gateway that has run for this time counts as working, so the next one is started at once."""
-FIRST_BACKOFF_S: Final = 0.1
-MAX_BACKOFF_S: Final = 10.0
-"""Before the next start of a gateway that keeps dying.  The wait doubles from one to the next."""
 MAX_FAILED_STARTS: Final = 3
 """Gateways in a row that die before the first one works.  One that says why it cannot start is not tried again."""
 END_S: Final = 5.0
@@ -140,7 +138,7 @@ class Gateway:
             self._ended.set()
 
     async def _run(self, processes: trio.Nursery) -> None:
-        backoff_s, n_failed, has_worked = 0.0, 0, False
+        backoff, n_failed, has_worked = Backoff(first_s=0.1, max_s=10.0), 0, False
         while not self._is_ending:
             began = trio.current_time()
             run, self._standby = self._standby or self._start(processes), None
@@ -160,7 +158,7 @@ class Gateway:
                 log.error("HTTP is not served, because the gateway cannot start", reason=reason)
                 return
             worked = trio.current_time() - began > STEADY_S or process.was_killed
-            backoff_s = 0.0 if worked else min(max(2 * backoff_s, FIRST_BACKOFF_S), MAX_BACKOFF_S)
+            backoff_s = backoff.after(worked=worked)
             log.error("the gateway died and is started again", reason=reason, next_in_s=backoff_s)
             await trio.sleep(backoff_s)
             self.restarts += 1

@@ -38,6 +38,7 @@ from uma_trio.daemon.aici.exchange import AnswerCheck, Exchange, MidResults, Pos
 from uma_trio.daemon.aici.link import RuntimeDied, RuntimeLink, RuntimeStart
 from uma_trio.engine_link.masks import MaskFile
 from uma_trio.errors import ControllerFailed, ControllerNotFound, ControllerUnavailable
+from uma_trio.processes.backoff import Backoff
 
 T = TypeVar("T")
 
@@ -45,9 +46,6 @@ log = structlog.get_logger("uma_trio.aici")
 
 STEADY_S: Final = 10.0
 """A runtime that has run for this time counts as working, so the next one is started at once."""
-FIRST_BACKOFF_S: Final = 0.25
-MAX_BACKOFF_S: Final = 30.0
-"""Before the next start of a runtime that keeps dying.  The wait doubles from one to the next."""
 PATIENCE_S: Final = 2.0
 """A request waits for a runtime that is to be started within this time."""
 
@@ -74,7 +72,7 @@ class SupervisedRuntime:
         """Somebody needs a runtime."""
         self._attempt = trio.Event()
         """Set when the attempt to start a runtime that is next, or under way, has succeeded or failed."""
-        self._backoff_s = 0.0
+        self._backoff = Backoff()
         self._next_start_at = 0.0
         self.is_usable = False
         self.reason = "it is not needed yet"
@@ -93,7 +91,7 @@ class SupervisedRuntime:
             await self._wanted.wait()
             await trio.sleep_until(self._next_start_at)
             await self._run_one()
-            log.error("the runtime of controllers has ended", reason=self.reason, next_in_s=self._backoff_s)
+            log.error("the runtime of controllers has ended", reason=self.reason, next_in_s=self._backoff.wait_s)
             self.restarts += 1
 
     async def _run_one(self) -> None:
@@ -163,8 +161,7 @@ class SupervisedRuntime:
         """
         was_usable, self.is_usable = self.is_usable, False
         self._link, self.masks, self.reason = None, None, reason
-        self._backoff_s = 0.0 if worked else min(max(2 * self._backoff_s, FIRST_BACKOFF_S), MAX_BACKOFF_S)
-        self._next_start_at = trio.current_time() + self._backoff_s
+        self._next_start_at = trio.current_time() + self._backoff.after(worked=worked)
         self._attempt.set()
         self._attempt = trio.Event()
         if was_usable:

@@ -12,15 +12,12 @@ import trio
 from uma_trio.config import Engine as EngineSettings
 from uma_trio.daemon.engines.link import WATCH_S, EngineLink, Launcher
 from uma_trio.engine_link.messages import LoadError, Start, StepAnswer
+from uma_trio.processes.backoff import Backoff
 
 log = structlog.get_logger("uma_trio.engine")
 
 SLOWER_THAN_PREDICTED: Final = 10
 """A step may take this many times what was predicted, and ``hang_timeout_s`` on top."""
-
-FIRST_BACKOFF_S: Final = 0.25
-MAX_BACKOFF_S: Final = 30.0
-"""Between attempts to start an engine that keeps dying.  The wait doubles from one to the next."""
 
 
 class SupervisedEngine:
@@ -83,15 +80,16 @@ class SupervisedEngine:
                 and the seconds until the next attempt.
         """
         attempts = self._settings.restart_attempts
-        backoff_s = FIRST_BACKOFF_S if n_crashes > attempts else 0.0
+        backoff = Backoff()
+        backoff.after(worked=n_crashes <= attempts)
         failures = 0
         while not self.link.is_usable:
-            await trio.sleep(backoff_s)
+            await trio.sleep(backoff.wait_s)
             try:
                 await self._restart()
             except LoadError as error:
                 failures += 1
-                backoff_s = min(max(2 * backoff_s, FIRST_BACKOFF_S), MAX_BACKOFF_S)
+                backoff_s = backoff.after(worked=False)
                 log.error("the engine cannot be started", reason=str(error), attempt=failures, next_in_s=backoff_s)
                 if failures >= attempts:
                     on_unavailable(error, backoff_s)
