@@ -83,9 +83,13 @@ def json_response(
     """A response whose body is ``content`` as JSON.
 
     Args:
-        warnings: become a field of ``content``, which is an object, if there are any.
+        warnings: become a field of ``content``, which is an object or a ``Warned``, if there are any.
     """
-    return Response(encode({**content, "warnings": warnings} if warnings else content), status, headers, JSON)
+    if warnings and isinstance(content, msgspec.Struct):
+        content = msgspec.structs.replace(content, warnings=warnings)
+    elif warnings:
+        content = {**content, "warnings": warnings}
+    return Response(encode(content), status, headers, JSON)
 
 
 async def encoded_items(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
@@ -139,7 +139,7 @@ def unusable(error: Exception) -> HttpError:
     return HttpError(503, "E_GATEWAY_STORAGE", "files cannot be kept now; the daemon's log has the reason")
 
 
-def page_of(items: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+def page_of(kind: Callable[..., R], items: Sequence[Any], *, has_more: bool) -> R:
     """A list of files or batches, as OpenAI's API has it."""
-    first_id, last_id = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return {"object": "list", "data": items, "first_id": first_id, "last_id": last_id, "has_more": has_more}
+    first_id, last_id = (items[0].id, items[-1].id) if items else (None, None)
+    return kind(data=items, first_id=first_id, last_id=last_id, has_more=has_more)

@@ -8,7 +8,7 @@ Source: the README of llama.cpp's server, and the API references of Jina, Cohere
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -40,11 +40,10 @@ class RankedDocument(Shape):
     document: RankedText | UnsetType = UNSET
 
 
-class Ranking(Warned):
+class Ranking(Warned, tag_field="object", tag="list"):
     """Documents, the best one first, as llama-server and Jina's API have it."""
 
     id: str
-    object: Literal["list"]
     model: str
     results: list[RankedDocument]
     usage: EmbeddingUsage
@@ -103,21 +102,18 @@ async def rank(call: Call) -> Response:
     if request.texts is not None:
         return json_response(
             [
-                {
-                    "index": each.index,
-                    "score": each.score,
-                    **({"text": texts[each.index]} if request.return_text else {}),
-                }
+                RankedIndex(
+                    index=each.index, score=each.score, text=texts[each.index] if request.return_text else UNSET
+                )
                 for each in found.results
             ]
         )
-    body = {
-        "id": call.id,
-        "object": "list",
-        "model": request.model or (await call.daemon.model()).name,
-        "results": _results(request, texts, found),
-        "usage": {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens},
-    }
+    body = Ranking(
+        id=call.id,
+        model=request.model or (await call.daemon.model()).name,
+        results=_results(request, texts, found),
+        usage=EmbeddingUsage.of(found.usage),
+    )
     return json_response(body, warnings=warnings)
 
 
@@ -126,11 +122,8 @@ async def rank_for_cohere(call: Call) -> Response:
     request, warnings = await call.read(RerankRequest)
     texts = _documents(request)
     found = await _ranked(call, request, texts)
-    body = {
-        "id": call.id,
-        "results": _results(request, texts, found),
-        "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
-    }
+    meta = RankingMeta(api_version={"version": "2"}, billed_units={"search_units": 1})
+    body = CohereRanking(id=call.id, results=_results(request, texts, found), meta=meta)
     return json_response(body, warnings=warnings)
 
 
@@ -149,13 +142,13 @@ def _documents(request: RerankRequest) -> list[str]:
     return [each if isinstance(each, str) else each.text for each in request.documents or request.texts or ()]
 
 
-def _results(request: RerankRequest, texts: list[str], found: client.Ranking) -> list[dict[str, Any]]:
+def _results(request: RerankRequest, texts: list[str], found: client.Ranking) -> list[RankedDocument]:
     return [
-        {
-            "index": each.index,
-            "relevance_score": each.score,
-            **({"document": {"text": texts[each.index]}} if request.return_documents else {}),
-        }
+        RankedDocument(
+            index=each.index,
+            relevance_score=each.score,
+            document=RankedText(text=texts[each.index]) if request.return_documents else UNSET,
+        )
         for each in found.results
     ]
 

@@ -1,4 +1,5 @@
-"""What the shapes of answers have in common.  They are for the OpenAPI document; tests compare the answers with them.
+"""What the shapes of answers have in common.  The OpenAPI document says them.  Endpoints make answers of them, or write
+dictionaries that tests compare with them.
 
 A field that may be missing is ``T | UnsetType``.  All other fields are always there.
 """

@@ -60,10 +60,9 @@ class TokenCount(Warned):
     input_tokens: int
 
 
-class ModelInfo(Shape):
+class ModelInfo(Shape, tag_field="type", tag="model"):
     """A model, and what one request may use."""
 
-    type: Literal["model"]
     id: str
     display_name: str
     created_at: str

@@ -14,7 +14,7 @@ from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.batches.service import kept, owner_of, page_of, service_of
 from uma_trio.gateway.batches.store import OPEN, Batch, new_id
 from uma_trio.gateway.dialects.openai.files import KEPT_S
-from uma_trio.gateway.dialects.openai.shapes import BatchObject, BatchPage
+from uma_trio.gateway.dialects.openai.shapes import BatchObject, BatchPage, RequestCounts
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
@@ -99,7 +99,7 @@ async def list_batches(call: Call) -> Response:
     if query.after is not None:
         await _found(call, query.after)
     found, has_more = await kept(service_of(call).store.batches, owner_of(call), after=query.after, limit=query.limit)
-    return json_response(page_of([_batch(each) for each in found], has_more=has_more))
+    return json_response(page_of(BatchPage, [_batch(each) for each in found], has_more=has_more))
 
 
 async def retrieve(call: Call) -> Response:
@@ -137,24 +137,23 @@ def _window_s(text: str) -> int:
     return seconds
 
 
-def _batch(batch: Batch) -> dict[str, Any]:
+def _batch(batch: Batch) -> BatchObject:
     has_ended = batch.status not in OPEN
-    return {
-        "id": batch.id,
-        "object": "batch",
-        "endpoint": batch.url,
-        "input_file_id": batch.input_file_id,
-        "completion_window": batch.completion_window,
-        "status": batch.status,
-        "output_file_id": batch.output_file_id if has_ended and batch.has_output else None,
-        "error_file_id": batch.error_file_id if has_ended and batch.has_errors else None,
-        "created_at": batch.created_at,
-        "expires_at": batch.expires_at,
-        **{name: batch.times.get(name) for name in TIMES},
-        **dict.fromkeys(NEVER),
-        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
-        "metadata": batch.metadata,
-    }
+    times: dict[str, Any] = {name: batch.times.get(name) for name in (*TIMES, *NEVER)}
+    return BatchObject(
+        id=batch.id,
+        endpoint=batch.url,
+        input_file_id=batch.input_file_id,
+        completion_window=batch.completion_window,
+        status=batch.status,
+        output_file_id=batch.output_file_id if has_ended and batch.has_output else None,
+        error_file_id=batch.error_file_id if has_ended and batch.has_errors else None,
+        created_at=batch.created_at,
+        expires_at=batch.expires_at,
+        request_counts=RequestCounts(total=batch.total, completed=batch.completed, failed=batch.failed),
+        metadata=batch.metadata,
+        **times,
+    )
 
 
 ENDPOINTS: Final = (

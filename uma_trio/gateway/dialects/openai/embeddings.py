@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import encoded_vectors, json_response
 from uma_trio.gateway.dialects.llama.tokens import Translation
-from uma_trio.gateway.dialects.openai.shapes import EmbeddingList
+from uma_trio.gateway.dialects.openai.shapes import Embedding, EmbeddingList, EmbeddingUsage
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 
@@ -46,12 +46,13 @@ async def embed(call: Call) -> Response:
     vectors = await encoded_vectors(
         call.large_work, found.embeddings, list if request.encoding_format == "float" else in_base64
     )
-    body = {
-        "object": "list",
-        "data": [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)],
-        "model": request.model or (await call.daemon.model()).name,
-        "usage": {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens},
-    }
+    body = EmbeddingList(
+        data=[
+            Embedding(index=index, embedding=cast(str, each)) for index, each in enumerate(vectors)
+        ],  # encoded already
+        model=request.model or (await call.daemon.model()).name,
+        usage=EmbeddingUsage.of(found.usage),
+    )
     return json_response(body, warnings=warnings)
 
 

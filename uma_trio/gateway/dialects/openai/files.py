@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import anyio
 import anyio.to_thread
@@ -140,7 +140,7 @@ async def list_files(call: Call) -> Response:
         limit=query.limit,
         newest_first=query.order == "desc",
     )
-    return json_response(page_of([_file(each) for each in files], has_more=has_more))
+    return json_response(page_of(FilePage, [_file(each) for each in files], has_more=has_more))
 
 
 async def retrieve(call: Call) -> Response:
@@ -163,7 +163,7 @@ async def delete(call: Call) -> Response:
         case "in use":
             message = f"a batch still reads {file_id}; cancel it first, or wait for its end"
             raise HttpError(409, "E_GATEWAY_FILE_IN_USE", message, parameter="file_id")
-    return json_response({"id": file_id, "object": "file", "deleted": True})
+    return json_response(DeletedFile(id=file_id, deleted=True))
 
 
 async def _found(call: Call, file_id: str) -> StoredFile:
@@ -177,17 +177,16 @@ def _missing(file_id: str) -> HttpError:
     return HttpError(404, "E_GATEWAY_FILE", f"there is no file {file_id[:100]!r}", parameter="file_id")
 
 
-def _file(file: StoredFile) -> dict[str, Any]:
-    return {
-        "id": file.id,
-        "object": "file",
-        "bytes": file.bytes,
-        "created_at": file.created_at,
-        "expires_at": file.expires_at,
-        "filename": file.filename,
-        "purpose": file.purpose,
-        "status": "processed",
-    }
+def _file(file: StoredFile) -> File:
+    return File(
+        id=file.id,
+        bytes=file.bytes,
+        created_at=file.created_at,
+        expires_at=file.expires_at,
+        filename=file.filename,
+        purpose=file.purpose,
+        status="processed",
+    )
 
 
 ENDPOINTS: Final = (

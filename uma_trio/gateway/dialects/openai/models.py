@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
+from msgspec import UNSET
 from starlette.responses import Response
 
 from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.anthropic.shapes import ModelInfo, ModelInfoPage
 from uma_trio.gateway.dialects.anthropic.shared import ANTHROPIC, VERSION_HEADER
-from uma_trio.gateway.dialects.openai.shapes import ManagedModel, Model, ModelPage
+from uma_trio.gateway.dialects.openai.shapes import ManagedModel, Model, ModelMeta, ModelPage, ModelStatus
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.protocol.answers import bare_name
-
-STATUS: Final = {"ready": "loaded"}
-"""States of models in llama-server's words; the others are the same."""
 
 
 async def list_models(call: Call) -> Response:
@@ -26,9 +24,9 @@ async def list_models(call: Call) -> Response:
     models = await call.ask(lambda client: client.models())
     named = [(name, model) for model in models for name in model.names]
     if call.dialect is ANTHROPIC:
-        page = {"has_more": False, "first_id": named[0][0], "last_id": named[-1][0]}
-        return json_response({"data": [_anthropic_model(*each) for each in named], **page})
-    return json_response({"object": "list", "data": [_model(*each) for each in named]})
+        data = [_anthropic_model(*each) for each in named]
+        return json_response(ModelInfoPage(data=data, has_more=False, first_id=data[0].id, last_id=data[-1].id))
+    return json_response(ModelPage(data=[_model(*each) for each in named]))
 
 
 async def retrieve_model(call: Call) -> Response:
@@ -39,45 +37,42 @@ async def retrieve_model(call: Call) -> Response:
     return json_response(shape(bare_name(name), model))
 
 
-def _model(name: str, model: ModelDescription) -> dict[str, Any]:
+def _model(name: str, model: ModelDescription) -> Model:
     """A model with what one request may use, under the names that clients look for.
 
     One with an adapter names the model itself as ``parent``, as with vLLM.
     """
-    return {
-        "id": name,
-        **({} if name == model.name else {"parent": model.name}),
-        "object": "model",
-        "created": int(model.created_at),
-        "owned_by": "uma-trio",
-        "context_length": model.context_per_request,
-        "max_model_len": model.context_per_request,
-        "capabilities": model.capabilities,
-        "meta": {
-            "n_ctx": model.context_per_request,
-            "n_embd": model.embedding_length,
-            "n_params": model.n_parameters,
-            "size": model.size_bytes,
-        },
-        "status": {
-            "value": STATUS.get(model.state, model.state),
-            **({} if model.progress is None else {"progress": model.progress}),
-        },
-    }
+    state = "loaded" if model.state == "ready" else model.state  # llama-server's word
+    progress = UNSET if model.progress is None else model.progress
+    return Model(
+        id=name,
+        created=int(model.created_at),
+        owned_by="uma-trio",
+        context_length=model.context_per_request,
+        max_model_len=model.context_per_request,
+        capabilities=model.capabilities,
+        meta=ModelMeta(
+            n_ctx=model.context_per_request,
+            n_embd=model.embedding_length,
+            n_params=model.n_parameters,
+            size=model.size_bytes,
+        ),
+        status=ModelStatus(value=state, progress=progress),
+        parent=UNSET if name == model.name else model.name,
+    )
 
 
-def _anthropic_model(name: str, model: ModelDescription) -> dict[str, Any]:
+def _anthropic_model(name: str, model: ModelDescription) -> ModelInfo:
     """The same in Anthropic's words."""
     created = datetime.datetime.fromtimestamp(int(model.created_at), datetime.UTC)
-    return {
-        "type": "model",
-        "id": name,
-        "display_name": name,
-        "created_at": created.isoformat().replace("+00:00", "Z"),
-        "lifecycle": "active",
-        "max_input_tokens": model.context_per_request,
-        "max_tokens": model.context_per_request,
-    }
+    return ModelInfo(
+        id=name,
+        display_name=name,
+        created_at=created.isoformat().replace("+00:00", "Z"),
+        lifecycle="active",
+        max_input_tokens=model.context_per_request,
+        max_tokens=model.context_per_request,
+    )
 
 
 class ModelRequest(msgspec.Struct):
@@ -106,7 +101,7 @@ async def _managed(call: Call, action: Literal["load", "unload", "reload"]) -> R
     model = await call.unless_disconnected(
         call.ask(lambda client: client.manage_model(action, request.model, principal=None))
     )
-    return json_response({"success": True, "model": _model(model.name, model)}, warnings=warnings)
+    return json_response(ManagedModel(success=True, model=_model(model.name, model)), warnings=warnings)
 
 
 OTHERS: Final = {VERSION_HEADER: ANTHROPIC}

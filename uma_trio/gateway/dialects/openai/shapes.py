@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
+from uma_trio.protocol import usage as of_daemon
 
 # -- usage and log probabilities ------------------------------------------------------------------------
 
@@ -193,10 +195,9 @@ class Completion(ExtendedChunk, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class Embedding(Shape):
+class Embedding(Shape, tag_field="object", tag="embedding"):
     """A vector of length 1, as numbers or in base64."""
 
-    object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
@@ -207,20 +208,23 @@ class EmbeddingUsage(Shape):
     prompt_tokens: int
     total_tokens: int
 
+    @classmethod
+    def of(cls, usage: of_daemon.Usage) -> Self:
+        """That of a request whose texts are all that is computed."""
+        return cls(prompt_tokens=usage.prompt_tokens, total_tokens=usage.prompt_tokens)
 
-class EmbeddingList(Warned):
+
+class EmbeddingList(Warned, tag_field="object", tag="list"):
     """Vectors in the order of the texts."""
 
-    object: Literal["list"]
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
 
 
-class TranscriptionUsage(Shape):
+class TranscriptionUsage(Shape, tag_field="type", tag="tokens"):
     """Tokens of a request with a file of sound."""
 
-    type: Literal["tokens"]
     input_tokens: int
     output_tokens: int
     total_tokens: int
@@ -250,16 +254,15 @@ class ModelStatus(Shape):
     """Loaded share of the weights, from 0 to 1, while it is loading."""
 
 
-class Model(Shape):
+class Model(Shape, tag_field="object", tag="model"):
     """A model, and what one request may use."""
 
     id: str
-    object: Literal["model"]
     created: int
     owned_by: str
     context_length: int
     max_model_len: int
-    capabilities: list[str]
+    capabilities: Sequence[str]
     meta: ModelMeta
     status: ModelStatus
     parent: str | UnsetType = UNSET
@@ -273,10 +276,9 @@ class ManagedModel(Warned):
     model: Model
 
 
-class ModelPage(Shape):
+class ModelPage(Shape, tag_field="object", tag="list"):
     """All models."""
 
-    object: Literal["list"]
     data: list[Model]
 
 
@@ -354,11 +356,10 @@ class PromptTokens(Warned):
 # -- files and batches ----------------------------------------------------------------------------------
 
 
-class File(Warned):
+class File(Warned, tag_field="object", tag="file"):
     """A file, without its content."""
 
     id: str
-    object: Literal["file"]
     bytes: int
     created_at: int
     expires_at: int
@@ -367,21 +368,19 @@ class File(Warned):
     status: Literal["processed"]
 
 
-class FilePage(Shape):
+class FilePage(Shape, tag_field="object", tag="list"):
     """Files of a client."""
 
-    object: Literal["list"]
     data: list[File]
     first_id: str | None
     last_id: str | None
     has_more: bool
 
 
-class DeletedFile(Shape):
+class DeletedFile(Shape, tag_field="object", tag="file"):
     """A file that was deleted."""
 
     id: str
-    object: Literal["file"]
     deleted: Literal[True]
 
 
@@ -393,11 +392,10 @@ class RequestCounts(Shape):
     failed: int
 
 
-class BatchObject(Warned):
+class BatchObject(Warned, tag_field="object", tag="batch"):
     """A batch.  Times are Unix seconds."""
 
     id: str
-    object: Literal["batch"]
     endpoint: str
     input_file_id: str
     completion_window: str
@@ -415,13 +413,12 @@ class BatchObject(Warned):
     failed_at: None
     errors: None
     request_counts: RequestCounts
-    metadata: dict[str, str] | None
+    metadata: Mapping[str, str] | None
 
 
-class BatchPage(Shape):
+class BatchPage(Shape, tag_field="object", tag="list"):
     """Batches of a client."""
 
-    object: Literal["list"]
     data: list[BatchObject]
     first_id: str | None
     last_id: str | None

@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.body import Body
 from uma_trio.gateway.dialects.contents import Picture, content_of
-from uma_trio.gateway.dialects.openai.shapes import Transcription
-from uma_trio.gateway.dialects.openai.shared import OPENAI, usage_body
+from uma_trio.gateway.dialects.openai.shapes import Transcription, TranscriptionUsage
+from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.upload import Arriving, Form, with_body
 
@@ -67,10 +67,9 @@ async def _transcribed(call: Call, body: Body) -> Response:
     text = (end.text or "").strip()
     if wanted.response_format == "text":
         return PlainTextResponse(f"{text}\n")
-    usage = usage_body(end)
-    tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-    answer = {"text": text, "usage": {"type": "tokens", **tokens, "total_tokens": usage["total_tokens"]}}
-    return json_response(answer, warnings=warnings)
+    prompt, answer = end.usage.prompt_tokens, end.usage.completion_tokens
+    usage = TranscriptionUsage(input_tokens=prompt, output_tokens=answer, total_tokens=prompt + answer)
+    return json_response(Transcription(text=text, usage=usage), warnings=warnings)
 
 
 ENDPOINTS = (
