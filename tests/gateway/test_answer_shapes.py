@@ -31,12 +31,14 @@ SHORT = {"max_tokens": 3}
 REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [CHAT, {**CHAT, **CALL}, {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, **UNKNOWN}, {**CHAT, **VERBOSE}],
     "/v1/chat/completions/input_tokens": [CHAT, {**CHAT, **UNKNOWN}],
+    "/v1/chat/completions/render": [CHAT, {**CHAT, **UNKNOWN}],
     "/v1/completions": [{"prompt": ["a", [5]], "n": 2, **SHORT}, {"prompt": "a", "logprobs": 1, **SHORT, **UNKNOWN}, {"prompt": "a", **SHORT, **VERBOSE}],
     "/v1/embeddings": [{"input": ["a", [5]]}, {"input": "a", "encoding_format": "base64", **UNKNOWN}],
     "/v1/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}, {"query": "a", "texts": ["b"], "return_text": True}],
     "/v2/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}],
     "/v1/responses": [{"input": "Hi", **UNKNOWN}, {"input": "Hi", "tools": [{"type": "function", **TOOL}], "top_logprobs": 1}, {"input": "Hi", **TELEMETRY}],
     "/v1/responses/input_tokens": [{"input": "Hi"}],
+    "/v1/responses/render": [{"input": "Hi"}],
     "/v1/conversations": [{}, {"metadata": {"a": "b"}, **UNKNOWN}],
     "/v1/messages": [{**CHAT, "max_tokens": 5, **UNKNOWN}, {**CHAT, "max_tokens": 99, "tools": [SCHEMA], "tool_choice": {"type": "any"}}],
     "/v1/messages/count_tokens": [CHAT],
@@ -58,8 +60,11 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/v1/tokenize": [{"text": "a"}, {"tokens": [5]}],
 }  # fmt: skip
 SAME = {"/completions": "/completion", "/chat/completions": "/v1/chat/completions", "/responses": "/v1/responses"}
-SAME["/chat/completions/input_tokens"] = "/v1/chat/completions/input_tokens"
-SAME["/responses/input_tokens"] = "/v1/responses/input_tokens"
+SAME |= {
+    f"/{api}/{last}": f"/v1/{api}/{last}"
+    for api in ("chat/completions", "responses")
+    for last in ("input_tokens", "render")
+}
 SAME["/conversations"] = "/v1/conversations"
 SAME |= dict.fromkeys(("/rerank", "/reranking", "/v1/reranking"), "/v1/rerank")
 SAME |= {f"/models/{action}": f"/v1/models/{action}" for action in ("load", "unload", "reload")}
