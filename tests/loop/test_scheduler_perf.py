@@ -16,6 +16,7 @@ from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.perf_runs import HEADER
 from tests.support.serving import settings, token_to_bytes
 from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.embedding import PendingEmbeddings
 from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import Sequence as Answer
@@ -105,7 +106,7 @@ async def test_the_metrics_are_the_sum_of_the_records(autojump_clock, speculatio
     ):
         for n in range(1, 8):
             ask(scheduler, "r" * n, 90 * n, 9 * n, principal=f"uid:{n % 2}")
-        scheduler.embed(Embed(id="e", input=["text"]), [np.arange(40)], NullClient(), ANONYMOUS)
+        scheduler.embed(PendingEmbeddings(Embed(id="e", input=["text"]), [np.arange(40)], NullClient(), ANONYMOUS))
         scheduler.cancel(ask(scheduler, "cancelled", 20, 100))
         await trio.sleep(0.05)
         await scheduler.wait_idle()
@@ -226,7 +227,8 @@ async def test_time_without_a_reader_is_not_idle(autojump_clock):
 
 async def test_a_tick_that_only_embeds_is_no_gap(autojump_clock):
     async with recorded() as (scheduler, records):
-        pending = scheduler.embed(Embed(id="e", input=["text"]), [np.arange(40)], NullClient(), ANONYMOUS)
+        pending = PendingEmbeddings(Embed(id="e", input=["text"]), [np.arange(40)], NullClient(), ANONYMOUS)
+        scheduler.embed(pending)
         await pending.done.wait()
         await ask(scheduler, "a", 10, 5).done.wait()
         await scheduler.wait_idle()

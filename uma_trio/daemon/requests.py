@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import secrets
 from collections import abc
-from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Final, Protocol
 
 import attrs
 import numpy as np
@@ -18,8 +19,9 @@ from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.service import ModelService
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
-from uma_trio.daemon.serving.embedding import PendingEmbeddings, cancelled
-from uma_trio.daemon.serving.request import PreparedRequest, check_generates, check_pooling
+from uma_trio.daemon.serving.embedding import PendingEmbeddings, PendingRanking, cancelled
+from uma_trio.daemon.serving.request import PreparedRequest, check_embeds, check_generates, check_ranks
+from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import EventSink, Sequence, State, TokenLog
 from uma_trio.daemon.serving.stats import log_request
 from uma_trio.daemon.sessions import SessionTurn, TitleKeeper
@@ -37,12 +39,10 @@ from uma_trio.principal import Principal
 from uma_trio.protocol.answers import ModelState
 from uma_trio.protocol.chat import NamedTool
 from uma_trio.protocol.events import Eos, LoadProgress
-from uma_trio.protocol.requests import Constraint, Embed, Generate, Rerank
+from uma_trio.protocol.requests import Constraint, Embed, Generate, PoolingRequest, Rerank
 from uma_trio.protocol.usage import Timings, Usage
 
 log = structlog.get_logger("uma_trio.daemon.requests")
-
-Answer = TypeVar("Answer", Sequence, PendingEmbeddings)
 
 NO_USAGE: Final = Usage(prompt_tokens=0, completion_tokens=0)
 
@@ -52,7 +52,7 @@ class ModelRequest:
     """One request of a client; what all kinds have in common."""
 
     _models: ModelRegistry
-    request: Generate | Embed | Rerank
+    request: Generate | PoolingRequest
     _principal: Principal
     _sink: EventSink
     _began: float = attrs.field(factory=trio.current_time, init=False)
@@ -73,12 +73,6 @@ class ModelRequest:
         """End the request: the cancel event of the protocol."""
         self._scope.cancel()
 
-    @property
-    def _deadline_at(self) -> float:
-        """When the answer is to be complete, on trio's clock."""
-        deadline_ms = self.request.deadline_ms if isinstance(self.request, Generate) else None
-        return math.inf if deadline_ms is None else self._began + deadline_ms / 1e3
-
     def wake(self) -> None:
         """The sink has room again."""
         if self._service is not None:
@@ -93,29 +87,22 @@ class ModelRequest:
         Raises:
             UmaError: the request was refused, and nothing was sent.
         """
-        request = self.request
-        has_session = isinstance(request, Generate) and request.session_id is not None
-        on_wait = self._tell if isinstance(request, Generate) and request.progress else None
-        self._scope.deadline = self._deadline_at
         with self._scope:
             try:
-                async with self._models.use(
-                    request.model, self._principal.name, session=has_session, on_wait=on_wait
-                ) as service:
+                async with self._use() as service:
                     self._service = service
                     if service.is_draining:
                         raise ShuttingDown()
-                    self.request = service.with_named_adapter(request)
+                    self.request = service.with_named_adapter(self.request)
                     await self._serve(service)
             except trio.Cancelled:
                 if not self._is_submitted and trio.current_time() < self._scope.deadline:
                     self._send_cancelled()
                 raise
-        if self._scope.cancelled_caught and not self._is_submitted and trio.current_time() >= self._scope.deadline:
-            raise _late(self.request)
 
-    def _tell(self, model: str, state: ModelState, progress: float) -> None:
-        self._sink.send(LoadProgress(id=self.request.id or "", model=model, state=state, progress=round(progress, 3)))
+    def _use(self) -> AbstractAsyncContextManager[ModelService]:
+        """The service of its model, when that is loaded."""
+        return self._models.use(self.request.model, self._principal.name)
 
     async def _serve(self, service: ModelService) -> None:
         raise NotImplementedError
@@ -124,36 +111,28 @@ class ModelRequest:
         """Send the last events of a request that was not submitted."""
         raise NotImplementedError
 
-    async def _wait(
-        self, service: ModelService, answers: abc.Sequence[Answer], cancel: Callable[[Answer, UmaError | None], None]
-    ) -> None:
-        """Wait for ``answers`` as long as a request may take; ``cancel`` then ends those that are left, with the reason."""
+    def _cancel(self, scheduler: Scheduler, reason: UmaError | None) -> None:
+        """End the answers that have not ended, with ``reason`` or as cancelled."""
+        raise NotImplementedError
+
+    async def _wait(self, service: ModelService, answers: abc.Sequence[Sequence | PendingEmbeddings]) -> None:
+        """Wait for ``answers`` as long as a request may take; then end those that are left, with the reason."""
         self._answers, self._is_submitted, self._scope.deadline = answers, True, math.inf
         ending: UmaError | None = None
         limit_s = service.limits.request_timeout_s
         try:
-            with trio.move_on_at(min(self._deadline_at, self._began + limit_s)):
-                for answer in answers:
-                    await answer.done.wait()
-            if trio.current_time() >= self._deadline_at:
-                for answer in answers:
-                    if isinstance(answer, Sequence) and not answer.tokens:
-                        cancel(answer, _late(self.request))
             with trio.move_on_at(self._began + limit_s) as timer:
-                for answer in answers:  # a controller may add some meanwhile
-                    await answer.done.wait()
+                await self._wait_for_ends(service.scheduler)
             if timer.cancelled_caught:
                 ending = RequestTimeout(f"not done after {limit_s:g} s")
         finally:
             if service.is_draining and not self._scope.cancel_called:
                 ending = ShuttingDown()
-            for answer in answers:
-                cancel(answer, ending)  # does nothing to one that has finished
+            self._cancel(service.scheduler, ending)
 
-
-def _late(request: Generate | Embed | Rerank) -> DeadlineMissed:
-    assert isinstance(request, Generate)
-    return DeadlineMissed(f"the answer had not begun after deadline_ms {request.deadline_ms}", field="deadline_ms")
+    async def _wait_for_ends(self, scheduler: Scheduler) -> None:
+        for answer in self._answers:  # a controller may add some meanwhile
+            await answer.done.wait()
 
 
 class AnswerRecord(TokenLog, TitleKeeper, Protocol):
@@ -188,6 +167,46 @@ class Generation(ModelRequest):
     record: AnswerRecord | None = None
     """Keeps the answer, if it is detached."""
     _answers: abc.Sequence[Sequence]
+
+    @property
+    def _deadline_at(self) -> float:
+        """When the answer is to be complete, on trio's clock."""
+        deadline_ms = self.request.deadline_ms
+        return math.inf if deadline_ms is None else self._began + deadline_ms / 1e3
+
+    def _late(self) -> DeadlineMissed:
+        message = f"the answer had not begun after deadline_ms {self.request.deadline_ms}"
+        return DeadlineMissed(message, field="deadline_ms")
+
+    async def run(self) -> None:
+        """See ``ModelRequest.run``.  The deadline ends a request that was not submitted until then."""
+        self._scope.deadline = self._deadline_at
+        await super().run()
+        if self._scope.cancelled_caught and not self._is_submitted and trio.current_time() >= self._scope.deadline:
+            raise self._late()
+
+    def _use(self) -> AbstractAsyncContextManager[ModelService]:
+        request = self.request
+        on_wait = self._tell if request.progress else None
+        return self._models.use(
+            request.model, self._principal.name, session=request.session_id is not None, on_wait=on_wait
+        )
+
+    def _tell(self, model: str, state: ModelState, progress: float) -> None:
+        self._sink.send(LoadProgress(id=self.request.id or "", model=model, state=state, progress=round(progress, 3)))
+
+    def _cancel(self, scheduler: Scheduler, reason: UmaError | None) -> None:
+        for sequence in self._answers:
+            scheduler.cancel(sequence, reason or "cancelled")
+
+    async def _wait_for_ends(self, scheduler: Scheduler) -> None:
+        with trio.move_on_at(self._deadline_at):
+            await super()._wait_for_ends(scheduler)
+        if trio.current_time() >= self._deadline_at:
+            for sequence in self._answers:
+                if not sequence.tokens:
+                    scheduler.cancel(sequence, self._late())
+        await super()._wait_for_ends(scheduler)
 
     async def _serve(self, service: ModelService) -> None:
         check_generates(service.scheduler.info)
@@ -268,7 +287,7 @@ class Generation(ModelRequest):
         if self.record is not None and sequences[0].state is State.WAITING:
             self.record.pause()
         log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
-        await self._wait(service, sequences, lambda sequence, reason: scheduler.cancel(sequence, reason or "cancelled"))
+        await self._wait(service, sequences)
 
     async def _end_turn(self, service: ModelService, turn: SessionTurn) -> None:
         """The last event of a session's turn follows when the turn is on disk."""
@@ -298,30 +317,69 @@ class Generation(ModelRequest):
             )
 
 
-class Embedding(ModelRequest):
-    """A request to embed or to rank texts."""
+class Pooling(ModelRequest):
+    """A request for a result of each of its texts; what all kinds have in common."""
 
-    request: Embed | Rerank
+    request: PoolingRequest
+    _answers: abc.Sequence[PendingEmbeddings]
+
+    async def _pending(self, service: ModelService) -> PendingEmbeddings:
+        """What the scheduler is to compute.
+
+        Raises:
+            UmaError: the model cannot, or a text is too long.
+        """
+        raise NotImplementedError
 
     async def _serve(self, service: ModelService) -> None:
-        scheduler, request = service.scheduler, self.request
-        check_pooling(request, scheduler.info)
-        texts = await service.prompts.texts(request, scheduler.info.embedding_ctx, principal=self._principal.name)
-        pending = scheduler.embed(request, texts, self._sink, self._principal)
+        pending = await self._pending(service)
+        service.scheduler.embed(pending)
         try:
-            await self._wait(service, [pending], scheduler.cancel_embedding)
+            await self._wait(service, [pending])
         finally:
             log.info(
-                "embedded" if isinstance(request, Embed) else "ranked",
-                id=request.id,
+                pending.done_word,
+                id=self.request.id,
                 model=service.name,
                 texts=pending.n_done,
                 tokens=pending.n_tokens,
                 total_ms=round(1e3 * (trio.current_time() - self._began), 1),
             )
 
+    def _cancel(self, scheduler: Scheduler, reason: UmaError | None) -> None:
+        for pending in self._answers:
+            scheduler.cancel_embedding(pending, reason)
+
     def _send_cancelled(self) -> None:
         self._sink.send(cancelled(self.request, self._began, NO_USAGE))
+
+
+class Embedding(Pooling):
+    """A request to embed texts."""
+
+    request: Embed
+
+    async def _pending(self, service: ModelService) -> PendingEmbeddings:
+        info, request = service.scheduler.info, self.request
+        check_embeds(info, request.dimensions)
+        texts = await service.prompts.texts(request, info.embedding_ctx, principal=self._principal.name)
+        return PendingEmbeddings(request, texts, self._sink, self._principal, dimensions=request.dimensions)
+
+
+class Ranking(Pooling):
+    """A request to rank documents."""
+
+    request: Rerank
+
+    async def _pending(self, service: ModelService) -> PendingEmbeddings:
+        info, request = service.scheduler.info, self.request
+        check_ranks(info)
+        texts = await service.prompts.paired_texts(request, info.embedding_ctx, principal=self._principal.name)
+        return PendingRanking(request, texts, self._sink, self._principal, top_n=request.top_n)
+
+
+KINDS: Final[Mapping[type, type[ModelRequest]]] = {Generate: Generation, Embed: Embedding, Rerank: Ranking}
+"""What serves each kind of request."""
 
 
 def _answer_shape(request: Generate, prompt: Prompt) -> Constraint | AnswerShape | None:

@@ -47,10 +47,10 @@ from uma_trio.protocol.answers import (
 )
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.queries import SteerQuery
-from uma_trio.protocol.requests import AdapterChoice, Constraint, Embed, Generate, Rerank
+from uma_trio.protocol.requests import AdapterChoice, Constraint, Generate, PoolingRequest
 from uma_trio.telemetry.perf_records import PerfSink
 
-AnyRequest = TypeVar("AnyRequest", bound=Generate | Embed | Rerank)
+AnyRequest = TypeVar("AnyRequest", bound=Generate | PoolingRequest)
 
 
 class ModelService:

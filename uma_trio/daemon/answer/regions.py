@@ -93,11 +93,6 @@ class RegionAssembler(TextAssembler):
         return self._region is _Region.REASONING
 
     @property
-    def in_calls(self) -> bool:
-        """Whether the output so far ends in a region of calls."""
-        return self._region is _Region.CALLS
-
-    @property
     def is_undecided(self) -> bool:
         """Whether the output so far ends inside a character, or inside what may be a marker."""
         if self._region is _Region.START:
@@ -219,7 +214,7 @@ class RegionAssembler(TextAssembler):
 
     def _begin_calls(self, marker: str) -> None:
         assert self._calling is not None
-        self._region = _Region.CALLS
+        self._region, self.in_calls = _Region.CALLS, True
         self._reader = CallReader(self._calling, marker, self._n_calls_begun)
 
     def _read_calls(self, new: str) -> tuple[Split, str]:
@@ -235,7 +230,7 @@ class RegionAssembler(TextAssembler):
             self._skips_spaces = True
         if reader.state is State.OPEN or self.has_ended:
             return Split(calls=deltas), rest
-        self._reader, self._region = None, _Region.ANSWER
+        self._reader, self._region, self.in_calls = None, _Region.ANSWER, False
         unread = reader.unread
         text = ""
         if reader.state is State.FAILED:  # its last character may begin a marker

@@ -165,6 +165,8 @@ class TextAssembler:
         self._stop = StringSearch(stop)
         self.calls: list[ToolCall] = []
         """The complete calls."""
+        self.in_calls = False
+        """Whether the output so far ends in a region of calls."""
         self.n_reasoning_tokens = 0
         """Tokens of reasoning and its markers."""
 
@@ -181,11 +183,6 @@ class TextAssembler:
     @property
     def in_reasoning(self) -> bool:
         """Whether the output so far ends in reasoning."""
-        return False
-
-    @property
-    def in_calls(self) -> bool:
-        """Whether the output so far ends in a region of calls."""
         return False
 
     def feed(self, token: int, token_bytes: bytes) -> Split:

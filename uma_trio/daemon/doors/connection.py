@@ -20,7 +20,7 @@ from uma_trio.daemon.doors.passed_files import PassedFiles
 from uma_trio.daemon.doors.uploads import Upload, Uploads
 from uma_trio.daemon.doors.watch import Watch
 from uma_trio.daemon.registry import ModelRegistry
-from uma_trio.daemon.requests import Embedding, Generation, ModelRequest
+from uma_trio.daemon.requests import KINDS, ModelRequest
 from uma_trio.daemon.service import ModelService
 from uma_trio.errors import (
     BadRequest,
@@ -53,7 +53,7 @@ from uma_trio.protocol.queries import (
     TokenizeQuery,
     WatchQuery,
 )
-from uma_trio.protocol.requests import Cancel, Embed, Generate, Rerank
+from uma_trio.protocol.requests import Cancel, Generate, PoolingRequest
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -260,7 +260,7 @@ class Connection:
 
     async def _handle(self, message: ClientMessage, nursery: trio.Nursery) -> None:
         match message:
-            case Generate(detached=False) | Embed() | Rerank() | WatchQuery() | AttachQuery():
+            case Generate(detached=False) | PoolingRequest() | WatchQuery() | AttachQuery():
                 if self.busy:
                     self._refuse(Busy("another request is running on this connection"), message)
                 elif not self._leaving or (self._codec.queues_requests and not self._owner.draining):
@@ -383,8 +383,7 @@ class Connection:
                     answers = self._owner.detached
                     self._running = Attachment(request, answers, principal, self._outbox, max_waiting_bytes=most)
                 case _:
-                    kind = Generation if isinstance(request, Generate) else Embedding
-                    self._running = kind(models, request, principal, self._outbox)
+                    self._running = KINDS[type(request)](models, request, principal, self._outbox)
         except UmaError as error:
             self._refuse(error, request)
             self._leaving = self._leaving or not request.keep_alive
@@ -413,7 +412,7 @@ class Connection:
         own = self._principal
         name = own.name if message.principal is None else message.principal
         acting_for = Principal(name)
-        if isinstance(message, Generate | Embed | Rerank):
+        if isinstance(message, Generate | PoolingRequest):
             acting_for = Principal(name, message.principal_weight, message.principal_max_requests)
         if acting_for != own and own.name != OWN_PRINCIPAL:
             raise BadRequest(
@@ -477,7 +476,7 @@ class Connection:
             else:
                 self._set_deadline()
 
-    def _refuse(self, error: UmaError, request: Request | Query | None = None) -> None:
+    def _refuse(self, error: UmaError, request: Request | PoolingRequest | Query | None = None) -> None:
         if request is not None:
             error.request_id = request.id
         self._owner.record_refusal(error)

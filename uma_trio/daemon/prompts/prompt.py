@@ -416,8 +416,8 @@ class PromptMaker:
         spelled = [[*each] for each in self.tokenizer.tokens_to_bytes(tokens)]
         return TokenList(tokens=tokens, offsets=offsets, bytes=spelled, byte_ranges=ranges, id=query.id)
 
-    async def texts(self, request: Embed | Rerank, max_tokens: int, *, principal: str) -> list[TokenIds]:
-        """Tokens of each text to embed, or of the query with each document.  Control tokens that a text spells stay text.
+    async def texts(self, request: Embed, max_tokens: int, *, principal: str) -> list[TokenIds]:
+        """Tokens of each text to embed.  Control tokens that a text spells stay text.
 
         Can be cancelled.
 
@@ -429,19 +429,12 @@ class PromptMaker:
             PromptTooLarge: a text exceeds ``max_prompt_bytes``.
             ContextTooSmall: a text has too many tokens.
         """
-        if isinstance(request, Embed):
-            size = sum(map(len, request.input))
-        else:
-            size = sum(map(len, request.documents)) + len(request.documents) * len(request.query)
-        if size <= INLINE_BYTES:
+        if sum(map(len, request.input)) <= INLINE_BYTES:
             return self._texts(request, max_tokens)
-        walks = isinstance(request, Embed) and list in set(map(type, request.input))
-        limiter = self._walking if walks else self._tokenizing
+        limiter = self._walking if list in set(map(type, request.input)) else self._tokenizing
         return await in_thread(self._texts, request, max_tokens, limiter=limiter.of(principal))
 
-    def _texts(self, request: Embed | Rerank, max_tokens: int) -> list[TokenIds]:
-        if isinstance(request, Rerank):
-            return self._pairs(request, max_tokens)
+    def _texts(self, request: Embed, max_tokens: int) -> list[TokenIds]:
         found = []
         for n, text in enumerate(request.input):
             name = f"input[{n}]"
@@ -462,6 +455,12 @@ class PromptMaker:
                 )
             found.append(tokens)
         return found
+
+    async def paired_texts(self, request: Rerank, max_tokens: int, *, principal: str) -> list[TokenIds]:
+        """Tokens of the query with each document; otherwise as ``texts``."""
+        if sum(map(len, request.documents)) + len(request.documents) * len(request.query) <= INLINE_BYTES:
+            return self._pairs(request, max_tokens)
+        return await in_thread(self._pairs, request, max_tokens, limiter=self._tokenizing.of(principal))
 
     def _pairs(self, request: Rerank, max_tokens: int) -> list[TokenIds]:
         for name, text in (

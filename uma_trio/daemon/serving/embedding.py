@@ -9,7 +9,7 @@ long text.  A model that does not generate computes each text in one chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 import numpy as np
@@ -25,7 +25,7 @@ from uma_trio.errors import DecodeFailed, QueueFull, UmaError
 from uma_trio.principal import Principal
 from uma_trio.protocol.answers import HealthCheck
 from uma_trio.protocol.events import Embeddings, Eos, Failure, RankedDocument, Ranking
-from uma_trio.protocol.requests import Embed, Rerank
+from uma_trio.protocol.requests import PoolingRequest
 from uma_trio.protocol.usage import Timings, Usage
 
 MIN_TOKENS: Final = 16
@@ -47,12 +47,17 @@ FATAL_CRASHES: Final = 2
 
 @attrs.define(eq=False)
 class PendingEmbeddings:
-    """A request to embed or to rank texts that is not answered yet."""
+    """A request to embed texts that is not answered yet."""
 
-    request: Embed | Rerank
+    done_word: ClassVar[str] = "embedded"
+    """What the log says of its end."""
+
+    request: PoolingRequest
     texts: Sequence[TokenIds]
     sink: EventSink
     principal: Principal
+    dimensions: int | None = attrs.field(default=None, kw_only=True)
+    """Numbers of an embedding that are wanted; ``None``: all."""
     adapters: Scales = ()
     arrived_at: float = attrs.field(factory=trio.current_time)
     done: trio.Event = attrs.field(factory=trio.Event)
@@ -76,16 +81,26 @@ class PendingEmbeddings:
 
     def add(self, vector: npt.NDArray[np.float32]) -> None:
         """Take the embedding or the score of the next text."""
-        dimensions = self.request.dimensions if isinstance(self.request, Embed) else None
-        self.unsent.append(_shortened(vector, dimensions))
+        self.unsent.append(_shortened(vector, self.dimensions))
 
     def next_event(self) -> Embeddings | Ranking:
-        """What has not been sent; for a ranking it must be all."""
+        """What has not been sent."""
         found, self.unsent = self.unsent, []
-        if isinstance(self.request, Rerank):
-            return Ranking(results=_ranked(found, self.request.top_n), usage=self.usage, id=self.request.id)
         more = self.n_done < len(self.texts)
         return Embeddings(embeddings=found, usage=self.usage, more=more, id=self.request.id)
+
+
+@attrs.define(eq=False)
+class PendingRanking(PendingEmbeddings):
+    """A request to rank documents that is not answered yet: a document has one number, its score."""
+
+    done_word = "ranked"
+
+    top_n: int | None = attrs.field(default=None, kw_only=True)
+
+    def next_event(self) -> Ranking:
+        """All scores."""
+        return Ranking(results=_ranked(self.unsent, self.top_n), usage=self.usage, id=self.request.id)
 
 
 def _ranked(scores: Sequence[Sequence[float]], top_n: int | None) -> list[RankedDocument]:
@@ -321,7 +336,7 @@ class EmbeddingQueue:
         }
 
 
-def cancelled(request: Embed | Rerank, arrived_at: float, usage: Usage) -> Eos:
+def cancelled(request: PoolingRequest, arrived_at: float, usage: Usage) -> Eos:
     """The last event of a request that its client has cancelled."""
     total_ms = round(1e3 * (trio.current_time() - arrived_at), 3)
     return Eos(id=request.id or "", reason="cancelled", usage=usage, timings=Timings(queue_ms=0.0, total_ms=total_ms))

@@ -27,7 +27,7 @@ from uma_trio.grammar.compiler import Grammar
 from uma_trio.models.purpose import IN_WORDS, Purpose
 from uma_trio.principal import Principal
 from uma_trio.protocol.parameters import given
-from uma_trio.protocol.requests import BANNED, Embed, Generate, Rerank, Slo
+from uma_trio.protocol.requests import BANNED, Generate, PoolingRequest, Slo
 
 
 @attrs.frozen(eq=False)
@@ -97,7 +97,7 @@ def admit(prepared: PreparedRequest, info: ModelInfo, config: Config, *, saves_s
     ]
 
 
-def adapters_of(request: Generate | Embed | Rerank, info: ModelInfo) -> AdapterSet:
+def adapters_of(request: Generate | PoolingRequest, info: ModelInfo) -> AdapterSet:
     """The adapters that ``request`` names.
 
     Raises:
@@ -136,21 +136,17 @@ def check_generates(info: ModelInfo) -> None:
         )
 
 
-def check_pooling(request: Embed | Rerank, info: ModelInfo) -> None:
-    """Raise BadRequest unless the model gives such embeddings, or ranks documents."""
-    if isinstance(request, Rerank):
-        _check_rerank(info)
-        return
+def check_embeds(info: ModelInfo, dimensions: int | None) -> None:
+    """Raise BadRequest unless the model gives embeddings with so many dimensions."""
     if not info.can_embed:
         raise BadRequest(f"the model {info.served_name} gives no embeddings. It {INSTEAD[info.purpose]}", field="model")
     width = info.n_embd_out
-    if request.dimensions is not None and request.dimensions > width:
-        raise BadRequest(
-            f"dimensions is {request.dimensions}; embeddings of this model have {width}", field="dimensions"
-        )
+    if dimensions is not None and dimensions > width:
+        raise BadRequest(f"dimensions is {dimensions}; embeddings of this model have {width}", field="dimensions")
 
 
-def _check_rerank(info: ModelInfo) -> None:
+def check_ranks(info: ModelInfo) -> None:
+    """Raise BadRequest unless the model ranks documents."""
     if info.purpose != "rank":
         raise BadRequest(
             f"the model {info.served_name} does not rank documents. It {INSTEAD[info.purpose]}. To rank documents, serve a "

@@ -49,7 +49,7 @@ from uma_trio.daemon.serving.output import send_prompt, send_tokens
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner, delays_requests
 from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.daemon.serving.request import PreparedRequest, adapters_of, admit
-from uma_trio.daemon.serving.sequence import EventSink, Sequence, State
+from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
 from uma_trio.daemon.serving.steering import Steering, called_already
 from uma_trio.daemon.serving.step import (
@@ -78,7 +78,6 @@ from uma_trio.processes.energy import EnergyMeter
 from uma_trio.processes.machine import free_memory_bytes
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
 from uma_trio.protocol.events import Failure
-from uma_trio.protocol.requests import Embed, Rerank
 from uma_trio.protocol.usage import Explanation, FinishReason
 from uma_trio.telemetry.perf_records import PerfSink
 
@@ -254,13 +253,8 @@ class Scheduler:
                 self._planner.begin_drafts(sequence)
         return sequences, known
 
-    def embed(
-        self, request: Embed | Rerank, texts: abc.Sequence[TokenIds], sink: EventSink, principal: Principal
-    ) -> PendingEmbeddings:
-        """Accept a request to embed or to rank ``texts``.  ``pending.done`` is set after its last event.
-
-        Args:
-            request: that has passed ``request.check_pooling``.
+    def embed(self, pending: PendingEmbeddings) -> None:
+        """Accept a request to embed or to rank texts, which the model can.  ``pending.done`` is set after its last event.
 
         Raises:
             BadRequest, AdapterNotFound: the model has no such adapters.
@@ -269,13 +263,11 @@ class Scheduler:
         """
         if self._refusal is not None:
             raise self._refusal
-        adapters = adapters_of(request, self.info)
-        self._check_limit(principal, 1)
-        pending = PendingEmbeddings(request, texts, sink, principal, adapters.scales)
-        self._planner.arrived(principal)
+        pending.adapters = adapters_of(pending.request, self.info).scales
+        self._check_limit(pending.principal, 1)
+        self._planner.arrived(pending.principal)
         self._embeddings.add(pending)
         self.wake()
-        return pending
 
     def retry_after_ms(self) -> int:
         """When a request that was refused may be sent again; see ``Forecaster``."""
