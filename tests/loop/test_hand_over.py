@@ -70,7 +70,9 @@ async def test_a_request_that_comes_while_a_session_arrives_waits_until_it_is_he
 
 async def test_a_request_that_comes_while_a_session_is_saved_for_a_peer_keeps_it():
     table, offloader = SessionTable(max_sessions=9, ttl_s=60), SlowOffloader()
-    session = Session(SessionKey("unix:1", "s"), 0, 0, tokens=np.arange(40, dtype=np.int32), turns=1, turns_on_disk=1)
+    key, tokens = SessionKey("unix:1", "s"), np.arange(40, dtype=np.int32)
+    record = SessionRecord(key=key, created_at=0, used_at=0, n_turns=1, tokens=tokens)
+    session = Session(record, turns_on_disk=1)
     table.add(session)
     written = []
 

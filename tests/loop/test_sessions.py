@@ -506,16 +506,17 @@ async def test_a_client_that_does_not_read_a_long_transcript_costs_bounded_memor
     async with serving() as harness, harness.client() as client:
         await client.complete(messages=[{"role": "user", "content": "one"}], session_id="a", keep_alive=True)
         [session] = harness.service.sessions._table
-        session.messages = [ChatMessage(role="user", content=f"{n} " * 10_000) for n in range(100)]
+        messages = [ChatMessage(role="user", content=f"{n} " * 10_000) for n in range(100)]
+        session.change(messages=messages)
         await client.send({"type": "sessions", "action": "read", "session_id": "a"})
         await trio.sleep(30)
-        n_bytes = sum(len(message.content) for message in session.messages)
+        n_bytes = sum(len(message.content) for message in messages)
         waiting = harness.server.snapshot()["send_queue_bytes"]
         assert 0 < waiting < connection.MAX_UNREAD_BYTES + harness.server.limits.max_tx_bytes + 2 * PART_CHARS < n_bytes
         received = []
         while (event := await client.receive()) is not None:
             received += event.messages
-        assert received == session.messages
+        assert received == messages
 
 
 async def test_a_list_of_any_length_reaches_a_client_that_reads_it_later(autojump_clock):
@@ -876,7 +877,7 @@ async def test_a_chat_with_n_keep_does_not_grow(autojump_clock, tmp_path):
                 assert [f"what is {n}?"] == shown[-1].split("|")[-1:]
                 assert eos.usage.prompt_tokens == len(shown[-1]) <= 400 - 8 + 1
                 dropped += bool(eos.usage.dropped_tokens)
-                [found] = harness.service.sessions._table
+                [found] = [each.record for each in harness.service.sessions._table]
                 n_messages.append(len(found.messages))
                 roles = [message.role for message in found.messages[1:]]
                 assert roles == ["user", "assistant"] * (len(roles) // 2), "roles still alternate"
@@ -894,7 +895,7 @@ async def test_a_chat_with_n_keep_does_not_grow(autojump_clock, tmp_path):
             harness.client() as client,
         ):
             [session] = harness.service.sessions._table
-            assert list(session.messages) == list(found.messages)
+            assert session.record.messages == found.messages
 
 
 async def test_without_a_journal_sessions_end_with_the_server(autojump_clock):

@@ -38,8 +38,8 @@ NEW_YEAR = 1.75e9
 def answered(table: SessionTable, name: str, at: float, *, principal: str = ALICE) -> Session:
     """The session ``name`` with one more turn."""
     session = table.begin(SessionKey(principal, name), at)
-    session.tokens = np.append(session.tokens, np.int32(len(name)))
-    table.record_turn(session, NEW_YEAR + at, at)
+    tokens = np.append(session.record.tokens, np.int32(len(name)))
+    table.record_turn(session, NEW_YEAR + at, at, tokens=tokens)
     table.end(session)
     return session
 
@@ -50,8 +50,8 @@ def test_the_least_recently_used_sessions_expire_and_a_busy_one_never() -> None:
         answered(table, name, at)
     answered(table, "a", 10)
     table.begin(SessionKey(ALICE, "b"), 11)
-    assert [session.key.id for session in table.expired(12)] == ["c", "d"]
-    assert [session.key.id for session in table.of(ALICE)] == ["a", "d", "c", "b"]
+    assert [session.record.key.id for session in table.expired(12)] == ["c", "d"]
+    assert [session.record.key.id for session in table.of(ALICE)] == ["a", "d", "c", "b"]
     assert table.of(BOB) == []
 
 
@@ -82,7 +82,7 @@ def test_many_sessions_of_one_principal_do_not_displace_those_of_another() -> No
         answered(table, name, at, principal=BOB)
     for at, name in enumerate("cdefgh"):
         answered(table, name, 10 + at)
-    assert [session.key.id for session in table.expired(20)] == ["c", "d", "e", "f"]
+    assert [session.record.key.id for session in table.expired(20)] == ["c", "d", "e", "f"]
 
 
 def test_sessions_that_are_unused_for_too_long_expire() -> None:
@@ -90,7 +90,7 @@ def test_sessions_that_are_unused_for_too_long_expire() -> None:
     answered(table, "old", 0)
     answered(table, "new", 4)
     assert table.expired(5) == []
-    assert [session.key.id for session in table.expired(5.1)] == ["old"]
+    assert [session.record.key.id for session in table.expired(5.1)] == ["old"]
 
 
 @all_cases(("used_ago", "expires_in"), [(0, 5), (4, 1), (-1e8, 5)])
@@ -98,7 +98,7 @@ def test_how_long_a_session_was_unused_at_the_start_of_the_daemon_counts(used_ag
     table = SessionTable(max_sessions=10, ttl_s=5)
     record = attrs.evolve(answered(table, "a", 0).record, used_at=NEW_YEAR - used_ago)
     restarted = SessionTable(max_sessions=10, ttl_s=5)
-    restarted.add(Session.from_record(record, NEW_YEAR, 100))
+    restarted.add(Session.stored(record, NEW_YEAR, 100))
     assert restarted.expired(100 + expires_in) == []
     assert len(restarted.expired(100.1 + expires_in)) == 1
 

@@ -227,7 +227,7 @@ class Generation(ModelRequest):
         else:
             turn = await sessions.begin(self.request, principal, self._sink, self.record)
             try:
-                turn.prompt = self._recorded(turn.prompt, service, turn.session.turns)
+                turn.prompt = self._recorded(turn.prompt, service, turn.session.record.n_turns)
                 await self._stream(service, turn.prompt, turn)
             finally:
                 await self._end_turn(service, turn)

@@ -7,7 +7,6 @@ The gateway talks to the other daemons; here is what must be on disk before it d
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,11 +76,11 @@ class HandOver:
             return None
         if not self._to_offer:
             idle = [each for each in self._table if each.is_here and each.durable and not self._is_used(each)]
-            self._to_offer = [each for each in idle if each.key not in self._offered]
+            self._to_offer = [each for each in idle if each.record.key not in self._offered]
         if not self._to_offer:
             return None
         session = self._to_offer.pop()
-        self._offered.add(session.key)
+        self._offered.add(session.record.key)
         return session
 
     async def answer(self, query: LeaseQuery, principal: str, owner: object) -> SessionLease:
@@ -121,13 +120,13 @@ class HandOver:
         if session is None:
             return state
         name: State = "held" if session.is_here else "gone" if session.is_gone else "giving"
-        lease = session.lease
+        lease = session.record.lease
         state = attrs.evolve(state, state=name, epoch=lease.epoch, given_to=lease.given_to)
         return attrs.evolve(state, busy=self._is_used(session), durable=session.durable)
 
     def _is_used(self, session: Session) -> bool:
         """Whether a request of the session runs, or will: its gateway has found it here."""
-        return session.busy or (session.is_here and session.key in self._claims)
+        return session.busy or (session.is_here and session.record.key in self._claims)
 
     def _answer_to(self, key: SessionKey, session: Session | None, query: LeaseQuery) -> SessionLease:
         found = self._state(session)
@@ -143,11 +142,13 @@ class HandOver:
         if key in self._arriving:
             raise SessionBusy(f"session {key.id!r} arrives from another daemon; try again soon", field="session_id")
         if session is not None and session.is_here:
-            epoch = session.lease.epoch
+            epoch = session.record.lease.epoch
         elif self._claims.get(key, {}).keys() - {owner}:
             raise SessionBusy(f"another request looks for session {key.id!r}; try again soon", field="session_id")
         self._claims.setdefault(key, {})[owner] = epoch
-        if session is not None and session.lease.epoch < epoch:  # it will be begun anew: a later holder has closed it
+        if (
+            session is not None and session.record.lease.epoch < epoch
+        ):  # it will be begun anew: a later holder has closed it
             self._table.remove(session)
 
     def _release(self, key: SessionKey, owner: object) -> None:
@@ -166,31 +167,36 @@ class HandOver:
         if self.journal is None:
             raise NotHandedOver("sessions of this daemon are not on disk, so they stay here", field="session_id")
         self._check_idle(session)
-        session.lease.changed(query.seen, query.epoch, query.peer)
+        session.record.lease.changed(query.seen, query.epoch, query.peer)
         if session.is_here:
-            await self._offloader.file_of(session.tokens, session.key.principal)
+            await self._offloader.file_of(session.record.tokens, session.record.key.principal)
             self._check_idle(session)  # that takes time, and its requests go first
-        session.lease = session.lease.changed(query.seen, query.epoch, query.peer)
+        session.change(lease=session.record.lease.changed(query.seen, query.epoch, query.peer))
         session.busy = True
         try:
             await self._write(session)  # if that fails nobody gets it, and nobody writes it: it can be taken back
         finally:
             session.busy = False
-        log.info("gave a session away", session=session.key.id, to=query.peer, epoch=query.epoch)
+        log.info("gave a session away", session=session.record.key.id, to=query.peer, epoch=query.epoch)
         return await self._files(session, query.epoch)
 
     def _check_idle(self, session: Session) -> None:
-        if self._is_used(session) or not session.turns or self._table.find(session.key) is not session:
-            raise SessionBusy(f"session {session.key.id!r} is answering", field="session_id")
+        if self._is_used(session) or not session.record.n_turns or self._table.find(session.record.key) is not session:
+            raise SessionBusy(f"session {session.record.key.id!r} is answering", field="session_id")
 
     async def _files(self, session: Session, epoch: int) -> Sequence[SessionFile]:
         """What the daemon that gets the session copies.  The files do not change any more."""
-        path = None if self.journal is None else self.journal.path_of(session.key)
-        if session.is_here or session.is_gone or session.lease.epoch != epoch:
-            raise NotHandedOver(f"session {session.key.id!r} was not given with the epoch {epoch}", field="epoch")
+        path = None if self.journal is None else self.journal.path_of(session.record.key)
+        if session.is_here or session.is_gone or session.record.lease.epoch != epoch:
+            raise NotHandedOver(
+                f"session {session.record.key.id!r} was not given with the epoch {epoch}", field="epoch"
+            )
         if path is None or not session.durable:
-            raise NotHandedOver(f"session {session.key.id!r} is not on disk: try again", field="session_id")
-        found = [("turns", path), ("state", await self._offloader.file_of(session.tokens, session.key.principal))]
+            raise NotHandedOver(f"session {session.record.key.id!r} is not on disk: try again", field="session_id")
+        found = [
+            ("turns", path),
+            ("state", await self._offloader.file_of(session.record.tokens, session.record.key.principal)),
+        ]
         return [
             SessionFile(kind="turns" if kind == "turns" else "state", path=str(each), n_bytes=n_bytes)
             for kind, each in found
@@ -199,11 +205,11 @@ class HandOver:
 
     async def _accept(self, key: SessionKey, before: Session | None, query: LeaseQuery, owner: object) -> None:
         self._own_claim(key, owner)
-        if before is not None and before.lease.epoch >= query.epoch:
-            raise LeaseChanged(f"the lease has the epoch {before.lease.epoch} already")
+        if before is not None and before.record.lease.epoch >= query.epoch:
+            raise LeaseChanged(f"the lease has the epoch {before.record.lease.epoch} already")
         try:
             data = await self._in_thread(read_bytes, Path(query.turns), MAX_FILE_BYTES)
-            record = (await self._in_thread(decode, data)).session
+            record = (await self._in_thread(decode, data))[0]
         except (OSError, DamagedFile) as error:
             raise NotHandedOver(f"the copy of session {key.id!r} cannot be used: {error}", field="turns") from None
         known = record.tokens[record.tokens < PLACEHOLDER]
@@ -213,9 +219,7 @@ class HandOver:
             raise NotHandedOver("the copy has tokens that this model does not have", field="turns")
         self._own_claim(key, owner)
         record = attrs.evolve(record, key=key, lease=Lease(query.epoch))
-        session = Session.from_record(record, time.time(), trio.current_time())
-        session.unused_since, session.turns_on_disk = trio.current_time(), 0
-        session.busy = True
+        session = Session(record, trio.current_time(), busy=True)
         self._arriving.add(key)
         self._table.add(session)
         try:
@@ -226,28 +230,30 @@ class HandOver:
             session.busy = False
             self._arriving.remove(key)
         log.info(
-            "took a session over", session=key.id, epoch=query.epoch, turns=session.turns, tokens=len(session.tokens)
+            "took a session over", session=key.id, epoch=query.epoch, turns=record.n_turns, tokens=len(record.tokens)
         )
 
     async def _confirm(self, session: Session | None, epoch: int) -> None:
         """Leave nothing of a session that has arrived but where it went, which is a hint only."""
-        if session is None or session.is_here or session.is_gone or session.lease.epoch != epoch:
+        if session is None or session.is_here or session.is_gone or session.record.lease.epoch != epoch:
             return
         self._forget(session)
-        session.tokens, session.messages, session.title = no_tokens(), (), ""
+        session.change(tokens=no_tokens(), messages=(), title="")
         if self.journal is not None:
             try:
-                await self._in_thread(self.journal.remove, session.key)
+                await self._in_thread(self.journal.remove, session.record.key)
             except JournalError as error:
-                log.warning("a session that was given away is still on disk", session=session.key.id, reason=str(error))
+                log.warning(
+                    "a session that was given away is still on disk", session=session.record.key.id, reason=str(error)
+                )
                 return
         await self._write(session)
 
     async def _take_back(self, session: Session, query: LeaseQuery, owner: object) -> None:
-        self._own_claim(session.key, owner)
+        self._own_claim(session.record.key, owner)
         if session.is_here or session.is_gone:
             raise LeaseChanged("there is no copy here")
-        session.lease = session.lease.changed(query.seen, query.epoch)
+        session.change(lease=session.record.lease.changed(query.seen, query.epoch))
         await self._write(session)
 
 

@@ -69,7 +69,7 @@ class SessionTurn:
         self._interrupted: list[ChatMessage] = []
         """The parts of the answer that messages of the user have interrupted, each with that message."""
         self._insertions: list[Insertion] = []
-        last = [*session.messages[-1:]]
+        last = [*session.record.messages[-1:]]
         self._begun = last[0].generation if last and last == (request.messages or [])[-1:] else None
         """How the answer was generated that the request continues, if it is the session's."""
 
@@ -172,7 +172,7 @@ class Sessions:
             scheduler.offloader,
             scheduler.info.n_vocab,
             self._write,
-            lambda session: self._forget(session.tokens, session.key.principal),
+            lambda session: self._forget(session.record.tokens, session.record.key.principal),
             in_thread,
         )
         """Moves sessions between daemons."""
@@ -200,7 +200,7 @@ class Sessions:
             if len(known) and not 0 <= known.min() <= known.max() < n_vocab:
                 log.warning("skipped a session with tokens that the model does not have", session=record.key.id)
                 continue
-            self._table.add(Session.from_record(record, time.time(), trio.current_time()))
+            self._table.add(Session.stored(record, time.time(), trio.current_time()))
         for problem in journal.problems:
             log.warning("a session's file is damaged", reason=problem)
         self._scheduler.offloader.keep(
@@ -229,7 +229,7 @@ class Sessions:
         if request.session_id is None or turns is None:
             return False
         session = self._table.find(SessionKey(principal, request.session_id))
-        return session is not None and session.turns > turns
+        return session is not None and session.record.n_turns > turns
 
     async def begin(
         self, request: Generate, principal: str, sink: EventSink, title_keeper: TitleKeeper | None = None
@@ -252,8 +252,8 @@ class Sessions:
         try:
             _check(session, request)
             session.asked, session.title_keeper = request.messages or (), title_keeper
-            if title_keeper is not None and not session.turns:
-                session.title = title_keeper.title
+            if title_keeper is not None and not session.record.n_turns:
+                session.change(title=title_keeper.title)
             prompt, history = await self._make_prompt(session, request)
         except BaseException:
             self._table.end(session)
@@ -283,11 +283,12 @@ class Sessions:
         otherwise each turn of a long chat would take more time, memory and disk.  If no message can be dropped,
         ``serving.request.admit`` drops tokens, as it does for a session of plain prompts.
         """
+        record, principal = session.record, session.record.key.principal
         if request.history == "replace":
-            past = None if request.messages is None else History(session.tokens)
-            return await self._prompts.make(request, past, principal=session.key.principal), ()
-        history = session.messages[: len(session.messages) - request.drop_messages]
-        prompt = await self._prompts.make(request, History(session.tokens, history), principal=session.key.principal)
+            past = None if request.messages is None else History(record.tokens)
+            return await self._prompts.make(request, past, principal=principal), ()
+        history = record.messages[: len(record.messages) - request.drop_messages]
+        prompt = await self._prompts.make(request, History(record.tokens, history), principal=principal)
         info, limits, n_whole = self._scheduler.info, self._limits, len(prompt.tokens)
         n_drop = surplus_tokens(n_whole, request, info, limits)
         if request.messages is None or not n_drop:
@@ -303,9 +304,7 @@ class Sessions:
             if len(shorter) == len(history):
                 break
             history = shorter
-            prompt = await self._prompts.make(
-                request, History(session.tokens, history), principal=session.key.principal
-            )
+            prompt = await self._prompts.make(request, History(record.tokens, history), principal=principal)
         return attrs.evolve(prompt, dropped=n_whole - len(prompt.tokens)), history
 
     async def end(self, turn: SessionTurn, answer: Answer | None) -> ServerEvent | None:
@@ -328,15 +327,12 @@ class Sessions:
             self._table.end(session)
 
     async def _record_turn(self, turn: SessionTurn, answer: Answer) -> None:
-        session = turn.session
-        before = session.tokens
-        session.tokens = np.concatenate([answer.prompt.tokens, self._history_tokens(turn, answer)])
-        if common_prefix(before, session.tokens) < len(before):  # the chat was rendered differently, or lost messages
-            self._forget(before, session.key.principal)
-        session.messages = ()
-        if turn.request.messages is not None:
-            session.messages = (*turn.history, *turn.messages)
-        self._table.record_turn(session, time.time(), trio.current_time())
+        session, before = turn.session, turn.session.record.tokens
+        tokens = np.concatenate([answer.prompt.tokens, self._history_tokens(turn, answer)])
+        messages = () if turn.request.messages is None else (*turn.history, *turn.messages)
+        self._table.record_turn(session, time.time(), trio.current_time(), tokens=tokens, messages=messages)
+        if common_prefix(before, tokens) < len(before):  # the chat was rendered differently, or lost messages
+            self._forget(before, session.record.key.principal)
         await self._write(session)
 
     def _history_tokens(self, turn: SessionTurn, answer: Answer) -> TokenIds:
@@ -355,17 +351,17 @@ class Sessions:
         if self._journal is None:
             return
         async with session.writing:
-            if self._table.find(session.key) is not session:  # it was closed meanwhile
-                return
             record = session.record
+            if self._table.find(record.key) is not session:  # it was closed meanwhile
+                return
             try:
                 if await self._in_thread(self._journal.write, record):
-                    log.warning("a session's file was missing or cut; it was written again", session=session.key.id)
+                    log.warning("a session's file was missing or cut; it was written again", session=record.key.id)
                 session.turns_on_disk = record.n_turns
             except JournalError as error:
                 session.turns_on_disk = 0
                 self._failed()
-                log.warning("a session is not on disk; it stays in memory", session=session.key.id, reason=str(error))
+                log.warning("a session is not on disk; it stays in memory", session=record.key.id, reason=str(error))
 
     # -- queries --------------------------------------------------------------------------------
 
@@ -393,7 +389,11 @@ class Sessions:
         return [SessionList(sessions=[session.info], id=query.id)]
 
     async def _read(self, session: Session, id: str | None) -> Iterable[Transcript]:
-        info, messages, tokens = session.info, session.messages, session.tokens  # the session may go on meanwhile
+        info, messages, tokens = (
+            session.info,
+            session.record.messages,
+            session.record.tokens,
+        )  # the session may go on meanwhile
         text = None
         if not messages:
             text = await self._in_thread(partial(self._prompts.tokenizer.decode, tokens, special=True))
@@ -401,8 +401,8 @@ class Sessions:
 
     async def _rename(self, session: Session, title: str) -> None:
         """Give ``session`` a title.  It is on disk when this returns, also while the first answer is made."""
-        session.title = title
-        if session.turns:
+        session.change(title=title)
+        if session.record.n_turns:
             await self._write(session)
         elif session.title_keeper is not None:
             await session.title_keeper.rename(title)
@@ -415,14 +415,15 @@ class Sessions:
 
     async def _close(self, session: Session) -> None:
         self._table.remove(session)
-        self._forget(session.tokens, session.key.principal)
+        record = session.record
+        self._forget(record.tokens, record.key.principal)
         if self._journal is not None:
             try:
                 async with session.writing:
-                    await self._in_thread(self._journal.remove, session.key)
+                    await self._in_thread(self._journal.remove, record.key)
             except JournalError as error:
                 self._failed()
-                log.warning("a closed session is still on disk", session=session.key.id, reason=str(error))
+                log.warning("a closed session is still on disk", session=record.key.id, reason=str(error))
 
     def _forget(self, tokens: TokenIds, principal: str) -> None:
         """Drop the KV states of ``tokens``, except for prefixes that other sessions of ``principal`` begin with."""
@@ -455,7 +456,7 @@ class Sessions:
     async def _close_expired(self) -> None:
         while expired := self._table.expired(trio.current_time()):  # closing one takes time, so look again
             session = expired[0]
-            log.info("closed an expired session", session=session.key.id, used_at=session.used_at)
+            log.info("closed an expired session", session=session.record.key.id, used_at=session.record.used_at)
             await self._close(session)
 
     async def repair(self) -> bool:
@@ -480,7 +481,7 @@ class Sessions:
                     continue
                 n_written += 1
                 session = self._table.find(key)
-                if record is not None and session is not None and session.created_at == record.created_at:
+                if record is not None and session is not None and session.record.created_at == record.created_at:
                     session.turns_on_disk = max(session.turns_on_disk, record.n_turns)
         except JournalError as error:
             self.journal_failures += 1
@@ -502,8 +503,8 @@ class Sessions:
         return {
             "stored": len(sessions),
             "active": sum(session.busy for session in sessions),
-            "tokens": sum(len(session.tokens) for session in sessions),
-            "not_durable": sum(not session.durable and session.turns > 0 for session in sessions),
+            "tokens": sum(len(session.record.tokens) for session in sessions),
+            "not_durable": sum(not session.durable and session.record.n_turns > 0 for session in sessions),
             "journal_failures_total": self.journal_failures,
             "journal_restored_total": self._journal.restored if self._journal is not None else 0,
         }
@@ -517,20 +518,21 @@ def _check(session: Session, request: Generate) -> None:
     """
     if request.history == "replace":
         return
-    if session.turns and (request.messages is not None) != bool(session.messages):
-        began, sent = ("messages", "a prompt") if session.messages else ("a prompt", "messages")
+    record, n_messages = session.record, len(session.record.messages)
+    if record.n_turns and (request.messages is not None) != bool(n_messages):
+        began, sent = ("messages", "a prompt") if n_messages else ("a prompt", "messages")
         raise BadRequest(
-            f"session {session.key.id!r} began with {began} and cannot continue with {sent}: send {began}, or use another "
+            f"session {record.key.id!r} began with {began} and cannot continue with {sent}: send {began}, or use another "
             "session",
             field="session_id",
         )
-    if request.drop_messages > len(session.messages):
+    if request.drop_messages > n_messages:
         raise BadRequest(
-            f"session {session.key.id!r} has {len(session.messages)} messages; drop_messages is {request.drop_messages}",
+            f"session {record.key.id!r} has {n_messages} messages; drop_messages is {request.drop_messages}",
             field="drop_messages",
         )
-    if len(session.messages) + len(request.messages or ()) >= MAX_MESSAGES:
+    if n_messages + len(request.messages or ()) >= MAX_MESSAGES:
         raise BadRequest(
-            f"session {session.key.id!r} has {len(session.messages)} messages; a session has at most {MAX_MESSAGES}",
+            f"session {record.key.id!r} has {n_messages} messages; a session has at most {MAX_MESSAGES}",
             field="messages",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import attrs
 import numpy as np
@@ -44,27 +44,15 @@ class TitleKeeper(Protocol):
 
 @attrs.define(eq=False)
 class Session:
-    """One conversation after its latest answer.  Times are seconds since 1970."""
+    """One conversation, and what this daemon does with it."""
 
-    key: SessionKey
-    created_at: float
-    used_at: float
-    """Time of its latest answer, or of the fork that made it."""
+    record: SessionRecord
+    """The conversation after its latest answer, as the journal stores it.  Replaced as a whole."""
     unused_since: float = 0.0
-    """The same on the monotonic clock.  Expiry counts from it, because somebody may set the other clock."""
-    tokens: TokenIds = attrs.field(factory=no_tokens)
-    """The history in tokens, ``[n]``: the beginning of the next prompt."""
-    messages: Sequence[ChatMessage] = ()
-    """The history of a chat as messages; empty for a session of plain prompts."""
-    turns: int = 0
-    """Answered requests."""
+    """``record.used_at`` on the monotonic clock.  Expiry counts from it, because somebody may set the other clock."""
     turns_on_disk: int = 0
     busy: bool = False
     """Whether a request is running."""
-    title: str = ""
-    """What it was renamed to; empty if it was not."""
-    lease: Lease = OWN
-    """Whether this daemon may write it."""
     asked: Sequence[ChatMessage] = attrs.field(default=(), init=False)
     """Messages of the request that is running."""
     title_keeper: TitleKeeper | None = attrs.field(default=None, init=False)
@@ -75,66 +63,46 @@ class Session:
     @property
     def is_here(self) -> bool:
         """Whether this daemon may write it: it was not given to another one."""
-        return not self.lease.given_to
+        return not self.record.lease.given_to
 
     @property
     def is_gone(self) -> bool:
         """Whether another daemon has got it, so that nothing of it is here."""
-        return not self.is_here and not len(self.tokens)
+        return not self.is_here and not len(self.record.tokens)
 
     @property
     def durable(self) -> bool:
         """Whether all turns are on disk."""
-        return self.turns_on_disk == self.turns > 0
+        return self.turns_on_disk == self.record.n_turns > 0
 
-    @property
-    def record(self) -> SessionRecord:
-        """The session as the journal stores it."""
-        return SessionRecord(
-            key=self.key,
-            created_at=self.created_at,
-            used_at=self.used_at,
-            n_turns=self.turns,
-            tokens=self.tokens,
-            messages=tuple(self.messages),
-            title=self.title,
-            lease=self.lease,
-        )
+    def change(self, **fields: Any) -> None:
+        """Replace ``fields`` of the record."""
+        self.record = attrs.evolve(self.record, **fields)
 
     @classmethod
-    def from_record(cls, record: SessionRecord, now: float, monotonic: float) -> Session:
+    def stored(cls, record: SessionRecord, now: float, monotonic: float) -> Session:
         """The session that the journal has stored as ``record``.  One from the future counts as just used."""
-        return cls(
-            key=record.key,
-            created_at=record.created_at,
-            used_at=record.used_at,
-            unused_since=monotonic - max(0.0, now - record.used_at),
-            tokens=record.tokens,
-            messages=record.messages,
-            turns=record.n_turns,
-            turns_on_disk=record.n_turns,
-            title=record.title,
-            lease=record.lease,
-        )
+        return cls(record, monotonic - max(0.0, now - record.used_at), record.n_turns)
 
     @property
     def info(self) -> SessionInfo:
         """The session as clients see it."""
+        record = self.record
         return SessionInfo(
-            session_id=self.key.id,
-            turns=self.turns,
-            tokens=len(self.tokens),
+            session_id=record.key.id,
+            turns=record.n_turns,
+            tokens=len(record.tokens),
             durable=self.durable,
             busy=self.busy,
-            created_at=round(self.created_at, 3),
-            used_at=round(self.used_at, 3),
+            created_at=round(record.created_at, 3),
+            used_at=round(record.used_at, 3),
             title=self.shown_title,
         )
 
     @property
     def shown_title(self) -> str:
         """What it was renamed to; otherwise what it begins with."""
-        return self.title or own_title(self.messages or self.asked)
+        return self.record.title or own_title(self.record.messages or self.asked)
 
 
 def containing(sessions: Iterable[Session], text: str) -> list[Session]:
@@ -143,7 +111,8 @@ def containing(sessions: Iterable[Session], text: str) -> list[Session]:
     return [
         each
         for each in sessions
-        if wanted in each.shown_title.casefold() or any(wanted in message.text.casefold() for message in each.messages)
+        if wanted in each.shown_title.casefold()
+        or any(wanted in message.text.casefold() for message in each.record.messages)
     ]
 
 
@@ -169,7 +138,7 @@ class SessionTable:
 
     def add(self, session: Session) -> None:
         """Add a session from the journal.  Its last use is not before that of any session in the table."""
-        self._sessions[session.key] = session
+        self._sessions[session.record.key] = session
 
     def of(self, principal: str) -> list[Session]:
         """Return the sessions of ``principal`` that are here, or whose copy is, most recently used first.
@@ -179,7 +148,7 @@ class SessionTable:
         return [
             session
             for session in reversed(self._sessions.values())
-            if session.key.principal == principal and not session.is_gone
+            if session.record.key.principal == principal and not session.is_gone
         ]
 
     def latest(self, n: int) -> list[Session]:
@@ -216,7 +185,9 @@ class SessionTable:
         """
         session = self._sessions.get(key)
         if session is None:
-            session = self._sessions[key] = Session(key, now, now, lease=lease)
+            session = self._sessions[key] = Session(
+                SessionRecord(key=key, created_at=now, used_at=now, n_turns=0, tokens=no_tokens(), lease=lease)
+            )
         if not session.is_here:
             raise _elsewhere(session)
         if session.busy:
@@ -227,18 +198,21 @@ class SessionTable:
         session.busy = True
         return session
 
-    def record_turn(self, session: Session, now: float, monotonic: float) -> None:
-        """Count an answered request of ``session``."""
-        session.turns += 1
-        session.used_at = now
+    def record_turn(self, session: Session, now: float, monotonic: float, **history: Any) -> None:
+        """Count an answered request of ``session``, which leaves ``history``.
+
+        Args:
+            history: fields of the record.
+        """
+        session.change(n_turns=session.record.n_turns + 1, used_at=now, **history)
         session.unused_since = monotonic
-        self._sessions.move_to_end(session.key)
+        self._sessions.move_to_end(session.record.key)
 
     def end(self, session: Session) -> None:
         """Mark ``session`` as idle.  A session without turns is removed."""
         session.busy, session.asked, session.title_keeper = False, (), None
-        if not session.turns:
-            self._sessions.pop(session.key, None)
+        if not session.record.n_turns:
+            self._sessions.pop(session.record.key, None)
 
     def fork(self, source: Session, new_key: SessionKey, now: float, monotonic: float, lease: Lease = OWN) -> Session:
         """Copy ``source`` to ``new_key``, which has this ``lease``.
@@ -247,25 +221,16 @@ class SessionTable:
             SessionNotFound: it has no turns yet.
             SessionExists: there is such a session already.
         """
-        if not source.turns:
+        if not source.record.n_turns:
             raise SessionNotFound(
-                f"session {source.key.id!r} has no answer yet that a fork could continue", field="session_id"
+                f"session {source.record.key.id!r} has no answer yet that a fork could continue", field="session_id"
             )
         if new_key in self._sessions:
             raise SessionExists(
                 f"there is a session {new_key.id!r} already; choose another name, or close it", field="new_id"
             )
-        forked = attrs.evolve(
-            source,
-            key=new_key,
-            created_at=now,
-            used_at=now,
-            unused_since=monotonic,
-            turns_on_disk=0,
-            busy=False,
-            lease=lease,
-        )
-        self._sessions[forked.key] = forked
+        record = attrs.evolve(source.record, key=new_key, created_at=now, used_at=now, lease=lease)
+        forked = self._sessions[new_key] = Session(record, monotonic)
         return forked
 
     def remove(self, session: Session) -> None:
@@ -275,8 +240,10 @@ class SessionTable:
             SessionBusy: a request of the session is running.
         """
         if session.busy:
-            raise SessionBusy(f"session {session.key.id!r} is answering; cancel its request first", field="session_id")
-        self._sessions.pop(session.key, None)
+            raise SessionBusy(
+                f"session {session.record.key.id!r} is answering; cancel its request first", field="session_id"
+            )
+        self._sessions.pop(session.record.key, None)
 
     def expired(self, monotonic: float) -> list[Session]:
         """Return the idle sessions that are unused for too long or too many, least recently used first.
@@ -295,7 +262,7 @@ class SessionTable:
     def any_begins_with(self, tokens: TokenIds, *, principal: str) -> bool:
         """Whether the history of a session of ``principal`` begins with ``tokens``."""
         return any(
-            session.key.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)
+            session.record.key.principal == principal and common_prefix(session.record.tokens, tokens) == len(tokens)
             for session in self._sessions.values()
         )
 
@@ -304,15 +271,16 @@ def _of_those_with_most(idle: Sequence[Session], n: int) -> list[Session]:
     """``n`` of ``idle``, or all: the first ones of the principals that have the most, one after another."""
     by_principal: dict[str, list[Session]] = {}
     for session in reversed(idle):
-        by_principal.setdefault(session.key.principal, []).append(session)
+        by_principal.setdefault(session.record.key.principal, []).append(session)
     return [max(by_principal.values(), key=len).pop() for _ in range(min(n, len(idle)))]
 
 
 def _elsewhere(session: Session) -> SessionElsewhere:
-    is_own = session.key.principal.startswith(UNIX_USER)  # tenants need not know where the daemons are
-    place = session.lease.given_to if is_own else "another daemon"
+    record = session.record
+    is_own = record.key.principal.startswith(UNIX_USER)  # tenants need not know where the daemons are
+    place = record.lease.given_to if is_own else "another daemon"
     return SessionElsewhere(
-        f"session {session.key.id!r} is at {place}: ask there, or here over HTTP", field="session_id"
+        f"session {record.key.id!r} is at {place}: ask there, or here over HTTP", field="session_id"
     )
 
 

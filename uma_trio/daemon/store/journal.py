@@ -313,14 +313,13 @@ class Journal:
             JournalError, DamagedFile: the file cannot be used.
         """
         data = self._folder.read(name, MAX_FILE_BYTES)
-        content = decode(data)
-        session = content.session
-        entry = _Entry(session.key, file_stem(session.key), session, session, content.n_bytes)
+        session, n_bytes = decode(data)
+        entry = _Entry(session.key, file_stem(session.key), session, session, n_bytes)
         if name != entry.name:
             raise DamagedFile("it is the file of another session under this name")
-        if content.n_bytes < len(data):
-            self._folder.cut(name, content.n_bytes)
-            self._report(name, f"cut off {len(data) - content.n_bytes} bytes after the last intact record")
+        if n_bytes < len(data):
+            self._folder.cut(name, n_bytes)
+            self._report(name, f"cut off {len(data) - n_bytes} bytes after the last intact record")
         return entry
 
     def _report(self, name: str, problem: str) -> None:

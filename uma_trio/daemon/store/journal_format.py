@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import attrs
 import msgspec
@@ -59,52 +59,49 @@ class SessionKey:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class SessionRecord:
-    """A session after its last turn."""
+class SessionHead:
+    """What a session is, without its history.  Times are seconds since 1970."""
 
     key: SessionKey
     created_at: float
-    """Seconds since 1970, like ``used_at``."""
     used_at: float
-    n_turns: int
-    """Includes the turns that were copied by a fork."""
-    tokens: TokenIds
-    """What remains of all turns, int32 ``[n]``."""
-    messages: tuple[ChatMessage, ...] = ()
+    """Time of its latest answer, or of the fork that made it."""
+    n_turns: Annotated[int, Meta(ge=1, le=MAX_TURNS)]
+    """Answered requests.  Includes the turns that were copied by a fork."""
     title: str = ""
     """What it was renamed to; empty if it was not."""
     lease: Lease = OWN
     """Who may write the session, if there are several daemons."""
 
+    @property
+    def head(self) -> dict[str, Any]:
+        """The values of these fields."""
+        return {each.name: getattr(self, each.name) for each in attrs.fields(SessionHead)}
+
 
 @attrs.frozen(kw_only=True, eq=False)
-class Turn:
+class SessionRecord(SessionHead):
+    """A session after its last turn."""
+
+    tokens: TokenIds
+    """What remains of all turns, int32 ``[n]``: the beginning of the next prompt."""
+    messages: tuple[ChatMessage, ...] = ()
+    """The history of a chat as messages; empty for a session of plain prompts."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Turn(SessionHead):
     """A session's last turn: the first ``keep`` tokens stay, and ``tokens`` follow; likewise for messages.
 
     A chat whose template renders its end differently is still one record.  So are several turns of which the disk
     rejected all but the last.
     """
 
-    key: SessionKey
-    created_at: float
-    used_at: float
-    n_turns: Annotated[int, Meta(ge=1, le=MAX_TURNS)]
     keep: Annotated[int, Meta(ge=0)]
     """Tokens that stay, at most as many as there were."""
     tokens: bytes
     keep_messages: Annotated[int, Meta(ge=0)]
     messages: list[ChatMessage]
-    title: str = ""
-    lease: Lease = OWN
-
-
-@attrs.frozen(eq=False)
-class SessionFile:
-    """The content of a file."""
-
-    session: SessionRecord
-    n_bytes: int
-    """Bytes of the intact records.  Half a record that a crash left may follow; cut it off."""
 
 
 def file_stem(key: SessionKey) -> str:
@@ -132,16 +129,11 @@ def encode(session: SessionRecord, before: SessionRecord | None = None) -> bytes
         pairs = zip(before.messages, session.messages, strict=False)
         keep_messages = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     turn = Turn(
-        key=session.key,
-        created_at=session.created_at,
-        used_at=session.used_at,
-        n_turns=session.n_turns,
+        **session.head,
         keep=keep,
         tokens=encode_tokens(session.tokens[keep:]),
         keep_messages=keep_messages,
         messages=list(session.messages[keep_messages:]),
-        title=session.title,
-        lease=session.lease,
     )
     if len(session.tokens) > MAX_TOKENS:
         raise ValueError(f"{len(session.tokens)} tokens exceed the limit of {MAX_TOKENS}")
@@ -155,8 +147,10 @@ def encode(session: SessionRecord, before: SessionRecord | None = None) -> bytes
     return record(MARK, data)
 
 
-def decode(data: bytes | bytearray) -> SessionFile:
-    """Decodes the content of a file.
+def decode(data: bytes | bytearray) -> tuple[SessionRecord, int]:
+    """Decodes the content of a file; returns the session and the bytes of the intact records.
+
+    Half a record that a crash left may follow these; cut it off.
 
     Raises:
         DamagedFile: it is damaged, or not of this version.
@@ -177,19 +171,10 @@ def decode(data: bytes | bytearray) -> SessionFile:
             last, n_bytes = turn, end
         if last is None:  # a file is created with its first turn, so no crash has left it like this
             raise DamagedFile("it does not begin like a session file of this version")
-        session = SessionRecord(
-            key=last.key,
-            created_at=last.created_at,
-            used_at=last.used_at,
-            n_turns=last.n_turns,
-            tokens=decode_tokens(tokens),
-            messages=tuple(messages),
-            title=last.title,
-            lease=last.lease,
-        )
+        session = SessionRecord(**last.head, tokens=decode_tokens(tokens), messages=tuple(messages))
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise DamagedFile(f"it contains an invalid record: {error}") from None
-    return SessionFile(session, n_bytes)
+    return session, n_bytes
 
 
 def _decode_turn(payload: bytes | memoryview) -> Turn:
