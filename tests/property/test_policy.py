@@ -27,21 +27,20 @@ from uma_trio.daemon.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERI
 from uma_trio.daemon.scheduling.policy import (
     BACKGROUND_TICK,
     DRAFT_LENGTHS,
-    LATE_PREFILL_SHARE,
     MAX_BACKGROUND_STRETCH,
-    MAX_OVERDUE_SHARE,
-    MIN_ALIGNED_TOKENS,
     MIN_DRAFT_SPEEDUP,
-    OWN_CONTEXTS,
-    ROW_ALIGNMENT,
-    SMOOTH_ROWS,
     Plan,
-    PolicyState,
     PrefillChunk,
-    Tick,
-    estimated_work,
     plan,
 )
+from uma_trio.daemon.scheduling.prefill import (
+    LATE_PREFILL_SHARE,
+    MAX_OVERDUE_SHARE,
+    MIN_ALIGNED_TOKENS,
+    ROW_ALIGNMENT,
+    SMOOTH_ROWS,
+)
+from uma_trio.daemon.scheduling.tick import OWN_CONTEXTS, PolicyState, Tick, estimated_work
 from uma_trio.daemon.scheduling.view import Priority, SequenceView
 from uma_trio.engine_link.attention import Attention, AttentionScan
 

@@ -18,8 +18,9 @@ from tests.support.device import CPU, FLAT, STAIRS, Device, SimulatedServer, cal
 from uma_trio.config import Scheduling
 from uma_trio.daemon.scheduling import cost as cost_module
 from uma_trio.daemon.scheduling.cost import PREFILL_SPEED, STAIR_RATE, STAIR_TOLERANCE, CostModel, Work
-from uma_trio.daemon.scheduling.policy import PolicyState, Tick, plan
+from uma_trio.daemon.scheduling.policy import plan
 from uma_trio.daemon.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
+from uma_trio.daemon.scheduling.tick import PolicyState, Tick
 from uma_trio.daemon.scheduling.view import SequenceView
 
 H200_CURVES = PrefillCurves(

@@ -251,7 +251,7 @@ class Trial:
     def shorter(self, n: int) -> int:
         """By how many tokens to shorten the ``n``-th of several like chunks, so that none is recorded to be repeated.
 
-        Chunks of a prompt are never recorded (``policy._would_be_recorded``), and one row less is in the same tile.
+        Chunks of a prompt are never recorded (``prefill._would_be_recorded``), and one row less is in the same tile.
         """
         return n % 2 if self._info.records_calls else 0
 

@@ -21,7 +21,7 @@ import attrs
 from uma_trio.config import Scheduling
 from uma_trio.daemon.scheduling.cost import CostModel, Work
 from uma_trio.daemon.scheduling.fairness import WAIT_PER_WORK
-from uma_trio.daemon.scheduling.policy import prefill_budget
+from uma_trio.daemon.scheduling.prefill import prefill_budget
 from uma_trio.engine_link.attention import Attention
 
 MAX_PHASES: Final = 256

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from uma_trio.daemon.scheduling.cost import CostModel, Work
-from uma_trio.daemon.scheduling.policy import estimated_work
+from uma_trio.daemon.scheduling.tick import estimated_work
 from uma_trio.daemon.scheduling.view import SequenceView
 from uma_trio.engine_link.attention import Attention
 

@@ -23,7 +23,8 @@ from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import MAX_MARGIN
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.gaps import NO_FILLERS
-from uma_trio.daemon.scheduling.policy import NO_DRAFT_MODEL, Plan, PolicyState, Tick, plan
+from uma_trio.daemon.scheduling.policy import Plan, plan
+from uma_trio.daemon.scheduling.tick import NO_DRAFT_MODEL, PolicyState, Tick
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority, SequenceView, foreground
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver

@@ -17,7 +17,8 @@ import trio
 
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.scheduling.cost import Work
-from uma_trio.daemon.scheduling.policy import Plan, PolicyState
+from uma_trio.daemon.scheduling.policy import Plan
+from uma_trio.daemon.scheduling.tick import PolicyState
 from uma_trio.daemon.scheduling.view import SequenceView
 from uma_trio.daemon.serving.changes import at_end_of_sentence, steer
 from uma_trio.daemon.serving.controllers.state import Phase
