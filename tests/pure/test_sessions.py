@@ -124,12 +124,12 @@ def test_a_fork_needs_a_session_with_turns_and_a_free_name() -> None:
     table.end(begun)
     source = answered(table, "a", 0)
     forked = table.fork(source, SessionKey(ALICE, "b"), 1, 1)
-    assert forked.tokens is source.tokens
+    assert forked.record.tokens is source.record.tokens
     assert not forked.durable
     with pytest.raises(SessionExists):
         table.fork(source, SessionKey(ALICE, "b"), 1, 1)
-    assert table.any_begins_with(source.tokens, principal=ALICE)
-    assert not table.any_begins_with(source.tokens, principal=BOB)
+    assert table.any_begins_with(source.record.tokens, principal=ALICE)
+    assert not table.any_begins_with(source.record.tokens, principal=BOB)
 
 
 # -- n_keep -----------------------------------------------------------------------------------------

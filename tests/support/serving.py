@@ -113,9 +113,13 @@ class FakePrompts(PromptMaker):
     async def message(self, text: str, request: Generate, *, principal: str) -> tuple[list[int], bool]:
         return self._message(text, request)
 
-    async def texts(self, request: Embed | Rerank, max_tokens: int, *, principal: str) -> list[TokenIds]:
+    async def texts(self, request: Embed, max_tokens: int, *, principal: str) -> list[TokenIds]:
         await trio.lowlevel.checkpoint()
         return self._texts(request, max_tokens)
+
+    async def paired_texts(self, request: Rerank, max_tokens: int, *, principal: str) -> list[TokenIds]:
+        await trio.lowlevel.checkpoint()
+        return self._pairs(request, max_tokens)
 
     async def tokenize(self, query: TokenizeQuery, *, principal: str) -> TokenList:
         await trio.lowlevel.checkpoint()

@@ -126,7 +126,9 @@ class ModelRegistry:
         for instance in self._catalog.instances():
             service = instance.service
             if (session := service.sessions.hand_over.next_offer()) is not None:
-                return SessionOffer(session_id=session.key.id, principal=session.key.principal, model=service.name)
+                return SessionOffer(
+                    session_id=session.record.key.id, principal=session.record.key.principal, model=service.name
+                )
         return None
 
     def stop(self) -> None:

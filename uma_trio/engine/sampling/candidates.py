@@ -84,40 +84,6 @@ def unsurprising(weights: Floats, limit: float) -> Ints:
     return kept if len(kept) else np.array([weights.argmax()])
 
 
-def kept_tokens(
-    logits: Floats, max_logit: float, top_k: int, typical_p: float, top_p: float, min_log_weight: float
-) -> Ints:
-    """Apply top-k, typical-p, top-p and min-p to one row, however many tokens they keep.
-
-    Only the tokens near a limit are sorted: a flat distribution keeps most of the vocabulary.
-
-    Args:
-        logits: (n,).
-        top_k: 0 is off.
-        min_log_weight: logarithm of the smallest weight that min-p keeps; -inf is off.
-
-    Returns:
-        Indices of the tokens that are left, in ascending order.
-    """
-    distances = np.float32(max_logit) - logits
-    kept = np.ones(len(logits), bool)
-    if top_k:
-        limit = np.partition(logits, -top_k)[-top_k]
-        kept = logits > limit
-        at_limit = np.flatnonzero(logits == limit)
-        kept[at_limit[: top_k - np.count_nonzero(kept)]] = True
-    if typical_p < 1:
-        weights = np.exp(-distances) * kept
-        likely = weights > 0
-        expected = np.average(distances[likely], weights=weights[likely])
-        kept &= _top_p_mask(np.abs(distances - np.float32(expected)), weights, typical_p)
-    if top_p < 1:
-        kept &= _top_p_mask(distances, np.exp(-distances) * kept, top_p)
-    if min_log_weight > -np.inf:
-        kept &= -distances >= min_log_weight
-    return np.flatnonzero(kept)
-
-
 def without_top_choices(log_weights: Doubles, threshold: float) -> Ints:
     """Exclude the tokens whose probability is at least ``threshold``, except the least likely one of them.
 
@@ -144,22 +110,6 @@ def entropy_share(log_weights: Doubles) -> float:
     entropy = math.log(total) - float((weights[likely] * log_weights[likely]).sum()) / total
     share: float = entropy / math.log(len(log_weights))
     return min(1.0, max(0.0, share))
-
-
-def _top_p_mask(distances: Floats, weights: Floats, top_p: float) -> npt.NDArray[np.bool_]:
-    """Mark the smallest set of tokens with the share ``top_p`` of all weight, those with the smallest distance first."""
-    # The bits of non-negative floats sort like their values.  The upper half of the bits makes a
-    # logarithmic histogram, fine enough that few tokens share a bin.
-    bins = (distances.view(np.uint32) >> np.uint32(16)).astype(np.intp)
-    sums = np.bincount(bins, weights).cumsum()
-    goal = top_p * sums[-1]
-    limit = int(sums.searchsorted(goal))
-    kept = bins < limit
-    at_limit = np.flatnonzero(bins == limit)
-    at_limit = at_limit[np.argsort(distances[at_limit], kind="stable")]
-    missing = goal - (sums[limit - 1] if limit else 0.0)
-    kept[at_limit[: int(weights[at_limit].cumsum(dtype=np.float64).searchsorted(missing)) + 1]] = True
-    return kept
 
 
 def _thresholds(logits: Floats, counts: Ints) -> Floats:

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from uma_trio.engine.sampling.filters import FILTERS
 from uma_trio.engine_link.sampling import SamplingParams
 
 TOP_P_CANDIDATES: Final = 256
@@ -61,8 +62,11 @@ class Filters:
         """0 is off."""
         self.min_log_weights = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
         """Logarithm of the smallest weight that min-p keeps."""
+        self.any_order = [any(not f.keeps_best and f.is_on(p, n_vocab) for f in FILTERS) for p in params]
+        """Whether a filter may exclude the most likely tokens."""
         self.are_large = [
-            k > MAX_SORTED_TOP_K or (k == 0 and p.typical_p < 1) for k, p in zip(self.top_k, params, strict=True)
+            k > MAX_SORTED_TOP_K or (k == 0 and any_order)
+            for k, any_order in zip(self.top_k, self.any_order, strict=True)
         ]
         """Whether so many tokens may be kept that they are not sorted."""
         self.needs_total = [row for row, p in enumerate(params) if self.top_k[row] == 0 and p.top_p < 1]
@@ -74,6 +78,6 @@ class Filters:
 
 def is_unfiltered(params: SamplingParams, n_vocab: int) -> bool:
     """Whether any token can be drawn."""
-    is_off = params.top_p == params.typical_p == 1
-    is_off = is_off and params.min_p == params.xtc_probability == params.dynatemp_range == params.mirostat == 0
-    return is_off and not 0 < params.top_k < n_vocab
+    if params.xtc_probability or params.dynatemp_range or params.mirostat:
+        return False
+    return not any(each.is_on(params, n_vocab) for each in FILTERS)

@@ -28,13 +28,13 @@ from uma_trio.engine.sampling.candidates import (
     Ints,
     cut_by_deviation,
     entropy_share,
-    kept_tokens,
     relative_weights,
     top_candidates,
     unsurprising,
     without_top_choices,
 )
 from uma_trio.engine.sampling.dry import Breakers, apply_dry
+from uma_trio.engine.sampling.filters import kept_tokens
 from uma_trio.engine.sampling.logit_ops import apply_biases, apply_masks, apply_penalties
 from uma_trio.engine.sampling.plan import Filters, Plan
 from uma_trio.engine.sampling.rng import uniforms
@@ -242,13 +242,11 @@ def _filter(
         # Whether the limit of top-p or of min-p lies within the sorted candidates.
         is_limited = sums[-1] >= goal or log_weights[-1] < min_log_weights[row]
         if filters.are_large[row] or (top_k[row] == 0 and not is_limited and counts[row] < n_vocab):
-            ids = kept_tokens(
-                logits[row], float(max_logits[row]), top_k[row], p.typical_p, p.top_p, min_log_weights[row]
-            )
+            ids = kept_tokens(logits[row], float(max_logits[row]), p)
             results.append((row, *_weigh(ids, logits[row, ids] - max_logits[row], p, chances[row])))
             continue
-        if p.typical_p < 1:
-            some = kept_tokens(log_weights.astype(np.float32), 0.0, 0, p.typical_p, p.top_p, min_log_weights[row])
+        if filters.any_order[row]:
+            some = kept_tokens(log_weights.astype(np.float32), 0.0, p)
             results.append((row, *_weigh(all_ids[row, some], log_weights[some], p, chances[row])))
             continue
         kept = len(sums) if p.top_p == 1 else min(int(sums.searchsorted(goal)) + 1, len(sums))
