@@ -155,6 +155,26 @@ def test_what_is_no_picture_is_refused_with_the_reason(openai_client: openai.Ope
     assert (caught.value.param or "").startswith("messages[0].content[1]")
 
 
+def test_what_asks_for_the_prompt_takes_the_pictures_of_a_request(daemon: Daemon, text_only: int) -> None:
+    chats = [f"/v1/chat/completions{end}" for end in ("", "/input_tokens", "/render")]
+    for path in [*chats, "/tokenize", "/apply-template", "/v1/responses/input_tokens", "/v1/responses/render"]:
+
+        def asked(url: str, path: str = path) -> httpx.Response:
+            body: dict[str, Any] = {"messages": question_of(url), "verbose": True, "max_tokens": 1}
+            if "responses" in path:
+                content = [{"type": "input_text", "text": QUESTION}, {"type": "input_image", "image_url": url}]
+                body = {"input": [{"role": "user", "content": content}]}
+            return httpx.post(f"{daemon.http_url()}{path}", json=body, timeout=60)
+
+        refused = asked("https://example.com/cat.png")
+        assert refused.status_code == 400
+        assert "not fetched from other servers here" in refused.json()["error"]["message"], path
+        found = asked(DATA_URL)
+        assert found.status_code == 200, found.text
+        counted = found.json().get("input_tokens", len(found.json().get("token_ids", ())) or found.json().get("count"))
+        assert counted in (None, text_only + N_ROWS)
+
+
 def test_pictures_of_the_assistant_are_refused(daemon: Daemon) -> None:
     answer = httpx.post(
         f"{daemon.http_url()}/v1/chat/completions",

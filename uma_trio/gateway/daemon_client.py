@@ -28,6 +28,7 @@ from uma_trio.client import (
     Reasoning,
     ServerError,
     Token,
+    TokenList,
     ToolCallDelta,
     open_client,
 )
@@ -321,6 +322,19 @@ class Daemon:
                 found = await client.rerank(**charge.fields)
                 charge.count([found])
                 return found
+
+    async def tokenize_chat(self, fields: Mapping[str, Any]) -> TokenList:
+        """The text and the tokens of a chat, as a request would prefill it, with its pictures.
+
+        Args:
+            fields: those of a tokenize query in docs/PROTOCOL-REFERENCE.md.
+
+        Raises:
+            HttpError: a picture cannot be fetched, or the daemon cannot be reached or refuses.
+        """
+        given = await self.pictures.fetched({"principal": self.principal, **fields})
+        async with self.connect() as client:
+            return await client.tokenize(**given)
 
     async def models(self) -> list[ModelDescription]:
         """What the daemon serves, the default model first, as it was at most a second ago.

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from uma_trio.client import Client, Event
+from uma_trio.client import Client, Event, TokenList
 from uma_trio.config import Config
 from uma_trio.errors import ModelNotFound
 from uma_trio.gateway.answer import EVENT_STREAM, JSON, Renderer, StreamedAnswer, json_response, unless_disconnected
@@ -273,6 +273,15 @@ class Call:
             self.count_request()
         async with self.daemon.connect() as client:
             return await question(client)
+
+    async def tokenize_chat(self, **fields: Any) -> TokenList:
+        """The text and the tokens of a chat, as a request with these fields would prefill it.  Counts as a request.
+
+        Raises:
+            HttpError: as ``ask``, a picture cannot be fetched, or the client has left.
+        """
+        self.count_request()
+        return await self.unless_disconnected(self.daemon.tokenize_chat(self.for_daemon(**fields)))
 
     def count_request(self) -> None:
         """Count one of the requests that a tenant may send.

@@ -177,9 +177,7 @@ async def _rendered(call: Call, request: TemplateFields, messages: list[Message]
         add_generation_prompt=request.add_generation_prompt,
         chat_template_kwargs=request.chat_template_kwargs,
     )
-    given = (await call.daemon.pictures.fetched({"messages": given}))["messages"]
-    fields = {**template, "tools": offered, "model": request.model}
-    return await call.ask(lambda client: client.tokenize(messages=given, **fields), counts=True)
+    return await call.tokenize_chat(model=request.model, messages=given, tools=offered, **template)
 
 
 ENDPOINTS = (

@@ -85,15 +85,13 @@ async def count_tokens(call: Call) -> Response:
     request, warnings = await call.read(Chat)
     tools, skipped = tool_fields(request)
     chat = ChatMessages(request)
-    fields = call.for_daemon(
+    found = await call.tokenize_chat(
         model=request.model,
         messages=without_noise(chat.messages),
         continue_final_message=chat.is_begun,
         tools=tools.get("tools"),
         chat_template_kwargs=request.template_kwargs,
     )
-    given = await call.unless_disconnected(call.daemon.pictures.fetched(fields))
-    found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**given), counts=True))
     return json_response({"input_tokens": len(found.tokens)}, warnings=[*warnings, *chat.warnings, *skipped])
 
 

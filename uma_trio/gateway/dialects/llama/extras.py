@@ -292,7 +292,7 @@ async def rendered(call: Call, **fields: Any) -> str:
         HttpError: the daemon cannot be reached, or refuses.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    return (await call.ask(lambda client: client.tokenize(**given))).text or ""
+    return (await call.daemon.tokenize_chat(given)).text or ""
 
 
 def probabilities_of(of: Logprobs) -> dict[str, Any]:

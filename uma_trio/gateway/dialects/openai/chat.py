@@ -139,13 +139,12 @@ async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     request, warnings = await call.read(ChatRequest)
     messages = without_noise(chat_messages(request.messages))
     tools = tool_fields(request.tools, request.tool_choice, warnings)
-    fields = call.for_daemon(
+    found = await call.tokenize_chat(
         model=request.model,
         messages=messages,
         tools=None if tools["tool_choice"] == "none" else tools["tools"],
         **request.template_fields(messages),
     )
-    found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields), counts=True))
     return found.tokens, warnings
 
 

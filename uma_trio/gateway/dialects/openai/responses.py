@@ -278,10 +278,9 @@ async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     conversation = Conversation(request.instructions, request.input, () if past is None else past.messages)
     messages = without_noise(conversation.messages)
     tools = _tool_fields(request, warnings)["tools"]
-    fields = call.for_daemon(
+    found = await call.tokenize_chat(
         model=request.model, messages=messages, tools=tools, chat_template_kwargs=request.template_kwargs
     )
-    found = await call.unless_disconnected(call.ask(lambda client: client.tokenize(**fields)))
     return found.tokens, [*warnings, *conversation.warnings]
 
 
