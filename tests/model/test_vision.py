@@ -113,7 +113,10 @@ def test_a_session_with_a_picture_goes_on(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        (user({"type": "image"}), r"messages\[0\]\.content\[0\]: a part of type image has data, and no text"),
+        (
+            user({"type": "image", "path": "a.png", "descriptor": False}),
+            r'messages\[0\]\.content\[0\]: a part of type image has data or "descriptor": true, and no text',
+        ),
         (user({"type": "text", "data": "aGk="}), "a part of type text has text, and no data"),
         (user({"type": "image", "data": "?"}), "data"),
         ([{"role": "assistant", "content": [picture(b"hi")]}, *user(text("?"))], "only messages of role user or tool"),

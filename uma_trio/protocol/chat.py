@@ -160,7 +160,8 @@ def _check_parts(parts: Sequence[ContentPart], role: str, place: str) -> None:
         field = f"{place}[{i}]"
         has, lacks = ("text", "data") if part.type == "text" else ("data", "text")
         if getattr(part, has) is None or getattr(part, lacks) is not None:
-            raise BadRequest(f"{field}: a part of type {part.type} has {has}, and no {lacks}", field=field)
+            offered = has if has == "text" else 'data or "descriptor": true'
+            raise BadRequest(f"{field}: a part of type {part.type} has {offered}, and no {lacks}", field=field)
         if part.type != "text" and role not in ("user", "tool"):
             raise BadRequest(
                 f"{field}: only messages of role user or tool have pictures or sound; this is of {role}", field=field

@@ -194,6 +194,8 @@ class Connection:
             self._take_room()
             while (message := await self._next_message()) is not None:
                 self._frame_deadline = None  # the next bytes belong to another frame
+                if not self._codec.mid_message:  # otherwise they may be the next message's
+                    self._passed.check_all_taken(message)
                 await self._wait_if_answered()
                 if self._codec.queues_requests:
                     await self._wait_for_hangup()
@@ -204,8 +206,6 @@ class Connection:
                 self._held.handled(runs=self._running is not None and self._running is not running)
                 self._take_room()
                 await self._wait_for_reader()
-            if not self._codec.mid_message:
-                self._passed.check_all_taken()
             if not data:
                 await self._wait_for_hangup()
                 return

@@ -14,6 +14,7 @@ from typing import Final
 from uma_trio.errors import BadRequest, FrameTooLarge
 from uma_trio.protocol import sealed_memory
 from uma_trio.protocol.chat import MAX_PICTURE_BYTES, MAX_PICTURES
+from uma_trio.protocol.messages import ClientMessage
 from uma_trio.protocol.passed_files import MAX_BYTES
 
 ROOM_BYTES: Final = socket.CMSG_SPACE(MAX_PICTURES * array.array("i").itemsize)
@@ -85,13 +86,18 @@ class PassedFiles:
             os.close(self._descriptors.pop(0))
             yield
 
-    def check_all_taken(self) -> None:
+    def check_all_taken(self, message: ClientMessage) -> None:
         """
+        Args:
+            message: the last one that came with them.
+
         Raises:
-            BadRequest: files are left, and all messages that came with them have been read.
+            BadRequest: files are left; carries the ``id`` of the message.
         """
         if self._files:
-            raise BadRequest(f"{len(self._files)} descriptors came with a message that does not name them")
+            error = BadRequest(f"descriptors that no part of the message names: {len(self._files)}")
+            error.request_id = message.id
+            raise error
 
     def close(self) -> None:
         """Close what has not been read."""
