@@ -33,7 +33,7 @@ async def sent(events: AsyncIterator[list[Event]]) -> list[tuple[float, bytes]]:
 
     renderer = ChatChunks({"id": "c"}, "r", Extras(), n=1, usage=False, warnings=[])
     answer = StreamedAnswer(events, renderer, refuse=refuse, keep_alive_s=KEEP_ALIVE_S)
-    await answer({"type": "http"}, receive, send)
+    await answer({"type": "http", "state": {"send": send}}, receive, send)
     return found
 
 

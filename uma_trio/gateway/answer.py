@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -210,7 +209,7 @@ class StreamedAnswer(Response, Generic[Item]):
         return []
 
     async def _write(self, send: Send, data: bytes) -> None:
-        self._written_at = time.monotonic()
+        self._written_at = anyio.current_time()
         if not self._has_begun:
             self._has_begun = True
             if self._forecasts is not None:
@@ -223,9 +222,9 @@ class StreamedAnswer(Response, Generic[Item]):
     async def _keep_alive(self, send: Send) -> None:
         if not self._renderer.keep_alive_frame:
             return
-        self._written_at = time.monotonic()
+        self._written_at = anyio.current_time()
         while True:
-            if (left_s := self._written_at + self._keep_alive_s - time.monotonic()) > 0:
+            if (left_s := self._written_at + self._keep_alive_s - anyio.current_time()) > 0:
                 await anyio.sleep(left_s)
             else:
                 await self._write(send, self._renderer.keep_alive_frame)
