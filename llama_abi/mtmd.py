@@ -127,10 +127,10 @@ class Projector(Handle):
         """
         options = self._mtmd.mtmd_helper_init_opt_default()
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-        with self._logs.capture_warnings() as captured:
+        with self._logs.capture_warnings():
             found = self._mtmd.mtmd_helper_bitmap_init_from_buf(self._pointer, buffer, len(data), False, options)
             if not found.bitmap:
-                raise LlamaError(f"the file cannot be decoded: {str(captured) or 'no reason given'}")
+                raise LlamaError("the file cannot be decoded: it is damaged, or no picture or sound of a known format")
         return Bitmap(self._mtmd, found.bitmap)
 
     def picture(self, pixels: npt.NDArray[np.uint8]) -> Bitmap:

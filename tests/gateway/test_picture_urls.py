@@ -104,7 +104,7 @@ def fetched(urls: PictureUrls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fields_of(*wanted: str) -> dict[str, Any]:
-    parts = [ToFetch(type="image", url=url, parameter=f"here[{n}]") for n, url in enumerate(wanted)]
+    parts = [ToFetch(f"here[{n}]", type="image", url=url) for n, url in enumerate(wanted)]
     return {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [*parts, {"type": "text"}]}]}
 
 
@@ -154,7 +154,7 @@ def test_what_may_not_be_fetched_is_refused(
     monkeypatch.setattr(picture_urls, "FETCH_S", 1.0 if "slow" in url else 30.0)
     with pytest.raises(HttpError, match=reason) as refused:
         fetched(urls, fields_of(url.replace("PORT", str(server[0].server_port))))
-    assert (refused.value.status, refused.value.parameter) == (400, "here[0]")
+    assert (refused.value.status, refused.value.parameter) == (400, "messages[1].content[0]")
     assert "secret" not in str(refused.value)
 
 
@@ -244,7 +244,7 @@ def test_a_gateway_that_fetches_opens_nothing_on_its_machine(tmp_path: Path) -> 
             assert answer.status_code == 400, picture
             error = answer.json()["error"]
             assert "has no public address" in error["message"] or "not encrypted" in error["message"], error
-            assert error["param"] == "messages[0].content[0].image_url"
+            assert error["param"] == "messages[0].content[0].image_url.url"
         for part, status in (
             ({"type": "image", "url": url}, 400),
             ({"type": "text", "text": "a", "url": 5, "parameter": 5}, 200),

@@ -73,7 +73,7 @@ def test_a_large_file_goes_to_the_daemon_as_a_descriptor(openai_client: openai.O
         )
         usage = [each.usage for each in found][-1] if fields["stream"] else found.usage
         assert usage.prompt_tokens == text_only + N_ROWS
-    with pytest.raises(openai.BadRequestError, match="data"):
+    with pytest.raises(openai.BadRequestError, match=r"image_url\.url: Invalid base64"):
         broken = f"data:image/png;base64,{large[: FRAME_BYTES // 4]}?==="
         openai_client.chat.completions.create(model=MODEL, messages=question_of(broken), max_tokens=1)
 
@@ -153,6 +153,44 @@ def test_what_is_no_picture_is_refused_with_the_reason(openai_client: openai.Ope
     with pytest.raises(openai.BadRequestError, match=reason) as caught:
         openai_client.chat.completions.create(model=MODEL, messages=question_of(url), max_tokens=8)
     assert (caught.value.param or "").startswith("messages[0].content[1]")
+
+
+DAMAGED = base64.b64encode(PICTURE[:200]).decode()
+
+
+@pytest.mark.parametrize(("data", "reason"), [("%%%%", "base64"), (DAMAGED, "it is damaged, or no picture")])
+def test_errors_name_the_field_that_has_the_picture(daemon: Daemon, data: str, reason: str) -> None:
+    url = f"data:image/png;base64,{data}"
+    anthropic_image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    response_image = {"type": "input_image", "image_url": url}
+    ollama_message = {"role": "user", "content": QUESTION, "images": [BASE64, data]}
+    for path, body, field in (
+        ("/v1/chat/completions", {"messages": question_of(url)}, "messages[0].content[1].image_url.url"),
+        ("/v1/chat/completions/render", {"messages": question_of(url)}, "messages[0].content[1].image_url.url"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [response_image]}]}, "input[0].content[0].image_url"),
+        (
+            "/v1/messages",
+            {"system": QUESTION, "messages": [{"role": "user", "content": [anthropic_image]}], "max_tokens": 1},
+            "messages[0].content[0].source.data",
+        ),
+        ("/api/generate", {"prompt": QUESTION, "images": [data]}, "images[0]"),
+        ("/api/chat", {"messages": [ollama_message]}, "messages[0].images[1]"),
+    ):
+        answer = httpx.post(f"{daemon.http_url()}{path}", json={"model": MODEL, **body}, timeout=60)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        message: str = error if isinstance(error, str) else error["message"]
+        assert message.startswith(f"{field}: "), message
+        assert reason in message
+        if "/v1/chat" in path:
+            assert error["param"] == field
+
+
+def test_ollamas_images_are_no_data_urls(daemon: Daemon) -> None:
+    body = {"model": MODEL, "prompt": QUESTION, "images": [DATA_URL]}
+    answer = httpx.post(f"{daemon.http_url()}/api/generate", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("images[0] is a data URL: leave out")
 
 
 def test_what_asks_for_the_prompt_takes_the_pictures_of_a_request(daemon: Daemon, text_only: int) -> None:

@@ -11,6 +11,7 @@ NAMES = {
     "constraint": "format",
     "constraint.regex": "pattern.of_text",
     "tools[].parameters": "tools[].function.schema",
+    "messages[0].content[1].data": "images[0]",
 }
 
 
@@ -27,6 +28,8 @@ NAMES = {
         ((), "constraint.regex: missing )", "pattern.of_text: missing )"),
         ((), "tools[7].parameters.type must be object", "tools[7].function.schema.type must be object"),
         ((), "tools[7].name must be a text", "tools[7].name must be a text"),
+        ((), "messages[0].content[1].data: not base64", "images[0]: not base64"),
+        ((), "messages[1].content[1].data: not base64", "messages[1].content[1].data: not base64"),
         ((), "", ""),
     ],
 )  # fmt: skip

@@ -18,6 +18,7 @@ from uma_trio.errors import ModelNotFound
 from uma_trio.gateway.answer import EVENT_STREAM, JSON, Renderer, StreamedAnswer, json_response, unless_disconnected
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
+from uma_trio.gateway.dialects.contents import names_of_media
 from uma_trio.gateway.errors import FieldNames, HttpError, field_renamer, invalid
 from uma_trio.gateway.forecast import ForecastHeaders
 from uma_trio.gateway.guard import check_admin, check_owner, is_unknown
@@ -325,7 +326,9 @@ class Call:
         """The response for an error, in the dialect's form."""
         self.record.error_code = error.code
         given: frozenset[str] = self.request.scope["state"].get("given", frozenset())
-        reworded = error.reworded(field_renamer({**self.dialect.field_names, **self.endpoint.field_names}, given))
+        media = names_of_media(self.record.fields.get("messages") or ())
+        names = {**self.dialect.field_names, **self.endpoint.field_names, **media}
+        reworded = error.reworded(field_renamer(names, given))
         field = (reworded.parameter or "").partition("[")[0]
         if field in PROMPTS and field not in given:
             reworded.parameter = next((name for name in PROMPTS if name in given), None)

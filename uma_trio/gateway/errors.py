@@ -171,7 +171,7 @@ def from_client_error(error: ClientError) -> HttpError:
 
 FieldNames = Mapping[str, str | Sequence[str]]
 """For a field of the socket protocol, the field of a body that it comes from.  If there are several, the first one that a
-body has counts.  ``[]`` stands for an index: ``tools[].parameters``."""
+body has counts.  ``[]`` stands for any index: ``tools[].parameters``."""
 
 _PLACE: Final = re.compile(r"(?<![\w.'/-])[a-z]\w*(?:\[\d+\]|\.\w+)*(?![\w'/-])")
 """A field and what is inside it; not a flag, and nothing that is quoted."""
@@ -195,7 +195,8 @@ def field_renamer(names: FieldNames, given: Container[str]) -> Callable[[str], s
         steps = _STEP.split(place)
         for n in range(len(steps), 0, -1):
             known = "".join(steps[:n])
-            if (found := _chosen(names.get(_INDEX.sub("[]", known)), given)) is not None:
+            name = names.get(known) or names.get(_INDEX.sub("[]", known))
+            if (found := _chosen(name, given)) is not None:
                 for index in _INDEX.findall(known):
                     found = found.replace("[]", index, 1)
                 return found + "".join(steps[n:])

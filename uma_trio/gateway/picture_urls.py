@@ -92,34 +92,36 @@ class PictureUrls:
         Raises:
             HttpError: pictures are not fetched here, or one cannot be fetched.
         """
-        parts = [
-            part
-            for message in fields.get("messages") or ()
+        parts = {
+            f"messages[{n}].content[{i}]": part
+            for n, message in enumerate(fields.get("messages") or ())
             if isinstance(message, Mapping) and isinstance(message.get("content"), list)
-            for part in message["content"]
+            for i, part in enumerate(message["content"])
             if isinstance(part, ToFetch)
-        ]
+        }
         if not parts:
             return fields
         if not self.allowed:
-            raise _refused(parts[0], "pictures are not fetched from other servers here", f"{SEND_IT}, or {ALLOW_IT}")
+            raise _refused(
+                next(iter(parts)), "pictures are not fetched from other servers here", f"{SEND_IT}, or {ALLOW_IT}"
+            )
         fetches = self._fetches = self._fetches or anyio.CapacityLimiter(MAX_FETCHES)
         files: dict[int, bytes] = {}
         left = [self.max_bytes]
         own = self._own.setdefault(fields.get("principal"), anyio.CapacityLimiter(AT_A_TIME))
         failures = list[HttpError]()
 
-        async def fetch(part: Mapping[str, Any]) -> None:
+        async def fetch(place: str, part: ToFetch) -> None:
             async with own, fetches:
                 try:
-                    files[id(part)] = await self._fetch(part, left)
+                    files[id(part)] = await self._fetch(part["url"], place, left)
                 except HttpError as error:
                     failures.append(error)
                     tasks.cancel_scope.cancel()
 
         async with anyio.create_task_group() as tasks:
-            for part in parts:
-                tasks.start_soon(fetch, part)
+            for place, part in parts.items():
+                tasks.start_soon(fetch, place, part)
         if failures:
             raise failures[0]
 
@@ -134,10 +136,9 @@ class PictureUrls:
         ]
         return {**fields, "messages": messages}
 
-    async def _fetch(self, part: Mapping[str, Any], left: list[int]) -> bytes:
+    async def _fetch(self, url: str, place: str, left: list[int]) -> bytes:
         import httpx2  # a tenth of a second, which only those wait for who need it
 
-        url = part["url"]
         try:
             with anyio.fail_after(FETCH_S):
                 for _ in range(MAX_REDIRECTS + 1):
@@ -146,13 +147,13 @@ class PictureUrls:
                         return found
                     url = urljoin(url, found)
         except HubError as error:
-            raise _refused(part, error.reason, error.remedy) from None
+            raise _refused(place, error.reason, error.remedy) from None
         except TimeoutError:
-            raise _refused(part, f"{_host(url)} takes longer than {FETCH_S:g} s", SEND_IT) from None
+            raise _refused(place, f"{_host(url)} takes longer than {FETCH_S:g} s", SEND_IT) from None
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, OSError) as error:
             reason = str(error) or type(error).__name__
-            raise _refused(part, f"{without_secrets(url)} cannot be fetched: {reason}", SEND_IT) from None
-        raise _refused(part, f"{_host(url)} redirects more than {MAX_REDIRECTS} times", SEND_IT)
+            raise _refused(place, f"{without_secrets(url)} cannot be fetched: {reason}", SEND_IT) from None
+        raise _refused(place, f"{_host(url)} redirects more than {MAX_REDIRECTS} times", SEND_IT)
 
     async def _get(self, url: str, left: list[int]) -> bytes | str:
         """The body of the answer, or where it redirects to.
@@ -217,5 +218,5 @@ def _host(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
-def _refused(part: Mapping[str, Any], reason: str, remedy: str | None) -> HttpError:
-    return invalid(f"{reason}: {remedy}" if remedy else reason, parameter=part["parameter"])
+def _refused(place: str, reason: str, remedy: str | None) -> HttpError:
+    return invalid(f"{reason}: {remedy}" if remedy else reason, parameter=place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import attrs
@@ -24,12 +24,12 @@ _DATA_URL: Final = re.compile(r"data:[a-z0-9.+-]*/?[a-z0-9.+-]*(?:;[a-z0-9.=+-]+
 class Picture:
     """A picture or sound of a message."""
 
+    parameter: str
+    """The field of the body that it comes from."""
     data: str | bytes = ""
     """Its file, unless it has a ``url``: as base64 if the request has it so.  The daemon checks it."""
     url: str | None = None
     """Where the gateway fetches its file, if the request has a URL in place of it; see ``PictureUrls``."""
-    parameter: str = ""
-    """The field of the body that has the URL."""
     type: Literal["image", "audio"] = "image"
 
 
@@ -41,17 +41,41 @@ def picture_of_url(url: str, parameter: str) -> Picture:
     """
     head = _DATA_URL.match(url[:_HEAD_CHARS])
     if head is not None:
-        return Picture(url[head.end() :])
+        return Picture(parameter, url[head.end() :])
     scheme = url[:_HEAD_CHARS].partition(":")[0].lower()
     if scheme in ("http", "https"):
-        return Picture(url=url, parameter=parameter)
+        return Picture(parameter, url=url)
     raise invalid(
         "this is no data URL, and none of http or https: send the file itself, as data:image/png;base64,...",
         parameter=parameter,
     )
 
 
-class ToFetch(dict[str, Any]):
+class MediaPart(dict[str, Any]):
+    """A part of a content that is a picture or sound.
+
+    Args:
+        parameter: the field of the body that it comes from.
+    """
+
+    def __init__(self, parameter: str, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.parameter = parameter
+
+
+def names_of_media(messages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """For each picture or sound of a request for the daemon, the field of the body that it comes from."""
+    found: dict[str, str] = {}
+    for n, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for i, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, MediaPart):
+                place = f"messages[{n}].content[{i}]"
+                found |= {place: part.parameter, f"{place}.data": part.parameter}
+    return found
+
+
+class ToFetch(MediaPart):
     """A part of a content whose file the gateway still has to fetch.
 
     The type says so, and not a key: a client can send any key.
@@ -68,9 +92,9 @@ def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[
     for part in parts:
         if isinstance(part, Picture):
             if part.url is None:
-                content.append({"type": part.type, "data": _file(part.data)})
+                content.append(MediaPart(part.parameter, type=part.type, data=_file(part.data)))
             else:
-                content.append(ToFetch(type=part.type, url=part.url, parameter=part.parameter))
+                content.append(ToFetch(part.parameter, type=part.type, url=part.url))
         elif content and content[-1]["type"] == "text":
             content[-1] = {"type": "text", "text": f"{content[-1]['text']}{between}{part}"}
         else:

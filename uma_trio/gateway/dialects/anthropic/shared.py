@@ -285,11 +285,14 @@ class ChatMessages:
     def _part_of(self, block: Block, parameter: str) -> str | Picture:
         match block:
             case Block(type="image", source={"type": "base64", "data": str(data)}):
-                return Picture(data)
+                return Picture(f"{parameter}.source.data", data)
             case Block(type="image", source={"type": "url", "url": str(url)}):
                 return picture_of_url(url, f"{parameter}.source.url")
             case Block(type="image"):
-                raise invalid("the source of an image is {type: base64, media_type, data}", parameter=parameter)
+                raise invalid(
+                    "the source of an image is {type: base64, media_type, data} or {type: url, url}",
+                    parameter=parameter,
+                )
         return self._text_of(block, parameter)
 
     @staticmethod

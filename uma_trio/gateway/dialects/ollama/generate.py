@@ -120,7 +120,7 @@ async def generate(call: Call) -> Response:
     if request.raw or ("chat" not in model.capabilities and not request.images):
         return await _answer(call, request, _generated, warnings, prompt=request.prompt)
     system = [{"role": "system", "content": request.system}] if request.system else []
-    messages = [*system, {"role": "user", "content": with_images(request.prompt, request.images)}]
+    messages = [*system, {"role": "user", "content": with_images(request.prompt, request.images, "images")}]
     return await _answer(call, request, _generated, warnings, messages=messages)
 
 

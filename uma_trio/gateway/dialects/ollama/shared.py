@@ -178,7 +178,7 @@ def chat_message(index: int, message: Message) -> dict[str, Any]:
         raise invalid("only messages of role user or tool have images", parameter=f"messages[{index}].images")
     fields: dict[str, Any] = {
         "role": message.role,
-        "content": with_images(message.content or "", message.images),
+        "content": with_images(message.content or "", message.images, f"messages[{index}].images"),
         "reasoning": message.thinking,
         "name": message.tool_name,
         "tool_call_id": message.tool_call_id,
@@ -195,9 +195,25 @@ def chat_message(index: int, message: Message) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def with_images(text: str, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
-    """A content of the socket protocol.  Images come before the text, as in Ollama."""
-    return content_of([*map(Picture, images), *([text] if text else [])], "") if images else text
+def with_images(text: str, images: Sequence[str] | None, parameter: str) -> str | list[dict[str, Any]]:
+    """A content of the socket protocol.  Images come before the text, as in Ollama.
+
+    Raises:
+        HttpError: an image is a data URL.
+    """
+    if not images:
+        return text
+    pictures = [_picture(data, f"{parameter}[{n}]") for n, data in enumerate(images)]
+    return content_of([*pictures, *([text] if text else [])], "")
+
+
+def _picture(data: str, parameter: str) -> Picture:
+    if data.startswith("data:"):
+        raise invalid(
+            f"{parameter} is a data URL: leave out what is before the base64, such as data:image/png;base64,",
+            parameter=parameter,
+        )
+    return Picture(parameter, data)
 
 
 def durations(eos: Eos) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def _part(part: Any, parameter: str) -> str | Picture:
         case {"type": "input_image", "image_url": str(url)}:
             return picture_of_url(url, f"{parameter}.image_url")
         case {"type": "input_audio", "input_audio": {"data": str(data)}}:
-            return Picture(data, type="audio")
+            return Picture(f"{parameter}.input_audio.data", data, type="audio")
         case {"type": "input_image"}:
             raise invalid(
                 "an input_image needs image_url with a data URL; no files are stored here", parameter=parameter

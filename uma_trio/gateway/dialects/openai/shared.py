@@ -334,10 +334,11 @@ def _content(content: str | list[ContentPart] | None, role: str, parameter: str)
 
 def _part(part: ContentPart, role: str, parameter: str) -> str | Picture:
     if part.type == "image_url" and part.image_url is not None and role in SEEING_ROLES:
-        url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
-        return picture_of_url(url, f"{parameter}.image_url")
+        if isinstance(part.image_url, str):
+            return picture_of_url(part.image_url, f"{parameter}.image_url")
+        return picture_of_url(part.image_url.url, f"{parameter}.image_url.url")
     if part.type == "input_audio" and part.input_audio is not None and role in SEEING_ROLES:
-        return Picture(part.input_audio.data, type="audio")
+        return Picture(f"{parameter}.input_audio.data", part.input_audio.data, type="audio")
     if part.text is None:
         kinds = "text, pictures as image_url, or sound as input_audio" if role in SEEING_ROLES else "text"
         raise invalid(f"content of type {part.type!r} is not supported here; send {kinds}", parameter=parameter)

@@ -55,7 +55,7 @@ async def _transcribed(call: Call, body: Body) -> Response:
         await form.receive(body.parts(), call.request.headers.get("content-type", ""))
     wanted, warnings = form.fields_as(TranscriptionForm)
     question = IN_LANGUAGE.format(language=wanted.language) if wanted.language else QUESTION
-    sound = Picture(bytes(data), type="audio")
+    sound = Picture("file", bytes(data), type="audio")
     words = [question, *([wanted.prompt] if wanted.prompt else [])]
     fields = call.for_daemon(
         model=wanted.model,
