@@ -53,6 +53,15 @@ def test_a_line_that_is_no_row_ends_what_counts(tmp_path: Path) -> None:
         assert file.custom_ids == {"a"}
 
 
+@pytest.mark.parametrize("text", [b"my notes\n", b"my notes", b'{"custom_id": 5}\n', b"[1]\n"])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "notes"
+    path.write_bytes(line("a")["a"] + text)
+    with pytest.raises(OSError, match="line 2 is no result of a row"):
+        RowFile(path)
+    assert path.read_bytes() == line("a")["a"] + text
+
+
 def test_a_file_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     code = f"import sys; from uma_trio.gateway.batches.results import RowFile; f = RowFile({os.fspath(path)!r}); print('open', flush=True); sys.stdin.read()"

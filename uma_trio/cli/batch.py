@@ -51,6 +51,9 @@ def command(file: Path, output: Path | None, errors: Path | None, at_a_time: int
     errors = errors or file.with_name(f"{file.name}.errors.jsonl")
     if len({path.resolve() for path in (file, output, errors)}) < 3:
         raise click.UsageError("FILE, --output and --errors are three files")
+    for path in (file, output, errors):
+        if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
+            raise click.UsageError(f"{path} is no regular file")
     try:
         with reporting_errors("batch", socket):
             n_failed = run(until_interrupted, lambda: _answer_all(file, output, errors, at_a_time, socket))

@@ -58,7 +58,10 @@ def command(id: str, logs: Sequence[Path], request: Path | None, socket: str | N
         _fail(f"{id!r} is not in the log, or without what a replay needs: serve with --perf-log-replay prompts")
     with reporting_errors("replay", socket):
         run(say_which_daemon, "replay", socket)
-        name = run(ask_again, _fields(logged, request), socket)
+        try:
+            name = run(ask_again, _fields(logged, request), socket)
+        except TypeError as error:
+            _fail(f"{request}: {error}")
     again, until = find(read_logs(logs), name), time.monotonic() + WAIT_S
     while again is None and time.monotonic() < until:
         time.sleep(0.2)
@@ -85,7 +88,10 @@ def _fields(logged: Logged, request: Path | None) -> dict[str, Any]:
         return logged.replay.fields
     if request is None:
         _fail("the log has hashes only: give the request with --request FILE")
-    fields: dict[str, Any] = msgspec.json.decode(request.read_bytes())
+    try:
+        fields = msgspec.json.decode(request.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, OSError) as error:
+        _fail(f"{request} is not one request in JSON: {error}")
     return {**fields, **logged.replay.sampling}
 
 

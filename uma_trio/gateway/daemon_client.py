@@ -223,7 +223,8 @@ class Daemon:
         """
         has_ended = False
         async with self._sending(fields, is_streamed=True) as (client, request, charge):
-            info = await client.detach(**request, keep_alive=True)
+            with anyio.CancelScope(shield=True):  # who leaves now could not cancel what the daemon has begun
+                info = await client.detach(**request, keep_alive=True)
             try:
                 async for batch in client.attach_batches(fields["id"]):
                     self._count(charge, batch)
@@ -236,7 +237,7 @@ class Daemon:
                 if not has_ended and goes_on:
                     self.unattended.keep(self, info, charge)
                 elif not has_ended:
-                    with anyio.move_on_after(TIMEOUT_S, shield=True):
+                    with anyio.move_on_after(CANCEL_S, shield=True):
                         await self._cancel(fields["id"])
 
     async def _cancel(self, id: str) -> None:
@@ -395,6 +396,9 @@ def _open_stream() -> OpenStream:
 
 TIMEOUT_S: Final = 1.0
 """A daemon that does not answer for so long counts as down."""
+
+CANCEL_S: Final = 30.0
+"""A daemon that is busy may take seconds to cancel, and what is not cancelled goes on."""
 
 FRESH_S: Final = 0.1
 """A snapshot may be this old, so that many who ask at a time cost the daemon one question."""

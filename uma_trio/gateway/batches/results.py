@@ -5,6 +5,7 @@ A file is locked while it is written, so two processes never work on the same ro
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
@@ -28,11 +29,11 @@ _ANSWERED: Final = msgspec.json.Decoder(_Answered)
 class RowFile:
     """A file to which lines are appended.  All methods block.
 
-    A line that a crash has cut off is removed when the file is opened: its row is computed again.
+    What a crash has cut off is removed when the file is opened: its row is computed again.
 
     Raises:
         Busy: another process has it open.
-        OSError: it cannot be read or written.
+        OSError: it cannot be read or written, or has lines that are no results.  It is unchanged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,13 +56,14 @@ class RowFile:
         self.n_bytes = 0
         """Size of the whole lines."""
         with open(self._descriptor, "rb", closefd=False) as file:
-            for line in file:
-                try:
-                    answered = _ANSWERED.decode(line) if line.endswith(b"\n") else None
-                except msgspec.DecodeError:
-                    answered = None
-                if answered is None:
+            for number, line in enumerate(file, start=1):
+                is_torn = line[:1] == b"{" and not line.endswith(b"\n")
+                if is_torn or line[:1] == b"\0":  # which a file system may leave of what it has not written
                     break
+                try:
+                    answered = _ANSWERED.decode(line)
+                except msgspec.DecodeError:
+                    raise OSError(errno.EINVAL, f"line {number} is no result of a row", str(self.path)) from None
                 self.n_bytes += len(line)
                 yield answered.custom_id
         os.ftruncate(self._descriptor, self.n_bytes)
