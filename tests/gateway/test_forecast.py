@@ -45,5 +45,5 @@ def test_only_who_asks_gets_forecast_events(gateway: Gateway) -> None:
         return [event["queue_position"] for event in found if "queue_position" in event]
 
     assert positions() == []
-    # where forecasts have taken too long, the daemon makes none for a while
-    assert next(filter(None, iter(lambda: positions(forecast=True), None))) == [0]
+    # where a forecast has taken too long, as on a busy machine, the daemon makes none for a while
+    assert next(filter(None, (positions(forecast=True) for _ in range(20))), []) == [0]

@@ -46,9 +46,10 @@ def test_a_file_that_ends_anywhere_has_its_whole_lines(
     assert path.read_bytes() == b"".join([*(whole.splitlines(keepends=True)[:n_whole]), *line("last").values()])
 
 
-def test_a_line_that_is_no_row_ends_what_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [b"\0\0\0\n", b'{"custom_id": "x", \0\0\0}\n'])
+def test_a_line_that_a_crash_has_damaged_ends_what_counts(tmp_path: Path, lost: bytes) -> None:
     path = tmp_path / "rows"
-    path.write_bytes(line("a")["a"] + b"\0\0\0\n" + line("b")["b"])
+    path.write_bytes(line("a")["a"] + lost + line("b")["b"])
     with RowFile(path) as file:
         assert file.custom_ids == {"a"}
 

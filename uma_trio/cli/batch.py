@@ -35,8 +35,7 @@ def command(file: Path, output: Path | None, errors: Path | None, at_a_time: int
 
     Each answer is appended to the output as soon as it is there, in the order in which answers end.  The same command
     goes on where it was interrupted, and rows that have an answer or an error are not computed again: remove the file of
-    errors to try its rows once more.  When the daemon goes away meanwhile, the command
-    waits for the next one.
+    errors to try its rows once more.  When the daemon goes away meanwhile, the command waits for the next one.
 
     \b
       uma-trio batch questions.jsonl

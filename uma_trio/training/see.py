@@ -38,7 +38,7 @@ Needs torch, and some minutes on a GPU.
 """
 EMBEDDED: Final = Path(__file__).parents[1] / "models" / "embedded" / "embedded.gguf"
 FIRST_SHARE: Final = 0.8
-"""Of questions that come after their picture; others come before it."""
+"""The share of questions that come after their picture.  The others come before it."""
 WARMUP: Final = 50
 MATRIX_RATE: Final = 0.01
 OTHER_RATE: Final = 2e-3

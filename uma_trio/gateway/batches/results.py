@@ -58,7 +58,7 @@ class RowFile:
         with open(self._descriptor, "rb", closefd=False) as file:
             for number, line in enumerate(file, start=1):
                 is_torn = line[:1] == b"{" and not line.endswith(b"\n")
-                if is_torn or line[:1] == b"\0":  # which a file system may leave of what it has not written
+                if is_torn or b"\0" in line:  # which a file system may leave in place of what it has not written
                     break
                 try:
                     answered = _ANSWERED.decode(line)
