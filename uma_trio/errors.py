@@ -40,14 +40,13 @@ class UmaError(Exception):
     request_id: str | None = None
     """``id`` of the request that failed, if it is known; part of the error event."""
 
-    retry_after_ms: int | None = None
-    """Delay after which a retry may succeed, if the daemon can estimate it; part of the error event."""
-
     eta_ms: int | None = None
     """In how many milliseconds the answer would have been complete, if it was refused for that; part of the error event."""
 
-    def __init__(self, message: str = "", *, field: str | None = None) -> None:
+    def __init__(self, message: str = "", *, field: str | None = None, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+        """Delay after which a retry may succeed, if the daemon can estimate it; part of the error event."""
         self.field = field
         """The field of the request that is wrong, as in ``messages[0].role``, if it is one; part of the error event."""
 

@@ -220,10 +220,9 @@ class Server:
             return ShuttingDown()
         if self._may_connect(sock):
             return None
-        error = TooManyConnections(f"{len(self._connections)} connections are open")
         default = self.models.loaded()
-        error.retry_after_ms = None if default is None else default.scheduler.retry_after_ms()
-        return error
+        retry_after_ms = None if default is None else default.scheduler.retry_after_ms()
+        return TooManyConnections(f"{len(self._connections)} connections are open", retry_after_ms=retry_after_ms)
 
     def _may_connect(self, sock: socket.socket) -> bool:
         """Whether another connection may be open: one user who opens many leaves half of them to others."""

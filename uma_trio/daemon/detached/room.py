@@ -334,11 +334,10 @@ class DetachedAnswers:
         own = self._of(principal)
         n_unfinished = sum(answer.log.end is None for answer in own)
         if n_unfinished >= self._max_unfinished:
-            error = TooManyRequests(
-                f"{principal} has {n_unfinished} detached answers that have not ended (max_detached)"
+            raise TooManyRequests(
+                f"{principal} has {n_unfinished} detached answers that have not ended (max_detached)",
+                retry_after_ms=round(1e3 * RETRY_S),
             )
-            error.retry_after_ms = round(1e3 * RETRY_S)
-            raise error
         n_bytes += sum(answer.n_bytes for answer in own)
         for answer in own:
             if n_bytes > self._max_bytes and answer.log.end is not None:

@@ -44,9 +44,8 @@ class FrameRoom:
         """
         free = self.max_bytes - self._taken.total() - n_bytes
         if free < (0 if principal == OWN_PRINCIPAL else self._taken[principal]):
-            refusal = QueueFull("too many large messages arrive at once, or wait for their answers")
-            refusal.retry_after_ms = RETRY_MS
-            raise refusal
+            message = "too many large messages arrive at once, or wait for their answers"
+            raise QueueFull(message, retry_after_ms=RETRY_MS)
         self._taken[principal] += n_bytes
 
     def give_back(self, principal: str, n_bytes: int) -> None:

@@ -62,9 +62,7 @@ class Upload:
             )
         if self._all.incomplete_bytes + size > MAX_INCOMPLETE * self._all.max_bytes:
             self.drop()
-            refusal = QueueFull("too many controllers are being uploaded; try again")
-            refusal.retry_after_ms = BUSY_RETRY_MS
-            raise refusal
+            raise QueueFull("too many controllers are being uploaded; try again", retry_after_ms=BUSY_RETRY_MS)
         self._all.incomplete_bytes += size
         self._received += query.binary  # grows in place: a join of all parts would hold the event loop
         self._n_parts += 1

@@ -188,9 +188,8 @@ class ModelRegistry:
 
     async def _wait_for(self, model: Model, *, session: bool, on_wait: OnWait | None) -> Instance:
         if model.n_waiting >= self._config.limits.max_queue:
-            error = QueueFull(f"{model.n_waiting} requests wait for the model {model.name} to be loaded")
-            error.retry_after_ms = RETRY_MS
-            raise error
+            message = f"{model.n_waiting} requests wait for the model {model.name} to be loaded"
+            raise QueueFull(message, retry_after_ms=RETRY_MS)
         reported: tuple[ModelState, float] | None = None
         wait_s = self._config.loading.load_wait_s
         model.n_waiting += 1
@@ -215,9 +214,8 @@ class ModelRegistry:
                         raise _unavailable(model, attempt.cause)
         finally:
             model.n_waiting -= 1
-        late = ModelLoading(f"the model {model.name} was not ready within {wait_s:g} s: {self._why(model)}")
-        late.retry_after_ms = RETRY_MS
-        raise late
+        message = f"the model {model.name} was not ready within {wait_s:g} s: {self._why(model)}"
+        raise ModelLoading(message, retry_after_ms=RETRY_MS)
 
     def _why(self, model: Model) -> str:
         """Why a request still waits."""
@@ -439,8 +437,6 @@ class ModelRegistry:
 
 def _unavailable(model: Model, cause: Exception) -> UmaError:
     """The error of a request whose model cannot be loaded."""
-    error = cause if isinstance(cause, ModelUnavailable) else None
-    text = str(error) if error is not None else f"the model {model.name} cannot be loaded: {cause}"
-    found = ModelUnavailable(text)
-    found.retry_after_ms = RETRY_MS
-    return found
+    is_said = isinstance(cause, ModelUnavailable)
+    message = str(cause) if is_said else f"the model {model.name} cannot be loaded: {cause}"
+    return ModelUnavailable(message, retry_after_ms=RETRY_MS)

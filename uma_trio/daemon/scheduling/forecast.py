@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import Final
 
 import attrs
+import msgspec
 
 from uma_trio.config import Scheduling
 from uma_trio.daemon.scheduling.cost import CostModel, Work
 from uma_trio.daemon.scheduling.fairness import WAIT_PER_WORK
-from uma_trio.daemon.scheduling.prefill import prefill_budget
+from uma_trio.daemon.scheduling.prefill import PrefillBudget
 from uma_trio.engine_link.attention import Attention
 
 MAX_PHASES: Final = 256
@@ -84,22 +85,19 @@ class Speed:
             overdue: tokens of each prompt whose first token is overdue.
         """
 
-        def budget(*, follows_prefill: bool) -> int:
-            return prefill_budget(
-                self.cost,
-                self.limits,
-                work,
-                attrs.evolve(work, n_calls=1),
-                due_ms=target_itl_ms if work.decode_rows else math.inf,
-                max_tokens=self.max_tokens,
-                n_prompts=n_prompts,
-                overdue=overdue,
-                follows_prefill=follows_prefill,
-            )
-
-        n = budget(follows_prefill=False)
-        if work.decode_rows and n <= self.limits.min_chunk_tokens and budget(follows_prefill=True) <= 0:
-            n //= 2
+        budget = PrefillBudget(
+            cost=self.cost,
+            limits=self.limits,
+            alone=attrs.evolve(work, n_calls=1),
+            due_ms=target_itl_ms if work.decode_rows else math.inf,
+            max_tokens=self.max_tokens,
+            n_prompts=n_prompts,
+            overdue=overdue,
+            follows_prefill=False,
+        )
+        n = budget.tokens(work)
+        if work.decode_rows and n <= self.limits.min_chunk_tokens:
+            n //= 2 if msgspec.structs.replace(budget, follows_prefill=True).tokens(work) <= 0 else 1
         return max(1, n)
 
 

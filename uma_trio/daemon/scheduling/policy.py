@@ -84,7 +84,7 @@ def plan(tick: Tick) -> Plan:
     If not even the smallest chunk fits, every other tick has such a chunk and is late: neither prefill nor decoding
     starves.  Where decoding alone is late, or prompts are overdue, prompts get a share of the time in every tick.
     Without decodes, prefill can take ``prefill_tick_ms``.  What rules the length of
-    chunks: ``prefill_budget`` (the time), ``choose_prefill`` (tiles, calls of their own, recording) with
+    chunks: ``PrefillBudget`` (the time), ``choose_prefill`` (tiles, calls of their own, recording) with
     ``fairness.divide`` (the shares), and ``pause`` of the sequence's ``view`` (where a checkpoint is).
 
     Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time.  Now and then

@@ -50,7 +50,7 @@ a third of their speed.  The share is at least ``LATE_PREFILL_SHARE``, and more 
 def choose_prefill(tick: Tick, work: Work) -> tuple[list[tuple[SequenceView, int]], Work, Service]:
     """Choose which prompts advance next to the decodes, and by how many tokens.
 
-    The budget (``prefill_budget``) is what prompts get together.  It is rounded down so that the rows of the call fill
+    The budget (``PrefillBudget``) is what prompts get together.  It is rounded down so that the rows of the call fill
     tiles (``ROW_ALIGNMENT``), then divided between prompts (``fairness.divide``).  On a device that records calls, one
     token is left out where the call would be like the one before.
 
@@ -66,8 +66,17 @@ def choose_prefill(tick: Tick, work: Work) -> tuple[list[tuple[SequenceView, int
     # mean over all of them.
     mean_context = tick.attention.prefill_context(sum([view.n_context for view in prefills]) / len(prefills))
     work = attrs.evolve(work, mean_prefill_context=mean_context)
-    overdue = _overdue(tick)
-    budget = _prefill_budget(tick, work, overdue)
+    budget_of = PrefillBudget(
+        cost=cost,
+        limits=limits,
+        alone=estimated_work(tick.decodes, tick.attention),
+        due_ms=tick.due_ms,
+        max_tokens=tick.max_tokens,
+        n_prompts=len(prefills),
+        overdue=[view.n_pending for view in _overdue(tick)],
+        follows_prefill=tick.state.prefill_rows > 0,
+    )
+    budget = budget_of.tokens(work)
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
         aligned = budget - (budget + n_decodes if tick.mixes_prefill else budget) % ROW_ALIGNMENT
         budget = aligned if aligned >= limits.min_chunk_tokens else budget
@@ -79,7 +88,7 @@ def choose_prefill(tick: Tick, work: Work) -> tuple[list[tuple[SequenceView, int
         if rest and cost.predict(work) > MAX_FURTHER_CALL * cost.predict(attrs.evolve(work, n_calls=n_calls)):
             given, service = _divide(tick, budget - rest)
             work = _with_prefill(tick, work, given, n_calls=n_calls)
-        budget = _prefill_budget(tick, work, overdue)
+        budget = budget_of.tokens(work)
         if tick.records_calls and _would_be_recorded(given, n_decodes + work.prefill_tokens, tick.state):
             budget = min(budget, work.prefill_tokens - 1)
         if budget >= work.prefill_tokens:
@@ -164,34 +173,8 @@ def _overdue(tick: Tick) -> Sequence[SequenceView]:
     ]
 
 
-def _prefill_budget(tick: Tick, work: Work, overdue: Sequence[SequenceView]) -> int:
-    """``prefill_budget`` of a tick."""
-    return prefill_budget(
-        tick.cost,
-        tick.limits,
-        work,
-        estimated_work(tick.decodes, tick.attention),
-        due_ms=tick.due_ms,
-        max_tokens=tick.max_tokens,
-        n_prompts=len(tick.prefills),
-        overdue=[view.n_pending for view in overdue],
-        follows_prefill=tick.state.prefill_rows > 0,
-    )
-
-
-def prefill_budget(
-    cost: CostModel,
-    limits: Scheduling,
-    work: Work,
-    alone: Work,
-    *,
-    due_ms: float,
-    max_tokens: int,
-    n_prompts: int,
-    overdue: Sequence[int] = (),
-    follows_prefill: bool = False,
-) -> int:
-    """Prefill tokens that a tick has time and rows for; not positive if there is no room.
+class PrefillBudget(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Prefill tokens that a tick has time and rows for; ``choose_prefill`` divides them.
 
     =========================================  ================================================================
     situation                                  tokens
@@ -213,39 +196,49 @@ def prefill_budget(
     =========================================  ================================================================
 
     The smallest chunk is ``min_chunk_tokens``.
-
-    Args:
-        work: of the decodes in the calls of a tick with prefill.
-        alone: of the decodes in one call.
-        due_ms: until the tick has to end; infinite if nobody waits for that.
-        max_tokens: rows of the largest batch.
-        n_prompts: how many requests wait for their first token.
-        overdue: tokens of each prompt whose first token is overdue.
-        follows_prefill: the tick before had prefill chunks.
     """
-    n_decodes = alone.decode_rows
-    if not n_decodes:
-        least = limits.min_chunk_tokens * (PREFILL_ONLY_MIN_CHUNKS if due_ms == math.inf else 1)
-        return int(min(max_tokens, max(least, cost.max_prefill_tokens(min(due_ms, limits.prefill_tick_ms), work))))
-    in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
-    if overdue:
-        share = min(MAX_OVERDUE_SHARE, OVERDUE_PROMPT_STREAMS * len(overdue) / n_decodes)
-        decode_ms = cost.predict(alone)
-        late_ms = max((1 + LATE_PREFILL_SHARE) * decode_ms, min((1 + share) * decode_ms, limits.prefill_tick_ms))
-        late = cost.max_prefill_tokens(late_ms, work)
-        in_time = max(in_time, min(late, max(limits.min_chunk_tokens, sum(overdue))))
-    least = max(limits.min_chunk_tokens, limits.prefill_burst_tokens)
-    if n_prompts <= n_decodes:
-        max_tokens = min(max_tokens, max(SMOOTH_ROWS, n_decodes + least))
-        if in_time > least:
-            in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, max_tokens - n_decodes)))
-    if in_time < limits.min_chunk_tokens:
-        in_time = 0 if follows_prefill else limits.min_chunk_tokens
-        decode_ms = cost.predict(alone)
-        if decode_ms > due_ms:
-            late = cost.max_prefill_tokens((1 + LATE_PREFILL_SHARE) * decode_ms, work)
-            in_time = late if late >= limits.min_chunk_tokens else in_time
-    return int(min(max_tokens - n_decodes, in_time))
+
+    cost: CostModel
+    limits: Scheduling
+    alone: Work
+    """Work of the decodes in one call."""
+    due_ms: float
+    """Until the tick has to end; infinite if nobody waits for that."""
+    max_tokens: int
+    """Rows of the largest batch."""
+    n_prompts: int
+    """How many requests wait for their first token."""
+    overdue: Sequence[int]
+    """Tokens of each prompt whose first token is overdue."""
+    follows_prefill: bool
+    """The tick before had prefill chunks."""
+
+    def tokens(self, work: Work) -> int:
+        """The budget next to ``work``, of the decodes in the calls of a tick with prefill; not positive if there is no room."""
+        cost, limits, alone, due_ms, n_decodes = self.cost, self.limits, self.alone, self.due_ms, self.alone.decode_rows
+        max_tokens, overdue = self.max_tokens, self.overdue
+        if not n_decodes:
+            least = limits.min_chunk_tokens * (PREFILL_ONLY_MIN_CHUNKS if due_ms == math.inf else 1)
+            return int(min(max_tokens, max(least, cost.max_prefill_tokens(min(due_ms, limits.prefill_tick_ms), work))))
+        in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
+        if overdue:
+            share = min(MAX_OVERDUE_SHARE, OVERDUE_PROMPT_STREAMS * len(overdue) / n_decodes)
+            decode_ms = cost.predict(alone)
+            late_ms = max((1 + LATE_PREFILL_SHARE) * decode_ms, min((1 + share) * decode_ms, limits.prefill_tick_ms))
+            late = cost.max_prefill_tokens(late_ms, work)
+            in_time = max(in_time, min(late, max(limits.min_chunk_tokens, sum(overdue))))
+        least = max(limits.min_chunk_tokens, limits.prefill_burst_tokens)
+        if self.n_prompts <= n_decodes:
+            max_tokens = min(max_tokens, max(SMOOTH_ROWS, n_decodes + least))
+            if in_time > least:
+                in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, max_tokens - n_decodes)))
+        if in_time < limits.min_chunk_tokens:
+            in_time = 0 if self.follows_prefill else limits.min_chunk_tokens
+            decode_ms = cost.predict(alone)
+            if decode_ms > due_ms:
+                late = cost.max_prefill_tokens((1 + LATE_PREFILL_SHARE) * decode_ms, work)
+                in_time = late if late >= limits.min_chunk_tokens else in_time
+        return int(min(max_tokens - n_decodes, in_time))
 
 
 def _divide(tick: Tick, budget: int) -> tuple[list[tuple[SequenceView, int]], Service]:

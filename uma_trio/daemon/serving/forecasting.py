@@ -257,14 +257,14 @@ def _missed(sequence: Sequence, found: Prediction, pace: float, now: float) -> D
     left_ms, end_ms = 1e3 * (sequence.deadline_at - now), pace * found.end_ms
     if end_ms <= left_ms:
         return None
+    waits = pace * (found.end_ms - found.place_ms) <= left_ms
     error = DeadlineMissed(
         f"the answer would be complete in {math.ceil(end_ms)} ms, and deadline_ms leaves {max(0, math.floor(left_ms))} ms: "
         "give it more, or ask for fewer tokens",
         field="deadline_ms",
+        retry_after_ms=math.ceil(end_ms - left_ms) if waits else None,
     )
     error.eta_ms = math.ceil(end_ms)
-    if pace * (found.end_ms - found.place_ms) <= left_ms:
-        error.retry_after_ms = math.ceil(end_ms - left_ms)
     return error
 
 

@@ -836,9 +836,8 @@ class Scheduler:
 
     def _on_engine_unavailable(self, error: LoadError, retry_s: float) -> None:
         """Fail all requests, and refuse new ones until the engine runs."""
-        unavailable = ModelUnavailable(f"the model's engine cannot be started: {error}")
-        unavailable.retry_after_ms = round(1e3 * retry_s)
-        self._fail_everything(unavailable)
+        message = f"the model's engine cannot be started: {error}"
+        self._fail_everything(ModelUnavailable(message, retry_after_ms=round(1e3 * retry_s)))
 
     def _fail_everything(self, error: UmaError) -> None:
         if self._refusal is None or isinstance(self._refusal, ModelUnavailable):
