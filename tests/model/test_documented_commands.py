@@ -74,6 +74,7 @@ NOT_RUN = {
     ),
     r"uma-trio controllers rm [0-9a-f]{64}": "there is no such module; tests/loop/test_cli_controllers.py removes one",
     r"uma-trio attach [0-9a-f]{16}.*": "there is no such answer; tests/model/test_detached.py attaches to one",
+    r"uma-trio explain [0-9a-f]{16}": "there is no such request; tests/gateway/test_explain.py asks about one",
     r"uma-trio replay [0-9a-f]{16}.*": "there is no such answer; tests/model/test_replay.py replays some",
     r"uma-trio aicirt .*": "serves until its engine ends; tests/aici/test_conformance.py drives it",
     r"uma-trio completion zsh > .*": "needs zsh",
