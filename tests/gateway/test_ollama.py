@@ -16,7 +16,7 @@ from tests.support.commands import invoke
 from tests.support.profile import sampled
 from tests.support.real_daemon import Daemon, missing, real_daemon
 from uma_trio.client import Eos, Timings, ToolCall, Usage
-from uma_trio.gateway.dialects.ollama.generate import _chat, _Lines
+from uma_trio.gateway.dialects.ollama.generate import Lines, chat_line
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
@@ -96,7 +96,7 @@ def test_calls_of_a_stream_come_in_a_line_before_the_last() -> None:
     usage, timings = Usage(prompt_tokens=1, completion_tokens=1), Timings(queue_ms=0, total_ms=1)
     call = ToolCall(id="c1", name="weather", arguments={"city": "Lima"})
     eos = Eos(id="r", reason="tool_calls", usage=usage, timings=timings, tool_calls=[call])
-    lines = _Lines("embedded", _chat, [], "r").render(eos).splitlines()
+    lines = Lines("embedded", chat_line, [], "r").render(eos).splitlines()
     calls, last = (ollama.ChatResponse.model_validate_json(line) for line in lines)
     assert (calls.done, last.done, last.done_reason) == (False, True, "stop")
     assert [(each.function.name, each.function.arguments) for each in calls.message.tool_calls] == [

@@ -12,6 +12,7 @@ from uma_trio.client import Eos, Timings, Token, ToolCall, ToolCallDelta, Usage
 from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.chat import ChatChunks
 
+HEAD = {"id": "c", "created": 1, "model": "m", "system_fingerprint": "b1"}
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 ANSWER = "The capital of France is Paris."
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -25,7 +26,7 @@ def chat(gateway: Gateway, *messages: dict[str, object], **fields: object) -> op
 
 def chunks(*events: object) -> list[dict[str, object]]:
     """The data of a stream of these events."""
-    renderer = ChatChunks({"id": "c"}, "r", Extras(), n=1, usage=False, warnings=[])
+    renderer = ChatChunks(HEAD, "r", Extras(), n=1, has_usage=False, warnings=[])
     written = renderer.begin() + b"".join(map(renderer.render, events)) + renderer.end()
     lines = [line.removeprefix(b"data: ") for line in written.split(b"\n") if line]
     assert lines.pop() == b"[DONE]"

@@ -14,6 +14,7 @@ from uma_trio.gateway.dialects.openai.chat import ChatChunks
 from uma_trio.gateway.errors import HttpError
 
 KEEP_ALIVE_S = 15.0
+HEAD = {"id": "c", "created": 1, "model": "m", "system_fingerprint": "b1"}
 
 
 async def sent(events: AsyncIterator[list[Event]]) -> list[tuple[float, bytes]]:
@@ -31,7 +32,7 @@ async def sent(events: AsyncIterator[list[Event]]) -> list[tuple[float, bytes]]:
     def refuse(error: HttpError) -> Response:
         raise error
 
-    renderer = ChatChunks({"id": "c"}, "r", Extras(), n=1, usage=False, warnings=[])
+    renderer = ChatChunks(HEAD, "r", Extras(), n=1, has_usage=False, warnings=[])
     answer = StreamedAnswer(events, renderer, refuse=refuse, keep_alive_s=KEEP_ALIVE_S)
     await answer({"type": "http", "state": {"send": send}}, receive, send)
     return found

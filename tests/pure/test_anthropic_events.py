@@ -11,10 +11,11 @@ from uma_trio.gateway.dialects.anthropic.messages import MessageEvents
 from uma_trio.gateway.errors import HttpError
 
 Fields = dict[str, Any]
+HEAD = {"id": "msg_1", "role": "assistant", "model": "m"}
 
 
 def renderer(*, has_reasoning: bool = True) -> MessageEvents:
-    return MessageEvents({"id": "msg_1"}, "1", 3, has_reasoning=has_reasoning)
+    return MessageEvents(HEAD, "1", 3, has_reasoning=has_reasoning)
 
 
 def events_of(written: bytes) -> list[Fields]:
@@ -84,7 +85,7 @@ def test_the_first_event_has_the_size_of_the_prompt() -> None:
 
 def test_an_answer_that_the_context_cuts_says_so() -> None:
     assert rendered(ANSWER[2], eos(reason="length"))[-2]["delta"]["stop_reason"] == "max_tokens"
-    events = MessageEvents({}, "1", 100, has_reasoning=True)
+    events = MessageEvents(HEAD, "1", 100, has_reasoning=True)
     events.render(eos(reason="length"))
     assert events_of(events.end())[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
 

@@ -12,7 +12,7 @@ from tests.support.answers import ANSWER, CALLS, eos
 from tests.support.cases import all_cases
 from uma_trio.client import Event, Token
 from uma_trio.gateway.dialects.llama.extras import Extras
-from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
+from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.messages import parse
@@ -166,9 +166,8 @@ def test_reasoning_text_and_calls_are_items_with_events_in_order() -> None:
 
 def test_a_whole_response_has_the_items_of_a_streamed_one() -> None:
     streamed = rendered(*ANSWER, eos(reason="tool_calls", tool_calls=CALLS))[-1]["response"]
-    found = whole_response(
-        renderer(), eos(reason="tool_calls", tool_calls=CALLS, text="I look.", reasoning="I must look.")
-    )
+    end = eos(reason="tool_calls", tool_calls=CALLS, text="I look.", reasoning="I must look.")
+    found: Any = msgspec.to_builtins(renderer().whole([end]))
     for item in (*streamed["output"], *found["output"]):
         if "arguments" in item:
             item["arguments"] = json.loads(item["arguments"])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import anyio
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from uma_trio.client import Eos, Event
 from uma_trio.gateway.errors import HttpError, client_left
 from uma_trio.gateway.forecast import ForecastHeaders
 from uma_trio.processes.large_work import LargeWork
@@ -115,27 +117,43 @@ async def encoded_vectors(
     return await encoded_items(large_work, vectors, form, per_piece=max(1, NUMBERS_PER_PIECE // longest))
 
 
-class Renderer(Protocol[Rendered]):
+class Renderer(ABC, Generic[Rendered]):
     """Writes the events of one streamed answer in the form of a dialect.  Pure.
 
     What it renders are events, or lists of events that belong into one frame.
     """
 
-    media_type: str
-    keep_alive_frame: bytes
+    media_type = EVENT_STREAM
+    keep_alive_frame = COMMENT
     """Sent while there is nothing else to send; empty if the dialect has nothing that clients ignore."""
 
     def begin(self) -> bytes:
         """What comes before the first event.  Called when something is written, so events may have been rendered."""
+        return b""
 
+    @abstractmethod
     def render(self, event: Rendered) -> bytes:
         """What the client gets for one event; may be empty."""
 
+    @abstractmethod
     def fail(self, error: HttpError) -> bytes:
         """An error after the stream has begun.  Nothing follows it."""
 
     def end(self) -> bytes:
         """What comes after the last event."""
+        return b""
+
+
+class AnswerRenderer(Renderer[Event]):
+    """Writes an answer of the daemon, streamed or whole."""
+
+    @abstractmethod
+    def whole(self, ends: Sequence[Eos]) -> object:
+        """What is encoded if nothing is streamed.
+
+        Args:
+            ends: the last events of all answers of a request, by ``index``.
+        """
 
 
 class StreamedAnswer(Response, Generic[Item]):

@@ -177,17 +177,6 @@ class Daemon:
                 self._count(charge, batch)
                 yield batch
 
-    async def complete(self, fields: Mapping[str, Any]) -> list[Eos]:
-        """Send a request without streaming, and return the last events of its answers by ``index``.
-
-        Raises:
-            HttpError: the daemon cannot be reached or refuses.
-        """
-        async with self._sending(fields, is_streamed=False) as (client, request, charge):
-            ends = await client.choices(**request)
-            self._count(charge, ends)
-            return ends
-
     async def detach(self, fields: Mapping[str, Any]) -> None:
         """Send a request that the daemon answers on its own.
 
@@ -289,8 +278,8 @@ class Daemon:
         if failure is not None:
             raise failure
 
-    async def complete_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Eos]:
-        """Send several requests without streaming, and return the last events of all answers by ``index``.
+    async def complete(self, *requests: Mapping[str, Any]) -> list[Eos]:
+        """Send requests without streaming, and return the last events of all answers by ``index``.
 
         Raises:
             HttpError: one of them cannot be answered.

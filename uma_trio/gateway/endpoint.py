@@ -12,10 +12,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from uma_trio.client import Client, Event, TokenList
+from uma_trio.client import Client, TokenList
 from uma_trio.config import Config
 from uma_trio.errors import ModelNotFound
-from uma_trio.gateway.answer import EVENT_STREAM, JSON, Renderer, StreamedAnswer, json_response, unless_disconnected
+from uma_trio.gateway.answer import (
+    EVENT_STREAM,
+    JSON,
+    AnswerRenderer,
+    Renderer,
+    StreamedAnswer,
+    json_response,
+    unless_disconnected,
+)
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.dialects.contents import names_of_media
@@ -293,12 +301,20 @@ class Call:
         if self.daemon.account is not None:
             self.daemon.account.count_request()
 
-    def stream(self, fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], renderer: Renderer[Event]) -> Response:
-        """Send one request or several to the daemon, and the answers to the client while they are generated."""
-        if isinstance(fields, Mapping):
-            forecasts = ForecastHeaders(passes=bool(fields.get("forecast")))
-            return self.stream_events(self.daemon.generate({**fields, "forecast": True}), renderer, forecasts)
-        return self.stream_events(self.daemon.generate_all(fields), renderer)
+    async def answers(
+        self, *requests: Mapping[str, Any], renderer: AnswerRenderer, is_streamed: bool | None
+    ) -> Response:
+        """Send requests to the daemon, and their answers to the client: while they are generated, or whole.
+
+        Raises:
+            HttpError: an answer that is whole cannot be had.
+        """
+        if not is_streamed:
+            return json_response(renderer.whole(await self.unless_disconnected(self.daemon.complete(*requests))))
+        if len(requests) > 1:
+            return self.stream_events(self.daemon.generate_all(requests), renderer)
+        forecasts = ForecastHeaders(passes=bool(requests[0].get("forecast")))
+        return self.stream_events(self.daemon.generate({**requests[0], "forecast": True}), renderer, forecasts)
 
     def stream_events(
         self,

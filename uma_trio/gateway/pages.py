@@ -12,7 +12,7 @@ from typing import Final
 from starlette.responses import Response
 
 from uma_trio.client import Activity, Event
-from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, sse
+from uma_trio.gateway.answer import EVENT_STREAM, Renderer, sse
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.dialects.starling import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -124,15 +124,8 @@ async def _events(daemon: Daemon, interval_ms: int, model: str | None) -> AsyncI
             yield [event]
 
 
-class _Events:
+class _Events(Renderer[Event]):
     """Writes the events of a watch."""
-
-    media_type = EVENT_STREAM
-    keep_alive_frame = COMMENT
-
-    def begin(self) -> bytes:
-        """Nothing comes before the first event."""
-        return b""
 
     def render(self, event: Event) -> bytes:
         """One event."""
@@ -144,10 +137,6 @@ class _Events:
     def fail(self, error: HttpError) -> bytes:
         """The daemon is gone."""
         return sse({"code": error.code, "message": error.message}, event="error")
-
-    def end(self) -> bytes:
-        """Nothing: the daemon stops."""
-        return b""
 
 
 WATCH: Final = Endpoint(

@@ -30,7 +30,7 @@ from uma_trio.client import (
     PrefillProgress,
     Token,
 )
-from uma_trio.gateway.answer import EVENT_STREAM, json_response, sse
+from uma_trio.gateway.answer import Renderer, json_response, sse
 from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
 from uma_trio.gateway.endpoint import UNKNOWN_PRINCIPAL, Call, Dialect, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
@@ -227,10 +227,9 @@ class _ForkFrame:
         return found | {"text": self.text, "error": self.error, "logs": self.logs, "storage": self.storage}
 
 
-class RunRenderer:
+class RunRenderer(Renderer[list[Event]]):
     """Writes the frames of a run: one for all events that have arrived together."""
 
-    media_type = EVENT_STREAM
     keep_alive_frame = b""
     """The clients of this API take a comment for an error."""
 

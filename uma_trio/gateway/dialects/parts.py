@@ -6,16 +6,16 @@ that is due; a dialect writes it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import msgspec
 
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
-from uma_trio.gateway.answer import EVENT_STREAM
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.answer import AnswerRenderer
+from uma_trio.gateway.dialects.shapes import Probability, TokenProbability
 from uma_trio.protocol.events import Logprobs
 
 
@@ -59,15 +59,12 @@ def parts_of(eos: Eos, *, has_reasoning: bool = True) -> list[Part]:
     return parts
 
 
-class PartRenderer(ABC):
+class PartRenderer(AnswerRenderer):
     """Writes a streamed answer as parts.  Keeps what it has written in ``parts``.
 
     Args:
         has_reasoning: whether the reasoning is written.
     """
-
-    media_type = EVENT_STREAM
-    keep_alive_frame: bytes
 
     def __init__(self, *, has_reasoning: bool = True) -> None:
         self._has_reasoning = has_reasoning
@@ -97,6 +94,12 @@ class PartRenderer(ABC):
         assert self.eos is not None
         missing = [] if self.parts else [*self._begin_part("text")]
         return b"".join([*missing, *self._end_part(), self.ended(self.eos)])
+
+    def whole(self, ends: Sequence[Eos]) -> object:
+        """The answer that was not streamed."""
+        [eos] = ends
+        self.eos, self.parts = eos, parts_of(eos, has_reasoning=self._has_reasoning)
+        return self.complete(eos)
 
     def _text(self, event: Token | Reasoning) -> Iterator[bytes]:
         if not event.text and event.logprob is None:
@@ -132,10 +135,6 @@ class PartRenderer(ABC):
             yield self.part_ended(self.parts[-1])
 
     @abstractmethod
-    def begin(self) -> bytes:
-        """What comes before the first event."""
-
-    @abstractmethod
     def part_began(self, part: Part) -> bytes:
         """Announces a part, which is still empty."""
 
@@ -152,8 +151,8 @@ class PartRenderer(ABC):
         """Ends the answer."""
 
     @abstractmethod
-    def fail(self, error: HttpError) -> bytes:
-        """An error after the stream has begun.  Nothing follows it."""
+    def complete(self, eos: Eos) -> object:
+        """All of the answer, whose ``parts`` are known."""
 
 
 def logprobs_of(event: Token | Reasoning) -> Logprobs | None:
@@ -169,16 +168,16 @@ def logprobs_of(event: Token | Reasoning) -> Logprobs | None:
     )
 
 
-def logprobs_body(found: Sequence[Logprobs]) -> list[dict[str, Any]]:
+def probabilities(found: Sequence[Logprobs]) -> list[TokenProbability]:
     """Log probabilities as the APIs of OpenAI and Ollama have them."""
     return [
-        {
-            "token": each.text,
-            "logprob": each.logprob,
-            "bytes": each.bytes,
-            "top_logprobs": [
-                {"token": top.text, "logprob": top.logprob, "bytes": top.bytes} for top in each.top_logprobs
+        TokenProbability(
+            token=each.text,
+            logprob=each.logprob,
+            bytes=each.bytes,
+            top_logprobs=[
+                Probability(token=top.text, logprob=top.logprob, bytes=top.bytes) for top in each.top_logprobs
             ],
-        }
+        )
         for each in found
     ]

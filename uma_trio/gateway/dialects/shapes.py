@@ -22,5 +22,19 @@ class Warned(Shape, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
 
 
+class Probability(Shape):
+    """A token and its log probability."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+
+
+class TokenProbability(Probability):
+    """A token of the answer, and its most likely alternatives."""
+
+    top_logprobs: list[Probability]
+
+
 Object = dict[str, Any]
 """An object whose fields are described elsewhere."""

@@ -6,6 +6,7 @@ Their fields and events are those of docs/PROTOCOL-REFERENCE.md, and the daemon 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import attrs
@@ -13,7 +14,16 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
-from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, json_line, json_response, sse
+from uma_trio.gateway.answer import (
+    COMMENT,
+    EVENT_STREAM,
+    JSON,
+    NDJSON,
+    AnswerRenderer,
+    json_line,
+    json_response,
+    sse,
+)
 from uma_trio.gateway.dialects.starling_shapes import Answer, ExplainedPrompt, SteeredAnswer, Tokenized
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint, without_effect
@@ -53,16 +63,10 @@ async def generate(call: Call) -> Response:
     fields, warnings = await read_request(call)
     wants = call.request.headers.get("accept", "")
     as_lines = NDJSON in wants or (JSON in wants and EVENT_STREAM not in wants)
-    match fields.pop("stream", True):
-        case True:
-            return call.stream(fields, Events(call.id, warnings, as_lines=as_lines))
-        case False:
-            ends = await call.unless_disconnected(call.daemon.complete(fields))
-            answers = [_without_names(to_fields(eos)) for eos in ends]
-            warnings += [warning for answer in answers for warning in answer.pop("warnings", [])]
-            body = answers[0] if len(answers) == 1 else {"answers": answers}
-            return json_response({"request_id": call.id, **body}, warnings=warnings)
-    raise invalid("stream must be true or false", parameter="stream")
+    if not isinstance(is_streamed := fields.pop("stream", True), bool):
+        raise invalid("stream must be true or false", parameter="stream")
+    events = Events(call.id, warnings, as_lines=as_lines)
+    return await call.answers(fields, renderer=events, is_streamed=is_streamed)
 
 
 async def read_request(call: Call) -> tuple[dict[str, Any], list[str]]:
@@ -112,7 +116,7 @@ def _without_names(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in ("id", "event")}
 
 
-class Events:
+class Events(AnswerRenderer):
     """Writes the events of the socket protocol.
 
     Args:
@@ -142,9 +146,12 @@ class Events:
         """An error after the beginning."""
         return self.written({"event": "error", **_error_body(error, self._request_id)["error"]})
 
-    def end(self) -> bytes:
-        """Nothing: the last event is ``eos``."""
-        return b""
+    def whole(self, ends: Sequence[Eos]) -> object:
+        """The fields of the last event; of several answers, a list of these."""
+        answers = [_without_names(to_fields(eos)) for eos in ends]
+        warnings = [*self._warnings, *(each for answer in answers for each in answer.pop("warnings", []))]
+        body = answers[0] if len(answers) == 1 else {"answers": answers}
+        return {"request_id": self._request_id, **body, **({"warnings": warnings} if warnings else {})}
 
     def written(self, fields: dict[str, Any]) -> bytes:
         """An event of these fields."""

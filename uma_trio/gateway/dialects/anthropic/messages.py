@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET
 from starlette.responses import Response
 
 from uma_trio.client import Eos
 from uma_trio.gateway.answer import PLACE, PreparedEvent, json_response, sse
-from uma_trio.gateway.dialects.anthropic.shapes import AnswerMessage, MessageEvent, TokenCount
+from uma_trio.gateway.dialects.anthropic.shapes import (
+    AnswerMessage,
+    MessageEvent,
+    MessageUsage,
+    OutputDetails,
+    TokenCount,
+)
 from uma_trio.gateway.dialects.anthropic.shared import (
     ANTHROPIC,
     Chat,
@@ -20,10 +27,11 @@ from uma_trio.gateway.dialects.anthropic.shared import (
 )
 from uma_trio.gateway.dialects.conversation import conversation_fields, without_noise
 from uma_trio.gateway.dialects.fields import fields_of, with_fields_of
-from uma_trio.gateway.dialects.parts import Part, PartRenderer, parts_of
+from uma_trio.gateway.dialects.parts import Part, PartRenderer
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.events import Logprobs
+from uma_trio.protocol.usage import Usage
 
 SIGNATURE: Final = "uma-trio"
 """All thinking blocks have it.  Clients send only blocks back that have one."""
@@ -62,22 +70,17 @@ async def answer_messages(call: Call) -> Response:
         chat_template_kwargs=request.template_kwargs,
         separate_reasoning=True,
         reasoning_budget=request.thinking.budget if request.thinking else None,
+        progress=request.stream or None,
     )
-    head: dict[str, Any] = {
+    head = {
         "id": f"msg_{call.id}",
-        "type": "message",
         "role": "assistant",
         "model": request.model or (await call.daemon.model()).name,
+        "warnings": [*warnings, *chat.warnings, *skipped] or UNSET,
     }
-    if warnings := [*warnings, *chat.warnings, *skipped]:
-        head["warnings"] = warnings
     has_reasoning = request.thinking is None or not request.thinking.is_hidden
-    if request.stream:
-        renderer = MessageEvents(head, call.id, request.max_tokens, has_reasoning=has_reasoning)
-        return call.stream({**fields, "progress": True}, renderer)
-    [eos] = await call.unless_disconnected(call.daemon.complete(fields))
-    content = [_block(part) for part in parts_of(eos, has_reasoning=has_reasoning)]
-    return json_response({**head, "content": content, **_stop(eos, request.max_tokens), "usage": _usage(eos)})
+    renderer = MessageEvents(head, call.id, request.max_tokens, has_reasoning=has_reasoning)
+    return await call.answers(fields, renderer=renderer, is_streamed=request.stream)
 
 
 async def count_tokens(call: Call) -> Response:
@@ -92,7 +95,7 @@ async def count_tokens(call: Call) -> Response:
         tools=tools.get("tools"),
         chat_template_kwargs=request.template_kwargs,
     )
-    return json_response({"input_tokens": len(found.tokens)}, warnings=[*warnings, *chat.warnings, *skipped])
+    return json_response(TokenCount(input_tokens=len(found.tokens)), warnings=[*warnings, *chat.warnings, *skipped])
 
 
 def _block(part: Part) -> dict[str, Any]:
@@ -117,22 +120,16 @@ def _stop(eos: Eos, max_tokens: int) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": eos.stop}
 
 
-def _usage(eos: Eos) -> dict[str, Any]:
-    usage = eos.usage
-    found = _tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-    if usage.reasoning_tokens is not None:
-        found["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
-    return found
-
-
-def _tokens(prompt: int, cached: int, output: int) -> dict[str, Any]:
+def _usage(usage: Usage) -> MessageUsage:
     """Token counts.  The prompt is divided into what was in the KV cache and what was not."""
-    return {
-        "input_tokens": prompt - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": output,
-    }
+    thinking = usage.reasoning_tokens
+    return MessageUsage(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=UNSET if thinking is None else OutputDetails(thinking_tokens=thinking),
+    )
 
 
 class MessageEvents(PartRenderer):
@@ -156,13 +153,8 @@ class MessageEvents(PartRenderer):
 
     def begin(self) -> bytes:
         """The message without its content.  What of the prompt was in the KV cache is known at the end."""
-        message = {
-            **self._head,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _tokens(self.prompt_tokens or 0, 0, 0),
-        }
+        usage = _usage(Usage(prompt_tokens=self.prompt_tokens or 0, completion_tokens=0))
+        message = AnswerMessage(**self._head, content=[], stop_reason=None, stop_sequence=None, usage=usage)
         return _event("message_start", message=message) + self.keep_alive_frame
 
     def part_began(self, part: Part) -> bytes:
@@ -195,7 +187,14 @@ class MessageEvents(PartRenderer):
 
     def ended(self, eos: Eos) -> bytes:
         """Why the message ended, and the final usage."""
-        return _event("message_delta", delta=_stop(eos, self._max_tokens), usage=_usage(eos)) + _event("message_stop")
+        return _event("message_delta", delta=_stop(eos, self._max_tokens), usage=_usage(eos.usage)) + _event(
+            "message_stop"
+        )
+
+    def complete(self, eos: Eos) -> AnswerMessage:
+        """The whole message."""
+        content, stop = [*map(_block, self.parts)], _stop(eos, self._max_tokens)
+        return AnswerMessage(**self._head, content=content, **stop, usage=_usage(eos.usage))
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""

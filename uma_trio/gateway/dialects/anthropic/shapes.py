@@ -26,15 +26,14 @@ class MessageUsage(Shape):
     output_tokens_details: OutputDetails | UnsetType = UNSET
 
 
-class AnswerMessage(Warned):
+class AnswerMessage(Warned, tag_field="type", tag="message"):
     """The answer of the model: blocks of the types ``thinking``, ``text`` and ``tool_use``."""
 
     id: str
-    type: Literal["message"]
     role: Literal["assistant"]
     model: str
     content: list[Object]
-    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
 

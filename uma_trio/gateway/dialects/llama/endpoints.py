@@ -14,7 +14,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Token
-from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
+from uma_trio.gateway.answer import AnswerRenderer, json_response, sse
 from uma_trio.gateway.dialects.llama.extras import (
     Description,
     Extras,
@@ -144,21 +144,15 @@ async def _answer(
     ]
     model = await call.daemon.model(request.model)
     description = Description(
-        head={"model": request.model or model.name, **({"warnings": warnings} if warnings else {})},
+        model=request.model or model.name,
+        warnings=warnings,
         settings=generation_settings(model, sampling, n_probs=request.n_probs, stream=request.stream),
         prompts=[prompt for prompt in prompts for _ in range(n)],
         limit=sampling.get("max_tokens") or call.config.limits.default_max_tokens or None,
         probabilities=bool(request.n_probs),
     )
-    if request.stream:
-        return call.stream(requests, LlamaEvents(description, extras, call.id))
-    ends = await call.unless_disconnected(call.daemon.complete_all(requests))
-    found = []
-    for eos in ends:
-        text, tokens = eos.text or "", [each.token_id for each in eos.logprobs or ()]
-        body = description.of(eos, text, tokens if request.return_tokens else [], has_new_line="\n" in text)
-        found.append(body if not request.response_fields else _chosen(body, request.response_fields))
-    return json_response(found[0] if len(found) == 1 and not is_list else found)
+    renderer = LlamaEvents(description, extras, request, call.id, is_list=is_list)
+    return await call.answers(*requests, renderer=renderer, is_streamed=request.stream)
 
 
 def _chosen(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
@@ -172,25 +166,22 @@ def _chosen(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-class LlamaEvents:
+class LlamaEvents(AnswerRenderer):
     """Writes answers as llama-server does: without names of events, and without a mark of the end.
 
     A token whose text is held back comes with the next text.
     """
 
-    media_type = EVENT_STREAM
-    keep_alive_frame = COMMENT
-
-    def __init__(self, description: Description, extras: Extras, request_id: str) -> None:
+    def __init__(
+        self, description: Description, extras: Extras, request: LlamaFields, request_id: str, *, is_list: bool
+    ) -> None:
         self._description = description
         self._extras = extras
+        self._request = request
+        self._is_list = is_list
         self._request_id = request_id
         self._held: dict[int, list[Token]] = {}
         self._has_new_line: set[int] = set()
-
-    def begin(self) -> bytes:
-        """Nothing."""
-        return b""
 
     def render(self, event: Event) -> bytes:
         """One event for each that has something new."""
@@ -199,7 +190,7 @@ class LlamaEvents:
             case Token():
                 return self._text(event, found)
             case PrefillProgress() if found:
-                return sse({"index": event.index or 0, "content": "", "tokens": [], "stop": False, **found})
+                return sse(LlamaAnswer(index=event.index or 0, content="", tokens=[], stop=False, **found))
             case Eos():
                 has_new_line = (event.index or 0) in self._has_new_line
                 return sse(self._description.of(event, "", [], has_new_line=has_new_line))
@@ -209,9 +200,16 @@ class LlamaEvents:
         """An error in the middle of the stream."""
         return sse(error_body(error, self._request_id))
 
-    def end(self) -> bytes:
-        """Nothing: the last event of each answer has ``stop``."""
-        return b""
+    def whole(self, ends: Sequence[Eos]) -> object:
+        """One answer, or a list of them."""
+        found = [*map(self._whole, ends)]
+        return found[0] if len(found) == 1 and not self._is_list else found
+
+    def _whole(self, eos: Eos) -> object:
+        text, fields = eos.text or "", self._request.response_fields
+        tokens = [each.token_id for each in eos.logprobs or ()] if self._request.return_tokens else []
+        body = self._description.of(eos, text, tokens, has_new_line="\n" in text)
+        return _chosen(msgspec.to_builtins(body), fields) if fields else body
 
     def _text(self, event: Token, more: Mapping[str, Any]) -> bytes:
         index = event.index or 0
@@ -222,9 +220,9 @@ class LlamaEvents:
         if "\n" in event.text:
             self._has_new_line.add(index)
         tokens = [each.token_id for each in held if each.token_id is not None]
-        body: dict[str, Any] = {"index": index, "content": event.text, "tokens": tokens, "stop": False, **more}
+        body = LlamaAnswer(index=index, content=event.text, tokens=tokens, stop=False, **more)
         if self._description.probabilities:
-            body["completion_probabilities"] = [
+            body.completion_probabilities = [
                 probabilities_of(found) for each in held if (found := logprobs_of(each)) is not None
             ]
         held.clear()
@@ -234,27 +232,24 @@ class LlamaEvents:
 async def lora_adapters(call: Call) -> Response:
     """The adapters of the default model, by their numbers.  ``scale`` is that of requests that give none."""
     model = (await call.ask(lambda client: client.models()))[0]
-    return json_response(
-        [{"id": number, "path": each.name, "scale": each.scale} for number, each in enumerate(model.adapters)]
-    )
+    adapters = enumerate(model.adapters)
+    return json_response([LoraAdapter(id=number, path=each.name, scale=each.scale) for number, each in adapters])
 
 
 async def props(call: Call) -> Response:
     """What llama-server says about itself: the context of a request, its default parameters, and the chat template."""
     model = (await call.ask(lambda client: client.models()))[0]
+    settings = generation_settings(model, {"max_tokens": call.config.limits.default_max_tokens or None})
     return json_response(
-        {
-            "default_generation_settings": {
-                "n_ctx": model.context_per_request,
-                "params": generation_settings(model, {"max_tokens": call.config.limits.default_max_tokens or None}),
-            },
-            "total_slots": model.parallel,
-            "model_alias": model.name,
-            "model_path": f"{model.name}.gguf",
-            "chat_template": model.chat_template or "",
-            "modalities": {"vision": "vision" in model.capabilities, "audio": "audio" in model.capabilities},
-            "build_info": fingerprint_of(model),
-        }
+        Props(
+            default_generation_settings={"n_ctx": model.context_per_request, "params": settings},
+            total_slots=model.parallel,
+            model_alias=model.name,
+            model_path=f"{model.name}.gguf",
+            chat_template=model.chat_template or "",
+            modalities={"vision": "vision" in model.capabilities, "audio": "audio" in model.capabilities},
+            build_info=fingerprint_of(model),
+        )
     )
 
 
@@ -273,7 +268,7 @@ async def slots(call: Call) -> Response:
         n_running = own.get("running", 0)
     return json_response(
         [
-            {"id": number, "n_ctx": model.context_per_request, "is_processing": number < n_running}
+            SlotInfo(id=number, n_ctx=model.context_per_request, is_processing=number < n_running)
             for number in range(model.parallel)
         ]
     )

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import attrs
+from msgspec import UNSET
 
 import uma_trio
 from uma_trio.client import Eos, Event, ModelDescription, PrefillProgress, Reasoning, Token
+from uma_trio.gateway.dialects.llama.shapes import LlamaAnswer, StopType
 from uma_trio.gateway.dialects.openai.shared import Sampling
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.events import Logprob, Logprobs
@@ -21,21 +23,22 @@ from uma_trio.protocol.parameters import DEFAULT_BREAKERS, PARAMETERS
 from uma_trio.protocol.requests import BANNED
 from uma_trio.protocol.usage import Timings, Usage
 
-STOP_TYPES: Final = {"length": "limit", "stop": "eos"}
+STOP_TYPES: Final[Mapping[str, StopType]] = {"length": "limit", "stop": "eos"}
 """Finish reasons of the protocol in llama-server's words, unless a stop string has ended the answer."""
 
 ANY_SEED: Final = -1
 NO_LIMIT: Final = -1
 
 
-async def head_of(call: Call, wanted: str | None) -> dict[str, Any]:
-    """The name of the model that answers, and ``system_fingerprint``, which all answers of OpenAI's API have.
+async def head_of(call: Call, id: str, wanted: str | None) -> dict[str, Any]:
+    """What all completions of OpenAI's API have, and each chunk of one.
 
     Raises:
         HttpError: the daemon cannot be reached.
     """
     model = await call.daemon.model(wanted)
-    return {"model": wanted or model.name, "system_fingerprint": fingerprint_of(model)}
+    name, fingerprint = wanted or model.name, fingerprint_of(model)
+    return {"id": id, "created": int(time.time()), "model": name, "system_fingerprint": fingerprint}
 
 
 def fingerprint_of(model: ModelDescription) -> str:
@@ -177,7 +180,7 @@ class Extras:
         found = self.of(first)
         if self._description is not None:
             text = first.text or "".join(self._texts.get(first.index or 0, ()))
-            found["__verbose"] = self._description.of(first, text, [], has_new_line="\n" in text)
+            found["verbose"] = self._description.of(first, text, [], has_new_line="\n" in text)
         return found
 
 
@@ -225,8 +228,8 @@ def generation_settings(
 class Description:
     """What llama-server says about an answer in its own API, and as ``__verbose`` in OpenAI's."""
 
-    head: Mapping[str, Any]
-    """Fields of all answers."""
+    model: str
+    """Its name."""
     settings: Mapping[str, Any]
     """Parameters of the request."""
     prompts: Sequence[str | list[int]]
@@ -235,32 +238,33 @@ class Description:
     """The longest answer in tokens, if there is a limit other than the context."""
     probabilities: bool = False
     """Whether the client wants them."""
+    warnings: Sequence[str] = ()
 
-    def of(self, eos: Eos, content: str, tokens: list[int], *, has_new_line: bool) -> dict[str, Any]:
+    def of(self, eos: Eos, content: str, tokens: list[int], *, has_new_line: bool) -> LlamaAnswer:
         """The fields for the end of an answer."""
         index, usage = eos.index or 0, eos.usage
         prompt = self.prompts[index]
         was_cut = eos.reason == "length"
-        body = {
-            "index": index,
-            "content": content,
-            "tokens": tokens,
-            "stop": True,
-            **self.head,
-            "tokens_predicted": usage.completion_tokens,
-            "tokens_evaluated": usage.prompt_tokens,
-            "generation_settings": {**self.settings, **({} if eos.seed is None else {"seed": eos.seed})},
-            **({"prompt": prompt} if isinstance(prompt, str) else {}),
-            "has_new_line": has_new_line,
-            "truncated": was_cut and (self.limit is None or usage.completion_tokens < self.limit),
-            "stop_type": "word" if eos.stop else STOP_TYPES.get(eos.reason, "none"),
-            "stopping_word": eos.stop or "",
-            "tokens_cached": usage.prompt_tokens + usage.completion_tokens,
-            "timings": timings(usage, eos.timings),
-        }
-        if self.probabilities and eos.logprobs is not None:
-            body["completion_probabilities"] = [probabilities_of(each) for each in eos.logprobs]
-        return body
+        found = eos.logprobs if self.probabilities else None
+        return LlamaAnswer(
+            index=index,
+            content=content,
+            tokens=tokens,
+            stop=True,
+            model=self.model,
+            tokens_predicted=usage.completion_tokens,
+            tokens_evaluated=usage.prompt_tokens,
+            generation_settings={**self.settings, **({} if eos.seed is None else {"seed": eos.seed})},
+            prompt=prompt if isinstance(prompt, str) else UNSET,
+            has_new_line=has_new_line,
+            truncated=was_cut and (self.limit is None or usage.completion_tokens < self.limit),
+            stop_type="word" if eos.stop else STOP_TYPES.get(eos.reason, "none"),
+            stopping_word=eos.stop or "",
+            tokens_cached=usage.prompt_tokens + usage.completion_tokens,
+            timings=timings(usage, eos.timings),
+            completion_probabilities=UNSET if found is None else [*map(probabilities_of, found)],
+            warnings=[*self.warnings] or UNSET,
+        )
 
 
 async def describe(
@@ -278,7 +282,7 @@ async def describe(
     model = await call.daemon.model(request.model)
     settings = generation_settings(model, sampling, stream=request.stream)
     return Description(
-        head={"model": head["model"]},
+        model=head["model"],
         settings=settings,
         prompts=prompts,
         limit=sampling.get("max_tokens") or call.config.limits.default_max_tokens or None,

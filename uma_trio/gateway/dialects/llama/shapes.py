@@ -9,6 +9,8 @@ from msgspec import UNSET, UnsetType
 
 from uma_trio.gateway.dialects.shapes import Object, Shape
 
+StopType = Literal["none", "eos", "limit", "word"]
+
 
 class LlamaAnswer(msgspec.Struct, kw_only=True):
     """An answer of llama-server's own API, or an event of a stream.  ``response_fields`` selects others."""
@@ -25,7 +27,7 @@ class LlamaAnswer(msgspec.Struct, kw_only=True):
     prompt: str | UnsetType = UNSET
     has_new_line: bool | UnsetType = UNSET
     truncated: bool | UnsetType = UNSET
-    stop_type: Literal["none", "eos", "limit", "word"] | UnsetType = UNSET
+    stop_type: StopType | UnsetType = UNSET
     stopping_word: str | UnsetType = UNSET
     timings: Object | UnsetType = UNSET
     completion_probabilities: list[Any] | UnsetType = UNSET

@@ -48,13 +48,14 @@ async def embed(call: Call) -> Response:
     began = time.monotonic_ns()
     texts = [request.input] if isinstance(request.input, str) else request.input
     found = await _embeddings(call, request.model, texts, dimensions=request.dimensions)
-    body = {
-        "model": request.model,
-        "embeddings": await encoded_vectors(call.large_work, found.embeddings),
-        "total_duration": time.monotonic_ns() - began,
-        "load_duration": 0,
-        "prompt_eval_count": found.usage.prompt_tokens,
-    }
+    vectors: Any = await encoded_vectors(call.large_work, found.embeddings)
+    body = Embedded(
+        model=request.model,
+        embeddings=vectors,
+        total_duration=time.monotonic_ns() - began,
+        load_duration=0,
+        prompt_eval_count=found.usage.prompt_tokens,
+    )
     return json_response(body, warnings=warnings)
 
 
@@ -62,8 +63,7 @@ async def embed_one(call: Call) -> Response:
     """A vector of length 1 for one text."""
     request, warnings = await call.read(EmbeddingRequest)
     found = await _embeddings(call, request.model, [request.prompt])
-    body = {"embedding": found.embeddings[0]}
-    return json_response(body, warnings=warnings)
+    return json_response(EmbeddedOne(embedding=found.embeddings[0]), warnings=warnings)
 
 
 async def _embeddings(call: Call, model: str, texts: list[str], *, dimensions: int | None = None) -> Embeddings:

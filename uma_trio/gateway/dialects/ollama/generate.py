@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final
 
-import attrs
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token
-from uma_trio.gateway.answer import NDJSON, json_line, json_response
+from uma_trio.gateway.answer import NDJSON, AnswerRenderer, json_line, json_response
 from uma_trio.gateway.dialects.conversation import continues, conversation_fields
-from uma_trio.gateway.dialects.ollama.shapes import ChatAnswer, Generated
+from uma_trio.gateway.dialects.ollama.shapes import AnswerMessage, ChatAnswer, Generated
 from uma_trio.gateway.dialects.ollama.shared import (
     OLLAMA,
     Images,
@@ -30,7 +29,7 @@ from uma_trio.gateway.dialects.ollama.shared import (
     with_images,
 )
 from uma_trio.gateway.dialects.openai.tools import Tool, offered_tools
-from uma_trio.gateway.dialects.parts import logprobs_body, logprobs_of
+from uma_trio.gateway.dialects.parts import logprobs_of, probabilities
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_only_user
@@ -42,8 +41,10 @@ DONE_REASONS: Final = {"tool_calls": "stop", "cancelled": "stop", "error": "stop
 UNLOADS: Final = re.compile(r"0+(\.0*)?(ns|us|µs|ms|s|m|h)?")
 """Values of ``keep_alive`` that unload a model."""
 
-Shape = Callable[[Event], dict[str, Any]]
-"""What an event, or a whole answer, contributes to an object of the answer."""
+Text = str | UnsetType
+Calls = list[dict[str, Any]] | UnsetType
+Line = Callable[..., ChatAnswer | Generated]
+"""Makes an object of an answer of its text, its thinking, its calls, and the fields that all objects have."""
 
 
 class Common(msgspec.Struct, kw_only=True):
@@ -87,14 +88,14 @@ async def chat(call: Call) -> Response:
     """Answer a chat."""
     request, warnings = await call.read(ChatRequest)
     if not request.messages:
-        return await _loaded(call, request, {"message": {"role": "assistant", "content": ""}}, warnings)
+        return await _loaded(call, request, chat_line, warnings)
     tools = offered_tools(request.tools or (), warnings)
     messages = [chat_message(index, message) for index, message in enumerate(request.messages)]
     conversation = conversation_fields(messages, call.request.headers, session_id=request.session_id)
     return await _answer(
         call,
         request,
-        _chat,
+        chat_line,
         warnings,
         **conversation,
         continue_final_message=continues(messages) or None,  # as in Ollama
@@ -111,20 +112,20 @@ async def generate(call: Call) -> Response:
     if request.images and (request.raw or request.suffix):
         raise invalid("images go through the chat template: leave out raw and suffix", parameter="images")
     if not request.prompt and not request.suffix and not request.images:
-        return await _loaded(call, request, {"response": ""}, warnings)
+        return await _loaded(call, request, _generated_line, warnings)
     if request.suffix:
         return await _answer(
-            call, request, _generated, warnings, infill={"prefix": request.prompt, "suffix": request.suffix}
+            call, request, _generated_line, warnings, infill={"prefix": request.prompt, "suffix": request.suffix}
         )
     model = await find_model(call, request.model)
     if request.raw or ("chat" not in model.capabilities and not request.images):
-        return await _answer(call, request, _generated, warnings, prompt=request.prompt)
+        return await _answer(call, request, _generated_line, warnings, prompt=request.prompt)
     system = [{"role": "system", "content": request.system}] if request.system else []
     messages = [*system, {"role": "user", "content": with_images(request.prompt, request.images, "images")}]
-    return await _answer(call, request, _generated, warnings, messages=messages)
+    return await _answer(call, request, _generated_line, warnings, messages=messages)
 
 
-async def _loaded(call: Call, request: Common, empty: dict[str, Any], warnings: list[str]) -> Response:
+async def _loaded(call: Call, request: Common, line: Line, warnings: list[str]) -> Response:
     """Load the model, or unload it if nobody else uses it."""
     model = await find_model(call, request.model)
     reason = "load"
@@ -134,11 +135,11 @@ async def _loaded(call: Call, request: Common, empty: dict[str, Any], warnings: 
         reason = "unload" if model.state == "unloaded" else "stop"
     elif model.state != "ready":
         await call.unless_disconnected(call.ask(lambda client: client.tokenize("", model=model.name)))
-    head = {"model": ollama_name(model.name), "created_at": iso_time()}
-    return json_response({**head, **empty, "done": True, "done_reason": reason}, warnings=warnings)
+    name = ollama_name(model.name)
+    return json_response(line("", model=name, created_at=iso_time(), done=True, done_reason=reason), warnings=warnings)
 
 
-async def _answer(call: Call, request: Common, shape: Shape, warnings: list[str], **fields: Any) -> Response:
+async def _answer(call: Call, request: Common, line: Line, warnings: list[str], **fields: Any) -> Response:
     options, option_warnings = option_fields(request.options)
     fields = call.for_daemon(
         **fields,
@@ -149,111 +150,84 @@ async def _answer(call: Call, request: Common, shape: Shape, warnings: list[str]
         separate_reasoning=True if "messages" in fields else None,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    warnings = [*warnings, *option_warnings]
-    if request.think is False:
-        shape = _without_thinking(shape)
-    if request.stream:
-        return call.stream(fields, _Lines(request.model, shape, warnings, call.id))
-    (eos,) = await call.unless_disconnected(call.daemon.complete(fields))
-    return json_response(_last(request.model, shape(eos), eos, warnings))
+    lines = Lines(request.model, line, [*warnings, *option_warnings], call.id, has_thinking=request.think is not False)
+    return await call.answers(fields, renderer=lines, is_streamed=request.stream)
 
 
-def _last(model: str, shaped: dict[str, Any], eos: Eos, warnings: list[str]) -> dict[str, Any]:
-    return {
-        "model": model,
-        "created_at": iso_time(),
-        **shaped,
-        "done": True,
-        "done_reason": DONE_REASONS.get(eos.reason, eos.reason),
-        **durations(eos),
-        **({"warnings": warnings} if warnings else {}),
-    }
+def chat_line(text: str, thinking: Text = UNSET, tool_calls: Calls = UNSET, **fields: Any) -> ChatAnswer:
+    """An object of ``/api/chat``."""
+    return ChatAnswer(message=AnswerMessage(content=text, thinking=thinking, tool_calls=tool_calls), **fields)
 
 
-def _chat(event: Event) -> dict[str, Any]:
-    """The part of an object of ``/api/chat`` that one event, or a whole answer, decides."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    match event:
-        case Token():
-            message["content"] = event.text
-        case Reasoning():
-            message["thinking"] = event.text
-        case Eos():
-            message["content"] = event.text or ""
-            if event.reasoning:
-                message["thinking"] = event.reasoning
-            if event.tool_calls:
-                message["tool_calls"] = [
-                    {"id": each.id, "function": {"index": index, "name": each.name, "arguments": each.arguments}}
-                    for index, each in enumerate(event.tool_calls)
-                ]
-    return {"message": message, **_logprobs(event)}
+def _generated_line(text: str, thinking: Text = UNSET, _: Calls = UNSET, **fields: Any) -> Generated:
+    """An object of ``/api/generate``."""
+    return Generated(response=text, thinking=thinking, **fields)
 
 
-def _generated(event: Event) -> dict[str, Any]:
-    """The part of an object of ``/api/generate`` that one event, or a whole answer, decides."""
-    message = _chat(event)["message"]
-    thinking = {"thinking": message["thinking"]} if "thinking" in message else {}
-    return {"response": message["content"], **thinking, **_logprobs(event)}
-
-
-def _logprobs(event: Event) -> dict[str, Any]:
-    match event:
-        case Token() | Reasoning() if (one := logprobs_of(event)) is not None:
-            return {"logprobs": logprobs_body([one])}
-        case Eos(logprobs=list(found)):
-            return {"logprobs": logprobs_body(found)}
-    return {}
-
-
-def _without_thinking(shape: Shape) -> Shape:
-    def shaped(event: Event) -> dict[str, Any]:
-        found = shape(event)
-        found.pop("thinking", None)
-        found.get("message", {}).pop("thinking", None)
-        return found
-
-    return shaped
-
-
-class _Lines:
+class Lines(AnswerRenderer):
     """Writes an answer as lines of JSON.  Clients parse every line, so there is nothing that keeps a connection alive."""
 
     media_type = NDJSON
     keep_alive_frame = b""
 
-    def __init__(self, model: str, shape: Shape, warnings: list[str], request_id: str) -> None:
+    def __init__(
+        self, model: str, line: Line, warnings: list[str], request_id: str, *, has_thinking: bool = True
+    ) -> None:
         self._model = model
-        self._shape = shape
+        self._line = line
         self._warnings = warnings
         self._request_id = request_id
-
-    def begin(self) -> bytes:
-        """Nothing."""
-        return b""
+        self._has_thinking = has_thinking
 
     def render(self, event: Event) -> bytes:
         """A line for new text; for the end, a line with the calls if there are any, and the last line."""
         match event:
             case Eos():
-                calls = self._line(event) if event.tool_calls else b""
-                last = attrs.evolve(event, tool_calls=None)
-                return calls + json_line(_last(self._model, self._shape(last), last, self._warnings))
+                calls = b""
+                if event.tool_calls:
+                    calls = self._written("", tool_calls=_calls(event))
+                return calls + json_line(self._last(event, UNSET))
             case Token() | Reasoning() if event.text or event.logprob is not None:
-                return self._line(event)
+                one = logprobs_of(event)
+                logprobs = UNSET if one is None else probabilities([one])
+                if isinstance(event, Token):
+                    return self._written(event.text, logprobs=logprobs)
+                return self._written("", event.text if self._has_thinking else UNSET, logprobs=logprobs)
         return b""
 
-    def _line(self, event: Event) -> bytes:
-        head = {"model": self._model, "created_at": iso_time()}
-        return json_line({**head, **self._shape(event), "done": False})
+    def _written(self, text: str, thinking: Text = UNSET, tool_calls: Calls = UNSET, **fields: Any) -> bytes:
+        head = {"model": self._model, "created_at": iso_time(), "done": False}
+        return json_line(self._line(text, thinking, tool_calls, **head, **fields))
+
+    def whole(self, ends: Sequence[Eos]) -> object:
+        """All in one object."""
+        [eos] = ends
+        return self._last(eos, _calls(eos))
+
+    def _last(self, eos: Eos, tool_calls: Calls) -> object:
+        return self._line(
+            eos.text or "",
+            eos.reasoning if eos.reasoning and self._has_thinking else UNSET,
+            tool_calls,
+            model=self._model,
+            created_at=iso_time(),
+            done=True,
+            done_reason=DONE_REASONS.get(eos.reason, eos.reason),
+            logprobs=UNSET if eos.logprobs is None else probabilities(eos.logprobs),
+            warnings=self._warnings or UNSET,
+            **durations(eos),
+        )
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""
         return json_line(OLLAMA.error_body(error, self._request_id))
 
-    def end(self) -> bytes:
-        """Nothing: the last line says that it is the last."""
-        return b""
+
+def _calls(eos: Eos) -> Calls:
+    return [
+        {"id": each.id, "function": {"index": index, "name": each.name, "arguments": each.arguments}}
+        for index, each in enumerate(eos.tool_calls or ())
+    ] or UNSET
 
 
 ENDPOINTS = (

@@ -20,7 +20,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from uma_trio.gateway.answer import NDJSON, encode, json_line, json_response
+from uma_trio.gateway.answer import NDJSON, Renderer, encode, json_line, json_response
 from uma_trio.gateway.dialects.ollama.shared import OLLAMA, model_name
 from uma_trio.gateway.dialects.shapes import Warned
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -101,7 +101,7 @@ async def pull(call: Call) -> Response:
     if request.stream:
         return call.stream_events(lines, _Lines(call.id, name))
     await call.unless_disconnected(_all(lines))
-    return json_response({"status": "success"}, warnings=warnings)
+    return json_response(Status(status="success"), warnings=warnings)
 
 
 async def delete(call: Call) -> Response:
@@ -142,7 +142,7 @@ async def create(call: Call) -> Response:
     await _all(_run(call, action="copy", model=_required(request.from_), new_name=name))
     if request.stream:
         return Response(_line(status="success"), media_type=NDJSON)
-    return json_response({"status": "success"}, warnings=warnings)
+    return json_response(Status(status="success"), warnings=warnings)
 
 
 def _required(name: str | None) -> str:
@@ -199,7 +199,7 @@ async def _all(lines: AsyncIterator[list[Mapping[str, Any]]]) -> None:
             """Progress, for which nobody waits."""
 
 
-class _Lines:
+class _Lines(Renderer[Mapping[str, Any]]):
     """Writes the progress of a download as Ollama does.
 
     The digest of a file says which one it is.  It is not the hash of its content, which is known at the end.
@@ -234,7 +234,7 @@ class _Lines:
 
 
 def _line(**fields: Any) -> bytes:
-    return json_line(fields)
+    return json_line(Status(**fields))
 
 
 _endpoint: Final = partial(Endpoint, dialect=OLLAMA, needs_admin=True)

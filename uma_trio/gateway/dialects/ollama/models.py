@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.ollama.shapes import ModelTags, Shown, Version
+from uma_trio.gateway.dialects.ollama.shapes import Listed, ModelTags, Shown, Version
 from uma_trio.gateway.dialects.ollama.shared import (
     API_VERSION,
     CAPABILITIES,
@@ -38,41 +38,35 @@ class ShowRequest(msgspec.Struct):
 
 async def version(call: Call) -> Response:
     """The version of Ollama's API."""
-    return json_response({"version": API_VERSION})
+    return json_response(Version(version=API_VERSION))
 
 
 async def tags(call: Call) -> Response:
     """All models."""
     models = await call.ask(lambda client: client.models())
-    listed = [{**_listed(model), "modified_at": iso_time(model.created_at)} for model in models]
-    return json_response({"models": listed})
+    listed = [_listed(model, modified_at=iso_time(model.created_at)) for model in models]
+    return json_response(ModelTags(models=listed))
 
 
 async def running(call: Call) -> Response:
     """Models that are loaded."""
     models = await call.ask(lambda client: client.models())
     listed = [
-        {
-            **_listed(model),
-            "expires_at": FOREVER if model.unloads_in_s is None else iso_time(time.time() + model.unloads_in_s),
-            "size_vram": 0,
-            "context_length": model.context_per_request,
-        }
+        _listed(
+            model,
+            expires_at=FOREVER if model.unloads_in_s is None else iso_time(time.time() + model.unloads_in_s),
+            size_vram=0,
+            context_length=model.context_per_request,
+        )
         for model in models
         if model.state == "ready"
     ]
-    return json_response({"models": listed})
+    return json_response(ModelTags(models=listed))
 
 
-def _listed(model: ModelDescription) -> dict[str, Any]:
-    name = ollama_name(model.name)
-    return {
-        "name": name,
-        "model": name,
-        "size": model.size_bytes,
-        "digest": digest_of(model),
-        "details": details_of(model),
-    }
+def _listed(model: ModelDescription, **more: Any) -> Listed:
+    name, digest = ollama_name(model.name), digest_of(model)
+    return Listed(name=name, model=name, size=model.size_bytes, digest=digest, details=details_of(model), **more)
 
 
 async def show(call: Call) -> Response:
@@ -83,20 +77,20 @@ async def show(call: Call) -> Response:
         raise invalid("model is required", parameter="model")
     model = await find_model(call, name)
     return json_response(
-        {
-            "modelfile": f"FROM {model.name}",
-            "parameters": "",
-            "template": model.chat_template or "",
-            "details": details_of(model),
-            "model_info": {
+        Shown(
+            modelfile=f"FROM {model.name}",
+            parameters="",
+            template=model.chat_template or "",
+            details=details_of(model),
+            model_info={
                 "general.architecture": model.architecture,
                 "general.parameter_count": model.n_parameters,
                 f"{model.architecture}.context_length": model.context_per_request,
                 f"{model.architecture}.embedding_length": model.embedding_length,
             },
-            "capabilities": [CAPABILITIES[each] for each in model.capabilities if each in CAPABILITIES],
-            "modified_at": iso_time(model.created_at),
-        },
+            capabilities=[CAPABILITIES[each] for each in model.capabilities if each in CAPABILITIES],
+            modified_at=iso_time(model.created_at),
+        ),
         warnings=warnings,
     )
 

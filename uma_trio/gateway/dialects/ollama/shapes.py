@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
+from uma_trio.gateway.dialects.shapes import Object, Shape, TokenProbability, Warned
 
 
 class Line(Warned, kw_only=True):
@@ -22,13 +22,12 @@ class Line(Warned, kw_only=True):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
-    logprobs: list[Object] | UnsetType = UNSET
+    logprobs: list[TokenProbability] | UnsetType = UNSET
 
 
-class AnswerMessage(Shape):
+class AnswerMessage(Shape, tag_field="role", tag="assistant"):
     """The answer of the model, or a part of it."""
 
-    role: Literal["assistant"]
     content: str
     thinking: str | UnsetType = UNSET
     tool_calls: list[Object] | UnsetType = UNSET

@@ -17,6 +17,7 @@ from uma_trio.client import Eos
 from uma_trio.gateway.answer import NDJSON
 from uma_trio.gateway.dialects.contents import SEEING_ROLES, Picture, content_of
 from uma_trio.gateway.dialects.fields import names_of
+from uma_trio.gateway.dialects.ollama.shapes import Details
 from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES
 from uma_trio.gateway.endpoint import Call, Dialect, without_effect
 from uma_trio.gateway.errors import invalid
@@ -111,16 +112,16 @@ def digest_of(model: ModelDescription) -> str:
     return hashlib.sha256(f"{model.name} {model.size_bytes} {model.n_parameters}".encode()).hexdigest()
 
 
-def details_of(model: ModelDescription) -> dict[str, Any]:
+def details_of(model: ModelDescription) -> Details:
     """The ``details`` of a model."""
-    return {
-        "parent_model": "",
-        "format": "gguf",
-        "family": model.architecture,
-        "families": [model.architecture],
-        "parameter_size": _short_count(model.n_parameters),
-        "quantization_level": model.quantization or "unknown",
-    }
+    return Details(
+        parent_model="",
+        format="gguf",
+        family=model.architecture,
+        families=[model.architecture],
+        parameter_size=_short_count(model.n_parameters),
+        quantization_level=model.quantization or "unknown",
+    )
 
 
 def _short_count(n: int) -> str:

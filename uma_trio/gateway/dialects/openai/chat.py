@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import UNSET, Meta
 from starlette.responses import Response
 
-from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
-from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, PLACE, PreparedEvent, json_response, sse
+from uma_trio.client import Eos, Event, Reasoning, Token, ToolCallDelta
+from uma_trio.gateway.answer import json_response, sse
 from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
 from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of, rendered
+from uma_trio.gateway.dialects.openai.chunks import Chunks
 from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_place
-from uma_trio.gateway.dialects.openai.shapes import ChatChunk, ChatCompletion, InputTokens, PromptTokens
+from uma_trio.gateway.dialects.openai.shapes import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChunkChoice,
+    Delta,
+    InputTokens,
+    PromptTokens,
+)
 from uma_trio.gateway.dialects.openai.shared import (
     OPENAI,
     Message,
     Sampling,
     adapters_of,
     chat_messages,
-    error_body,
     finish_reason,
     template_fields,
-    usage_body,
 )
 from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES, Tool, call_delta, tool_fields, whole_calls
-from uma_trio.gateway.dialects.parts import logprobs_body, logprobs_of
+from uma_trio.gateway.dialects.parts import logprobs_of, probabilities
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
 
@@ -90,7 +98,7 @@ async def complete_chat(call: Call) -> Response:
     tools = tool_fields(request.tools, request.tool_choice, warnings)
     place = last_place(call.request.headers) if request.is_resumable else None
     name = call.id if place is None else place.answer_id
-    head = {"id": f"chatcmpl-{name}", "created": int(time.time()), **await head_of(call, request.model)}
+    head = await head_of(call, f"chatcmpl-{name}", request.model)
     description = None
     if request.verbose or call.config.http.verbose:
         offered = {} if tools["tool_choice"] == "none" else {"tools": tools["tools"]}
@@ -109,30 +117,27 @@ async def complete_chat(call: Call) -> Response:
         separate_reasoning=True,
         **extras.fields,
     )
-    if request.stream:
-        renderer = ChatChunks(head, call.id, extras, n=n, usage=request.includes_usage, warnings=warnings)
-        if not request.is_resumable:
-            return call.stream(fields, renderer)
-        if place is not None:
-            await call.ask(lambda client: client.answers("read", answer_id=name))  # or 404
-            return call.stream_events(call.daemon.attach(name), ResumableChunks(renderer, name, place.number))
-        fields |= {"detached": True, "admit_now": True}
-        events = call.daemon.generate_stored(fields, goes_on=True)
-        return call.stream_events(events, ResumableChunks(renderer, name))
-    ends = await call.unless_disconnected(call.daemon.complete(fields))
-    return json_response({**_completion(head, ends, warnings), **extras.at_end(ends)})
+    renderer = ChatChunks(head, call.id, extras, n=n, has_usage=request.includes_usage, warnings=warnings)
+    if not (request.stream and request.is_resumable):
+        return await call.answers(fields, renderer=renderer, is_streamed=request.stream)
+    if place is not None:
+        await call.ask(lambda client: client.answers("read", answer_id=name))  # or 404
+        return call.stream_events(call.daemon.attach(name), ResumableChunks(renderer, name, place.number))
+    fields |= {"detached": True, "admit_now": True}
+    events = call.daemon.generate_stored(fields, goes_on=True)
+    return call.stream_events(events, ResumableChunks(renderer, name))
 
 
 async def count_input(call: Call) -> Response:
     """Count the tokens of a chat, as a request would prefill it."""
     tokens, warnings = await _prompt(call)
-    return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)}, warnings=warnings)
+    return json_response(InputTokens(input_tokens=len(tokens)), warnings=warnings)
 
 
 async def render(call: Call) -> Response:
     """The tokens of a chat, as a request would prefill them."""
     tokens, warnings = await _prompt(call)
-    return json_response({"token_ids": tokens}, warnings=warnings)
+    return json_response(PromptTokens(token_ids=tokens), warnings=warnings)
 
 
 async def _prompt(call: Call) -> tuple[list[int], list[str]]:
@@ -148,111 +153,45 @@ async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     return found.tokens, warnings
 
 
-def _completion(head: dict[str, Any], ends: list[Eos], warnings: list[str]) -> dict[str, Any]:
-    body = {
-        **head,
-        "object": "chat.completion",
-        "choices": [_choice(eos) for eos in ends],
-        "usage": usage_body(*ends),
-    }
-    return {**body, "warnings": warnings} if warnings else body
+class ChatChunks(Chunks):
+    """Writes chat completions."""
 
-
-def _choice(eos: Eos) -> dict[str, Any]:
-    content = None if eos.tool_calls and not eos.text else eos.text or ""
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if eos.reasoning:
-        message["reasoning_content"] = eos.reasoning
-    if eos.tool_calls:
-        message["tool_calls"] = whole_calls(eos.tool_calls)
-    return {
-        "index": eos.index or 0,
-        "message": message,
-        "logprobs": {"content": logprobs_body(eos.logprobs)} if eos.logprobs is not None else None,
-        "finish_reason": finish_reason(eos),
-    }
-
-
-class ChatChunks:
-    """Writes a chat completion as server-sent events.
-
-    Args:
-        head: fields of each chunk.
-        extras: further fields of chunks.
-        n: number of answers.
-        usage: whether a last chunk has the usage.
-        warnings: for the first chunk.
-    """
-
-    media_type = EVENT_STREAM
-    keep_alive_frame = COMMENT
-
-    def __init__(
-        self, head: dict[str, Any], request_id: str, extras: Extras, *, n: int, usage: bool, warnings: list[str]
-    ) -> None:
-        self._head = {**head, "object": "chat.completion.chunk"}
-        self._request_id = request_id
-        self._extras = extras
-        self._n = n
-        self._usage = usage
-        self._warnings = warnings
-        self._ends: list[Eos] = []
-        self._prepared: dict[tuple[int, str], PreparedEvent] = {}
+    shape, whole_shape = ChatChunk, ChatCompletion
 
     def begin(self) -> bytes:
         """The role of each answer."""
-        chunks = [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._n)]
-        if self._warnings:
-            chunks[0]["warnings"] = self._warnings
-        return b"".join(map(sse, chunks))
+        delta = Delta(role="assistant", content="")
+        choices = [ChunkChoice(index=index, delta=delta, finish_reason=None) for index in range(self._n)]
+        return b"".join(sse(self._chunk([choice])) for choice in choices)
 
-    def render(self, event: Event) -> bytes:
-        """One chunk for each event that has something new."""
-        more = self._extras.of(event)
+    def choice(self, event: Event) -> ChunkChoice:
+        """What is new of an answer."""
+        found = ChunkChoice(index=getattr(event, "index", None) or 0, delta=Delta(), finish_reason=None)
         match event:
             case Token():
-                return self._delta(event, "content", more)
+                found.delta.content = event.text
             case Reasoning():
-                return self._delta(event, "reasoning_content", more)
+                found.delta.reasoning_content = event.text
             case ToolCallDelta():
-                return sse(self._chunk(event.index or 0, {"tool_calls": [call_delta(event)]}))
-            case PrefillProgress() if more:
-                return sse({**self._chunk(event.index or 0, {}), **more})
+                found.delta.tool_calls = [call_delta(event)]
             case Eos():
-                self._ends.append(event)
-                is_last = len(self._ends) == self._n and not self._usage
-                at_end = self._extras.at_end(self._ends) if is_last else {}
-                return sse({**self._chunk(event.index or 0, {}, finish_reason=finish_reason(event)), **at_end})
-        return b""
+                found.finish_reason = finish_reason(event)
+        if isinstance(event, Token | Reasoning) and (one := logprobs_of(event)) is not None:
+            found.logprobs = ChatLogprobs(content=probabilities([one]))
+        return found
 
-    def fail(self, error: HttpError) -> bytes:
-        """An error in the middle of the stream."""
-        return sse(error_body(error, self._request_id))
-
-    def end(self) -> bytes:
-        """The usage, if it is wanted, and the mark of the end."""
-        usage = b""
-        if self._usage:
-            at_end = self._extras.at_end(self._ends)
-            usage = sse({**self._head, "choices": [], "usage": usage_body(*self._ends), **at_end})
-        return usage + b"data: [DONE]\n\n"
-
-    def _delta(self, event: Token | Reasoning, name: str, more: Mapping[str, Any]) -> bytes:
-        if not event.text and event.logprob is None:
-            return b""
-        index = event.index or 0
-        if event.logprob is None and not more:
-            if (index, name) not in self._prepared:
-                self._prepared[index, name] = PreparedEvent(self._chunk(index, {name: PLACE}))
-            return self._prepared[index, name].of(event.text)
-        chunk = self._chunk(index, {name: event.text})
-        if (logprobs := logprobs_of(event)) is not None:
-            chunk["choices"][0]["logprobs"] = {"content": logprobs_body([logprobs])}
-        return sse({**chunk, **more})
-
-    def _chunk(self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "finish_reason": finish_reason}
-        return {**self._head, "choices": [choice], **({"usage": None} if self._usage else {})}
+    def whole_choice(self, event: Eos) -> ChatChoice:
+        """All of an answer."""
+        message = AnswerMessage(
+            content=None if event.tool_calls and not event.text else event.text or "",
+            refusal=None,
+            reasoning_content=event.reasoning or UNSET,
+            tool_calls=whole_calls(event.tool_calls) if event.tool_calls else UNSET,
+        )
+        logprobs = None if event.logprobs is None else ChatLogprobs(content=probabilities(event.logprobs))
+        return ChatChoice(
+            index=event.index or 0, message=message, logprobs=logprobs, finish_reason=finish_reason(event)
+        )
 
 
 ENDPOINTS = (

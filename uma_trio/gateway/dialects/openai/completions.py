@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from starlette.responses import Response
 
-from uma_trio.client import Eos, Event, PrefillProgress, Token
-from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, PLACE, PreparedEvent, json_response, sse
+from uma_trio.client import Eos, Event, Token
 from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of
 from uma_trio.gateway.dialects.llama.tokens import Tokens, Translation
-from uma_trio.gateway.dialects.openai.shapes import Completion
-from uma_trio.gateway.dialects.openai.shared import (
-    OPENAI,
-    Sampling,
-    adapters_of,
-    check_session,
-    error_body,
-    finish_reason,
-    usage_body,
-)
+from uma_trio.gateway.dialects.openai.chunks import Chunks
+from uma_trio.gateway.dialects.openai.shapes import Completion, TextChoice, TextLogprobs
+from uma_trio.gateway.dialects.openai.shared import OPENAI, Sampling, adapters_of, check_session, finish_reason
 from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.events import Logprob, Logprobs
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -69,12 +60,7 @@ async def complete(call: Call) -> Response:
     adapters = await adapters_of(call, request)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS, **request.fields()}
     n = sampling.get("n") or 1
-    head = {
-        "id": f"cmpl-{call.id}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        **await head_of(call, request.model),
-    }
+    head = await head_of(call, f"cmpl-{call.id}", request.model)
     description = None
     if request.verbose or call.config.http.verbose:
         each = [prompt for prompt in prompts for _ in range(n)]
@@ -93,21 +79,8 @@ async def complete(call: Call) -> Response:
         )
         for fields in asked
     ]
-    if request.stream:
-        renderer = TextChunks(head, call.id, extras, n=n, usage=request.includes_usage, warnings=warnings)
-        return call.stream(requests, renderer)
-    ends = await call.unless_disconnected(call.daemon.complete_all(requests))
-    choices = [
-        {
-            "text": eos.text or "",
-            "index": index,
-            "logprobs": _text_logprobs(eos.logprobs, 0) if eos.logprobs is not None else None,
-            "finish_reason": finish_reason(eos),
-        }
-        for index, eos in enumerate(ends)
-    ]
-    body = {**head, "choices": choices, "usage": _usage(ends, n), **extras.at_end(ends)}
-    return json_response(body, warnings=warnings)
+    renderer = TextChunks(head, call.id, extras, n=n, has_usage=request.includes_usage, warnings=warnings)
+    return await call.answers(*requests, renderer=renderer, is_streamed=request.stream)
 
 
 def _asked(prompt: str | Tokens, suffix: str | None) -> dict[str, Any]:
@@ -123,17 +96,7 @@ def _asked(prompt: str | Tokens, suffix: str | None) -> dict[str, Any]:
     return {"infill": {"prefix": prompt, "suffix": suffix}}
 
 
-def _usage(ends: Sequence[Eos], n: int) -> dict[str, Any]:
-    """The usage of all prompts together.  Each prompt has ``n`` answers, and counts once."""
-    bodies = [usage_body(*ends[first : first + n]) for first in range(0, len(ends), n)]
-    cached = sum(body["prompt_tokens_details"]["cached_tokens"] for body in bodies)
-    counts = {
-        name: sum(body[name] for body in bodies) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-    }
-    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
-
-
-def _text_logprobs(found: Sequence[Logprobs], offset: int) -> dict[str, Any]:
+def _text_logprobs(found: Sequence[Logprobs], offset: int) -> TextLogprobs:
     """Log probabilities in the shape of text completions.
 
     Args:
@@ -143,12 +106,12 @@ def _text_logprobs(found: Sequence[Logprobs], offset: int) -> dict[str, Any]:
     for each in found:
         offsets.append(offset)
         offset += len(each.text)
-    return {
-        "tokens": [each.text for each in found],
-        "token_logprobs": [each.logprob for each in found],
-        "top_logprobs": [{top.text: top.logprob for top in _alternatives(each)} for each in found],
-        "text_offset": offsets,
-    }
+    return TextLogprobs(
+        tokens=[each.text for each in found],
+        token_logprobs=[each.logprob for each in found],
+        top_logprobs=[{top.text: top.logprob for top in _alternatives(each)} for each in found],
+        text_offset=offsets,
+    )
 
 
 def _alternatives(of: Logprobs) -> Sequence[Logprob]:
@@ -156,84 +119,30 @@ def _alternatives(of: Logprobs) -> Sequence[Logprob]:
     return of.top_logprobs if any(top.token_id == of.token_id for top in of.top_logprobs) else [*of.top_logprobs, of]
 
 
-class TextChunks:
-    """Writes text completions as server-sent events.
+class TextChunks(Chunks):
+    """Writes text completions.  Warnings are in the first chunk that has a text: clients expect a choice in each."""
 
-    Args:
-        head: fields of each chunk.
-        extras: further fields of chunks.
-        n: answers of each prompt.
-        usage: whether a last chunk has the usage.
-        warnings: for the first chunk.
-    """
+    shape = whole_shape = Completion
 
-    media_type = EVENT_STREAM
-    keep_alive_frame = COMMENT
-
-    def __init__(
-        self, head: dict[str, Any], request_id: str, extras: Extras, *, n: int, usage: bool, warnings: list[str]
-    ) -> None:
-        self._head = head
-        self._request_id = request_id
-        self._extras = extras
-        self._n = n
-        self._usage = usage
-        self._warnings = warnings
-        self._ends: list[Eos] = []
-        self._offsets: dict[int, int] = {}
-        self._prepared: dict[int, PreparedEvent] = {}
-
-    def begin(self) -> bytes:
-        """Nothing.  The warnings are in the first chunk: clients expect a choice in each."""
-        return b""
-
-    def render(self, event: Event) -> bytes:
-        """One chunk for each event that has something new."""
-        more = self._extras.of(event)
+    def choice(self, event: Event) -> TextChoice:
+        """What is new of an answer, or all of it."""
+        found = TextChoice(text="", index=getattr(event, "index", None) or 0, logprobs=None, finish_reason=None)
+        logprobs = None
         match event:
             case Token():
-                return self._text(event, more)
-            case PrefillProgress() if more:
-                return sse({**self._chunk(event.index or 0, ""), **more})
+                found.text = event.text
+                logprobs = None if (one := logprobs_of(event)) is None else [one]
             case Eos():
-                self._ends.append(event)
-                chunk = self._chunk(event.index or 0, "", finish_reason=finish_reason(event))
-                return sse(chunk if self._usage else {**chunk, **self._extras.at_end([event])})
-        return b""
+                found.text, logprobs, found.finish_reason = event.text or "", event.logprobs, finish_reason(event)
+        if logprobs is not None:
+            offset = self._offsets.get(found.index, 0)
+            found.logprobs = _text_logprobs(logprobs, offset)
+            self._offsets[found.index] = offset + len(found.text)
+        return found
 
-    def fail(self, error: HttpError) -> bytes:
-        """An error in the middle of the stream."""
-        return sse(error_body(error, self._request_id))
-
-    def end(self) -> bytes:
-        """The usage, if it is wanted, and the mark of the end."""
-        usage = b""
-        if self._usage:
-            ends = sorted(self._ends, key=lambda eos: eos.index or 0)
-            usage = sse({**self._head, "choices": [], "usage": _usage(ends, self._n), **self._extras.at_end(ends)})
-        return usage + b"data: [DONE]\n\n"
-
-    def _text(self, event: Token, more: Mapping[str, Any]) -> bytes:
-        if not event.text and event.logprob is None:
-            return b""
-        index = event.index or 0
-        if event.logprob is None and not more and not self._warnings:
-            if index not in self._prepared:
-                self._prepared[index] = PreparedEvent(self._chunk(index, PLACE))
-            return self._prepared[index].of(event.text)
-        chunk = self._chunk(index, event.text)
-        if (logprobs := logprobs_of(event)) is not None:
-            offset = self._offsets.get(index, 0)
-            chunk["choices"][0]["logprobs"] = _text_logprobs([logprobs], offset)
-            self._offsets[index] = offset + len(event.text)
-        return sse({**chunk, **more})
-
-    def _chunk(self, index: int, text: str, *, finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"text": text, "index": index, "logprobs": None, "finish_reason": finish_reason}
-        chunk = {**self._head, "choices": [choice], **({"usage": None} if self._usage else {})}
-        if self._warnings:
-            chunk["warnings"], self._warnings = self._warnings, []
-        return chunk
+    def whole_choice(self, event: Eos) -> TextChoice:
+        """All of an answer."""
+        return self.choice(event)
 
 
 ENDPOINTS = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Final, Literal
 
 from uma_trio.client import Eos, Event, PrefillProgress
-from uma_trio.gateway.answer import COMMENT, sse
+from uma_trio.gateway.answer import sse
 from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.response_items import custom_input, seal
 from uma_trio.gateway.dialects.openai.shared import error_code
-from uma_trio.gateway.dialects.parts import Part, PartRenderer, logprobs_body, parts_of
+from uma_trio.gateway.dialects.parts import Part, PartRenderer, probabilities
 from uma_trio.gateway.errors import LOST, HttpError
 from uma_trio.protocol.events import Logprobs
 
@@ -29,8 +29,6 @@ class ResponseEvents(PartRenderer):
         after: events up to this number are not written, because the client has them.
         is_stored: the stream can be resumed.  It just ends, without a last event, when the daemon is lost.
     """
-
-    keep_alive_frame = COMMENT
 
     def __init__(
         self,
@@ -90,7 +88,7 @@ class ResponseEvents(PartRenderer):
             case "reasoning":
                 return self._content_event("response.reasoning_text.delta", part, delta=text, **self._more)
             case "text":
-                found = logprobs_body([logprobs] if logprobs is not None else [])
+                found = probabilities([logprobs] if logprobs is not None else [])
                 return self._content_event("response.output_text.delta", part, delta=text, logprobs=found, **self._more)
             case "call" if part.name in self._custom_tools:
                 return b""  # its input is known when its arguments are complete
@@ -105,7 +103,7 @@ class ResponseEvents(PartRenderer):
                 done = self._content_event("response.reasoning_text.done", part, text=part.text)
                 done += self._content_event("response.content_part.done", part, part=_reasoning_text(part))
             case "text":
-                found = logprobs_body(part.logprobs)
+                found = probabilities(part.logprobs)
                 done = self._content_event("response.output_text.done", part, text=part.text, logprobs=found)
                 done += self._content_event("response.content_part.done", part, part=_output_text(part))
             case "call" if part.name in self._custom_tools:
@@ -121,7 +119,7 @@ class ResponseEvents(PartRenderer):
         """The whole response."""
         status = _status_of(eos)
         name = "incomplete" if status == "cancelled" else status
-        return self._event(f"response.{name}", response=self.response(status), **self._extras.of(eos))
+        return self._event(f"response.{name}", response=self.complete(eos), **self._extras.of(eos))
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""
@@ -137,10 +135,9 @@ class ResponseEvents(PartRenderer):
         failure = {"code": error_code(error), "message": message or error.message}
         return {**self.response("failed"), "error": failure}
 
-    def whole(self) -> dict[str, Any]:
-        """The response of an answer whose events were all rendered."""
-        assert self.eos is not None
-        return self.response(_status_of(self.eos))
+    def complete(self, eos: Eos) -> dict[str, Any]:
+        """The response of an answer that has ended."""
+        return self.response(_status_of(eos))
 
     def response(self, status: Status) -> dict[str, Any]:
         """The response with the items that have been written."""
@@ -195,12 +192,6 @@ class ResponseEvents(PartRenderer):
         return sse({"type": name, "sequence_number": number, **fields}, name)
 
 
-def whole_response(events: ResponseEvents, eos: Eos) -> dict[str, Any]:
-    """The response of an answer that was not streamed."""
-    events.parts, events.eos = parts_of(eos), eos
-    return events.whole()
-
-
 def _status_of(eos: Eos) -> Status:
     statuses: dict[str, Status] = {"length": "incomplete", "cancelled": "cancelled"}
     return statuses.get(eos.reason, "completed")
@@ -211,7 +202,7 @@ def _reasoning_text(part: Part) -> dict[str, Any]:
 
 
 def _output_text(part: Part) -> dict[str, Any]:
-    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs_body(part.logprobs)}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": probabilities(part.logprobs)}
 
 
 def _usage(eos: Eos) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -25,12 +24,12 @@ from uma_trio.gateway.dialects.conversation import (
 from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
 from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constraint_of_format
-from uma_trio.gateway.dialects.openai.response_events import ResponseEvents, whole_response
+from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
 from uma_trio.gateway.dialects.openai.shapes import InputTokens, PromptTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
-from uma_trio.gateway.dialects.openai.stored_responses import StoredHead, earlier, fork, new_id
+from uma_trio.gateway.dialects.openai.stored_responses import StoredHead, earlier, fork, new_id, whole
 from uma_trio.gateway.dialects.openai.tools import Function, tool_fields
 from uma_trio.gateway.dialects.openai.tools import Tool as ChatTool
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -158,10 +157,7 @@ async def respond(call: Call) -> Response:
     fields = call.for_daemon(**fields, **extras.fields)
     head = _head(f"resp_{call.id}", request, await _model(call, request), sampling, warnings)
     events = ResponseEvents(head, call.id, extras, custom_tools=_custom_tools(request), seals=_seals(request))
-    if request.stream:
-        return call.stream(fields, events)
-    [eos] = await call.unless_disconnected(call.daemon.complete(fields))
-    return json_response(whole_response(events, eos))
+    return await call.answers(fields, renderer=events, is_streamed=request.stream)
 
 
 def _is_stored(request: ResponsesRequest, session: str | None, *, is_row: bool) -> bool:
@@ -210,17 +206,7 @@ async def _respond_stored(call: Call, request: ResponsesRequest, warnings: list[
         return json_response(stored.events().response("queued"))
     if request.stream:
         return call.stream_events(call.daemon.generate_stored(fields), stored.events())
-    return json_response(await call.unless_disconnected(_whole(call, fields, stored.events())))
-
-
-async def _whole(call: Call, fields: Mapping[str, Any], events: ResponseEvents) -> dict[str, Any]:
-    """The response to a stored request."""
-    async with aclosing(call.daemon.generate_stored(fields)) as batches:  # type: ignore[type-var]
-        async for batch in batches:
-            for event in batch:
-                events.render(event)
-    events.end()
-    return events.whole()
+    return json_response(await call.unless_disconnected(whole(call.daemon.generate_stored(fields), stored.events())))
 
 
 def _fields(
@@ -263,13 +249,13 @@ def _seals(request: ResponsesRequest) -> bool:
 async def count_input(call: Call) -> Response:
     """Count the tokens of a conversation, as a request would prefill it."""
     tokens, warnings = await _prompt(call)
-    return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)}, warnings=warnings)
+    return json_response(InputTokens(input_tokens=len(tokens)), warnings=warnings)
 
 
 async def render(call: Call) -> Response:
     """The tokens of a conversation, as a request would prefill them."""
     tokens, warnings = await _prompt(call)
-    return json_response({"token_ids": tokens}, warnings=warnings)
+    return json_response(PromptTokens(token_ids=tokens), warnings=warnings)
 
 
 async def _prompt(call: Call) -> tuple[list[int], list[str]]:

@@ -51,7 +51,7 @@ def last_place(headers: Mapping[str, str]) -> Place | None:
     return Place.of(event_id) if event_id else None
 
 
-class ResumableChunks:
+class ResumableChunks(Renderer[Event]):
     """Gives ids to the chunks that ``inner`` writes, and leaves out those that the client has.
 
     Args:

@@ -8,7 +8,8 @@ from typing import Literal, Self
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
+from uma_trio.gateway.dialects.llama.shapes import LlamaAnswer
+from uma_trio.gateway.dialects.shapes import Object, Shape, TokenProbability, Warned
 from uma_trio.protocol import usage as of_daemon
 
 # -- usage and log probabilities ------------------------------------------------------------------------
@@ -34,20 +35,8 @@ class Usage(Shape):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
-
-
-class Probability(Shape):
-    """A token and its log probability."""
-
-    token: str
-    logprob: float | None
-    bytes: list[int] | None
-
-
-class TokenProbability(Probability):
-    """A token of the answer, and its most likely alternatives."""
-
-    top_logprobs: list[Probability]
+    energy_j: float | UnsetType = UNSET
+    explanation: Object | UnsetType = UNSET
 
 
 class ChatLogprobs(Shape):
@@ -68,15 +57,19 @@ class TextLogprobs(Shape):
 class Extended(Warned, kw_only=True):
     """An answer with what llama-server adds to OpenAI's API."""
 
-    system_fingerprint: str | UnsetType = UNSET
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
     timings: Object | UnsetType = UNSET
-    verbose: Object | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    verbose: LlamaAnswer | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class ExtendedChunk(Extended, kw_only=True):
     """An event of a stream with what llama-server adds."""
 
     prompt_progress: Object | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 # -- chat completions -----------------------------------------------------------------------------------
@@ -89,18 +82,16 @@ class CalledFunction(Shape):
     arguments: str
 
 
-class Call(Shape):
+class Call(Shape, tag_field="type", tag="function"):
     """A call of a tool."""
 
     id: str | None
-    type: Literal["function"]
     function: CalledFunction
 
 
-class AnswerMessage(Shape):
+class AnswerMessage(Shape, tag_field="role", tag="assistant"):
     """The answer of the model."""
 
-    role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: str | UnsetType = UNSET
@@ -116,13 +107,9 @@ class ChatChoice(Shape):
     finish_reason: str
 
 
-class ChatCompletion(Extended, kw_only=True):
+class ChatCompletion(Extended, tag_field="object", tag="chat.completion"):
     """All answers to a chat."""
 
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -161,15 +148,10 @@ class ChunkChoice(Shape):
     logprobs: ChatLogprobs | UnsetType | None = UNSET
 
 
-class ChatChunk(ExtendedChunk, kw_only=True):
+class ChatChunk(ExtendedChunk, tag_field="object", tag="chat.completion.chunk"):
     """An event of a streamed chat.  The last event is the text ``[DONE]``."""
 
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
 
 
 # -- completions, embeddings, models --------------------------------------------------------------------
@@ -184,15 +166,10 @@ class TextChoice(Shape):
     finish_reason: str | None
 
 
-class Completion(ExtendedChunk, kw_only=True):
+class Completion(ExtendedChunk, tag_field="object", tag="text_completion"):
     """All texts, or an event of a stream.  The last event of a stream is the text ``[DONE]``."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: Usage | UnsetType | None = UNSET
 
 
 class Embedding(Shape, tag_field="object", tag="embedding"):
@@ -324,11 +301,10 @@ class DeletedObject(msgspec.Struct):
     deleted: bool
 
 
-class ConversationObject(Warned):
+class ConversationObject(Warned, tag_field="object", tag="conversation"):
     """A conversation."""
 
     id: str
-    object: Literal["conversation"]
     created_at: int
     metadata: Object
 
@@ -340,10 +316,9 @@ class ResponseEvent(msgspec.Struct):
     sequence_number: int
 
 
-class InputTokens(Warned):
+class InputTokens(Warned, tag_field="object", tag="response.input_tokens"):
     """The tokens of a conversation."""
 
-    object: Literal["response.input_tokens"]
     input_tokens: int
 
 

@@ -27,6 +27,7 @@ from uma_trio.gateway.dialects.contents import SEEING_ROLES, Picture, content_of
 from uma_trio.gateway.dialects.conversation import continues
 from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
 from uma_trio.gateway.dialects.openai.constraints import CONSTRAINT_NAMES, Constrained
+from uma_trio.gateway.dialects.openai.shapes import CompletionDetails, PromptDetails, Usage
 from uma_trio.gateway.endpoint import Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid, refused_json
 from uma_trio.gateway.limits import QUOTA
@@ -376,26 +377,26 @@ def check_session(session_id: str | None, prompts: Sequence[object]) -> None:
         raise invalid("a session has one prompt at a time", parameter="session_id")
 
 
-def usage_body(*ends: Eos) -> dict[str, Any]:
-    """The usage of all answers of a request.  The prompt counts once."""
-    first = ends[0].usage
-    completion = sum(eos.usage.completion_tokens for eos in ends)
-    body: dict[str, Any] = {
-        "prompt_tokens": first.prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": first.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
-    }
-    if any(eos.usage.reasoning_tokens is not None for eos in ends):
-        reasoning = sum(eos.usage.reasoning_tokens or 0 for eos in ends)
-        body["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-    if first.energy_j is not None:
-        body["energy_j"] = round(sum(eos.usage.energy_j or 0.0 for eos in ends), 3)
-    if first.explanation is not None:
-        body["explanation"] = {
-            name: value for name, value in to_fields(first.explanation).items() if name not in ("event", "id")
+def usage_of(ends: Sequence[Eos], n: int) -> Usage:
+    """The usage of all answers of a request.  A prompt counts once; it has ``n`` answers, which follow each other."""
+    all_of, firsts = [eos.usage for eos in ends], [eos.usage for eos in ends[::n]]
+    prompt, completion = sum(each.prompt_tokens for each in firsts), sum(each.completion_tokens for each in all_of)
+    usage = Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptDetails(cached_tokens=sum(each.cached_tokens for each in firsts)),
+    )
+    if any(each.reasoning_tokens is not None for each in all_of):
+        reasoning = sum(each.reasoning_tokens or 0 for each in all_of)
+        usage.completion_tokens_details = CompletionDetails(reasoning_tokens=reasoning)
+    if any(each.energy_j is not None for each in all_of):
+        usage.energy_j = round(sum(each.energy_j or 0.0 for each in all_of), 3)
+    if (explanation := firsts[0].explanation) is not None:
+        usage.explanation = {
+            name: value for name, value in to_fields(explanation).items() if name not in ("event", "id")
         }
-    return body
+    return usage
 
 
 def finish_reason(eos: Eos) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
 from starlette.responses import Response
 
-from uma_trio.client import AnswerInfo, Transcript
+from uma_trio.client import AnswerInfo, Event, Transcript
 from uma_trio.errors import AnswerNotFound, SessionBusy, SessionNotFound
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.llama.extras import Extras
@@ -206,15 +207,22 @@ async def written(call: Call, info: AnswerInfo, stored: StoredHead) -> dict[str,
     if info.state in ("queued", "running"):
         return events.response("queued" if info.state == "queued" else "in_progress")
     try:
-        async for batch in call.daemon.attach(stored.id):
-            for event in batch:
-                events.render(event)
+        return await whole(call.daemon.attach(stored.id), events)
     except HttpError as error:
         if error.code in LOST:
             raise
         return events.failed(error)
+
+
+async def whole(batches: AsyncIterator[list[Event]], events: ResponseEvents) -> dict[str, Any]:
+    """The response of these events, which are not streamed."""
+    async with aclosing(batches) as found:  # type: ignore[type-var]
+        async for batch in found:
+            for event in batch:
+                events.render(event)
     events.end()
-    return events.whole()
+    assert events.eos is not None
+    return events.complete(events.eos)
 
 
 async def cancel(call: Call) -> Response:
@@ -230,7 +238,7 @@ async def delete(call: Call) -> Response:
     await call.ask(lambda client: client.answers("delete", answer_id=stored.id), counts=True)
     if stored.session == stored.id:
         await _close(call, stored.id, stored.head["model"])
-    return json_response({"id": stored.id, "object": "response", "deleted": True})
+    return json_response(DeletedObject(id=stored.id, object="response", deleted=True))
 
 
 async def _close(call: Call, session: str, model: str | None) -> bool:
@@ -257,12 +265,7 @@ async def create_conversation(call: Call) -> Response:
     request, warnings = await call.read(ConversationRequest)
     if request.items:
         raise invalid("a conversation begins empty; send its items as input of the first response", parameter="items")
-    body = {
-        "id": new_id("conv"),
-        "object": "conversation",
-        "created_at": int(time.time()),
-        "metadata": request.metadata or {},
-    }
+    body = ConversationObject(id=new_id("conv"), created_at=int(time.time()), metadata=request.metadata or {})
     return json_response(body, warnings=warnings)
 
 
@@ -272,8 +275,7 @@ async def retrieve_conversation(call: Call) -> Response:
     found = await _transcript(call, name, None)
     if found is None:
         raise _no_conversation(name)
-    created_at = int(found.session.created_at)
-    return json_response({"id": name, "object": "conversation", "created_at": created_at, "metadata": {}})
+    return json_response(ConversationObject(id=name, created_at=int(found.session.created_at), metadata={}))
 
 
 async def delete_conversation(call: Call) -> Response:
@@ -281,7 +283,7 @@ async def delete_conversation(call: Call) -> Response:
     name = call.request.path_params["id"]
     if not await _close(call, name, None):
         raise _no_conversation(name)
-    return json_response({"id": name, "object": "conversation.deleted", "deleted": True})
+    return json_response(DeletedObject(id=name, object="conversation.deleted", deleted=True))
 
 
 def _no_conversation(name: str) -> HttpError:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from uma_trio.client import ToolCall, ToolCallDelta
+from uma_trio.gateway.dialects.openai.shapes import Call, CallDelta, CalledFunction, FunctionDelta
 from uma_trio.gateway.errors import invalid
 
 TOOL_NAMES: Final = {
@@ -95,25 +96,19 @@ def _allowed_name(tool: Any) -> str | None:
     return None
 
 
-def whole_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+def whole_calls(calls: Sequence[ToolCall]) -> list[Call]:
     """The calls of an answer."""
+    encode = msgspec.json.encode
     return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
-        }
+        Call(id=call.id, function=CalledFunction(name=call.name, arguments=encode(call.arguments).decode()))
         for call in calls
     ]
 
 
-def call_delta(event: ToolCallDelta) -> dict[str, Any]:
+def call_delta(event: ToolCallDelta) -> CallDelta:
     """A part of a call: id and name in the first one, arguments in the others."""
+    function = FunctionDelta(arguments=event.arguments or "")
     if event.name is None:
-        return {"index": event.call, "function": {"arguments": event.arguments or ""}}
-    return {
-        "index": event.call,
-        "id": event.call_id,
-        "type": "function",
-        "function": {"name": event.name, "arguments": event.arguments or ""},
-    }
+        return CallDelta(index=event.call, function=function)
+    function.name = event.name
+    return CallDelta(index=event.call, function=function, id=event.call_id, type="function")

@@ -1,0 +1,98 @@
+"""Completions of OpenAI's API, streamed or whole: what those of chats and those of texts have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
+from uma_trio.gateway.answer import PLACE, AnswerRenderer, PreparedEvent, sse
+from uma_trio.gateway.dialects.llama.extras import Extras
+from uma_trio.gateway.dialects.openai.shapes import ChatChunk, ChatCompletion, Completion
+from uma_trio.gateway.dialects.openai.shared import error_body, usage_of
+from uma_trio.gateway.errors import HttpError
+
+
+class Chunks(AnswerRenderer):
+    """Writes completions.
+
+    Args:
+        head: fields of each chunk.
+        extras: further fields of chunks.
+        n: answers of each prompt.
+        has_usage: whether the last chunk of a stream has the usage.
+        warnings: for the first chunk.
+    """
+
+    shape: type[ChatChunk | Completion]
+    whole_shape: type[ChatCompletion | Completion]
+
+    def __init__(
+        self, head: dict[str, Any], request_id: str, extras: Extras, *, n: int, has_usage: bool, warnings: list[str]
+    ) -> None:
+        self._head = head
+        self._request_id = request_id
+        self._extras = extras
+        self._n = n
+        self._usage = {"usage": None} if has_usage else {}
+        self._warnings = warnings
+        self._ends: list[Eos] = []
+        self._offsets: dict[int, int] = {}
+        self._prepared: dict[tuple[int | None, type], PreparedEvent] = {}
+
+    @abstractmethod
+    def choice(self, event: Event) -> Any:
+        """What is new of an answer."""
+
+    @abstractmethod
+    def whole_choice(self, event: Eos) -> Any:
+        """All of an answer."""
+
+    def render(self, event: Event) -> bytes:
+        """One chunk for each event that has something new."""
+        more = self._extras.of(event)
+        match event:
+            case Token() | Reasoning() if event.logprob is None and not event.text:
+                return b""
+            case Token() | Reasoning() if event.logprob is None and not more and not self._warnings:
+                key = (event.index, type(event))
+                if key not in self._prepared:
+                    chunk = self._chunk([self.choice(attrs.evolve(event, text=PLACE))])
+                    self._prepared[key] = PreparedEvent(chunk)
+                return self._prepared[key].of(event.text)
+            case PrefillProgress() if not more:
+                return b""
+            case Token() | Reasoning() | ToolCallDelta() | PrefillProgress():
+                return sse(self._chunk([self.choice(event)], more))
+            case Eos():
+                self._ends.append(event)
+                return sse(self._chunk([self.choice(event)], {} if self._usage else self._extras.at_end([event])))
+        return b""
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error in the middle of the stream."""
+        return sse(error_body(error, self._request_id))
+
+    def end(self) -> bytes:
+        """The usage, if it is wanted, and the mark of the end."""
+        usage = b""
+        if self._usage:
+            ends = sorted(self._ends, key=lambda eos: eos.index or 0)
+            usage = sse(self._chunk([], {**self._extras.at_end(ends), "usage": usage_of(ends, self._n)}))
+        return usage + b"data: [DONE]\n\n"
+
+    def whole(self, ends: Sequence[Eos]) -> object:
+        """All answers."""
+        more = {**self._extras.at_end(ends), "usage": usage_of(ends, self._n)}
+        return self.whole_shape(**self._warned(), choices=[*map(self.whole_choice, ends)], **more)
+
+    def _chunk(self, choices: list[Any], more: dict[str, Any] | None = None) -> object:
+        return self.shape(**{**self._warned(), **self._usage, **(more or {})}, choices=choices)
+
+    def _warned(self) -> dict[str, Any]:
+        """The fields of a chunk, the first one with the warnings."""
+        warnings, self._warnings = self._warnings, []
+        return {**self._head, "warnings": warnings} if warnings else self._head
