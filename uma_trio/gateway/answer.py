@@ -84,12 +84,10 @@ def json_response(
     """A response whose body is ``content`` as JSON.
 
     Args:
-        warnings: become a field of ``content``, which is an object or a ``Warned``, if there are any.
+        warnings: become a field of ``content``, a ``Warned``, if there are any.
     """
-    if warnings and isinstance(content, msgspec.Struct):
+    if warnings:
         content = msgspec.structs.replace(content, warnings=warnings)
-    elif warnings:
-        content = {**content, "warnings": warnings}
     return Response(encode(content), status, headers, JSON)
 
 

@@ -45,32 +45,30 @@ class Readiness(Shape):
 
 async def healthz(call: Call) -> Response:
     """The gateway is up, whatever the daemon does."""
-    return json_response({"status": "ok", "version": uma_trio.__version__})
+    return json_response(Healthy(status="ok", version=uma_trio.__version__))
 
 
 async def readyz(call: Call) -> Response:
     """Whether the daemon could serve another request now, with a reason for each condition."""
     if call.is_draining:
-        return _readiness([{"name": "draining", "ok": False, "reason": str(ShuttingDown())}])
+        return _readiness([Check(name="draining", ok=False, reason=str(ShuttingDown()))])
     try:
         with anyio.fail_after(READY_TIMEOUT_S):
             found = await call.ask(lambda client: client.health())
     except TimeoutError:
         reason = f"the daemon did not answer within {READY_TIMEOUT_S:g} s"
-        return _readiness([{"name": "daemon", "ok": False, "reason": reason}])
+        return _readiness([Check(name="daemon", ok=False, reason=reason)])
     except HttpError as error:
-        return _readiness([{"name": "daemon", "ok": False, "reason": error.message}], error.headers)
-    checks: list[dict[str, object]] = [
-        {"name": check.name, "ok": check.ok, "reason": check.reason, **({"model": check.model} if check.model else {})}
-        for check in found.checks
+        return _readiness([Check(name="daemon", ok=False, reason=error.message)], error.headers)
+    checks = [
+        Check(name=check.name, ok=check.ok, reason=check.reason, model=check.model or UNSET) for check in found.checks
     ]
-    answers: dict[str, object] = {"name": "daemon", "ok": True, "reason": "answers"}
-    return _readiness([answers, *checks])
+    return _readiness([Check(name="daemon", ok=True, reason="answers"), *checks])
 
 
-def _readiness(checks: list[dict[str, object]], headers: dict[str, str] | None = None) -> Response:
-    ready = all(check["ok"] for check in checks)
-    return json_response({"ready": ready, "checks": checks}, 200 if ready else 503, headers)
+def _readiness(checks: list[Check], headers: dict[str, str] | None = None) -> Response:
+    ready = all(check.ok for check in checks)
+    return json_response(Readiness(ready=ready, checks=checks), 200 if ready else 503, headers)
 
 
 ENDPOINTS = (

@@ -98,19 +98,19 @@ async def upload(call: Call) -> Response:
         counts=True,
     )
     return json_response(
-        {
-            "module_id": found.module_id,
-            "wasm_size": found.wasm_size,
-            "compiled_size": found.compiled_size,
-            "time": round(found.time_ms or 0),
-        }
+        Uploaded(
+            module_id=found.module_id,
+            wasm_size=found.wasm_size,
+            compiled_size=found.compiled_size,
+            time=round(found.time_ms or 0),
+        )
     )
 
 
 async def list_tags(call: Call) -> Response:
     """The tags that the client can run, the most recently changed first."""
     tags = await call.ask(lambda client: client.controller_tags(**_on_behalf(call)), counts=True)
-    return json_response({"tags": [_tag(tag) for tag in tags]})
+    return json_response(TagList(tags=[*map(_tag, tags)]))
 
 
 class TagRequest(msgspec.Struct):
@@ -127,14 +127,16 @@ async def set_tags(call: Call) -> Response:
         lambda client: client.tag_controller(request.module_id, request.tags, **_on_behalf(call)),
         counts=True,
     )
-    return json_response({"tags": [_tag(tag) for tag in tags]}, warnings=warnings)
+    return json_response(TagList(tags=[*map(_tag, tags)]), warnings=warnings)
 
 
 async def list_modules(call: Call) -> Response:
     """The client's controllers, also those without a tag; for an administrator all, or those of ``owner``."""
     owner = call.request.query_params.get("owner")
     modules = await call.ask(lambda client: client.controller_modules(owner=owner, **_on_behalf(call)), counts=True)
-    return json_response({"controllers": [{**attrs.asdict(each), "used_at": round(each.used_at)} for each in modules]})
+    return json_response(
+        ControllerList(controllers=[{**attrs.asdict(each), "used_at": round(each.used_at)} for each in modules])
+    )
 
 
 async def delete_module(call: Call) -> Response:
@@ -151,7 +153,7 @@ async def delete_tag(call: Call) -> Response:
 async def _deleted(call: Call, **names: Any) -> Response:
     names |= {"owner": call.request.query_params.get("owner"), **_on_behalf(call)}
     deleted = await call.ask(lambda client: client.delete_controller(**names), counts=True)
-    return json_response({"deleted": deleted})
+    return json_response(Deleted(deleted=deleted))
 
 
 def _on_behalf(call: Call) -> dict[str, Any]:

@@ -76,7 +76,7 @@ async def health(call: Call) -> Response:
         raise HttpError(
             503, "E_GATEWAY_NO_DAEMON", f"the daemon did not answer within {READY_TIMEOUT_S:g} s", retry_after_ms=1000
         ) from None
-    return json_response({"status": "ok"})
+    return json_response(Health(status="ok"))
 
 
 class TemplateFields(msgspec.Struct, kw_only=True):
@@ -130,15 +130,15 @@ async def tokenize(call: Call) -> Response:
     if found.bytes is not None:
         with_piece = partial(_with_piece, found.tokens, found.bytes)
         tokens = await encoded_items(call.large_work, range(len(tokens)), with_piece, per_piece=TOKENS_PER_PIECE)
-    return json_response({"tokens": tokens, "count": len(tokens)}, warnings=warnings)
+    return json_response(Tokens(tokens=tokens, count=len(tokens)), warnings=warnings)
 
 
-def _with_piece(tokens: Sequence[int], spelled: Sequence[list[int]], n: int) -> dict[str, Any]:
+def _with_piece(tokens: Sequence[int], spelled: Sequence[list[int]], n: int) -> Piece:
     """Token ``n`` with its text, or with its bytes if these are not whole characters."""
     try:
-        return {"id": tokens[n], "piece": bytes(spelled[n]).decode()}
+        return Piece(id=tokens[n], piece=bytes(spelled[n]).decode())
     except UnicodeDecodeError:
-        return {"id": tokens[n], "piece": spelled[n]}
+        return Piece(id=tokens[n], piece=spelled[n])
 
 
 class DetokenizeRequest(msgspec.Struct):
@@ -152,7 +152,7 @@ async def detokenize(call: Call) -> Response:
     """The text of tokens: ``content`` for clients of llama-server, ``prompt`` for those of vLLM."""
     request, warnings = await call.read(DetokenizeRequest)
     text = await call.ask(lambda client: client.detokenize(request.tokens, model=request.model), counts=True)
-    return json_response({"content": text, "prompt": text}, warnings=warnings)
+    return json_response(Detokenized(content=text, prompt=text), warnings=warnings)
 
 
 class TemplateRequest(TemplateFields, kw_only=True):
@@ -165,7 +165,7 @@ async def apply_template(call: Call) -> Response:
     """The text that the chat template makes of a chat."""
     request, warnings = await call.read(TemplateRequest)
     found = await _rendered(call, request, request.messages, warnings)
-    return json_response({"prompt": found.text or ""}, warnings=warnings)
+    return json_response(Rendered(prompt=found.text or ""), warnings=warnings)
 
 
 async def _rendered(call: Call, request: TemplateFields, messages: list[Message], warnings: list[str]) -> TokenList:

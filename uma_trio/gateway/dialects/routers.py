@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 from starlette.responses import Response
 
@@ -76,10 +76,10 @@ async def loads(call: Call) -> Response:
     snapshot = await call.daemon.metrics()
     load = load_of(by_model(snapshot).values(), _loaded(await call.daemon.models()))
     now = datetime.datetime.now(datetime.UTC).isoformat()
-    return json_response({"timestamp": now, "version": uma_trio.__version__, "dp_rank_count": 1, "loads": [load]})
+    return json_response(Loads(timestamp=now, version=uma_trio.__version__, dp_rank_count=1, loads=[load]))
 
 
-def load_of(snapshots: Iterable[Snapshot], models: Iterable[ModelDescription]) -> dict[str, Any]:
+def load_of(snapshots: Iterable[Snapshot], models: Iterable[ModelDescription]) -> Load:
     """The load of models that are loaded.
 
     Args:
@@ -95,20 +95,20 @@ def load_of(snapshots: Iterable[Snapshot], models: Iterable[ModelDescription]) -
         )
     )
     parallel = sum(model.parallel for model in models)
-    return {
-        "dp_rank": 0,
-        "num_running_reqs": running,
-        "num_waiting_reqs": waiting,
-        "num_waiting_uncached_tokens": backlog,
-        "num_total_reqs": running + waiting,
-        "num_used_tokens": reserved,
-        "max_total_num_tokens": cells,
-        "token_usage": reserved / cells if cells else 0.0,
-        "gen_throughput": sum(_tokens_per_s(snapshot) for snapshot in each),
-        "cache_hit_rate": cached / (prompt + cached) if prompt + cached else 0.0,
-        "utilization": running / parallel if parallel else 0.0,
-        "max_running_requests": parallel,
-    }
+    return Load(
+        dp_rank=0,
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_waiting_uncached_tokens=backlog,
+        num_total_reqs=running + waiting,
+        num_used_tokens=reserved,
+        max_total_num_tokens=cells,
+        token_usage=reserved / cells if cells else 0.0,
+        gen_throughput=sum(_tokens_per_s(snapshot) for snapshot in each),
+        cache_hit_rate=cached / (prompt + cached) if prompt + cached else 0.0,
+        utilization=running / parallel if parallel else 0.0,
+        max_running_requests=parallel,
+    )
 
 
 def _tokens_per_s(snapshot: Snapshot) -> float:
@@ -123,7 +123,7 @@ def _loaded(models: Iterable[ModelDescription]) -> list[ModelDescription]:
 
 async def version(call: Call) -> Response:
     """The version, as vLLM says it."""
-    return json_response({"version": uma_trio.__version__})
+    return json_response(Version(version=uma_trio.__version__))
 
 
 async def server_info(call: Call) -> Response:
@@ -131,16 +131,16 @@ async def server_info(call: Call) -> Response:
     models = await call.daemon.models()
     default, loaded = models[0], _loaded(models)
     return json_response(
-        {
-            "version": uma_trio.__version__,
-            "model_path": default.name,
-            "served_model_name": default.name,
-            "block_size": BLOCK_TOKENS,
-            "page_size": BLOCK_TOKENS,
-            "max_total_num_tokens": sum(model.context for model in loaded),
-            "max_running_requests": sum(model.parallel for model in loaded),
-            "max_model_len": default.context_per_request,
-        }
+        ServerInfo(
+            version=uma_trio.__version__,
+            model_path=default.name,
+            served_model_name=default.name,
+            block_size=BLOCK_TOKENS,
+            page_size=BLOCK_TOKENS,
+            max_total_num_tokens=sum(model.context for model in loaded),
+            max_running_requests=sum(model.parallel for model in loaded),
+            max_model_len=default.context_per_request,
+        )
     )
 
 

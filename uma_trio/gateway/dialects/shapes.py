@@ -1,5 +1,4 @@
-"""What the shapes of answers have in common.  The OpenAPI document says them.  Endpoints make answers of them, or write
-dictionaries that tests compare with them.
+"""What the shapes of answers have in common.  Endpoints make answers of them, and the OpenAPI document says them.
 
 A field that may be missing is ``T | UnsetType``.  All other fields are always there.
 """

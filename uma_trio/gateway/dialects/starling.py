@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import attrs
 import msgspec
+from msgspec import UNSET
 from starlette.responses import Response
 
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
@@ -94,14 +95,14 @@ async def steer(call: Call) -> Response:
     name = call.request.path_params["id"]
     work = call.ask(lambda client: client.steer(name, **changes), counts=True)
     done = await call.unless_disconnected(work)
-    return json_response(_without_names(to_fields(done)), warnings=warnings)
+    return json_response(SteeredAnswer(**_without_names(to_fields(done))), warnings=warnings)
 
 
 async def explain(call: Call) -> Response:
     """Why tokens of the prompt of the request ``id`` of the same client were computed again."""
     name, model = call.request.path_params["id"], call.request.query_params.get("model")
     found = await call.ask(lambda client: client.explain(name, model=model), counts=True)
-    return json_response(_without_names(to_fields(found)))
+    return json_response(ExplainedPrompt(**_without_names(to_fields(found))))
 
 
 def _split_stop(fields: dict[str, Any]) -> None:
@@ -151,7 +152,7 @@ class Events(AnswerRenderer):
         answers = [_without_names(to_fields(eos)) for eos in ends]
         warnings = [*self._warnings, *(each for answer in answers for each in answer.pop("warnings", []))]
         body = answers[0] if len(answers) == 1 else {"answers": answers}
-        return {"request_id": self._request_id, **body, **({"warnings": warnings} if warnings else {})}
+        return Answer(request_id=self._request_id, **body, warnings=warnings or UNSET)
 
     def written(self, fields: dict[str, Any]) -> bytes:
         """An event of these fields."""
@@ -177,9 +178,9 @@ async def tokenize(call: Call) -> Response:
     if (request.text is None) == (request.tokens is None):
         raise invalid("give exactly one of text and tokens")
     found = await call.ask(lambda client: client.tokenize(**msgspec.structs.asdict(request)), counts=True)
-    body = {"tokens": found.tokens, "offsets": found.offsets, "text": found.text}
-    body = {name: value for name, value in body.items() if value is not None}
-    return json_response(body, warnings=warnings)
+    offsets = UNSET if found.offsets is None else found.offsets
+    text = UNSET if found.text is None else found.text
+    return json_response(Tokenized(tokens=found.tokens, offsets=offsets, text=text), warnings=warnings)
 
 
 ENDPOINTS = (

@@ -53,7 +53,7 @@ async def list_sessions(call: Call) -> Response:
     given = call.request.query_params
     model, text = given.get("model"), given.get("contains")
     found = await call.ask(lambda client: client.sessions(model=model, contains=text))
-    return json_response({"sessions": found})
+    return json_response(SessionPage(sessions=found))
 
 
 async def read_session(call: Call) -> Response:
@@ -61,8 +61,8 @@ async def read_session(call: Call) -> Response:
     request, warnings = await call.read(SessionRequest)
     async with call.daemon.sessions_at_hand(request.model, request.session_id) as client:
         found = await client.transcript(**msgspec.structs.asdict(request))
-    content = {"messages": found.messages} if found.text is None else {"text": found.text}
-    return json_response({"session": found.session, **content}, warnings=warnings)
+    content: dict[str, Any] = {"messages": found.messages} if found.text is None else {"text": found.text}
+    return json_response(SessionContent(session=found.session, **content), warnings=warnings)
 
 
 async def close_session(call: Call) -> Response:
@@ -71,22 +71,21 @@ async def close_session(call: Call) -> Response:
     [closed] = await _changed(call, "close", request)
     if await _find(call, name := _answer_id(request.session_id)) is not None:
         await call.ask(lambda client: client.answers("delete", answer_id=name))
-    body = {"session_id": closed.session_id, "closed": True, "tokens": closed.tokens}
-    return json_response(body, warnings=warnings)
+    return json_response(Closed(session_id=closed.session_id, closed=True, tokens=closed.tokens), warnings=warnings)
 
 
 async def fork_session(call: Call) -> Response:
     """Copy a session under a new name; both continue independently."""
     request, warnings = await call.read(ForkRequest)
     [forked] = await _changed(call, "fork", request, request.new_id)
-    return json_response({"session": forked}, warnings=warnings)
+    return json_response(OneSession(session=forked), warnings=warnings)
 
 
 async def rename_session(call: Call) -> Response:
     """Give a session a title."""
     request, warnings = await call.read(RenameRequest)
     [renamed] = await _changed(call, "rename", request)
-    return json_response({"session": renamed}, warnings=warnings)
+    return json_response(OneSession(session=renamed), warnings=warnings)
 
 
 async def _changed(call: Call, action: str, request: SessionRequest, *new_ids: str) -> list[SessionInfo]:
@@ -140,7 +139,7 @@ async def stop_answer(call: Call) -> Response:
     request, warnings = await call.read(SessionRequest)
     info = await _running(call, request)
     await call.ask(lambda client: client.answers("cancel", answer_id=info.answer_id), counts=True)
-    return json_response({"session_id": request.session_id, "stopped": True}, warnings=warnings)
+    return json_response(Stopped(session_id=request.session_id, stopped=True), warnings=warnings)
 
 
 RUNNING: Final = ("queued", "running")

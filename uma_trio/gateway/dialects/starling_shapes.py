@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from types import NoneType
+from typing import Any, Union, get_args, get_type_hints
 
+import attrs
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from uma_trio.gateway.dialects.shapes import Object, Warned
-from uma_trio.protocol.answers import SessionInfo
-from uma_trio.protocol.chat import ChatMessage, ToolCall
-from uma_trio.protocol.events import Logprobs
-from uma_trio.protocol.usage import Change, FinishReason, Loss, Reason, Timings, Usage
+from uma_trio.protocol.answers import SessionInfo, Steered
+from uma_trio.protocol.chat import ChatMessage
+from uma_trio.protocol.events import Eos
+from uma_trio.protocol.usage import Explanation
 
 
-class Answer(Warned, kw_only=True):
-    """The fields of ``eos``; with several answers ``answers``, a list of them."""
+def shape_of(event: type, name: str, *more: Any, is_optional: bool = False) -> Any:
+    """The shape of an event as ``to_fields`` writes it: without ``id``, and without what is ``None``.
 
-    request_id: str
-    answers: list[Object] | UnsetType = UNSET
-    reason: FinishReason | UnsetType = UNSET
-    usage: Usage | UnsetType = UNSET
-    timings: Timings | UnsetType = UNSET
-    index: int | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-    constraint_complete: bool | UnsetType = UNSET
-    logprobs: list[Logprobs] | UnsetType = UNSET
-    stop: str | UnsetType = UNSET
-    waits_for: list[str] | UnsetType = UNSET
-    seed: int | UnsetType = UNSET
-    session: SessionInfo | UnsetType = UNSET
-    metadata: Object | UnsetType = UNSET
+    Args:
+        more: further fields, as ``msgspec.defstruct`` has them.
+        is_optional: all fields of the event may be missing.
+    """
+    types, fields = get_type_hints(event, include_extras=True), [*more]
+    for each in attrs.fields(event):
+        kinds = get_args(types[each.name]) if each.default is None else [types[each.name]]
+        if is_optional or each.default is None:
+            fields.append((each.name, Union[*(kind for kind in kinds if kind is not NoneType), UnsetType], UNSET))
+        else:
+            fields.append((each.name, *kinds))
+    fields = [each for each in fields if each[0] not in ("id", *Warned.__struct_fields__)]
+    return msgspec.defstruct(name, fields, bases=(Warned,), namespace={"__doc__": event.__doc__}, kw_only=True)
+
+
+Answer = shape_of(Eos, "Answer", ("request_id", str), ("answers", list[Object] | UnsetType, UNSET), is_optional=True)
+"""The fields of ``eos``; with several answers ``answers``, a list of them."""
+SteeredAnswer = shape_of(Steered, "SteeredAnswer")
+ExplainedPrompt = shape_of(Explanation, "ExplainedPrompt")
 
 
 class Event(msgspec.Struct):
@@ -48,31 +53,6 @@ class Tokenized(Warned):
     tokens: list[int]
     offsets: list[int] | UnsetType = UNSET
     text: str | UnsetType = UNSET
-
-
-class SteeredAnswer(Warned):
-    """What was changed of a running request, and after how many of its tokens."""
-
-    request_id: str
-    after_tokens: int
-    inserted_tokens: int
-    reasoning_ended: bool
-    max_tokens: int
-    stop: Literal["now", "sentence"] | UnsetType = UNSET
-
-
-class ExplainedPrompt(msgspec.Struct):
-    """Which tokens of a prompt were computed although an earlier prompt began alike, and why."""
-
-    request_id: str
-    reason: Reason
-    prompt_tokens: int
-    cached_tokens: int
-    common_tokens: int
-    again_tokens: int
-    cost_ms: float
-    change: Change | UnsetType = UNSET
-    loss: Loss | UnsetType = UNSET
 
 
 class SessionPage(msgspec.Struct):
