@@ -97,9 +97,9 @@ class UsageFile:
                 for key, tokens in self._pending.items():
                     self._known[key] = self._connection.execute(ADD, (*key, tokens)).fetchone()[0]
                     self._connection.execute(
-                        "DELETE FROM usage WHERE tenant = ?1 AND period NOT IN "
-                        "(SELECT period FROM usage WHERE tenant = ?1 ORDER BY period DESC LIMIT ?2)",
-                        (key[0], KEPT_PERIODS),
+                        "DELETE FROM usage WHERE tenant = :tenant AND period NOT IN "
+                        "(SELECT period FROM usage WHERE tenant = :tenant ORDER BY period DESC LIMIT :kept)",
+                        {"tenant": key[0], "kept": KEPT_PERIODS},
                     )
         except sqlite3.Error as error:
             log.error("cannot write %s, so a restart would forget the last tokens of quotas: %s", self._path, error)
