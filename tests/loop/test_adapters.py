@@ -91,7 +91,7 @@ async def test_nobody_starves_next_to_others_with_many_prompts(autojump_clock, u
             await harness.ended(*streams, plain, *prompts)
         for stream, name in zip(streams, NAMES, strict=True):
             assert is_right(stream, [choice(name)])
-            assert max(stream.sequence.gaps_ms or [0]) < 300
+            assert max(stream.sequence.times.gaps_ms or [0]) < 300
         assert is_right(plain)
         for prompt, name in zip(prompts, "abcdabcd", strict=True):
             assert is_right(prompt, [choice(name)])

@@ -47,8 +47,8 @@ async def serve(*, requests: bool, batch: bool) -> Seen:
             asked = harness.ask(rng.choices(range(7), k=100), TOKENS, cache_prompt=False)
             running.add(asked)
             await asked.sequence.done.wait()
-            assert asked.sequence.first_token_at is not None
-            seen.first_token_s.append(asked.sequence.first_token_at - sent)
+            assert asked.sequence.times.first_token_at is not None
+            seen.first_token_s.append(asked.sequence.times.first_token_at - sent)
             running.remove(asked)
             idle_since = trio.current_time()
 

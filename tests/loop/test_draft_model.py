@@ -40,9 +40,9 @@ def drafts(harness: Harness) -> tuple[int, int]:
 
 
 def seconds(client: Client) -> float:
-    ended = client.sequence.ended_at
+    ended = client.sequence.times.ended_at
     assert ended is not None
-    return ended - client.sequence.arrived_at
+    return ended - client.sequence.times.arrived_at
 
 
 # -- the text -----------------------------------------------------------------------------------------

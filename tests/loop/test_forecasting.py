@@ -66,9 +66,9 @@ async def test_predictions_come_true(autojump_clock):
             at, first = client.found[0]
             assert at == began
             assert at + first.start_ms / 1e3 == pytest.approx(
-                sequence.first_token_at, abs=0.2 * (sequence.ended_at - at)
+                sequence.times.first_token_at, abs=0.2 * (sequence.times.ended_at - at)
             )
-            assert first.end_ms == pytest.approx(1e3 * (sequence.ended_at - at), rel=0.2)
+            assert first.end_ms == pytest.approx(1e3 * (sequence.times.ended_at - at), rel=0.2)
             positions = [event.queue_position for _, event in client.found]
             assert positions == sorted(positions, reverse=True)
         assert any(len(client.found) > 1 for client in clients), "they learn that they come nearer"
@@ -95,7 +95,7 @@ async def test_most_predictions_are_off_by_a_fifth_and_few_deadlines_are_misjudg
             prompt, n = rng.choice((30, 300, 1000)), rng.choice((20, 60, 200))
             deadline_at = trio.current_time() + math.exp(rng.uniform(0, math.log(60)))
             sequence = harness.ask(prompt, n, client, forecast=True, ignore_eos=True, deadline_at=deadline_at)
-            is_refused = sequence.ended_at is not None
+            is_refused = sequence.times.ended_at is not None
             if is_refused:
                 sequence = harness.ask(prompt, n, client, forecast=True, ignore_eos=True)
             asked.append((client, sequence, deadline_at, is_refused))
@@ -104,10 +104,10 @@ async def test_most_predictions_are_off_by_a_fifth_and_few_deadlines_are_misjudg
         for client, sequence, deadline_at, is_refused in asked:
             await sequence.done.wait()
             at, first = client.found[0]
-            assert sequence.ended_at is not None
-            good += abs(first.end_ms / (1e3 * (sequence.ended_at - at)) - 1) <= 0.2
-            would_have_been_met += is_refused and sequence.ended_at <= deadline_at
-            missed += not is_refused and sequence.ended_at > deadline_at
+            assert sequence.times.ended_at is not None
+            good += abs(first.end_ms / (1e3 * (sequence.times.ended_at - at)) - 1) <= 0.2
+            would_have_been_met += is_refused and sequence.times.ended_at <= deadline_at
+            missed += not is_refused and sequence.times.ended_at > deadline_at
     assert good >= least * len(asked)
     n_refused = sum([is_refused for *_, is_refused in asked])
     print(f"{len(asked)}: {good} good, {n_refused} refused, {would_have_been_met} wrongly, {missed} missed")
@@ -134,7 +134,7 @@ async def test_a_queue_that_comes_and_goes_is_predicted_too(autojump_clock) -> N
         for client, sequence in asked:
             await sequence.done.wait()
             at, first = client.found[0]
-            good += abs(first.end_ms / (1e3 * (sequence.ended_at - at)) - 1) <= 0.2
+            good += abs(first.end_ms / (1e3 * (sequence.times.ended_at - at)) - 1) <= 0.2
     print(f"{good} of {len(asked)} good")
     assert good >= 0.45 * len(asked)
 
@@ -152,12 +152,12 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(autojump_clock) 
         await held.done.wait()
         waited_ms = 1e3 * (trio.current_time() - now)
         await in_time.done.wait()
-        assert in_time.ended_at < now + 2
+        assert in_time.times.ended_at < now + 2
     [error] = alone.failures
     assert (error.code, error.field, error.retry_after_ms) == ("E_LIMIT_DEADLINE", "deadline_ms", None)
     assert error.eta_ms == pytest.approx(2 * waited_ms, rel=0.2)
     [error] = behind.failures
-    assert error.eta_ms == pytest.approx(1e3 * (in_time.ended_at - now), rel=0.2)
+    assert error.eta_ms == pytest.approx(1e3 * (in_time.times.ended_at - now), rel=0.2)
     assert error.retry_after_ms == pytest.approx(error.eta_ms - 300, abs=1)
 
 
@@ -191,7 +191,7 @@ async def test_one_that_runs_at_once_hears_when_it_ends(autojump_clock):
         await sequence.done.wait()
         [(_, event)] = client.found
         assert event.queue_position == 0
-        assert event.end_ms == pytest.approx(1e3 * (sequence.ended_at - began), rel=0.2)
+        assert event.end_ms == pytest.approx(1e3 * (sequence.times.ended_at - began), rel=0.2)
 
 
 async def test_a_refused_request_comes_back_when_there_is_room(autojump_clock):

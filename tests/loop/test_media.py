@@ -145,7 +145,7 @@ async def test_penalties_do_not_see_placeholders_and_nothing_speculates(autojump
         assert client.sequence.sampling.history is not None
         assert client.sequence.sampling.history.past(0).tokens.tolist() == [1, 2, 3, AROUND, AROUND, AROUND, 5, 6]
         await harness.ended(client)
-        assert client.sequence.lookup is None
+        assert client.sequence.speculation.lookup is None
         assert client.reason == "length"
 
 

@@ -252,14 +252,14 @@ async def test_no_step_runs_ahead_of_one_that_was_revoked(planning):
 async def test_draft_tokens_continue_a_known_token(planning):
     found = planning()
     [stream] = found.streams(1)
-    stream.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
+    stream.speculation.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
     step = found.submitted(found.next_step())
     assert step.plan.drafts
     assert found.planner.step_ahead(step) is NoStep.DRAFTS, "how many are accepted is not known"
 
-    stream.lookup = None
+    stream.speculation.lookup = None
     plain = found.submitted(found.next_step())
-    stream.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
+    stream.speculation.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
     assert found.planner.step_ahead(plain) is NoStep.DRAFTS, "the next step could have some"
 
 
@@ -267,7 +267,7 @@ async def test_draft_tokens_continue_a_known_token(planning):
 async def test_wide_batches_have_no_draft_tokens(planning, n, allowed):
     found = planning(n_seq_max=16)
     for stream in found.streams(n):
-        stream.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
+        stream.speculation.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
     assert any(view.n_drafts for view in found.next_step().plan.decodes) == allowed
 
 

@@ -33,7 +33,7 @@ async def shares(**values: object) -> tuple[float, list[float], list[list[int]]]
         ]
         for each in asked:
             await each.done.wait()
-        ends = [each.ended_at - began for each in asked]
+        ends = [each.times.ended_at - began for each in asked]
         return max(ends), ends, [client.tokens for client in clients]
 
 

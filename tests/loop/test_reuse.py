@@ -146,8 +146,8 @@ async def test_principals_share_nothing(autojump_clock):
         other = await harness.answer(SHARED, principal="uid:2")
         assert other.cached == 0
         assert (
-            other.sequence.first_token_at - other.sequence.arrived_at
-            == first.sequence.first_token_at - first.sequence.arrived_at
+            other.sequence.times.first_token_at - other.sequence.times.arrived_at
+            == first.sequence.times.first_token_at - first.sequence.times.arrived_at
         )
         assert (await harness.answer(SHARED, principal="uid:1")).cached == 1499
         together = [harness.ask([*SHARED[700:], 5], principal=principal) for principal in ("uid:1", "uid:2")]
@@ -404,7 +404,7 @@ async def test_a_request_does_not_wait_for_a_leader_of_a_lower_priority(autojump
         quick = harness.ask([*SHARED, 6], 5, slo=Slo(priority="interactive"))
         await harness.ended(background, quick)
         assert 0 < quick.cached < 1500
-        assert quick.sequence.first_token_at < background.sequence.first_token_at
+        assert quick.sequence.times.first_token_at < background.sequence.times.first_token_at
         assert is_right(quick)
         assert is_right(background)
         await harness.clean()

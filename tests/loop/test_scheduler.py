@@ -119,7 +119,9 @@ async def test_more_requests_than_sequences_wait_their_turn(autojump_clock):
         sequences = [harness.ask([i + 1], sink, n=5) for i, sink in enumerate(sinks)]
         for sequence in sequences:
             await sequence.done.wait()
-        assert [sequence.ended_at for sequence in sequences] == sorted(sequence.ended_at for sequence in sequences)
+        assert [sequence.times.ended_at for sequence in sequences] == sorted(
+            sequence.times.ended_at for sequence in sequences
+        )
         assert all(sink.tokens == expected_continuation([i + 1], 5) for i, sink in enumerate(sinks))
         assert most_together(harness) == 2
         await harness.clean()
@@ -421,7 +423,10 @@ async def test_a_request_that_comes_during_a_step_waits_for_no_long_one(autojump
         computed = [{each.seq_id for call in step.calls for each in call} for step in harness.engine.steps[begun:]]
         n_waited = next(n for n, seq_ids in enumerate(computed) if 1 in seq_ids)
         assert n_waited <= (2 if step_ms < MAX_DELAY_MS else 1)
-        assert sequence.first_token_at - sequence.arrived_at <= 1e-3 * (2 * step_ms + min(step_ms, MAX_DELAY_MS)) + 1e-4
+        assert (
+            sequence.times.first_token_at - sequence.times.arrived_at
+            <= 1e-3 * (2 * step_ms + min(step_ms, MAX_DELAY_MS)) + 1e-4
+        )
         assert sink.tokens == expected_continuation([2, 3], 5)
         await trio.sleep(30)
         assert on.tokens == expected_continuation([1], 400)

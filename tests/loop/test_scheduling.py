@@ -200,8 +200,8 @@ async def test_an_interactive_prompt_is_prefilled_first(autojump_clock):
         began = trio.current_time()
         short = harness.ask(2000, 1, slo=INTERACTIVE)
         await short.done.wait()
-        assert short.first_token_at - began < 0.5
-        assert long.first_token_at is None
+        assert short.times.first_token_at - began < 0.5
+        assert long.times.first_token_at is None
         await long.done.wait()
 
 
@@ -265,11 +265,11 @@ async def test_a_request_rises_in_priority_while_it_waits(autojump_clock):
         await trio.sleep(0.001)
         background = harness.ask(5, 10, slo=BACKGROUND)
         overtook = 0
-        while background.admitted_at is None:
+        while background.times.admitted_at is None:
             harness.ask(5, 10, slo=INTERACTIVE)
             overtook += 1
             await trio.sleep(10)
-        assert 60 <= background.admitted_at - background.arrived_at <= 90
+        assert 60 <= background.times.admitted_at - background.times.arrived_at <= 90
         assert overtook >= 5
 
 
@@ -279,7 +279,7 @@ async def test_smaller_requests_do_not_overtake_the_first_in_the_queue(autojump_
         large = harness.ask(800, 100)
         small = [harness.ask(10, 5) for _ in range(3)]
         await large.done.wait()
-        assert all(sequence.admitted_at >= large.admitted_at for sequence in small)
+        assert all(sequence.times.admitted_at >= large.times.admitted_at for sequence in small)
         for sequence in small:
             await sequence.done.wait()
 
@@ -312,7 +312,7 @@ async def test_a_refusal_has_an_estimate_of_the_wait(autojump_clock):
     async with running(FakeEngine(n_seq_max=2), max_queue=2) as harness:
         sequences = [harness.ask(100, 20) for _ in range(4)]
         await sequences[0].done.wait()
-        duration_ms = 1e3 * (sequences[0].ended_at - sequences[0].admitted_at)
+        duration_ms = 1e3 * (sequences[0].times.ended_at - sequences[0].times.admitted_at)
         await trio.sleep(0.01)
         while len(list(harness.scheduler.sequences())) < 4:
             harness.ask(100, 20)

@@ -57,7 +57,7 @@ def n_steps(harness: Harness) -> int:
 async def test_the_same_text_in_fewer_steps(autojump_clock, params):
     async with asking(engine()) as harness:
         plain = await harness.answer(PROMPT, 300, speculate=False, cache_prompt=False, **params)
-        steps, plain_s = n_steps(harness), plain.sequence.ended_at - plain.sequence.arrived_at
+        steps, plain_s = n_steps(harness), plain.sequence.times.ended_at - plain.sequence.times.arrived_at
         assert draft_tokens(harness) == (0, 0)
         assert plain.tokens == expected(PROMPT, 300, **params)
         assert steps == 300
@@ -66,7 +66,7 @@ async def test_the_same_text_in_fewer_steps(autojump_clock, params):
         drafted, accepted = draft_tokens(harness)
         assert n_steps(harness) - steps == 300 - accepted
         assert 50 < accepted <= drafted
-        assert quick.sequence.ended_at - quick.sequence.arrived_at < 0.9 * plain_s
+        assert quick.sequence.times.ended_at - quick.sequence.times.arrived_at < 0.9 * plain_s
         await harness.clean()
 
 

@@ -132,16 +132,16 @@ async def test_a_message_begins_an_answer_that_ends_where_it_ends(autojump_clock
         client = harness.ask(PROMPT, N, log=log)
         await until(client, 8)
         await steer(harness, client, stop="sentence").wait()
-        assert client.sequence.stops_at_sentence
+        assert client.sequence.bounds.stops_at_sentence
         steering = Steering(query=SteerQuery(request_id="r", message="m"), tokens=TEXT)
         harness.scheduler.steer(client.sequence, steering)
         await steering.wait()
-        assert not client.sequence.stops_at_sentence
+        assert not client.sequence.bounds.stops_at_sentence
         await harness.ended(client)
         assert client.reason == "length"
         log.known = log.known[:-5]
         again = harness.ask(PROMPT, N, log=log)
-        assert not again.sequence.stops_at_sentence
+        assert not again.sequence.bounds.stops_at_sentence
         await harness.ended(again)
         assert again.tokens == client.tokens
         await harness.clean()

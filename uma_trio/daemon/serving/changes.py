@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import abc
 from typing import Literal
 
-from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes, append_forced, append_tokens
+from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes, append_forced, append_tokens, no_tokens
 from uma_trio.daemon.serving.sequence import Sequence, TokenLog
 from uma_trio.daemon.serving.steering import TAIL_TOKENS, Steering, called_already, ends_sentence
 from uma_trio.daemon.store.answer_log import Change
@@ -22,11 +22,11 @@ def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> N
     sequence, query = new.sequence, steering.query
     if new.reason is not None:
         return  # it ends, which is the outcome
-    sequence.steering = None
+    sequence.bounds.steering = None
     if query.message is not None and sequence.has_called:
         steering.end(called_already())
         return
-    sequence.was_steered = True
+    sequence.bounds.was_steered = True
     change = Change(
         after_tokens=len(sequence.tokens),
         insertions=[],
@@ -37,11 +37,11 @@ def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> N
     )
     steering.change = change
     new.changes.append(change)
-    if steering.limit is not None and sequence.budget is None:
-        sequence.budget = steering.limit.budget(sequence.prompt.text, sequence.prompt.calling)
-        sequence.budget.end_after(sequence.tokens[: new.n_before], token_to_bytes)
+    if steering.limit is not None and sequence.bounds.budget is None:
+        sequence.bounds.budget = steering.limit.budget(sequence.prompt.text, sequence.prompt.calling)
+        sequence.bounds.budget.end_after(sequence.tokens[: new.n_before], token_to_bytes)
     _set_bounds(sequence, change)
-    budget = sequence.budget
+    budget = sequence.bounds.budget
     end: abc.Sequence[int] = ()
     if budget is not None:
         end = budget.end_after(new.tokens, token_to_bytes)
@@ -50,7 +50,7 @@ def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> N
         _insert(new, "end_of_reasoning", end)
     if query.message is not None:
         _insert(new, "message", steering.tokens, query.message)
-        sequence.stops_at_sentence = False  # that was for the answer before it
+        sequence.bounds.stops_at_sentence = False  # that was for the answer before it
         if budget is not None:
             budget.begin_message(is_open=change.opens_reasoning)
     elif query.text is not None:
@@ -64,7 +64,7 @@ def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> N
             after_tokens=change.after_tokens,
             inserted_tokens=len(sequence.tokens) - change.after_tokens,
             reasoning_ended=len(end) > 0,
-            max_tokens=sequence.token_limit,
+            max_tokens=sequence.bounds.token_limit,
             stop=query.stop,
             id=query.id,
         )
@@ -75,9 +75,9 @@ def append_known(sequence: Sequence, log: TokenLog, token_to_bytes: TokenToBytes
     """Add the tokens of an earlier daemon to a sequence that has none, and make the changes between them again."""
     if log.mu is not None:
         sequence.adapt(log.mu)
-    new = NewTokens(sequence, (), 0, None, sequence.paused, ())
+    new = no_tokens(sequence)
     known, at = log.known, 0
-    sequence.was_steered = bool(log.changes)
+    sequence.bounds.was_steered = bool(log.changes)
     for change in log.changes:
         _replay(new, known[at : change.after_tokens], token_to_bytes)
         new.changes.append(change)
@@ -97,7 +97,7 @@ def append_known(sequence: Sequence, log: TokenLog, token_to_bytes: TokenToBytes
 
 def at_end_of_sentence(sequence: Sequence, token_to_bytes: TokenToBytes) -> bool:
     """Whether ``sequence`` is to end with its sentence, and does so here."""
-    if not sequence.stops_at_sentence:
+    if not sequence.bounds.stops_at_sentence:
         return False
     tail = b"".join(map(token_to_bytes, sequence.tokens[-TAIL_TOKENS:]))
     return ends_sentence(tail.decode("utf-8", "replace"))
@@ -105,10 +105,10 @@ def at_end_of_sentence(sequence: Sequence, token_to_bytes: TokenToBytes) -> bool
 
 def _set_bounds(sequence: Sequence, change: Change) -> None:
     if change.max_tokens is not None:
-        sequence.token_limit = max(change.after_tokens, change.max_tokens)
-    sequence.stops_at_sentence = sequence.stops_at_sentence or change.stop == "sentence"
-    if change.ends_reasoning and sequence.budget is not None:
-        sequence.budget.n_left = min(0, sequence.budget.n_left)
+        sequence.bounds.token_limit = max(change.after_tokens, change.max_tokens)
+    sequence.bounds.stops_at_sentence = sequence.bounds.stops_at_sentence or change.stop == "sentence"
+    if change.ends_reasoning and sequence.bounds.budget is not None:
+        sequence.bounds.budget.n_left = min(0, sequence.bounds.budget.n_left)
 
 
 def _insert(
@@ -126,14 +126,14 @@ def _conclude(new: NewTokens, change: Change) -> None:
     """End the answer if ``change`` does."""
     if new.reason is None and change.stop == "now":
         new.reason = "stop"
-    elif new.reason is None and len(new.sequence.tokens) >= new.sequence.token_limit:
+    elif new.reason is None and len(new.sequence.tokens) >= new.sequence.bounds.token_limit:
         new.reason = "length"
 
 
 def _replay(new: NewTokens, tokens: abc.Sequence[int], token_to_bytes: TokenToBytes) -> None:
     """Add tokens that the model has sampled, or that a reasoning budget has put between them."""
-    if new.sequence.budget is not None:
-        new.sequence.budget.replay(tokens, token_to_bytes)
+    if new.sequence.bounds.budget is not None:
+        new.sequence.bounds.budget.replay(tokens, token_to_bytes)
     _extend(new, tokens)
 
 
@@ -142,8 +142,8 @@ def _replay_insertion(
 ) -> None:
     _extend(new, tokens, may_end=insertion.kind != "message")
     if insertion.kind == "message":
-        new.sequence.stops_at_sentence = False
-    budget = new.sequence.budget
+        new.sequence.bounds.stops_at_sentence = False
+    budget = new.sequence.bounds.budget
     if budget is None:
         return
     if insertion.kind == "message":

@@ -13,7 +13,8 @@ import structlog
 
 from uma_trio.daemon.scheduling.cost import CostModel, DraftCost, Work
 from uma_trio.daemon.serving.new_tokens import NewTokens
-from uma_trio.daemon.serving.sequence import DraftState, Sequence
+from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.sequence_parts import DraftState
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, StepRow, drafts_by_sequence
 from uma_trio.engine_link.messages import Drafted, DraftInput, ModelInfo, StepOutput
 from uma_trio.engine_link.tokens import common_list_prefix
@@ -71,7 +72,7 @@ class DraftModel:
 
     def begin(self, sequence: Sequence) -> None:
         """Propose tokens for ``sequence`` from now on."""
-        sequence.draft_state = DraftState(INITIAL_RATE)
+        sequence.speculation.model = DraftState(INITIAL_RATE)
         self._acceptance_rate += RESET_WEIGHT * (INITIAL_RATE - self._acceptance_rate)
 
     def ended(self, sequence: Sequence) -> None:
@@ -81,14 +82,14 @@ class DraftModel:
 
     def leave(self, sequence: Sequence) -> None:
         """``sequence`` has lost its place in the KV cache.  The next one there may begin with the same tokens."""
-        state = sequence.draft_state
+        state = sequence.speculation.model
         if state is not None and state.seq_id is not None:
             self._held[state.seq_id] = sequence.known_tokens(0, min(state.n_computed, sequence.n_known))
             state.n_computed, state.seq_id = 0, None
 
     def _state(self, sequence: Sequence) -> DraftState:
         """The state of ``sequence`` at the place that it has now."""
-        state = sequence.draft_state
+        state = sequence.speculation.model
         assert state is not None
         assert sequence.allocation is not None
         if state.seq_id != sequence.allocation.seq_id:
@@ -108,7 +109,7 @@ class DraftModel:
         Args:
             n_new: tokens that the step in flight gives the sequence at most.
         """
-        if sequence.draft_state is None or self.is_far_behind(sequence) or not self._is_worth(sequence, cost):
+        if sequence.speculation.model is None or self.is_far_behind(sequence) or not self._is_worth(sequence, cost):
             return 0
         return max(0, min(most, self._max_tokens - sequence.n_known - n_new, sequence.n_free - 1 - n_new))
 
@@ -118,19 +119,19 @@ class DraftModel:
 
     def should_catch_up(self, sequence: Sequence, cost: CostModel) -> bool:
         """Whether the draft model is far behind, and computing the missing tokens is predicted to pay."""
-        if sequence.draft_state is None or sequence.n_known >= self._max_tokens:
+        if sequence.speculation.model is None or sequence.n_known >= self._max_tokens:
             return False
         return self.is_far_behind(sequence) and self._is_worth(sequence, cost)
 
     def _is_worth(self, sequence: Sequence, cost: CostModel) -> bool:
         """Whether drafts are predicted to save more in the rest of the answer than the missing tokens cost."""
-        assert sequence.draft_state is not None
+        assert sequence.speculation.model is not None
         n_missing = self.n_missing(sequence)
         if n_missing <= FEW_MISSING:
             return True
         n = len(sequence.tokens)
         n_left = min(sequence.max_tokens - n, max(self._mean_answer - n, n))
-        p = min(sequence.draft_state.acceptance_rate, self._acceptance_rate)
+        p = min(sequence.speculation.model.acceptance_rate, self._acceptance_rate)
         plain_ms = cost.predict(Work(0, 1, sequence.n_known))
         self_ms = self.cost.call_ms + cost.predict(Work(0, 2, sequence.n_known)) - plain_ms
         return (p * plain_ms - self_ms) * n_left > self.cost.ms(n_missing / self._max_batch, n_missing)
@@ -159,7 +160,7 @@ class DraftModel:
     def undo(self, planned: PlannedStep) -> None:
         """``planned`` was not begun."""
         for each in planned.draft_inputs:
-            state = planned.sequences[each.seq_id].draft_state
+            state = planned.sequences[each.seq_id].speculation.model
             if state is not None and state.seq_id == each.seq_id:
                 state.n_computed = each.position
 
@@ -172,16 +173,16 @@ class DraftModel:
             self._learn(output.drafted)
             if output.drafted.failure is not None:
                 for sequence in drafted:
-                    sequence.draft_state = None
+                    sequence.speculation.model = None
         n_right = {new.sequence: self._count(new, step.rows[new.sequence]) for new in new_tokens}
         for sequence, draft in drafted.items():
-            state = sequence.draft_state
+            state = sequence.speculation.model
             if state is not None and state.seq_id == draft.seq_id:
                 state.n_computed = min(draft.n_held, n_right.get(sequence, sequence.n_known))
 
     def _count(self, new: NewTokens, row: StepRow) -> int:
         """Count which drafts were right; returns how many tokens were known before, those drafts included."""
-        n_before, state = new.sequence.n_known - len(new.tokens), new.sequence.draft_state
+        n_before, state = new.sequence.n_known - len(new.tokens), new.sequence.speculation.model
         if state is None or not new.tokens:
             return n_before
         n_asked = row.n_model_drafts

@@ -102,7 +102,7 @@ class Forecaster:
 
     def arrived(self, sequence: Sequence) -> None:
         """Learn from a request that has come, and was not refused."""
-        self._arrived.append((sequence.arrived_at, self._load(sequence)))
+        self._arrived.append((sequence.times.arrived_at, self._load(sequence)))
         self._mean = mean_load([load for _, load in self._arrived])
 
     def _arrivals(self) -> Arrivals | None:
@@ -118,12 +118,12 @@ class Forecaster:
         self._lengths.record(len(sequence.tokens), ended_itself=ended_itself)
         known = self._known.pop(sequence, _Known())
         predicted, at = known.predicted, known.predicted_at
-        if predicted is None or sequence.first_token_at is None or sequence.ended_at is None:
+        if predicted is None or sequence.times.first_token_at is None or sequence.times.ended_at is None:
             return
         if predicted.queue_position:
-            self._learn(sequence.first_token_at - at, predicted.start_ms)
+            self._learn(sequence.times.first_token_at - at, predicted.start_ms)
         elif (ended_itself or reason == "length") and not self._is_disturbed(at, predicted.end_ms):
-            self._learn(sequence.ended_at - at, predicted.end_ms)
+            self._learn(sequence.times.ended_at - at, predicted.end_ms)
 
     def _is_disturbed(self, at: float, end_ms: float) -> bool:
         """Whether requests came after ``at``, or were expected: then the end tells less of the pace than of these."""

@@ -52,6 +52,11 @@ class NewTokens:
     """What its client has changed meanwhile.  Insertions are among the tokens."""
 
 
+def no_tokens(sequence: Sequence, reason: UmaError | None = None) -> NewTokens:
+    """That ``sequence`` got none: its mask was late, or it ends for ``reason``."""
+    return NewTokens(sequence, (), len(sequence.tokens), reason, sequence.times.paused, ())
+
+
 def append_tokens(
     sequence: Sequence,
     tokens: abc.Sequence[int],
@@ -66,17 +71,17 @@ def append_tokens(
         failure: why its grammar cannot go on.
         may_end: whether tokens that end an answer do so, and are not those of the chat template around a message.
     """
-    n_before, paused = len(sequence.tokens), sequence.paused
-    sequence.paused = False
+    n_before, paused = len(sequence.tokens), sequence.times.paused
+    sequence.times.paused = False
     reason: FinishReason | UmaError | None = None
     for n, token in enumerate(tokens):
         if token == NO_TOKEN:
             reason, tokens = _no_token(failure), tokens[:n]
             break
         sequence.append(token)
-        if may_end and token in sequence.end_ids and sequence.control is None:
+        if may_end and token in sequence.end_ids and not sequence.control.steers:
             reason = "stop"
-        elif len(sequence.tokens) >= sequence.token_limit:
+        elif len(sequence.tokens) >= sequence.bounds.token_limit:
             reason = "length"
         if reason is not None:
             tokens = tokens[: n + 1]
@@ -103,5 +108,5 @@ def append_forced(new: NewTokens, tokens: abc.Sequence[int], *, may_end: bool = 
     new.tokens, new.reason = [*new.tokens, *forced.tokens], forced.reason
     if new.scores:
         new.scores = [*new.scores[:n_sampled], *[None] * len(forced.tokens)]
-    sequence.forced = ()
+    sequence.speculation.forced = ()
     sequence.go_on()

@@ -10,6 +10,7 @@ import msgspec
 
 from uma_trio.aici_link.messages import SequenceResult
 from uma_trio.daemon.answer.text import Split, TextAssembler
+from uma_trio.daemon.serving.controllers.sequences import control_of
 from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
 from uma_trio.daemon.serving.sequence import Sequence
 from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
@@ -42,7 +43,7 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
         Why the sequence ends with them, if it does.
     """
     sequence = new.sequence
-    if sequence.control is not None:
+    if sequence.control.steers:
         return _send_controlled(new, token_to_bytes)
     insertions = {each.after_tokens: (each, change) for change in new.changes for each in change.insertions}
     shown_from = 0
@@ -132,8 +133,7 @@ def send_controller_output(sequence: Sequence, result: SequenceResult[Any]) -> N
     A controller may be asked again and again while its client does not read.  What it says meanwhile is kept, but only the
     end of it, and sent later.
     """
-    control = sequence.control
-    assert control is not None
+    control = control_of(sequence)
     control.logs = (control.logs + result.logs)[-MAX_UNSENT_CHARACTERS:]
     control.writes = [*control.writes, *filter(None, map(_write, result.storage))][-MAX_UNSENT_WRITES:]
     if sequence.sink.has_room or result.error:
@@ -142,8 +142,7 @@ def send_controller_output(sequence: Sequence, result: SequenceResult[Any]) -> N
 
 def send_unsent(sequence: Sequence, error: str = "") -> None:
     """Send what ``send_controller_output`` has kept, if there is something."""
-    control = sequence.control
-    assert control is not None
+    control = control_of(sequence)
     assert sequence.index is not None
     if control.logs or control.writes or error:
         sequence.sink.send(

@@ -126,7 +126,7 @@ class StepPlanner:
             known = [*sequence.prompt.tokens.tolist(), *sequence.tokens]
             wanted = sequence.request.speculate
             rate = INITIAL_ACCEPTANCE_RATE_IF_REQUESTED if wanted else INITIAL_ACCEPTANCE_RATE
-            sequence.lookup = PromptLookup(known, acceptance_rate=rate)
+            sequence.speculation.lookup = PromptLookup(known, acceptance_rate=rate)
 
     def begin_drafts(self, sequence: Sequence) -> None:
         """Let the draft model propose tokens from the first one on, under the same conditions."""
@@ -209,7 +209,11 @@ class StepPlanner:
                 return NoStep.OUTLIER
         else:
             streams = [sequences[view.seq_id] for view in decodes]
-            if _often_forced(streams) or any(stream.forced for stream in streams) or self._catching_up(streams):
+            if (
+                _often_forced(streams)
+                or any(stream.speculation.forced for stream in streams)
+                or self._catching_up(streams)
+            ):
                 return NoStep.DRAFTS
             if len(streams) <= MAX_DECODES_WITH_DRAFTS:
                 decodes = [self._with_drafts(view, sequences[view.seq_id], step) for view in decodes]
@@ -282,7 +286,7 @@ class StepPlanner:
 
     def _admit(self, *, may_preempt: bool) -> None:
         for sequence in self._waiting.admit(self._policy.service, may_preempt=may_preempt):
-            if sequence.control is not None:
+            if sequence.control.steers:
                 self._controllers.preempted(sequence)
             if self.drafts is not None:
                 self.drafts.leave(sequence)
@@ -299,7 +303,7 @@ class StepPlanner:
         views = [sequence.view() for sequence in decodes]
         return (
             [
-                self._with_drafts(view, sequence) if max_drafts or sequence.forced else view
+                self._with_drafts(view, sequence) if max_drafts or sequence.speculation.forced else view
                 for view, sequence in zip(views, decodes, strict=True)
             ],
             [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
@@ -314,8 +318,8 @@ class StepPlanner:
         n = len(sequence.drafts(MAX_DRAFTS))
         if n:
             view = msgspec.structs.replace(view, n_drafts=n)
-        state = sequence.draft_state
-        if self.drafts is None or state is None or sequence.forced or self._bisection.is_active:
+        state = sequence.speculation.model
+        if self.drafts is None or state is None or sequence.speculation.forced or self._bisection.is_active:
             return view
         if n and view.acceptance_rate >= state.acceptance_rate:
             return view
@@ -365,7 +369,8 @@ class StepPlanner:
         seq_ids = [*[view.seq_id for view in chosen.decodes], *[chunk.seq_id for chunk in chosen.chunks]]
         computed = [sequences[seq_id] for seq_id in seq_ids]
         return all(
-            each.priority is Priority.BACKGROUND and each.control is None and not each.prompt.media for each in computed
+            each.priority is Priority.BACKGROUND and not each.control.steers and not each.prompt.media
+            for each in computed
         )
 
     def _pause_of(self, sequence: Sequence) -> int:

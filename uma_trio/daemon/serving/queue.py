@@ -20,6 +20,7 @@ from uma_trio.daemon.scheduling import fairness, places
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority
+from uma_trio.daemon.serving.controllers.state import Control
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.engine_link.attention import AttentionScan
@@ -106,9 +107,10 @@ class RunningSet:
         place.begin(trio.current_time())
         if place.was_preempted:
             sequence.due_at = place.placed_at + sequence.target_itl_ms / 1e3
-        if sequence.admitted_at is None:
-            sequence.admitted_at = place.placed_at
-            self._telemetry.record_admission(1e3 * (sequence.admitted_at - sequence.arrived_at))
+        times = sequence.times
+        if times.admitted_at is None:
+            times.admitted_at = place.placed_at
+            self._telemetry.record_admission(1e3 * (times.admitted_at - times.arrived_at))
         self._sequences[allocation] = sequence
         if sequence.log is not None:
             sequence.log.attempt()
@@ -225,11 +227,11 @@ class RunningSet:
                 continue
             has_room = sequence.sink.has_room
             if not has_room and sequence not in in_flight:  # its next token was not held up yet
-                sequence.paused = True
+                sequence.times.paused = True
                 place.stalled_at = min(place.stalled_at, trio.current_time())
             else:
                 place.stalled_at = math.inf
-            if sequence.control is not None:
+            if isinstance(sequence.control, Control):
                 goes_on = sequence in in_flight and has_room and sequence.control.may_run_ahead
                 if not goes_on and not self._is_ready(sequence):
                     stalled.append(allocation.seq_id)  # it may wait long for its controller
@@ -245,7 +247,7 @@ class RunningSet:
             for allocation in self.cache.followed(stalled):
                 sequence = self._sequences[allocation]
                 self._start_prefill(sequence, allocation.n_tokens)
-                if self._is_ready(sequence) if sequence.control is not None else sequence.sink.has_room:
+                if self._is_ready(sequence) if sequence.control.steers else sequence.sink.has_room:
                     prefills.append(sequence)
         return decodes, prefills
 
@@ -331,7 +333,7 @@ class RunningSet:
                 cells=allocation.own_cells,
                 n_tokens=allocation.n_tokens,
                 service=service.counter(each.principal.name),
-                turn_ends_s=each.place.turn_ends_at(is_suspended=each.is_suspended),
+                turn_ends_s=each.place.turn_ends_at(is_suspended=each.control.is_suspended),
                 can_yield=each.can_yield,
             )
             for allocation, each in self._sequences.items()
@@ -461,7 +463,7 @@ def _known_tokens(sequence: Sequence) -> TokenIds:
 
 
 def _is_stalled(sequence: Sequence) -> bool:
-    is_plain = sequence.state is State.DECODE and sequence.control is None
+    is_plain = sequence.state is State.DECODE and not sequence.control.steers
     return is_plain and sequence.place.stalled_at < math.inf and not sequence.sink.has_room
 
 

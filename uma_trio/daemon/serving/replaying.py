@@ -70,10 +70,10 @@ def hash_of(tokens: Iterable[int]) -> str:
 def _why_inexact(sequence: Sequence) -> str:
     """Why a request with the tokens of the prompt does not compute the same; empty if it does."""
     reasons = {
-        "a controller made it": sequence.control is not None,
+        "a controller made it": sequence.control.steers,
         "it has pictures": bool(sequence.prompt.media),
         "tools decide what may follow": sequence.prompt.calling is not None,
-        "its reasoning was limited": sequence.budget is not None,
-        "it was changed while it was written": sequence.was_steered,
+        "its reasoning was limited": sequence.bounds.budget is not None,
+        "it was changed while it was written": sequence.bounds.was_steered,
     }
     return ", ".join([reason for reason, holds in reasons.items() if holds])

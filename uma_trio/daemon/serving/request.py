@@ -17,7 +17,8 @@ from uma_trio.config import Config
 from uma_trio.daemon.prompts.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.daemon.scheduling.view import Priority
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
-from uma_trio.daemon.serving.sequence import EventSink, Sampling, Sequence, TokenLog
+from uma_trio.daemon.serving.sequence import EventSink, Sequence, TokenLog
+from uma_trio.daemon.serving.sequence_parts import Sampling, TokenTimes
 from uma_trio.daemon.serving.token_history import TokenHistory
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet, adapter_set
 from uma_trio.engine_link.messages import ModelInfo
@@ -83,7 +84,7 @@ def admit(prepared: PreparedRequest, info: ModelInfo, config: Config, *, saves_s
             principal=prepared.principal,
             priority=Priority[request.slo.priority.upper()],
             adapters=adapters,
-            arrived_at=now,
+            times=TokenTimes(now),
             deadline_at=prepared.deadline_at,
             due_at=now + _target_ttft_ms(request.slo, config) / 1e3,
             grace_s=max(0.0, config.scheduling.target_ttft_ms - _target_ttft_ms(request.slo, config)) / 1e3,

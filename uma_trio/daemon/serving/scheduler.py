@@ -314,7 +314,7 @@ class Scheduler:
         Its last event is sent at once.  Its KV cells are freed at the end of the step in flight.
         """
         if sequence.state is not State.FINISHED:
-            sequence.cancelled_at = trio.current_time()
+            sequence.times.cancelled_at = trio.current_time()
             ahead = self._ahead
             if ahead is not None and ahead.row_of(sequence) is not None:
                 self._revoke(ahead)
@@ -328,9 +328,9 @@ class Scheduler:
             BadRequest: it cannot be changed so.
         """
         query = steering.query
-        if sequence.control is not None:
+        if sequence.control.steers:
             raise BadRequest("a controller makes this answer: only the controller can steer it", field="request_id")
-        if sequence.steering is not None:
+        if sequence.bounds.steering is not None:
             raise BadRequest("an earlier change of this answer is not made yet: wait for its event", field="request_id")
         field = "text" if query.message is None else "message"
         if steering.tokens and sequence.sampling.grammar is not None:
@@ -343,14 +343,14 @@ class Scheduler:
             raise called_already()
         if (query.max_tokens or 0) > sequence.max_tokens:
             raise BadRequest(f"this answer has room for max_tokens {sequence.max_tokens}", field="max_tokens")
-        n_left = (query.max_tokens or sequence.token_limit) - len(sequence.tokens) - 1
+        n_left = (query.max_tokens or sequence.bounds.token_limit) - len(sequence.tokens) - 1
         if len(steering.tokens) >= max(1, n_left):
             raise BadRequest(
                 f"{field} has {len(steering.tokens)} tokens, and the answer has room for {max(0, n_left - 1)} more: "
                 f"shorten the {field}, or begin the request with larger max_tokens",
                 field=field,
             )
-        sequence.steering = steering
+        sequence.bounds.steering = steering
         ahead = self._ahead
         if ahead is not None and ahead.row_of(sequence) is not None:
             self._revoke(ahead)
@@ -700,7 +700,7 @@ class Scheduler:
     def _deliver_tokens(self, completed: CompletedStep, *, controlled: bool) -> None:
         """Send the new tokens of sequences with a controller, or of all others."""
         for new in completed.new_tokens:
-            if (new.sequence.control is not None) is not controlled:
+            if new.sequence.control.steers is not controlled:
                 continue
             if new.sequence.state is not State.FINISHED:  # cancelled by what another sequence's delivery set off
                 self._deliver_new(new, completed.at)
@@ -709,7 +709,7 @@ class Scheduler:
         """Send tokens that a sequence got at ``at``, and end it if they do."""
         if new.tokens:
             self._stats.record_tokens(new, at)
-            if not new.n_before and new.sequence.control is None:
+            if not new.n_before and not new.sequence.control.steers:
                 self._planner.begin_speculation(new.sequence)
         reason = send_tokens(new, self._token_to_bytes)
         if new.sequence.log is not None:
@@ -722,9 +722,9 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
         """Take ``sequence`` out of the plans, and send its last event."""
         was_waiting = sequence.state is State.WAITING
-        sequence.state, sequence.ended_at = State.FINISHED, trio.current_time()
-        if sequence.steering is not None:
-            sequence.steering.end(AnswerNotFound(f"{sequence.request.id!r} ended before it was changed"))
+        sequence.state, sequence.times.ended_at = State.FINISHED, trio.current_time()
+        if sequence.bounds.steering is not None:
+            sequence.bounds.steering.end(AnswerNotFound(f"{sequence.request.id!r} ended before it was changed"))
         if was_waiting:
             self._waiting.remove(sequence)
         elif sequence.allocation is not None:
@@ -732,18 +732,18 @@ class Scheduler:
                 sequence.keep_computed = False
             self._release_when_computed(sequence)
         self._leave(sequence.principal)
-        if sequence.control is not None:
+        if sequence.control.steers:
             self._act(self._controllers.ended(sequence))
         if isinstance(reason, UmaError):
             reason.request_id = sequence.request.id
             sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
         else:
-            self._energy.divide(sequence.ended_at)
+            self._energy.divide(sequence.times.ended_at)
             explain = sequence.request.explain
             explanation = self._explainer.of(sequence, self.timings.cost.prefill_token_ms) if explain else None
-            sequence.sink.send(sequence.eos(reason, sequence.ended_at, explanation))
+            sequence.sink.send(sequence.eos(reason, sequence.times.ended_at, explanation))
         self._explainer.ended(sequence, self.timings.cost.prefill_token_ms)
-        self._stats.record_end(sequence, reason, sequence.ended_at)
+        self._stats.record_end(sequence, reason, sequence.times.ended_at)
         self._forecaster.ended(sequence, reason)
         if self._planner.drafts is not None:
             self._planner.drafts.ended(sequence)
@@ -755,7 +755,7 @@ class Scheduler:
         Tokens that stay for others are given back at once, as the step that has begun will leave them: the next
         request may come before that step is complete.
         """
-        was_cancelled = sequence.cancelled_at is not None
+        was_cancelled = sequence.times.cancelled_at is not None
         # a session goes on from what its client has seen, also of an answer that was cancelled
         keep = sequence.keep_computed and (not was_cancelled or (sequence.durable and bool(sequence.tokens)))
         computing = [step for step in self._in_flight if step.row_of(sequence) is not None]
@@ -769,7 +769,7 @@ class Scheduler:
     def _release(self, sequence: Sequence, *, keep: bool) -> None:
         self._running.release(sequence, keep=keep)
         self._bisection.discard(sequence)
-        if sequence.cancelled_at is not None and not keep:
+        if sequence.times.cancelled_at is not None and not keep:
             self._freed.append(sequence)
 
     # -- waiting, for the engine and for work ---------------------------------------------------

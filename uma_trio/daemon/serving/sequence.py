@@ -13,34 +13,32 @@ import attrs
 import numpy as np
 import trio
 
-from uma_trio.daemon.answer.budget import ReasoningBudget
 from uma_trio.daemon.answer.regions import make_assembler
 from uma_trio.daemon.answer.text import TextAssembler
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.lost_prefixes import Comparison
-from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.prompts.media import rows_between, whole_part
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.scheduling.places import MIN_TURN_S
 from uma_trio.daemon.scheduling.view import Priority, SequenceView
-from uma_trio.daemon.serving.controllers.state import Control, Phase
-from uma_trio.daemon.serving.prompt_lookup import PromptLookup
-from uma_trio.daemon.serving.steering import Steering
-from uma_trio.daemon.serving.token_history import TokenHistory
+from uma_trio.daemon.serving.controllers.state import NO_CONTROL, Control, NoControl
+from uma_trio.daemon.serving.sequence_parts import (
+    AnswerBounds,
+    AnswerText,
+    PlaceState,
+    Sampling,
+    Speculation,
+    TokenTimes,
+)
 from uma_trio.daemon.store.answer_log import Change
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.grammar_state import GrammarState
 from uma_trio.engine_link.messages import SampleRequest, StepInput
-from uma_trio.engine_link.sampling import Bias, SamplingParams
 from uma_trio.engine_link.tokens import TokenIds
-from uma_trio.grammar.compiler import Grammar
 from uma_trio.principal import Principal
-from uma_trio.protocol.events import Eos, Logprobs, PrefillProgress
+from uma_trio.protocol.events import Eos, PrefillProgress
 from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.requests import Generate
 from uma_trio.protocol.usage import Explanation, FinishReason, Timings, Usage
-
-EWMA_WEIGHT: Final = 0.2
 
 MIN_FORCED: Final = 0.125
 """Share of forced tokens from which on a sequence counts as often forced; judged after ``MIN_TOKENS_TO_JUDGE``."""
@@ -105,119 +103,6 @@ class State(enum.Enum):
     """Its last event is sent.  It still holds its KV cells while a step computes them."""
 
 
-@attrs.frozen(kw_only=True)
-class Sampling:
-    """How the tokens of one answer are chosen."""
-
-    params: SamplingParams
-    banned: TokenIds | None
-    """Ids that must not be sampled: ``ignore_eos``, and what ``logit_bias`` bans."""
-    bias: Bias | None
-    history: TokenHistory | None
-    """The tokens that penalties look at, if there are penalties."""
-    logprobs: int | None
-    grammar: Grammar | None = None
-    """Allows some tokens only."""
-
-
-@attrs.define(eq=False)
-class AnswerText:
-    """The text of one answer so far.  What was streamed is not kept."""
-
-    assembler: TextAssembler
-    """Makes text of the tokens that follow."""
-    texts: list[str] = attrs.field(factory=list)
-    """Text that was not streamed.  With a controller it has one element for each token."""
-    reasoning_texts: list[str] = attrs.field(factory=list)
-    """Reasoning that was not streamed."""
-    logprobs: list[Logprobs | None] = attrs.field(factory=list)
-    """Log-probabilities that were not streamed.  With a controller one for each token, ``None`` if there is none."""
-    n_before_message: int = 0
-    """Tokens before the text that answers the last message of the user: those up to an inserted message."""
-    _n_reasoning_before: int = attrs.field(default=0, init=False)
-    """Tokens of reasoning among them."""
-
-    def answer_message(self, n_before: int, assembler: TextAssembler) -> None:
-        """A message of the user was inserted: the text begins anew after the first ``n_before`` tokens."""
-        self._n_reasoning_before = self.n_reasoning_tokens
-        self.n_before_message, self.assembler = n_before, assembler
-
-    @property
-    def n_reasoning_tokens(self) -> int:
-        """Tokens of reasoning and its markers."""
-        return self._n_reasoning_before + self.assembler.n_reasoning_tokens
-
-
-@attrs.define
-class PlaceState:
-    """How a sequence stands with its place in the KV cache.  ``RunningSet`` changes it."""
-
-    queued_at: float
-    """Since when it has been waiting for a place, if it is: its arrival, or the time at which it lost its place."""
-    placed_at: float = -math.inf
-    """When it got its place."""
-    stalled_at: float = math.inf
-    """Since when its client has not read; infinite if it reads, or if a step in flight computes its next token."""
-    was_preempted: bool = False
-    """It has lost its place once.  What it finds in the KV cache then is its own."""
-    n_lost: int = 0
-    """Tokens that were in the KV cache when it lost its place, or when the engine or the daemon died."""
-    parked: SavedState | None = None
-    """A copy of them."""
-    regained_at: float | None = None
-    """When the KV cache had again what was lost."""
-    has_gained: bool = False
-    """Whether it has more than before it got this place: more in the KV cache, or a new token."""
-
-    def begin(self, now: float) -> None:
-        """It has got a place."""
-        self.placed_at, self.regained_at, self.has_gained = now, None, False
-
-    def end(self, now: float, n_computed: int, copied: SavedState | None) -> None:
-        """It has lost its place to another one, with ``n_computed`` tokens."""
-        self.lose(n_computed)
-        self.queued_at, self.stalled_at, self.was_preempted, self.parked = now, math.inf, True, copied
-
-    def lose(self, n_computed: int) -> None:
-        """Its ``n_computed`` tokens in the KV cache are lost."""
-        self.n_lost = max(self.n_lost, n_computed)
-
-    def note_progress(self, now: float, *, has_gained: bool) -> None:
-        """Note that the KV cache has again what was lost; ``has_gained``: and more."""
-        if self.regained_at is None:
-            self.regained_at = now
-        self.has_gained = self.has_gained or has_gained
-
-    def turn_ends_at(self, *, is_suspended: bool) -> float:
-        """When it may lose the only place of its principal.
-
-        After it has lost its place once, its turn begins when the KV cache has again what was lost, and lasts as long as
-        that took.  So every turn gains something, and at least half of the time goes into new work.
-
-        Args:
-            is_suspended: it has no work.
-        """
-        if is_suspended or not self.was_preempted:
-            return self.placed_at + MIN_TURN_S
-        if self.regained_at is None or not self.has_gained:
-            return math.inf
-        return self.regained_at + max(MIN_TURN_S, self.regained_at - self.placed_at)
-
-
-@attrs.define
-class DraftState:
-    """How the draft model serves one sequence."""
-
-    acceptance_rate: float
-    """Expected share of the tokens for which it proposes the right one."""
-    precision: float = 1.0
-    """Expected share of the proposed tokens that are right; it mostly stops before a wrong one."""
-    n_computed: int = 0
-    """Tokens of the sequence that it has computed."""
-    seq_id: int | None = None
-    """The sequence id under which it has."""
-
-
 @attrs.define(eq=False, kw_only=True)
 class Sequence:
     """One answer and everything that changes while it is served.  Times are trio's clock, in seconds."""
@@ -232,7 +117,6 @@ class Sequence:
     principal: Principal
     priority: Priority
     adapters: AdapterSet = NO_ADAPTERS
-    arrived_at: float
     due_at: float
     """When its next token is due."""
     deadline_at: float = math.inf
@@ -244,10 +128,11 @@ class Sequence:
     """Inter-token latency that it is promised."""
     max_rows: int = 0
     """See ``ModelInfo.max_rows``."""
+    times: TokenTimes
     durable: bool
     index: int | None
     """Which of the request's answers it is; ``None`` if there is only one, and no controller that could fork it."""
-    control: Control | None = None
+    control: Control | NoControl = NO_CONTROL
     """Where its controller stands, if it has one."""
     log: TokenLog | None = None
     """Keeps its tokens, if it is detached."""
@@ -266,45 +151,18 @@ class Sequence:
     """Sampled so far."""
     n_tokens_before_stop: int | None = None
     """Tokens in front of the stop string that was found; only for sessions, which go on from there."""
-    lookup: PromptLookup | None = None
-    """Proposes draft tokens, if speculation is on."""
-    draft_state: DraftState | None = None
-    """How the draft model serves it, if there is one and speculation is on."""
-    forced: abc.Sequence[int] = ()
-    """The only tokens that can follow by its grammar, as far as they are known."""
-    n_forced: int = 0
-    """Tokens of the answer that were forced."""
     n_replayed: int = 0
     """Tokens of the answer that an earlier daemon has sampled."""
     text: AnswerText = attrs.field(
         default=attrs.Factory(lambda self: AnswerText(self._assembler(self.prompt.opens_reasoning)), takes_self=True)
     )
-    budget: ReasoningBudget | None = attrs.field(
-        default=attrs.Factory(lambda self: _budget(self.prompt), takes_self=True)
+    speculation: Speculation = attrs.field(factory=Speculation)
+    bounds: AnswerBounds = attrs.field(default=attrs.Factory(lambda self: self._bounds(), takes_self=True))
+    place: PlaceState = attrs.field(
+        default=attrs.Factory(lambda self: PlaceState(self.times.arrived_at), takes_self=True)
     )
-    """What it may still reason, if that is limited."""
-    steering: Steering | None = None
-    """A change that its client has asked for, and that is not made yet."""
-    token_limit: int = attrs.field(default=attrs.Factory(lambda self: self.max_tokens, takes_self=True))
-    """Tokens that it may have: ``max_tokens``, for which it has cells, or what its client has lowered that to."""
-    stops_at_sentence: bool = False
-    """It ends with its sentence."""
-    admitted_at: float | None = None
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    inter_token_ewma_ms: float | None = None
-    gaps_ms: list[float] = attrs.field(factory=list)
-    """Time between tokens, for the perf log."""
-    paused: bool = False
-    """Its client did not read, so the time until its next token is not the server's."""
-    place: PlaceState = attrs.field(default=attrs.Factory(lambda self: PlaceState(self.arrived_at), takes_self=True))
     keep_computed: bool = True
     """What it computed may be kept for others; not of one that failed."""
-    cancelled_at: float | None = None
-    """When it was ended from outside: by its client, a timeout, or shutdown."""
-    ended_at: float | None = None
-    was_steered: bool = False
-    """Its client has changed it."""
     n_steps: tuple[int, int] = (0, 0)
     """Steps that have computed it alone, and together with others."""
     energy_j: float | None = None
@@ -338,7 +196,7 @@ class Sequence:
     @property
     def n_computable(self) -> int:
         """Tokens that the next step may compute in all: all but the last one if none may be sampled after it."""
-        return self.n_known if self.control is None or self.control.may_sample else self.n_known - 1
+        return self.n_known if self.control.may_sample else self.n_known - 1
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         """Tokens of prompt and answer from ``start`` on, up to ``end``."""
@@ -398,7 +256,7 @@ class Sequence:
             priority=self.priority,
             principal=self.principal.name,
             weight=self.principal.weight,
-            acceptance_rate=self.acceptance_rate,
+            acceptance_rate=self.speculation.acceptance_rate,
         )
 
     def drafts(self, n: int) -> abc.Sequence[int]:
@@ -406,32 +264,26 @@ class Sequence:
 
         Tokens that its grammar forces are drafts that are always accepted.
         """
-        n = max(0, min(n, self.n_free - 1))
-        if self.forced:
-            return self.forced[:n]
-        return () if self.lookup is None or not n else self.lookup.draft(n)
+        n, speculation = max(0, min(n, self.n_free - 1)), self.speculation
+        if speculation.forced:
+            return speculation.forced[:n]
+        return () if speculation.lookup is None or not n else speculation.lookup.draft(n)
 
     @property
     def n_free(self) -> int:
         """How many tokens it may sample before something else decides how it goes on."""
-        if self.steering is not None or self.stops_at_sentence:
+        bounds = self.bounds
+        if bounds.steering is not None or bounds.stops_at_sentence:
             return 1
-        n = self.token_limit - len(self.tokens)
-        return n if self.budget is None else int(min(n, self.budget.room))
+        n = bounds.token_limit - len(self.tokens)
+        return n if bounds.budget is None else int(min(n, bounds.budget.room))
 
     @property
     def often_forced(self) -> bool:
         """Whether it is worth knowing what its grammar forces before the next step is planned."""
         if self.sampling.grammar is None:
             return False
-        return len(self.tokens) < MIN_TOKENS_TO_JUDGE or self.n_forced >= MIN_FORCED * len(self.tokens)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Expected share of its draft tokens that are accepted."""
-        if self.forced:
-            return 1.0
-        return 0.0 if self.lookup is None else self.lookup.acceptance_rate
+        return len(self.tokens) < MIN_TOKENS_TO_JUDGE or self.speculation.n_forced >= MIN_FORCED * len(self.tokens)
 
     @property
     def can_yield(self) -> bool:
@@ -442,12 +294,7 @@ class Sequence:
         """
         if self.state not in (State.PREFILL, State.DECODE) or self.is_blocked:
             return False
-        return self.control is None or self.control.phase not in (Phase.AWAITING_MASK, Phase.MASK_READY)
-
-    @property
-    def is_suspended(self) -> bool:
-        """Its controller waits for others, so it has no work."""
-        return self.control is not None and self.control.phase is Phase.SUSPENDED
+        return self.control.may_yield
 
     @property
     def has_called(self) -> bool:
@@ -501,8 +348,8 @@ class Sequence:
         if self.sampling.history is not None:
             self.sampling.history.write(len(self.tokens), (token,))
         self.tokens.append(token)
-        if self.lookup is not None:
-            self.lookup.append(token)
+        if self.speculation.lookup is not None:
+            self.speculation.lookup.append(token)
 
     def adapt(self, mu: float) -> None:
         """Note the state of mirostat after a sampled token."""
@@ -514,6 +361,12 @@ class Sequence:
 
     def _assembler(self, opens_reasoning: bool) -> TextAssembler:
         return make_assembler(self.request.stops, self.prompt.reasoning, self.prompt.calling, is_open=opens_reasoning)
+
+    def _bounds(self) -> AnswerBounds:
+        limit = self.prompt.limit
+        return AnswerBounds(
+            self.max_tokens, None if limit is None else limit.budget(self.prompt.text, self.prompt.calling)
+        )
 
     def go_on(self) -> None:
         """Set the state by how much is to be computed before the next token is sampled."""
@@ -533,8 +386,7 @@ class Sequence:
             principal=self.principal,
             priority=self.priority,
             adapters=self.adapters,
-            arrived_at=now,
-            admitted_at=now,
+            times=TokenTimes(now, admitted_at=now),
             due_at=now + self.target_itl_ms / 1e3,
             target_itl_ms=self.target_itl_ms,
             max_rows=self.max_rows,
@@ -571,7 +423,7 @@ class Sequence:
 
         Prefill of an answer that goes on after the engine was restarted is not reported.
         """
-        if self.request.progress and self.first_token_at is None:
+        if self.request.progress and self.times.first_token_at is None:
             event = PrefillProgress(
                 id=self.request.id,
                 prefilled_tokens=n_prefilled,
@@ -579,19 +431,6 @@ class Sequence:
                 index=self.index,
             )
             self.sink.send(event)
-
-    def record_token_time(self, now: float, *, paused: bool) -> float | None:
-        """Note that tokens came; returns the milliseconds since the ones before, if that time was the server's."""
-        gap_ms = None
-        self.place.note_progress(now, has_gained=True)
-        if self.last_token_at is None:
-            self.first_token_at = now
-        elif not paused:
-            gap_ms = 1e3 * (now - self.last_token_at)
-            before = gap_ms if self.inter_token_ewma_ms is None else self.inter_token_ewma_ms
-            self.inter_token_ewma_ms = before + EWMA_WEIGHT * (gap_ms - before)
-        self.last_token_at = now
-        return gap_ms
 
     @property
     def usage(self) -> Usage:
@@ -605,21 +444,14 @@ class Sequence:
             cached_tokens=self.n_cached,
             dropped_tokens=self.prompt.dropped,
             reasoning_tokens=reasoning,
-            sampled_tokens=None if self.control is None else self.control.n_sampled,
-            inserted_tokens=None if self.control is None else self.control.n_inserted,
+            sampled_tokens=self.control.n_sampled,
+            inserted_tokens=self.control.n_inserted,
             energy_j=None if self.energy_j is None else round(self.energy_j, 3),
         )
 
     def timings(self, now: float) -> Timings:
         """Durations until ``now``."""
-        first, n = self.first_token_at, len(self.tokens) - self.n_replayed
-        generating_s = (self.last_token_at or 0.0) - (first or 0.0)
-        return Timings(
-            queue_ms=_ms((self.admitted_at if self.admitted_at is not None else now) - self.arrived_at),
-            ttft_ms=None if first is None else _ms(first - self.arrived_at),
-            total_ms=_ms(now - self.arrived_at),
-            tokens_per_s=round((n - 1) / generating_s, 2) if n > 1 and generating_s > 0 else None,
-        )
+        return self.times.timings(now, len(self.tokens) - self.n_replayed)
 
     @property
     def _has_ended_itself(self) -> bool:
@@ -652,15 +484,7 @@ class Sequence:
             else [each for each in text.logprobs if each is not None],
             constraint_complete=None if self.sampling.grammar is None else self._has_ended_itself,
             stop=assembler.matched,
-            waits_for=(self.control.waits_for or None) if reason == "deadlock" and self.control is not None else None,
+            waits_for=[*self.control.waits_for] or None if reason == "deadlock" else None,
             seed=None if params.greedy else params.seed,
             metadata=self.request.metadata,
         )
-
-
-def _budget(prompt: Prompt) -> ReasoningBudget | None:
-    return None if prompt.limit is None else prompt.limit.budget(prompt.text, prompt.calling)
-
-
-def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)

@@ -182,23 +182,28 @@ class Stats:
         sequence, telemetry = new.sequence, self.telemetry
         counts = telemetry.principals.of(sequence.principal.name)
         counts.tokens_total += len(new.tokens)
-        is_first = sequence.first_token_at is None and not new.n_before  # a fork begins with tokens that it has not got
-        gap_ms = sequence.record_token_time(at, paused=new.paused)
+        is_first = (
+            sequence.times.first_token_at is None and not new.n_before
+        )  # a fork begins with tokens that it has not got
+        sequence.place.note_progress(at, has_gained=True)
+        gap_ms = sequence.times.record_tokens(at, paused=new.paused)
         if gap_ms is not None:
             telemetry.record_inter_token(gap_ms)
             if self.sinks:
-                sequence.gaps_ms.append(gap_ms)
+                sequence.times.gaps_ms.append(gap_ms)
         elif is_first:
-            assert sequence.admitted_at is not None
-            telemetry.record_first_token(1e3 * (at - sequence.arrived_at), 1e3 * (at - sequence.admitted_at))
+            assert sequence.times.admitted_at is not None
+            telemetry.record_first_token(
+                1e3 * (at - sequence.times.arrived_at), 1e3 * (at - sequence.times.admitted_at)
+            )
             counts.prompt_tokens_total += len(sequence.prompt.tokens) - sequence.n_cached
             counts.cached_tokens_total += sequence.n_cached
 
     def record_freed(self, sequences: Iterable[Sequence], at: float) -> None:
         """``sequences``, which were cancelled, have left the KV cache at ``at``, the beginning of a step."""
         for sequence in sequences:
-            if sequence.cancelled_at is not None:
-                self.telemetry.cancel_to_free_ms.add(1e3 * (at - sequence.cancelled_at))
+            if sequence.times.cancelled_at is not None:
+                self.telemetry.cancel_to_free_ms.add(1e3 * (at - sequence.times.cancelled_at))
 
     def record_end(self, sequence: Sequence, reason: FinishReason | UmaError, at: float) -> None:
         """Count an answer that has ended."""
@@ -209,16 +214,16 @@ class Stats:
             id=sequence.request.id,
             principal=sequence.principal.name,
             priority=sequence.request.slo.priority,
-            arrived_s=sequence.arrived_at,
-            admitted_s=sequence.admitted_at,
-            first_token_s=sequence.first_token_at,
+            arrived_s=sequence.times.arrived_at,
+            admitted_s=sequence.times.admitted_at,
+            first_token_s=sequence.times.first_token_at,
             finished_s=at,
             prompt_tokens=len(sequence.prompt.tokens),
             cached_tokens=sequence.n_cached,
             completion_tokens=len(sequence.tokens),
             finish_reason=why,
-            inter_token_ms=sequence.gaps_ms,
-            replay=replay_of(sequence, self._replay) if self.sinks and sequence.admitted_at is not None else None,
+            inter_token_ms=sequence.times.gaps_ms,
+            replay=replay_of(sequence, self._replay) if self.sinks and sequence.times.admitted_at is not None else None,
         )
         self.telemetry.count_request(record)
         self._write(record)
@@ -253,9 +258,9 @@ class Stats:
                 "bytes_reserved": round((kv.cells_reserved + kv.cached_cells) * per_token),
             },
             "requests_inter_token_ms": {
-                sequence.request.id: round(sequence.inter_token_ewma_ms, 3)
+                sequence.request.id: round(sequence.times.inter_token_ewma_ms, 3)
                 for sequence in running
-                if sequence.inter_token_ewma_ms is not None
+                if sequence.times.inter_token_ewma_ms is not None
             },
         }
 

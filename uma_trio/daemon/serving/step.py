@@ -21,9 +21,16 @@ from uma_trio.daemon.scheduling.policy import Plan
 from uma_trio.daemon.scheduling.tick import PolicyState
 from uma_trio.daemon.scheduling.view import SequenceView
 from uma_trio.daemon.serving.changes import at_end_of_sentence, steer
-from uma_trio.daemon.serving.controllers.state import Phase
+from uma_trio.daemon.serving.controllers.results import complete_sample
 from uma_trio.daemon.serving.embedding import EmbeddingChunk
-from uma_trio.daemon.serving.new_tokens import DraftSource, NewTokens, TokenToBytes, append_forced, append_tokens
+from uma_trio.daemon.serving.new_tokens import (
+    DraftSource,
+    NewTokens,
+    TokenToBytes,
+    append_forced,
+    append_tokens,
+    no_tokens,
+)
 from uma_trio.daemon.serving.offload import Transfer
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.engine_link.kv_ops import KvOp
@@ -38,10 +45,7 @@ from uma_trio.engine_link.messages import (
     SubmittedStep,
 )
 from uma_trio.engine_link.sampling import TokenLogprobs
-from uma_trio.errors import ControllerFailed, InvalidConstraint, KvFull, UmaError
-
-MAX_REMOVED: Final = 16
-"""A controller may remove this many tokens for each of ``max_tokens``, in all answers of its request together."""
+from uma_trio.errors import InvalidConstraint
 
 OUTLIER: Final = 0.5
 """Relative error of the predicted duration above which a step is an outlier: the next plan should know of it at once."""
@@ -232,7 +236,7 @@ def build_step(
             drafts = sequence.drafts(n_drafts) if n_drafts and not n_model_drafts else ()
             goes_on = in_flight is not None and in_flight.row_of(sequence) is not None
             call.inputs.append(view.seq_id if goes_on else sequence.decode_input(drafts))
-            source: DraftSource = "model" if n_model_drafts else "grammar" if sequence.forced else "lookup"
+            source: DraftSource = "model" if n_model_drafts else "grammar" if sequence.speculation.forced else "lookup"
             n_rows = 1 + len(drafts) + n_model_drafts
             call.rows.append(StepRow(sequence, view.n_context + n_rows, n_rows, drafts, source, n_model_drafts))
         if width:
@@ -316,20 +320,20 @@ def complete_step(
         allocation = sequence.allocation
         if allocation is None or sequence.state is State.FINISHED or not row.n_samples:
             continue
-        if sequence.control is None and MASK_LATE in sampled:  # then all of its samples have it
+        if not sequence.control.steers and MASK_LATE in sampled:  # then all of its samples have it
             new_tokens.append(_undo(sequence, row, cache, can_truncate=can_truncate))
             continue
         sequence.due_at = now + sequence.target_itl_ms / 1e3
         mu = mus.get(allocation.seq_id)
         new: NewTokens | None
-        if sequence.control is None:
+        if not sequence.control.steers:
             failure = failures.get(allocation.seq_id)
             allowed = forced.get(allocation.seq_id, ()) if mu is None else ()  # mirostat samples one token a step
             new = _complete_row(row, sampled, scores, failure, allowed)
-            if sequence.steering is not None and (ahead is None or ahead.row_of(sequence) is None):
-                steer(new, sequence.steering, token_to_bytes)
-            elif sequence.budget is not None and new.reason is None:
-                append_forced(new, sequence.budget.end_after(new.tokens, token_to_bytes))
+            if sequence.bounds.steering is not None and (ahead is None or ahead.row_of(sequence) is None):
+                steer(new, sequence.bounds.steering, token_to_bytes)
+            elif sequence.bounds.budget is not None and new.reason is None:
+                append_forced(new, sequence.bounds.budget.end_after(new.tokens, token_to_bytes))
         else:
             new = complete_sample(sequence, sampled[0], scores, cache)
         if new is not None:
@@ -384,101 +388,15 @@ def _complete_row(
     new.n_drafts_accepted = max(0, len(new.tokens) - 1)
     new.draft_source = row.source
     if row.source == "grammar":
-        sequence.n_forced += new.n_drafts_accepted
-    sequence.forced = forced if len(sampled) == 1 + len(row.drafts) else ()
+        sequence.speculation.n_forced += new.n_drafts_accepted
+    sequence.speculation.forced = forced if len(sampled) == 1 + len(row.drafts) else ()
     sequence.state = State.DECODE
     return new
 
 
 def _ends(sequence: Sequence, token: int) -> bool:
     """Whether the engine drops the sequence from the run-ahead step after ``token``; see ``Continued``."""
-    return token < 0 or (sequence.control is None and token in sequence.end_ids)
-
-
-def complete_sample(
-    sequence: Sequence, token: int, scores: abc.Sequence[TokenLogprobs | None], cache: KvCache
-) -> NewTokens | None:
-    """Add the token that was sampled for a controlled sequence, or what its controller chose instead.
-
-    If the mask was late, there is no token, and the next step uses the mask.
-
-    Returns:
-        ``None`` if the step ran ahead, and the controller did not want a token.
-    """
-    control = sequence.control
-    assert control is not None
-    assert sequence.allocation is not None
-    if control.splice is not None:
-        return splice(sequence, cache)
-    if token == MASK_LATE:
-        cache.backtrack(sequence.allocation, sequence.n_known - 1)
-        sequence.go_on()
-        is_late = control.mask_requested or control.phase in (Phase.POST_PENDING, Phase.AWAITING_PRE)
-        control.mask_requested, control.n_sampled_in_row = False, 0
-        if not is_late:
-            return None
-        if control.phase in (Phase.AWAITING_MASK, Phase.MASK_READY):
-            control.needs_mask_first = True
-        return NewTokens(sequence, (), len(sequence.tokens), None, sequence.paused, ())
-    new = append_tokens(sequence, (token,), scores, None)
-    control.n_sampled += len(new.tokens)
-    control.n_sampled_in_row += 1
-    control.set_post(new.tokens)
-    sequence.state = State.DECODE
-    return new
-
-
-def splice(sequence: Sequence, cache: KvCache) -> NewTokens:
-    """Remove the last tokens of a controlled sequence and append others, as its controller has said."""
-    control = sequence.control
-    assert control is not None
-    assert control.splice is not None
-    assert sequence.allocation is not None
-    reported = control.splice.ff_tokens, control.splice.backtrack
-    n_removed = max(0, control.splice.backtrack - 1)  # the wire counts the token that would be sampled
-    tokens, n_removed = _without_prompt(sequence, control.splice.ff_tokens, n_removed)
-    n_before = len(sequence.tokens) - n_removed
-    control.request.n_removed += n_removed if tokens else max(1, n_removed)
-    failure: UmaError
-    if n_before < 0:
-        failure = ControllerFailed(f"the controller removes {n_removed} tokens of an answer of {len(sequence.tokens)}")
-        return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
-    if control.request.n_removed > MAX_REMOVED * sequence.max_tokens:
-        failure = ControllerFailed(
-            f"the controller has removed {control.request.n_removed} tokens, more than {MAX_REMOVED} times the longest "
-            f"answer of {sequence.max_tokens} (max_tokens)"
-        )
-        return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
-    length = len(sequence.prompt.tokens) + n_before - (not tokens)
-    if not cache.backtrack(sequence.allocation, length):
-        failure = KvFull("the controller removes tokens from before a fork, and there is no room to compute others")
-        return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
-    del sequence.tokens[n_before:]
-    control.set_post(*reported)
-    return append_inserted(sequence, tokens, n_removed)
-
-
-def _without_prompt(sequence: Sequence, tokens: abc.Sequence[int], n_removed: int) -> tuple[abc.Sequence[int], int]:
-    """What a splice changes of the answer, if it removes tokens of the prompt and appends the same ones again.
-
-    So a controller gets back to the very start of the answer that cannot remove tokens without appending one.
-    """
-    n = n_removed - len(sequence.tokens)
-    if 0 < n <= len(sequence.prompt.tokens) and [*tokens[:n]] == sequence.prompt.tokens[-n:].tolist():
-        return tokens[n:], n_removed - n
-    return tokens, n_removed
-
-
-def append_inserted(sequence: Sequence, tokens: abc.Sequence[int], n_removed: int = 0) -> NewTokens:
-    """Append tokens that the controller of ``sequence`` has chosen, up to ``max_tokens``."""
-    assert sequence.control is not None
-    new = append_tokens(sequence, tokens, (), None)
-    new.paused, new.by_controller, new.n_removed = True, True, n_removed
-    sequence.control.n_sampled_in_row = 0
-    sequence.control.n_inserted += len(new.tokens)
-    if sequence.allocation is not None:
-        sequence.go_on()
-    return new
+    return token < 0 or (not sequence.control.steers and token in sequence.end_ids)
 
 
 def _undo(sequence: Sequence, row: StepRow, cache: KvCache, *, can_truncate: bool) -> NewTokens:
@@ -489,4 +407,4 @@ def _undo(sequence: Sequence, row: StepRow, cache: KvCache, *, can_truncate: boo
         cache.truncate(sequence.allocation, row.end - 1)
     else:
         reason = InvalidConstraint("the constraint is too complex to be followed in time")
-    return NewTokens(sequence, (), len(sequence.tokens), reason, sequence.paused, ())
+    return no_tokens(sequence, reason)

@@ -24,13 +24,14 @@ from uma_trio.daemon.aici.exchange import NO_ANSWER, ControllerRuntime, Exchange
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.serving.controllers.forking import Forking, ForkRefused
 from uma_trio.daemon.serving.controllers.masked_steps import MaskedSteps
+from uma_trio.daemon.serving.controllers.results import append_inserted, splice
 from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.state import ControlledRequest, Phase
 from uma_trio.daemon.serving.new_tokens import NewTokens
 from uma_trio.daemon.serving.output import send_controller_output, send_rest, send_unsent
 from uma_trio.daemon.serving.queue import RunningSet
 from uma_trio.daemon.serving.sequence import Sequence, State
-from uma_trio.daemon.serving.step import InFlightStep, append_inserted, splice
+from uma_trio.daemon.serving.step import InFlightStep
 from uma_trio.engine_link.messages import SubmittedStep
 from uma_trio.errors import ControllerFailed, ControllerUnavailable, UmaError
 from uma_trio.protocol.usage import FinishReason
@@ -457,7 +458,7 @@ class ControllerDriver:
             if sequence.allocation is not None and not sequence.n_computed:
                 self._running.share_prefix(sequence)
         if control.phase is Phase.SUSPENDED and not result.suspend:  # the time until its next token begins now
-            sequence.due_at, sequence.paused = trio.current_time() + sequence.target_itl_ms / 1e3, True
+            sequence.due_at, sequence.times.paused = trio.current_time() + sequence.target_itl_ms / 1e3, True
         control.n_forks, control.is_permitted = result.num_forks, False
         control.waits_for = [] if result.waits_for is UNSET else result.waits_for
         if result.suspend or result.num_forks != 1:

@@ -48,7 +48,7 @@ class MaskedSteps:
         sampling = [
             (control_of(sequence).id, each)
             for (sequence, row), each in zip(step.rows.items(), inputs, strict=True)
-            if sequence.control is not None and row.n_samples
+            if sequence.control.steers and row.n_samples
         ]
         if not sampling:
             return
@@ -57,7 +57,7 @@ class MaskedSteps:
         for key, each in sampling:
             if isinstance(each, StepInput):  # the others go on with the same key
                 each.samples[0].late_mask = key
-        plain = [sequence for sequence in step.rows if sequence.control is None]
+        plain = [sequence for sequence in step.rows if not sequence.control.steers]
         if plain and not any(sequence.sampling.grammar for sequence in plain):
             message.mask_timeout_ms = SHORT_MASK_TIMEOUT_MS
         if step.runs_ahead:
@@ -84,7 +84,7 @@ class MaskedSteps:
 
     def sampled(self, step: InFlightStep) -> list[Sequence]:
         """The controlled sequences that ``step`` samples."""
-        return [each for each, row in step.rows.items() if each.control is not None and row.is_sampled]
+        return [each for each, row in step.rows.items() if each.control.steers and row.is_sampled]
 
     def samples(self, sequence: Sequence) -> bool:
         """Whether a step in flight samples the next token of ``sequence``."""

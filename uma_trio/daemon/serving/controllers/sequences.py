@@ -80,7 +80,7 @@ class ControlledSequences:
 
 def control_of(sequence: Sequence) -> Control:
     """The state of a controlled sequence."""
-    assert sequence.control is not None
+    assert isinstance(sequence.control, Control)
     return sequence.control
 
 

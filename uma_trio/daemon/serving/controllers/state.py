@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import attrs
 
@@ -54,6 +54,7 @@ class ControlledRequest:
 class Control:
     """The state of one controlled sequence."""
 
+    steers: ClassVar = True
     request: ControlledRequest
     id: int
     """The runtime's id of the sequence; never used again."""
@@ -93,6 +94,16 @@ class Control:
         return self.is_permitted and self.phase in (Phase.READY, Phase.MASK_READY)
 
     @property
+    def may_yield(self) -> bool:
+        """Whether the sequence can lose its place: a mask is for the next step."""
+        return self.phase not in (Phase.AWAITING_MASK, Phase.MASK_READY)
+
+    @property
+    def is_suspended(self) -> bool:
+        """The controller waits for others, so the sequence has no work."""
+        return self.phase is Phase.SUSPENDED
+
+    @property
     def may_run_ahead(self) -> bool:
         """Whether a run-ahead step may sample the next token, while a step in flight samples the one before it."""
         continues = self.phase not in (Phase.SUSPENDED, Phase.FORK) and self.splice is None
@@ -102,3 +113,18 @@ class Control:
         """Tell the controller of ``tokens`` with the next ``post_pre``; ``backtrack`` as in ``PostOp``."""
         self.post, self.phase = PostOp(self.id, list(tokens), backtrack), Phase.POST_PENDING
         self.mask_row, self.splice, self.is_permitted, self.mask_requested = None, None, False, False
+
+
+class NoControl:
+    """In place of a ``Control``: no controller steers the sequence."""
+
+    steers: Final = False
+    may_sample: Final = True
+    may_yield: Final = True
+    is_suspended: Final = False
+    n_sampled: Final = None
+    n_inserted: Final = None
+    waits_for: Final[Sequence[str]] = ()
+
+
+NO_CONTROL: Final = NoControl()
