@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cases import all_cases
+from tests.support.draws import sample
 from tests.support.profile import sampled
 from uma_trio.engine.sampling.dry import Breakers
-from uma_trio.engine.sampling.plan import MAX_SORTED_TOP_K, Plan
-from uma_trio.engine.sampling.sampler import distribution, sample
+from uma_trio.engine.sampling.plan import MAX_SORTED_TOP_K, Plan, Rows
+from uma_trio.engine.sampling.sampler import distribution
 from uma_trio.engine.sampling_threads import SamplingThreads
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs
 from uma_trio.protocol.parameters import PARAMETERS
@@ -97,7 +98,7 @@ def test_threads_sample_the_same_tokens():
     states, threads = [{}, {}], SamplingThreads(4)
     expected = sample(logits.copy(), rows, steps, mus=states[0])
     with contextlib.closing(threads):
-        found = threads.sample(logits.copy(), rows, steps, nothing, nothing, nothing, nothing, states[1])
+        found = threads.sample(logits.copy(), Rows(rows, steps, nothing, nothing, nothing, nothing), states[1])
     assert found.tolist() == expected.tolist()
     assert states[0] == states[1] != {}
     assert not any(each.name.startswith("sampling") for each in threading.enumerate())
@@ -332,7 +333,7 @@ def drawn_with(**fields):
     breakers = Breakers([], lambda token: b"", lambda text: []) if params.dry_window else None
     ids, p = distribution(logits.copy(), params, past=past, breakers=breakers)
     mus = {}
-    sample(logits[np.newaxis].copy(), [params], [0], None, None, [past], [breakers], mus)
+    sample(logits[np.newaxis].copy(), [params], [0], None, None, [past], [breakers], mus=mus)
     return [*zip(ids.tolist(), np.round(p, 9).tolist(), strict=True)], mus
 
 

@@ -192,8 +192,8 @@ class ModelService:
             "tools": has_chat,
             "reasoning": self.prompts.reasoning is not None,
             "infill": self.prompts.infill is not None,
-            "vision": not isinstance(self.prompts.pictures, str) and self.prompts.pictures.sees,
-            "audio": not isinstance(self.prompts.pictures, str) and self.prompts.pictures.hears,
+            "vision": self.prompts.pictures.sees,
+            "audio": self.prompts.pictures.hears,
             "embedding": info.can_embed,
             "rerank": info.purpose == "rank",
         }
@@ -226,8 +226,7 @@ class ModelService:
         async with trio.open_nursery() as nursery:
             await nursery.start(self.scheduler.run)
             nursery.start_soon(self.sessions.sweep_forever)
-            if not isinstance(self.prompts.pictures, str):
-                nursery.start_soon(self.prompts.pictures.run)
+            nursery.start_soon(self.prompts.pictures.run)
             task_status.started()
 
     async def open_storage(
@@ -245,7 +244,7 @@ class ModelService:
             states: those that are there.
             pictures: where encoded pictures go; ``None``: nowhere.
         """
-        if pictures is not None and not isinstance(self.prompts.pictures, str):
+        if pictures is not None:
             self.prompts.pictures.open(pictures)
         if files is not None:
             self.scheduler.offloader.open(files, states)
@@ -331,12 +330,13 @@ class ModelService:
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics.  Never waits for a step."""
+        pictures = self.prompts.pictures.snapshot()
         return {
             **self.scheduler.snapshot(),
             "sessions": self.sessions.snapshot(),
             "constraints": self._model.grammars.snapshot(),
             "devices": {each.device: each.snapshot() for each in self._model.devices.memory},
-            **({} if isinstance(self.prompts.pictures, str) else {"pictures": self.prompts.pictures.snapshot()}),
+            **({"pictures": pictures} if pictures else {}),
         }
 
 

@@ -90,7 +90,11 @@ def open_storage(config: Config, model: LoadedModel, name: str) -> Iterator[Stor
             except StateFileError as error:
                 log.error("KV caches of sessions will not be written to disk", reason=str(error), flag="--state-dir")
         pictures: PictureFolder | None = None
-        if config.sessions.pictures_max_mb and not isinstance(model.prompts.pictures, str) and journal is not None:
+        if (
+            config.sessions.pictures_max_mb
+            and (model.prompts.pictures.sees or model.prompts.pictures.hears)
+            and journal is not None
+        ):
             try:
                 pictures = PictureFolder(folder / "pictures", max_bytes=config.sessions.pictures_max_mb * MB)
                 stack.callback(pictures.close)

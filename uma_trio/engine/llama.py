@@ -49,6 +49,7 @@ from uma_trio.engine.positions import Positions
 from uma_trio.engine.row_check import check_rows
 from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.logprobs import compute_logprobs
+from uma_trio.engine.sampling.plan import Rows
 from uma_trio.engine.sampling_threads import SamplingThreads
 from uma_trio.engine_link.defaults import with_defaults
 from uma_trio.engine_link.devices import Devices
@@ -601,25 +602,20 @@ class LlamaEngine:
 
         There are no log-probabilities at all where nobody asks.
         """
-        samples, params = call.samples, call.params
+        samples = call.samples
         logits = self._context.logits(len(samples)).array
-        steps = [each.n_before for each in samples]
+        rows = Rows(call.params, [each.n_before for each in samples])
         if call.are_plain and masks.pending is None and not masks.shared:
-            return self._sampling.sample(logits, params, steps).tolist(), [], {}
+            return self._sampling.sample(logits, rows).tolist(), [], {}
         with_logprobs = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
         late = masks.apply(logits, self.masks)
         mus: dict[int, float] = {}
-        sampled = self._sampling.sample(
-            logits,
-            params,
-            steps,
-            [sample.banned for sample in samples],
-            [sample.bias for sample in samples],
-            [sample.past for sample in samples],
-            [self._breakers(tuple(each.breakers)) if each.params.dry_window else None for each in samples],
-            mus,
-        )
+        rows.masks = [sample.banned for sample in samples]
+        rows.biases = [sample.bias for sample in samples]
+        rows.pasts = [sample.past for sample in samples]
+        rows.breakers = [self._breakers(tuple(each.breakers)) if each.params.dry_window else None for each in samples]
+        sampled = self._sampling.sample(logits, rows, mus)
         sampled[late] = MASK_LATE
         for row in late:
             mus.pop(row, None)

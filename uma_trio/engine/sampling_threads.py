@@ -11,10 +11,8 @@ import numpy.typing as npt
 
 from uma_trio.engine.sampling import sampler
 from uma_trio.engine.sampling.candidates import Floats
-from uma_trio.engine.sampling.dry import Breakers
-from uma_trio.engine.sampling.plan import Plan
-from uma_trio.engine.sampling.sampler import Mask
-from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
+from uma_trio.engine.sampling.plan import Plan, Rows
+from uma_trio.engine_link.sampling import SamplingParams
 
 LOGITS_OF_A_THREAD: Final = 1 << 22
 """To find the best of these takes 0.9 ms, since they are in no cache.  On a virtual machine with a GPU, four threads that
@@ -47,36 +45,21 @@ class SamplingThreads:
     def sample(
         self,
         logits: Floats,
-        params: Sequence[SamplingParams],
-        steps: Sequence[int],
-        masks: Sequence[Mask] | None = None,
-        biases: Sequence[Bias | None] | None = None,
-        pasts: Sequence[Past | None] | None = None,
-        breakers: Sequence[Breakers | None] | None = None,
+        rows: Rows,
         mus: dict[int, float] | None = None,
     ) -> npt.NDArray[np.int32]:
         """See ``sampler.sample``.  Blocks until all rows have their token."""
-        if params != self._params:
-            self._divide(params, logits.shape[1])
+        if rows.params != self._params:
+            self._divide(rows.params, logits.shape[1])
         if len(self._parts) == 1:
-            return sampler.sample(logits, params, steps, masks, biases, pasts, breakers, mus, self._parts[0][1])
+            return sampler.sample(logits, rows, mus, self._parts[0][1])
         self._pool = self._pool or ThreadPoolExecutor(self._n_threads - 1, "sampling")
 
-        def part(rows: slice, plan: Plan) -> npt.NDArray[np.int32]:
+        def part(some: slice, plan: Plan) -> npt.NDArray[np.int32]:
             found: dict[int, float] = {}
-            tokens = sampler.sample(
-                logits[rows],
-                params[rows],
-                steps[rows],
-                masks and masks[rows],
-                biases and biases[rows],
-                pasts and pasts[rows],
-                breakers and breakers[rows],
-                found,
-                plan,
-            )
+            tokens = sampler.sample(logits[some], rows.part(some), found, plan)
             if mus is not None:
-                mus.update({rows.start + row: mu for row, mu in found.items()})
+                mus.update({some.start + row: mu for row, mu in found.items()})
             return tokens
 
         first, *others = self._parts

@@ -24,7 +24,7 @@ from uma_trio.daemon.engines.warm_up import warm_up
 from uma_trio.daemon.prompts.chosen_template import choose_template
 from uma_trio.daemon.prompts.context import explain_context, is_short, more_context
 from uma_trio.daemon.prompts.open_prompts import open_prompts
-from uma_trio.daemon.prompts.pictures import Pictures, open_pictures
+from uma_trio.daemon.prompts.pictures import NoPictures, Pictures, open_pictures
 from uma_trio.daemon.prompts.prompt import PromptMaker
 from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.encoder.encoder import Projector
@@ -239,8 +239,8 @@ def _find_projector(settings: Model, path: Path, summary: GgufSummary) -> Path |
     return found
 
 
-def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> Pictures | str:
-    """What encodes the model's pictures, until ``stack`` ends; or why the model cannot see.  Blocks while a process starts.
+def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> Pictures | NoPictures:
+    """What encodes the model's pictures, until ``stack`` ends.  Blocks while a process starts.
 
     Only libmtmd knows whether it can use a projector, so the process says it, before the model claims to see.
 
@@ -249,7 +249,7 @@ def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> P
     """
     settings, path = start.settings, start.projector
     if path is None:
-        return f"it is served with mmproj {NO_PROJECTOR}" if settings.mmproj else NOTHING_TO_SEE_WITH
+        return NoPictures(f"it is served with mmproj {NO_PROJECTOR}" if settings.mmproj else NOTHING_TO_SEE_WITH)
     projector = Projector(
         path,
         start.path,
@@ -269,7 +269,7 @@ def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> P
         if settings.mmproj is not None:
             raise GgufError(f"the projector {path} cannot be used: {error}", "leave out mmproj") from None
         log.warning("the model cannot see pictures", projector=str(path), reason=str(error))
-        return str(error)
+        return NoPictures(str(error))
     log.info("the model sees pictures", projector=str(path), encoder="starts with the first one" if waits else None)
     return pictures
 

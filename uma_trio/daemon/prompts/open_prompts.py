@@ -17,7 +17,7 @@ from uma_trio.daemon.prompts.control_tokens import ControlTokens
 from uma_trio.daemon.prompts.infill import find_infill_format
 from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.pairs import find_pair_format
-from uma_trio.daemon.prompts.pictures import Pictures
+from uma_trio.daemon.prompts.pictures import NoPictures, Pictures
 from uma_trio.daemon.prompts.prompt import PromptMaker
 from uma_trio.daemon.prompts.reasoning import find_format, make_markers
 from uma_trio.daemon.prompts.tool_formats import HERMES, by_name, find_tool_format, make_call_markers
@@ -38,14 +38,14 @@ def open_prompts(
     info: ModelInfo,
     vocabulary: VocabOnlyModel,
     given: TemplateSource | None,
-    pictures: Pictures | str,
+    pictures: Pictures | NoPictures,
 ) -> Iterator[tuple[PromptMaker, TemplateSource | None]]:
     """What makes prompts for the model, and the chat template that it uses.  Blocks while the template is tried, in a
     process that ends with the context.
 
     Args:
         given: the template of the settings; the model's own by default.
-        pictures: encodes the model's pictures, or why it cannot see.
+        pictures: encodes the model's pictures.
     """
     tokenizer, of_the_model = vocabulary.tokenizer, vocabulary.chat_template
     chosen, chat = None, None
@@ -60,9 +60,9 @@ def open_prompts(
     with contextlib.ExitStack() as stack:
         if chat is not None:
             stack.callback(chat.close)
-        if chat is None and isinstance(pictures, Pictures):
+        if chat is None and (pictures.sees or pictures.hears):
             pictures.close()
-            pictures = "it has no chat template"
+            pictures = NoPictures("it has no chat template")
         tools = _tool_support(chat, templates, config.model.tool_format, text)
         reasoning = _reasoning_markers(templates, text)
         infill = find_infill_format(tokenizer, info)

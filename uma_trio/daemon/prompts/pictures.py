@@ -213,6 +213,35 @@ class Pictures:
         return sum([4 * each.rows.n * each.rows.width for each in self._kept.values()])
 
 
+@attrs.frozen
+class NoPictures:
+    """In place of ``Pictures``: the model cannot see."""
+
+    why: str
+    sees: Final = False
+    hears: Final = False
+
+    def open(self, folder: PictureFolder) -> None:
+        """Does nothing: there is nothing to keep."""
+
+    def close(self) -> None:
+        """Does nothing: there is no process."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """No numbers."""
+        return {}
+
+    async def run(self) -> None:
+        """Returns at once."""
+
+    async def encode(self, pictures: list[Picture], *, principal: str, on_disk: bool = False) -> list[EncodedMedia]:
+        """Raises NoVision."""
+        raise NoVision(f"this model cannot see pictures: {self.why}", field=pictures[-1].field)
+
+
+NO_PROJECTOR: Final = NoPictures("it has no projector")
+
+
 @contextlib.contextmanager
 def open_pictures(projector: Projector, max_whole: int, *, waits: bool = False) -> Iterator[Pictures]:
     """What encodes with ``projector``, in a process that ends with the context.  Blocks while it starts.

@@ -30,7 +30,7 @@ from uma_trio.daemon.prompts.media import (
     with_pictures,
 )
 from uma_trio.daemon.prompts.pairs import PairFormat
-from uma_trio.daemon.prompts.pictures import Pictures
+from uma_trio.daemon.prompts.pictures import NO_PROJECTOR, NoPictures, Pictures
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport, call_ids, template_chat
 from uma_trio.encoder.encoded import EncodedMedia
 from uma_trio.engine_link.media import PLACEHOLDER
@@ -42,7 +42,6 @@ from uma_trio.errors import (
     MaxTokensTooLarge,
     NoChatTemplate,
     NoInfill,
-    NoVision,
     PromptTooLarge,
     UmaError,
 )
@@ -167,8 +166,8 @@ class PromptMaker:
     """How a query and a document become one text; ``None`` for a model that does not rank."""
     infill: InfillFormat | None = None
     """How a gap becomes a prompt; ``None`` for a model that cannot fill it."""
-    pictures: Pictures | str = "it has no projector"
-    """Encodes pictures, or why the model cannot see them."""
+    pictures: Pictures | NoPictures = NO_PROJECTOR
+    """Encodes pictures."""
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
     _rendering: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, RENDERING_THREADS))
@@ -203,17 +202,12 @@ class PromptMaker:
             past = History(np.empty(0, np.int32)) if history is None else history
             messages, pictures = take_pictures(past.messages, request.messages)
             if pictures:
-                encoder = self._encoder_of(pictures[-1].field)
-                encoded = await encoder.encode(pictures, principal=principal, on_disk=request.session_id is not None)
+                on_disk = request.session_id is not None
+                encoded = await self.pictures.encode(pictures, principal=principal, on_disk=on_disk)
             request, history = attrs.evolve(request, messages=messages), History(past.tokens)
         walks = isinstance(request.prompt, list)
         limiter = self._walking if walks else self._rendering if request.messages else self._tokenizing
         return await in_thread(self._make, request, history, encoded, limiter=limiter.of(principal))
-
-    def _encoder_of(self, field: str) -> Pictures:
-        if isinstance(self.pictures, Pictures):
-            return self.pictures
-        raise NoVision(f"this model cannot see pictures: {self.pictures}", field=field)
 
     def start(self) -> Prompt:
         """The prompt of an answer that a controller makes: BOS, or a line break if the model has none."""

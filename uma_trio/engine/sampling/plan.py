@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.filters import FILTERS
-from uma_trio.engine_link.sampling import SamplingParams
+from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
+
+Mask: TypeAlias = npt.NDArray[np.integer] | None
 
 TOP_P_CANDIDATES: Final = 256
 """How many candidates are sorted for top-p without top-k.  Most distributions need far fewer."""
@@ -19,6 +24,26 @@ MAX_SORTED_TOP_K: Final = 512
 
 MAX_XTC_THRESHOLD: Final = 0.5
 """Above it no two tokens have so much, so there is nothing to exclude."""
+
+
+class Rows(msgspec.Struct, gc=False):
+    """What is known of rows that are to be sampled, next to their logits.  Lists have one element a row."""
+
+    params: Sequence[SamplingParams]
+    steps: Sequence[int]
+    """How many tokens each row's request has drawn before."""
+    masks: Sequence[Mask] | None = None
+    """Ids of forbidden tokens, in [0, n_vocab)."""
+    biases: Sequence[Bias | None] | None = None
+    """What is added to the logits."""
+    pasts: Sequence[Past | None] | None = None
+    """The tokens that penalties need; ``None`` for a row without penalties."""
+    breakers: Sequence[Breakers | None] | None = None
+    """What ends a repetition, for each row with DRY."""
+
+    def part(self, rows: slice) -> Rows:
+        """Some of the rows."""
+        return Rows(*[each and each[rows] for each in msgspec.structs.astuple(self)])
 
 
 class Plan:

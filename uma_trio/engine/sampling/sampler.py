@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ from uma_trio.engine.sampling.candidates import (
 from uma_trio.engine.sampling.dry import Breakers, apply_dry
 from uma_trio.engine.sampling.filters import kept_tokens
 from uma_trio.engine.sampling.logit_ops import apply_biases, apply_masks, apply_penalties
-from uma_trio.engine.sampling.plan import Filters, Plan
+from uma_trio.engine.sampling.plan import Filters, Mask, Plan, Rows
 from uma_trio.engine.sampling.rng import uniforms
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams
 
@@ -51,18 +51,12 @@ _GREEDY: Final = SamplingParams()
 
 _GROUP = 64
 
-
-Mask: TypeAlias = npt.NDArray[np.integer] | None
+T = TypeVar("T")
 
 
 def sample(
     logits: Floats,
-    params: Sequence[SamplingParams],
-    steps: Sequence[int],
-    masks: Sequence[Mask] | None = None,
-    biases: Sequence[Bias | None] | None = None,
-    pasts: Sequence[Past | None] | None = None,
-    breakers: Sequence[Breakers | None] | None = None,
+    rows: Rows,
     mus: dict[int, float] | None = None,
     plan: Plan | None = None,
 ) -> npt.NDArray[np.int32]:
@@ -70,32 +64,24 @@ def sample(
 
     Args:
         logits: (rows, n_vocab).  Masks, biases and penalties overwrite it, unless the array is read-only.
-        params: one a row.
-        steps: how many tokens the row's request has drawn before.
-        masks: for each row the ids of forbidden tokens, in [0, n_vocab), or ``None``.
-        biases: for each row what to add to its logits, or ``None``.
-        pasts: for each row the tokens that its penalties need; ``None`` for a row without penalties.
-        breakers: for each row with DRY what ends a repetition.
         mus: gets ``SamplingParams.mu`` for the next draw, for each row that mirostat has drawn.
-        plan: of ``params``, if it is there already.
-
-    ``None`` in place of ``masks``, ``biases``, ``pasts`` or ``breakers`` stands for ``None`` in every row.
+        plan: of ``rows.params``, if it is there already.
 
     Returns:
         (rows,) token ids in [0, n_vocab), or ``NO_TOKEN``.  Among equal logits the lower id counts as more likely.
     """
     n_vocab = logits.shape[1]
-    plan = plan or Plan(params, n_vocab)
-    logits = _apply_logit_ops(logits, params, plan, masks, biases, pasts, breakers)
+    plan = plan or Plan(rows.params, n_vocab)
+    logits = _apply_logit_ops(logits, rows, plan)
     # A step is mostly one row or a few, and numpy's code has left the caches since the last one: each call takes long.
     tokens = logits.argmax(axis=1)
     best = [float(logits[row, token]) for row, token in enumerate(tokens.tolist())]
     if not all(map(math.isfinite, best)):  # argmax returns a NaN or +inf if the row has one
         usable = [*map(math.isfinite, best)]
         tokens[np.logical_not(usable)] = NO_TOKEN
-        plan = Plan([p if is_usable else _GREEDY for p, is_usable in zip(params, usable, strict=True)], n_vocab)
+        plan = Plan([p if is_usable else _GREEDY for p, is_usable in zip(rows.params, usable, strict=True)], n_vocab)
     if drawn := plan.drawn:
-        steps = [steps[row] for row in drawn]
+        steps = [rows.steps[row] for row in drawn]
         max_logits = np.array([best[row] for row in drawn], np.float32)
         if len(drawn) < len(logits):
             logits = logits[drawn]
@@ -129,7 +115,7 @@ def distribution(
         arrays are empty where ``sample`` returns ``NO_TOKEN``.
     """
     plan = Plan([params], len(logits))
-    rows = _apply_logit_ops(logits[np.newaxis], [params], plan, [mask], [bias], [past], [breakers])
+    rows = _apply_logit_ops(logits[np.newaxis], Rows([params], [step], [mask], [bias], [past], [breakers]), plan)
     max_logits = rows.max(axis=1)
     if not np.isfinite(max_logits[0]):
         return np.empty(0, np.int64), np.empty(0)
@@ -144,34 +130,30 @@ def distribution(
     return ids[order], probabilities[order]
 
 
-def _apply_logit_ops(
-    logits: Floats,
-    params: Sequence[SamplingParams],
-    plan: Plan,
-    masks: Sequence[Mask] | None,
-    biases: Sequence[Bias | None] | None,
-    pasts: Sequence[Past | None] | None,
-    breakers: Sequence[Breakers | None] | None,
-) -> Floats:
-    has_masks, has_biases, has_pasts = (
-        given is not None and any(one is not None for one in given) for given in (masks, biases, pasts)
-    )
-    if not (has_masks or has_biases or has_pasts or plan.cuts):
+def _apply_logit_ops(logits: Floats, rows: Rows, plan: Plan) -> Floats:
+    params = rows.params
+    masks, biases, pasts = _if_any(rows.masks), _if_any(rows.biases), _if_any(rows.pasts)
+    if not (masks or biases or pasts or plan.cuts):
         return logits
     if not logits.flags.writeable:
         logits = logits.copy()
-    if has_biases and biases is not None:
+    if biases:
         apply_biases(logits, biases)
-    if has_pasts and pasts is not None:
+    if pasts:
         apply_penalties(logits, params, pasts)
-        for row, (past, found) in enumerate(zip(pasts, breakers or (), strict=False)):
+        for row, (past, found) in enumerate(zip(pasts, rows.breakers or (), strict=False)):
             if past is not None and found is not None:
                 apply_dry(logits[row], params[row], past.tokens, found)
-    if has_masks and masks is not None:  # last, so that a mask wins over any bias or penalty, even over NaN
+    if masks:  # last, so that a mask wins over any bias or penalty, even over NaN
         apply_masks(logits, masks)
     for row in plan.cuts:
         cut_by_deviation(logits[row], params[row].top_n_sigma)
     return logits
+
+
+def _if_any(given: Sequence[T | None] | None) -> Sequence[T | None]:
+    """``given``, or nothing if no row has something."""
+    return given if given and any(one is not None for one in given) else ()
 
 
 def _chances(plan: Plan, steps: Sequence[int]) -> list[float]:
