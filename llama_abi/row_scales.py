@@ -14,6 +14,9 @@ So this module changes two nodes of llama.cpp's graph before it is computed. The
 The second node then writes into memory of this module. The third one writes where llama.cpp planned its result. llama.cpp
 reuses the graph for the next call of the same shape. Then only the contents of ``m`` change.
 
+Each weight has memory of its own for ``m * (A x)``. Backends of GPUs change the order of nodes that do not need each other:
+Vulkan multiplies with the masks of the queries, the keys and the values before it computes the third node of any of them.
+
 llama.cpp calls a function of ours for each node before it computes the graph: there the nodes are changed. On a CPU these
 calls take 0.2 ms for a graph of 700 nodes. Setting other adapters through llama.cpp's API takes 3 to 20 ms.
 
@@ -47,6 +50,9 @@ F32 = KV_TYPE["GGML_TYPE_F32"]
 ALL_ROWS, OUTPUT_ROWS = 0, 1
 """Which rows a mask is for, and the index of its place in memory. llama.cpp computes the last layers only for the rows that
 need an output."""
+
+WEIGHTS_OF_A_BLOCK: Final = 32
+"""Weights whose ``m * (A x)`` share one block of a device's memory. Drivers limit the number of blocks."""
 
 ALIGNMENT: Final = 256
 """Addresses of masks are multiples of this many bytes, which suits every device."""
@@ -101,8 +107,8 @@ class RowScales:
         self._scales: Array | None = None
         self._places: tuple[Array, Array] | None = None
         """During a call: the scales of all its rows, and of its output rows."""
-        self._owners_by_name: dict[bytes | None, RankOwners | None] = {}
-        """First factors of products by name: the owners of a matrix B, and ``None`` for another tensor."""
+        self._weights_by_name: dict[bytes | None, str | None] = {}
+        """First factors of products by name: the weight of a matrix B, and ``None`` for another tensor."""
         self._masks: dict[tuple[int, RankOwners, int], _Masks] = {}
         """By type of memory, owners, and number of experts that a row uses."""
         self._masks_by_address: dict[int, _Mask] = {}
@@ -181,7 +187,7 @@ class RowScales:
     def close(self) -> None:
         """Free the memory of the masks. Closing it twice is a no-op."""
         for masks in self._masks.values():
-            masks.memory.close()
+            masks.close()
         self._masks.clear()
         self._masks_by_address.clear()
 
@@ -200,9 +206,9 @@ class RowScales:
             elif op in (MUL_MAT, MUL_MAT_ID):
                 matrix = ctypes.c_void_p.from_address(node + SRC_OFFSET).value or 0
                 name = ctypes.c_char_p(matrix + NAME_OFFSET).value
-                owners = self._owners_by_name[name] if name in self._owners_by_name else self._owners_of(name or b"")
-                if owners is not None:
-                    self._insert_mask(node, owners)
+                weight = self._weights_by_name[name] if name in self._weights_by_name else self._weight_of(name or b"")
+                if weight is not None:
+                    self._insert_mask(node, weight)
             elif op == SCALE and self._moved_products:
                 product = self._moved_products.pop(_source(node, 0), None)
                 if product is not None:
@@ -211,24 +217,24 @@ class RowScales:
             self._failure = self._failure or error
         return False
 
-    def _owners_of(self, name: bytes) -> RankOwners | None:
-        """The owners of the ranks of the matrix B with this name; ``None`` if it is another tensor.
+    def _weight_of(self, name: bytes) -> str | None:
+        """The weight that the matrix B with this name changes; ``None`` if it is another tensor.
 
         Raises:
             LlamaError: it may be a copy of a matrix B, but its name was cut.
         """
-        if len(self._owners_by_name) >= MAX_NAMES:
-            self._owners_by_name.clear()
+        if len(self._weights_by_name) >= MAX_NAMES:
+            self._weights_by_name.clear()
         original = name.decode(errors="replace")
         if copy := COPY.fullmatch(original):
             original = copy["name"]
             if copy["number"] is None and any(f"{weight}.lora_b".startswith(original) for weight in self._owners):
                 raise LlamaError(f"the name of a copy of a weight is too long: {name.decode(errors='replace')}")
         weight, _, half = original.rpartition(".")
-        found = self._owners_by_name[name] = self._owners.get(weight) if half == "lora_b" else None
+        found = self._weights_by_name[name] = weight if half == "lora_b" and weight in self._owners else None
         return found
 
-    def _insert_mask(self, node: int, owners: RankOwners) -> None:
+    def _insert_mask(self, node: int, weight: str) -> None:
         """Change a node ``B (A x)`` into ``m * (A x)``. ``_Product.move_to`` later changes the node after it.
 
         Raises:
@@ -237,6 +243,7 @@ class RowScales:
         ax_address = _source(node, 1)
         if ctypes.c_int32.from_address(ax_address + OP_OFFSET).value == MUL:
             return  # an earlier call has changed this graph, and this is its third node
+        owners = self._owners[weight]
         ax = ggml_tensor.from_address(ax_address)
         product = ggml_tensor.from_address(node)
         if ax.ne[0] != len(owners.adapters) or ax.type != F32:
@@ -254,7 +261,8 @@ class RowScales:
         _set_source(node, 1, mask.address)
         _set_source(node, 2, 0)
         product.ne[:], product.nb[:] = ax.ne, _strides(tuple(ax.ne))
-        product.data, product.buffer = masks.scratch, masks.memory._pointer
+        memory, product.data = masks.scratch_of(weight)
+        product.buffer = memory._pointer
         self._n_masked += 1
 
     def _reuse_mask(self, node: int, mask: _Mask) -> None:
@@ -335,17 +343,20 @@ class _Memory(Handle):
 class _Masks:
     """The masks of all weights whose ranks have the same owners, on one device.
 
-    One block of memory holds a place for the mask of all rows, a place for the mask of the output rows, and scratch space
-    for ``m * (A x)``.
+    One block of memory holds a place for the mask of all rows and a place for the mask of the output rows. Others hold
+    ``m * (A x)`` of each weight.
     """
 
     def __init__(self, c: Any, memory_type: Any, owners: RankOwners, n_experts: int, max_rows: int) -> None:
         self._c = c
+        self._memory_type = memory_type
         self._owners = owners
         self._place_bytes = -(-4 * len(owners.adapters) * max_rows // ALIGNMENT) * ALIGNMENT
-        self.memory = _Memory(c, memory_type, self._place_bytes * (2 + n_experts))
-        self.scratch = self.memory.address + 2 * self._place_bytes
-        """Address of ``m * (A x)``. All weights share it, because the next node reads it at once."""
+        self._scratch_bytes = self._place_bytes * n_experts
+        self._memory = _Memory(c, memory_type, self._place_bytes * 2)
+        self._scratch: list[_Memory] = []
+        self._weights: dict[str, int] = {}
+        """Numbers of the weights that have scratch space, by name."""
         self._tensors: dict[tuple[int, tuple[int, ...]], _Mask] = {}
         self._written: list[Array | None] = [None, None]
 
@@ -359,16 +370,33 @@ class _Masks:
                 self._c.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
                 self._written[place] = values
 
+    def scratch_of(self, weight: str) -> tuple[_Memory, int]:
+        """The memory of ``m * (A x)`` for a weight, and its address there.
+
+        Raises:
+            LlamaError: the device has no memory left.
+        """
+        block, at = divmod(self._weights.setdefault(weight, len(self._weights)), WEIGHTS_OF_A_BLOCK)
+        if block == len(self._scratch):
+            self._scratch.append(_Memory(self._c, self._memory_type, WEIGHTS_OF_A_BLOCK * self._scratch_bytes))
+        memory = self._scratch[block]
+        return memory, memory.address + at * self._scratch_bytes
+
+    def close(self) -> None:
+        """Free the memory."""
+        for memory in (self._memory, *self._scratch):
+            memory.close()
+
     def mask(self, place: int, shape: tuple[int, ...]) -> _Mask:
         """The mask at ``place`` as a tensor of ``shape``, in ggml's order: ranks first."""
         found = self._tensors.get((place, shape))
         if found is None:
             tensor = ggml_tensor(
                 type=F32,
-                buffer=self.memory._pointer,
+                buffer=self._memory._pointer,
                 ne=shape,
                 nb=_strides(shape),
-                data=self.memory.address + place * self._place_bytes,
+                data=self._memory.address + place * self._place_bytes,
                 name=b"adapter_scales",
             )
             found = self._tensors[place, shape] = _Mask(self, place, shape, math.prod(shape[1:]), tensor)
