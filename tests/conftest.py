@@ -17,6 +17,7 @@
 - Tests run in a process for each core (pytest-xdist).  The tests of a module run in one process, in order, so that they share
   its fixtures.  Modules run in the order of their paths, so the last ones, of ``tests/store``, are short, and no
   process waits long for the others.
+- With a library for GPUs the tests use the first GPU, and those with the marker ``cpu`` are skipped (``tests/support/gpu.py``).
 - A test that hangs fails after ``timeout`` seconds of ``pyproject.toml``.
 - Every process of the run has ``RUN_VARIABLE`` in its environment.  A process that is still there at the end was leaked
   by a test: it is killed, and the run fails.
@@ -36,7 +37,7 @@ import psutil
 import pytest
 import trio
 
-from tests.support import profile
+from tests.support import gpu, profile
 from tests.support.cpu_time import CpuTime
 from tests.support.forked import TITLE, Forked, can_fork
 from tests.support.rewriting import rewrite_share
@@ -44,6 +45,9 @@ from tests.support.run import RUN_VARIABLE, SETTINGS_OF_DAEMONS, one_authority, 
 
 EXIT_S = 60.0
 """How long processes of the tests may take to end after the last test."""
+
+GPU_WORKERS = 4
+"""Most processes of a run whose library has a GPU, unless ``-n`` says another number."""
 
 is_worker = "PYTEST_XDIST_WORKER" in os.environ
 if not is_worker:
@@ -68,6 +72,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuTime())
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """How many processes ``-n auto`` starts: with a GPU few, because each has engines that take of its memory."""
+    return min(GPU_WORKERS, os.cpu_count() or 1) if gpu.gpu() else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     """Begin with the own share of a work that all processes of the run have.
@@ -81,7 +91,11 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the quick profile does."""
+    """Leave out what the quick profile does, and skip what is about the CPU if the library has a GPU."""
+    for each in items:
+        mark = each.get_closest_marker("cpu")
+        if mark is not None and gpu.gpu():
+            each.add_marker(pytest.mark.skip(reason=f"for a CPU, and the library uses {gpu.gpu()}: {mark.args[0]}"))
     if profile.is_quick():
         config.hook.pytest_deselected(items=[each for each in items if each.get_closest_marker("thorough")])
         items[:] = [each for each in items if not each.get_closest_marker("thorough")]

@@ -14,6 +14,7 @@ import llama_abi
 from llama_abi import OK, Batch, Context, ContextOptions, LoraAdapter, Model, Placement
 from tests.support.bench_scripts import bench_script
 from tests.support.engine_contract import GREEDY
+from tests.support.gpu import tolerance
 from tests.support.placements import answers
 from tests.support.profile import sampled, thorough
 from tests.support.random_adapters import adapter_of_all_matrices, merged_model, random_adapter
@@ -63,6 +64,8 @@ def largest_difference(one, other):
     return abs(a - b).max()
 
 
+CLOSE = 0.05
+"""Keys and values are F16: 0.03 was seen with AVX2 alone."""
 PROMPT = list(range(300, 330))
 MODELS = {
     "embedded": lambda: EMBEDDED,
@@ -86,7 +89,7 @@ def test_an_answer_with_adapters_is_that_of_the_merged_weights(open_engine, name
     with_adapters = open_engine(merged_model(model, ()), adapters, kv_unified=unified)
     found = teacher_forced(with_adapters, PROMPT, scales)
     expected = teacher_forced(whole, PROMPT)
-    assert largest_difference(found, expected) < 0.05  # keys and values are F16: 0.03 was seen with AVX2 alone
+    assert largest_difference(found, expected) < tolerance(CLOSE, on_gpu=0.2)
     plain = teacher_forced(with_adapters, PROMPT)
     assert largest_difference(plain, teacher_forced(exact, PROMPT)) == 0, "without adapters the model is as it is"
     assert any(one.keys() != other.keys() for one, other in zip(plain, found, strict=True)), "adapters change the text"
@@ -138,7 +141,7 @@ def test_stacked_adapters_of_all_matrices_compute_what_llama_cpp_computes_with_e
         found = context.logits().array
         for one, other in itertools.combinations(expected, 2):
             assert abs(one - other).max() > 1
-        np.testing.assert_allclose(found, expected, atol=0.3)
+        np.testing.assert_allclose(found, expected, atol=tolerance(0.3, on_gpu=1.0))
 
 
 def test_a_large_alpha_with_matrices_of_float16(open_engine, tmp_path):
@@ -147,7 +150,7 @@ def test_a_large_alpha_with_matrices_of_float16(open_engine, tmp_path):
     bench_script("make_adapter").make_adapter(path, model, rank=1, alpha=2.0**15, dtype="f16")
     found = teacher_forced(open_engine(merged_model(model, ()), [path]), PROMPT, ((0, 1.0),))
     expected = teacher_forced(open_engine(merged_model(model, ((path, 1.0),))), PROMPT)
-    assert largest_difference(found, expected) < 0.05  # keys and values are F16: 0.03 was seen with AVX2 alone
+    assert largest_difference(found, expected) < tolerance(CLOSE, on_gpu=0.2)
 
 
 @pytest.mark.parametrize(

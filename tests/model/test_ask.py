@@ -202,6 +202,7 @@ def test_a_refusal_names_the_fix_and_the_socket(run, daemon, arguments, words):
     assert found.stderr.count("\n") == 1
 
 
+@pytest.mark.cpu("a GPU ends such a prefill before its progress is shown")
 def test_a_long_prefill_shows_its_progress_on_a_terminal_and_leaves_no_trace(daemon):
     long = "What is the capital of France? " * 180
     command = [*COMMAND, "ask", "--max-tokens", "5", "--socket", str(daemon.socket), long]

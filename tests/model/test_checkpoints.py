@@ -19,6 +19,7 @@ import trio
 
 from tests.support.asking import Client
 from tests.support.checkpoint_contract import *  # noqa: F403  (the tests)
+from tests.support.gpu import agree
 from tests.support.profile import thorough
 from tests.support.random_models import random_model
 from tests.support.serving import settings
@@ -198,7 +199,7 @@ async def test_a_prefix_of_concurrent_requests_is_computed_once(library: None, k
         async with trio.open_nursery() as nursery:
             for n in range(4):
                 nursery.start_soon(one, n)
-        assert [clients[n].tokens for n in range(4)] == expected
+        assert all(agree(clients[n].tokens, expected[n]) for n in range(4))
         assert sorted(client.cached for client in clients.values()) == [0, 700, 700, 700]
 
 
@@ -234,7 +235,8 @@ async def test_saved_checkpoints_are_usable_after_a_restart(library: None, kv_un
     for cached, question in questions.items():
         async with asking(kv_unified, tmp_path) as ask:
             client = await ask(question, 150)  # room for the whole saved state
-            assert (client.tokens, client.cached) == (expected[cached], cached)
+            assert agree(client.tokens, expected[cached])
+            assert client.cached == cached
             assert ask.scheduler.snapshot()["kv_offload"]["loaded_total"] == 1
             assert ask.scheduler.snapshot()["kv_offload"]["load_failed_total"] == 0
 

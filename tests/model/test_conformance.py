@@ -89,6 +89,7 @@ def test_a_decode_after_a_long_prompt_does_not_wait_for_the_daemon_for_long(make
     assert compute(prefill_input(2, long[:3])) < prompt / 2
 
 
+@pytest.mark.cpu("a GPU has no rows that round equally in every call")
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
 def test_tokens_of_an_answer_that_are_computed_again_round_as_they_did(library, prompts, flash_attn):
     from uma_trio.engine.llama import LlamaEngine
@@ -121,7 +122,7 @@ def test_rows_of_a_reproducible_engine_do_not_depend_on_what_is_computed_with_th
     from uma_trio.engine.llama import LlamaEngine
 
     options = {"ctx": 3 * 512, "parallel": 3, "batch_tokens": 256, "threads": 1}
-    engine = LlamaEngine(EMBEDDED, config.Model(reproducible=True, **options))
+    engine = LlamaEngine(EMBEDDED, config.Model(reproducible=True, devices=("none",), **options))
     assert engine.info.max_rows == 48
     tokens, others = (prompts[0] * 320)[:320], [*range(300, 400)]
 
@@ -154,7 +155,7 @@ def test_rows_of_a_reproducible_engine_do_not_depend_on_what_is_computed_with_th
 def test_the_start_refuses_to_be_reproducible_with_weights_whose_rows_depend_on_others(library):
     from uma_trio.engine.llama import LlamaEngine
 
-    settings = config.Model(reproducible=True, ctx=512, parallel=2, batch_tokens=128, threads=1)
+    settings = config.Model(reproducible=True, devices=("none",), ctx=512, parallel=2, batch_tokens=128, threads=1)
     LlamaEngine(random_model("4x128x4x2x256", "q4_0"), settings).close()
     with pytest.raises(EngineError, match="computes a row of it otherwise next to others"):
         LlamaEngine(random_model("4x128x4x2x256", "f16"), settings)

@@ -44,6 +44,7 @@ HOSTILE = [
     *("64 KiB of different alternatives", "many patterns"),
 ][: amount(quick=8, thorough=9)]
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
+ROUNDING = pytest.mark.cpu("sampled texts follow the smallest difference of the logits")
 SAMPLED = {"temperature": 1.0, "seed": 11}
 
 
@@ -78,7 +79,7 @@ def test_generated_constraints_are_followed_or_refused(daemon: Daemon) -> None:
     assert kinds.total() == n
 
 
-@pytest.mark.parametrize("fields", [thorough({}), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("fields", [thorough({}), pytest.param(SAMPLED, marks=ROUNDING)], ids=["greedy", "sampled"])
 def test_among_others_as_alone(daemon: Daemon, fields: dict[str, Any]) -> None:
     requests = [{"prompt": f"Item {n}: ", "constraint": each} for n, each in enumerate(CONSTRAINTS)]
     requests += [{"prompt": f"Once upon a time {n}"} for n in range(4)] + [{"messages": STORY}]
@@ -97,6 +98,7 @@ def test_the_encoding_and_draft_tokens_do_not_change_an_answer(daemon: Daemon, c
     assert (whole.text, *outcome(whole)[2:]) == plain[1:]
 
 
+@ROUNDING
 def test_each_of_several_answers_is_that_of_its_seed(daemon: Daemon) -> None:
     fields: dict[str, Any] = {"prompt": "A person: ", "max_tokens": 100, "constraint": {"json_schema": PERSON}}
     with daemon.wire() as wire:

@@ -14,6 +14,7 @@ import threading
 import pytest
 from click.testing import CliRunner
 
+from tests.support.gpu import gpu
 from uma_trio.cli.doctor import command, environment, probe
 from uma_trio.cli.doctor import daemon as daemon_checks
 from uma_trio.models.packaged import EMBEDDED
@@ -71,7 +72,19 @@ def test_a_good_installation(examine):
     found = examine()
     assert problems(found) == set()
     names = ("python", "packages", "folders", "state", "cache", "stamp", "threads", "library", "devices", "backend")
-    assert [*found] == [*names, "embedded", "model", "context", "fit", "memory", "layout", "answer", "socket"]
+    placement = ["placement"] if gpu() else []
+    assert [*found] == [
+        *names,
+        "embedded",
+        "model",
+        "context",
+        "fit",
+        *placement,
+        "memory",
+        "layout",
+        "answer",
+        "socket",
+    ]
     assert "Paris" in found["answer"]["message"]
     assert "no daemon at" in found["socket"]["message"]
 
@@ -187,7 +200,7 @@ def test_unusable_models(examine, tmp_path):
 
 def test_settings_that_the_model_refuses(examine, tmp_path):
     file = tmp_path / "uma.yaml"
-    file.write_text("model: {kv_mem_limit_mb: 1, parallel: 64}")
+    file.write_text("model: {kv_mem_limit_mb: 1, parallel: 64, kv_unified: 'off'}")
     found = examine("--config", file)
     assert problems(found) == {"model"}
     assert found["model"]["message"].endswith("sequences need at least 16384")

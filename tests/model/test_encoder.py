@@ -65,7 +65,7 @@ def test_a_picture_is_placeholders_and_as_many_rows(encoder: SandboxedEncoder, p
     library = llama_abi.load()
     with (
         llama_abi.Model(library, MODEL, no_alloc=True) as model,
-        llama_abi.Projector(model, projector.path) as here,
+        llama_abi.Projector(model, projector.path, use_gpu=projector.use_gpu) as here,
         here.picture(pixels) as bitmap,
     ):
         [piece] = here.encode(bitmap)

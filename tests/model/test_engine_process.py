@@ -89,7 +89,7 @@ async def test_the_reason_of_a_death_names_the_signal(child, number):
 
 async def test_rows_of_k_quants_are_reproducible(nursery, library):
     """The start compares them.  The library looks only once which kernels to use, so this needs a process of its own."""
-    settings = attrs.evolve(SETTINGS, reproducible=True)
+    settings = attrs.evolve(SETTINGS, reproducible=True, devices=("none",))
     link = ProcessLauncher(nursery).launch("q4_k")
     start = Start(random_model("4x256x4x2x512", "q4_k"), settings)
     assert await link.load(start, lambda share: None, lambda: True)

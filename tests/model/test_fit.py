@@ -146,7 +146,7 @@ def test_a_failed_allocation_counts_as_short_memory(library: Path) -> None:
         "import uma_trio.engine.layout_choice as choice\n"
         "choice.free_memory_bytes = lambda: 1 << 40\n"  # a machine whose memory is taken between the look and the load
         "try:\n"
-        "    open_engine(Start(Path(sys.argv[1]), config.Model(fit='off', ctx=1 << 18)), lambda share: True)\n"
+        "    open_engine(Start(Path(sys.argv[1]), config.Model(fit='off', ctx=1 << 18, devices=('none',))), lambda share: True)\n"
         "except LoadError as error:\n"
         "    print(error.is_about_memory)\n"
     )
@@ -263,9 +263,11 @@ def test_what_was_taken_beyond_the_prediction_counts_at_the_next_start(
 
 def test_a_start_says_what_was_chosen(library: Path, tmp_path: Path) -> None:
     path = random_model("12x768x12x4x2048", ctx=8192)
-    with real_daemon("--model", str(path), "--memory-limit-mb", "400", folder=tmp_path) as daemon:
+    with real_daemon(
+        "--model", str(path), "--memory-limit-mb", "400", "--kv-unified", "off", folder=tmp_path
+    ) as daemon:
         [found] = daemon.logged("fit")
-        assert "requests, KV q8_0: " in found["choice"]
+        assert "requests, KV q8_0" in found["choice"]
         assert found["choice"].endswith("MiB allowed")
         assert found["why"].startswith("no room for ctx 8192 for each request, KV f16")
         per_request = daemon.logged("KV cache")[0]["ctx_per_request"]
@@ -309,6 +311,7 @@ async def test_a_restart_takes_what_was_chosen_before(library: Path, tmp_path: P
     await engine.restart_until_ready(0, lambda error, s: pytest.fail(str(error)))
     try:
         assert engine.link.info.n_ctx == link.info.n_ctx
-        assert (engine.link.ready.layout.name, engine.link.ready.layout.reason) == (link.ready.layout.name, "only one")
+        assert engine.link.ready.layout.name == link.ready.layout.name
+        assert engine.link.ready.layout.reason != "measured"
     finally:
         await engine.link.aclose()

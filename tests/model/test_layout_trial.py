@@ -23,7 +23,8 @@ from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.models.packaged import EMBEDDED
 
 PLENTY_S = 600.0
-SETTINGS = config.Model(ctx=8192, parallel=4, threads=1, layout_trial_s=PLENTY_S)
+SETTINGS = config.Model(ctx=8192, parallel=4, threads=1, layout_trial_s=PLENTY_S, devices=("none",))
+"""On the CPU: most GPUs get their layout by rule."""
 
 
 @pytest.fixture

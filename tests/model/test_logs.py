@@ -29,7 +29,7 @@ def test_a_description_says_how_many_weights_there_are(n_params, shown):
 
 
 def test_each_fact_at_the_start_and_each_answer_has_one_line(library, tmp_path):
-    with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
+    with real_daemon("--kv-unified", "off", folder=tmp_path) as daemon, daemon.wire() as wire:
         long = "The red fox and the blue bird went to the river. " * 8
         first = wire.ask(id="a", keep_alive=True, prompt=long, max_tokens=5, ignore_eos=True)
         wire.ask(id="b", keep_alive=True, prompt=long, max_tokens=2, session_id="s")

@@ -13,6 +13,7 @@ import pytest
 
 import llama_abi
 from tests.support.bench_scripts import bench_script
+from tests.support.gpu import agree
 from tests.support.profile import sampled, thorough
 from tests.support.random_models import random_model
 from uma_trio import config
@@ -198,4 +199,4 @@ def test_a_small_shape_generates(library, shape, unified):
     answers = [answer(len(prompt), 0), answer(len(prompt), 0), answer(50, 1), answer(7, 0)]
     engine.close()
     assert len(set(answers[0])) > 20
-    assert all(found == answers[0] for found in answers)
+    assert all(agree(found, answers[0]) for found in answers)

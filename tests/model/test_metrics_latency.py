@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.support.real_daemon import real_daemon
 from uma_trio.training.skills.documents import make_document
 
 
+@pytest.mark.cpu("a GPU computes a step in less time than the metrics take")
 def test_metrics_are_answered_during_a_prefill_of_2000_tokens(library):
     prompt = make_document(seed=3, facts=145).text
     with (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import trio
 
-from tests.model.test_encoders import model, reference, texts, tokens_of
+from tests.model.test_encoders import close, model, reference, texts, tokens_of
 from tests.support.real_daemon import Canary, asked, real_daemon
 from uma_trio.client import ServerError
 from uma_trio.models.packaged import EMBEDDED
@@ -63,7 +63,7 @@ def test_streams_are_unchanged_while_others_embed_and_rank(three):
         trio.run(main)
     assert canary.rounds
     expected = reference(model("mean"), tokens_of(model("mean"), given))
-    assert np.abs(np.array(found[0].embeddings) - expected).max() < 1e-3
+    assert np.abs(np.array(found[0].embeddings) - expected).max() < close()
     assert len(ranked[0].results) == len(given)
     three.settled()
 

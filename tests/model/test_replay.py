@@ -25,7 +25,7 @@ bench = bench_script("replays")
 @pytest.fixture(scope="module")
 def logged(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Path]]:
     log = tmp_path_factory.mktemp("replay") / "perf.jsonl"
-    flags = ["--parallel", "8", "--ctx", "16384", "--reproducible", "--perf-log", str(log)]
+    flags = ["--parallel", "8", "--ctx", "16384", "--reproducible", "--devices", "none", "--perf-log", str(log)]
     with real_daemon(*flags, "--perf-log-replay", "prompts") as daemon:
         yield daemon, log
 

@@ -138,10 +138,13 @@ MODELS: dict[str, tuple[Case, str]] = {
 
 SETTINGS: dict[str, tuple[Case, str]] = {
     "a context that does not fit": (
-        constant("--ctx", "64M"),
+        constant("--devices", "none", "--ctx", "64M"),
         r"a KV cache of 67108864 tokens takes 164\.3 GB in q8_0, and [\d.]+ GB of memory are free; lower --ctx to \d+ or less",
     ),
-    "too little KV memory": (constant("--kv-mem-limit-mb", "1"), "raise it to 10, or lower parallel$"),
+    "too little KV memory": (
+        constant("--devices", "none", "--kv-mem-limit-mb", "1"),
+        "raise it to 10, or lower parallel$",
+    ),
     "no library": (constant("--llama-dir", "FOLDER"), "run ./build_llama.sh --prefix "),
     "no such chat template": (
         constant("--chat-template", "chatlm"),

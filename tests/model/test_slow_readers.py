@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from tests.support.gpu import agree
 from tests.support.real_daemon import missing, real_daemon
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -26,5 +27,6 @@ def test_streams_that_nobody_reads_give_their_places_away_and_go_on_with_the_sam
             assert answer.reason == "length"
             for seed, wire in enumerate(stuck):
                 late = wire.answer()
-                assert (late.ids, late.reason) == (wanted[seed], "length")
+                assert agree(late.ids, wanted[seed])
+                assert (len(late.ids), late.reason) == (350, "length")
         daemon.settled()

@@ -54,7 +54,7 @@ def ask(daemon: Daemon, messages: list[dict[str, Any]], **fields: Any) -> Answer
 
 def scores(daemon: Daemon, *parts: dict[str, Any]) -> list[float]:
     """Log-probabilities for the first token, which a picture changes, although it means nothing to this model."""
-    answer = ask(daemon, user(*parts), logprobs=4, max_tokens=1)
+    answer = ask(daemon, user(*parts), logprobs=4, max_tokens=1, cache_prompt=False)
     return [round(each["logprob"], 3) for each in answer.last["logprobs"][0]["top_logprobs"]]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.gpu import agree, tolerance
 from tests.support.llama_server import llama_server
 from tests.support.pictures import drawn, png
 from tests.support.profile import is_quick, thorough
@@ -121,14 +122,16 @@ def test_other_kinds_of_positions_and_attention_are_those_of_llama_server(
 ) -> None:
     model = random_model(shape, "f32", ctx=2048, vocabulary="gpt-2")
     projector = projector_file(tmp_path, kind, model)
-    first = compare(model, projector, tmp_path, ["--chat-template", "chatml"], EXACT)
+    first = compare(model, projector, tmp_path, ["--chat-template", "chatml"], tolerance(EXACT, on_gpu=TOLERANCE))
     assert difference(first["before"], first["another"]) > 4 * EXACT
 
 
 def test_greedy_answers_after_sound_are_those_of_llama_server(tmp_path: Path) -> None:
     model = random_model("4x64x2x1x192", "f32", ctx=2048, vocabulary="gpt-2")
     projector = projector_file(tmp_path, "qwen2a", model)
-    first = compare(model, projector, tmp_path, ["--chat-template", "chatml"], EXACT, sound_chats())
+    first = compare(
+        model, projector, tmp_path, ["--chat-template", "chatml"], tolerance(EXACT, on_gpu=TOLERANCE), sound_chats()
+    )
     assert difference(first["before"], first["another"]) > 4 * EXACT
 
 
@@ -137,7 +140,7 @@ def compare(
     projector: Path,
     folder: Path,
     flags: list[str],
-    tolerance: float,
+    largest: float,
     asked_about: dict[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Ask both; returns the log-probabilities for the first token of each chat."""
@@ -153,8 +156,9 @@ def compare(
                 longer[-2:] = [{"type": "text", "text": f"{parts[-1]['text']} Why?"}]
             for more, asked in enumerate([parts, longer]):  # the second one continues the KV cache of the first
                 theirs, ours = of_llama_server(url, asked), of_daemon(daemon, asked)
-                assert ours[:2] == theirs[:2], (name, more)
-                assert difference(ours[2][0], theirs[2][0]) < tolerance, (name, more)
+                assert agree(ours[0], theirs[0], n=1), (name, more)
+                assert ours[1] == theirs[1], (name, more)
+                assert difference(ours[2][0], theirs[2][0]) < largest, (name, more)
                 first.setdefault(name, ours[2][0])
         assert "non-consecutive" not in daemon.logs(), "a recurrent memory warns of each picture"
     return first
@@ -186,7 +190,7 @@ def test_a_session_whose_pictures_have_two_dimensions_comes_back_from_disk(tmp_p
         daemon.wait_until(lambda metrics: metrics["kv"]["saved_states"] > 1, "both sessions are on disk")
     with real_daemon(*options, *saving) as daemon:
         second = daemon.ask(messages=turns[1], session_id="other", **fields)
-        assert [first.text, second.text] == [each.text for each in undisturbed]
+        assert all(agree(one.text, other.text) for one, other in zip((first, second), undisturbed, strict=True))
         assert second.last["usage"]["cached_tokens"] > first.last["usage"]["prompt_tokens"] - 16
         assert daemon.metrics()["kv_offload"]["loaded_total"] == 1
 
