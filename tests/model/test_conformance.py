@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
@@ -11,7 +12,8 @@ from tests.support.engine_contract import GREEDY, greedy, prefill_input, step
 from tests.support.random_adapters import two_adapters
 from tests.support.random_models import random_model
 from uma_trio import config
-from uma_trio.engine_link.messages import EngineError, SampleRequest, Step, StepInput
+from uma_trio.engine_link.grammar_state import GrammarState
+from uma_trio.engine_link.messages import DefineGrammar, EngineError, SampleRequest, Step, StepInput
 from uma_trio.models.packaged import EMBEDDED
 
 
@@ -56,6 +58,36 @@ def test_a_device_waits_once_for_a_prompt_and_the_decodes_next_to_it(make, promp
         Step((), [[StepInput(1, len(prompts[1]) - 1, prompts[1][-1:], [greedy()])], [prefill_input(2, prompts[2])]])
     )
     assert len(waits) == 3  # each is sampled from
+
+
+def test_masks_begin_before_a_device_gets_a_prompt_and_after_it_got_decodes(make, prompts, monkeypatch):
+    engine = make(n_ctx=1024, n_seq_max=4, n_batch=64)
+    engine.define_grammar(DefineGrammar("key", "start: /[ab]+/"))
+    engine._matchers._compiled["key"].result()
+    calls = []
+
+    def noted(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (calls.append(name), function(*given))[1])
+
+    noted(engine, "_launch")
+    noted(engine._matchers, "begin")
+
+    def order(inputs, answer, *, is_async):
+        engine.is_async = is_async
+        inputs.grammar = GrammarState("key", np.array(answer, np.int32))
+        calls.clear()
+        [token] = engine.step(Step((), [[inputs]], mask_timeout_ms=60e3)).tokens
+        assert token >= 0
+        return token, calls[:]
+
+    token, before = order(prefill_input(0, prompts[0]), [], is_async=True)
+    assert before == ["begin", "_launch"]
+    answer, at = [token], len(prompts[0])
+    token, after = order(StepInput(0, at, answer, [greedy(1)]), answer, is_async=True)
+    assert after == ["_launch", "begin"]
+    answer = [*answer, token]
+    assert order(StepInput(0, at + 1, answer[-1:], [greedy(2)]), answer, is_async=False)[1] == ["begin", "_launch"]
 
 
 def test_a_decode_after_a_long_prompt_does_not_wait_for_the_daemon_for_long(make, prompts, monkeypatch):

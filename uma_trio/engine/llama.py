@@ -425,14 +425,16 @@ class LlamaEngine:
             call = repeated or Call(self._positions.place(planned))
             inputs, samples = call.inputs, call.samples
             wanted = _constrained(inputs) if repeated is None else []
-            # a CPU computes within the call, and a GPU after it: the device must not wait for the threads to begin
-            pending = self._matchers.begin(wanted) if wanted and not self.is_async else None
+            # A CPU computes within the call.  A GPU computes after it, and must not wait for the threads to begin; but the
+            # call comes back late from rows of a prompt, for which no kernel has been recorded.
+            begins = bool(wanted) and (not self.is_async or not all(map(is_decode, inputs)))
+            pending = self._matchers.begin(wanted) if begins else None
             came_back = self._launch(inputs) if repeated is None else self._launch_again(step.calls[0])
             launched = launched if unread else came_back
             unread.append(inputs)
             if self.is_async and not samples and number < len(calls):
                 continue
-            if wanted and self.is_async:
+            if wanted and pending is None:
                 pending = self._matchers.begin(wanted)
             self._wait(launched, unread, callbacks)
             unread.clear()
