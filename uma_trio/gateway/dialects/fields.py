@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
@@ -10,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.gateway.errors import FieldNames
-from uma_trio.protocol.parameters import ROWS
+from uma_trio.protocol.parameters import ROWS, Field
 
 T = TypeVar("T", bound=type[msgspec.Struct])
 
@@ -39,13 +40,18 @@ def with_fields_of(dialect: str) -> Callable[[T], T]:
 
 def fields_of(body: msgspec.Struct, dialect: str) -> dict[str, Any]:
     """The fields that ``body`` gives, in the socket protocol.  One that is ``None`` is not limited, or left to chance."""
-    found = {}
-    for row in ROWS:
-        values = (getattr(body, name) for name in row.names_in(dialect))
-        value = next((value for value in values if value is not None), None)
-        if value is not None:
+    found: dict[str, Any] = {}
+    for row, name in _rows_by_name(dialect):
+        value = getattr(body, name)
+        if value is not None and row.name not in found:
             found[row.name] = row.from_client(value)
     return found
+
+
+@functools.cache
+def _rows_by_name(dialect: str) -> list[tuple[Field, str]]:
+    """Each name of each row in ``dialect``."""
+    return [(row, name) for row in ROWS for name in row.names_in(dialect)]
 
 
 def names_of(dialect: str) -> FieldNames:

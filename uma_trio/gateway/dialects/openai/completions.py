@@ -42,7 +42,7 @@ class CompletionRequest(Sampling, kw_only=True):
         Raises:
             HttpError: something is not supported.
         """
-        if self.best_of not in (None, self.fields().get("n", 1)):
+        if self.best_of is not None and self.best_of != self.fields().get("n", 1):
             raise invalid("best_of is not supported; use n, and choose among the answers", parameter="best_of")
         if self.echo and self.logprobs is not None:
             raise invalid("echo does not go with logprobs: there are none of the prompt", parameter="logprobs")
