@@ -79,7 +79,9 @@ class LostPrefixes:
         """
         prompt, found = allocation.tokens[:-1], None
         for lost in reversed(self._lost):
-            if lost.principal == allocation.principal and lost.adapters == allocation.adapters:
+            # most begin alike and differ at once: one number shows that they have no longer prefix in common
+            is_longer = n_common < min(len(prompt), len(lost.tokens)) and lost.tokens[n_common] == prompt[n_common]
+            if is_longer and lost.principal == allocation.principal and lost.adapters == allocation.adapters:
                 n = common_prefix(prompt, lost.tokens)
                 if n > n_common:
                     found, n_common = lost, n
