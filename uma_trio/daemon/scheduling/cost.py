@@ -187,7 +187,10 @@ class LinearModel:
 
     def predict(self, work: Work) -> float:
         """Predicted milliseconds of ``work``, at least 0."""
-        return max(0.0, self._linear(self._features(work)) * self._correction(work.prefill_tokens + work.decode_rows))
+        return self._predicted(self._features(work), work.prefill_tokens + work.decode_rows)
+
+    def _predicted(self, x: Features, rows: int) -> float:
+        return max(0.0, self._linear(x) * self._correction(rows))
 
     def _linear(self, x: Features) -> float:
         return sum([c * each for c, each in zip(self.coefficients, x, strict=True)])
@@ -198,7 +201,8 @@ class LinearModel:
     def observed(self, work: Work, ms: float) -> LinearModel:
         """The model after a tick: ``work`` took ``ms`` milliseconds."""
         x = self._features(work)
-        predicted = self.predict(work)
+        rows = work.prefill_tokens + work.decode_rows
+        predicted = self._predicted(x, rows)
         tick_error = min(abs(predicted - ms) / max(ms, 0.01), MAX_TICK_ERROR)
         in_warmup = self.n_observed < WARMUP_TICKS
         tolerance = max(OUTLIER_TOLERANCE, OUTLIER_ERRORS * self.error)
@@ -211,7 +215,6 @@ class LinearModel:
             for i, row in enumerate(self.information)
         ])  # fmt: skip
         unconstrained = self.unconstrained or self.coefficients
-        rows = work.prefill_tokens + work.decode_rows
         residual = believed / self._correction(rows) - sum([c * t for c, t in zip(unconstrained, x, strict=True)])
         gain = _solve(information, x)
         unconstrained = tuple([c + g * residual for c, g in zip(unconstrained, gain, strict=True)])

@@ -107,7 +107,9 @@ def plan(tick: Tick) -> Plan:
     ([0, 1], [(2, 10), (3, 16)])
     """
     tick, background_skips = _without_background(tick)
-    state = attrs.evolve(tick.state, background_skips=background_skips)
+    state = tick.state
+    if background_skips != state.background_skips:
+        state = attrs.evolve(state, background_skips=background_skips)
     chosen = _plan_with_prefill(tick, state) if tick.prefills else None
     return _plan_without_prefill(tick, state) if chosen is None else chosen
 
@@ -135,7 +137,9 @@ def _plan_without_prefill(tick: Tick, state: PolicyState) -> Plan:
     decodes, cost = tick.decodes, tick.cost
     after = state.after_decode(decodes)
     widths = _split(tick, consecutive_ids=not tick.mixes_prefill)
-    work = attrs.evolve(_decode_work(tick, widths), n_calls=len(widths))
+    work = _decode_work(tick, widths)
+    if len(widths) != 1:
+        work = attrs.evolve(work, n_calls=len(widths))
     if not any(view.n_drafts for view in decodes):
         return Plan(decodes, (), after, work, cost.predict(work), widths)
     drafts, verified, draft_ms = _choose_drafts(tick, work, tries=state.n_without_drafts >= TICKS_WITHOUT_DRAFTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 import attrs
 
@@ -20,6 +20,8 @@ TokenToBytes: TypeAlias = Callable[[int], bytes]
 
 DraftSource: TypeAlias = Literal["lookup", "model", "grammar"]
 """Where draft tokens are from: prompt lookup, the draft model, or a grammar that allows nothing else."""
+
+DRAFT_SOURCES: Final[tuple[DraftSource, ...]] = get_args(DraftSource)
 
 
 @attrs.define(eq=False)

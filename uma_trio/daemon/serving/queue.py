@@ -570,13 +570,12 @@ class WaitingQueue:
         Args:
             background: whether it may be of this class.
         """
+        found = [each for each in self._candidates if background or each.priority is not Priority.BACKGROUND]
+        if not found:  # in most steps
+            return None
         holders = {each.principal.name for each in self._running}
         now = trio.current_time()
-        return min(
-            [each for each in self._candidates if background or each.priority is not Priority.BACKGROUND],
-            key=lambda each: _rank(each, now, service, holds_place=each.principal.name in holders),
-            default=None,
-        )
+        return min(found, key=lambda each: _rank(each, now, service, holds_place=each.principal.name in holders))
 
     def in_order(self, service: Service) -> list[Sequence]:
         """All that wait, in the order in which they get places if nothing changes; those whose clients do not read last."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
@@ -13,7 +12,7 @@ import structlog
 
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.scheduling.cost import Work
-from uma_trio.daemon.serving.new_tokens import DraftSource, NewTokens
+from uma_trio.daemon.serving.new_tokens import DRAFT_SOURCES, NewTokens
 from uma_trio.daemon.serving.replaying import Kept, replay_of
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import CompletedStep
@@ -145,10 +144,9 @@ class Stats:
             context_read=_context_read(work, self._info.attention_scan),
         )
         could_move = (self._info.memory_bytes_per_s or 0.0) * completed.duration_ms / 1e3
-        drafted: Counter[DraftSource] = Counter()
+        drafted, accepted = dict.fromkeys(DRAFT_SOURCES, 0), dict.fromkeys(DRAFT_SOURCES, 0)
         for row in step.rows.values():
             drafted[row.source] += len(row.drafts)
-        accepted: Counter[DraftSource] = Counter()
         for new in completed.new_tokens:
             accepted[new.draft_source] += new.n_drafts_accepted
         return {
