@@ -340,6 +340,29 @@ async def test_streams_that_go_on_run_ahead(autojump_clock):
         await harness.clean()
 
 
+@pytest.mark.parametrize(("options", "urgent"), [({}, {0, 19}), ({"stop": ["never"]}, set(range(20)))])
+async def test_the_engine_gets_its_next_step_before_clients_get_tokens_that_are_not_urgent(
+    autojump_clock, options, urgent
+):
+    async with running() as harness:
+        link, in_flight = harness.scheduler._engine.link, []
+        submitted, submit = [], link.submit
+        link.submit = lambda step: (submitted.append(step.number), submit(step))
+
+        class Client(Collector):
+            def send(self, event):
+                if isinstance(event, Token):  # its step is the n-th
+                    in_flight.append(len(submitted) - len(in_flight) - 1)
+                super().send(event)
+
+        sequence = harness.ask([1], Client(), n=20, **options)
+        await sequence.done.wait()
+        ahead = [n for n, each in enumerate(in_flight[:-2]) if each == 2]
+        assert ahead == [n for n in range(18) if n not in urgent]
+        assert all(each <= 2 for each in in_flight)
+        await harness.clean()
+
+
 async def test_prefill_runs_ahead_and_so_do_streams_that_begin_and_end(autojump_clock):
     async with running(FakeEngine(cost_ms=lambda prompt, decodes: 1 + 0.01 * prompt + 0.1 * decodes)) as harness:
         prompts = [[n] * (100 + 50 * n) for n in range(1, 30)]

@@ -88,6 +88,11 @@ class RegionAssembler(TextAssembler):
         )
 
     @property
+    def may_end(self) -> bool:
+        """Whether some text would end the answer: a stop string, or the only call."""
+        return super().may_end or (self._calling is not None and not self._calling.parallel)
+
+    @property
     def in_reasoning(self) -> bool:
         """Whether the output so far ends in reasoning."""
         return self._region is _Region.REASONING

@@ -110,6 +110,11 @@ class StringSearch:
         self._held = ""
 
     @property
+    def has_strings(self) -> bool:
+        """Whether it looks for any."""
+        return self._states is not None
+
+    @property
     def holds_text(self) -> bool:
         """Whether text is held back."""
         return bool(self._held)
@@ -179,6 +184,11 @@ class TextAssembler:
     def has_ended(self) -> bool:
         """Whether nothing that follows is part of the answer."""
         return self.matched is not None
+
+    @property
+    def may_end(self) -> bool:
+        """Whether some text would end the answer."""
+        return self._stop.has_strings
 
     @property
     def in_reasoning(self) -> bool:

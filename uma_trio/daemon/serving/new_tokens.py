@@ -50,6 +50,11 @@ class NewTokens:
         """Whether the mask was late."""
         return not self.tokens and not self.n_removed and self.reason is None
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the next step can wait: for a first or last token, and where some text would end the answer."""
+        return not self.n_before or self.reason is not None or self.sequence.text.assembler.may_end
+
     changes: list[Change] = attrs.field(factory=list)
     """What its client has changed meanwhile.  Insertions are among the tokens."""
 

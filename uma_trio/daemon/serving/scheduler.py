@@ -493,7 +493,8 @@ class Scheduler:
     async def _tick(self) -> None:
         """Complete what the engine has answered, keep it busy, then serve the clients.
 
-        If the next step ran ahead and has begun, nothing needs planning: the one after it runs ahead in turn.
+        If the next step ran ahead and has begun, the one after it runs ahead in turn, before the clients are served: a step may
+        take no longer than that.  Urgent tokens go first.
         """
         completed = await self._complete()
         if self._controllers:
@@ -506,15 +507,16 @@ class Scheduler:
         if not self._in_flight:
             await self._advance_copies()
             self._submit(self._planner.next_step())
+        elif not any(new.is_urgent for each in completed for new in each.new_tokens):
+            self._run_ahead()
         for each in completed:
             self._deliver(each)
         self._report_forecasts()
         if self.on_step is not None:
             self.on_step()
-        if len(self._in_flight) == 1:
-            if self._rest is None:
-                self._submit(self._planner.step_ahead(self._in_flight[0]))
-        elif not self._in_flight and not (self._controllers and self._controllers.has_admitted):
+        if self._in_flight:
+            self._run_ahead()
+        elif not (self._controllers and self._controllers.has_admitted):
             self._stats.end_of_work()
             if self._is_busy:
                 await self._wait_for_work()
@@ -525,6 +527,11 @@ class Scheduler:
                 self._stats.record_idle(1e3 * (trio.current_time() - since))
                 self._rested_at = trio.current_time()
                 self._energy.begin(self._rested_at)
+
+    def _run_ahead(self) -> None:
+        """Submit the step after the one that computes, unless one is there."""
+        if len(self._in_flight) == 1 and self._rest is None:
+            self._submit(self._planner.step_ahead(self._in_flight[0]))
 
     async def _advance_copies(self) -> None:
         """Wait a moment until the next step can have the copy that a request waits for, or until the copy has ended.
@@ -628,10 +635,10 @@ class Scheduler:
         if ahead is not None:
             ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
-        self._planner.last_was_outlier = completed.is_outlier
+        self._planner.last_was_outlier = is_outlier = completed.is_outlier
         if step.planned.gives_way:
             self._lost_time.completed(completed.duration_ms)
-        if completed.is_outlier:
+        if is_outlier:
             self._learn(completed)
         return completed
 
