@@ -192,7 +192,7 @@ def _check_owner(path: Path, sock: sockets.socket) -> None:
     Raises:
         NoServer: another user does, who would read the request.
     """
-    owner = user_id_of_peer(sock) if path == Path(FALLBACK_PATH) else None
+    owner = user_id_of_peer(sock) if os.fspath(path) == FALLBACK_PATH else None
     if owner not in (None, 0, os.geteuid()):
         sock.close()
         assert owner is not None

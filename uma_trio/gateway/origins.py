@@ -12,6 +12,7 @@ machine or of a scheme of applications, and they refuse in plain text instead of
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from collections.abc import Iterable
@@ -35,8 +36,9 @@ def split_host(value: str) -> tuple[str, str] | None:
     return match[1].strip("[]").rstrip(".").lower(), match[2] or ""
 
 
+@functools.lru_cache(64)
 def is_address(name: str) -> bool:
-    """Whether ``name`` is an IP address."""
+    """Whether ``name`` is an IP address.  Clients mostly give the same one in each request."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

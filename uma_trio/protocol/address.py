@@ -37,7 +37,9 @@ def default_socket_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 def socket_path(given: str | os.PathLike[str] | None) -> Path:
     """Return the path that is ``given`` explicitly, or the default."""
-    return default_socket_path() if given is None else Path(given).expanduser()
+    if given is None:
+        return default_socket_path()
+    return (given if isinstance(given, Path) else Path(given)).expanduser()
 
 
 def too_long(path: Path) -> str | None:
