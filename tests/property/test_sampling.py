@@ -18,6 +18,7 @@ from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.plan import MAX_SORTED_TOP_K, Plan, Rows
 from uma_trio.engine.sampling.sampler import distribution
 from uma_trio.engine.sampling_threads import SamplingThreads
+from uma_trio.engine.token_masks import TokenMask
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs
 from uma_trio.protocol.parameters import PARAMETERS
 
@@ -95,11 +96,17 @@ def test_threads_sample_the_same_tokens():
     rows = [kinds[row % 4].with_seed(row) for row in range(22)]
     logits, steps, nothing = noise(len(rows), 60_000, 3.0, seed=1), list(range(len(rows))), [None] * len(rows)
     logits[5] = np.nan
+    grammars = [TokenMask(False, allowed=np.array([row, 7 * row])) if row % 3 else None for row in range(len(rows))]
+    masked = logits.copy()
+    for mask, row in zip(grammars, masked, strict=True):
+        if mask is not None:
+            mask.apply(row)
     states, threads = [{}, {}], SamplingThreads(4)
-    expected = sample(logits.copy(), rows, steps, mus=states[0])
+    expected = sample(masked, rows, steps, mus=states[0])
     with contextlib.closing(threads):
-        found = threads.sample(logits.copy(), Rows(rows, steps, nothing, nothing, nothing, nothing), states[1])
+        found = threads.sample(logits, Rows(rows, steps, nothing, nothing, nothing, nothing, grammars), states[1])
     assert found.tolist() == expected.tolist()
+    assert all(token in (row, 7 * row, NO_TOKEN) for row, token in enumerate(found.tolist()) if row % 3)
     assert states[0] == states[1] != {}
     assert not any(each.name.startswith("sampling") for each in threading.enumerate())
 

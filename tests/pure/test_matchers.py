@@ -35,9 +35,12 @@ def matchers() -> Iterator[Matchers]:
 def masked(matchers: Matchers, seq_id: int, now: GrammarState, timeout_ms: float = 60_000) -> set[int] | None:
     """The tokens that are allowed; ``None`` if the mask is late."""
     logits = np.zeros((1, N_VOCAB), np.float32)
-    applied = matchers.begin([(seq_id, 0, now, ())]).apply(logits, timeout_ms)
-    assert not applied.failures
-    return None if applied.late else set(np.flatnonzero(np.isfinite(logits[0])).tolist())
+    filled = matchers.begin([(seq_id, 0, now, ())]).wait(timeout_ms)
+    assert not filled.failures
+    if filled.late:
+        return None
+    filled.masks[0].apply(logits[0])
+    return set(np.flatnonzero(np.isfinite(logits[0])).tolist())
 
 
 def test_a_busy_slow_thread_delays_no_sequence_that_was_fast(matchers: Matchers) -> None:
@@ -69,9 +72,11 @@ def test_a_sequence_whose_mask_took_long_goes_to_the_slow_thread_and_comes_back(
 def test_a_sequence_that_fails_fails_alone(matchers: Matchers) -> None:
     logits = np.zeros((3, N_VOCAB), np.float32)
     wanted = [(0, 0, state("digits"), ()), (1, 1, state("digits", 1), ()), (2, 2, state("digits", 123), ())]
-    applied = matchers.begin(wanted).apply(logits, 60_000)
-    assert list(applied.failures) == [1], "its token does not follow the grammar"
-    assert not applied.late
+    filled = matchers.begin(wanted).wait(60_000)
+    assert list(filled.failures) == [1], "its token does not follow the grammar"
+    assert not filled.late
+    for row, mask in filled.masks.items():
+        mask.apply(logits[row])
     assert np.isfinite(logits[0]).any()
     assert not np.isfinite(logits[1]).any()
     assert np.isfinite(logits[2]).any()

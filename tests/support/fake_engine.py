@@ -616,13 +616,15 @@ class FakeEngine:
         logits = np.zeros((len(each.samples), N_VOCAB), np.float32)
         if each.grammar is not None and each.samples:
             pending = self._matchers.begin([(each.seq_id, 0, each.grammar, each.tokens[-len(each.samples) :][1:])])
-            applied = pending.apply(logits, 60_000)
-            assert not applied.late
+            filled = pending.wait(60_000)
+            assert not filled.late
+            for row, mask in filled.masks.items():
+                mask.apply(logits[row])
             if self.late_masks:
                 self.late_masks -= 1
                 return None
-            self._grammar_failures += applied.failures.items()
-            self._forced += applied.forced.items()
+            self._grammar_failures += filled.failures.items()
+            self._forced += filled.forced.items()
         return logits
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:

@@ -42,7 +42,7 @@ from uma_trio.engine.layout_choice import (
     threads_of_one_row,
 )
 from uma_trio.engine.loaded_adapters import LoadedAdapters
-from uma_trio.engine.matchers import AppliedMasks, Matchers, PendingMasks
+from uma_trio.engine.matchers import FilledMasks, Matchers, PendingMasks
 from uma_trio.engine.media_calls import split_by_media
 from uma_trio.engine.placement import compute_environment, open_library, place
 from uma_trio.engine.positions import Positions
@@ -409,7 +409,7 @@ class LlamaEngine:
         outcome = self._kv_operations.apply(step.ops, self._context) if step.ops else NO_OUTCOME
         tokens: list[int] = []
         scores: list[TokenLogprobs | None] = []
-        applied: list[AppliedMasks] = []
+        filled: list[FilledMasks] = []
         forced: dict[int, Sequence[int]] = {}
         mus: list[tuple[int, float]] = []
         copied = 0
@@ -448,8 +448,8 @@ class LlamaEngine:
             if next_mus:
                 seq_ids = [each.seq_id for each in inputs for _ in each.samples]
                 mus += [(seq_ids[row], mu) for row, mu in next_mus.items()]
-            for each in masks.applied:
-                applied.append(each)
+            for each in masks.filled:
+                filled.append(each)
                 forced |= each.forced
             if wanted and step.look_ahead:
                 forced |= self._matchers.forced_after(_states_after(inputs, sampled, self._info.eog_ids))
@@ -472,9 +472,9 @@ class LlamaEngine:
             copied_ms=outcome.copied_ms,
             saved_bytes=outcome.saved_bytes,
             refused=outcome.refused,
-            mask_wait_ms=sum([each.wait_ms for each in applied]) if applied else None,
+            mask_wait_ms=sum([each.wait_ms for each in filled]) if filled else None,
             forced=[*forced.items()],
-            grammar_failures=[found for each in applied for found in each.failures.items()],
+            grammar_failures=[found for each in filled for found in each.failures.items()],
             state_sizes=outcome.state_sizes,
             embeddings=embedded.vectors,
             embedding_ms=embedded.ms,
@@ -611,7 +611,9 @@ class LlamaEngine:
             return self._sampling.sample(logits, rows).tolist(), [], {}
         with_logprobs = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
-        late = masks.apply(logits, self.masks)
+        late = masks.wait(logits, self.masks)
+        if masks.filled:
+            rows.grammars = [masks.filled[0].masks.get(row) for row in range(len(samples))]
         mus: dict[int, float] = {}
         rows.masks = [sample.banned for sample in samples]
         rows.biases = [sample.bias for sample in samples]
@@ -703,15 +705,15 @@ class _Masks:
     timeout_ms: float
     shared: Mapping[int, int | None]
     """Rows that wait for a late mask: its row there, or ``None`` where it has not come."""
-    applied: list[AppliedMasks] = attrs.field(factory=list)
+    filled: list[FilledMasks] = attrs.field(factory=list)
     """At most one: of the grammars."""
 
-    def apply(self, logits: npt.NDArray[np.float32], late_masks: Masks | None) -> list[int]:
-        """Apply all masks to ``logits``; returns the rows whose mask is late."""
+    def wait(self, logits: npt.NDArray[np.float32], late_masks: Masks | None) -> list[int]:
+        """Wait for the masks of grammars, and add those of controllers to ``logits``; returns the rows whose mask is late."""
         late: list[int] = []
         if self.pending is not None:
-            self.applied.append(self.pending.apply(logits, self.timeout_ms))
-            late += self.applied[0].late
+            self.filled.append(self.pending.wait(self.timeout_ms))
+            late += self.filled[0].late
         for at, row in self.shared.items():
             if row is None:
                 late.append(at)

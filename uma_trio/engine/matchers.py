@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from uma_trio.engine.slow_thread import SlowThread
-from uma_trio.engine.token_masks import TokenMask, TokenMasks
+from uma_trio.engine.token_masks import NOTHING, TokenMask, TokenMasks
 from uma_trio.engine_link.grammar_state import GrammarState
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
 
@@ -78,9 +77,11 @@ class _SequenceMatcher:
 
 
 @attrs.frozen
-class AppliedMasks:
-    """The result of filling the masks of one call."""
+class FilledMasks:
+    """The masks of one call."""
 
+    masks: Mapping[int, TokenMask]
+    """By row.  Those of a sequence that cannot go on allow nothing."""
     late: Sequence[int]
     """Rows whose mask was not ready."""
     failures: Mapping[int, str]
@@ -98,15 +99,12 @@ class PendingMasks:
     """For each sequence: its id, first row, number of rows, matcher, and the work that fills the masks; ``None`` while
     earlier work goes on."""
 
-    def apply(self, logits: npt.NDArray[np.float32], timeout_ms: float) -> AppliedMasks:
-        """Wait for the masks, and set the logits of tokens that are not allowed to -inf.
-
-        Args:
-            logits: ``[n_rows, n_vocab]``, changed in place.
-        """
+    def wait(self, timeout_ms: float) -> FilledMasks:
+        """Wait for the masks."""
         began = time.perf_counter()
         _wait([work for *_, work in self._pending if work is not None], timeout_ms)
         wait_ms = 1e3 * (time.perf_counter() - began)
+        masks: dict[int, TokenMask] = {}
         late: list[int] = []
         failures: dict[int, str] = {}
         forced: dict[int, Sequence[int]] = {}
@@ -115,13 +113,12 @@ class PendingMasks:
                 late += range(first, first + n)
             elif work.error is not None:
                 failures[seq_id] = str(work.error)
-                logits[first : first + n] = -np.inf
+                masks |= dict.fromkeys(range(first, first + n), NOTHING)
             else:
-                for row, mask in enumerate(sequence.masks, first):
-                    mask.apply(logits[row])
+                masks |= enumerate(sequence.masks, first)
                 if len(sequence.forced) > 1:
                     forced[seq_id] = sequence.forced[1:]
-        return AppliedMasks(late, failures, forced, wait_ms)
+        return FilledMasks(masks, late, failures, forced, wait_ms)
 
 
 class GrammarFailed(Exception):
@@ -196,7 +193,7 @@ class Matchers:
     def forced_after(self, sampled: Sequence[tuple[int, GrammarState]]) -> dict[int, Sequence[int]]:
         """The only tokens that can follow those that were just sampled, by sequence.
 
-        Blocks for ``LOOK_AHEAD_MS`` at most.  Otherwise ``AppliedMasks.forced`` tells it one step later.
+        Blocks for ``LOOK_AHEAD_MS`` at most.  Otherwise ``FilledMasks.forced`` tells it one step later.
 
         Args:
             sampled: sequences, and their grammar after the sampled tokens.

@@ -56,6 +56,10 @@ class TokenMask:
             np.add(row, self.biases, out=row)
 
 
+NOTHING: Final = TokenMask(False, allowed=np.empty(0, np.intp))
+"""No token may follow."""
+
+
 class TokenMasks:
     """The masks of late.  A grammar returns to the same few places, and so do all sequences with that grammar.
 

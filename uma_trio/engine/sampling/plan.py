@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -15,6 +15,14 @@ from uma_trio.engine.sampling.filters import FILTERS
 from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
 
 Mask: TypeAlias = npt.NDArray[np.integer] | None
+
+
+class RowMask(Protocol):
+    """Some tokens that may follow."""
+
+    def apply(self, row: npt.NDArray[np.float32]) -> None:
+        """Set the logits of all others to -inf."""
+
 
 TOP_P_CANDIDATES: Final = 256
 """How many candidates are sorted for top-p without top-k.  Most distributions need far fewer."""
@@ -40,6 +48,8 @@ class Rows(msgspec.Struct, gc=False):
     """The tokens that penalties need; ``None`` for a row without penalties."""
     breakers: Sequence[Breakers | None] | None = None
     """What ends a repetition, for each row with DRY."""
+    grammars: Sequence[RowMask | None] | None = None
+    """What grammars allow."""
 
     def part(self, rows: slice) -> Rows:
         """Some of the rows."""

@@ -133,7 +133,8 @@ def distribution(
 def _apply_logit_ops(logits: Floats, rows: Rows, plan: Plan) -> Floats:
     params = rows.params
     masks, biases, pasts = _if_any(rows.masks), _if_any(rows.biases), _if_any(rows.pasts)
-    if not (masks or biases or pasts or plan.cuts):
+    grammars = _if_any(rows.grammars)
+    if not (masks or biases or pasts or grammars or plan.cuts):
         return logits
     if not logits.flags.writeable:
         logits = logits.copy()
@@ -146,6 +147,9 @@ def _apply_logit_ops(logits: Floats, rows: Rows, plan: Plan) -> Floats:
                 apply_dry(logits[row], params[row], past.tokens, found)
     if masks:  # last, so that a mask wins over any bias or penalty, even over NaN
         apply_masks(logits, masks)
+    for row, mask in enumerate(grammars):
+        if mask is not None:
+            mask.apply(logits[row])
     for row in plan.cuts:
         cut_by_deviation(logits[row], params[row].top_n_sigma)
     return logits
