@@ -52,6 +52,7 @@ from uma_trio.daemon.engines.calibrate import CURVE_ROUNDS, CURVE_ROWS, MAX_CURV
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import IdleLimit
+from uma_trio.daemon.kv.pool import KvMemory
 from uma_trio.daemon.scheduling.cost import CostModel, Work
 from uma_trio.daemon.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
 from uma_trio.daemon.scheduling.policy import MAX_BACKGROUND_STRETCH, Plan, PrefillChunk, plan
@@ -267,9 +268,7 @@ class Cells:
 
     def __init__(self, device: Device, *, idle_limit: bool) -> None:
         self.cache = KvCache(
-            n_sequences=device.parallel,
-            n_cells=N_CELLS,
-            cells_per_sequence=N_CELLS,
+            KvMemory(n_sequences=device.parallel, n_cells=N_CELLS, cells_per_sequence=N_CELLS),
             idle_limit=IdleLimit(N_CELLS) if idle_limit else None,
         )
         self._next_token = 100 * TOKENS_OF_REQUEST
@@ -281,7 +280,7 @@ class Cells:
             n = n_prompt + request.n_to_generate
             request.tokens = np.arange(self._next_token, self._next_token + n, dtype=np.int32)
             self._next_token += n
-        placement = self.cache.allocate(request.tokens[:n_prompt], len(request.tokens))
+        placement = self.cache.allocate(Allocation(request.tokens[:n_prompt], len(request.tokens)))
         if placement is None:
             return False
         assert not placement.waits, "requests that run together share nothing"

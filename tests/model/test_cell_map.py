@@ -20,6 +20,7 @@ from uma_trio import config
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import IdleLimit
+from uma_trio.daemon.kv.pool import KvMemory
 from uma_trio.engine_link.messages import Step, StepInput
 from uma_trio.models.packaged import EMBEDDED
 
@@ -47,7 +48,9 @@ class Load:
     def __init__(self, engine: Any, chance: random.Random) -> None:
         self.engine, self.chance = engine, chance
         limit = IdleLimit(N_CELLS, min_cells=100, keep_rows=2000)
-        self.cache = KvCache(n_sequences=N_SEQUENCES, n_cells=N_CELLS, cells_per_sequence=N_CELLS, idle_limit=limit)
+        self.cache = KvCache(
+            KvMemory(n_sequences=N_SEQUENCES, n_cells=N_CELLS, cells_per_sequence=N_CELLS), idle_limit=limit
+        )
         self.requests: list[Request] = []
         self.stories: list[np.ndarray] = []
         self.in_flight: dict[Request, int] = {}
@@ -62,7 +65,7 @@ class Load:
         story = np.asarray([*prompt, *answer], dtype=np.int32)
         if len(story) > N_CELLS // 2:
             return
-        placement = self.cache.allocate(prompt, len(story), private=chance.random() < 0.1)
+        placement = self.cache.allocate(Allocation(prompt, len(story), private=chance.random() < 0.1))
         if placement is not None:
             self.stories.append(story)
             found = placement.allocation

@@ -34,6 +34,7 @@ from tests.support.profile import amount, sampled
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import MAX_GHOSTS, MAX_IDLE_FRACTION, IdleLimit
+from uma_trio.daemon.kv.pool import KvMemory
 from uma_trio.daemon.kv_events.blocks import BlockIndex
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.kv_ops import CopyPrefix, DropCheckpoint, KvOp, SaveCheckpoint, Truncate
@@ -158,12 +159,14 @@ class CacheMachine(RuleBasedStateMachine):
         if unified and min_idle is not None:
             self.limit = IdleLimit(self.n_cells, min_cells=min_idle, keep_rows=KEEP_ROWS)
         self.cache = KvCache(
-            n_sequences=n,
-            n_cells=self.n_cells,
-            cells_per_sequence=cells,
-            unified=unified,
-            can_truncate=can_truncate,
-            max_checkpoints=checkpoints,
+            KvMemory(
+                n_sequences=n,
+                n_cells=self.n_cells,
+                cells_per_sequence=cells,
+                unified=unified,
+                can_truncate=can_truncate,
+                max_checkpoints=checkpoints,
+            ),
             reuse=reuse,
             idle_limit=self.limit,
         )
@@ -317,7 +320,7 @@ class CacheMachine(RuleBasedStateMachine):
         for n in (len(evicted) - 1, len(evicted)):
             room = free_cells - sum(idle.values()) + taken + sum(idle[other] for other in evicted[:n]) >= cells
             assert (room and (bool(taken) or free_ids + n > 0)) == (n == len(evicted))
-        if self.cache._pool.unified or len(self.requests) <= 2:  # otherwise the neighbours of busy ones go first
+        if self.cache.memory.unified or len(self.requests) <= 2:  # otherwise the neighbours of busy ones go first
             longer = list(idle)[: list(idle).index(evicted[-1])]
             assert len(set(longer) - set(evicted)) <= 1
 

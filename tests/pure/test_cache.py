@@ -25,8 +25,10 @@ from tests.support.kv_cache import (
     tokens,
     truncate,
 )
+from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import MAX_IDLE_FRACTION
+from uma_trio.daemon.kv.pool import KvMemory
 from uma_trio.engine_link.kv_ops import CopyPrefix, DropCheckpoint, KvOp, LoadState, SaveCheckpoint, SaveState, Truncate
 from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS
 
@@ -34,7 +36,7 @@ from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS
 
 
 def test_a_request_gets_all_its_cells_or_none() -> None:
-    cache = KvCache(n_sequences=2, n_cells=100, cells_per_sequence=60)
+    cache = KvCache(KvMemory(n_sequences=2, n_cells=100, cells_per_sequence=60))
     assert place(cache, tokens([1]), 60) == Got(0, 0)
     assert place(cache, tokens([2]), 41) is None
     assert place(cache, tokens([2]), 40) == Got(1, 0)
@@ -46,7 +48,7 @@ def test_a_request_gets_all_its_cells_or_none() -> None:
 @all_cases("cells", [0, -1, 61])
 def test_requests_that_can_never_fit_are_an_error(cells: int) -> None:
     with pytest.raises(ValueError, match="1 to 60"):
-        KvCache(n_sequences=2, n_cells=100, cells_per_sequence=60).allocate(tokens([1]), cells)
+        KvCache(KvMemory(n_sequences=2, n_cells=100, cells_per_sequence=60)).allocate(Allocation(tokens([1]), cells))
 
 
 def test_advancing_beyond_the_reserved_cells_fails() -> None:
@@ -286,7 +288,7 @@ def busy(cache: KvCache, n: int, cells: int = 100) -> list[int]:
 
 
 def test_a_request_starts_next_to_busy_sequences() -> None:
-    cache = KvCache(n_sequences=8, n_cells=800, cells_per_sequence=100, unified=False)
+    cache = KvCache(KvMemory(n_sequences=8, n_cells=800, cells_per_sequence=100, unified=False))
     ids = busy(cache, 5)
     assert ids == [0, 1, 2, 3, 4]
     waiting = place(cache, np.arange(20, dtype=np.int32), 100, private=True)
@@ -303,7 +305,7 @@ def test_a_request_starts_next_to_busy_sequences() -> None:
 @all_cases("n_busy", [1, 3])
 def test_next_to_several_streams_an_idle_sequence_is_evicted(n_busy: int) -> None:
     """A gap between two streams costs little; between more, it costs more than computing the idle tokens again."""
-    cache = KvCache(n_sequences=8, n_cells=800, cells_per_sequence=100, unified=False)
+    cache = KvCache(KvMemory(n_sequences=8, n_cells=800, cells_per_sequence=100, unified=False))
     ids = busy(cache, n_busy + 1)
     kept = place(cache, np.arange(100, 150, dtype=np.int32), 100)
     assert kept is not None
@@ -320,7 +322,7 @@ def test_next_to_several_streams_an_idle_sequence_is_evicted(n_busy: int) -> Non
 
 
 def test_in_a_unified_cache_requests_do_not_move() -> None:
-    cache = KvCache(n_sequences=8, n_cells=800, cells_per_sequence=800)
+    cache = KvCache(KvMemory(n_sequences=8, n_cells=800, cells_per_sequence=800))
     busy(cache, 5)
     placement = place(cache, np.arange(20, dtype=np.int32), 100, private=True)
     assert placement is not None

@@ -7,12 +7,13 @@ import pytest
 
 from tests.support.kv_cache import HELLO, MORE, OTHER, SYSTEM, done, make_cache, tokens
 from uma_trio.daemon.kv import lost_prefixes
+from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.lost_prefixes import Comparison
 
 
 def compare(cache: KvCache, prompt: np.ndarray, **options: object) -> Comparison:
-    placement = cache.allocate(prompt, len(prompt) + 1, **options)  # type: ignore[arg-type]
+    placement = cache.allocate(Allocation(prompt, len(prompt) + 1, **options))  # type: ignore[arg-type]
     assert placement is not None
     cache.release(placement.allocation)
     return placement.comparison

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+import attrs
 import numpy as np
 
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.kv.pool import KvMemory
 from uma_trio.engine_link.kv_ops import KvOp
 
 BACKGROUND, NORMAL = 2, 1
@@ -34,8 +36,9 @@ def tokens(*parts: int | Iterable[int]) -> np.ndarray:
 
 def make_cache(**options: object) -> KvCache:
     """A unified cache of 8 sequences and 8000 cells, changed by ``options``."""
-    given = {"n_sequences": 8, "n_cells": 8000, "cells_per_sequence": 8000} | options
-    return KvCache(**given)  # type: ignore[arg-type]
+    memory = {"n_sequences": 8, "n_cells": 8000, "cells_per_sequence": 8000}
+    memory |= {name: options.pop(name) for name in attrs.fields_dict(KvMemory) if name in options}
+    return KvCache(KvMemory(**memory), **options)  # type: ignore[arg-type]
 
 
 def uncuttable(**options: object) -> KvCache:
@@ -49,7 +52,8 @@ def allocation_of(cache: KvCache, seq_id: int) -> Allocation:
 
 def place(cache: KvCache, prompt: np.ndarray, cells: int, **options: object) -> Got | None:
     """Allocate."""
-    placement = cache.allocate(prompt, cells, **options)  # type: ignore[arg-type]
+    parked = options.pop("parked", None)
+    placement = cache.allocate(Allocation(prompt, cells, **options), parked)  # type: ignore[arg-type]
     return None if placement is None else Got(placement.allocation.seq_id, placement.n_cached, placement.waits)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from uma_trio.daemon.kv.checkpoints import Checkpoints
-from uma_trio.engine_link.adapters import AdapterSet
+from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.tokens import TokenIds
 
 
@@ -53,17 +53,17 @@ class Allocation:
     the handle that callers pass to ``KvCache``.
     """
 
-    principal: str
-    """Owner; only the owner's requests share the tokens."""
-    adapters: AdapterSet
-    """What the tokens are computed with; only requests with the same adapters share them."""
-    rank: int
-    """Scheduling class, 0 first.  A request never waits for an allocation of a higher rank."""
     tokens: TokenIds
     """The prompt while busy, with the first text of a controller; all tokens that the cache holds while idle."""
     reserved: int
-    """Cells, those that it shares with forks included."""
-    private: bool
+    """Cells, for the prompt and all tokens that may be generated, those that it shares with forks included."""
+    principal: str = ""
+    """Owner; only the owner's requests share the tokens."""
+    adapters: AdapterSet = NO_ADAPTERS
+    """What the tokens are computed with; only requests with the same adapters share them."""
+    rank: int = 0
+    """Scheduling class, 0 first.  A request never waits for an allocation of a higher rank."""
+    private: bool = False
     """Never shared, and not kept after the request."""
     durable: bool = False
     """Must be saved before its cells are reused."""

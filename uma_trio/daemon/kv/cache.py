@@ -24,10 +24,9 @@ from uma_trio.daemon.kv.idle_limit import IdleLimit, expected_tokens
 from uma_trio.daemon.kv.lost_prefixes import Comparison
 from uma_trio.daemon.kv.offload_index import OffloadIndex, SavedState
 from uma_trio.daemon.kv.offload_planner import OffloadPlanner
-from uma_trio.daemon.kv.pool import Pool
+from uma_trio.daemon.kv.pool import KvMemory, Pool
 from uma_trio.daemon.kv.prefix_sharing import Match, PrefixSharing
 from uma_trio.daemon.kv.truncation import Truncation
-from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.kv_ops import KvOp, Truncate
 from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds, common_prefix
 
@@ -76,15 +75,6 @@ class KvCache:
     """Allocates sequences and cells to requests.
 
     Args:
-        n_sequences: number of sequence ids, ``0`` to ``n_sequences - 1``.
-        n_cells: cells of the whole cache.
-        cells_per_sequence: maximum number of cells of one sequence; ``n_cells`` if the cache is unified.
-        unified: all sequences share the cells.  Copies are then free, but idle cells may slow down attention.
-        can_truncate: the last tokens of a sequence can be removed.  Not true of a recurrent memory.
-        max_checkpoints: maximum number of checkpoints that the engine keeps for a memory that cannot be truncated.
-            With 0, such a memory reuses whole sequences only.
-        state_can_truncate: the last tokens of a loaded state can be removed too.  Not true of a sliding-window memory,
-            whose states hold the last window only.
         reuse: share prefixes and keep the tokens of ended requests.
         idle_limit: how many cells idle sequences of a unified cache may keep.  For caches that attention scans as a
             whole; otherwise they keep ``MAX_IDLE_FRACTION`` of the cells.
@@ -94,29 +84,16 @@ class KvCache:
 
     def __init__(
         self,
+        memory: KvMemory,
         *,
-        n_sequences: int,
-        n_cells: int,
-        cells_per_sequence: int,
-        unified: bool = True,
-        can_truncate: bool = True,
-        max_checkpoints: int = 0,
-        state_can_truncate: bool = True,
         reuse: bool = True,
         idle_limit: IdleLimit | None = None,
         worth_loading: Callable[[int, int], bool] = lambda tokens, n_bytes: True,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._pool = Pool(
-            n_sequences=n_sequences,
-            n_cells=n_cells,
-            cells_per_sequence=cells_per_sequence,
-            unified=unified,
-            max_checkpoints=0 if can_truncate else max_checkpoints,
-            idle_limit=idle_limit,
-            clock=clock,
-        )
-        self._truncation = Truncation(self._pool, can_truncate=can_truncate, state_can_truncate=state_can_truncate)
+        self.memory = memory
+        self._pool = Pool(memory, idle_limit, clock)
+        self._truncation = Truncation(self._pool)
         self._sharing = PrefixSharing(self._pool, self._truncation)
         self._forks = Forks(self._pool, self._truncation)
         self.offload = OffloadPlanner(self._pool, self._truncation, worth_loading)
@@ -125,12 +102,7 @@ class KvCache:
         """The saved states."""
         self._reuse = reuse
         self._idle_limit = idle_limit
-        self._cell_map = CellMap(n_cells)
-
-    @property
-    def n_sequences(self) -> int:
-        """Sequences that can run at a time."""
-        return self._pool.n_sequences
+        self._cell_map = CellMap(memory.n_cells)
 
     @property
     def changes(self) -> int:
@@ -148,41 +120,24 @@ class KvCache:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def allocate(
-        self,
-        prompt: TokenIds,
-        cells: int,
-        *,
-        principal: str = "",
-        adapters: AdapterSet = NO_ADAPTERS,
-        rank: int = 0,
-        private: bool = False,
-        durable: bool = False,
-        parked: SavedState | None = None,
-    ) -> Placement | None:
-        """Reserve a sequence with ``cells`` cells, reusing as much of the prompt as possible.
+    def allocate(self, allocation: Allocation, parked: SavedState | None = None) -> Placement | None:
+        """Reserve a sequence and its cells for ``allocation``, reusing as much of its prompt as possible.
 
         At least the last prompt token is left to compute, because sampling needs its logits.
 
         Args:
-            prompt: ``[n]`` token ids, at least one.
-            cells: for the prompt and all tokens that may be generated.
-            principal: owner; only sequences and states of the same owner are reused.
-            adapters: what the tokens are computed with; only what was computed with the same is reused.
-            rank: scheduling class, 0 first.  The request waits only for sequences of the same or a lower rank.
-            private: neither reuse nor keep any tokens.
-            durable: the tokens must be saved before their cells are reused.
+            allocation: of a request that has just come, and for which nothing is reserved.
             parked: what this request itself had computed before it lost its place; loaded if no sequence has as much.
 
         Returns:
             ``None`` if there is no room now.
 
         Raises:
-            ValueError: an empty cache has fewer ``cells`` for a sequence, so there will never be room.
+            ValueError: an empty cache has fewer cells for a sequence, so there will never be room.
         """
-        if not 0 < cells <= self._pool.largest:
-            raise ValueError(f"cannot reserve {cells} cells; a sequence has 1 to {self._pool.largest}")
-        allocation = Allocation(principal, adapters, rank, prompt, cells, private or not self._reuse, durable)
+        if not 0 < allocation.reserved <= self._pool.largest:
+            raise ValueError(f"cannot reserve {allocation.reserved} cells; a sequence has 1 to {self._pool.largest}")
+        allocation.private = allocation.private or not self._reuse
         match = self._sharing.find(allocation)
         placement = self._allocate(allocation, match, parked)
         if placement is None or allocation.private:
@@ -214,14 +169,12 @@ class KvCache:
             return None
         return self._take_over(allocation, idle, n_shared)
 
-    def reusable(
-        self, prompt: TokenIds, cells: int, *, principal: str, adapters: AdapterSet, rank: int, private: bool
-    ) -> int:
-        """Tokens of ``prompt`` that ``allocate`` would not have computed now; its arguments."""
-        allocation = Allocation(principal, adapters, rank, prompt, cells, private or not self._reuse)
+    def reusable(self, allocation: Allocation) -> int:
+        """Tokens of its prompt that ``allocation`` would not have to compute if it were allocated now."""
+        allocation.private = allocation.private or not self._reuse
         n_shared = self._sharing.find(allocation).n_shared
         state = self.offload.state_for(allocation, n_shared)
-        return n_shared if state is None else common_prefix(prompt[:-1], state.tokens)
+        return n_shared if state is None else common_prefix(allocation.tokens[:-1], state.tokens)
 
     def _take_over(self, allocation: Allocation, source: Allocation, n_shared: int) -> Placement | None:
         more = allocation.reserved - source.reserved
@@ -275,7 +228,7 @@ class KvCache:
     def lengths_below(self, limit: int) -> dict[int, int]:
         """Tokens that each sequence holds, by its id, without sequences that hold ``limit`` or more."""
         pool = self._pool
-        lengths = dict.fromkeys(range(pool.n_sequences), 0)
+        lengths = dict.fromkeys(range(pool.memory.n_sequences), 0)
         lengths.update([(seq_id, each.n_tokens) for seq_id, each in pool.allocations.items()])
         return {seq_id: n for seq_id, n in lengths.items() if n < limit}
 
@@ -285,7 +238,7 @@ class KvCache:
         Call it right before the first step of the request.  Does nothing once the sequence holds tokens.
         """
         self._check(allocation)
-        if not (self._pool.unified or allocation.n_tokens or allocation.awaits_state):
+        if not (self._pool.memory.unified or allocation.n_tokens or allocation.awaits_state):
             self._pool.settle(allocation)
 
     def advance(self, allocation: Allocation, n_tokens: int) -> None:
@@ -436,7 +389,7 @@ class KvCache:
     def _trim_idle(self) -> None:
         """Evict idle sequences beyond their limits, unless no request runs: their cells then slow nobody down."""
         pool, limit, truncation = self._pool, self._idle_limit, self._truncation
-        if not pool.unified or not pool.idle or len(pool.allocations) == len(pool.idle):
+        if not pool.memory.unified or not pool.idle or len(pool.allocations) == len(pool.idle):
             return
         if limit is not None:
             for allocation in pool.idle.values():
@@ -498,7 +451,7 @@ class KvCache:
         self._cell_map.follow(in_batch, in_flight=in_flight)
 
     def _n_cells(self, allocations: Collection[Allocation]) -> int:
-        return count_cells(allocations) if self._pool.unified else sum([each.n_tokens for each in allocations])
+        return count_cells(allocations) if self._pool.memory.unified else sum([each.n_tokens for each in allocations])
 
     def statistics(self) -> CacheStatistics:
         """Return the current occupancy."""
@@ -508,7 +461,7 @@ class KvCache:
             sequences=len(busy),
             cells_reserved=pool.reserved - pool.idle_cells,
             cells_used=self._n_cells(busy),
-            cells=pool.n_cells,
+            cells=pool.memory.n_cells,
             cached_sequences=len(pool.idle),
             cached_cells=pool.idle_cells,
             saved_states=len(self.index),

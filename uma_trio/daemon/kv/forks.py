@@ -20,7 +20,7 @@ class Forks:
     def __init__(self, pool: Pool, truncation: Truncation) -> None:
         self._pool = pool
         self._truncation = truncation
-        self._shares = pool.unified and truncation.can_truncate
+        self._shares = pool.memory.unified and truncation.can_truncate
         """A memory that cannot be truncated has a state for each sequence."""
 
     def cells_needed(self, source: Allocation, n: int, cells: int) -> int:
@@ -37,7 +37,7 @@ class Forks:
         shared = self._share(source) if self._shares and length else None
         for _ in range(n):
             fork = Allocation(
-                source.principal, source.adapters, source.rank, source.tokens, cells, source.private, shared=shared
+                source.tokens, cells, source.principal, source.adapters, source.rank, source.private, shared=shared
             )
             if shared is not None:
                 for node in shared.path():

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
+import attrs
+
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.checkpoints import Checkpoint, CheckpointIds, least_useful
 from uma_trio.daemon.kv.idle_limit import MAX_IDLE_FRACTION, IdleLimit, excess
@@ -23,34 +25,39 @@ LOW_ROOM_FRACTION: Final = 0.125
 ahead of the request that needs their cells."""
 
 
+@attrs.frozen(kw_only=True)
+class KvMemory:
+    """The engine's memory for keys and values, and what can be done with it."""
+
+    n_sequences: int
+    """Number of sequence ids, ``0`` to ``n_sequences - 1``."""
+    n_cells: int
+    """Cells of the whole cache."""
+    cells_per_sequence: int
+    """Maximum number of cells of one sequence; ``n_cells`` if the cache is unified."""
+    unified: bool = True
+    """All sequences share the cells.  Copies are then free, but idle cells may slow down attention."""
+    can_truncate: bool = True
+    """The last tokens of a sequence can be removed.  A recurrent memory cannot; it needs checkpoints."""
+    max_checkpoints: int = 0
+    """Maximum number of checkpoints that the engine keeps for a memory that cannot be truncated.  With 0, such a memory reuses
+    whole sequences only."""
+    state_can_truncate: bool = True
+    """The last tokens of a loaded state can be removed, too.  A sliding-window memory's states hold the last window only."""
+
+
 class Pool:
     """Owns all allocations and collects the operations for the engine.
 
     Args:
-        n_sequences: number of sequence ids, ``0`` to ``n_sequences - 1``.
-        n_cells: cells of the whole cache.
-        cells_per_sequence: maximum number of cells of one sequence.
-        unified: whether all sequences share the cells.
-        max_checkpoints: maximum number of checkpoints in use.
         idle_limit: counts the rows that tell how long an allocation was idle; ``KvCache`` applies it.
         clock: the current time, for ``lost``.
     """
 
     def __init__(
-        self,
-        *,
-        n_sequences: int,
-        n_cells: int,
-        cells_per_sequence: int,
-        unified: bool,
-        max_checkpoints: int,
-        idle_limit: IdleLimit | None = None,
-        clock: Callable[[], float] = lambda: 0.0,
+        self, memory: KvMemory, idle_limit: IdleLimit | None = None, clock: Callable[[], float] = lambda: 0.0
     ) -> None:
-        self.n_sequences = n_sequences
-        self.n_cells = n_cells
-        self.cells_per_sequence = cells_per_sequence
-        self.unified = unified
+        self.memory = memory
         self.idle_limit = idle_limit
         self.lost = LostPrefixes(clock)
         """What left the KV cache lately."""
@@ -61,24 +68,24 @@ class Pool:
         self.reserved = 0
         """Cells of busy and idle allocations."""
         self.idle_cells = 0
-        self.checkpoint_ids = CheckpointIds(max_checkpoints)
+        self.checkpoint_ids = CheckpointIds(0 if memory.can_truncate else memory.max_checkpoints)
         self.ops: list[KvOp] = []
         """Operations for the engine's next step, in order."""
         self.evicted_total = 0
         self.changes = 0
         """Increases whenever a request that found no room should try again."""
-        self._free_ids = set(range(n_sequences))
+        self._free_ids = set(range(memory.n_sequences))
 
     @property
     def largest(self) -> int:
         """Maximum number of cells that a request can reserve in an empty cache."""
-        return min(self.n_cells, self.cells_per_sequence)
+        return min(self.memory.n_cells, self.memory.cells_per_sequence)
 
     @property
     def is_low(self) -> bool:
         """Few sequences or cells are free; see ``LOW_ROOM_FRACTION``."""
-        few = len(self._free_ids) < max(1.0, LOW_ROOM_FRACTION * self.n_sequences)
-        return few or self.n_cells - self.reserved < LOW_ROOM_FRACTION * self.n_cells
+        few = len(self._free_ids) < max(1.0, LOW_ROOM_FRACTION * self.memory.n_sequences)
+        return few or self.memory.n_cells - self.reserved < LOW_ROOM_FRACTION * self.memory.n_cells
 
     def has(self, allocation: Allocation) -> bool:
         """Whether ``allocation`` still owns its sequence."""
@@ -174,7 +181,7 @@ class Pool:
         With per-sequence KV, llama.cpp decodes adjacent sequence ids together.  Four streams of a Q8_0 model on a CPU
         took 14 ms together and 31 ms one by one.
         """
-        return not self.unified and len(self.allocations) - len(self.idle) > 2
+        return not self.memory.unified and len(self.allocations) - len(self.idle) > 2
 
     def _n_busy_neighbours(self, seq_id: int) -> int:
         neighbours = [self.allocations.get(seq_id - 1), self.allocations.get(seq_id + 1)]
@@ -195,7 +202,7 @@ class Pool:
         Returns:
             Whether there is room now.
         """
-        missing = self.reserved + cells - self.n_cells
+        missing = self.reserved + cells - self.memory.n_cells
         missing_ids = n_sequences - len(self._free_ids)
         candidates = [allocation for allocation in self.idle.values() if allocation is not keep]
         if self._prefers_neighbours:
@@ -216,7 +223,7 @@ class Pool:
 
         First evicts sequences that exceed the limit alone.
         """
-        limit = MAX_IDLE_FRACTION * self.n_cells
+        limit = MAX_IDLE_FRACTION * self.memory.n_cells
         if self.idle_cells > limit:
             idle = list(self.idle.values())
             self.evict_each([idle[n] for n in excess([each.reserved for each in idle], limit)])
@@ -275,7 +282,7 @@ class Pool:
         everyone = allocations.values()
         shared = {node for allocation in everyone if allocation.shared for node in allocation.shared.path()}
         own = sum(allocation.own_cells for allocation in everyone)
-        assert self.reserved == own + sum(node.n_cells for node in shared) <= self.n_cells
+        assert self.reserved == own + sum(node.n_cells for node in shared) <= self.memory.n_cells
         assert all(0 <= allocation.n_tokens <= allocation.reserved <= self.largest for allocation in everyone)
         assert all(allocation.seq_id == seq_id for seq_id, allocation in allocations.items())
         assert self.idle == {seq_id: allocation for seq_id, allocation in allocations.items() if allocation.is_idle}

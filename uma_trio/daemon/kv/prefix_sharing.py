@@ -43,7 +43,9 @@ class PrefixSharing:
         self.followers: dict[Allocation, None] = {}
         """Allocations that wait for their leader, by arrival."""
         # with per-sequence KV a copy moves all cells of the sequence, so computing a few tokens is faster
-        self._min_copied = MIN_SHARED_TOKENS if pool.unified else max(MIN_SHARED_TOKENS, pool.cells_per_sequence // 64)
+        self._min_copied = (
+            MIN_SHARED_TOKENS if pool.memory.unified else max(MIN_SHARED_TOKENS, pool.memory.cells_per_sequence // 64)
+        )
 
     def find(
         self, allocation: Allocation, *, stalled: Collection[int] = (), excluded: Collection[Allocation] = ()
@@ -149,7 +151,7 @@ class PrefixSharing:
     @property
     def _copy_is_pending(self) -> bool:
         """The next step already has a copy between separate caches.  A second one would delay all its streams."""
-        return not self._pool.unified and any(isinstance(op, CopyPrefix) for op in self._pool.ops)
+        return not self._pool.memory.unified and any(isinstance(op, CopyPrefix) for op in self._pool.ops)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless exactly the allocations with a leader wait."""

@@ -22,17 +22,12 @@ from uma_trio.engine_link.media import before_picture
 
 
 class Truncation:
-    """Truncates and copies the sequences of ``pool``.
+    """Truncates and copies the sequences of ``pool``."""
 
-    Args:
-        can_truncate: the memory can remove a sequence's last tokens.  A recurrent memory cannot; it needs checkpoints.
-        state_can_truncate: so can a loaded state.  The state of a sliding-window memory holds the last window only.
-    """
-
-    def __init__(self, pool: Pool, *, can_truncate: bool, state_can_truncate: bool) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.can_truncate = can_truncate
-        self.state_can_truncate = can_truncate and state_can_truncate
+        self.can_truncate = pool.memory.can_truncate
+        self.state_can_truncate = self.can_truncate and pool.memory.state_can_truncate
 
     def longest_within(self, allocation: Allocation, length: int) -> int:
         """Largest length up to ``length`` to which ``allocation`` can be truncated.

@@ -7,7 +7,7 @@ from collections import abc
 from collections.abc import Container, Iterator
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import trio
@@ -16,6 +16,7 @@ from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import CacheStatistics, KvCache
 from uma_trio.daemon.kv.idle_limit import IdleLimit
 from uma_trio.daemon.kv.offload_index import SavedState
+from uma_trio.daemon.kv.pool import KvMemory
 from uma_trio.daemon.scheduling import fairness, places
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.timings import StepTimings
@@ -34,13 +35,15 @@ from uma_trio.telemetry.metrics import Telemetry
 def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
     """The bookkeeping of the KV cache that an engine has."""
     return KvCache(
-        n_sequences=info.n_seq_max,
-        n_cells=info.n_ctx,
-        cells_per_sequence=info.n_ctx_seq,
-        unified=info.unified,
-        can_truncate=info.can_truncate,
-        max_checkpoints=info.max_checkpoints,
-        state_can_truncate=info.state_can_truncate,
+        KvMemory(
+            n_sequences=info.n_seq_max,
+            n_cells=info.n_ctx,
+            cells_per_sequence=info.n_ctx_seq,
+            unified=info.unified,
+            can_truncate=info.can_truncate,
+            max_checkpoints=info.max_checkpoints,
+            state_can_truncate=info.state_can_truncate,
+        ),
         reuse=reuse,
         idle_limit=IdleLimit(info.n_ctx) if info.attention_scan is AttentionScan.CACHE else None,
         worth_loading=timings.worth_loading,
@@ -92,13 +95,7 @@ class RunningSet:
         if self._is_behind_forks(sequence) or self._is_left_to_others(sequence):
             return False
         place = sequence.place
-        placement = self.cache.allocate(
-            _known_tokens(sequence),
-            sequence.max_cells,
-            durable=sequence.durable,
-            parked=place.parked,
-            **_sharing_of(sequence),
-        )
+        placement = self.cache.allocate(_allocation_of(sequence), place.parked)
         if placement is None:
             self._offloader.check_for_work()  # something may have to be saved to make room
             return False
@@ -127,7 +124,7 @@ class RunningSet:
 
     def reusable(self, sequence: Sequence) -> int:
         """Tokens that ``sequence``, which waits, would find in the KV cache or in a saved state now."""
-        return self.cache.reusable(_known_tokens(sequence), sequence.max_cells, **_sharing_of(sequence))
+        return self.cache.reusable(_allocation_of(sequence))
 
     def share_prefix(self, sequence: Sequence) -> None:
         """Let ``sequence``, of which nothing is computed, begin with what the KV cache has of its known tokens."""
@@ -186,14 +183,14 @@ class RunningSet:
     def why_no_fork(self, sequence: Sequence, n: int) -> str | None:
         """Why ``n`` forks of ``sequence`` are not allowed, or can never have room; ``None``: they are, and can."""
         assert sequence.allocation is not None
-        if n >= self.cache.n_sequences:
-            return f"this daemon computes {self.cache.n_sequences} sequences at a time (--parallel)"
+        if n >= self.cache.memory.n_sequences:
+            return f"this daemon computes {self.cache.memory.n_sequences} sequences at a time (--parallel)"
         principal, most = sequence.principal, sequence.principal.max_requests
         now = sum([other.principal.name == principal.name for other in self])
         if most is not None and now + n > most:
             return f"{principal.name} has {now} answers in flight and may have {most}"
         cells = sequence.allocation.reserved + self.cache.cells_to_fork(sequence.allocation, n, sequence.max_cells)
-        n_cells = self.cache.statistics().cells
+        n_cells = self.cache.memory.n_cells
         if cells > n_cells:
             return f"they could need {cells} cells of the KV cache, which has {n_cells}; ask with a smaller max_tokens"
         return None
@@ -342,7 +339,7 @@ class RunningSet:
     def room(self) -> places.Room:
         """What the KV cache has, and what of it is free."""
         kv = self.cache.statistics()
-        n = self.cache.n_sequences
+        n = self.cache.memory.n_sequences
         return places.Room(n, kv.cells, n - kv.sequences, kv.cells - kv.cells_reserved)
 
     def preempt(self, sequences: abc.Sequence[Sequence]) -> list[Sequence]:
@@ -448,14 +445,17 @@ class RunningSet:
             assert sequence.state is not State.WAITING
 
 
-def _sharing_of(sequence: Sequence) -> dict[str, Any]:
-    """What decides which tokens ``sequence`` shares with others."""
-    return {
-        "principal": sequence.principal.name,
-        "adapters": sequence.adapters,
-        "rank": sequence.priority,
-        "private": not sequence.request.cache_prompt,
-    }
+def _allocation_of(sequence: Sequence) -> Allocation:
+    """What ``sequence`` needs of the KV cache, and which tokens it shares with others."""
+    return Allocation(
+        _known_tokens(sequence),
+        sequence.max_cells,
+        principal=sequence.principal.name,
+        adapters=sequence.adapters,
+        rank=sequence.priority,
+        private=not sequence.request.cache_prompt,
+        durable=sequence.durable,
+    )
 
 
 def _known_tokens(sequence: Sequence) -> TokenIds:
@@ -502,9 +502,9 @@ class WaitingQueue:
     def health(self) -> list[HealthCheck]:
         """Whether another request may wait, if it must, and whether those that wait do so for KV cells."""
         n_waiting, kv = len(self._candidates), self._cache.statistics()
-        full = n_waiting >= self._max_length and (n_waiting > 0 or kv.sequences >= self._cache.n_sequences)
+        full = n_waiting >= self._max_length and (n_waiting > 0 or kv.sequences >= self._cache.memory.n_sequences)
         short = (
-            n_waiting > 0 and kv.sequences < self._cache.n_sequences
+            n_waiting > 0 and kv.sequences < self._cache.memory.n_sequences
         )  # a sequence is free, so cells are what is missing
         return [
             HealthCheck(name="queue", ok=not full, reason=f"{n_waiting} of {self._max_length} requests wait"),
@@ -657,7 +657,7 @@ class WaitingQueue:
         """The error for a request that cannot even wait."""
         waiting = f"{len(self._sequences)} requests wait already"
         kv = self._cache.statistics()
-        if kv.sequences < self._cache.n_sequences:  # a sequence is free, so cells are what is missing
+        if kv.sequences < self._cache.memory.n_sequences:  # a sequence is free, so cells are what is missing
             return KvFull(f"{describe_cells(kv)}; {waiting}")
         return QueueFull(waiting)
 
