@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "uma_trio"
-IN_THREADS = ("daemon/store", "gateway/batches")
+IN_THREADS = ("aici/runtime", "daemon/store", "gateway/batches", "hub")
 """Folders of modules whose functions run in threads."""
 
 

@@ -53,6 +53,9 @@ class Task(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Files of models that are loaded; they are not deleted."""
 
 
+_TASK: Final = msgspec.json.Decoder(Task, dec_hook=lambda cls, value: cls(value))
+
+
 def say(**fields: Any) -> None:
     """Write a line."""
     sys.stdout.write(msgspec.json.encode(fields).decode() + "\n")
@@ -161,7 +164,7 @@ def copy(task: Task) -> None:
 def main() -> None:
     """Do the task of the command line."""
     try:
-        task = msgspec.json.decode(sys.argv[1], type=Task, dec_hook=lambda cls, value: cls(value))
+        task = _TASK.decode(sys.argv[1])
         {"pull": pull, "delete": delete, "copy": copy}[task.action](task)
     except ErrorWithRemedy as error:
         say(error=str(error), kind=KINDS.get(type(error), "other"))

@@ -118,6 +118,10 @@ class _Config(msgspec.Struct):
     file_type: str = ""
 
 
+_MANIFEST: Final = msgspec.json.Decoder(_Manifest)
+_CONFIG: Final = msgspec.json.Decoder(_Config)
+
+
 def _ollama(folder: Path) -> Iterator[InstalledModel]:
     for path, parts in _ollama_manifests(folder):
         if (found := _ollama_model(folder, path, *parts)) is not None:
@@ -146,7 +150,7 @@ def ollama_projectors(model: Path) -> list[Path]:
     if model.parent.name == "blobs":
         for path, _ in _ollama_manifests(folder):
             try:
-                layers = msgspec.json.decode(read_text(path), type=_Manifest).layers
+                layers = _MANIFEST.decode(read_text(path)).layers
                 files = [(each.mediaType, _blob(folder, each.digest)) for each in layers]
             except (OSError, UnicodeDecodeError, ValueError, RecursionError):  # as below
                 continue
@@ -157,10 +161,10 @@ def ollama_projectors(model: Path) -> list[Path]:
 
 def _ollama_model(folder: Path, path: Path, host: str, namespace: str, name: str, tag: str) -> InstalledModel | None:
     try:
-        manifest = msgspec.json.decode(read_text(path), type=_Manifest)
+        manifest = _MANIFEST.decode(read_text(path))
         config = _Config()
         if manifest.config is not None:
-            config = msgspec.json.decode(read_text(_blob(folder, manifest.config.digest)), type=_Config)
+            config = _CONFIG.decode(read_text(_blob(folder, manifest.config.digest)))
         (digest,) = [layer.digest for layer in manifest.layers if layer.mediaType == OLLAMA_MODEL]
         blob = _blob(folder, digest)
         size = blob.stat().st_size

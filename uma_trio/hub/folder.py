@@ -94,6 +94,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970."""
 
 
+_MANIFEST: Final = msgspec.json.Decoder(Manifest)
+
+
 class ModelFolder:
     """The folder ``root``, which may not exist yet."""
 
@@ -124,7 +127,7 @@ class ModelFolder:
             size_bytes=sum(sizes),
             quantization=quantization_of(files[0].as_posix()),
         )
-        manifest = read_record(manifest_path(files[0]), Manifest)
+        manifest = read_record(manifest_path(files[0]), _MANIFEST)
         if manifest is None:
             return model
         if [file.size for file in manifest.files] != sizes:

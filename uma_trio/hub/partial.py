@@ -161,6 +161,9 @@ class DownloadState(msgspec.Struct, frozen=True, kw_only=True):
     """Hash or URL of each part; if they change, the parts are discarded."""
 
 
+_STATE: Final = msgspec.json.Decoder(DownloadState)
+
+
 class DownloadFolder:
     """The folder of one download: its lock, its state and its parts."""
 
@@ -183,7 +186,7 @@ class DownloadFolder:
 
     def state(self) -> DownloadState | None:
         """What an earlier or another process notes of its download."""
-        return read_record(self.path / "state.json", DownloadState)
+        return read_record(self.path / "state.json", _STATE)
 
     def write_state(self, state: DownloadState) -> None:
         """Raises OSError."""
@@ -218,9 +221,9 @@ class DownloadFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def read_record(path: Path, type_: type[T]) -> T | None:
+def read_record(path: Path, decoder: msgspec.json.Decoder[T]) -> T | None:
     """What is in a JSON file; ``None`` if it is missing or damaged."""
     try:
-        return msgspec.json.decode(read_text(path), type=type_)
+        return decoder.decode(read_text(path))
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
         return None

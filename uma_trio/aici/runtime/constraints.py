@@ -34,6 +34,8 @@ MAX_KEPT: Final = 32
 
 FAILED: Final = -1
 
+_CONSTRAINT: Final = msgspec.json.Decoder(Constraint)
+
 
 class _Refused(Exception):
     """What the controller asks of a constraint is not possible; says why."""
@@ -154,7 +156,7 @@ def _parse(source: bytes) -> Constraint:
         BadRequest: it has not exactly one kind.
     """
     try:
-        constraint = msgspec.json.decode(source, type=Constraint)
+        constraint = _CONSTRAINT.decode(source)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _Refused(f"not a valid constraint: {error}") from None
     constraint_kind(constraint)

@@ -81,6 +81,9 @@ class OwnedTag(TagInfo, frozen=True):
         return TagInfo(**{name: getattr(self, name) for name in TagInfo.__struct_fields__})
 
 
+_TAG: Final = msgspec.json.Decoder(OwnedTag)
+
+
 class TagFiles:
     """The names in a folder.
 
@@ -97,7 +100,7 @@ class TagFiles:
             return None
         path = self._path(tag)
         try:
-            info = msgspec.json.decode(read_text(path), type=OwnedTag)
+            info = _TAG.decode(read_text(path))
             if info.tag != tag or not MODULE_ID.fullmatch(info.module_id):
                 raise ValueError("it is about something else")
         except (FileNotFoundError, NotADirectoryError):

@@ -89,6 +89,9 @@ class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     WriteVar: WriteVar | None = None
 
 
+_COMMAND: Final = msgspec.json.Decoder(_Command)
+
+
 class BadCommand(ValueError):
     """The JSON is no storage command; says why."""
 
@@ -106,7 +109,7 @@ def run_command(variables: Variables, command: bytes) -> tuple[Answer, dict[str,
         BadCommand, VariablesFull: see there.
     """
     try:
-        found = msgspec.json.decode(command, type=_Command)
+        found = _COMMAND.decode(command)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadCommand(str(error)) from None
     if (found.ReadVar is None) == (found.WriteVar is None):
