@@ -15,6 +15,7 @@ from openai.types.chat.chat_completion_content_part_input_audio_param import Inp
 from openai.types.responses import ResponseInputAudioParam
 
 from tests.support.commands import invoke
+from tests.support.gpu import agree
 from tests.support.pictures import drawn, png
 from tests.support.projectors import projector_file
 from tests.support.real_daemon import Answer, Daemon, real_daemon
@@ -48,7 +49,7 @@ def test_sound_is_rows_of_the_prompt_and_is_encoded_once(daemon: Daemon) -> None
     first, again = (ask(daemon, sound(wav(1)), QUESTION) for _ in range(2))
     other = ask(daemon, sound(wav(2)), QUESTION)
     assert first.last["usage"]["prompt_tokens"] > without + 10
-    assert first.text == again.text
+    assert agree(first.text, again.text)
     assert again.last["usage"]["cached_tokens"] == again.last["usage"]["prompt_tokens"] - 1
     assert other.last["usage"]["cached_tokens"] < without
     found = daemon.metrics()["pictures"]
@@ -77,17 +78,18 @@ def test_openai_and_the_command_line_send_the_same(daemon: Daemon, tmp_path: Pat
         part = ResponseInputAudioParam(type="input_audio", input_audio=heard)
         asked_again: Any = [{"role": "user", "content": [part, {"type": "input_text", "text": "What is this?"}]}]
         response = client.responses.create(model="embedded", input=asked_again, max_output_tokens=16, temperature=0)
-    assert answer.choices[0].message.content == expected.text
+    assert agree(answer.choices[0].message.content or "", expected.text)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == expected.last["usage"]["prompt_tokens"]
     assert response.usage is not None
     assert response.usage.input_tokens == expected.last["usage"]["prompt_tokens"]
-    assert response.output_text.startswith((expected.text or "").strip())
+    said = expected.text.strip()
+    assert agree(response.output_text[: len(said)], said)
     file = tmp_path / "a song.wav"
     file.write_bytes(data)
     options = ("--no-stream", "--json", "--max-tokens", "8", "--temp", "0")
     asked = invoke("ask", "--audio", str(file), *options, QUESTION["text"], UMA_SOCKET=str(daemon.socket))
-    assert json.loads(asked.stdout)["text"] == expected.text
+    assert agree(json.loads(asked.stdout)["text"], expected.text)
     talk = f"/audio {tmp_path / 'none.wav'}\n/image {file}\n/image\n'{file}'\n{QUESTION['text']}\n/retry\n/stats\n"
     talked = invoke("chat", "--max-tokens", "8", "--temp", "0", stdin=talk, UMA_SOCKET=str(daemon.socket))
     assert f"cannot read the sound {tmp_path / 'none.wav'}: No such file" in talked.stderr
@@ -102,7 +104,7 @@ def test_a_file_is_transcribed(daemon: Daemon) -> None:
     expected = ask(daemon, sound(data), {"type": "text", "text": "Transcribe this audio."}, max_tokens=None)
     with openai.OpenAI(base_url=f"{daemon.http_url()}/v1", api_key="none", max_retries=0) as client:
         found = client.audio.transcriptions.create(model="embedded", file=("a.wav", data))
-        assert found.text == (expected.text or "").strip()
+        assert agree(found.text, expected.text.strip())
         assert found.usage is not None
         assert found.usage.to_dict()["input_tokens"] == expected.last["usage"]["prompt_tokens"]
         with pytest.raises(openai.BadRequestError, match=r"file: .*sound is WAV, MP3 or FLAC"):

@@ -65,5 +65,5 @@ def same_logits(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) ->
 
 
 def agree(one: Sequence[object], other: Sequence[object], *, n: int = FIRST_TOKENS) -> bool:
-    """Whether two ways to compute an answer have the same tokens; on a GPU, its first ``n``."""
+    """Whether two ways to compute an answer have the same tokens, or letters; on a GPU, its first ``n``."""
     return [*one][:n] == [*other][:n] if gpu() else [*one] == [*other]
