@@ -14,8 +14,9 @@ So this module changes two nodes of llama.cpp's graph before it is computed. The
 The second node then writes into memory of this module. The third one writes where llama.cpp planned its result. llama.cpp
 reuses the graph for the next call of the same shape. Then only the contents of ``m`` change.
 
-Each weight has memory of its own for ``m * (A x)``. Backends of GPUs change the order of nodes that do not need each other:
-Vulkan multiplies with the masks of the queries, the keys and the values before it computes the third node of any of them.
+Weights that follow each other have places of their own for ``m * (A x)``. Backends of GPUs change the order of nodes that do
+not need each other: Vulkan multiplies with the masks of the queries, the keys and the values before it computes the third
+node of any of them.
 
 llama.cpp calls a function of ours for each node before it computes the graph: there the nodes are changed. On a CPU these
 calls take 0.2 ms for a graph of 700 nodes. Setting other adapters through llama.cpp's API takes 3 to 20 ms.
@@ -51,8 +52,9 @@ ALL_ROWS, OUTPUT_ROWS = 0, 1
 """Which rows a mask is for, and the index of its place in memory. llama.cpp computes the last layers only for the rows that
 need an output."""
 
-WEIGHTS_OF_A_BLOCK: Final = 32
-"""Weights whose ``m * (A x)`` share one block of a device's memory. Drivers limit the number of blocks."""
+WEIGHTS_IN_FLIGHT: Final = 32
+"""Weights after which another one takes the place of the first. Each has four nodes or more, and no backend takes a node that
+is 64 ahead or more (Metal; Vulkan 20)."""
 
 ALIGNMENT: Final = 256
 """Addresses of masks are multiples of this many bytes, which suits every device."""
@@ -187,7 +189,7 @@ class RowScales:
     def close(self) -> None:
         """Free the memory of the masks. Closing it twice is a no-op."""
         for masks in self._masks.values():
-            masks.close()
+            masks.memory.close()
         self._masks.clear()
         self._masks_by_address.clear()
 
@@ -261,8 +263,7 @@ class RowScales:
         _set_source(node, 1, mask.address)
         _set_source(node, 2, 0)
         product.ne[:], product.nb[:] = ax.ne, _strides(tuple(ax.ne))
-        memory, product.data = masks.scratch_of(weight)
-        product.buffer = memory._pointer
+        product.data, product.buffer = masks.scratch_of(weight), masks.memory._pointer
         self._n_masked += 1
 
     def _reuse_mask(self, node: int, mask: _Mask) -> None:
@@ -343,20 +344,18 @@ class _Memory(Handle):
 class _Masks:
     """The masks of all weights whose ranks have the same owners, on one device.
 
-    One block of memory holds a place for the mask of all rows and a place for the mask of the output rows. Others hold
-    ``m * (A x)`` of each weight.
+    One block of memory holds a place for the mask of all rows, a place for the mask of the output rows, and scratch space
+    for ``m * (A x)`` of some weights.
     """
 
     def __init__(self, c: Any, memory_type: Any, owners: RankOwners, n_experts: int, max_rows: int) -> None:
         self._c = c
-        self._memory_type = memory_type
         self._owners = owners
         self._place_bytes = -(-4 * len(owners.adapters) * max_rows // ALIGNMENT) * ALIGNMENT
         self._scratch_bytes = self._place_bytes * n_experts
-        self._memory = _Memory(c, memory_type, self._place_bytes * 2)
-        self._scratch: list[_Memory] = []
+        self.memory = _Memory(c, memory_type, self._place_bytes * 2 + self._scratch_bytes * WEIGHTS_IN_FLIGHT)
         self._weights: dict[str, int] = {}
-        """Numbers of the weights that have scratch space, by name."""
+        """Numbers of the weights in the order of the graph, by name."""
         self._tensors: dict[tuple[int, tuple[int, ...]], _Mask] = {}
         self._written: list[Array | None] = [None, None]
 
@@ -370,22 +369,10 @@ class _Masks:
                 self._c.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
                 self._written[place] = values
 
-    def scratch_of(self, weight: str) -> tuple[_Memory, int]:
-        """The memory of ``m * (A x)`` for a weight, and its address there.
-
-        Raises:
-            LlamaError: the device has no memory left.
-        """
-        block, at = divmod(self._weights.setdefault(weight, len(self._weights)), WEIGHTS_OF_A_BLOCK)
-        if block == len(self._scratch):
-            self._scratch.append(_Memory(self._c, self._memory_type, WEIGHTS_OF_A_BLOCK * self._scratch_bytes))
-        memory = self._scratch[block]
-        return memory, memory.address + at * self._scratch_bytes
-
-    def close(self) -> None:
-        """Free the memory."""
-        for memory in (self._memory, *self._scratch):
-            memory.close()
+    def scratch_of(self, weight: str) -> int:
+        """Address of ``m * (A x)`` for a weight."""
+        number = self._weights.setdefault(weight, len(self._weights)) % WEIGHTS_IN_FLIGHT
+        return self.memory.address + 2 * self._place_bytes + number * self._scratch_bytes
 
     def mask(self, place: int, shape: tuple[int, ...]) -> _Mask:
         """The mask at ``place`` as a tensor of ``shape``, in ggml's order: ranks first."""
@@ -393,10 +380,10 @@ class _Masks:
         if found is None:
             tensor = ggml_tensor(
                 type=F32,
-                buffer=self._memory._pointer,
+                buffer=self.memory._pointer,
                 ne=shape,
                 nb=_strides(shape),
-                data=self._memory.address + place * self._place_bytes,
+                data=self.memory.address + place * self._place_bytes,
                 name=b"adapter_scales",
             )
             found = self._tensors[place, shape] = _Mask(self, place, shape, math.prod(shape[1:]), tensor)
