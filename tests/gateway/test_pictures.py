@@ -8,21 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import anyio
 import httpx
 import ollama
 import openai
 import pytest
 
 from tests.support.commands import invoke
-from tests.support.pictures import drawn, png
+from tests.support.pictures import drawn, jpeg_header, png
 from tests.support.projectors import N_ROWS, projector_file
 from tests.support.real_daemon import Daemon, real_daemon
+from tests.support.serving import settings
+from uma_trio.gateway.application import make_app
+from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.protocol import sealed_memory
 
 QUESTION = "What is the capital of France?"
 PICTURE = png(drawn(1))
 BASE64 = base64.b64encode(PICTURE).decode()
 DATA_URL = f"data:image/png;base64,{BASE64}"
+MIME = base64.encodebytes(PICTURE).decode().replace("\n", "\r\n")
 MODEL = "embedded"
 FRAME_BYTES = 1 << 20
 
@@ -66,7 +71,7 @@ def test_the_openai_client(openai_client: openai.OpenAI, text_only: int) -> None
 
 @pytest.mark.skipif(not sealed_memory.EXISTS, reason="this system has no sealed memory; Linux has")
 def test_a_large_file_goes_to_the_daemon_as_a_descriptor(openai_client: openai.OpenAI, text_only: int) -> None:
-    large = base64.b64encode(PICTURE + bytes(FRAME_BYTES)).decode()  # decoders ignore what follows
+    large = base64.encodebytes(PICTURE + bytes(FRAME_BYTES)).decode()  # in lines; decoders ignore what follows
     for fields in ({"stream": False}, {"stream": True, "stream_options": {"include_usage": True}}):
         found = openai_client.chat.completions.create(
             model=MODEL, messages=question_of(f"data:image/png;base64,{large}"), max_tokens=1, **fields
@@ -108,6 +113,7 @@ def test_the_anthropic_client(daemon: Daemon, text_only: int) -> None:
         answer = client.messages.create(model=MODEL, messages=[question], max_tokens=8)
         assert answer.content[0].type == "text"
         assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == text_only + N_ROWS
+        image["source"]["data"] = MIME
         counted = client.messages.count_tokens(model=MODEL, messages=[question])
         assert counted.input_tokens == text_only + N_ROWS
         called: Any = {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {}}]}
@@ -156,9 +162,13 @@ def test_what_is_no_picture_is_refused_with_the_reason(openai_client: openai.Ope
 
 
 DAMAGED = base64.b64encode(PICTURE[:200]).decode()
+CUT = base64.b64encode(jpeg_header(640, 480)[:-2]).decode()
 
 
-@pytest.mark.parametrize(("data", "reason"), [("%%%%", "base64"), (DAMAGED, "it is damaged, or no picture")])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [("%%%%", "base64"), (DAMAGED, "it is damaged, or no picture"), (CUT, "ends in the middle of its pixels")],
+)
 def test_errors_name_the_field_that_has_the_picture(daemon: Daemon, data: str, reason: str) -> None:
     url = f"data:image/png;base64,{data}"
     anthropic_image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
@@ -184,6 +194,28 @@ def test_errors_name_the_field_that_has_the_picture(daemon: Daemon, data: str, r
         assert reason in message
         if "/v1/chat" in path:
             assert error["param"] == field
+
+
+def test_a_picture_by_url_that_an_answer_describes_is_fetched_once(
+    daemon: Daemon, text_only: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = []
+
+    async def get(self: PictureUrls, url: str, left: list[int]) -> bytes:
+        wanted.append(url)
+        return PICTURE
+
+    async def answer() -> httpx.Response:
+        app = make_app(settings(socket=daemon.socket, http_fetch_pictures=True))
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 5000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"messages": question_of("https://pictures.example/cat.png"), "max_tokens": 1, "verbose": True}
+            return await client.post("/v1/chat/completions", json=body, timeout=60)
+
+    monkeypatch.setattr(PictureUrls, "_get", get)
+    found = anyio.run(answer).raise_for_status().json()
+    assert (found["usage"]["prompt_tokens"], wanted) == (text_only + N_ROWS, ["https://pictures.example/cat.png"])
+    assert QUESTION in found["__verbose"]["prompt"]
 
 
 def test_ollamas_images_are_no_data_urls(daemon: Daemon) -> None:

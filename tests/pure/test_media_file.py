@@ -54,6 +54,7 @@ def test_kind_size_and_orientation(data: bytes, found: MediaFile) -> None:
         (b"\x89PNG\r\n\x1a\n" + bytes(8) + struct.pack(">II", 40_000, 40_000), "40000 x 40000 pixels"),
         (b"\x89PNG\r\n\x1a\n" + bytes(8) + struct.pack(">II", 0, 1), "0 x 1 pixels"),
         (jpeg_header(16_000, 16_000), "40000000 in all"),
+        (jpeg_header(640, 480)[:-1], "ends in the middle of its pixels: send the whole file"),
         (bmp(-5, 5), "-5 x 5 pixels"),
         (flac_header(MAX_SECONDS + 1), "lasts 1801 s; it may last 1800 s"),
         (flac_header(0), "does not say how long it is"),

@@ -28,14 +28,14 @@ def drawn(seed: int, height: int = 50, width: int = 70) -> npt.NDArray[np.uint8]
 
 
 def jpeg_header(width: int, height: int, *, orientation: int | None = None, order: str = "<") -> bytes:
-    """The first segments of a JPEG file, up to its size."""
+    """The first segments of a JPEG file, up to its size, and its end."""
     exif = b""
     if orientation is not None:
         block = {"<": b"II*\0", ">": b"MM\0*"}[order]
         block += struct.pack(f"{order}IHHHIHH", 8, 1, 0x0112, 3, 1, orientation, 0)
         exif = b"\xff\xe1" + struct.pack(">H", 8 + len(block)) + b"Exif\0\0" + block
     size = struct.pack(">HBHHB", 8, 8, height, width, 0)
-    return b"\xff\xd8\xff\xe0" + struct.pack(">H", 6) + b"JFIF" + exif + b"\xff\xc0" + size
+    return b"\xff\xd8\xff\xe0" + struct.pack(">H", 6) + b"JFIF" + exif + b"\xff\xc0" + size + b"\xff\xd9"
 
 
 def gif(shades: Sequence[int], side: int = 2) -> bytes:

@@ -35,6 +35,8 @@ MAX_FILL_BYTES: Final = 1 << 16
 
 _JPEG_SIZES: Final = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _JPEG_WITHOUT_LENGTH: Final = {0x01, *range(0xD0, 0xD9)}
+_JPEG_END: Final = b"\xff\xd9"
+"""Pixels do not contain it."""
 _ORIENTATION: Final = 0x0112
 
 
@@ -124,6 +126,8 @@ def _inspect_jpeg(data: bytes) -> MediaFile:
         (length,) = struct.unpack_from(">H", data, at + 2)
         if marker in _JPEG_SIZES:
             height, width = struct.unpack_from(">HH", data, at + 5)
+            if data.find(_JPEG_END, at) < 0:
+                raise Refused("the JPEG file ends in the middle of its pixels: send the whole file")
             return MediaFile("JPEG", width, height, orientation)
         if marker == 0xE1 and data[at + 4 : at + 10] == b"Exif\0\0":
             orientation = _orientation(data[at + 10 : at + 2 + length])

@@ -322,9 +322,17 @@ class Daemon:
         Raises:
             HttpError: a picture cannot be fetched, or the daemon cannot be reached or refuses.
         """
-        given = await self.pictures.fetched({"principal": self.principal, **fields})
+        given = await self.with_pictures(fields)
         async with self.connect() as client:
             return await client.tokenize(**given)
+
+    async def with_pictures(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``fields`` of a request with the files of pictures that it names by URL.
+
+        Raises:
+            HttpError: a picture cannot be fetched.
+        """
+        return await self.pictures.fetched({"principal": self.principal, **fields})
 
     async def models(self) -> list[ModelDescription]:
         """What the daemon serves, the default model first, as it was at most a second ago.

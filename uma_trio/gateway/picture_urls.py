@@ -22,7 +22,7 @@ import attrs
 
 import uma_trio
 from uma_trio.config import Config
-from uma_trio.gateway.dialects.contents import ToFetch
+from uma_trio.gateway.dialects.contents import MediaPart, ToFetch
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.urls import is_public, parse_url, without_secrets
@@ -126,7 +126,7 @@ class PictureUrls:
             raise failures[0]
 
         def with_file(part: Any) -> Any:
-            return {"type": "image", "data": files[id(part)]} if id(part) in files else part
+            return MediaPart(part.parameter, type="image", data=files[id(part)]) if id(part) in files else part
 
         messages = [
             {**message, "content": [*map(with_file, message["content"])]}

@@ -105,8 +105,14 @@ def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[
 
 
 def _file(data: str | bytes) -> str | bytes:
-    """A large file as bytes, so that the daemon gets a descriptor of it.  What is no base64 stays: the daemon refuses it."""
-    if isinstance(data, str) and len(data) > LEAST_BYTES * 4 // 3:
+    """A large file as bytes, so that the daemon gets a descriptor of it.  What is no base64 stays: the daemon refuses it.
+
+    Base64 may be in lines, as that of MIME.
+    """
+    if isinstance(data, bytes):
+        return data
+    data = "".join(data.split())
+    if len(data) > LEAST_BYTES * 4 // 3:
         with contextlib.suppress(msgspec.ValidationError):
             return msgspec.convert(data, bytes)
     return data

@@ -101,6 +101,7 @@ async def complete_chat(call: Call) -> Response:
     head = await head_of(call, f"chatcmpl-{name}", request.model)
     description = None
     if request.verbose or call.config.http.verbose:
+        chat = {**await call.daemon.with_pictures(chat)}
         offered = {} if tools["tool_choice"] == "none" else {"tools": tools["tools"]}
         prompt = await rendered(call, model=request.model, messages=chat["messages"], **template, **offered)
         description = await describe(call, request, head, sampling, [prompt] * n)
