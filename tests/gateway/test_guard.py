@@ -205,6 +205,16 @@ def test_a_size_that_is_announced_is_refused_before_the_body_is_sent(guarded: Ga
             assert raw.rest().startswith(b"HTTP/1.1 413")
 
 
+def test_who_sends_on_after_a_refusal_is_not_cut_off(guarded: Gateway) -> None:
+    """Otherwise the connection would be reset, and a client that first sends everything would not see the answer."""
+    n = 8 << 20
+    with Raw(guarded) as raw:
+        raw.send(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {n}\r\n\r\n".encode())
+        assert raw.status() == 413
+        raw.send(b"x" * n)
+        assert b"E_GATEWAY_BODY_TOO_LARGE" in raw.rest()
+
+
 def test_a_body_without_end_is_cut_off(guarded: Gateway) -> None:
     with Canary(guarded.daemon), Raw(guarded) as raw:
         raw.send(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode())

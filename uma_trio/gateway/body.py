@@ -12,7 +12,8 @@ import anyio
 import anyio.lowlevel
 import attrs
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from uma_trio.errors import InvalidJson, TooManyValues
 from uma_trio.gateway.errors import HttpError, client_left, invalid, refused_json
@@ -22,7 +23,11 @@ MAX_INCOMPLETE: Final = 8
 """Bodies of the largest size that may be in memory before they are complete.  Smaller ones may be more."""
 BUSY_RETRY_MS: Final = 1000
 DISCARD_S: Final = 1.0
-"""How long a refused request may go on sending its body.  A client that cannot finish may not see the answer."""
+"""How long the answer to a refused request waits for the end of its body, after which the connection can stay open."""
+LINGER_S: Final = 10.0
+"""How long a refused request may go on sending its body after the answer."""
+MAX_DISCARDED_BYTES: Final = 64 << 20
+"""What is read of such a body before the answer, and after it."""
 PACE_BYTES: Final = 64 * 1024
 """Bytes of a body that is read in parts."""
 
@@ -124,17 +129,21 @@ class Body:
         if len(announced) > 20 or int(announced) > self._bodies.max_bytes:
             raise self._too_large()
 
-    async def discard(self) -> bool:
-        """Read the rest of a body that nobody wants, so that its sender reads the answer; returns whether it is complete."""
-        has_body = self._headers.get("content-length", "0") != "0" or "transfer-encoding" in self._headers
-        if not has_body or self._is_complete:
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the client waits for a sign before it sends the body."""
+        return "expect" in self._headers
+
+    async def discard(self, seconds: float) -> bool:
+        """Read what is left of a body that nobody wants; returns whether it is complete."""
+        if self._headers.get("content-length", "0") == "0" and "transfer-encoding" not in self._headers:
             return True
-        if "expect" in self._headers:  # the client waits for a sign before it sends the body
-            return False
-        with anyio.move_on_after(DISCARD_S):
-            while not self._is_complete:
-                if await self._next() is None:
+        n_bytes = 0
+        with anyio.move_on_after(seconds):
+            while not (self._is_complete or self.is_waiting) and n_bytes < MAX_DISCARDED_BYTES:
+                if (part := await self._next()) is None:
                     break
+                n_bytes += len(part)
         return self._is_complete
 
     async def _next(self) -> bytes | None:
@@ -151,6 +160,34 @@ class Body:
             "E_GATEWAY_BODY_TOO_LARGE",
             f"the body of a request has at most {self._bodies.max_bytes:,} bytes here ({self._bodies.setting})",
         )
+
+
+class Refusal(Response):
+    """The response to a request whose body is not wanted.  Reads the rest of that, also after the response.
+
+    Bytes that nobody has read would reset the connection, and a client that still sends would not see the response.
+    """
+
+    def __init__(self, response: Response, body: Body) -> None:
+        super().__init__(response.body, response.status_code)
+        self.raw_headers = response.raw_headers
+        self._rest = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, and close the connection unless the whole body came in time."""
+
+        async def send_open(message: Message) -> None:
+            await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+        is_complete = await self._rest.discard(DISCARD_S)
+        if not is_complete:
+            self.headers["connection"] = "close"
+        if is_complete or self._rest.is_waiting:
+            await super().__call__(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send_open)
+            await self._rest.discard(LINGER_S)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _count(part: bytes, cost: JsonCost) -> None:

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.errors import ShuttingDown, TooManyConnections
-from uma_trio.gateway.body import Body, BodyLimits, replayed
+from uma_trio.gateway.body import Body, BodyLimits, Refusal, replayed
 from uma_trio.gateway.errors import HttpError, try_again_in
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
@@ -122,8 +122,10 @@ class Guard:
             content = b"" if bodies.are_streamed else await body.read()
         except HttpError as error:
             response = self.refuse(error, scope)
-            if error.code == TooManyConnections.code or not await body.discard():
+            if error.code == TooManyConnections.code:
                 response.headers["connection"] = "close"
+            else:
+                response = Refusal(response, body)
             await response(scope, receive, send)
             return
         if content is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from uma_trio.gateway.body import Body
+from uma_trio.gateway.body import Body, Refusal
 from uma_trio.gateway.endpoint import Call, converted
 from uma_trio.gateway.errors import HttpError, invalid, try_again_in
 
@@ -31,15 +31,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def with_body(call: Call, answer: Callable[[Call, Body], Awaitable[Response]]) -> Response:
-    """The answer to a request whose body ``answer`` reads in parts.  The rest of a body that is refused is discarded."""
+    """The answer to a request whose body ``answer`` reads in parts.  What is left of one that is refused is discarded."""
     body: Body = call.request.scope["state"]["body"]
     try:
         return await answer(call, body)
     except HttpError as error:
-        response = call.refuse(error)
-        if not await body.discard():
-            response.headers["connection"] = "close"
-        return response
+        return Refusal(call.refuse(error), body)
 
 
 class Arriving:
