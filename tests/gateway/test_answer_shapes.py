@@ -33,6 +33,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions/input_tokens": [CHAT, {**CHAT, **UNKNOWN}],
     "/v1/chat/completions/render": [CHAT, {**CHAT, **UNKNOWN}],
     "/v1/completions": [{"prompt": ["a", [5]], "n": 2, **SHORT}, {"prompt": "a", "logprobs": 1, **SHORT, **UNKNOWN}, {"prompt": "a", **SHORT, **VERBOSE}],
+    "/v1/completions/render": [{"prompt": ["a", [5]]}],
     "/v1/embeddings": [{"input": ["a", [5]]}, {"input": "a", "encoding_format": "base64", **UNKNOWN}],
     "/v1/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}, {"query": "a", "texts": ["b"], "return_text": True}],
     "/v2/rerank": [RANK, {**RANK, "return_documents": True, **UNKNOWN}],

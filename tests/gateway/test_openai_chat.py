@@ -153,9 +153,10 @@ def test_a_resumable_stream_goes_on_on_another_connection(gateway: Gateway) -> N
         assert len({data["id"] for _, data in whole[:-1]}) == 1
         assert whole[-2][1]["usage"]["completion_tokens"] == 40
         assert whole[-1][1] == {}
-        for wrong, status in (("7", 400), (f"nobody:{1}", 404)):
+        for wrong, status in (("7", 400), (f"nobody:{1}", 404), (f"{'x' * 256}:{1}", 404)):
             asked = client.post("/v1/chat/completions", json=body, headers={"last-event-id": wrong})
-            assert asked.status_code == status
+            assert (asked.status_code, asked.json()["error"]["param"]) == (status, "Last-Event-ID")
+            assert "answer_id" not in asked.text
 
 
 def test_parameters_of_sampling(gateway: Gateway) -> None:

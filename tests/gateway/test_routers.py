@@ -99,6 +99,13 @@ def test_a_router_gets_the_tokens_that_a_request_would_prefill(gateway: Gateway)
         usage = client.post("/v1/chat/completions", json=chat).json()["usage"]
         assert len(offered) == usage["prompt_tokens"] > len(plain)
         assert client.post("/v1/responses/render", json=response).json() == {"token_ids": offered}
+        text, spelled = "The capital of France is", {**given, "prompt": ["The capital of France is", plain]}
+        found = client.post("/v1/completions/render", json=spelled).raise_for_status().json()
+        assert [each["token_ids"] for each in found][1] == plain
+        for prompt in (text, found[0]["token_ids"]):
+            answer = client.post("/v1/completions", json={**given, "prompt": prompt}).json()
+            assert answer["usage"]["prompt_tokens"] == len(found[0]["token_ids"])
+        assert client.post("/v1/completions/render", json={"prompt": "a", "suffix": "b"}).status_code == 400
 
 
 def test_a_worker_that_drains_says_so_and_finishes_what_runs() -> None:

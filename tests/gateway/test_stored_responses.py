@@ -51,6 +51,15 @@ def test_a_response_is_stored_unless_the_client_says_otherwise(gateway: Gateway)
         client.responses.retrieve(other.id)
 
 
+def test_errors_about_an_earlier_response_name_the_field_of_the_request(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+            for name in ("nobody", "x" * 1000):
+                found = client.post(path, json={"input": QUESTION, "previous_response_id": name})
+                assert found.json()["error"]["param"] == "previous_response_id", found.text
+                assert "answer_id" not in found.text
+
+
 def test_a_response_in_the_background(gateway: Gateway) -> None:
     client = gateway.openai()
     made = client.responses.create(**ASK, background=True, metadata={"a": "b"})

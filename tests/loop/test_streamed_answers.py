@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
+import msgspec
+import pytest
 import trio
 from starlette.responses import Response
 
-from uma_trio.client import Eos, Event, Timings, ToolCall, ToolCallDelta, Usage
+from tests.support.serving import serving, settings
+from uma_trio.client import AnswerInfo, Client, Eos, Event, Timings, ToolCall, ToolCallDelta, Usage
 from uma_trio.gateway.answer import COMMENT, StreamedAnswer
+from uma_trio.gateway.application import make_app
 from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.chat import ChatChunks
 from uma_trio.gateway.errors import HttpError
@@ -61,3 +66,38 @@ async def test_a_stream_with_something_to_send_has_no_comments(autojump_clock: o
             yield [ToolCallDelta(id="r", call=0, arguments="1")]
 
     assert not any(COMMENT in data for _, data in await sent(events()))
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_response_whose_client_leaves_while_the_daemon_accepts_it_is_cancelled(
+    autojump_clock: object, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    is_sent, has_left, detach = trio.Event(), trio.Event(), Client.detach
+    body = [msgspec.json.encode({"input": "hello", "stream": is_streamed, "max_output_tokens": 4000})]
+
+    async def slow_detach(self: Client, **fields: Any) -> AnswerInfo:
+        is_sent.set()
+        await has_left.wait()
+        await trio.sleep(1)  # the gateway knows of it
+        return await detach(self, **fields)
+
+    async def receive() -> dict[str, Any]:
+        if body:
+            return {"type": "http.request", "body": body.pop()}
+        await is_sent.wait()
+        has_left.set()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        """Nobody is there."""
+
+    monkeypatch.setattr(Client, "detach", slow_detach)
+    async with serving() as running:
+        app = make_app(settings(socket=running.path))
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/responses", "query_string": b"", "headers": headers}
+        await app({**scope, "client": ("127.0.0.1", 5000), "scheme": "http", "http_version": "1.1"}, receive, send)
+        async with running.client() as client:
+            [answer] = await client.answers()
+        assert (answer.state, answer.answer_id[:5]) == ("cancelled", "resp_")
+        await running.settled()

@@ -83,6 +83,10 @@ class Translation:
             parameter=parameter,
         )
 
+    async def tokens(self, prompt: str | Tokens) -> Tokens:
+        """The tokens of a prompt, as a request would prefill them."""
+        return await self._tokens(prompt, add_special=True) if isinstance(prompt, str) else prompt
+
     async def logit_bias(self, given: Any) -> dict[str, float] | None:
         """The bias of each token.  That of a text is the bias of each of its tokens.
 

@@ -204,7 +204,7 @@ ENDPOINTS = (
         shapes=(ChatCompletion,),
         event_shape=ChatChunk,
         body=ChatRequest,
-        field_names=TOOL_NAMES,
+        field_names={**TOOL_NAMES, "answer_id": "Last-Event-ID"},
     ),
     Endpoint(
         method="POST",

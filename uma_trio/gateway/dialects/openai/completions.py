@@ -8,10 +8,11 @@ from typing import Any, Final
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Token
+from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of
 from uma_trio.gateway.dialects.llama.tokens import Tokens, Translation
 from uma_trio.gateway.dialects.openai.chunks import Chunks
-from uma_trio.gateway.dialects.openai.shapes import Completion, TextChoice, TextLogprobs
+from uma_trio.gateway.dialects.openai.shapes import Completion, PromptTokens, TextChoice, TextLogprobs
 from uma_trio.gateway.dialects.openai.shared import OPENAI, Sampling, adapters_of, check_session, finish_reason
 from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -81,6 +82,17 @@ async def complete(call: Call) -> Response:
     ]
     renderer = TextChunks(head, call.id, extras, n=n, has_usage=request.includes_usage, warnings=warnings)
     return await call.answers(*requests, renderer=renderer, is_streamed=request.stream)
+
+
+async def render(call: Call) -> Response:
+    """The tokens of each prompt, as a request would prefill them."""
+    request, _ = await call.read(CompletionRequest)
+    if request.suffix:
+        raise invalid("a prompt with a suffix is not rendered here", parameter="suffix")
+    call.count_request()
+    async with Translation(call, request.model) as translation:
+        prompts = await translation.prompts(request.prompt, "prompt", most=MAX_PROMPTS)
+        return json_response([PromptTokens(token_ids=await translation.tokens(prompt)) for prompt in prompts])
 
 
 def _asked(prompt: str | Tokens, suffix: str | None) -> dict[str, Any]:
@@ -153,6 +165,14 @@ ENDPOINTS = (
         answer=complete,
         shapes=(Completion,),
         event_shape=Completion,
+        body=CompletionRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/completions/render",
+        dialect=OPENAI,
+        answer=render,
+        shapes=(list[PromptTokens],),
         body=CompletionRequest,
     ),
 )

@@ -28,8 +28,8 @@ from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
 from uma_trio.gateway.dialects.openai.shapes import InputTokens, PromptTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai.shared import OPENAI
+from uma_trio.gateway.dialects.openai.stored_responses import EARLIER_NAMES, StoredHead, earlier, fork, new_id, whole
 from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
-from uma_trio.gateway.dialects.openai.stored_responses import StoredHead, earlier, fork, new_id, whole
 from uma_trio.gateway.dialects.openai.tools import Function, tool_fields
 from uma_trio.gateway.dialects.openai.tools import Tool as ChatTool
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -355,7 +355,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         shapes=(ResponseObject,),
         event_shape=ResponseEvent,
         body=ResponsesRequest,
-        field_names=names_of("responses"),
+        field_names={**names_of("responses"), **EARLIER_NAMES},
     ),
     Endpoint(
         method="POST",
@@ -364,6 +364,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         answer=count_input,
         shapes=(InputTokens,),
         body=Input,
+        field_names=EARLIER_NAMES,
     ),
     Endpoint(
         method="POST",
@@ -372,6 +373,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         answer=render,
         shapes=(PromptTokens,),
         body=Input,
+        field_names=EARLIER_NAMES,
     ),
     *STORED_ENDPOINTS,
 )

@@ -37,7 +37,8 @@ class Place:
         """
         found = _EVENT_ID.fullmatch(event_id)
         if found is None or int(found[2]) > MAX_INT32:
-            raise invalid("Last-Event-ID is the id of a chunk of a resumable stream, such as 4f1c:12")
+            message = "Last-Event-ID is the id of a chunk of a resumable stream, such as 4f1c:12"
+            raise invalid(message, parameter="Last-Event-ID")
         return cls(found[1], int(found[2]))
 
 

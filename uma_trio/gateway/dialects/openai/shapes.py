@@ -323,7 +323,7 @@ class InputTokens(Warned, tag_field="object", tag="response.input_tokens"):
 
 
 class PromptTokens(Warned):
-    """The tokens of a chat, as vLLM's render endpoints have them."""
+    """The tokens of a prompt, as vLLM's render endpoints have them."""
 
     token_ids: list[int]
 

@@ -39,6 +39,10 @@ ENDED: Final = ("completed", "cancelled")
 """States of answers that have a turn in their session, if they have a token."""
 
 
+EARLIER_NAMES: Final = {"answer_id": "previous_response_id"}
+"""What the field of an earlier answer is called in requests that continue it."""
+
+
 class StoredHead(msgspec.Struct, kw_only=True):
     """What the gateway needs to write a response again."""
 
